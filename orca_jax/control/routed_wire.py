@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from orca_jax.errors import BadFrame
-from orca_jax.families.mixtures.routing import Routing
-from orca_jax.request.routed_experts import ExpertIds
+from orca_jax.request.routed_experts import ExpertIds, Routing
 
 
 def encode_routed(

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from orca_jax.control import worker_pb2
 from orca_jax.control.routed_wire import encode_routed
 from orca_jax.errors import BadFrame
-from orca_jax.families.mixtures.routing import NO_ROUTING, Routing
 from orca_jax.iteration.message import POOLED, ControlMessage
+from orca_jax.request.routed_experts import NO_ROUTING, Routing
 from orca_jax.request.sampled import LOGPROBS, Sampled
 
 

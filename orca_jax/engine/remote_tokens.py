@@ -8,9 +8,8 @@ from orca_jax.control.routed_wire import decode_routed, join_stages
 from orca_jax.control.sampled_wire import ExpectedRecords
 from orca_jax.control.worker_pb2 import Tokens
 from orca_jax.errors import BadFrame
-from orca_jax.families.mixtures.routing import Routing
 from orca_jax.iteration.message import MakeWords
-from orca_jax.request.routed_experts import ExpertIds
+from orca_jax.request.routed_experts import ExpertIds, Routing
 from orca_jax.request.sampled import Sampled
 
 

@@ -16,10 +16,10 @@ import numpy.typing as npt
 from jax import lax
 
 from orca_jax.execution.programs import Program, ToCompile
-from orca_jax.execution.routed import DeviceRouted, joined
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.flat_batch import FlatBatch, Sampler, SamplerArrays, TokenPrograms
 from orca_jax.iteration.message import SAMPLED, ControlMessage
+from orca_jax.model.routed import DeviceRouted, joined
 from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample
 from orca_jax.request.pooling import Vector
 from orca_jax.request.sampled import LOGPROB_WORDS, Sampled, as_records

@@ -19,15 +19,15 @@ from orca_jax.execution.matmul_backend import Products
 from orca_jax.execution.own_decoder import OwnParameters
 from orca_jax.execution.programs import Program
 from orca_jax.execution.ptxas_version import ask_ptxas_once
-from orca_jax.execution.routed import Routed, packed
 from orca_jax.execution.sampling import packed_logprobs
-from orca_jax.families.mixtures.routing import routing_of
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatLayout, SamplerArrays
 from orca_jax.model.block import Evaluated
 from orca_jax.model.gpt import GPT, Parameters
 from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.routed import Routed, packed
 from orca_jax.model.shard import ALONE
+from orca_jax.scheduling.admission import routing_of
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
 

@@ -21,7 +21,6 @@ from orca_jax.errors import BadFrame, EngineError
 from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.compile_counter import CompileCounter
 from orca_jax.execution.programs import compile_all
-from orca_jax.execution.routed import DeviceRouted, joined
 from orca_jax.execution.sampling import DeviceTokens
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
@@ -30,6 +29,7 @@ from orca_jax.iteration.flat_batch import BatchSizes, batch_sizes
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
+from orca_jax.model.routed import DeviceRouted, joined
 from orca_jax.scheduling.engine_protocol import EngineMemory
 from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.partition import StagePart

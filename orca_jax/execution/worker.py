@@ -16,7 +16,6 @@ from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.execution.attention_paths import HostWork
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.programs import Program, ToCompile
-from orca_jax.execution.routed import DeviceRouted, Routed, RoutedAgain
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser
 from orca_jax.execution.stage import Last, Stage
 from orca_jax.families.model_config import ModelConfig
@@ -27,6 +26,7 @@ from orca_jax.iteration.scored_parts import SCORED, scored_layout, scored_parts
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
 from orca_jax.model.kv_cache import LayerCache, cache_shape, copy_blocks
+from orca_jax.model.routed import DeviceRouted, Routed, RoutedAgain
 from orca_jax.request.sampled import Sampled
 from orca_jax.sharding.link import DeviceLink
 from orca_jax.sharding.partition import StagePart

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from orca_jax.checks import check_whole
 from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
-from orca_jax.families.mixtures.routing import Routing
+from orca_jax.request.routed_experts import Routing
 
 # The maximum of each size: what ServingConfig and ModelConfig allow.
 _LIMITS = {

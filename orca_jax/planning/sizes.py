@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from orca_jax.config import ServingConfig, Sizes
 from orca_jax.errors import ConfigError
-from orca_jax.families.mixtures.routing import routing_of
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.prefill_tokens import with_prefill_tokens
 from orca_jax.planning.stage_memory import StageRoom
+from orca_jax.scheduling.admission import routing_of
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 
 

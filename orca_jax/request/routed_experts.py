@@ -2,12 +2,33 @@
 
 import base64
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 ExpertIds = npt.NDArray[np.unsignedinteger]  # [tokens, sparse layers, k], uint8 or uint16
+
+
+class Routing(NamedTuple):
+    """A token chooses `top_k` of `n_experts` experts in each of `n_layers` sparse layers."""
+
+    n_layers: int
+    top_k: int
+    n_experts: int
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """The smallest that holds an expert's id."""
+        return np.dtype("<u1" if self.n_experts <= 1 << 8 else "<u2")
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's ids."""
+        return self.n_layers * self.top_k * self.dtype.itemsize
+
+
+NO_ROUTING = Routing(0, 0, 0)
 
 
 class RoutedTokens:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from orca_jax.errors import NotSupported
-from orca_jax.families.mixtures.routing import routing_of
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.constraint import BadWords, Constraint, ConstraintRules
 from orca_jax.grammar.grammar import GrammarCompiler
@@ -15,6 +14,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.stop_strings import StopStrings
 from orca_jax.request.token_text import TextDecoder, TokenText
 from orca_jax.request.tokenizer import TextStream, Tokenizer
+from orca_jax.scheduling.admission import check_routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,7 @@ class RuleMaker:
         Raises InvalidSamplingParameter, and NotSupported if a parameter needs a tokenizer and there is none.
         """
         sampling.check_token_ids(self._model.vocab_size)
-        if sampling.return_routed_experts and not routing_of(self._model).n_layers:
-            why = (
-                "its layers choose different numbers of experts" if self._model.has_experts else "it has none"
-            )
-            message = f"return_routed_experts is for a mixture of experts, and not for this model: {why}"
-            raise NotSupported(message, param="return_routed_experts")
+        check_routing(sampling, self._model)
         needs_text = next((n for n in ("stop", "bad_words") if getattr(sampling, n)), sampling.grammar)
         if needs_text is not None and self._tokenizer is None:
             message = f"{needs_text} needs a tokenizer, and this model has none"

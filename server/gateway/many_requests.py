@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from orca_jax.errors import InvalidRequest
-from orca_jax.families.mixtures.routing import routing_of
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.admission import CheckedPrompt
+from orca_jax.scheduling.admission import CheckedPrompt, routing_of
 from server.gateway.gateway import Gateway, LiveRequest, Submission, submitted
 
 _AT_ONCE = 128  # in the engine; the others wait here and take no place of its queue

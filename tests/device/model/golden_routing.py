@@ -1,4 +1,4 @@
-"""Reader of routing.npz: the experts that Hugging Face transformers chooses in the golden mixtures of experts.
+"""Reader of routing.npz: the experts that Hugging Face transformers chooses in golden mixtures of experts.
 
 scripts/make_golden_routing.py makes it. Of each, over the prompts whose logits are kept, one after the other:
 

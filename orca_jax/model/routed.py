@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.families.mixtures.routing import Routing
 from orca_jax.iteration.message import ControlMessage
-from orca_jax.request.routed_experts import ExpertIds
+from orca_jax.request.routed_experts import ExpertIds, Routing
 
 
 class Routed(NamedTuple):
