@@ -20,7 +20,7 @@ each K/V head these are [3, K D, H] and [H, K D]. A gated `up` [2, F, H] has the
 [2, K D, H] has the keys, then the values.
 
 Of experts the devices have either a share of each one's F, or as many whole ones: `split_axis` has the rule,
-which looks at the sizes alone. A layer needs one sum after them either way.
+which looks at the sizes alone. Either way one sum after them will do (model/token_slices.py has another).
 
 An encoder's layers are `encoder.layers.{i}`; the first stage has all of them beside its decoder layers.
 """

@@ -16,6 +16,7 @@ from orca_jax.model.layers import LayerNorm, Matmul, RMSNorm, Weights, between, 
 from orca_jax.model.mixture import Mixture
 from orca_jax.model.rotation import Rotation, rotate
 from orca_jax.model.shard import Shard
+from orca_jax.model.token_slices import Slices
 
 
 def weights_of_layer(parameters: Mapping[str, jax.Array], layer: int) -> Weights:
@@ -133,9 +134,13 @@ class Block(nnx.Module):
         """
         after_attention = product if evaluated is None else evaluated.product
         chosen: jax.Array | None = None
+        slices = self._slices(x, (x if evaluated is None else evaluated.tokens).shape[0], shard)
+        if slices is not None:  # from attention on
+            shard, after_attention = slices.scattering, slices.product(after_attention)
 
         def taken(value: jax.Array) -> jax.Array:
-            return value if evaluated is None else evaluated.of(value)
+            value = value if evaluated is None else evaluated.of(value)
+            return value if slices is None else slices.own(value)
 
         def attention(value: jax.Array) -> tuple[jax.Array, LayerCache]:
             attended, written = self._attention(
@@ -145,7 +150,7 @@ class Block(nnx.Module):
 
         def feed_forward(value: jax.Array) -> jax.Array:
             nonlocal chosen
-            given, chosen = self._feed_forward(value, shard, after_attention)
+            given, chosen = self._feed_forward(value, shard, after_attention, slices)
             return self._scaled(_normed(self.mlp_out_norm, given))
 
         def crossing(value: jax.Array, written: LayerCache) -> jax.Array:
@@ -170,8 +175,9 @@ class Block(nnx.Module):
                 normed = _normed(self.attn_norm, x)
                 attended, written = attention(normed)
                 x = taken(x)
-                x = x + attended + feed_forward(taken(normed) if self.mlp_norm is None else self.mlp_norm(x))
-        return Passed(x, written, chosen)
+                given = feed_forward(taken(normed) if self.mlp_norm is None else self.mlp_norm(x))
+                x = x + attended + given
+        return Passed(x if slices is None else slices.whole(x), written, chosen)
 
     def _attention(
         self,
@@ -210,12 +216,19 @@ class Block(nnx.Module):
         attended = attend(queries, cache, config, self._bias(shard))  # [T or R, G, K, D]
         return self.out(attended.reshape(attended.shape[0], -1), product, shard), cache
 
+    def _slices(self, x: jax.Array, n_tokens: int, shard: Shard) -> Slices | None:
+        """If the layer exchanges tokens, how they are cut behind attention, where it has `n_tokens`."""
+        exchange, width = shard.exchange, x.shape[1] * x.dtype.itemsize
+        if exchange is None or not exchange.wanted(self.config, width, n_tokens):
+            return None
+        return Slices(shard, exchange, n_tokens)
+
     def _feed_forward(
-        self, x: jax.Array, shard: Shard, product: Matmul
+        self, x: jax.Array, shard: Shard, product: Matmul, slices: Slices | None
     ) -> tuple[jax.Array, jax.Array | None]:
         """What the layer's feed-forward part gives, and the experts that tokens chose."""
         if self.mixture is not None:
-            return self.mixture(x, product, shard)
+            return self.mixture(x, product, shard, slices)
         assert self.up is not None and self.down is not None
         inner = between(self.up(x, product), self.config.feed_forward)
         return self.down(inner, product, shard), None
