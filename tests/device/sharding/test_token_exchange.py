@@ -78,7 +78,7 @@ def added(shard: Shard, x: jax.Array, weights: jax.Array, chosen: jax.Array, pro
 
 @cache
 def exchange(n: int, n_tokens: int) -> Callable[..., Any]:
-    """x [T, H], weights and experts [T, k], and the number of real tokens, to experts' sum [T, H] and all experts."""
+    """x [T, H], weights and experts [T, k], how many are real, to the sum [T, H] and all experts [T, k]."""
 
     def compute(
         shard: Shard, x: jax.Array, weights: jax.Array, chosen: jax.Array, n_real: jax.Array
