@@ -136,9 +136,9 @@ def test_a_token_with_nan_disturbs_no_other() -> None:
     weights = rng.uniform(size=(6, 3)).astype(np.float32)
     chosen = np.array([[0, 3, 7], [1, 2, 6], [0, 3, 7], [0, 1, 2], [5, 6, 7], [0, 3, 7]], np.int32)
     n_real = np.array([6], np.int32)
-    healthy = np.asarray(exchange(4, 6)(x, weights, chosen, n_real))
+    healthy = np.asarray(exchange(4, 6)(x, weights, chosen, n_real)[0])
     x[2], weights[2] = np.nan, np.nan
-    found = np.asarray(exchange(4, 6)(x, weights, chosen, n_real))
+    found = np.asarray(exchange(4, 6)(x, weights, chosen, n_real)[0])
     others = [0, 1, 3, 4, 5]
     np.testing.assert_array_equal(found[others], healthy[others])
     assert np.isnan(found[2]).all()
