@@ -155,6 +155,7 @@ def test_what_runs_after_the_end_is_not_told() -> None:
     stopped.end_token_ids = frozenset({end})
     built(scheduling=PIECES).run([stopped, asking("longer", range(4), 12)])
     assert (len(stopped.output_ids), stopped.finish_reason) == (n_output, FinishReason.STOP)
+    assert stopped.n_routed == stopped.n_tokens - 1
     assert_exact(stopped)
 
 
