@@ -34,7 +34,8 @@ def lowered_programs(
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     # Its arrays are here and are not used; its programs are lowered for `place`.
-    chooser = TokenChooser(vocab_size, 1, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    chooser = TokenChooser(vocab_size, 1, here, native=False)
     logits, last_token = like((n_rows, vocab_size), jnp.float32), like((2 * n_rows,), jnp.int32)
     rows = like((len(SamplerArrays._fields), n_rows), jnp.int32)
     table = (2 * n_rows, vocab_size)
@@ -44,7 +45,7 @@ def lowered_programs(
         "allow": chooser._allow.lower(logits, like((n_rows, n_words(vocab_size)), jnp.int32)),
     }
     for sampler in get_args(Sampler):
-        programs[sampler] = chooser._choose.lower(logits, rows, last_token, sampler=sampler)
+        programs[sampler] = chooser._choose.lower(logits, logits, rows, last_token, sampler=sampler)
     programs["logprobs"] = chooser._logprobs.lower(logits, rows, like((n_rows,), jnp.int32))
     values = like((vocab_size,), jnp.int32), like((vocab_size,), jnp.float32)
     programs["set a row up"] = chooser._set_row.lower(tables, like((), jnp.int32), *values)

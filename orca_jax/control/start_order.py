@@ -24,8 +24,10 @@ class StartOrder:
     programs or move weights first.
 
     A worker whose weights have another version than `weights_version` reads them from the checkpoint in
-    `weights_directory`. Version 0, without a directory, is what it began with. In an epoch with a
-    `sleep_level` it has no caches, with level 2 no weights on its devices either, and runs no iteration.
+    `weights_directory`. Version 0, without a directory, is what it began with. Likewise it adds the adapters
+    of another `adapters_version`, from `adapters_directory`, to these weights; those of version 0 are none.
+    In an epoch with a `sleep_level` it has no caches, with level 2 no weights on its devices either, and runs
+    no iteration.
     """
 
     shape: EngineShape
@@ -35,6 +37,8 @@ class StartOrder:
     weights_version: int = 0
     weights_directory: str = ""
     sleep_level: int = 0
+    adapters_version: int = 0
+    adapters_directory: str = ""
 
 
 def encode_start(order: StartOrder) -> worker_pb2.Start:
@@ -47,6 +51,8 @@ def encode_start(order: StartOrder) -> worker_pb2.Start:
         weights_version=order.weights_version,
         weights_directory=order.weights_directory,
         sleep_level=order.sleep_level,
+        adapters_version=order.adapters_version,
+        adapters_directory=order.adapters_directory,
     )
 
 
@@ -56,15 +62,8 @@ def decode_start(payload: worker_pb2.Start) -> StartOrder:
     if len(address) > MAX_ADDRESS or not address.isprintable():
         message = f"a start order's next_address is {address[:100]!r}; it must have up to {MAX_ADDRESS} "
         raise BadFrame(message + "printable characters")
-    directory = payload.weights_directory
-    if (
-        len(directory) > MAX_DIRECTORY
-        or "\0" in directory
-        or bool(directory) != bool(payload.weights_version)
-    ):
-        message = f"a start order has weights_directory {directory[:100]!r} and weights_version "
-        message += f"{payload.weights_version}; both must be set or neither, and the directory has up to "
-        raise BadFrame(message + f"{MAX_DIRECTORY} characters")
+    _check_directory("weights", payload.weights_directory, payload.weights_version)
+    _check_directory("adapters", payload.adapters_directory, payload.adapters_version)
     if payload.sleep_level not in SLEEP_LEVELS:
         raise BadFrame(f"a start order's sleep_level is {payload.sleep_level}; it must be 0, 1 or 2")
     try:
@@ -79,9 +78,21 @@ def decode_start(payload: worker_pb2.Start) -> StartOrder:
         worker_seconds=_seconds("worker_seconds", payload.worker_seconds),
         ready_seconds=_seconds("ready_seconds", payload.ready_seconds),
         weights_version=payload.weights_version,
-        weights_directory=directory,
+        weights_directory=payload.weights_directory,
         sleep_level=payload.sleep_level,
+        adapters_version=payload.adapters_version,
+        adapters_directory=payload.adapters_directory,
     )
+
+
+def _check_directory(kind: str, directory: str, version: int) -> None:
+    if len(directory) > MAX_DIRECTORY or "\0" in directory or bool(directory) != bool(version):
+        message = (
+            f"a start order's {kind}_directory is {directory[:100]!r} and {kind}_version {version}; both "
+        )
+        raise BadFrame(
+            message + f"must be set or neither, and a directory has up to {MAX_DIRECTORY} characters"
+        )
 
 
 def _seconds(name: str, value: float) -> float:

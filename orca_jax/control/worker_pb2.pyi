@@ -90,7 +90,7 @@ class Nothing(_message.Message):
     def __init__(self) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("shape", "next_address", "worker_seconds", "ready_seconds", "weights_version", "weights_directory", "sleep_level")
+    __slots__ = ("shape", "next_address", "worker_seconds", "ready_seconds", "weights_version", "weights_directory", "sleep_level", "adapters_version", "adapters_directory")
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     NEXT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WORKER_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,8 @@ class Start(_message.Message):
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     SLEEP_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     shape: Shape
     next_address: str
     worker_seconds: float
@@ -105,7 +107,9 @@ class Start(_message.Message):
     weights_version: int
     weights_directory: str
     sleep_level: int
-    def __init__(self, shape: _Optional[_Union[Shape, _Mapping]] = ..., next_address: _Optional[str] = ..., worker_seconds: _Optional[float] = ..., ready_seconds: _Optional[float] = ..., weights_version: _Optional[int] = ..., weights_directory: _Optional[str] = ..., sleep_level: _Optional[int] = ...) -> None: ...
+    adapters_version: int
+    adapters_directory: str
+    def __init__(self, shape: _Optional[_Union[Shape, _Mapping]] = ..., next_address: _Optional[str] = ..., worker_seconds: _Optional[float] = ..., ready_seconds: _Optional[float] = ..., weights_version: _Optional[int] = ..., weights_directory: _Optional[str] = ..., sleep_level: _Optional[int] = ..., adapters_version: _Optional[int] = ..., adapters_directory: _Optional[str] = ...) -> None: ...
 
 class Shape(_message.Message):
     __slots__ = ("block_size", "max_blocks", "max_rows", "max_tokens", "n_rows", "n_blocks", "vocab_size", "deterministic", "coarse_buckets", "max_encoder_blocks", "embedding_size", "sparse_layers", "top_k", "n_experts")

@@ -210,10 +210,11 @@ class EngineMaster:
 
     def _sent(self, rows: Sequence[Row]) -> _Sent:
         """The rows of the message: several for a given output in an increment, and for a search."""
-        if not any(request.given_ids or request.beams is not None for request, _ in rows):
-            return _Sent(rows, np.array([request.row for request, _ in rows], np.intp))
+        places = [request.row for request, _ in rows if not request.given_ids and request.beams is None]
+        if len(places) == len(rows):
+            return _Sent(rows, np.array(places, np.intp))
         sent: list[Row] = []
-        places: list[int] = []
+        places = []
         first: list[int] = []
         for request, n_tokens in rows:
             first.append(len(sent))
@@ -240,7 +241,7 @@ class EngineMaster:
         if first is not None:
             given[:] = [bool(request.given_ids) for request in requests]
             beams[:] = [request.beams is not None and not request.in_initiation for request in requests]
-            self._has_sampled[row[beams]] = True  # also in a row that is new to the search
+            self._end_initiation(row[beams])  # also in a row that is new to the search
             first_of = np.repeat(first, np.diff([*first, n]))  # of each row, the first of its request
             start += given * (np.arange(n) - first_of).astype(np.int32)
         kv_length = start + input_length
@@ -260,12 +261,11 @@ class EngineMaster:
         chooses = samples | (
             given & (kv_length >= self._n_prompt[row])
         )  # or is told what it would have chosen
-        self._has_sampled[row] = chooses
         self._kv_length[row] = kv_length
         token_index = np.where(samples, kv_length - self._n_prompt[row], np.int32(0))
-        sampling = self._sampling[row]
-        sampling["prompt_logprobs"][increment] = -1
-        sampling["flags"][increment] &= ~np.uint8(POOLED)
+        sampling = self._sampling.take(row)  # of records ten times as fast as an index
+        if initiation_rows:
+            self._end_initiation(row[initiation & chooses])
         for i in (~samples).nonzero()[0].tolist():  # needs no sampler
             sampling["temperature"][i] = 0
             sampling["flags"][i] &= POOLS_ALL | ROUTED
@@ -322,6 +322,12 @@ class EngineMaster:
         length = np.array([len(request.encoder_ids) for request in requests], np.int32)
         own = EncoderInputs(length, np.array(ids, np.int32), table[:, :n])
         return np.take_along_axis(table, places, axis=1), own
+
+    def _end_initiation(self, row: npt.NDArray[np.intp]) -> None:
+        """The next iterations of these rows are increments, in which nothing of the prompt is computed."""
+        self._has_sampled[row] = True
+        self._sampling["prompt_logprobs"][row] = -1
+        self._sampling["flags"][row] &= ~np.uint8(POOLED)
 
     def _store_row(self, request: Request, row: int) -> None:
         """Store the constant data of a row of the request."""

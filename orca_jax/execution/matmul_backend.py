@@ -14,6 +14,7 @@ from orca_jax.model.layers import Matmul, matmul
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.grouped import native_grouped
 from orca_jax.native.linear import DTYPES, has_form, linear_target, native_linear
+from orca_jax.native.mixture import has_mixture_form, native_mixture
 
 Device = Any  # a jax.Device
 
@@ -49,7 +50,14 @@ class Products:
                 return matmul.grouped(x, weight, sizes)
             return native_grouped(x, weight, sizes, steady=self.whole)
 
-        return Matmul(product, grouped, n_tokens)
+        def mixture(
+            x: jax.Array, weights: jax.Array, experts: jax.Array, up: jax.Array, down: jax.Array
+        ) -> jax.Array | None:
+            if not has_mixture_form(x, up, down):
+                return None
+            return native_mixture(x, weights, experts, up, down, steady=self.whole)
+
+        return Matmul(product, grouped, mixture, n_tokens)
 
 
 def choose_products(device: Device, dtype: Any, *, deterministic: bool = False) -> Products:

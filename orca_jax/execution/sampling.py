@@ -2,7 +2,8 @@
 
 A few programs for each number of rows R, whatever the bucket was and whatever is asked for: biases and
 penalties, constraints, three samplers, log-probabilities. An iteration runs those that its rows need
-(`flat_batch.TokenPrograms`), so that greedy rows pay for the greedy sampler alone.
+(`flat_batch.TokenPrograms`), so that greedy rows pay for the greedy sampler alone. On a CPU with a C compiler
+a sampler also gives the log-probabilities, from what it has read anyway (native/token_choice.c).
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,9 @@ from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.flat_batch import FlatBatch, Sampler, SamplerArrays, TokenPrograms
 from orca_jax.iteration.message import SAMPLED, ControlMessage
 from orca_jax.model.routed import DeviceRouted, joined
-from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample
+from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample, uniform
+from orca_jax.native.compiler import NotBuilt
+from orca_jax.native.token_choice import choice_target, native_choice
 from orca_jax.request.pooling import Vector
 from orca_jax.request.sampled import LOGPROB_WORDS, Sampled, as_records
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS
@@ -98,10 +101,15 @@ class TokenChooser:
     """Chooses the next tokens of rows from their logits; made anew it has seen nothing.
 
     V is the model's vocabulary, `n_rows` the places of all admitted requests, `place` where arrays lie.
+    Without `native` all is done in JAX, also where it could be done in C.
     """
 
-    def __init__(self, vocab_size: int, n_rows: int, place: jax.sharding.Sharding) -> None:
+    def __init__(
+        self, vocab_size: int, n_rows: int, place: jax.sharding.Sharding, *, native: bool = True
+    ) -> None:
         self._vocab_size, self._n_rows, self._place = vocab_size, n_rows, place
+        self._native = native and all(map(has_native_choice, place.device_set))
+        choose = _choose_natively if self._native else _choose
         shape = (n_rows, vocab_size)
 
         def no_tokens() -> tuple[jax.Array, Tables]:
@@ -116,7 +124,7 @@ class TokenChooser:
         self._adjust = Program(jax.jit(_adjust, donate_argnames="tables"), key=by_rows)
         self._allow = Program(jax.jit(allow), key=by_rows)
         self._choose = Program(
-            jax.jit(_choose, static_argnames="sampler", donate_argnames="last_token"), key=by_rows
+            jax.jit(choose, static_argnames="sampler", donate_argnames="last_token"), key=by_rows
         )
         self._logprobs = Program(jax.jit(_next_logprobs), key=by_rows)
         self.last_token: jax.Array  # [n_rows] int32
@@ -175,10 +183,11 @@ class TokenChooser:
             )
             yield ToCompile(f"constraints, {said}", partial(self._allow.compile, logits, words))
             for sampler in get_args(Sampler):
-                choose = partial(self._choose.compile, logits, rows, last_token, sampler=sampler)
+                choose = partial(self._choose.compile, logits, logits, rows, last_token, sampler=sampler)
                 yield ToCompile(f"{sampler} sampler, {said}", choose)
-            logprobs = partial(self._logprobs.compile, logits, rows, tokens)
-            yield ToCompile(f"log-probabilities, {said}", logprobs)
+            if not self._native:
+                logprobs = partial(self._logprobs.compile, logits, rows, tokens)
+                yield ToCompile(f"log-probabilities, {said}", logprobs)
 
     def _run(
         self, raw: jax.Array, rows: jax.Array, programs: TokenPrograms, words: npt.NDArray[np.int32] | None
@@ -188,8 +197,19 @@ class TokenChooser:
             logits, self._tables = self._adjust(logits, rows, self._tables, self.last_token)
         if words is not None:
             logits = self._allow(logits, jax.device_put(words, self._place))
-        tokens, self.last_token = self._choose(logits, rows, self.last_token, sampler=programs.sampler)
-        return tokens, self._logprobs(raw, rows, tokens) if programs.logprobs else None
+        choice = self._choose(logits, raw, rows, self.last_token, sampler=programs.sampler)
+        tokens, self.last_token, told = choice
+        if programs.logprobs and told is None:
+            told = self._logprobs(raw, rows, tokens)
+        return tokens, told if programs.logprobs else None
+
+
+def has_native_choice(device: Any) -> bool:
+    """Whether tokens are chosen in C on this jax.Device."""
+    try:
+        return device.platform == "cpu" and bool(choice_target())
+    except NotBuilt:
+        return False
 
 
 def row_starts(message: ControlMessage, vocab_size: int) -> list[RowStart]:
@@ -212,11 +232,17 @@ def row_starts(message: ControlMessage, vocab_size: int) -> list[RowStart]:
     return starts
 
 
-def packed_logprobs(logits: jax.Array, tokens: jax.Array, n_top: jax.Array) -> jax.Array:
+def packed_logprobs(
+    logits: jax.Array, tokens: jax.Array, n_top: jax.Array, *, native: bool = False
+) -> jax.Array:
     """sampled.LOGPROBS as words [R, LOGPROB_WORDS]: logits [R, V] float32, tokens [R] int32.
 
-    If `n_top` (SamplerArrays) is 0 everywhere, the most likely tokens may be left out.
+    Of the most likely tokens at least as many are told as the largest `n_top` (SamplerArrays) says.
     """
+    if native:
+        none = jnp.zeros(tokens.shape, jnp.float32)
+        n_told = jnp.broadcast_to(jnp.maximum(n_top.max(), 0), tokens.shape)
+        return native_choice(logits, logits, tokens, none, none, none, n_told, most_told=MAX_TOP_LOGPROBS)[1]
     chosen, ids, top = logprobs(logits, tokens, MAX_TOP_LOGPROBS, n_top > 0)
     bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
     return jnp.concatenate([tokens[:, None], bits(chosen)[:, None], ids, bits(top)], axis=1)
@@ -252,25 +278,47 @@ def _adjust(
 
 
 def _choose(
-    logits: jax.Array, rows: jax.Array, last_token: jax.Array, *, sampler: Sampler
-) -> tuple[jax.Array, jax.Array]:
-    """The next token of each row [R] int32, and last_token with them in their places."""
+    logits: jax.Array, raw: jax.Array, rows: jax.Array, last_token: jax.Array, *, sampler: Sampler
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The next token of each row [R] int32, last_token with them in their places, and no log-probabilities.
+
+    logits [R, V] float32; `raw` are those of the model, from before adjustments.
+    """
+    del raw
     batch = SamplerArrays(*rows)
-    if sampler == "greedy":
-        tokens = greedy(logits)
-    else:
-        tokens = sample(
-            logits,
-            _real(batch.temperature),
-            batch.top_k,
-            _real(batch.top_p),
-            _real(batch.min_p),
-            batch.seed_low,
-            batch.seed_high,
-            batch.token_index,
-            cut=sampler == "full",
-        )
-    return tokens, last_token.at[batch.row].set(tokens, mode="drop")
+    tokens = greedy(logits) if sampler == "greedy" else _sample(logits, batch, cut=sampler == "full")
+    return tokens, last_token.at[batch.row].set(tokens, mode="drop"), None
+
+
+def _choose_natively(
+    logits: jax.Array, raw: jax.Array, rows: jax.Array, last_token: jax.Array, *, sampler: Sampler
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """As _choose, and the log-probabilities as packed_logprobs packs them, of the rows that want them."""
+    batch = SamplerArrays(*rows)
+    given, none = batch.given, jnp.zeros(len(logits), jnp.float32)
+    draw = (none, none, none)
+    if sampler != "greedy":
+        number = uniform(batch.seed_low, batch.seed_high, batch.token_index)
+        draw = (_real(batch.temperature), _real(batch.min_p), number)
+    if sampler == "full":
+        cut = (given == SAMPLED) & ((batch.top_k > 0) | (_real(batch.top_p) < 1))
+        given = jnp.where(cut, _sample(logits, batch, cut=True), given)
+    tokens, told = native_choice(logits, raw, given, *draw, batch.n_top, most_told=MAX_TOP_LOGPROBS)
+    return tokens, last_token.at[batch.row].set(tokens, mode="drop"), told
+
+
+def _sample(logits: jax.Array, batch: SamplerArrays, *, cut: bool) -> jax.Array:
+    return sample(
+        logits,
+        _real(batch.temperature),
+        batch.top_k,
+        _real(batch.top_p),
+        _real(batch.min_p),
+        batch.seed_low,
+        batch.seed_high,
+        batch.token_index,
+        cut=cut,
+    )
 
 
 def _real(bits: Any) -> jax.Array:

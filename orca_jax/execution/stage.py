@@ -19,7 +19,7 @@ from orca_jax.execution.matmul_backend import Products
 from orca_jax.execution.own_decoder import OwnParameters
 from orca_jax.execution.programs import Program
 from orca_jax.execution.ptxas_version import ask_ptxas_once
-from orca_jax.execution.sampling import packed_logprobs
+from orca_jax.execution.sampling import has_native_choice, packed_logprobs
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatLayout, SamplerArrays
 from orca_jax.model.block import Evaluated
@@ -111,6 +111,7 @@ class Stage:
         # Of the model's last layer only each row's last token needs the part with the experts.
         last_is_sparse = part.last and config.layers[-1].feed_forward.experts is not None
         share = group.shard if by_hand else lambda: ALONE
+        native_choice = has_native_choice(group.devices[0])
 
         def one_part(
             weights: list[jax.Array],
@@ -164,7 +165,8 @@ class Stage:
             product, attend = products.bind(batch.row_start[-1:]), score_buffer.bind(layout, batch, buffer)
             x = model.last_layer(x, batch.positions, cache, attend, shard, product).x
             n_top = SamplerArrays(*batch.sampler).n_top
-            return packed_logprobs(model.logits(x, shard, product), batch.token_ids, n_top)
+            logits = model.logits(x, shard, product)
+            return packed_logprobs(logits, batch.token_ids, n_top, native=native_choice)
 
         def pool_part(
             weights: list[jax.Array],

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -37,6 +38,19 @@ from orca_jax.workers.controller import Controller
 from orca_jax.workers.mask_inbox import MaskInbox
 
 News = Callable[[Controller], None]  # to be told on the controller's thread
+
+
+class StageMemory(EngineMemory, Protocol):
+    """The memory of one stage, which takes checkpoints and adapters from directories."""
+
+    def adapt(self, directory: Path | None) -> None:
+        """Add the adapters of its weights that lie there, in place of those before; None: have none.
+
+        Raises EngineError if it failed halfway, another OrcaError if everything is as it was.
+        """
+        ...
+
+
 _THREAD = "stage device"
 _MAX_JOBS = 4096
 _ENCODED = 1 << 32  # added to a stage's number in the key of what the encoder made
@@ -61,9 +75,8 @@ class JaxStageDevice:
     """A workers.controller.StageDevice.
 
     `link` is None where there is no other stage. `post` takes news without waiting. `address_before` is
-    where the stage before offers its hidden states. `memory_of` gives the EngineMemory of a worker, which
-    takes checkpoints; without it all orders must be for the weights that it began with, and awake. `over` is
-    looked at by the process.
+    where the stage before offers its hidden states. `memory_of` gives the memory of a worker; without it all
+    orders must be for the weights that it began with, and awake. `over` is looked at by the process.
     """
 
     def __init__(
@@ -73,7 +86,7 @@ class JaxStageDevice:
         *,
         post: Callable[[News], object],
         address_before: Callable[[], str],
-        memory_of: Callable[[Worker], EngineMemory] | None = None,
+        memory_of: Callable[[Worker], StageMemory] | None = None,
     ) -> None:
         self.over: str | None = None  # why the process must start again
         self._model = model
@@ -90,8 +103,8 @@ class JaxStageDevice:
         # For the thread alone:
         self._worker: Worker | None = None
         self._worker_shape: EngineShape | None = None
-        self._memory: EngineMemory | None = None
-        self._weights_version = 0
+        self._memory: StageMemory | None = None
+        self._weights_version = self._adapters_version = 0
         self._sizes: BatchSizes
         self._epoch = 0
         self._connected = False
@@ -163,6 +176,7 @@ class JaxStageDevice:
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.restore()
+            self._adapt(memory, 0, "")  # the next memory must have the weights without any
         parameters = dict(zip(worker.stage.names, worker.stage.weights, strict=True))
         self._model = replace(self._model, parameters=parameters)
 
@@ -170,7 +184,7 @@ class JaxStageDevice:
         """The weights and caches that an epoch is ordered to have."""
         memory = self._memory
         if memory is None:
-            assert order.weights_version == 0 and order.sleep_level == 0
+            assert order.weights_version == order.adapters_version == order.sleep_level == 0
             worker.renew()
             return
         if order.weights_version != self._weights_version:
@@ -183,12 +197,23 @@ class JaxStageDevice:
             except EngineError as error:
                 self.over = str(error)
                 raise
-            self._weights_version = order.weights_version
+            self._weights_version, self._adapters_version = order.weights_version, 0
+        self._adapt(memory, order.adapters_version, order.adapters_directory)
         if order.sleep_level:
             memory.release(order.sleep_level)
         else:
             memory.restore()
             worker.renew()
+
+    def _adapt(self, memory: StageMemory, version: int, directory: str) -> None:
+        if version == self._adapters_version:
+            return
+        try:
+            memory.adapt(Path(directory) if version else None)
+        except EngineError as error:
+            self.over = str(error)
+            raise
+        self._adapters_version = version
 
     def _make_worker(self, shape: EngineShape) -> Worker:
         """A worker for these sizes, with every program compiled that it may need."""
@@ -305,9 +330,10 @@ class JaxStageDevice:
 
 def _same_state(one: StartOrder, other: StartOrder) -> bool:
     """Whether going from one order to the other takes no longer than new caches do."""
-    return (one.shape, one.weights_version, one.sleep_level) == (
+    return (one.shape, one.weights_version, one.adapters_version, one.sleep_level) == (
         other.shape,
         other.weights_version,
+        other.adapters_version,
         other.sleep_level,
     )
 

@@ -54,6 +54,11 @@ class FeedForward:
             if not self.gated:
                 raise ConfigError("gate_limit is set, but the layer is not gated")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is down (silu(gate) * up), without biases."""
+        return self.gated and self.activation == "silu" and self.gate_limit is None and not self.bias
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
@@ -270,7 +275,13 @@ class ModelConfig:
     @property
     def has_experts(self) -> bool:
         """Whether any of its layers has experts."""
-        return any(each.experts is not None for each in self.feed_forwards)
+        return self.kind_of_experts is not None
+
+    @property
+    def kind_of_experts(self) -> Literal["plain", "other"] | None:
+        """Whether its experts are all plain; None if it has none."""
+        plain = [each.is_plain for each in self.feed_forwards if each.experts is not None]
+        return None if not plain else "plain" if all(plain) else "other"
 
     @property
     def ffn_sizes(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ T is the number of tokens in the bucket, R the number of its rows (requests).
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -60,7 +61,7 @@ class SamplerArrays(NamedTuple):
     seed_low: Any
     seed_high: Any
     adjusted: Any
-    n_top: Any  # of how many of the most likely tokens log-probabilities are wanted beside the token's own
+    n_top: Any  # of how many of the most likely log-probabilities are wanted beside the token's; -1: of none
     temperature: Any
     top_p: Any
     min_p: Any
@@ -108,7 +109,8 @@ class FlatLayout:
     @property
     def size(self) -> int:
         """The buffer's size in 32-bit words, a multiple of 64."""
-        return sum(aligned(math.prod(shape)) for shape in self.shapes)
+        start, n_words, _ = _places(self)[-1]
+        return start + aligned(n_words)
 
     @property
     def last_tokens(self) -> "FlatLayout | None":
@@ -121,13 +123,22 @@ class FlatLayout:
         They are views of a NumPy buffer, or traced slices of a traced one.
         """
         parts: list[Any] = []
-        start = 0
-        for shape in self.shapes:
-            n_words = math.prod(shape)
+        for start, n_words, shape in _places(self):
             part = buffer[start : start + n_words]
             parts.append(part if len(shape) == 1 else part.reshape(shape))
-            start += aligned(n_words)
         return FlatArrays(*parts)
+
+
+@lru_cache(maxsize=256)  # of the buckets of a few engines
+def _places(layout: FlatLayout) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """For each part of the buffer its first word, its number of words, and its shape."""
+    places: list[tuple[int, int, tuple[int, ...]]] = []
+    start = 0
+    for shape in layout.shapes:
+        n_words = math.prod(shape)
+        places.append((start, n_words, shape))
+        start += aligned(n_words)
+    return tuple(places)
 
 
 def aligned(n_words: int) -> int:
@@ -221,7 +232,7 @@ def flat_batch(
     sampler.top_k[:real_rows] = sampling["top_k"]
     sampler.seed_low[:real_rows] = (seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
     sampler.seed_high[:real_rows] = seed >> 32
-    sampler.n_top[:real_rows] = np.maximum(sampling["logprobs"], 0)
+    sampler.n_top[:real_rows] = sampling["logprobs"]
     programs = token_programs(sampling)
     if programs.adjust:
         adjusted = (sampling["flags"] & ADJUSTED) > 0
@@ -286,6 +297,7 @@ def _padding(layout: FlatLayout, *, n_slots: int, n_rows: int) -> tuple[npt.NDAr
     sampler = SamplerArrays(*arrays.sampler)
     sampler.row.fill(n_rows)
     sampler.given.fill(SAMPLED)
+    sampler.n_top.fill(-1)
     sampler.top_p.view(np.float32).fill(1)
     sampler.repetition.view(np.float32).fill(1)
     return buffer, arrays

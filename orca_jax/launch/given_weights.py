@@ -160,6 +160,19 @@ def check_adapters(
     return adapters
 
 
+def adapted_weights(names: Collection[str], stored: ModelConfig) -> dict[str, str]:
+    """Of arrays that check_adapters has taken, by name: the weight that each is for."""
+    if any(name.endswith((LORA_A, LORA_B)) for name in names):
+        known = state_names(stored)
+    else:
+        held = held_names(stored, "tunix")
+        known = {theirs: name for name, one in held.items() for theirs in one.names}
+    without_end = {
+        name: name.removesuffix(next(end for end in _LORA_ENDS if name.endswith(end))) for name in names
+    }
+    return {name: known.get(given, given) for name, given in without_end.items()}
+
+
 def _own_adapters(
     pairs: Mapping[str, Mapping[str, Any]], stored: ModelConfig, wrong: list[str]
 ) -> dict[str, Adapter]:

@@ -1,6 +1,7 @@
 # pyright: standard
 """The weights and caches of an engine in this process, replaced or given back between iterations."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -13,16 +14,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.checkpoint.directory import find_parameters
+from orca_jax.checkpoint.huggingface import SINGLE
+from orca_jax.checkpoint.safetensors_reader import StoredTensor, read_header
 from orca_jax.checkpoint.shard_reader import Parts, put
-from orca_jax.errors import ConfigError, EngineError, TensorMismatch
+from orca_jax.errors import ConfigError, CorruptFile, EngineError, TensorMismatch
 from orca_jax.execution.stage_weights import StageWeights
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import own_order
+from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.layouts import Layout
-from orca_jax.launch.given_weights import Adapter, Change, check_adapters, check_arrays, named_arrays
+from orca_jax.launch.given_weights import (
+    Adapter,
+    Change,
+    adapted_weights,
+    check_adapters,
+    check_arrays,
+    named_arrays,
+)
 from orca_jax.sharding.random_parameters import with_repeated_heads
+
+# Of a directory of adapters, beside their arrays in one safetensors file.
+ADAPTERS_JSON = "adapters.json"
+_MAX_JSON_BYTES = 1000
 
 # Yields the new arrays of a weight, one for each of the given places.
 _New = Callable[[str, Sequence[jax.sharding.Sharding]], Iterator[jax.Array]]
@@ -90,6 +105,23 @@ class LocalMemory:
             for worker in self._workers:
                 worker.renew()
             self._has_caches = True
+
+    def adapt(self, directory: Path | None) -> None:
+        """StageMemory."""
+        if directory is None:
+            self._merge({}, 1.0)
+            return
+        scale = read_object(directory / ADAPTERS_JSON, _MAX_JSON_BYTES).get("scale")
+        if not isinstance(scale, float):
+            raise CorruptFile(f"{shown(directory / ADAPTERS_JSON)}: expected a scale, found {shown(scale)}")
+        tensors = read_header(directory / SINGLE)
+        weight_of = adapted_weights(tensors, self._stored)
+        arrays = {
+            name: _read_whole(tensor)
+            for name, tensor in tensors.items()
+            if any(weight_of[name] in stage for stage in self._stages)
+        }
+        self._merge(check_adapters(arrays, self._stored) or {}, scale)
 
     def _install(self, new: _New) -> None:
         self._replace(parameter_table(self._model), new)
@@ -165,6 +197,14 @@ def checked_directory(directory: Path, model: ModelConfig) -> dict[str, Parts]:
             f"{directory} is another model than the one that is served: they differ in {', '.join(differing)}"
         )
     return parts
+
+
+def _read_whole(tensor: StoredTensor) -> np.ndarray:
+    """A tensor of any number of axes."""
+    values = np.empty(math.prod(tensor.shape), tensor.element)
+    for at, piece in replace(tensor, shape=values.shape).pieces(((0, len(values)),)):
+        values[at : at + len(piece)] = piece
+    return values.reshape(tensor.shape)
 
 
 class _Fitting:

@@ -16,13 +16,14 @@ import numpy as np
 
 from orca_jax.checkpoint import orbax
 from orca_jax.checkpoint.orca_json import ORCA_JSON
+from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.errors import CheckpointError, ConfigError, WorkerLost
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.trainers.layouts import Layout
 from orca_jax.launch.given_weights import check_adapters, check_arrays, named_arrays
-from orca_jax.launch.local_memory import checked_directory
+from orca_jax.launch.local_memory import ADAPTERS_JSON, checked_directory
 
 
 class _Files:
@@ -37,7 +38,8 @@ class RemoteMemory:
     """An EngineMemory for worker processes: each reads its own stage's part of a checkpoint, and keeps it.
 
     A worker that is restarted reads the same checkpoint again, so it must stay where it is until the next
-    update. With `same_machine` arrays may be given too: they are written to a temporary checkpoint.
+    update. With `same_machine` arrays may be given too: they are written to a temporary checkpoint. So are
+    adapters, which each worker adds to its own weights.
     """
 
     def __init__(self, engine: RemoteEngine, *, model: ModelConfig, dtype: str, same_machine: bool) -> None:
@@ -47,6 +49,7 @@ class RemoteMemory:
         self._same_machine = same_machine
         self._n_updates = 0
         self._files: _Files | None = None  # of the current weights
+        self._adapter_files: _Files | None = None  # and of the adapters that are added to them
 
     def prepare(
         self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
@@ -58,15 +61,19 @@ class RemoteMemory:
                 checked_directory(directory, self._model)
             return partial(self._load, directory, None)
         arrays = named_arrays(weights)
-        if check_adapters(arrays, self._model, layout) is not None:
-            raise ConfigError("worker processes take no adapters; merge them and give whole weights")
-        made = check_arrays(arrays, self._model, self._dtype, cast=cast, layout=layout)
+        adapters = check_adapters(arrays, self._model, layout)
+        made = {}
+        if adapters is None:
+            made = check_arrays(arrays, self._model, self._dtype, cast=cast, layout=layout)
         if not self._same_machine:
             raise ConfigError(
-                "workers on other machines take no arrays; save a checkpoint where each of them can read it, "
-                "and give its directory"
+                "workers on other machines take no arrays and no adapters; save a checkpoint of the whole "
+                "weights where each of them can read it, and give its directory"
             )
         files = _Files()
+        if adapters is not None:
+            write_adapters(files.directory, arrays, lora_scale)
+            return partial(self._adapt, files)
         write_arrays(files.directory / "weights", self._model, self._dtype, made)
         return partial(self._load, files.directory / "weights", files)
 
@@ -80,8 +87,21 @@ class RemoteMemory:
 
     def _load(self, directory: Path, files: _Files | None) -> None:
         self._n_updates += 1
-        self._change(f"load {directory}", weights_version=self._n_updates, weights_directory=str(directory))
-        self._files = files
+        self._change(
+            f"load {directory}",
+            weights_version=self._n_updates,
+            weights_directory=str(directory),
+            adapters_version=0,
+            adapters_directory="",
+        )
+        self._files, self._adapter_files = files, None
+
+    def _adapt(self, files: _Files) -> None:
+        self._n_updates += 1
+        self._change(
+            "add the adapters", adapters_version=self._n_updates, adapters_directory=str(files.directory)
+        )
+        self._adapter_files = files
 
     def _change(self, what: str, **fields: Any) -> None:
         """Begin an epoch with changed orders; if that fails the next epoch has the old ones again."""
@@ -94,6 +114,21 @@ class RemoteMemory:
             workers.change_orders(before)
             raise CheckpointError(f"a worker could not {what}, and all go on as before: {lost}") from lost
         assert up, "nothing interrupts it"
+
+
+def write_adapters(directory: Path, arrays: Mapping[str, Any], scale: float) -> None:
+    """Write adapters for LocalMemory.adapt, in float32, in which they are added. Raises ConfigError."""
+
+    def tensor(name: str, array: Any) -> Tensor:
+        float32 = np.dtype(np.float32)
+        return Tensor(name, array.shape, float32, lambda: np.asarray(array).astype(float32))
+
+    tensors = [tensor(*pair) for pair in arrays.items()]
+    try:
+        write_files(directory, tensors, max_bytes=sum(one.n_bytes for one in tensors))
+        (directory / ADAPTERS_JSON).write_text(json.dumps({"scale": float(scale)}), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the adapters cannot be written to {directory}: {error.strerror}") from error
 
 
 def write_arrays(

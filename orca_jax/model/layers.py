@@ -71,16 +71,23 @@ def _one_by_one(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     return lax.fori_loop(0, len(sizes), add, jnp.zeros((x.shape[0], weight.shape[1]), x.dtype))
 
 
+# x, weights, experts, up [X, 2, F, H], down [X, H, F]; an expert from X on adds nothing.
+MixtureProduct = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Matmul:
     """The matrix products of an iteration, of which the first `n_tokens` [1] int32 are real; None: all are.
 
     A call takes x [T, in] and weight [out, in], and gives [T, out] in x's dtype. `linear` is also told
-    `n_tokens`, and may leave the rest out. `grouped` is like grouped_matmul.
+    `n_tokens`, and may leave the rest out. `grouped` is like grouped_matmul. `mixture` is all that experts
+    without biases do for x [T, H]: it is given weights and experts [T, k], and what is stored of them, and
+    gives [T, H], or None if it is not for these shapes.
     """
 
     linear: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array] = _matmul
     grouped: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = grouped_matmul
+    mixture: MixtureProduct | None = None
     n_tokens: jax.Array | None = None
 
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:

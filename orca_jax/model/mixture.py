@@ -88,7 +88,12 @@ class Mixture(nnx.Module):
         first = shard.index * n_here if n_here < self.config.experts.number else 0
         expert = chosen - first
         real = True if product.n_tokens is None else jnp.arange(n_tokens)[:, None] < product.n_tokens
-        expert = jnp.where((expert >= 0) & (expert < n_here) & real, expert, n_here).reshape(-1)  # [T k]
+        expert = jnp.where((expert >= 0) & (expert < n_here) & real, expert, n_here)  # [T, k]
+        if product.mixture is not None and self.config.is_plain:
+            mixed = product.mixture(x, weights, expert, up, down)
+            if mixed is not None:
+                return mixed
+        expert = expert.reshape(-1)
         order = jnp.argsort(expert, stable=True)
         sizes = (expert[:, None] == jnp.arange(n_here)).sum(axis=0, dtype=jnp.int32)
         rows = x.at[order // top_k].get(mode="clip")  # [T k, H], sorted by expert

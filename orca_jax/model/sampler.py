@@ -101,8 +101,18 @@ def sample(
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / hot[:, None]
     weights = jnp.exp(scaled)
     weights = keep(weights, top_k, top_p, min_p) if cut else _keep_min_p(weights, min_p)
-    uniform = jax.vmap(_uniform)(seed_low, seed_high, token_index)
-    return jnp.where(temperature > 0, _draw(weights, uniform), greedy(logits))
+    drawn = _draw(weights, uniform(seed_low, seed_high, token_index))
+    return jnp.where(temperature > 0, drawn, greedy(logits))
+
+
+def uniform(seed_low: jax.Array, seed_high: jax.Array, token_index: jax.Array) -> jax.Array:
+    """For each row a random number in [0, 1) from its seed and token index, all [R]."""
+
+    def of_row(seed_low: jax.Array, seed_high: jax.Array, token_index: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed_low), seed_high)
+        return jax.random.uniform(jax.random.fold_in(key, token_index))
+
+    return jax.vmap(of_row)(seed_low, seed_high, token_index)
 
 
 def keep(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
@@ -167,12 +177,6 @@ def _largest(logits: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
     top, place = lax.top_k(members, n)
     ids = jnp.take_along_axis(groups, place // _GROUP, axis=-1) * _GROUP + place % _GROUP
     return top, jnp.where(ids < vocab, ids, 0)
-
-
-def _uniform(seed_low: jax.Array, seed_high: jax.Array, token_index: jax.Array) -> jax.Array:
-    """A random number in [0, 1) from (seed, token index)."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed_low), seed_high)
-    return jax.random.uniform(jax.random.fold_in(key, token_index))
 
 
 def _draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:

@@ -106,7 +106,7 @@ def _library(operation: str, sizes: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
                 path.unlink()
         source = str(_SOURCES / f"{operation}.c")
         include = f"-I{_include_dir()}"
-        error = _error_of([compiler, *_FLAGS, *_PROCESSOR, include, *defined, source, "-o", str(path)])
+        error = _error_of([compiler, *_FLAGS, *_PROCESSOR, include, *defined, source, "-lm", "-o", str(path)])
         if not path.exists():
             raise NotBuilt(f"{compiler} could not build it: {error}")
         try:

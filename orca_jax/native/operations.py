@@ -1,5 +1,7 @@
 """The CPU's operations, each with the names that are set in its C file. Knows no JAX."""
 
+from typing import Literal
+
 from orca_jax.native.compiler import build_ahead
 
 BITS = {"float32": 32, "bfloat16": 16}
@@ -11,7 +13,7 @@ def linear_sizes(x_dtype: str, weight_dtype: str) -> dict[str, int]:
 
 
 def grouped_sizes(x_dtype: str, weight_dtype: str, steady: bool = False) -> dict[str, int]:
-    """The names that grouped.c needs."""
+    """The names that grouped.c and mixture.c need."""
     return linear_sizes(x_dtype, weight_dtype) | ({"FEW": 0} if steady else {})
 
 
@@ -21,11 +23,14 @@ def attention_sizes(head_size: int, block_size: int, q_dtype: str, kv_dtype: str
     return {"HEAD_SIZE": head_size, "BLOCK_SIZE": block_size, **bits}
 
 
-def build_all_ahead(head_size: int, block_size: int, dtype: str, *, experts: bool) -> None:
+def build_all_ahead(
+    head_size: int, block_size: int, dtype: str, *, experts: Literal["plain", "other"] | None
+) -> None:
     """Begin to build, side by side, what a CPU uses for a model of this dtype; nothing for other dtypes."""
     if dtype not in BITS:
         return
     build_ahead("split_attention", **attention_sizes(head_size, block_size, dtype, dtype))
     build_ahead("linear", **linear_sizes(dtype, dtype))
+    build_ahead("token_choice")
     if experts:
-        build_ahead("grouped", **grouped_sizes(dtype, dtype))
+        build_ahead("mixture" if experts == "plain" else "grouped", **grouped_sizes(dtype, dtype))

@@ -295,48 +295,66 @@ static void strip(const Product *l, size_t out, size_t panel, const float *colum
 
 /* ---- */
 
-/* A chunk of outputs, of a few tokens or of PANELS panels. The last strip starts early enough to be whole, and
- * so computes some outputs twice. False if memory runs out. */
+/* What an item computes: outputs from `start` to before `end`, of all tokens if they are few, else of panels. */
+typedef struct {
+  size_t start, end, panel, n_panels, first_token, end_token;
+} Part;
+
+static inline Part part_of(const Product *l, size_t item) {
+  const size_t chunk = item % l->n_chunks, n_strips = l->n_out / STRIP, panel = item / l->n_chunks * PANELS;
+  const size_t n_panels = least(PANELS, l->n_panels - panel);
+  const bool are_few = l->n_tokens <= FEW;
+  return (Part){.start = n_strips * chunk / l->n_chunks * STRIP,
+                .end = chunk + 1 < l->n_chunks ? n_strips * (chunk + 1) / l->n_chunks * STRIP : l->n_out,
+                .panel = panel,
+                .n_panels = n_panels,
+                .first_token = are_few ? 0 : panel_start(l, panel) * LANES,
+                .end_token = are_few ? l->n_tokens : least(l->n_tokens, panel_start(l, panel + n_panels) * LANES)};
+}
+
+/* Computes an item. The last strip starts early enough to be whole, and so computes some outputs twice. False if
+ * memory runs out. */
 static bool do_part(const Product *l, size_t item) {
-  const size_t chunk = item % l->n_chunks, n_strips = l->n_out / STRIP;
-  const size_t start = n_strips * chunk / l->n_chunks * STRIP;
-  const size_t end = chunk + 1 < l->n_chunks ? n_strips * (chunk + 1) / l->n_chunks * STRIP : l->n_out;
+  const Part part = part_of(l, item);
   if (l->n_tokens <= FEW) {
-    for (size_t out = start; out < end; out += FEW_OUTPUTS) {
-      const size_t here = least(out, end - FEW_OUTPUTS), next = here + FEW_OUTPUTS;
+    for (size_t out = part.start; out < part.end; out += FEW_OUTPUTS) {
+      const size_t here = least(out, part.end - FEW_OUTPUTS), next = here + FEW_OUTPUTS;
       few(l, here, next + FEW_OUTPUTS <= l->n_out ? l->weight + next * l->n_in : NULL);
     }
     return true;
   }
-  const size_t panel = item / l->n_chunks * PANELS, n_panels = least(PANELS, l->n_panels - panel);
   const float *columns[PANELS];
-  for (size_t i = 0; i < n_panels; i++) {
-    columns[i] = columns_of(l, panel + i);
+  for (size_t i = 0; i < part.n_panels; i++) {
+    columns[i] = columns_of(l, part.panel + i);
     if (!columns[i]) return false;
   }
-  for (size_t out = start; out < end; out += STRIP)
-    for (size_t i = 0; i < n_panels; i++) strip(l, least(out, end - STRIP), panel + i, columns[i]);
+  for (size_t out = part.start; out < part.end; out += STRIP)
+    for (size_t i = 0; i < part.n_panels; i++) strip(l, least(out, part.end - STRIP), part.panel + i, columns[i]);
   return true;
 }
 
-/* Elements of `widened` that `begin` needs: room for a few tokens as float32. */
+/* Elements of `widened` that `take_x` needs: room for a few tokens as float32. */
 static inline size_t n_widened(size_t n_tokens, size_t n_in) {
   return X_BITS == 16 && !PAIRS && n_tokens <= FEW ? n_tokens * n_in : 0;
 }
 
-/* Readies a product whose arrays and sizes are set, to be cut into about `n_wanted` items. Returns their number. */
-static inline size_t begin(Product *l, float *widened, size_t n_wanted) {
+/* Cuts a product whose sizes are set into about `n_wanted` items. Returns their number. */
+static inline size_t cut(Product *l, size_t n_wanted) {
   l->number = atomic_fetch_add(&n_products, 1) + 1;
+  l->n_panels = l->n_tokens <= FEW ? 1 : ((l->n_tokens + LANES - 1) / LANES + MOST_VECTORS - 1) / MOST_VECTORS;
+  const size_t n_groups = (l->n_panels + PANELS - 1) / PANELS, most = l->n_out < CHUNK ? 1 : l->n_out / CHUNK;
+  l->n_chunks = least(most, (n_wanted + n_groups - 1) / n_groups);
+  return n_groups * l->n_chunks;
+}
+
+/* Takes the x that is there now, before the first item. */
+static inline void take_x(Product *l, float *widened) {
 #if X_BITS == 32 || PAIRS
   l->few_x = l->x;
 #else
   l->few_x = widened;
   for (size_t i = 0; i < n_widened(l->n_tokens, l->n_in); i += LANES) store(widened + i, load(l->x + i));
 #endif
-  l->n_panels = l->n_tokens <= FEW ? 1 : ((l->n_tokens + LANES - 1) / LANES + MOST_VECTORS - 1) / MOST_VECTORS;
-  const size_t n_groups = (l->n_panels + PANELS - 1) / PANELS, most = l->n_out < CHUNK ? 1 : l->n_out / CHUNK;
-  l->n_chunks = least(most, (n_wanted + n_groups - 1) / n_groups);
-  return n_groups * l->n_chunks;
 }
 
 /* How many threads it is worth. */

@@ -53,6 +53,11 @@ class Returned(NamedTuple):
     pooled: Mapping[int, Vector] = _NO_LOGPROBS
     routed: Mapping[int, tuple[int, ExpertIds]] = _NO_LOGPROBS
 
+    @property
+    def has_only_tokens(self) -> bool:
+        """Whether no row has anything but a token, or that of a prompt."""
+        return not (self.logprobs or self.given or self.beams)
+
     def give_prompts(self, rows: Sequence[Row]) -> None:
         """Give the requests of these rows what came of their prompts, and the experts of their tokens."""
         for i, records in self.prompt_logprobs.items():

@@ -304,40 +304,39 @@ class Scheduler:
         deliveries: list[Delivery] = []
         try:
             returned.give_prompts(iteration.rows)
-            partial, logprobs = iteration.partial, returned.logprobs
-            pairs = zip(iteration.rows, returned.token_ids, strict=True)
-            for i, ((req, _), token_id) in enumerate(pairs):  # line 11
-                req.n_in_flight -= 1
-                is_partial = partial and i in partial
-                if is_partial:
-                    req.n_partial -= 1
-                if req.state is FINISHED:  # the result is discarded
-                    if not req.n_in_flight:
-                        self.leaving.remove(req)
-                        self._release(req)
-                elif is_partial:
+            partial, logprobs, take = iteration.partial, returned.logprobs, self._take_token
+            only_tokens = not partial and returned.has_only_tokens
+            for i, ((req, _), token_id) in enumerate(zip(iteration.rows, returned.token_ids, strict=True)):
+                req.n_in_flight -= 1  # line 11
+                if partial and i in partial:
                     deliveries += self._take_partial(req)
+                elif req.state is FINISHED:
+                    self._discard_result(req)
+                elif only_tokens:
+                    deliveries.append(take(req, token_id))  # lines 12 to 14
                 elif req.given_ids:
                     deliveries += self._take_given(req, returned.given[i])
                 else:
-                    record = logprobs.get(i) if logprobs else None
                     beams = None if req.beams is None else returned.beams[i]
-                    deliveries.append(self._take_token(req, token_id, record, beams))  # lines 12 to 14
+                    deliveries.append(take(req, token_id, logprobs.get(i), beams))
         finally:  # even if a row raises: the users of the rows before it must learn of their tokens and ends
             self._deliver(deliveries)
         self._in_flight.popleft()  # line 15
 
     def _take_partial(self, req: Request) -> list[Delivery]:
         """A chunk of the request's prompt is in the cache, and no token was sampled."""
-        if not req.n_in_flight:
+        req.n_partial -= 1
+        if req.state is FINISHED:
+            self._discard_result(req)
+        elif not req.n_in_flight:
             req.state = INITIATION
-        return [] if req.ending is None else [self._end(req, req.ending)]
+        return [] if req.state is FINISHED or req.ending is None else [self._end(req, req.ending)]
 
     def _take_token(
         self,
         req: Request,
         token_id: int,
-        logprobs: TokenLogprobs | None,
+        logprobs: TokenLogprobs | None = None,
         beams: Sequence[TokenLogprobs] | None = None,
     ) -> Delivery:
         """Lines 12 to 14 for one request of the returned batch; `beams` are the next tokens of a search."""
@@ -362,6 +361,11 @@ class Scheduler:
             if req.state is FINISHED:
                 break
         return deliveries
+
+    def _discard_result(self, req: Request) -> None:
+        if not req.n_in_flight:
+            self.leaving.remove(req)
+            self._release(req)
 
     def _end(self, req: Request, reason: FinishReason) -> Delivery:
         """End a request; every end goes through here. Its slots are released once no batch writes to them."""

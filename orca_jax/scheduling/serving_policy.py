@@ -135,22 +135,21 @@ class ServingPolicy:
     ) -> Choice:
         live = iter(pool)
         admitted: list[Request] = []
+        decodes: list[Request] = []
+        prompts: list[Request] = []
         unread: Iterator[Request] = live
         for req in live:
             if req.row < 0:
                 unread = chain((req,), live)
                 break
             admitted.append(req)
-        waiting = _Waiting(unread if self._by_prefix is None else self._by_prefix.order(unread))
-        if alone is not None:
-            return self._choice(self._plan_alone(alone, admitted))
-        decodes: list[Request] = []
-        prompts: list[Request] = []
-        for req in admitted:
             if req.state is not _RUNNING or req in ahead:
                 # Request.in_initiation, inlined for speed.
                 is_prompt = req.n_in_flight == req.n_partial and req.state is not _INCREMENT
                 (prompts if is_prompt else decodes).append(req)
+        waiting = _Waiting(unread if self._by_prefix is None else self._by_prefix.order(unread))
+        if alone is not None:
+            return self._choice(self._plan_alone(alone, admitted))
         plan = _Plan(self._kv.n_free_blocks)
         if self._by_priority and self._on_demand:
             for first in waiting:
@@ -305,8 +304,12 @@ class ServingPolicy:
                 return True
             cached = cached_blocks(req, kv)
             if computing is None:
-                begun = (other for other in admitted if other.in_initiation)
-                computing = {next_block_hash(other, other.n_computed // kv.block_size, kv) for other in begun}
+                # Request.in_initiation, inlined for speed.
+                computing = {
+                    next_block_hash(other, other.n_computed // kv.block_size, kv)
+                    for other in admitted
+                    if other.n_in_flight == other.n_partial and other.state is not _INCREMENT
+                }
             next_hash = next_block_hash(req, len(cached), kv)
             if next_hash is not None and next_hash in computing:
                 plan.hold(req, "prefix")

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,8 @@ from orca_jax.errors import WorkerLost
 from orca_jax.execution.stage_device import JaxStageDevice, News, StageModel
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.iteration.shape import bucket_for, bucket_sizes
+from orca_jax.launch.local_memory import LocalMemory
+from orca_jax.launch.remote_memory import write_adapters
 from orca_jax.model import reference
 from orca_jax.model.gpt import Parameters, init_parameters
 from orca_jax.planning.sizes import engine_shape, kv_manager
@@ -51,7 +55,11 @@ class StageHere:
         self.link = TransferLink(model.part.group, host="127.0.0.1") if n_stages > 1 else None
         self.pipeline = pipeline
         self.device = JaxStageDevice(
-            model, self.link, post=self.put, address_before=lambda: pipeline.address_of(self.index - 1)
+            model,
+            self.link,
+            post=self.put,
+            address_before=lambda: pipeline.address_of(self.index - 1),
+            memory_of=lambda worker: LocalMemory([worker], stored=MODEL, model=MODEL, dtype=jnp.dtype("f4")),
         )
         self.controller = Controller(
             model.stage, n_stages, lines=self, device=self.device, clock=time.monotonic
@@ -268,3 +276,44 @@ def test_other_sizes_get_other_programs_and_sizes_that_do_not_fit_are_reported()
             else:
                 with pytest.raises(WorkerLost, match=r"the keys and values of n_slots = 1073741824 take"):
                     again.recover(lambda: False)
+
+
+@pytest.mark.long
+def test_adapters_are_added_once_to_each_stage_s_weights_and_leave_no_trace(tmp_path: Path) -> None:
+    """Also by a worker that is made anew, for other sizes."""
+    rng = np.random.default_rng(0)
+    given, added = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for name in ("layers.0.up.weight", "layers.3.down.weight"):
+        out, into = (24, 16) if "up" in name else (16, 24)
+        a, b = (rng.standard_normal(shape).astype("f4") for shape in ((2, into), (out, 2)))
+        given |= {f"{name}.lora_a": a, f"{name}.lora_b": b}
+        added[name] = 0.5 * b @ a
+    write_adapters(tmp_path, given, 0.5)
+    with serving(2) as (pipeline, engine):
+
+        def weights() -> dict[str, np.ndarray]:
+            stages = [stage.device._worker.stage for stage in pipeline.stages if stage.device._worker]
+            pairs = (pair for stage in stages for pair in zip(stage.names, stage.weights, strict=True))
+            return {name: np.array(value) for name, value in pairs}
+
+        def change(epoch: int, **fields: Any) -> None:
+            orders = [replace(order, **fields) for order in engine.orders]
+            again = RemoteWorkers(
+                pipeline, orders, clock=time.monotonic, deadlines=DEADLINES, first_epoch=epoch
+            )
+            assert again.recover(lambda: False)
+
+        before = weights()
+        adapted = {"adapters_version": 1, "adapters_directory": str(tmp_path)}
+        smaller = {"shape": replace(engine.orders[0].shape, n_blocks=18)}
+        for epoch, fields in ((10, adapted), (20, adapted | smaller)):
+            change(epoch, **fields)
+            for name, value in weights().items():
+                wanted = before[name] + added.get(name, np.float32(0))
+                np.testing.assert_allclose(value, wanted, rtol=1e-6, atol=1e-6, err_msg=name)
+                assert name in added or (value == before[name]).all()
+        memories = [stage.device._memory for stage in pipeline.stages]
+        kept = [[*memory._without_adapter] for memory in memories if isinstance(memory, LocalMemory)]
+        assert kept == [["layers.0.up.weight"], ["layers.3.down.weight"]]
+        change(30, **smaller)
+        assert all((value == before[name]).all() for name, value in weights().items())

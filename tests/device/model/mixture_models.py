@@ -16,9 +16,16 @@ SERVING = ServingConfig(max_batch_size=4, n_slots=4 * 48, max_batch_tokens=48)
 
 
 def mixture_model(
-    *, hidden: int, size: int, top_k: int, number: int = 8, shared: int | None = None, n_layers: int = 2
+    *,
+    hidden: int,
+    size: int,
+    top_k: int,
+    number: int = 8,
+    shared: int | None = None,
+    n_layers: int = 2,
+    bias: bool = True,
 ) -> ModelConfig:
-    """Layers with `number` experts, biases everywhere, and eight heads of four elements."""
+    """Layers with `number` experts, by default with biases, and eight heads of four elements."""
     norm = Norm(kind="rms_norm", eps=1e-5)
     attention = Attention(n_heads=8, n_kv_heads=4, head_size=4, rotary=Rotary(size=4, base=500.0))
     experts = Experts(
@@ -31,7 +38,7 @@ def mixture_model(
     )
     layer = Layer(
         attention=attention,
-        feed_forward=FeedForward(size=size, activation="silu", gated=True, experts=experts),
+        feed_forward=FeedForward(size=size, activation="silu", gated=True, bias=bias, experts=experts),
         norm=norm,
     )
     return ModelConfig(

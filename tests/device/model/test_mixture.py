@@ -72,12 +72,14 @@ def to_experts(parameters: dict[str, jax.Array], wanted: Sequence[int]) -> dict[
     return {name: jnp.array(bias) if "router.bias" in name else value for name, value in parameters.items()}
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["in C", "in JAX"])
+@pytest.mark.parametrize("form", ["one call in C", "products in C", "in JAX"])
 @pytest.mark.parametrize("wanted", [[5], [0, 7], [2, 3, 4], None], ids=str)
-def test_extreme_routings(wanted: list[int] | None, native: bool) -> None:
+def test_extreme_routings(wanted: list[int] | None, form: str) -> None:
     """All tokens to the same experts and none to the others; the engine's tokens are the reference's."""
-    # Sizes for which the product in C has a form, and others.
-    model = mixture_model(hidden=32, size=48 if native else 40, top_k=2 if wanted is None else len(wanted))
+    # Sizes for which C has a form, and others; biases are for its products alone.
+    size, bias = 40 if form == "in JAX" else 48, form == "products in C"
+    top_k = 2 if wanted is None else len(wanted)
+    model = mixture_model(hidden=32, size=size, top_k=top_k, bias=bias)
     parameters = drawn(model, 3)
     if wanted is not None:
         parameters = to_experts(parameters, wanted)

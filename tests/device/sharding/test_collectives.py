@@ -91,14 +91,15 @@ def test_a_sum_is_of_the_hidden_array_and_no_more() -> None:
     assert {result.n_bytes // (bucket * MODEL.hidden_size) for result in sums} <= {2, 4}
 
 
-def test_the_choice_of_a_token_needs_no_collective() -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_the_choice_of_a_token_needs_no_collective(native: bool) -> None:
     whole = split_model(MODEL, jax.devices(), ParallelConfig(tensor_parallel=4))[0].group.place()
-    chooser = TokenChooser(MODEL.vocab_size, 64, whole)
+    chooser = TokenChooser(MODEL.vocab_size, 64, whole, native=native)
     logits = jax.device_put(jnp.zeros((8, MODEL.vocab_size)), whole)
     rows = jax.device_put(jnp.zeros((len(SamplerArrays._fields), 8), jnp.int32), whole)
     words = jax.device_put(jnp.zeros((8, n_words(MODEL.vocab_size)), jnp.int32), whole)
     lowered = {
-        sampler: chooser._choose.lower(logits, rows, chooser.last_token, sampler=sampler)
+        sampler: chooser._choose.lower(logits, logits, rows, chooser.last_token, sampler=sampler)
         for sampler in get_args(Sampler)
     }
     lowered["adjust"] = chooser._adjust.lower(logits, rows, chooser._tables, chooser.last_token)

@@ -43,6 +43,11 @@ def test_an_order_is_its_fields():
     assert encode_start(ORDER) == start()
     other = replace(ORDER, shape=replace(SHAPE, deterministic=True, coarse_buckets=True))
     assert encode_start(other) == start({"deterministic": True, "coarse_buckets": True})
+    weights = {"weights_version": 3, "weights_directory": "/w", "sleep_level": 2}
+    adapters = {"adapters_version": 4, "adapters_directory": "/a"}
+    for changed in (weights, adapters, weights | adapters):
+        assert encode_start(replace(ORDER, **changed)) == start(None, **changed)
+        assert there_and_back(replace(ORDER, **changed)) == replace(ORDER, **changed)
 
 
 @pytest.mark.parametrize("address", ["", "unix:/a/b.sock", "[::1]:80", "\u00fc" * 1000, "\U0001f600" * 1000])
@@ -77,6 +82,12 @@ def test_the_largest_engine_fits():
             start(None, **{name: value})
             for name in ("worker_seconds", "ready_seconds")
             for value in (0, -1.0, float("nan"), float("inf"))
+        ),
+        start(sleep_level=3),
+        *(
+            start(None, **{f"{kind}_version": version, f"{kind}_directory": directory})
+            for kind in ("weights", "adapters")
+            for version, directory in ((1, ""), (0, "/a"), (1, "a\0b"), (1, "a" * 4097))
         ),
     ],
 )

@@ -271,14 +271,14 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
                 "repetition": float(message.sampling["repetition_penalty"][r]),
                 "frequency": float(message.sampling["frequency_penalty"][r]),
                 "presence": float(message.sampling["presence_penalty"][r]),
-                "n_top": max(int(message.sampling["logprobs"][r]), 0),
+                "n_top": int(message.sampling["logprobs"][r]),
                 "adjusted": (message.sampling["flags"][r] & 1) * (1 if message.initiation[r] else 2),
             }
         )
     nothing = {"token_ids": 0, "positions": 0, "slot_of_token": n_slots, "take_last": 0, "last_row": 0}
     no_blocks = [0] * message.block_table.shape[1]
     padding = dict.fromkeys(rows[0], 0) | {"row": n_rows, "given": SAMPLED, "block_table": no_blocks}
-    padding |= {"top_p": 1.0, "repetition": 1.0}
+    padding |= {"top_p": 1.0, "repetition": 1.0, "n_top": -1}
     n_tokens = len(tokens)
     while len(tokens) < bucket:
         tokens.append(nothing)

@@ -152,10 +152,8 @@ EINSUMS = {
 }
 
 
-@pytest.mark.parametrize("name", ["tunix-llama3", "tunix-gemma-fused", "tunix-gemma2"])
-def test_adapters_of_some_arrays(name: str):
-    """Each weight changes as it does where the trainer's own arrays have the products added."""
-    model = read_config(DIRECTORY / name)
+def trainers_adapters(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Adapters of all arrays in EINSUMS, and what they add to each array."""
     rng = np.random.default_rng(1)
     added, adapters = dict[str, np.ndarray](), dict[str, np.ndarray]()
     for path, values in trainers_arrays(name).items():
@@ -168,6 +166,14 @@ def test_adapters_of_some_arrays(name: str):
         a, b = (rng.standard_normal([sizes[x] for x in part]).astype("f4") for part in theirs.split(","))
         adapters |= {f"{path}_lora_a": a, f"{path}_lora_b": b}
         added[path] = np.einsum(form, a, b)
+    return adapters, added
+
+
+@pytest.mark.parametrize("name", ["tunix-llama3", "tunix-gemma-fused", "tunix-gemma2"])
+def test_adapters_of_some_arrays(name: str):
+    """Each weight changes as it does where the trainer's own arrays have the products added."""
+    model = read_config(DIRECTORY / name)
+    adapters, added = trainers_adapters(name)
     found = check_adapters(adapters, model)
     assert found is not None
     for ours, made in check_arrays(added, model, FLOAT, cast=False).items():
