@@ -85,7 +85,7 @@ def exchange(n: int, n_tokens: int) -> Callable[..., Any]:
     ) -> tuple[jax.Array, jax.Array]:
         assert shard.exchange is not None
         slices = Slices(shard, shard.exchange, n_tokens)
-        product = slices.product(Matmul(matmul.linear, matmul.grouped, n_real))
+        product = slices.product(Matmul(matmul.linear, matmul.grouped, n_tokens=n_real))
         x, weights, chosen = (slices.own(one) for one in (x, weights, chosen))
         mix = partial(added, shard)
         given, of_all = slices.exchanged(x, weights, chosen, product, mix, n_experts=N_EXPERTS)
