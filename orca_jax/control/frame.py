@@ -57,10 +57,12 @@ class StageTime(NamedTuple):
     """When a stage received an iteration's message or finished its part, in seconds on its worker's clock.
 
     `link_bytes` counts the bytes that a finished stage put on the link to the next one; 0 on receipt.
+    `routed` are the experts that a finished stage's tokens chose, if rows ask (routed_wire.py).
     """
 
     seconds: float
     link_bytes: int
+    routed: bytes = b""
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -112,7 +114,7 @@ def _version(whole: worker_pb2.Frame) -> int:
 
 def encode_stage_time(time: StageTime) -> worker_pb2.StageTime:
     """Encode the payload of RECEIVED and DONE."""
-    return worker_pb2.StageTime(seconds=time.seconds, link_bytes=time.link_bytes)
+    return worker_pb2.StageTime(seconds=time.seconds, link_bytes=time.link_bytes, routed=time.routed)
 
 
 def decode_stage_time(payload: worker_pb2.StageTime) -> StageTime:
@@ -121,4 +123,4 @@ def decode_stage_time(payload: worker_pb2.StageTime) -> StageTime:
         raise BadFrame("a stage time has no seconds")
     if not 0 <= payload.seconds < math.inf:
         raise BadFrame(f"a stage time is {payload.seconds} seconds; it must be finite and at least 0")
-    return StageTime(payload.seconds, payload.link_bytes)
+    return StageTime(payload.seconds, payload.link_bytes, payload.routed)

@@ -20,6 +20,7 @@ from orca_jax.iteration.message import (
     BIAS,
     CONSTRAINED,
     POOLED,
+    ROUTED,
     SAMPLED,
     SAMPLING,
     ControlMessage,
@@ -46,7 +47,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, 1 << 30),
     "logprobs": (-1, MAX_TOP_LOGPROBS),
     "prompt_logprobs": (-1, MAX_TOP_LOGPROBS),
-    "flags": (0, ADJUSTED | CONSTRAINED | POOLED),
+    "flags": (0, ADJUSTED | CONSTRAINED | POOLED | ROUTED),
 }
 
 
@@ -58,6 +59,7 @@ def most_bytes(shape: EngineShape) -> int:
     words = 4 * shape.max_rows * n_words(shape.vocab_size)
     tokens = 4 * shape.max_rows + LOGPROBS.itemsize * (shape.max_rows + shape.max_tokens)
     tokens += 4 * shape.max_rows * shape.embedding_size
+    tokens += shape.max_tokens * shape.routing.token_bytes
     return max(message, words, tokens) + _FIELDS_BYTES + FRAME_BYTES
 
 
@@ -120,6 +122,8 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
         raise BadFrame(
             "a row pools hidden states that it does not have: it decodes, or the engine pools none"
         )
+    if (sampling["flags"] & ROUTED).any() and not shape.sparse_layers:
+        raise BadFrame("a row asks for its tokens' experts, of which this engine cannot tell")
     if (~initiation & (n_prompt > 0)).any():
         raise BadFrame("a decode row has a prompt")
     if (on_device & (next_token != SAMPLED)).any():

@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.control import worker_pb2
+from orca_jax.control.routed_wire import encode_routed
 from orca_jax.errors import BadFrame
 from orca_jax.iteration.message import POOLED, ControlMessage
+from orca_jax.request.routed_experts import NO_ROUTING, Routing
 from orca_jax.request.sampled import LOGPROBS, Sampled
 
 
@@ -21,6 +23,7 @@ class ExpectedRecords(NamedTuple):
     logprobs: npt.NDArray[np.intp]  # rows that request their token's log-probabilities
     prompts: tuple[tuple[int, int], ...]  # rows that request their prompt's, each with the number of records
     pooled: tuple[int, ...] = ()  # rows that pool hidden states
+    routed: tuple[tuple[int, int], ...] = ()  # rows that ask for experts, each with its input tokens
 
 
 def expected_records(message: ControlMessage) -> ExpectedRecords:
@@ -30,10 +33,12 @@ def expected_records(message: ControlMessage) -> ExpectedRecords:
     prompts = tuple((int(i), int(n_scored[i])) for i in wants)
     logprobs = np.flatnonzero(message.sampling["logprobs"] >= 0)
     pooled = tuple(np.flatnonzero(message.sampling["flags"] & POOLED).tolist())
-    return ExpectedRecords(len(message.row), logprobs, prompts, pooled)
+    return ExpectedRecords(len(message.row), logprobs, prompts, pooled, tuple(message.routed_rows))
 
 
-def encode_sampled(sampled: Sampled, expected: ExpectedRecords) -> worker_pb2.Tokens:
+def encode_sampled(
+    sampled: Sampled, expected: ExpectedRecords, routing: Routing = NO_ROUTING
+) -> worker_pb2.Tokens:
     """Encode the payload of TOKENS, without the padding after the batch's rows."""
     payload = worker_pb2.Tokens(
         token_ids=sampled.token_ids[: expected.n_rows].astype("<i4", copy=False).tobytes()
@@ -47,13 +52,18 @@ def encode_sampled(sampled: Sampled, expected: ExpectedRecords) -> worker_pb2.To
     if expected.pooled:
         vectors = [sampled.pooled[place].astype("<f4", copy=False).tobytes() for place in expected.pooled]
         payload.pooled = b"".join(vectors)
+    if expected.routed:
+        payload.routed = encode_routed(sampled.routed, expected.routed, routing)
     return payload
 
 
 def decode_sampled(
     payload: worker_pb2.Tokens, expected: ExpectedRecords, *, vocab_size: int, embedding_size: int = 0
 ) -> Sampled:
-    """Decode the payload of TOKENS. Raises BadFrame for a wrong length or a token outside the vocabulary."""
+    """Decode the payload of TOKENS but `routed`, which is one stage's alone (routed_wire.py).
+
+    Raises BadFrame for a wrong length or a token outside the vocabulary.
+    """
     n = expected.n_rows
     token_ids = _exactly(payload.token_ids, np.dtype("<i4"), n, "tokens", n).astype(np.int32, copy=False)
     records = _exactly(payload.logprobs, LOGPROBS, len(expected.logprobs), "log-probabilities", n)

@@ -112,7 +112,7 @@ class Start(_message.Message):
     def __init__(self, shape: _Optional[_Union[Shape, _Mapping]] = ..., next_address: _Optional[str] = ..., worker_seconds: _Optional[float] = ..., ready_seconds: _Optional[float] = ..., weights_version: _Optional[int] = ..., weights_directory: _Optional[str] = ..., sleep_level: _Optional[int] = ..., adapters_version: _Optional[int] = ..., adapters_directory: _Optional[str] = ...) -> None: ...
 
 class Shape(_message.Message):
-    __slots__ = ("block_size", "max_blocks", "max_rows", "max_tokens", "n_rows", "n_blocks", "vocab_size", "deterministic", "coarse_buckets", "max_encoder_blocks", "embedding_size")
+    __slots__ = ("block_size", "max_blocks", "max_rows", "max_tokens", "n_rows", "n_blocks", "vocab_size", "deterministic", "coarse_buckets", "max_encoder_blocks", "embedding_size", "sparse_layers", "top_k", "n_experts")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,9 @@ class Shape(_message.Message):
     COARSE_BUCKETS_FIELD_NUMBER: _ClassVar[int]
     MAX_ENCODER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    N_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     max_blocks: int
     max_rows: int
@@ -135,7 +138,10 @@ class Shape(_message.Message):
     coarse_buckets: bool
     max_encoder_blocks: int
     embedding_size: int
-    def __init__(self, block_size: _Optional[int] = ..., max_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., deterministic: _Optional[bool] = ..., coarse_buckets: _Optional[bool] = ..., max_encoder_blocks: _Optional[int] = ..., embedding_size: _Optional[int] = ...) -> None: ...
+    sparse_layers: int
+    top_k: int
+    n_experts: int
+    def __init__(self, block_size: _Optional[int] = ..., max_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., deterministic: _Optional[bool] = ..., coarse_buckets: _Optional[bool] = ..., max_encoder_blocks: _Optional[int] = ..., embedding_size: _Optional[int] = ..., sparse_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., n_experts: _Optional[int] = ...) -> None: ...
 
 class Iteration(_message.Message):
     __slots__ = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias", "encoder_length", "encoder_ids", "encoder_blocks", "copies")
@@ -164,21 +170,25 @@ class Iteration(_message.Message):
     def __init__(self, sampling: _Optional[bytes] = ..., integers: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., earlier_ids: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., bias: _Optional[bytes] = ..., encoder_length: _Optional[bytes] = ..., encoder_ids: _Optional[bytes] = ..., encoder_blocks: _Optional[bytes] = ..., copies: _Optional[bytes] = ...) -> None: ...
 
 class StageTime(_message.Message):
-    __slots__ = ("seconds", "link_bytes")
+    __slots__ = ("seconds", "link_bytes", "routed")
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     LINK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_FIELD_NUMBER: _ClassVar[int]
     seconds: float
     link_bytes: int
-    def __init__(self, seconds: _Optional[float] = ..., link_bytes: _Optional[int] = ...) -> None: ...
+    routed: bytes
+    def __init__(self, seconds: _Optional[float] = ..., link_bytes: _Optional[int] = ..., routed: _Optional[bytes] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "prompt_logprobs", "pooled")
+    __slots__ = ("token_ids", "logprobs", "prompt_logprobs", "pooled", "routed")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POOLED_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     logprobs: bytes
     prompt_logprobs: bytes
     pooled: bytes
-    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., prompt_logprobs: _Optional[bytes] = ..., pooled: _Optional[bytes] = ...) -> None: ...
+    routed: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., prompt_logprobs: _Optional[bytes] = ..., pooled: _Optional[bytes] = ..., routed: _Optional[bytes] = ...) -> None: ...

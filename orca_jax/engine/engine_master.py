@@ -21,6 +21,7 @@ from orca_jax.iteration.message import (
     POOLED,
     POOLS_ALL,
     POOLS_LAST,
+    ROUTED,
     SAMPLED,
     ControlMessage,
     EncoderInputs,
@@ -92,6 +93,7 @@ class _Issued(NamedTuple):
 
     tokens: PendingTokens
     sent: _Sent
+    message: ControlMessage
 
 
 class EngineMaster:
@@ -142,7 +144,7 @@ class EngineMaster:
         except Exception as error:
             raise self._failed(error) from error
         self._n_issued += 1
-        return Iteration(rows, _Issued(pending, sent))
+        return Iteration(rows, _Issued(pending, sent, message))
 
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
         """The tokens of the oldest iteration; None if `interrupted` returned True before it was done.
@@ -150,7 +152,7 @@ class EngineMaster:
         Raises EngineError.
         """
         issued: _Issued = iteration.pending
-        pending, (rows, _, first) = issued
+        pending, (rows, _, first), message = issued
         try:
             while interrupted is not never and not pending.is_ready():
                 if interrupted():
@@ -162,7 +164,7 @@ class EngineMaster:
         except Exception as error:
             raise self._failed(error) from error
         token_ids = sampled.token_ids[: len(rows)].tolist()
-        if sampled.logprobs is None and not sampled.prompt_logprobs and not sampled.pooled:
+        if sampled.logprobs is None and not (sampled.prompt_logprobs or sampled.pooled or sampled.routed):
             return Returned(token_ids)
         wanted = [(i, _n_logprobs(request)) for i, (request, _) in enumerate(rows)]
         records = sampled.logprobs
@@ -174,6 +176,10 @@ class EngineMaster:
                 for i, prompt in sampled.prompt_logprobs.items()
             },
             pooled=sampled.pooled,
+            routed={
+                i: (int(message.kv_length[i] - message.input_length[i]), ids)
+                for i, ids in sampled.routed.items()
+            },
         )
         return returned if first is None else _by_request(returned, iteration.rows, first)
 
@@ -262,7 +268,7 @@ class EngineMaster:
             self._end_initiation(row[initiation & chooses])
         for i in (~samples).nonzero()[0].tolist():  # needs no sampler
             sampling["temperature"][i] = 0
-            sampling["flags"][i] &= POOLS_ALL
+            sampling["flags"][i] &= POOLS_ALL | ROUTED
             if not chooses[i]:
                 sampling["logprobs"][i] = -1
         for i in (self._has_constraint[row] & samples).nonzero()[0].tolist():
@@ -338,6 +344,7 @@ class EngineMaster:
         sampling["prompt_logprobs"][row] = params.prompt_logprobs if needs_prompt else -1
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         flags = ADJUSTED if params.logit_bias or penalties != (1, 0, 0) else 0
+        flags |= ROUTED if params.return_routed_experts else 0
         sampling["flags"][row] = flags | _POOLS[request.pooling]
         self._n_reserved[row] = self._kv.n_reserved[row]
         self._n_prompt[row] = len(request.prompt_ids)
@@ -364,4 +371,5 @@ def _by_request(returned: Returned, rows: Sequence[Row], first: Sequence[int]) -
         {i: records(i) for i, (request, _) in enumerate(rows) if request.given_ids},
         {i: records(i) for i, (request, _) in enumerate(rows) if request.beams is not None},
         {i: returned.pooled[place] for i, place in enumerate(first) if place in returned.pooled},
+        {i: returned.routed[place] for i, place in enumerate(first) if place in returned.routed},
     )

@@ -32,7 +32,7 @@ from orca_jax.control.message_wire import encode_message
 from orca_jax.control.sampled_wire import decode_sampled, expected_records
 from orca_jax.control.start_order import StartOrder, encode_start
 from orca_jax.engine.channel import Arrival, Channel
-from orca_jax.engine.remote_tokens import RemoteTokens
+from orca_jax.engine.remote_tokens import RemoteTokens, RoutedParts
 from orca_jax.engine.stage_counters import RemoteCounters, StageCounters
 from orca_jax.engine.start_attempt import StartAttempt
 from orca_jax.errors import BadFrame, EngineError, WorkerLost
@@ -99,8 +99,10 @@ class RemoteWorkers:
         payload = encode_message(message, self._shape)
         now = self._clock()
         needs_words = bool(message.constrained.any())
+        expected = expected_records(message)
+        parts = RoutedParts(self._n_stages, expected.routed, self._shape.routing) if expected.routed else None
         tokens = RemoteTokens(
-            self, self._n_issued, expected_records(message), sent=now, words=words if needs_words else None
+            self, self._n_issued, expected, sent=now, words=words if needs_words else None, parts=parts
         )
         if not self._unanswered:
             self._moved = now
@@ -343,7 +345,7 @@ class RemoteWorkers:
 
     def _take_time(self, frame: Frame) -> None:
         stage, iteration = frame.stage, frame.iteration
-        seconds, link_bytes = decode_stage_time(frame.payload)
+        seconds, link_bytes, routed = decode_stage_time(frame.payload)
         newest = self._received if frame.kind is RECEIVED else self._done
         if iteration <= newest[stage]:
             self.counters.duplicates += 1
@@ -357,6 +359,9 @@ class RemoteWorkers:
         counters.link_bytes += link_bytes
         if stage != self._n_stages - 1:
             counters.note_times(self.epoch, iteration, stage, done=seconds)
+            if self._unanswered and iteration >= self._unanswered[0].number:
+                self._unanswered[iteration - self._unanswered[0].number].take_routed(stage, routed)
+                self._advance()
 
     def _take_tokens(self, frame: Frame) -> None:
         if frame.stage != self._n_stages - 1:
@@ -373,13 +378,18 @@ class RemoteWorkers:
             vocab_size=shape.vocab_size,
             embedding_size=shape.embedding_size,
         )
-        if tokens.sampled is not None:
+        if tokens.payload is not None:
             if tokens.payload != frame.payload:
                 raise BadFrame(f"it returned iteration {frame.iteration} twice, with different tokens")
             self.counters.duplicates += 1
             return
-        tokens.sampled, tokens.payload = sampled, frame.payload
+        tokens.take(frame.payload, sampled)
         self.stages[frame.stage].note_times(self.epoch, frame.iteration, frame.stage, done=math.nan)
+        tokens.take_routed(frame.stage, frame.payload.routed)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Forget the iterations, in order, whose results are here."""
         # Tokens that came out of order stay until all earlier iterations have theirs.
         while self._unanswered and self._unanswered[0].sampled is not None:
             self._unanswered.popleft()

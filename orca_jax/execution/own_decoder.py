@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.model.block import Attend, Evaluated
+from orca_jax.model.block import Attend, Evaluated, Passed
 from orca_jax.model.gpt import Through
 from orca_jax.model.kv_cache import LayerCache, write
 from orca_jax.model.layers import Matmul, matmul
@@ -163,9 +163,9 @@ class OwnDecoder(nnx.Module):
         x = x.astype(caches[0].dtype)
         return Through(x, x, written)
 
-    def last_layer(self, x: jax.Array, *_: Any) -> jax.Array:
+    def last_layer(self, x: jax.Array, positions: jax.Array, cache: LayerCache, *_: Any) -> Passed:
         """As GPT.last_layer, of what comes from the last layer already."""
-        return x
+        return Passed(x, cache, None)
 
     def final_states(self, x: jax.Array, product: Matmul = matmul) -> jax.Array:
         """As GPT.final_states: what the last layer leaves, because `unembed` alone knows what follows."""

@@ -20,6 +20,7 @@ from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.flat_batch import FlatBatch, Sampler, SamplerArrays, TokenPrograms
 from orca_jax.iteration.message import SAMPLED, ControlMessage
+from orca_jax.model.routed import DeviceRouted, joined
 from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample, uniform
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.token_choice import choice_target, native_choice
@@ -46,7 +47,8 @@ class RowStart(NamedTuple):
 class DeviceTokens:
     """What an issued iteration samples, on its way to the host; `prompts` by place in the batch, in parts.
 
-    `pooled` has parts too: sums of hidden states by row, with the rows' places in the batch.
+    `pooled` has parts too: sums of hidden states by row, with the rows' places in the batch. `routed` has
+    what stages tell of experts, first to last.
     """
 
     def __init__(
@@ -55,9 +57,10 @@ class DeviceTokens:
         logprobs: jax.Array | None = None,
         prompts: Mapping[int, Sequence[tuple[jax.Array, int]]] | None = None,
         pooled: Sequence[tuple[jax.Array, Sequence[int]]] = (),
+        routed: Sequence[DeviceRouted] = (),
     ) -> None:
         self._tokens, self._logprobs, self._prompts = tokens, logprobs, prompts or {}
-        self._pooled = pooled
+        self._pooled, self._routed = pooled, routed
         for array in self._arrays():
             array.copy_to_host_async()
 
@@ -78,7 +81,8 @@ class DeviceTokens:
         for part, places in self._pooled:
             for place, vector in zip(places, np.asarray(part), strict=False):  # padding rows follow
                 pooled[place] = pooled[place] + vector if place in pooled else vector
-        return Sampled(np.asarray(self._tokens), records, prompts, pooled)
+        routed = joined([stage.fetch() for stage in self._routed])
+        return Sampled(np.asarray(self._tokens), records, prompts, pooled, routed)
 
     def _arrays(self) -> Iterator[jax.Array]:
         yield self._tokens
@@ -89,6 +93,8 @@ class DeviceTokens:
                 yield part
         for part, _ in self._pooled:
             yield part
+        for stage in self._routed:
+            yield from stage.arrays()
 
 
 class TokenChooser:

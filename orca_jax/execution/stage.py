@@ -25,7 +25,9 @@ from orca_jax.iteration.flat_batch import FlatLayout, SamplerArrays
 from orca_jax.model.block import Evaluated
 from orca_jax.model.gpt import GPT, Parameters
 from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.routed import Routed, packed
 from orca_jax.model.shard import ALONE
+from orca_jax.scheduling.admission import routing_of
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
 
@@ -59,9 +61,9 @@ class Stage:
     The model's last layer computes keys and values of all tokens, and the rest of each row's last token; one
     that a user wrote computes everything of all.
 
-    `forward(weights, caches, arrived, buffer, layout=)` gives (out, caches). `arrived` is the hidden array
-    [T, H] of the stage before; for the first stage last_token [n_rows], each row's newest token. `out` is the
-    hidden array [T, H], or Last from the last stage.
+    `forward(weights, caches, arrived, buffer, layout=)` gives (out, caches, routed). `arrived` is the hidden
+    array [T, H] of the stage before; for the first stage last_token [n_rows], each row's newest token. `out`
+    is the hidden array [T, H], or Last from the last stage; `routed` are the experts that tokens chose.
 
     `weights` are the arrays that every call passes, and `names` their names (of a user's own model, numbers).
     Each may be replaced between two calls by another of its shape, dtype and sharding.
@@ -72,7 +74,8 @@ class Stage:
     buffer of the part's batch. Of these two only `take` is compiled for each bucket.
 
     `pool(weights, x, cache, buffer, layout=)` gives the sums [R, E] float32 of each row's final hidden states
-    in a PooledPart; its `x` and its buffer are made as those of `score`.
+    in a PooledPart; its `x` and its buffer are made as those of `score`. Likewise `route` gives the experts
+    that a PooledPart's tokens choose in the last layer, [SCORED, 1, k].
 
     With an encoder, which takes no part in these, an iteration whose rows run it calls programs before
     `forward` that are given the encoder's batch. `encode(weights, cache, buffer, layout=)` is the first
@@ -104,6 +107,9 @@ class Stage:
         group = part.group
         # XLA partitions what a user wrote; what is written here says itself what one device computes.
         by_hand = len(group) > 1 and not own
+        routing = routing_of(config)
+        # Of the model's last layer only each row's last token needs the part with the experts.
+        last_is_sparse = part.last and config.layers[-1].feed_forward.experts is not None
         share = group.shard if by_hand else lambda: ALONE
         native_choice = has_native_choice(group.devices[0])
 
@@ -114,7 +120,7 @@ class Stage:
             buffer: jax.Array,
             *,
             layout: FlatLayout,
-        ) -> tuple[Any, list[LayerCache]]:
+        ) -> tuple[Any, list[LayerCache], Routed]:
             """What one device of the stage computes."""
             model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), share()
             batch = layout.split(buffer)
@@ -134,14 +140,17 @@ class Stage:
                 evaluated = Evaluated(last_token_index, attend_last, products.bind(n_rows), cross_last)
             cross = self.host_buffer.bind_cross(layout, batch)
             tables = (batch.positions, batch.slot_of_token)
-            x, hidden, caches = model.through(x, *tables, caches, attend, shard, product, evaluated, cross)
+            x, hidden, caches, chosen = model.through(
+                x, *tables, caches, attend, shard, product, evaluated, cross
+            )
+            routed = packed(chosen, routing, last_apart=last_is_sparse and evaluated is not None)
             if not part.last:
-                return x, caches
+                return x, caches, routed
             if evaluated is None:
                 x = x.at[last_token_index].get(mode="clip")
             else:
                 product = evaluated.product
-            return (model.logits(x, shard, product), hidden), caches
+            return (model.logits(x, shard, product), hidden), caches, routed
 
         def score_part(
             weights: list[jax.Array],
@@ -154,7 +163,7 @@ class Stage:
             model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), share()
             batch = layout.split(buffer)
             product, attend = products.bind(batch.row_start[-1:]), score_buffer.bind(layout, batch, buffer)
-            x = model.last_layer(x, batch.positions, cache, attend, shard, product)
+            x = model.last_layer(x, batch.positions, cache, attend, shard, product).x
             n_top = SamplerArrays(*batch.sampler).n_top
             logits = model.logits(x, shard, product)
             return packed_logprobs(logits, batch.token_ids, n_top, native=native_choice)
@@ -170,12 +179,27 @@ class Stage:
             model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), share()
             batch = layout.split(buffer)
             product, attend = products.bind(batch.row_start[-1:]), score_buffer.bind(layout, batch, buffer)
-            x = model.last_layer(x, batch.positions, cache, attend, shard, product)
+            x = model.last_layer(x, batch.positions, cache, attend, shard, product).x
             x = model.final_states(x, product).astype(jnp.float32)
             token = jnp.arange(layout.n_tokens)
             mine = (token >= batch.row_start[:-1, None]) & (token < batch.row_start[1:, None])  # [R, T]
             # Not a product with ones and zeros: no number of another row may have an effect, not even NaN.
             return jnp.where(mine[:, :, None], x, 0).sum(axis=1)
+
+        def route_part(
+            weights: list[jax.Array],
+            x: jax.Array,
+            cache: LayerCache,
+            buffer: jax.Array,
+            *,
+            layout: FlatLayout,
+        ) -> jax.Array:
+            model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), share()
+            batch = layout.split(buffer)
+            product, attend = products.bind(batch.row_start[-1:]), score_buffer.bind(layout, batch, buffer)
+            passed = model.last_layer(x, batch.positions, cache, attend, shard, product)
+            assert passed.chosen is not None
+            return passed.chosen[:, None].astype(routing.dtype)
 
         def encode_part(
             weights: list[jax.Array],
@@ -218,13 +242,14 @@ class Stage:
                 check_vma=False,
             )
 
-        def forward(*arrays: Any, layout: FlatLayout) -> tuple[Any, list[LayerCache]]:
-            compute = on_each(partial(one_part, layout=layout), (CACHE_SPEC, P(), P()), (P(), CACHE_SPEC))
-            out, caches = compute(*arrays)
+        def forward(*arrays: Any, layout: FlatLayout) -> tuple[Any, list[LayerCache], Routed]:
+            given = (P(), CACHE_SPEC, P())
+            compute = on_each(partial(one_part, layout=layout), (CACHE_SPEC, P(), P()), given)
+            out, caches, routed = compute(*arrays)
             if part.last:
                 logits, hidden = out
-                return Last(logits, layout.split(arrays[-1]).sampler, hidden), caches
-            return out, caches
+                return Last(logits, layout.split(arrays[-1]).sampler, hidden), caches, routed
+            return out, caches, routed
 
         options = None
         if group.devices[0].platform != "cpu":
@@ -251,16 +276,21 @@ class Stage:
             compute = partial(pool_part, layout=layout)
             return on_each(compute, (P(), CACHE_SPEC, P()), P())(*arrays)
 
+        def route(*arrays: Any, layout: FlatLayout) -> jax.Array:
+            compute = partial(route_part, layout=layout)
+            return on_each(compute, (P(), CACHE_SPEC, P()), P())(*arrays)
+
+        self.last_is_sparse = last_is_sparse and routing.n_layers > 0
         self.score_buffer = score_buffer
         self.take = Program(
             jax.jit(take, out_shardings=group.place()), key=lambda hidden, at: hidden.shape[0]
         )
-        self.score, self.pool = (
+        self.score, self.pool, self.route = (
             Program(
                 jax.jit(compute, static_argnames="layout", compiler_options=options),
                 key=lambda *arrays, layout: layout,
             )
-            for compute in (score, pool)
+            for compute in (score, pool, route)
         )
 
         def encode(*arrays: Any, layout: FlatLayout) -> tuple[jax.Array, LayerCache]:

@@ -5,7 +5,7 @@ One thread issues the work, because a device may block its caller; another waits
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from orca_jax.iteration.flat_batch import BatchSizes, batch_sizes
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
+from orca_jax.model.routed import DeviceRouted, joined
 from orca_jax.scheduling.engine_protocol import EngineMemory
 from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.partition import StagePart
@@ -262,16 +263,17 @@ class JaxStageDevice:
                 arrived = self._link.pull(key, worker.hidden_like(flat.layout.n_tokens))
             worker.copy_blocks(message)
             out = worker.forward(flat, arrived)
+            routed = worker.routed(out, message)
             if part.last:
                 words = self._allowed(epoch, iteration, message) if flat.programs.allow else None
-                out = worker.choose(out, message, flat, words)
+                out = worker.choose(out, message, flat, words, routed)
             else:
                 assert self._link is not None
                 sent += self._link.offer((epoch, iteration, self._model.stage), out)
         except Exception as error:
             self._fail(epoch, error)
             return
-        self._results.put(partial(self._finish, epoch, iteration, out, sent))
+        self._results.put(partial(self._finish, epoch, iteration, out, sent, routed))
 
     def _encode(self, worker: Worker, epoch: int, iteration: int, message: ControlMessage) -> int:
         """Start the iteration's part for the encoder, if it has one; the bytes put on the link."""
@@ -304,18 +306,26 @@ class JaxStageDevice:
 
     # On the thread of an epoch's results.
 
-    def _finish(self, epoch: int, iteration: int, out: jax.Array | DeviceTokens, sent: int) -> None:
+    def _finish(
+        self,
+        epoch: int,
+        iteration: int,
+        out: jax.Array | DeviceTokens,
+        sent: int,
+        routed: Sequence[DeviceRouted],
+    ) -> None:
         try:
-            sampled = None
+            sampled, ids = None, None
             if isinstance(out, DeviceTokens):
                 sampled = out.fetch()
             else:
                 out.block_until_ready()
+                ids = joined([part.fetch() for part in routed])
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             self._post(lambda controller: controller.failed(epoch, why))
             return
-        self._post(lambda controller: controller.done(epoch, iteration, sampled, link_bytes=sent))
+        self._post(lambda controller: controller.done(epoch, iteration, sampled, link_bytes=sent, routed=ids))
 
 
 def _same_state(one: StartOrder, other: StartOrder) -> bool:

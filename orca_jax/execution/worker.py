@@ -20,12 +20,13 @@ from orca_jax.execution.sampling import DeviceTokens, TokenChooser
 from orca_jax.execution.stage import Last, Stage
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch, FlatLayout
-from orca_jax.iteration.message import POOLED, ControlMessage, MakeWords
+from orca_jax.iteration.message import POOLED, ROUTED, ControlMessage, MakeWords
 from orca_jax.iteration.pooled_parts import pooled_layout, pooled_parts
 from orca_jax.iteration.scored_parts import SCORED, scored_layout, scored_parts
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
 from orca_jax.model.kv_cache import LayerCache, cache_shape, copy_blocks
+from orca_jax.model.routed import DeviceRouted, Routed, RoutedAgain
 from orca_jax.request.sampled import Sampled
 from orca_jax.sharding.link import DeviceLink
 from orca_jax.sharding.partition import StagePart
@@ -91,6 +92,7 @@ class Worker:
         copy = jax.jit(copy_blocks, donate_argnums=0, out_shardings=cache_place)
         self._copy = Program(copy, key=lambda *_: ())
         self._caches: list[LayerCache] = []
+        self._routed = Routed(None, None)  # of the newest forward pass
         self._chooser = TokenChooser(config.vocab_size, shape.n_rows, self._place) if part.last else None
         self._no_tokens = jax.device_put(np.zeros(shape.n_rows, np.int32), self._place)
         if caches:
@@ -128,10 +130,17 @@ class Worker:
         """
         words = self.stage.host_buffer.fill(flat) if self._has_words else flat.buffer
         # The call copies the words to the devices itself, in a third of device_put's time.
-        out, self._caches = self.stage.forward(
+        out, self._caches, self._routed = self.stage.forward(
             self.stage.weights, self._caches, arrived, words, layout=flat.layout
         )
         return out
+
+    def routed(self, out: Any, message: ControlMessage) -> list[DeviceRouted]:
+        """What the forward pass that gave `out`, the newest one, told of experts; [] where nobody asks."""
+        if not message.routed_rows or self._routed == (None, None):
+            return []
+        again = [] if self._routed.of_last is None else self._route_again(out.hidden, message)
+        return [DeviceRouted(message, self._routed, again)]
 
     def encode(self, flat: FlatBatch, encoded: jax.Array | None) -> jax.Array:
         """Start the encoder on the first stage, and on each stage writing what cross attention reads.
@@ -147,16 +156,22 @@ class Worker:
         return encoded
 
     def choose(
-        self, last: Last, message: ControlMessage, flat: FlatBatch, words: npt.NDArray[np.int32] | None
+        self,
+        last: Last,
+        message: ControlMessage,
+        flat: FlatBatch,
+        words: npt.NDArray[np.int32] | None,
+        routed: Sequence[DeviceRouted] = (),
     ) -> DeviceTokens:
         """Start the choice of the next tokens, on the last stage.
 
-        `words` are those of the constrained rows, [their number, n_words]; None where there are none.
+        `words` are those of the constrained rows, [their number, n_words]; None where there are none. What
+        was `routed` goes to the host with the tokens.
         """
         assert self._chooser is not None
         prompts, pooled = self._score(last.hidden, message), self._pool(last.hidden, message)
         tokens, logprobs = self._chooser.choose(last.logits, last.rows, message, flat, words)
-        return DeviceTokens(tokens, logprobs, prompts, pooled)
+        return DeviceTokens(tokens, logprobs, prompts, pooled, routed)
 
     def hidden_like(self, n_tokens: int) -> jax.ShapeDtypeStruct:
         """What `forward` takes from the stage before for a bucket, [T, H], and where it lies."""
@@ -198,6 +213,9 @@ class Worker:
             arrays = (weights, self.hidden_like(SCORED), caches[-1], buffer)
             pool = partial(stage.pool.compile, *arrays, layout=pooled)
             yield ToCompile("embeddings of prompts", pool)
+            if stage.last_is_sparse:
+                route = partial(stage.route.compile, *arrays, layout=pooled)
+                yield ToCompile("the last layer's experts of prompts", route)
             for layout in layouts:
                 take = partial(stage.take.compile, self.hidden_like(layout.n_tokens), at)
                 yield ToCompile(f"a prompt's hidden states, {_tokens(layout)}", take)
@@ -232,13 +250,25 @@ class Worker:
         if not (message.sampling["flags"] & POOLED).any():
             return pooled
         stage = self.stage
-        for places, at, flat in pooled_parts(message, self._shape):
+        for places, at, flat in pooled_parts(message, message.n_pooled, self._shape):
             words = stage.score_buffer.fill(flat) if self._has_words else flat.buffer
             tokens, buffer = jax.device_put((at, words), self._place)
             x = stage.take(hidden, tokens)
             part = stage.pool(stage.weights, x, self._caches[-1], buffer, layout=flat.layout)
             pooled.append((part, places))
         return pooled
+
+    def _route_again(self, hidden: jax.Array, message: ControlMessage) -> list[RoutedAgain]:
+        """The last layer's experts of the rows that ask and have more than one token."""
+        wants = (message.sampling["flags"] & ROUTED > 0) & (message.input_length > 1)
+        stage, again = self.stage, list[RoutedAgain]()
+        for _, at, flat in pooled_parts(message, message.input_length * wants, self._shape):
+            words = stage.score_buffer.fill(flat) if self._has_words else flat.buffer
+            tokens, buffer = jax.device_put((at, words), self._place)
+            x = stage.take(hidden, tokens)
+            ids = stage.route(stage.weights, x, self._caches[-1], buffer, layout=flat.layout)
+            again.append(RoutedAgain(ids, at[: flat.n_tokens]))
+        return again
 
 
 class LocalIteration:
@@ -250,6 +280,7 @@ class LocalIteration:
         self.message, self.flat, self.words = message, flat, words
         self.encoder_flat: FlatBatch | None = None  # of the rows that run the encoder
         self.out: Any = None  # of the forward pass
+        self.routed: list[DeviceRouted] = []  # of each stage that has experts, if rows ask for them
         self.tokens: DeviceTokens | None = None
         self._go_on = go_on
 
@@ -304,11 +335,13 @@ class LocalWorkers:
                         worker.copy_blocks(message)
                     if iteration.encoder_flat is not None:
                         self._encode(iteration.encoder_flat)
-                    iteration.out = self._forward(flat)
+                    iteration.out = self._forward(iteration)
                 words = iteration.words() if flat.programs.allow else None
                 if flat.programs.allow and words is None:
                     return
-                iteration.tokens = self.workers[-1].choose(iteration.out, message, flat, words)
+                iteration.tokens = self.workers[-1].choose(
+                    iteration.out, message, flat, words, iteration.routed
+                )
                 iteration.out = None
                 self._to_do.popleft()
         except Exception:
@@ -322,13 +355,14 @@ class LocalWorkers:
             encoded = worker.encode(flat, encoded)
             encoded = encoded if link is None else link.send(encoded)
 
-    def _forward(self, flat: FlatBatch) -> Any:
+    def _forward(self, iteration: LocalIteration) -> Any:
         """Through all stages: the newest tokens from the last to the first, and from there hidden states."""
         arrived = self.workers[-1].last_token
         if len(self.workers) > 1:
             arrived = self._links[0].send(arrived)
         for worker, link in zip(self.workers, [*self._links[1:], None], strict=True):
-            out = worker.forward(flat, arrived)
+            out = worker.forward(iteration.flat, arrived)
+            iteration.routed += worker.routed(out, iteration.message)
             arrived = out if link is None else link.send(out)
         return arrived
 

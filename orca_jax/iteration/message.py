@@ -22,6 +22,7 @@ CONSTRAINED = 2  # has a token mask, which follows the message
 POOLS_LAST = 4  # wants the final hidden state of its last input token
 POOLS_ALL = 8  # wants the sum of those of all its input tokens
 POOLED = POOLS_LAST | POOLS_ALL
+ROUTED = 16  # wants the experts that its input tokens choose
 
 # How a row's next token is chosen; fields as in SamplingParams. -1 log-probabilities: not requested.
 SAMPLING = np.dtype(
@@ -138,6 +139,12 @@ class ControlMessage:
         flags = self.sampling["flags"]
         pooled = np.where(flags & POOLS_ALL, self.input_length, (flags & POOLS_LAST) > 0)
         return pooled.astype(np.int32)
+
+    @property
+    def routed_rows(self) -> list[tuple[int, int]]:
+        """The rows that want their tokens' experts, each with its number of input tokens."""
+        wants = np.flatnonzero(self.sampling["flags"] & ROUTED)
+        return list(zip(wants.tolist(), self.input_length[wants].tolist(), strict=True))
 
     @property
     def constrained(self) -> npt.NDArray[np.bool_]:

@@ -31,13 +31,15 @@ def pooled_layout(shape: EngineShape) -> FlatLayout:
     return FlatLayout(SCORED, min(SCORED, shape.max_rows), shape.max_blocks)
 
 
-def pooled_parts(message: ControlMessage, shape: EngineShape) -> Iterator[PooledPart]:
-    """The parts of an iteration, in order; a long row is in several.
+def pooled_parts(
+    message: ControlMessage, n_pooled: npt.NDArray[np.int32], shape: EngineShape
+) -> Iterator[PooledPart]:
+    """The parts with the last `n_pooled` [R] input tokens of each row, in order; a long row is in several.
 
     In a deterministic engine each begins with its row, so that the order of the sum depends on nothing else.
     """
     layout, pieces, n_tokens = pooled_layout(shape), list[_Piece](), 0
-    for piece in _pieces(message, shape):
+    for piece in _pieces(message, n_pooled.tolist(), shape):
         if n_tokens + piece.n > SCORED or len(pieces) == layout.n_rows or (pieces and shape.deterministic):
             yield _part(message, layout, pieces)
             pieces, n_tokens = [], 0
@@ -55,11 +57,11 @@ class _Piece(NamedTuple):
     n: int
 
 
-def _pieces(message: ControlMessage, shape: EngineShape) -> Iterator[_Piece]:
+def _pieces(message: ControlMessage, n_pooled: list[int], shape: EngineShape) -> Iterator[_Piece]:
     """Each no longer than what is left in its part, if parts are filled up in order."""
-    ends, n_pooled = np.cumsum(message.input_length).tolist(), message.n_pooled.tolist()
+    ends = np.cumsum(message.input_length).tolist()
     left = SCORED
-    for row in np.flatnonzero(message.n_pooled).tolist():
+    for row in np.flatnonzero(n_pooled).tolist():
         first, end = ends[row] - n_pooled[row], ends[row]
         if shape.deterministic:
             left = SCORED

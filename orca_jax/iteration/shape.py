@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from orca_jax.checks import check_whole
 from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
+from orca_jax.request.routed_experts import Routing
 
 # The maximum of each size: what ServingConfig and ModelConfig allow.
 _LIMITS = {
@@ -25,6 +26,7 @@ _LIMITS = {
     "vocab_size": 1 << 22,
 }
 _LARGEST_EMBEDDING = 1 << 20
+_MOST_EXPERTS = 1 << 16
 
 _STEP = 8  # between buckets, below 64
 _COARSE = (8, 16, 32)  # the first coarse buckets after 1
@@ -38,7 +40,8 @@ class EngineShape:
     admitted at a time. The K/V cache has `n_blocks` blocks of `block_size` tokens, and one request uses up to
     `max_blocks` of them, and with an encoder up to `max_encoder_blocks` more for its input. `deterministic`
     and `coarse_buckets` select the buckets, as in ServingConfig. An embedding has `embedding_size` numbers;
-    0: the engine makes none.
+    0: the engine makes none. In each of `sparse_layers` layers a token chooses `top_k` of `n_experts`
+    experts; 0: there are none, or not as many in all of them.
     """
 
     block_size: int
@@ -52,15 +55,25 @@ class EngineShape:
     coarse_buckets: bool = False
     max_encoder_blocks: int = 0
     embedding_size: int = 0
+    sparse_layers: int = 0
+    top_k: int = 0
+    n_experts: int = 0
 
     def __post_init__(self) -> None:
         for name, limit in _LIMITS.items():
             check_whole(name, getattr(self, name), 1, limit)
         check_whole("max_encoder_blocks", self.max_encoder_blocks, 0, _LIMITS["max_blocks"])
         check_whole("embedding_size", self.embedding_size, 0, _LARGEST_EMBEDDING)
+        for name in ("sparse_layers", "top_k", "n_experts"):
+            check_whole(name, getattr(self, name), 0, _MOST_EXPERTS)
         for name in ("deterministic", "coarse_buckets"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+
+    @property
+    def routing(self) -> Routing:
+        """What a token's experts are told as."""
+        return Routing(self.sparse_layers, self.top_k, self.n_experts)
 
     @property
     def n_slots(self) -> int:

@@ -65,6 +65,16 @@ class Evaluated(NamedTuple):
         return x.at[self.tokens].get(mode="clip")
 
 
+class Passed(NamedTuple):
+    """What a layer gives: the hidden states [T, H] behind it, or [R, H], its cache, and the experts that
+    these tokens chose, [T, k] or [R, k] int32.
+    """
+
+    x: jax.Array
+    cache: LayerCache
+    chosen: jax.Array | None  # None: there are no experts
+
+
 class CrossAttention(nnx.Module):
     """Attention of a decoder's tokens to what the encoder made of their request's input."""
 
@@ -124,13 +134,14 @@ class Block(nnx.Module):
         product: Matmul,
         evaluated: Evaluated | None = None,
         cross: Attend | None = None,
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> Passed:
         """x [T, H] through the layer, or with `evaluated` those tokens' part of it, [R, H].
 
         All tokens' keys and values are written to the cache first, unless there are no slots: then they are
         in it already. `cross` is for cross attention, whose keys and values are in the cache.
         """
         after_attention = product if evaluated is None else evaluated.product
+        chosen: jax.Array | None = None
         slices = self._slices(x, (x if evaluated is None else evaluated.tokens).shape[0], shard)
         if slices is not None:  # from attention on
             shard, after_attention = slices.scattering, slices.product(after_attention)
@@ -146,7 +157,8 @@ class Block(nnx.Module):
             return self._scaled(_normed(self.attn_out_norm, attended)), written
 
         def feed_forward(value: jax.Array) -> jax.Array:
-            given = self._feed_forward(value, shard, after_attention, slices)
+            nonlocal chosen
+            given, chosen = self._feed_forward(value, shard, after_attention, slices)
             return self._scaled(_normed(self.mlp_out_norm, given))
 
         def crossing(value: jax.Array, written: LayerCache) -> jax.Array:
@@ -154,28 +166,26 @@ class Block(nnx.Module):
             assert self.cross is not None and attends is not None
             return self._scaled(self.cross(value, written, attends, shard, after_attention))
 
-        def whole(value: jax.Array) -> jax.Array:
-            return value if slices is None else slices.whole(value)
-
         match self.config.residual:
             case "pre" | "both" | "after":
                 attended, written = attention(_normed(self.attn_norm, x))
                 x = taken(x) + attended
                 if self.cross is not None:
                     x = x + crossing(_normed(self.cross_norm, x), written)
-                return whole(x + feed_forward(_normed(self.mlp_norm, x))), written
+                x = x + feed_forward(_normed(self.mlp_norm, x))
             case "post":
                 attended, written = attention(x)
                 x = _normed(self.attn_norm, taken(x) + attended)
                 if self.cross is not None:
                     x = _normed(self.cross_norm, x + crossing(x, written))
-                return whole(_normed(self.mlp_norm, x + feed_forward(x))), written
+                x = _normed(self.mlp_norm, x + feed_forward(x))
             case "parallel" | "parallel_two_norms":
                 normed = _normed(self.attn_norm, x)
                 attended, written = attention(normed)
                 x = taken(x)
                 given = feed_forward(taken(normed) if self.mlp_norm is None else self.mlp_norm(x))
-                return whole(x + attended + given), written
+                x = x + attended + given
+        return Passed(x if slices is None else slices.whole(x), written, chosen)
 
     def _attention(
         self,
@@ -222,12 +232,15 @@ class Block(nnx.Module):
             return None
         return Slices(shard, exchange, n_tokens)
 
-    def _feed_forward(self, x: jax.Array, shard: Shard, product: Matmul, slices: Slices | None) -> jax.Array:
+    def _feed_forward(
+        self, x: jax.Array, shard: Shard, product: Matmul, slices: Slices | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """What the layer's feed-forward part gives, and the experts that tokens chose."""
         if self.mixture is not None:
             return self.mixture(x, product, shard, slices)
         assert self.up is not None and self.down is not None
         inner = between(self.up(x, product), self.config.feed_forward)
-        return self.down(inner, product, shard)
+        return self.down(inner, product, shard), None
 
     def _bias(self, shard: Shard) -> jax.Array | None:
         """What `Attend` adds to the scores of this device's heads."""

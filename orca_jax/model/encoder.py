@@ -55,7 +55,8 @@ class Encoder(nnx.Module):
 
         @partial(jax.jit, static_argnums=0)  # traced once for all layers of a kind, as in GPT
         def layer(graph: Any, weights: Any, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-            return nnx.merge(graph, weights)(x, cache, slot_of_token, None, attend, shard, product)
+            passed = nnx.merge(graph, weights)(x, cache, slot_of_token, None, attend, shard, product)
+            return passed.x, passed.cache
 
         for block in self.layers:
             x, cache = layer(*nnx.split(block), x, cache)

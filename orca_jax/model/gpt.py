@@ -18,7 +18,7 @@ from orca_jax.families.parameters import (
     parameter_table,
 )
 from orca_jax.families.rotary import Rotary
-from orca_jax.model.block import Attend, Block, Evaluated, norm_of, weights_of_layer
+from orca_jax.model.block import Attend, Block, Evaluated, Passed, norm_of, weights_of_layer
 from orca_jax.model.encoder import Encoder
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import Linear, Matmul, matmul, soft_cap
@@ -58,6 +58,7 @@ class Through(NamedTuple):
     x: jax.Array  # [T, H]; [R, H] of the evaluated tokens
     before_last: jax.Array  # [T, H] what the last of them gets, and `last_layer`
     caches: list[LayerCache]
+    chosen: tuple[jax.Array, ...] = ()  # of each sparse layer [T, k]; of the evaluated tokens [R, k]
 
 
 class GPT(nnx.Module):
@@ -158,19 +159,20 @@ class GPT(nnx.Module):
             x: jax.Array,
             cache: LayerCache,
             rotation: Rotation | None,
-        ) -> tuple[jax.Array, LayerCache]:
+        ) -> Passed:
             block = nnx.merge(graph, weights)
             wanted = evaluated if evaluates else None
             return block(x, cache, slot_of_token, rotation, attend, shard, product, wanted, cross)
 
-        before_last, written = x, list[LayerCache]()
+        before_last, written, chosen = x, list[LayerCache](), list[jax.Array]()
         for i, (block, cache) in enumerate(zip(self.layers, caches, strict=True), 1):
             graph, weights = nnx.split(block)
             evaluates = evaluated is not None and i == len(self.layers)
             before_last, rotary = x, block.config.attention.rotary
-            x, cache = layer(graph, evaluates, weights, x, cache, rotations[rotary])
+            x, cache, of_layer = layer(graph, evaluates, weights, x, cache, rotations[rotary])
             written.append(cache)
-        return Through(x, before_last, written)
+            chosen += [] if of_layer is None else [of_layer]
+        return Through(x, before_last, written, tuple(chosen))
 
     def last_layer(
         self,
@@ -181,11 +183,11 @@ class GPT(nnx.Module):
         shard: Shard = ALONE,
         product: Matmul = matmul,
         cross: Attend | None = None,
-    ) -> jax.Array:
+    ) -> Passed:
         """x [T, H] through the last layer alone; their keys and values are in its cache."""
         block = self.layers[-1]
         own = self._rotation(block.config.attention.rotary, positions)
-        return block(x, cache, None, own, attend, shard, product, None, cross)[0]
+        return block(x, cache, None, own, attend, shard, product, None, cross)
 
     def cross_caches(
         self,

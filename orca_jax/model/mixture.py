@@ -39,8 +39,11 @@ class Mixture(nnx.Module):
 
     def __call__(
         self, x: jax.Array, product: Matmul, shard: Shard, slices: Slices | None = None
-    ) -> jax.Array:
-        """x [T, H] to [T, H]; with `slices`, whose product it is then, one slice of the tokens."""
+    ) -> tuple[jax.Array, jax.Array]:
+        """x [T, H] to [T, H], and the experts that its tokens choose, [T, k] int32.
+
+        With `slices`, whose product it is then, x is one slice of the tokens; the experts are those of all.
+        """
         experts = self.config.experts
         assert experts is not None
         correction = None if self.correction is None else self.correction[...]
@@ -50,9 +53,9 @@ class Mixture(nnx.Module):
             return self._mixed(x, weights, chosen, product, shard)
 
         if slices is None:
-            mixed = mix(x, weights, chosen, product)
+            mixed, of_all = mix(x, weights, chosen, product), chosen
         else:
-            mixed = slices.exchanged(x, weights, chosen, product, mix, n_experts=experts.number)
+            mixed, of_all = slices.exchanged(x, weights, chosen, product, mix, n_experts=experts.number)
         if self.shared_up is not None and self.shared_down is not None:
             gate, up = jnp.split(self.shared_up(x, product), 2, axis=1)
             shared = self.shared_down(activate(gate, self.config.activation) * up, product)
@@ -63,9 +66,9 @@ class Mixture(nnx.Module):
         if slices is None:
             mixed = shard.joined(mixed)
         if self.down.bias is None:
-            return mixed
+            return mixed, of_all
         bias = self.down.bias[...].at[chosen].get(mode="clip").astype(jnp.float32)  # [T, k, H]
-        return mixed + jnp.einsum("tk,tkh->th", weights, bias).astype(x.dtype)
+        return mixed + jnp.einsum("tk,tkh->th", weights, bias).astype(x.dtype), of_all
 
     def _logits(self, x: jax.Array, product: Matmul) -> jax.Array:
         """[T, X] float32."""

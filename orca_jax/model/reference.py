@@ -25,11 +25,14 @@ def forward(
     parameters: Parameters,
     token_ids: jax.Array,
     encoder_ids: jax.Array | None = None,
+    *,
+    routed: list[jax.Array] | None = None,
 ) -> jax.Array:
     """Logits [T, V] float32 of every position of one sequence `token_ids` [T] int32.
 
     A model with an encoder needs its input `encoder_ids` [S] int32; `token_ids` are then the decoder's. Ids
-    below 0 at the end of the input fill it up: no token sees them.
+    below 0 at the end of the input fill it up: no token sees them. To `routed` the experts are appended that
+    tokens choose in each layer that has some, [T, k].
     """
     p = {name: value.astype(jnp.float32) for name, value in parameters.items()}
 
@@ -116,6 +119,8 @@ def forward(
         weights, chosen = _routed(
             experts, linear(f"{name}.router", value), p.get(f"{name}.router.correction")
         )
+        if routed is not None:
+            routed.append(chosen)
         out = jnp.zeros_like(value)
         for weight, expert in zip(weights.T, chosen.T, strict=True):  # [T] each
             up, down = p[f"{name}.experts.up.weight"][expert], p[f"{name}.experts.down.weight"][expert]

@@ -61,8 +61,11 @@ class Slices:
         mix: Mix,
         *,
         n_experts: int,
-    ) -> jax.Array:
-        """What all experts add to the tokens x [S, H] of this slice, whose `product` it is."""
+    ) -> tuple[jax.Array, jax.Array]:
+        """What all experts add to the tokens x [S, H] of this slice, whose `product` it is.
+
+        And the experts of all slices' tokens, [T, k]; of padding `n_experts`.
+        """
         n, size, me = self.shard.n, self.size, self.shard.index
         assert product.n_tokens is not None
         real = jnp.arange(size)[:, None] < product.n_tokens
@@ -85,7 +88,7 @@ class Slices:
         back = self.exchange.send(added, counts.T, most=size, n_received=n_sent)
         place = (jnp.cumsum(by_part) - 1).reshape(n, size).T  # [S, n]: of a token's row from a part
         rows = jnp.where(mine[:, :, None], back.at[place].get(mode="clip"), 0)
-        return rows.astype(jnp.float32).sum(axis=1).astype(x.dtype)
+        return rows.astype(jnp.float32).sum(axis=1).astype(x.dtype), chosen[: self.n_tokens]
 
     def _all_routings(self, weights: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Those of all slices, in one collective."""

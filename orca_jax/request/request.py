@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from orca_jax.request.beam_search import BeamSearch
 from orca_jax.request.pooling import Pooling, Vector
+from orca_jax.request.routed_experts import ExpertIds, RoutedTokens
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
 
@@ -132,6 +133,7 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # of output_ids, if requested
     prompt_logprobs: list[TokenLogprobs] | None = None  # of prompt_ids after the first, if requested
     pooled: Vector | None = None
+    routed: RoutedTokens | None = None  # of the tokens that returned iterations computed, if requested
     n_computed: int = 0  # tokens in the K/V cache after all issued iterations
     n_iterations: int = 0  # issued iterations
     n_in_flight: int = 0  # issued and not returned: at most 2, or 1 without overlap
@@ -225,6 +227,27 @@ class Request:
     def add_pooled(self, part: Vector) -> None:
         """Take the sum of the hidden states that an iteration computed."""
         self.pooled = part if self.pooled is None else self.pooled + part
+
+    def add_routed(self, first: int, ids: ExpertIds) -> None:
+        """Take the experts that an iteration's tokens, from `first` on, chose."""
+        if self.state is RequestState.FINISHED:  # the iteration was issued before the end was known
+            return
+        if self.routed is None:
+            self.routed = RoutedTokens()
+        self.routed.add(first, ids)
+
+    @property
+    def n_routed(self) -> int:
+        """The tokens whose experts are known."""
+        return 0 if self.routed is None else self.routed.n_tokens
+
+    @property
+    def routed_experts(self) -> ExpertIds | None:
+        """The experts of all tokens but the last, whose keys and values nothing needs; see `LLM.generate`.
+
+        Fewer if the request ended early; None if they were not requested, or none of them is known.
+        """
+        return None if self.routed is None else self.routed.until(self.n_tokens - 1)
 
     @property
     def pooled_vector(self) -> Vector | None:

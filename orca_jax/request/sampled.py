@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.request.pooling import Vector
+from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS
 
 # A token, its log-probability, and those of the most likely tokens in descending order. All fields are 4
@@ -45,6 +46,8 @@ class Sampled:
     )
     # By index in the batch: the sum of the hidden states that the row pools.
     pooled: Mapping[int, Vector] = field(default_factory=dict[int, Vector])
+    # By index in the batch: the experts of the row's input tokens, [input_length, layers, k].
+    routed: Mapping[int, ExpertIds] = field(default_factory=dict[int, ExpertIds])
 
 
 def as_records(words: npt.NDArray[np.int32]) -> npt.NDArray[np.void]:

@@ -39,6 +39,7 @@ MAX_LENGTH_PENALTY = 10.0
 _NOT_WITH_BEAMS = (
     *("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias"),
     *("min_tokens", "stop", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", *_GRAMMARS),
+    "return_routed_experts",
 )
 
 
@@ -62,6 +63,8 @@ class SamplingParams:
 
     Extra output: `logprobs` n returns the log-probability of each output token and of the n most likely ones,
     `prompt_logprobs` the same for the prompt. They are the model's, before any of the above is applied.
+    `return_routed_experts` returns the experts that every token of prompt and output, but the last, chose in
+    a mixture of experts; such a request does not begin with cached tokens, whose experts are not known.
 
     `n` outputs are generated from one prompt; output i has the seed `seed + i`.
 
@@ -91,6 +94,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    return_routed_experts: bool = False
     guided_json: str | Mapping[str, Any] | bool | None = field(default=None, hash=False)
     guided_json_object: bool = False
     guided_regex: str | None = None
@@ -128,7 +132,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, 0, MAX_TOP_LOGPROBS)
-        for name in ("ignore_eos", "guided_json_object", "use_beam_search"):
+        for name in ("ignore_eos", "return_routed_experts", "guided_json_object", "use_beam_search"):
             if not isinstance(getattr(self, name), bool):
                 self._refuse(name, "must be true or false")
         self._check_grammar()

@@ -9,6 +9,7 @@ from orca_jax.errors import EmptyPrompt, NotSupported, PromptTooLong, RequestToo
 from orca_jax.families.model_config import Encoder, ModelConfig
 from orca_jax.request.pooling import Pooling
 from orca_jax.request.request import Request
+from orca_jax.request.routed_experts import NO_ROUTING, Routing
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager, most_blocks
 
@@ -78,6 +79,21 @@ def check_prompt(
         message += f"ask for at most {n_left} output tokens" if n_left > 0 else "shorten the prompt"
         raise RequestTooLarge(message, param="max_tokens")
     return CheckedPrompt(tuple(prompt_ids), n_output)
+
+
+def routing_of(model: ModelConfig) -> Routing:
+    """What tokens choose in it: nothing without experts, or if layers choose different numbers of them."""
+    sparse = [layer.feed_forward.experts for layer in model.layers if layer.feed_forward.experts is not None]
+    kinds = {(experts.top_k, experts.number) for experts in sparse}
+    return Routing(len(sparse), *kinds.pop()) if len(kinds) == 1 else NO_ROUTING
+
+
+def check_routing(sampling: SamplingParams, model: ModelConfig) -> None:
+    """Raise NotSupported if the request asks for experts that the model does not have."""
+    if sampling.return_routed_experts and not routing_of(model).n_layers:
+        why = "its layers choose different numbers of experts" if model.has_experts else "it has no experts"
+        message = f"return_routed_experts is not supported for this model: {why}; leave it out"
+        raise NotSupported(message, param="return_routed_experts")
 
 
 def check_search(n_input: int, n_encoder: int, sampling: SamplingParams, kv: KVManager) -> None:

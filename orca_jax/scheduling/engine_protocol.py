@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from orca_jax.families.trainers.layouts import Layout
 from orca_jax.iteration.row import Row
 from orca_jax.request.pooling import Vector
+from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.timeline import IterationRecord
 
@@ -41,6 +42,7 @@ class Returned(NamedTuple):
     that asked for them. Those of a chunked prompt arrive chunk by chunk. `given` has all tokens that a row
     computed of a given output, `beams` the likeliest next tokens of each beam of a search. `pooled` has sums
     of hidden states, for requests that pool those of their prompt; of a chunked one also chunk by chunk.
+    `routed` has the experts of all tokens that a row computed, and the place of the first of these tokens.
     """
 
     token_ids: list[int]
@@ -49,6 +51,7 @@ class Returned(NamedTuple):
     given: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
     beams: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
     pooled: Mapping[int, Vector] = _NO_LOGPROBS
+    routed: Mapping[int, tuple[int, ExpertIds]] = _NO_LOGPROBS
 
     @property
     def has_only_tokens(self) -> bool:
@@ -56,12 +59,14 @@ class Returned(NamedTuple):
         return not (self.logprobs or self.given or self.beams)
 
     def give_prompts(self, rows: Sequence[Row]) -> None:
-        """Give the requests of these rows what came of their prompts."""
+        """Give the requests of these rows what came of their prompts, and the experts of their tokens."""
         for i, records in self.prompt_logprobs.items():
             request, _ = rows[i]
             request.prompt_logprobs = [*(request.prompt_logprobs or ()), *records]
         for i, vector in self.pooled.items():
             rows[i][0].add_pooled(vector)
+        for i, (start, ids) in self.routed.items():
+            rows[i][0].add_routed(start, ids)
 
 
 class Engine(Protocol):

@@ -28,12 +28,14 @@ def cached_blocks(req: Request, kv: KVManager) -> list[int]:
     """The cached blocks that a waiting request can begin with.
 
     At least one known token is left to compute, because the next one is sampled from it. A request for the
-    log-probabilities of its prompt, or for the mean of its hidden states, computes all of it.
+    log-probabilities of its prompt, or for the mean of its hidden states, computes all of it. One for the
+    experts of its tokens computes those whose experts are not known.
     """
     prefixes = kv.prefixes
     if prefixes is None or _needs_whole_prompt(req):
         return []
-    return prefixes.find(hash_prompt(req, kv), (req.n_tokens - 1) // kv.block_size)
+    n_most = min(req.n_tokens - 1, req.n_routed) if req.sampling.return_routed_experts else req.n_tokens - 1
+    return prefixes.find(hash_prompt(req, kv), n_most // kv.block_size)
 
 
 def next_block_hash(req: Request, n_blocks: int, kv: KVManager) -> bytes | None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from orca_jax.request.request import FinishReason
+from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.service.output import Piece, RequestHandle
 
@@ -17,6 +18,10 @@ class GenerationResult:
     string. The same `seed` gives the same tokens again. `logprobs` are those of `token_ids`, and
     `prompt_logprobs` those of each prompt token after the first; None if not requested. The keys and values
     of the first `n_cached` of the `n_input` prompt tokens were in the prefix cache.
+
+    `routed_experts` are those that every token of the prompt and the output chose, but the last, which never
+    runs: [n_input + len(token_ids) - 1, layers with experts, experts that a token chooses], uint8 or with
+    more than 256 experts uint16. None if not requested; of fewer tokens if the request ended early.
 
     `score` is for an output of a beam search: its log-probability over its length to the power of
     `length_penalty`.
@@ -38,6 +43,7 @@ class GenerationResult:
     weights_version: int = 0
     weights_versions: tuple[tuple[int, int], ...] = ((0, 0),)
     score: float | None = None
+    routed_experts: ExpertIds | None = None
 
     @property
     def token_versions(self) -> list[int]:
@@ -87,6 +93,7 @@ class Generation(RequestHandle):
             weights_version=self.weights_version,
             weights_versions=_of_tokens(request.weights_versions, len(request.final_ids)),
             score=None if request.beams is None else request.beams.best_score,
+            routed_experts=request.routed_experts,
         )
 
     def results(self, timeout: float | None = None) -> list[GenerationResult]:

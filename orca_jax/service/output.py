@@ -9,6 +9,7 @@ from typing import Self
 from orca_jax.errors import EngineError, OutputFailed
 from orca_jax.request.pooling import Vector
 from orca_jax.request.request import FinishReason, Request
+from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.tokenizer import TextStream
 
@@ -221,6 +222,11 @@ class RequestHandle:
     def pooled(self) -> Vector | None:
         """Of a request for an embedding that has ended, the pooled hidden states."""
         return self._request.pooled_vector
+
+    @property
+    def routed_experts(self) -> ExpertIds | None:
+        """Of a request that has ended, the experts of its tokens, if requested; see GenerationResult."""
+        return self._request.routed_experts
 
     @property
     def n_cached(self) -> int:

@@ -14,6 +14,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.stop_strings import StopStrings
 from orca_jax.request.token_text import TextDecoder, TokenText
 from orca_jax.request.tokenizer import TextStream, Tokenizer
+from orca_jax.scheduling.admission import check_routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class RuleMaker:
         Raises InvalidSamplingParameter, and NotSupported if a parameter needs a tokenizer and there is none.
         """
         sampling.check_token_ids(self._model.vocab_size)
+        check_routing(sampling, self._model)
         needs_text = next((n for n in ("stop", "bad_words") if getattr(sampling, n)), sampling.grammar)
         if needs_text is not None and self._tokenizer is None:
             message = f"{needs_text} needs a tokenizer, and this model has none"

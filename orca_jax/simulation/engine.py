@@ -14,6 +14,7 @@ from orca_jax.planning.cost_model import Device, IterationShape, IterationSums, 
 from orca_jax.request.beam_search import BeamSearch
 from orca_jax.request.pooling import Vector
 from orca_jax.request.request import Request, RequestState
+from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 
@@ -85,8 +86,11 @@ def simulated_candidates(beams: BeamSearch, seed: int) -> list[TokenLogprobs]:
     return candidates
 
 
-def returned(rows: Sequence[Row], token_ids: list[int]) -> Returned:
-    """These tokens with the simulated log-probabilities requested; a prompt's come all at once."""
+def returned(rows: Sequence[Row], token_ids: list[int], starts: Sequence[int] = ()) -> Returned:
+    """These tokens with the simulated log-probabilities requested; a prompt's come all at once.
+
+    With `starts`, the place of each row's first token, also with the experts requested.
+    """
     return Returned(
         token_ids,
         {
@@ -115,7 +119,17 @@ def returned(rows: Sequence[Row], token_ids: list[int]) -> Returned:
             for i, (req, _) in enumerate(rows)
             if req.pooling is not None and not req.n_partial
         },
+        {
+            i: (start, simulated_experts(start, n_tokens))
+            for i, ((req, n_tokens), start) in enumerate(zip(rows, starts, strict=False))
+            if req.sampling.return_routed_experts
+        },
     )
+
+
+def simulated_experts(start: int, n_tokens: int) -> ExpertIds:
+    """The one expert in one layer of the tokens from place `start` on."""
+    return (np.arange(start, start + n_tokens) % 251).astype(np.uint8).reshape(-1, 1, 1)
 
 
 SIMULATED_SIZE = 8  # numbers of a simulated embedding
@@ -185,7 +199,7 @@ class SimulatedEngine:
         for place, needed in enumerate(seconds):
             done_at = max(done_at, self._free_at[place]) + needed
             self._free_at[place] = done_at
-        return Iteration(rows, done_at)
+        return Iteration(rows, (done_at, [req.n_computed for req, _ in rows]))
 
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
         """Advance to the time when the batch is done; return None if interrupted before.
@@ -193,11 +207,11 @@ class SimulatedEngine:
         Events at exactly that time run first. Raises EngineError after `fail`.
         """
         self._fail_if_requested("wait")
-        done_at: float = iteration.pending
+        done_at, starts = iteration.pending
         while not interrupted():
             if self.clock.next_event() > done_at:
                 self.clock.advance_to(done_at)
-                return returned(iteration.rows, self._next_tokens(iteration.rows))
+                return returned(iteration.rows, self._next_tokens(iteration.rows), starts)
             self.clock.run_next()
         return None
 

@@ -6,7 +6,7 @@ and `failed` when its device reports; `overdue` when time has passed.
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,10 +31,12 @@ from orca_jax.control.frame import (
     encode_stage_time,
 )
 from orca_jax.control.message_wire import decode_message
+from orca_jax.control.routed_wire import encode_routed
 from orca_jax.control.sampled_wire import ExpectedRecords, encode_sampled, expected_records
 from orca_jax.control.start_order import StartOrder, decode_start
 from orca_jax.errors import BadFrame
 from orca_jax.iteration.message import ControlMessage
+from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import Sampled
 
 _MOST_AHEAD = 4096  # iterations by which words may precede their message
@@ -177,10 +179,12 @@ class Controller:
         sampled: Sampled | None = None,
         *,
         link_bytes: int = 0,
+        routed: Mapping[int, ExpertIds] | None = None,
     ) -> None:
         """Report that the device has run its part of an iteration; the last stage also reports its tokens.
 
-        `link_bytes` is the number of bytes that the iteration put on the link to the next stage.
+        `link_bytes` is the number of bytes that the iteration put on the link to the next stage. `routed` are
+        the experts that its tokens chose in this stage, where another one reports the tokens.
         """
         if epoch != self.epoch or not self._running:
             return
@@ -188,13 +192,16 @@ class Controller:
         assert issued.iteration == iteration, f"iteration {iteration} finished before {issued.iteration}"
         now = self._clock()
         self._waits_since = now if self._issued else math.inf
+        assert self._order is not None
+        routing = self._order.shape.routing
         if self._last:
             assert sampled is not None
-            self._report(TOKENS, iteration, encode_sampled(sampled, issued.expected))
+            self._report(TOKENS, iteration, encode_sampled(sampled, issued.expected, routing))
             return
         if issued.held_back is not None:
             self._lines.forward(issued.held_back)
-        self._report(DONE, iteration, encode_stage_time(StageTime(now, link_bytes)))
+        ids = encode_routed(routed or {}, issued.expected.routed, routing)
+        self._report(DONE, iteration, encode_stage_time(StageTime(now, link_bytes, ids)))
 
     def failed(self, epoch: int, why: str) -> None:
         """Abandon the epoch: the device cannot continue it."""

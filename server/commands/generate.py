@@ -119,6 +119,9 @@ def _show(
     for title, logprobs in (("Prompt", result.prompt_logprobs), ("Output", result.logprobs)):
         if logprobs:
             notes.console.print(logprob_table(title, logprobs, tokenizer))
+    if result.routed_experts is not None:
+        n, layers, top_k = result.routed_experts.shape
+        notes(f"{n} tokens chose {top_k} experts in each of {layers} layers; --input and --output write them")
     n_tokens = len(result.token_ids)
     times = ""
     if not already_finished:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from orca_jax.errors import EngineError, InvalidRequest, QueueFull
+from orca_jax.request.routed_experts import as_base64
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams, with_defaults
 from orca_jax.service.generation import Generation, GenerationResult
@@ -192,6 +193,8 @@ def _choice(result: GenerationResult) -> dict[str, Any]:
         choice["score"] = result.score
     if result.logprobs is not None:
         choice["logprobs"] = _logprobs(result.logprobs)
+    if result.routed_experts is not None:
+        choice["routed_experts"] = as_base64(result.routed_experts)
     return choice
 
 

@@ -141,6 +141,11 @@ def response(
         message.usage.prompt_tokens = live.n_input
         message.usage.cached_tokens = live.n_cached
         message.usage.completion_tokens = n_before + len(piece.token_ids)
+        if (ids := live.routed_experts) is not None:
+            n_tokens, n_layers, top_k = ids.shape
+            message.routed_experts.MergeFrom(
+                pb.RoutedExperts(ids=ids.tobytes(), n_tokens=n_tokens, n_layers=n_layers, top_k=top_k)
+            )
     return message
 
 

@@ -39,6 +39,7 @@ _HELP = {
     "logprobs": "show the log-probability of each output token, and of this many most likely ones "
     "(default: off)",
     "prompt_logprobs": "the same for the prompt's tokens (default: off)",
+    "return_routed_experts": "with --output, write the experts that each token chose in a mixture of experts",
     "guided_json": "make the output match this JSON schema; @FILE reads it from a file",
     "guided_json_object": "make the output a JSON object",
     "guided_regex": "make the whole output match this regular expression",

@@ -174,6 +174,13 @@ class SamplingFields(SharedSamplingFields):
             json_schema_extra=_GRAMMAR,
         ),
     ] = None
+    return_routed_experts: Annotated[
+        bool | None,
+        Field(
+            description="an extension: each choice has routed_experts, those that every token but the last "
+            "chose in a mixture of experts; such a request reads no cached keys and values"
+        ),
+    ] = None
     use_beam_search: Annotated[
         bool | None,
         Field(description="an extension: the choices are the n best of a beam search; not with stream"),
@@ -266,6 +273,17 @@ class GenerationRequest(SamplingFields, SchedulingFields):
         if self.use_beam_search and self.stream:
             message = "stream and use_beam_search are both given; a beam search has no output before its end"
             raise NotSupported(message, param="stream")
+
+
+class RoutedExperts(BaseModel):
+    """The experts that a choice's tokens chose, the prompt's and the output's but the last.
+
+    [tokens, layers with experts, experts that a token chooses]
+    """
+
+    data: Annotated[str, Field(description="base64 of the array's little-endian elements")]
+    dtype: Literal["uint8", "uint16"]
+    shape: list[int]
 
 
 class PromptTokensDetails(BaseModel):

@@ -136,6 +136,7 @@ async def answer(
         return EventStream(choices, chunks, options, has_text=model.tokenizer is not None)
     complete = await choices.complete(receive)
     n = sum(n_characters(choice.tokens) + len(choice.text) for choice in complete)
+    n += sum(map(choices.routed_size, range(len(complete))))
 
     def write() -> bytes:
         usage = choices.tally.usage().model_dump(exclude_none=True)
@@ -143,6 +144,9 @@ async def answer(
         if model.controls is not None:
             for choice, version in zip(written, choices.tally.weights_versions, strict=True):
                 choice["weights_version"] = version
+        for i, choice in enumerate(written):
+            if (experts := choices.routed_experts(i)) is not None:
+                choice["routed_experts"] = experts
         whole = {**head, "object": object_name, "choices": written, "usage": usage}
         return as_json(whole, n, ascii=False).encode()
 

@@ -8,10 +8,17 @@ from pydantic import BaseModel, Field
 from orca_jax.errors import InvalidRequest
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from server.gateway.many_requests import check_routed
 from server.gateway.reply.events import Text
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.conversation import ConversationFields
-from server.http.fields.generation import FinishReason, GenerationRequest, Usage, ranged
+from server.http.fields.generation import (
+    FinishReason,
+    GenerationRequest,
+    RoutedExperts,
+    Usage,
+    ranged,
+)
 from server.http.fields.logprobs import ChatLogprobs, chat_logprobs
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.token_names import TokenNames
@@ -130,6 +137,9 @@ class ChatChoice(BaseModel):
         int | None, Field(description="of the weights that computed it, if the operator may replace them")
     ] = None
     score: Annotated[float | None, Field(description="of an output of use_beam_search")] = None
+    routed_experts: Annotated[
+        RoutedExperts | None, Field(description="with return_routed_experts; in a stream in the last chunk")
+    ] = None
 
 
 class ChatCompletion(BaseModel):
@@ -182,10 +192,11 @@ async def create_chat_completion(
     )
     n_bytes = len(await request.body())
     ready = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
+    check_routed([ready.prompt], ready.rules.sampling, model.config)
     extras = None
-    if body.logprobs:
-        names = TokenNames(model.tokenizer)
-        extras = OutputExtras(names=names, shown=ready.rules.shown, write_logprobs=chat_logprobs)
+    if body.logprobs or body.return_routed_experts:
+        names, write_logprobs = TokenNames(model.tokenizer), chat_logprobs if body.logprobs else None
+        extras = OutputExtras(names=names, shown=ready.rules.shown, write_logprobs=write_logprobs)
     response_id = new_response_id("chatcmpl")
     choices = Choices(
         gateway,

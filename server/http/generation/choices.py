@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from starlette.types import Receive
 
 from orca_jax.request.request import FinishReason
+from orca_jax.request.routed_experts import EncodedIds, as_base64
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.output import Piece
 from orca_jax.service.prepared_params import OutputRules
@@ -138,6 +139,8 @@ class Choices:
         rules_each = rules.choices(prompt_once=True)
         self._n_requests = len(rules_each)  # for each prompt
         self._n_each = rules.sampling.n
+        self._tells_experts = rules.sampling.return_routed_experts
+        self._requests: Sequence[LiveRequest] = ()
         self._outputs: list[ChoiceOutput] = []
         self._scored = [
             asyncio.Event() for _ in prompts
@@ -170,6 +173,7 @@ class Choices:
         """
         async with submitted(self._gateway, self._submissions, owner=self._owner) as requests:
             self._outputs = self._new_outputs(requests)
+            self._requests = requests
             self.tally.first_choices = requests[:: self._n_requests]
             watch = asyncio.create_task(end_if_client_leaves(receive, requests, self._facts))
             try:
@@ -218,6 +222,16 @@ class Choices:
     def logprobs(self, tokens: Sequence[PlacedToken]) -> Any:
         """Log-probabilities of a choice's tokens in its route's form; None if they were not requested."""
         return None if self.extras is None else self.extras.logprobs(tokens)
+
+    def routed_experts(self, index: int) -> EncodedIds | None:
+        """Those of the tokens of choice `index`, which must be complete; None if they were not requested."""
+        ids = self._requests[index].routed_experts if self._tells_experts else None
+        return None if ids is None else as_base64(ids)
+
+    def routed_size(self, index: int) -> int:
+        """How many characters they take."""
+        ids = self._requests[index].routed_experts if self._tells_experts else None
+        return 0 if ids is None else 2 * ids.nbytes
 
     async def complete(self, receive: Receive) -> list[CompleteChoice]:
         """Wait for all choices to complete.

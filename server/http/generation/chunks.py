@@ -75,9 +75,14 @@ class ChunkWriter:
         self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
 
     def chunk(
-        self, index: int, piece: Piece, usage: Usage | None = None, logprobs: str | None = None
+        self,
+        index: int,
+        piece: Piece,
+        usage: Usage | None = None,
+        logprobs: str | None = None,
+        routed: str | None = None,
     ) -> bytes:
-        """The chunk for a piece of choice `index`. `logprobs` is JSON."""
+        """The chunk for a piece of choice `index`. `logprobs` and `routed`, of the last one, are JSON."""
         before = self._before[index]
         self._before[index] = self._before_later[index]
         after = self._after[piece.finish_reason]
@@ -85,6 +90,8 @@ class ChunkWriter:
             after = f"{self._logprobs}{logprobs}{self._reason[piece.finish_reason]}"
         if self._versions and piece.finish_reason is not None:
             after = f'{after.removesuffix("}]")},"weights_version":{piece.weights_version}}}]'
+        if routed is not None:
+            after = f'{after.removesuffix("}]")},"routed_experts":{routed}}}]'
         end = self._no_usage if usage is None else _usage_end(usage)
         return f"{before}{as_json(piece.text)}{after}{end}".encode("ascii")
 
@@ -95,9 +102,10 @@ class ChunkWriter:
         end: ChoiceEnd | None,
         usage: Usage | None = None,
         logprobs: str | None = None,
+        routed: str | None = None,
     ) -> bytes:
         """A chunk for each of a chat choice's deltas, the first with its role and the first of these with
-        `logprobs`, and one for its `end`.
+        `logprobs`, and one for its `end`, with `routed`.
         """
         shown = [*deltas] if deltas or logprobs is None else [{}]
         if shown and not self._n_deltas[index]:
@@ -112,6 +120,8 @@ class ChunkWriter:
             after = self._reason[end.reason]
             if self._versions:
                 after = f'{after.removesuffix("}]")},"weights_version":{end.weights_version}}}]'
+            if routed is not None:
+                after = f'{after.removesuffix("}]")},"routed_experts":{routed}}}]'
             chunks.append(self._delta(index, {}, None, f"{after}{usage_end}"))
         return "".join(chunks).encode("ascii")
 

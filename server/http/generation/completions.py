@@ -9,9 +9,17 @@ from orca_jax.errors import InvalidSamplingParameter, NotSupported
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from orca_jax.scheduling.admission import CheckedPrompt
+from server.gateway.many_requests import check_routed
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
-from server.http.fields.generation import FinishReason, GenerationRequest, Usage, ranged, renamed_fields
+from server.http.fields.generation import (
+    FinishReason,
+    GenerationRequest,
+    RoutedExperts,
+    Usage,
+    ranged,
+    renamed_fields,
+)
 from server.http.fields.logprobs import CompletionLogprobs, completion_logprobs
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.strict import FirstFault
@@ -114,6 +122,9 @@ class CompletionChoice(BaseModel):
         int | None, Field(description="of the weights that computed it, if the operator may replace them")
     ] = None
     score: Annotated[float | None, Field(description="of an output of use_beam_search")] = None
+    routed_experts: Annotated[
+        RoutedExperts | None, Field(description="with return_routed_experts; in a stream in the last chunk")
+    ] = None
 
 
 class Completion(BaseModel):
@@ -165,6 +176,7 @@ async def create_completion(
 
     def check_prompts() -> tuple[list[CheckedPrompt], list[str] | None]:
         checked = check(model, prompts, rules, body.scheduling, tenant, decoder_ids)
+        check_routed(checked, sampling, model.config)
         return checked, texts(model, body.prompts) if body.echo else None
 
     with renamed_fields(**body.client_names):
@@ -172,7 +184,7 @@ async def create_completion(
         rules = await gateway.compiler.rules(model, sampling)
         checked, prompt_texts = await run_for_request(n_bytes, check_prompts)
     extras = None
-    if body.echo or body.logprobs is not None:
+    if body.echo or body.logprobs is not None or body.return_routed_experts:
         extras = OutputExtras(
             names=TokenNames(model.tokenizer),
             write_logprobs=None if body.logprobs is None else completion_logprobs,

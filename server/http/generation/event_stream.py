@@ -102,16 +102,24 @@ class EventStream(Response):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _chunk(self, index: int, piece: Piece, logprobs: str | None = None) -> bytes:
+    def _chunk(
+        self, index: int, piece: Piece, logprobs: str | None = None, routed: str | None = None
+    ) -> bytes:
         """The chunk for a piece; empty if there is nothing to show yet, as in the middle of a character."""
         tally = self._choices.tally
         tally.take(index, piece)
         if not piece.text and piece.finish_reason is None and self._has_text and logprobs is None:
             return b""
-        return self._chunks.chunk(index, piece, tally.usage() if self._running_usage else None, logprobs)
+        usage = tally.usage() if self._running_usage else None
+        return self._chunks.chunk(index, piece, usage, logprobs, routed)
 
     def _reply_chunks(
-        self, index: int, piece: Piece, events: Sequence[ReplyEvent], logprobs: str | None
+        self,
+        index: int,
+        piece: Piece,
+        events: Sequence[ReplyEvent],
+        logprobs: str | None,
+        routed: str | None,
     ) -> bytes:
         """The chunks for a piece of a chat whose replies are more than text."""
         tally = self._choices.tally
@@ -121,19 +129,24 @@ class EventStream(Response):
         if piece.finish_reason is not None:
             end = ChoiceEnd(tally.finish_reason(index), piece.weights_version)
         usage = tally.usage() if self._running_usage else None
-        return self._chunks.deltas(index, deltas, end, usage, logprobs)
+        return self._chunks.deltas(index, deltas, end, usage, logprobs, routed)
 
     async def _rich_chunk(self, index: int, piece: Piece) -> bytes:
-        """Like `_chunk`, with the echoed prompt and log-probabilities, or a chat's reasoning and calls."""
+        """Like `_chunk`, with the echoed prompt, log-probabilities and experts, or a chat's reasoning and
+        calls.
+        """
         events = await self._choices.events(index, piece)
         piece, tokens = await self._choices.take(index, piece)
         logprobs = None
         if tokens:
             n = n_characters(tokens)
             logprobs = await run_for_response(n, lambda: as_json(self._choices.logprobs(tokens), n))
+        routed = None
+        if piece.finish_reason is not None and (n := self._choices.routed_size(index)):
+            routed = await run_for_response(n, lambda: as_json(self._choices.routed_experts(index), n))
         if self._choices.tally.readers:
-            return self._reply_chunks(index, piece, events, logprobs)
-        return self._chunk(index, piece, logprobs)
+            return self._reply_chunks(index, piece, events, logprobs, routed)
+        return self._chunk(index, piece, logprobs, routed)
 
     def _end(self) -> bytes:
         if not self._final_usage:

@@ -110,8 +110,8 @@ def test_any_tokens_of_a_row_can_be_evaluated() -> None:
         singly = attend_to([*range(len(at) + 1)], (at + 1).tolist(), len(at))
         evaluated = Evaluated(jnp.asarray(at), singly, matmul)
         x = model.embed(tokens, position)
-        x, before, caches = model.through(x, position, position, caches, attend, evaluated=evaluated)
-        later = model.last_layer(before, position, caches[-1], attend)
+        x, before, caches, _ = model.through(x, position, position, caches, attend, evaluated=evaluated)
+        later = model.last_layer(before, position, caches[-1], attend).x
         return model.logits(x), model.logits(later)
 
     expected = np.asarray(jax.jit(partial(reference.forward, MODEL))(p, tokens))

@@ -103,9 +103,11 @@ def test_padding_belongs_to_no_expert() -> None:
     mixture = Mixture(model.layers[0].feed_forward, lambda name: values.get(f"layers.0.{name}"))
     x = jax.random.normal(jax.random.key(0), (9, 32))
     padded = jnp.concatenate([x, jnp.full((7, 32), jnp.nan)])
-    given = mixture(padded, Matmul(grouped=watched, n_tokens=jnp.array([9], jnp.int32)), ALONE)
+    given, chosen = mixture(padded, Matmul(grouped=watched, n_tokens=jnp.array([9], jnp.int32)), ALONE)
     assert seen == [27, 27]
-    np.testing.assert_allclose(given[:9], mixture(x, matmul, ALONE), atol=1e-5)
+    alone, same = mixture(x, matmul, ALONE)
+    np.testing.assert_allclose(given[:9], alone, atol=1e-5)
+    np.testing.assert_array_equal(chosen[:9], same)
 
 
 def test_a_request_with_nan_disturbs_no_other() -> None:

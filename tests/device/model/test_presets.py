@@ -73,7 +73,7 @@ def test_shapes_of_init_and_forward(name: str) -> None:
         def attend(q: jax.Array, cache: LayerCache, attention: Attention, *_: jax.Array | None) -> jax.Array:
             return q[:, : attention.group]
 
-        x, _, caches = model.through(
+        x, _, caches, _ = model.through(
             model.embed(tokens, tokens), tokens, tokens, caches, attend, cross=attend
         )
         return model.logits(x.at[rows].get()), caches

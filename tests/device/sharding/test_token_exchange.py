@@ -78,18 +78,18 @@ def added(shard: Shard, x: jax.Array, weights: jax.Array, chosen: jax.Array, pro
 
 @cache
 def exchange(n: int, n_tokens: int) -> Callable[..., Any]:
-    """x [T, H], weights and experts [T, k], and the number of real tokens, to the sum [T, H] of experts."""
+    """x [T, H], weights and experts [T, k], how many are real, to the sum [T, H] and all experts [T, k]."""
 
     def compute(
         shard: Shard, x: jax.Array, weights: jax.Array, chosen: jax.Array, n_real: jax.Array
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array]:
         assert shard.exchange is not None
         slices = Slices(shard, shard.exchange, n_tokens)
         product = slices.product(Matmul(matmul.linear, matmul.grouped, n_tokens=n_real))
         x, weights, chosen = (slices.own(one) for one in (x, weights, chosen))
         mix = partial(added, shard)
-        given = slices.exchanged(x, weights, chosen, product, mix, n_experts=N_EXPERTS)
-        return slices.whole(given)
+        given, of_all = slices.exchanged(x, weights, chosen, product, mix, n_experts=N_EXPERTS)
+        return slices.whole(given), of_all
 
     return on_each(n, compute, WHOLE, WHOLE, WHOLE, WHOLE)
 
@@ -100,7 +100,9 @@ def check(n: int, chosen: Array, n_real: int) -> None:
     weights = rng.uniform(size=chosen.shape).astype(np.float32)
     x[n_real:] = np.nan
     expected = x * (weights * (chosen + 1)).sum(axis=1, keepdims=True)
-    found = exchange(n, n_tokens)(x, weights, chosen.astype(np.int32), np.array([n_real], np.int32))
+    given = (x, weights, chosen.astype(np.int32), np.array([n_real], np.int32))
+    found, of_all = exchange(n, n_tokens)(*given)
+    np.testing.assert_array_equal(of_all[:n_real], chosen[:n_real])
     np.testing.assert_allclose(found[:n_real], expected[:n_real], rtol=1e-5)
     np.testing.assert_array_equal(found[n_real:], 0)  # padding goes nowhere
 
@@ -134,9 +136,9 @@ def test_a_token_with_nan_disturbs_no_other() -> None:
     weights = rng.uniform(size=(6, 3)).astype(np.float32)
     chosen = np.array([[0, 3, 7], [1, 2, 6], [0, 3, 7], [0, 1, 2], [5, 6, 7], [0, 3, 7]], np.int32)
     n_real = np.array([6], np.int32)
-    healthy = np.asarray(exchange(4, 6)(x, weights, chosen, n_real))
+    healthy = np.asarray(exchange(4, 6)(x, weights, chosen, n_real)[0])
     x[2], weights[2] = np.nan, np.nan
-    found = np.asarray(exchange(4, 6)(x, weights, chosen, n_real))
+    found = np.asarray(exchange(4, 6)(x, weights, chosen, n_real)[0])
     others = [0, 1, 3, 4, 5]
     np.testing.assert_array_equal(found[others], healthy[others])
     assert np.isnan(found[2]).all()

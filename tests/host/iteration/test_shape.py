@@ -20,6 +20,8 @@ WITHOUT_ENCODER, WITHOUT_EMBEDDINGS = "max_encoder_blocks", "embedding_size"  # 
 SIZES = [field.name for field in fields(EngineShape) if field.type in (int, "int")]
 SIZES.remove(WITHOUT_ENCODER)
 SIZES.remove(WITHOUT_EMBEDDINGS)
+EXPERTS = ("sparse_layers", "top_k", "n_experts")  # may be 0 too
+SIZES = [name for name in SIZES if name not in EXPERTS]
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None, (1 << 31) + 1])
@@ -39,6 +41,13 @@ def test_the_encoder_s_blocks_are_a_whole_number_within_bounds(value: Any) -> No
 def test_the_size_of_an_embedding_is_a_whole_number_within_bounds(value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{WITHOUT_EMBEDDINGS} is .*; it must be .* from 0 to 1048576$"):
         replace(SHAPE, embedding_size=value)
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, (1 << 16) + 1])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_numbers_of_experts_are_whole_numbers_within_bounds(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} is .*; it must be .* from 0 to 65536$"):
+        replace(SHAPE, **{name: value})
 
 
 @pytest.mark.parametrize("name", ["deterministic", "coarse_buckets"])

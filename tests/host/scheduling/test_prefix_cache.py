@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -221,6 +222,17 @@ def test_who_asks_for_prompt_logprobs_computes_the_whole_prompt_once():
     assert n_shared(kv, req) == 0
     req.prompt_logprobs = [TokenLogprobs(0, -1.0, ())] * 4
     assert n_shared(kv, req) == 1, "preempted after that"
+
+
+def test_who_asks_for_experts_finds_only_tokens_whose_experts_are_known():
+    kv = manager()
+    computed(kv, request(*range(1, 3 * SIZE + 2)))
+    req = request(*range(1, 3 * SIZE + 2), return_routed_experts=True)
+    assert n_shared(kv, req) == 0
+    req.add_routed(0, np.zeros((2 * SIZE + 1, 1, 1), np.uint8))
+    assert n_shared(kv, req) == 2, "preempted after that"
+    req.add_routed(2 * SIZE + 1, np.zeros((SIZE, 1, 1), np.uint8))
+    assert n_shared(kv, req) == 3
 
 
 def test_without_a_prefix_cache_nothing_is_hashed():

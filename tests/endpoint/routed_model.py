@@ -1,0 +1,17 @@
+"""The harness's model with a mixture of experts, whose simulated engine tells of a token's place."""
+
+from dataclasses import replace
+
+from orca_jax.families.mixtures.experts_config import Experts
+from tests.host.engines import MODEL
+
+_LAYER = MODEL.layers[0]
+SPARSE = replace(
+    MODEL,
+    layers=(
+        replace(
+            _LAYER,
+            feed_forward=replace(_LAYER.feed_forward, gated=True, experts=Experts(number=256, top_k=1)),
+        ),
+    ),
+)
