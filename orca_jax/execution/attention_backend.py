@@ -64,13 +64,16 @@ Feature = Literal[
     "ALiBi",
     "a relative bias",
     "attention that is not causal",
+    "latent keys and values",
 ]
 _EVERY_FEATURE = frozenset(get_args(Feature))
-_CAUSAL_AND_UNBIASED = _EVERY_FEATURE - {"ALiBi", "a relative bias", "attention that is not causal"}
+_WITH_VALUES = _EVERY_FEATURE - {"latent keys and values"}
+_CAUSAL_AND_UNBIASED = _WITH_VALUES - {"ALiBi", "a relative bias", "attention that is not causal"}
 # What each path computes beyond causal attention with as many K/V heads as query heads. The kernel's work
-# lists and cuDNN's masks are those of causal attention, and neither reads anything to add to scores.
+# lists and cuDNN's masks are those of causal attention, and neither reads anything to add to scores. Only
+# pure JAX has heads as large as what latent attention compresses, and reads values from the keys.
 KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
-    "native": _EVERY_FEATURE,
+    "native": _WITH_VALUES,
     "follow_lengths": _EVERY_FEATURE,
     "static": _EVERY_FEATURE,
     "kernel": _CAUSAL_AND_UNBIASED,
@@ -85,13 +88,14 @@ def features_of(config: ModelConfig) -> tuple[Feature, ...]:
     kinds = {kind for layer in layers for kind in (layer.attention, layer.cross) if kind is not None}
     longest = config.n_positions  # a window of that many hides nothing
     asked: dict[Feature, bool] = {
-        "grouped heads": config.attention.group > 1,
+        "grouped heads": config.attention.group > 1 and config.attention.latent is None,
         "another scale": any(kind.scores.scale is not None for kind in kinds),
         "a sliding window": any((kind.scores.window or longest) < longest for kind in kinds),
         "a soft cap": any(kind.scores.soft_cap is not None for kind in kinds),
         "ALiBi": any(kind.scores.alibi is not None for kind in kinds),
         "a relative bias": any(kind.scores.relative is not None for kind in kinds),
         "attention that is not causal": not all(kind.causal for kind in kinds),
+        "latent keys and values": config.attention.latent is not None,
     }
     return tuple(feature for feature, is_asked in asked.items() if is_asked)
 

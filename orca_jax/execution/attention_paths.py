@@ -81,6 +81,7 @@ class PureJax:
                 slopes=None if own.scores.alibi is None else bias,
                 causal=own.causal,
                 relative=None if own.scores.relative is None else bias,
+                value_size=None if own.latent is None else own.value_size,
             )
 
         return attend
@@ -98,8 +99,7 @@ class Native:
         def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Bias) -> jax.Array:
             return native_split_attention(
                 q,
-                cache.keys,
-                cache.values,
+                *cache.both,
                 batch.block_table,
                 batch.row_start,
                 batch.kv_length,
@@ -156,8 +156,7 @@ class Kernel:
             plan, work = work_of[own.scores.window]
             return split_attention(
                 q,
-                cache.keys,
-                cache.values,
+                *cache.both,
                 batch.block_table,
                 batch.row_start,
                 batch.kv_length,
@@ -201,7 +200,6 @@ class Cudnn:
         def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Bias) -> jax.Array:
             window = own.scores.window
             options = {"group": own.group, "scale": own.scale, "window": window}
-            caches = (cache.keys, cache.values)
-            return by_cudnn.split_attention(q, *caches, work_of[window], **options, call=self.call)
+            return by_cudnn.split_attention(q, *cache.both, work_of[window], **options, call=self.call)
 
         return attend

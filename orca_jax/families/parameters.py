@@ -7,6 +7,9 @@ An axis is written in letters, and its size is their product; a digit stands for
     G  query heads of each K/V head       F  feed-forward size     U  buckets of a relative bias
     X  experts, each with a matrix        Y  the same, each with a row of the router
     S  size of the shared expert
+    N  query heads of latent attention    Q  size of a head's query      W  size of its value
+    A  rank of compressed queries         C  rank of compressed keys and values
+    L  C, and what is rotated             M  a head's key but for what is rotated, and its value
 
 Matrices are [out, in]. An axis with one of the letters in SPLIT is split over a stage's devices (ORCA 4.1,
 Figure 6): QKV and up projections by their columns, that is by heads and by feed-forward units, out and down
@@ -18,6 +21,10 @@ Heads are group-major, so that a device's share of K brings each K/V head with i
 head k * G + g of a checkpoint. The input of `out` [H, G, K D] has the same order. With one query head for
 each K/V head these are [3, K D, H] and [H, K D]. A gated `up` [2, F, H] has the gate, then up. `cross_kv`
 [2, K D, H] has the keys, then the values.
+
+Latent attention has its heads in a checkpoint's order: `q_b` [N Q, A] (without compression `q` [N Q, H]), for
+each head the elements that are not rotated, then the others; `kv_b` [N M, C], for each head what makes its
+key, then its value. `q_a` [A, H] and `kv_a` [L, H] compress; each device has the whole of them.
 
 Of experts the devices have either a share of each one's F, or as many whole ones: `split_axis` has the rule,
 which looks at the sizes alone. A layer needs one sum after them either way.
@@ -33,11 +40,13 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Literal
 
+from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
 
-SPLIT = frozenset("VKFS")
+SPLIT = frozenset("VKFSN")
+_HEADS = frozenset("KN")
 # A part of an expert that keeps a matrix unit busy: one tile of a GPU's, eight vectors of a CPU's.
 EXPERT_SHARE = 128
 TOKEN_EMBEDDING, HEAD, HEAD_BIAS = "token_embedding", "head.weight", "head.bias"
@@ -90,7 +99,7 @@ class Parameter:
     @property
     def takes_attention(self) -> bool:
         """Whether this matrix multiplies what attention returns."""
-        return self.use == "linear" and "K" in self.axes[-1]
+        return self.use == "linear" and not _HEADS.isdisjoint(self.axes[-1])
 
     def _stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         sizes: list[int] = []
@@ -185,8 +194,7 @@ def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
         ("cross_out", ("H",), ("KD",), cross.out_bias),
     )
     for name, out, into, bias in (
-        ("qkv", ("G+2", "KD"), ("H",), attention.qkv_bias),
-        ("out", ("H",), heads, attention.out_bias),
+        *(_latent_matrices(attention, sizes) if attention.latent else _matrices(attention, heads)),
         *(crossing or ()),
         *(
             ()
@@ -206,9 +214,40 @@ def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
         over_head = attention.qk_norm.over == "head"
         for name, axes in (("q_norm", heads), ("k_norm", ("KD",))):
             found |= _norm(name, attention.qk_norm.norm, sizes, axes=("D",) if over_head else axes)
+    if attention.latent is not None:
+        for name, axis, there in (("q_a_norm", "A", sizes["A"]), ("kv_a_norm", "C", True)):
+            found |= _norm(name, attention.latent.norm, sizes, axes=(axis,)) if there else {}
     for name in own.norms:
         found |= _norm(name, own.norm, sizes)
     return found
+
+
+_Matrix = tuple[str, tuple[str, ...], tuple[str, ...], bool]  # name, outputs, inputs, whether with a bias
+
+
+def _matrices(attention: Attention, heads: tuple[str, ...]) -> tuple[_Matrix, ...]:
+    return (
+        ("qkv", ("G+2", "KD"), ("H",), attention.qkv_bias),
+        ("out", ("H",), heads, attention.out_bias),
+    )
+
+
+def _latent_matrices(attention: Attention, sizes: dict[str, int]) -> tuple[_Matrix, ...]:
+    """Those of latent attention, whose letters are added to `sizes`."""
+    latent, bias = attention.latent, attention.qkv_bias
+    assert latent is not None
+    sizes |= {"N": attention.n_heads, "Q": latent.query_size, "W": latent.value_size}
+    sizes |= {"A": latent.query_rank or 0, "C": latent.rank, "L": latent.width}
+    sizes["M"] = latent.plain_size + latent.value_size
+    queries: tuple[_Matrix, ...] = (("q", ("NQ",), ("H",), False),)
+    if latent.query_rank is not None:
+        queries = (("q_a", ("A",), ("H",), bias), ("q_b", ("NQ",), ("A",), False))
+    return (
+        *queries,
+        ("kv_a", ("L",), ("H",), bias),
+        ("kv_b", ("NM",), ("C",), False),
+        ("out", ("H",), ("NW",), attention.out_bias),
+    )
 
 
 def _of_experts(own: FeedForward, experts: Experts, sizes: Mapping[str, int]) -> dict[str, Parameter]:

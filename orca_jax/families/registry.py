@@ -20,6 +20,7 @@ from orca_jax.families.decoders.starcoder2 import STARCODER2
 from orca_jax.families.encoder_decoders.bart import BART, MBART, PEGASUS
 from orca_jax.families.encoder_decoders.t5 import MT5, T5, UMT5
 from orca_jax.families.family import Family
+from orca_jax.families.mixtures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from orca_jax.families.mixtures.mixtral import MIXTRAL
 from orca_jax.families.mixtures.olmoe import OLMOE
 from orca_jax.families.mixtures.qwen_moe import QWEN2_MOE, QWEN3_MOE
@@ -48,6 +49,8 @@ _families: dict[str, Family] = {
         QWEN2_MOE,
         QWEN3_MOE,
         OLMOE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
         T5,
         MT5,
         UMT5,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from orca_jax.config import Attention
+from orca_jax.families.attention_config import Attention as AttentionConfig
 from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.parameters import encoder_layers_of, stage_elements, whole_experts
 from orca_jax.iteration.scored_parts import SCORED
@@ -129,7 +130,7 @@ def stage_weight_bytes(config: ModelConfig, layers: range, n_devices: int, items
 
 def slot_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
     """One slot per device: the keys and values of the device's heads in these layers (ORCA 4.2)."""
-    return 2 * len(layers) * config.attention.kv_width // n_devices * itemsize
+    return len(layers) * config.attention.cached_width // n_devices * itemsize
 
 
 def table_bytes(config: ModelConfig, layers: range, n_rows: int) -> int:
@@ -178,7 +179,22 @@ def temporary_bytes(
 
 
 def _elements_per_token(hidden: int, layer: Layer, n_devices: int, *, cpu: bool) -> int:
-    """The elements that a layer's feed-forward part holds for each token when it holds most.
+    """The elements that a layer holds for each token when it holds most."""
+    return max(
+        _elements_of_feed_forward(hidden, layer, n_devices, cpu=cpu),
+        _elements_of_latent(hidden, layer.attention, n_devices),
+    )
+
+
+def _elements_of_latent(hidden: int, attention: AttentionConfig, n_devices: int) -> int:
+    """Around latent attention: the residual stream, queries as they meet the cache, twice, and the result."""
+    if attention.latent is None:
+        return 0
+    return hidden + attention.n_heads // n_devices * (2 * attention.head_size + attention.latent.rank)
+
+
+def _elements_of_feed_forward(hidden: int, layer: Layer, n_devices: int, *, cpu: bool) -> int:
+    """Those of the feed-forward part.
 
     The residual stream stays. The first product needs its input, the activation function what it computes:
     a GPU applies it in place, unless the layer is gated and the result half as wide as the product.
@@ -260,11 +276,11 @@ def _static_attention_bytes(
     XLA fills the initial sums of all layers before the first layer. A layer's work is the keys and values
     gathered for all tiles at once, and their scores.
     """
-    width, heads = config.attention.width // n_devices, config.n_heads // n_devices
-    kv_width = config.attention.kv_width // n_devices
+    heads, kv_width = config.n_heads // n_devices, config.attention.kv_width // n_devices
     queries, keys = min(_TILE_QUERIES, n_tokens), min(_TILE_KEYS, config.n_positions)
     n_tiles = n_tokens // queries + min(n_rows, n_tokens // 2)
-    starts = n_tiles * queries * 4 * (width + 2 * heads) + n_tokens * width * itemsize
+    results = heads * config.attention.value_size
+    starts = n_tiles * queries * 4 * (results + 2 * heads) + n_tokens * results * itemsize
     gathered, scores = n_tiles * keys * kv_width * itemsize, n_tiles * heads * queries * keys * 4
     around = 2 * n_tokens * config.hidden_size * itemsize
     return n_layers * starts, int(_GATHERED * gathered) + scores + around
