@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from orca_jax.errors import BadModelConfig, UnsupportedModel
+from orca_jax.errors import BadModelConfig
 from orca_jax.families.attention_config import Attention, Latent, Scores, latent_attention
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders import llama_like
@@ -154,15 +154,6 @@ def _read_attention(fields: ConfigFields, n_heads: int, *, interleaved: bool) ->
         value_size=fields.whole("v_head_dim"),
         query_rank=fields.whole_or_null("q_lora_rank", 1536),
     )
-    for name, expected in (
-        ("num_key_value_heads", n_heads),
-        ("head_dim", latent.rotary_size),
-        ("qk_head_dim", latent.query_size),
-    ):
-        if (found := fields.whole(name, default=expected)) != expected:
-            raise UnsupportedModel(
-                f"{shown(fields.path)}: {name}: expected {expected}, as the other sizes say, found {found}"
-            )
     rotary = read_rotary(
         fields,
         head_size=latent.rotary_size,
@@ -172,9 +163,20 @@ def _read_attention(fields: ConfigFields, n_heads: int, *, interleaved: bool) ->
     bias = fields.flag("attention_bias", False)
     factor = rotary.score_factor
     scores = Scores() if factor == 1.0 else Scores(scale=latent.query_size**-0.5 * factor)
-    return latent_attention(
+    attention = latent_attention(
         latent, n_heads=n_heads, rotary=rotary, scores=scores, qkv_bias=bias, out_bias=bias
     )
+    for name, expected in (
+        ("num_key_value_heads", n_heads),
+        ("head_dim", latent.rotary_size),
+        ("qk_head_dim", latent.query_size),
+    ):
+        if (found := fields.whole(name, default=expected)) != expected:
+            raise BadModelConfig(
+                f"{shown(fields.path)} disagrees with itself: {name} is {found}, and by the other sizes it "
+                f"must be {expected}"
+            )
+    return attention
 
 
 def _write_v3(model: ModelConfig) -> dict[str, Any] | None:
