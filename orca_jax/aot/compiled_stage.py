@@ -14,7 +14,7 @@ from orca_jax.execution.attention_backend import AttentionChoice, choose_attenti
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.stage import Stage
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import parameter_shapes
+from orca_jax.families.parameters import parameter_table
 from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.iteration.scored_parts import SCORED, scored_layout
 from orca_jax.model.kv_cache import LayerCache, cache_shape, layer_cache
@@ -48,9 +48,11 @@ def described_array(
 
 def placed_parameters(model: ModelConfig, part: StagePart, dtype: DTypeLike = DTYPE) -> dict[str, jax.Array]:
     """A stage's parameters as placeholders."""
-    shapes = parameter_shapes(model)
-    placement = part.placement(model)
-    return {name: described_array(shapes[name], place, dtype) for name, place in placement.items()}
+    table = parameter_table(model)
+    return {
+        name: described_array(table[name].shape, place, table[name].element(dtype))
+        for name, place in part.placement(model).items()
+    }
 
 
 def compile_stage(

@@ -74,7 +74,9 @@ def convert_checkpoint(
     arrays = None if to in ("safetensors", "orbax") else _TrainersArrays(model, to)
     table = parameter_table(model)
     shapes = {name: parameter.shape for name, parameter in table.items()}
-    dtypes = {name: _DTYPES[dtype] if dtype else _own_dtype(parts[name]) for name in shapes}
+    dtypes = {
+        name: table[name].element(_DTYPES[dtype]) if dtype else _own_dtype(parts[name]) for name in shapes
+    }
     reader = _Reader(parts, table, dtypes, on_bytes)
     try:
         _check_is_free(target)
@@ -108,11 +110,12 @@ def convert_checkpoint(
 
 
 def _config_json(directory: Path, model: ModelConfig) -> dict[str, Any]:
-    """The source's own config.json, or one that describes what its orca.json does."""
+    """The source's own config.json, or one that describes what its orca.json does; no weight stays packed."""
     if orbax_checkpoint.is_orbax(directory) and read_description(directory).path.name == ORCA_JSON:
         return hf_config_of(model)
     hf_config = read_hf_config(directory)
-    return json.loads(hf_config.path.read_text(encoding="utf-8"))
+    values = json.loads(hf_config.path.read_text(encoding="utf-8"))
+    return {name: value for name, value in values.items() if name != "quantization_config"}
 
 
 def _check_is_free(target: Path) -> None:

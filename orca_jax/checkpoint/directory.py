@@ -20,7 +20,7 @@ from orca_jax.checkpoint.shard_reader import Parts, Place, bytes_read, put
 from orca_jax.errors import ConfigError
 from orca_jax.families.hf_config import read_config, read_hf_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import parameter_shapes
+from orca_jax.families.parameters import parameter_table
 
 _DTYPES = tuple(np.dtype(dtype) for dtype in (np.float32, ml_dtypes.bfloat16, np.float16))
 
@@ -71,7 +71,8 @@ def load_directory(
         raise ConfigError(f"dtype is {target.name}; it must be float32, bfloat16 or float16")
     model, parts = find_parameters(directory, kv_repeats)
     config = replace(model, vocab_multiple=vocab_multiple)
-    shapes = parameter_shapes(config)
+    table = parameter_table(config)
+    shapes = {name: parameter.shape for name, parameter in table.items()}
 
     wanted: dict[str, dict[int, Place]] = {name: {0: None} for name in parts}  # in the order of reading
     if placements is not None:
@@ -89,7 +90,7 @@ def load_directory(
     for name, places in wanted.items():
         if not places:
             continue
-        arrays = put(parts[name], shapes[name], target, [*places.values()])
+        arrays = put(parts[name], shapes[name], table[name].element(target), [*places.values()])
         for i, array in zip(places, arrays, strict=True):
             stages[i][name] = array
         done += n_bytes[name]

@@ -97,7 +97,8 @@ def _refuse_other_models(fields: ConfigFields, family: Family) -> None:
         ("auto_map", "a model with code of its own"),
         ("pruned_heads", "a model with heads cut out"),
     ):
-        if fields.raw(name) and not (name == "auto_map" and _names_known_code(fields, family)):
+        known = {"auto_map": _names_known_code, "quantization_config": _is_known_quantization}.get(name)
+        if fields.raw(name) and not (known is not None and known(fields, family)):
             raise UnsupportedModel(f"{shown(fields.path)}: {name} is set: {meaning} is not supported")
     meaning = "a decoder alone" if family.has_encoder else "an encoder"
     fields.must_be("is_encoder_decoder", family.has_encoder, meaning)
@@ -109,6 +110,30 @@ def _names_known_code(fields: ConfigFields, family: Family) -> bool:
     if auto_map is None or not family.code_in_checkpoints:
         return False
     return auto_map.text("AutoModelForCausalLM", "").rpartition(".")[2] in family.architectures
+
+
+def _is_known_quantization(fields: ConfigFields, family: Family) -> bool:
+    """Whether the family reads such weights, whatever their tensors' names say. Raises UnsupportedModel."""
+    section = fields.section("quantization_config") if family.quantized else None
+    if section is None:
+        return False
+    method = section.choice("quant_method", {name: name for name in family.quantized}, "")
+    if method == "fp8":
+        _check_fp8(section)
+    section.refuse_others(("modules_to_not_convert", "dequantize"))
+    return True
+
+
+def _check_fp8(section: ConfigFields) -> None:
+    """Numbers of eight bits with one scale for a block of 128 by 128, whatever activations would have."""
+    section.choice("fmt", {"e4m3": None}, "e4m3")
+    section.choice("activation_scheme", {"dynamic": None}, "dynamic")
+    section.choice("scale_fmt", {"float": None, "ue8m0": None}, "float")
+    if (blocks := section.numbers("weight_block_size")) not in ((), (128, 128)):
+        raise UnsupportedModel(
+            f"{shown(section.path)}: quantization_config.weight_block_size: expected [128, 128], "
+            f"found {shown(list(blocks))}"
+        )
 
 
 def check_tokenizer(model: ModelConfig, path: Path, tokenizer: Path) -> None:

@@ -35,10 +35,13 @@ An encoder's layers are `encoder.layers.{i}`; the first stage has all of them be
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
@@ -62,13 +65,21 @@ ENCODER = "encoder."
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One weight. `shape` has a size for each of `axes`; `stage` is None for a weight of a layer."""
+    """One weight. `shape` has a size for each of `axes`; `stage` is None for a weight of a layer.
+
+    `exact`: it is float32 in a model of any dtype.
+    """
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     initial: Initial
     use: Use
     stage: Stage | None = None
+    exact: bool = False
+
+    def element(self, dtype: npt.DTypeLike) -> np.dtype[Any]:
+        """Its dtype in a model of `dtype`."""
+        return np.dtype(np.float32 if self.exact else dtype)
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
@@ -258,7 +269,7 @@ def _of_experts(own: FeedForward, experts: Experts, sizes: Mapping[str, int]) ->
     if experts.router_bias:
         found["router.bias"] = _parameter(("Y",), sizes, "zeros", "bias")
     if experts.correction_bias:
-        found["router.correction"] = _parameter(("Y",), sizes, "zeros", "bias")
+        found["router.correction"] = replace(_parameter(("Y",), sizes, "zeros", "bias"), exact=True)
     for name, out, into in (("up", inner, "H"), ("down", ("X", "H"), "F")):
         found[f"experts.{name}.weight"] = _parameter((*out, into), sizes, "normal", "expert")
         if own.bias:

@@ -32,7 +32,7 @@ def init_parameters(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> di
     table = parameter_table(config)
     keys = jax.random.split(key, len(table))
     return {
-        name: init_parameter(entry.initial, entry.shape, own, dtype)
+        name: init_parameter(entry.initial, entry.shape, own, entry.element(dtype))
         for (name, entry), own in zip(table.items(), keys, strict=True)
     }
 

@@ -240,6 +240,7 @@ DEEPSEEK_V2 = Family(
     alternatives=expert_names.FUSED,
     buffers=BUFFERS,
     harmless=_HARMLESS,
+    quantized=("fp8",),
     code_in_checkpoints=True,
 )
 DEEPSEEK_V3 = Family(
@@ -254,5 +255,7 @@ DEEPSEEK_V3 = Family(
     alternatives=expert_names.FUSED,
     buffers=BUFFERS,
     harmless=_HARMLESS,
+    further="eh_proj.weight",
+    quantized=("fp8",),
     code_in_checkpoints=True,
 )

@@ -217,12 +217,15 @@ def test_values_as_the_first_elements_of_keys(dtype: Any, follow_lengths: bool) 
     q = jnp.asarray(case.q, dtype).reshape(len(case.q), 2, 3, 24).swapaxes(1, 2)
     keys = jnp.asarray(case.k_cache, dtype)
     stored = jax.lax.bitcast_convert_type(keys, dtype_on_cpu(dtype)) if dtype == jnp.bfloat16 else keys
-    rows = [jnp.asarray(each) for each in (case.block_table, case.row_start, case.kv_length)]
-    work = attention_work(*rows[1:], len(q), follow_lengths=follow_lengths)
-    whole = split_attention(q, LayerCache(keys, keys), *rows, work, follow_lengths=follow_lengths)
-    found = split_attention(
-        q, LayerCache(stored, None), *rows, work, follow_lengths=follow_lengths, value_size=10
-    )
+    table, row_start, kv_length = map(jnp.asarray, (case.block_table, case.row_start, case.kv_length))
+    work = attention_work(row_start, kv_length, len(q), follow_lengths=follow_lengths)
+
+    def attended(cache: LayerCache, value_size: int | None) -> jax.Array:
+        rows = (table, row_start, kv_length, work)
+        return split_attention(q, cache, *rows, follow_lengths=follow_lengths, value_size=value_size)
+
+    whole = attended(LayerCache(keys, keys), None)
+    found = attended(LayerCache(stored, None), 10)
     assert found.shape == (len(q), 3, 2, 10)
     np.testing.assert_allclose(found.astype("f4"), whole[..., :10].astype("f4"), rtol=1e-5, atol=1e-6)
 
