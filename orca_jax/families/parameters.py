@@ -294,6 +294,12 @@ def stage_elements(config: ModelConfig, layers: range, n_devices: int) -> int:
     )
 
 
+def exact_elements(config: ModelConfig, layer: int) -> int:
+    """Elements of a layer's weights that are float32 in a model of any dtype."""
+    experts = config.layers[layer].feed_forward.experts
+    return experts.number if experts is not None and experts.correction_bias else 0
+
+
 def layers_with(config: ModelConfig, name: str) -> tuple[Layer, ...]:
     """The layers that a weight of this name is counted in: the encoder's, or the decoder's."""
     return config.encoder.layers if config.encoder and name.startswith(ENCODER) else config.layers

@@ -11,7 +11,7 @@ from typing import Literal
 from orca_jax.config import Attention
 from orca_jax.families.attention_config import Attention as AttentionConfig
 from orca_jax.families.model_config import Layer, ModelConfig
-from orca_jax.families.parameters import encoder_layers_of, stage_elements, whole_experts
+from orca_jax.families.parameters import encoder_layers_of, exact_elements, stage_elements, whole_experts
 from orca_jax.iteration.scored_parts import SCORED
 from orca_jax.iteration.shape import EngineShape
 
@@ -124,8 +124,9 @@ class StageRoom:
 
 
 def stage_weight_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
-    """Weights per device: its share of the split ones, and all others."""
-    return itemsize * stage_elements(config, layers, n_devices)
+    """Weights per device: its share of the split ones, and all others; a few are float32 in any model."""
+    exact = sum(exact_elements(config, i) for i in layers)
+    return itemsize * stage_elements(config, layers, n_devices) + (4 - itemsize) * exact
 
 
 def slot_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
