@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from orca_jax.config import Attention
-from orca_jax.families.attention_config import Attention as AttentionConfig
 from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.parameters import encoder_layers_of, exact_elements, stage_elements, whole_experts
 from orca_jax.iteration.scored_parts import SCORED
@@ -181,17 +180,14 @@ def temporary_bytes(
 
 def _elements_per_token(hidden: int, layer: Layer, n_devices: int, *, cpu: bool) -> int:
     """The elements that a layer holds for each token when it holds most."""
-    return max(
-        _elements_of_feed_forward(hidden, layer, n_devices, cpu=cpu),
-        _elements_of_latent(hidden, layer.attention, n_devices),
-    )
-
-
-def _elements_of_latent(hidden: int, attention: AttentionConfig, n_devices: int) -> int:
-    """Around latent attention: the residual stream, queries as they meet the cache, twice, and the result."""
-    if attention.latent is None:
-        return 0
-    return hidden + attention.n_heads // n_devices * (2 * attention.head_size + attention.latent.rank)
+    feed_forward = _elements_of_feed_forward(hidden, layer, n_devices, cpu=cpu)
+    own, n_heads = layer.attention, layer.attention.n_heads // n_devices
+    if own.latent is None:
+        return feed_forward
+    # The residual stream, queries as they meet the cache, twice, and the result. On a CPU the zeros that
+    # results are written into are kept all along, as _static_attention_bytes has it of others.
+    around = hidden + n_heads * (2 * own.head_size + own.latent.rank)
+    return max(feed_forward, around) + (n_heads * own.latent.rank if cpu else 0)
 
 
 def _elements_of_feed_forward(hidden: int, layer: Layer, n_devices: int, *, cpu: bool) -> int:

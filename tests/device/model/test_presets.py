@@ -16,7 +16,7 @@ from orca_jax.families.parameters import parameter_shapes
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.model import reference
 from orca_jax.model.gpt import GPT, Parameters, init_parameters
-from orca_jax.model.kv_cache import LayerCache, cache_shape
+from orca_jax.model.kv_cache import LayerCache, cache_shape, layer_cache
 
 TABLE_1 = {  # the paper's: parameters in billions, layers, hidden size
     "gpt3-13b": (13, 40, 5120),
@@ -53,7 +53,8 @@ def test_shapes_of_init_and_forward(name: str) -> None:
         partial(init_parameters, config, dtype=jnp.dtype(jnp.bfloat16)), jax.random.key(0)
     )
     assert {key: value.shape for key, value in parameters.items()} == parameter_shapes(config)
-    assert {value.dtype for value in parameters.values()} == {jnp.dtype(jnp.bfloat16)}
+    corrections = {key for key, value in parameters.items() if value.dtype != jnp.bfloat16}
+    assert all(key.endswith("router.correction") for key in corrections)
     n_tokens = jax.ShapeDtypeStruct((3,), jnp.int32)
     inputs = [n_tokens] * (1 if config.encoder is None else 2)
     logits = jax.eval_shape(partial(reference.forward, config), parameters, *inputs)
@@ -66,12 +67,12 @@ def test_shapes_of_init_and_forward(name: str) -> None:
             GPT(config, parameters),
             jnp.zeros(cache_shape(config, n_blocks=2, block_size=4), jnp.bfloat16),
         )
-        caches = [LayerCache(empty, empty)] * config.n_layers
+        caches = [layer_cache(config, lambda: empty)] * config.n_layers
 
         def attend(
             q: jax.Array, cache: LayerCache, attention: Attention, bias: jax.Array | None
         ) -> jax.Array:
-            return q[:, : attention.group]
+            return q[:, : attention.group, :, : attention.value_size]
 
         x, _, caches = model.through(
             model.embed(tokens, tokens), tokens, tokens, caches, attend, cross=attend

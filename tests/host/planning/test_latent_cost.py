@@ -106,5 +106,5 @@ def test_a_token_has_queries_of_all_heads_as_they_meet_the_cache() -> None:
         model = replace(MODEL, layers=(replace(LAYER, attention=own),) * 2, n_positions=4)
         return temporary_bytes(model, range(1), 1, shape, itemsize=2, attention="follow_lengths")
 
-    # Their queries twice, [8], and what they attend to, [6], for each of 8 tokens.
-    assert needed(40) - needed(20) == 8 * 2 * 20 * (2 * 8 + 6)
+    # Their queries twice, [8], and what they attend to, [6], with its zeros, for each of 8 tokens.
+    assert needed(40) - needed(20) == 8 * 2 * 20 * (2 * 8 + 2 * 6)
