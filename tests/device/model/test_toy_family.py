@@ -241,7 +241,7 @@ def test_it_plans(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     "split",
-    [pytest.param({}, marks=pytest.mark.long), {"tensor_parallel": 2, "pipeline_parallel": 2}],
+    [{}, pytest.param({"tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.long)],
     ids=["whole", "split"],
 )
 def test_it_generates(directory: Path, split: dict[str, Any]) -> None:

@@ -98,7 +98,7 @@ def test_what_is_asked_uses_every_parameter() -> None:
     [
         {},
         {"deterministic": True},
-        {"overlap": False, "attention": "static"},
+        pytest.param({"overlap": False, "attention": "static"}, marks=pytest.mark.long),
         pytest.param({"pipeline_parallel": 2, "tensor_parallel": 2}, marks=pytest.mark.long),
     ],
     ids=str,
@@ -120,13 +120,9 @@ def test_after_ready_nothing_is_compiled(two_layers: Path, how: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    "left_out",
-    [
-        "forward pass, 24 tokens",
-        pytest.param("full sampler, 4 rows", marks=pytest.mark.long),
-        pytest.param("a prompt's hidden states, 16 tokens", marks=pytest.mark.long),
-    ],
+    "left_out", ["forward pass, 24 tokens", "full sampler, 4 rows", "a prompt's hidden states, 16 tokens"]
 )
+@pytest.mark.long
 def test_without_any_one_program_it_shows(
     two_layers: Path, left_out: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
