@@ -67,13 +67,14 @@ Feature = Literal[
     "latent keys and values",
 ]
 _EVERY_FEATURE = frozenset(get_args(Feature))
-_WITH_VALUES = _EVERY_FEATURE - {"latent keys and values"}
-_CAUSAL_AND_UNBIASED = _WITH_VALUES - {"ALiBi", "a relative bias", "attention that is not causal"}
+_CAUSAL_AND_UNBIASED = _EVERY_FEATURE - {
+    *("ALiBi", "a relative bias", "attention that is not causal", "latent keys and values")
+}
 # What each path computes beyond causal attention with as many K/V heads as query heads. The kernel's work
-# lists and cuDNN's masks are those of causal attention, and neither reads anything to add to scores. Only
-# pure JAX has heads as large as what latent attention compresses, and reads values from the keys.
+# lists and cuDNN's masks are those of causal attention, and neither reads anything to add to scores. Neither
+# has heads as large as what latent attention compresses, nor reads values from the keys.
 KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
-    "native": _WITH_VALUES,
+    "native": _EVERY_FEATURE,
     "follow_lengths": _EVERY_FEATURE,
     "static": _EVERY_FEATURE,
     "kernel": _CAUSAL_AND_UNBIASED,
@@ -134,7 +135,7 @@ def choose_attention(
     heads = (config.head_size, n_heads, n_kv_heads)
     windows = tuple(dict.fromkeys(layer.attention.scores.window for layer in config.layers))
     sizes = (*heads, block_size, np.dtype(dtype).name, deterministic)
-    model = _OnDevice(device, *sizes, features_of(config), windows)
+    model = _OnDevice(device, *sizes, features_of(config), windows, config.attention.value_part)
     reasons: list[str] = []
     for kind in (forced,) if forced is not None else _preferred(device):
         reason = model.against(kind)
@@ -173,6 +174,7 @@ class _OnDevice(NamedTuple):
     deterministic: bool
     features: tuple[Feature, ...]
     windows: tuple[int | None, ...]  # of the layers, each once
+    value_part: int | None = None  # elements of a key that are its value
 
     def path(self, kind: Attention) -> tuple[AttentionPath, str]:
         """The path of a kind that can run, and its description."""
@@ -213,10 +215,11 @@ class _OnDevice(NamedTuple):
     def _not_native(self, sizes: tuple[int, int, str, int, int]) -> str | None:
         if self.device.platform != "cpu":
             return f"{self.device.device_kind} is no CPU"
-        reason = native.unsupported(*sizes)
+        reason = native.unsupported(*sizes, self.value_part)
         if reason is None:
             try:
-                native.attention_target(self.head_size, self.block_size, self.dtype, self.dtype)
+                own = (self.head_size, self.block_size, self.dtype, self.dtype, self.value_part)
+                native.attention_target(*own)
             except NotBuilt as error:
                 return str(error)
         return reason

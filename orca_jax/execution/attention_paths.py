@@ -81,7 +81,7 @@ class PureJax:
                 slopes=None if own.scores.alibi is None else bias,
                 causal=own.causal,
                 relative=None if own.scores.relative is None else bias,
-                value_size=None if own.latent is None else own.value_size,
+                value_size=own.value_part,
             )
 
         return attend
@@ -99,7 +99,8 @@ class Native:
         def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Bias) -> jax.Array:
             return native_split_attention(
                 q,
-                *cache.both,
+                cache.keys,
+                cache.values,
                 batch.block_table,
                 batch.row_start,
                 batch.kv_length,
@@ -110,6 +111,7 @@ class Native:
                 slopes=None if own.scores.alibi is None else bias,
                 causal=own.causal,
                 relative=None if own.scores.relative is None else bias,
+                value_size=own.value_part,
             )
 
         return attend

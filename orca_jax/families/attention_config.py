@@ -237,6 +237,11 @@ class Attention:
         return self.head_size if self.latent is None else self.latent.rank
 
     @property
+    def value_part(self) -> int | None:
+        """How many of a key's first elements are its value; None where values are apart."""
+        return None if self.latent is None else self.latent.rank
+
+    @property
     def scale(self) -> float:
         """What the product of a query and a key is multiplied by."""
         if self.scores.scale is not None:

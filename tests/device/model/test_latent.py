@@ -32,6 +32,7 @@ from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import greedy_request, harness, single_worker
 from tests.device.model.drawn_weights import drawn
 from tests.device.model.ragged import ragged
+from tests.device.native.native_form import needs_native
 
 SERVING = ServingConfig(max_batch_size=4, n_slots=4 * 48, max_batch_tokens=48)
 NORM = Norm(kind="rms_norm", eps=1e-5)
@@ -153,6 +154,19 @@ def test_heads_are_cut_over_devices_and_what_is_compressed_is_on_each(n_stages: 
         name: table[name].local_shape(tensor) for name in ("layers.0.q_b.weight", "layers.0.kv_a.weight")
     }
     assert shares == {"layers.0.q_b.weight": (4 // tensor * 10, 10), "layers.0.kv_a.weight": (width, 20)}
+
+
+@needs_native
+def test_the_attention_in_c_has_the_same_tokens() -> None:
+    latent = Latent(rank=32, rotary_size=16, plain_size=6, value_size=5)
+    model = latent_model(latent, 3, [dense(), dense(8, SIGMOID)])
+    parameters = drawn(model, 3)
+    worker = single_worker(model, parameters, SERVING, n_rows=8)
+    assert worker.attention.kind == "native"
+    asked, arrivals = requests()
+    harness(model, parameters, SERVING, workers=[worker]).run(asked, arrivals)
+    reference = GreedyReference(model, parameters)
+    assert sum(reference.sure(request) for request in asked) > 0.8 * sum(len(r.output_ids) for r in asked)
 
 
 def test_random_weights_do_not_depend_on_the_devices() -> None:
