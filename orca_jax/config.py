@@ -17,6 +17,10 @@ WorkerLink = Literal["transfer", "nccl"]
 # interpreted: the GPU's kernel on a CPU, only for tests.
 Attention = Literal["kernel", "cudnn", "native", "static", "follow_lengths", "interpreted"]
 
+# How experts that are whole on their devices get tokens. gather: all devices have all; auto: whichever the
+# cost model says is faster (orca_jax/planning/expert_exchange.py).
+ExpertExchange = Literal["auto", "gather", "exchange"]
+
 # If an engine needs a program that was not compiled before it was ready: compile it and warn, or fail.
 OnCompile = Literal["warn", "error"]
 RECORD_BYTES = 1 << 30  # the default limit of a recording
@@ -161,6 +165,8 @@ class ParallelConfig:
 
     `link` is how activations reach the next process. With "nccl" all processes form one jax.distributed job,
     which meets at `coordinator`, a "host:port" on stage 1's machine.
+
+    `expert_exchange` is how the devices of a stage give tokens to experts that are whole on one of them.
     """
 
     tensor_parallel: int = 1
@@ -169,6 +175,7 @@ class ParallelConfig:
     workers: Sequence[str] | None = None
     link: WorkerLink = "transfer"
     coordinator: str | None = None
+    expert_exchange: ExpertExchange = "auto"
 
     def __post_init__(self) -> None:
         check_whole("pipeline_parallel", self.pipeline_parallel, 1, 1024)
@@ -176,6 +183,7 @@ class ParallelConfig:
         if self.workers is not None:
             self._take_workers(self.workers)
         check_choice("link", self.link, get_args(WorkerLink))
+        check_choice("expert_exchange", self.expert_exchange, get_args(ExpertExchange))
         if (self.link == "nccl") != (self.coordinator is not None):
             raise ConfigError(
                 f"link is {self.link!r} and coordinator {self.coordinator!r}; nccl needs one, a HOST:PORT on "
@@ -321,6 +329,7 @@ class EngineConfig:
             ("memory_fraction", self.sizes.memory_fraction is not None),
             ("on_compile", self.compiling.on_compile == "error"),
             ("command_buffer_collectives", self.sizes.command_buffer_collectives),
+            ("expert_exchange", self.parallel.expert_exchange != "auto"),
         ):
             if is_given:
                 raise ConfigError(f"{name} is set per worker; pass it to `orca worker`, not here")

@@ -18,6 +18,7 @@ from orca_jax.config import (
     Deadlines,
     Dtype,
     EngineConfig,
+    ExpertExchange,
     LoadFormat,
     OnCompile,
     RestartBound,
@@ -79,8 +80,8 @@ class LLM(Operable, BeamSearching, Embedding):
 
     The model is split into `pipeline_parallel` stages of whole layers, and each layer over `tensor_parallel`
     devices (docs/parallelism.md), using the first devices of JAX. `command_buffer_collectives` records a
-    split layer's sums into a GPU's command buffers. `overlap` prepares and issues an iteration while the
-    previous one runs; without it the scheduler is exactly Algorithm 1.
+    split layer's sums into a GPU's command buffers; `expert_exchange` is in docs/experts.md. `overlap` issues
+    an iteration while the previous one runs; without it the scheduler is exactly Algorithm 1.
 
     With `worker_processes` each stage runs in its own process on this machine, and is restarted if it dies.
     `workers` are the control ports of running workers, "host:port", stage 1 first; they must serve the same
@@ -88,17 +89,14 @@ class LLM(Operable, BeamSearching, Embedding):
     limits how often they may be lost. `on_event(line)` receives a line for each event of a worker process
     and for each worker that is waited for (docs/workers.md).
 
-    With `compile_ahead` every program is compiled before the constructor returns, and
-    `on_program(done, total, name)` receives the progress. Otherwise each program is compiled on first use,
-    while its request waits. A program that is missing after `compile_ahead` is compiled with a warning, or
-    with `on_compile="error"` the engine fails. Workers in separate processes always compile ahead.
-    `compile_cache` is the folder for compiled programs, in JAX's own cache (one per process); the variable
-    JAX_COMPILATION_CACHE_DIR changes the default, and None keeps nothing (docs/compiling.md).
+    With `compile_ahead` every program is compiled before the constructor returns, `on_program(done, total,
+    name)` receives the progress, and a program that is then missing is compiled with a warning, or with
+    `on_compile="error"` the engine fails. Otherwise each is compiled on first use, while its request waits.
+    Workers in separate processes always compile ahead. `compile_cache` is the folder for compiled programs,
+    in JAX's own cache (one per process); the variable JAX_COMPILATION_CACHE_DIR changes the default, and None
+    keeps nothing (docs/compiling.md). `on_load(done, total)` receives the bytes read of a checkpoint's files.
 
-    `on_load(done, total)` receives the progress of reading a checkpoint, in bytes of its files.
-
-    `record` is a file, of at most `record_bytes`, for all requests, outputs and iterations: `orca replay`
-    makes the same batches from it (docs/serving.md). It contains the prompts.
+    `record` is a file of at most `record_bytes`, for `orca replay` (docs/serving.md); it has all prompts.
 
     Raises ConfigError or a CheckpointError.
     """
@@ -123,6 +121,7 @@ class LLM(Operable, BeamSearching, Embedding):
         max_queue_share: float = 1.0,
         deterministic: bool = False,
         command_buffer_collectives: bool = False,
+        expert_exchange: ExpertExchange = "auto",
         memory_fraction: float | None = None,
         policy: PolicyName = "default",
         chunked_prefill: bool | None = None,
@@ -163,6 +162,7 @@ class LLM(Operable, BeamSearching, Embedding):
             max_queue_share=max_queue_share,
             deterministic=deterministic,
             command_buffer_collectives=command_buffer_collectives,
+            expert_exchange=expert_exchange,
             memory_fraction=memory_fraction,
             policy=policy,
             chunked_prefill=chunked_prefill,

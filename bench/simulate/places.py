@@ -16,10 +16,9 @@ from orca_jax.planning.cost_model import (
     IterationSums,
     Operation,
     floor,
-    hop_bytes,
     operations,
-    shared_bytes,
 )
+from orca_jax.planning.device_traffic import hop_bytes, shared_bytes
 from orca_jax.planning.stage_layers import check_split, stage_layers
 from orca_jax.planning.stage_memory import ITEMSIZE
 

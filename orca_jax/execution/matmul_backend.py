@@ -38,10 +38,11 @@ class Products:
         """The product for an iteration of which the first `n_tokens` [1] int32 are real; None: all are."""
         if not self.native:
             return matmul if n_tokens is None else replace(matmul, n_tokens=n_tokens)
-        n_computed = None if self.whole else n_tokens
 
-        def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-            return native_linear(x, weight, n_computed) if has_form(x, weight) else matmul(x, weight)
+        def product(x: jax.Array, weight: jax.Array, n_tokens: jax.Array | None) -> jax.Array:
+            if not has_form(x, weight):
+                return matmul(x, weight)
+            return native_linear(x, weight, None if self.whole else n_tokens)
 
         def grouped(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
             if not has_form(x, weight):

@@ -27,7 +27,7 @@ each head the elements that are not rotated, then the others; `kv_b` [N M, C], f
 key, then its value. `q_a` [A, H] and `kv_a` [L, H] compress; each device has the whole of them.
 
 Of experts the devices have either a share of each one's F, or as many whole ones: `split_axis` has the rule,
-which looks at the sizes alone. A layer needs one sum after them either way.
+which looks at the sizes alone. Either way one sum after them will do (model/token_slices.py has another).
 
 An encoder's layers are `encoder.layers.{i}`; the first stage has all of them beside its decoder layers.
 """

@@ -17,6 +17,7 @@ from orca_jax.model.layers import LayerNorm, Matmul, RMSNorm, Weights, between, 
 from orca_jax.model.mixture import Mixture
 from orca_jax.model.rotation import Rotation, rotate
 from orca_jax.model.shard import Shard
+from orca_jax.model.token_slices import Slices
 
 
 def weights_of_layer(parameters: Mapping[str, jax.Array], layer: int) -> Weights:
@@ -125,9 +126,13 @@ class Block(nnx.Module):
         in it already. `cross` is for cross attention, whose keys and values are in the cache.
         """
         after_attention = product if evaluated is None else evaluated.product
+        slices = self._slices(x, (x if evaluated is None else evaluated.tokens).shape[0], shard)
+        if slices is not None:  # from attention on
+            shard, after_attention = slices.scattering, slices.product(after_attention)
 
         def taken(value: jax.Array) -> jax.Array:
-            return value if evaluated is None else evaluated.of(value)
+            value = value if evaluated is None else evaluated.of(value)
+            return value if slices is None else slices.own(value)
 
         def attention(value: jax.Array) -> tuple[jax.Array, LayerCache]:
             attended, written = self._attention(
@@ -136,12 +141,16 @@ class Block(nnx.Module):
             return self._scaled(_normed(self.attn_out_norm, attended)), written
 
         def feed_forward(value: jax.Array) -> jax.Array:
-            return self._scaled(_normed(self.mlp_out_norm, self._feed_forward(value, shard, after_attention)))
+            given = self._feed_forward(value, shard, after_attention, slices)
+            return self._scaled(_normed(self.mlp_out_norm, given))
 
         def crossing(value: jax.Array, written: LayerCache) -> jax.Array:
             attends = cross if evaluated is None else evaluated.cross
             assert self.cross is not None and attends is not None
             return self._scaled(self.cross(value, written, attends, shard, after_attention))
+
+        def whole(value: jax.Array) -> jax.Array:
+            return value if slices is None else slices.whole(value)
 
         match self.config.residual:
             case "pre" | "both" | "after":
@@ -149,20 +158,19 @@ class Block(nnx.Module):
                 x = taken(x) + attended
                 if self.cross is not None:
                     x = x + crossing(_normed(self.cross_norm, x), written)
-                return x + feed_forward(_normed(self.mlp_norm, x)), written
+                return whole(x + feed_forward(_normed(self.mlp_norm, x))), written
             case "post":
                 attended, written = attention(x)
                 x = _normed(self.attn_norm, taken(x) + attended)
                 if self.cross is not None:
                     x = _normed(self.cross_norm, x + crossing(x, written))
-                return _normed(self.mlp_norm, x + feed_forward(x)), written
+                return whole(_normed(self.mlp_norm, x + feed_forward(x))), written
             case "parallel" | "parallel_two_norms":
                 normed = _normed(self.attn_norm, x)
                 attended, written = attention(normed)
                 x = taken(x)
-                return x + attended + feed_forward(
-                    taken(normed) if self.mlp_norm is None else self.mlp_norm(x)
-                ), written
+                given = feed_forward(taken(normed) if self.mlp_norm is None else self.mlp_norm(x))
+                return whole(x + attended + given), written
 
     def _attention(
         self,
@@ -211,9 +219,16 @@ class Block(nnx.Module):
         attended = attend(queries, cache, config, self._bias(shard))  # [T or R, G, K, D]
         return self.out(attended.reshape(attended.shape[0], -1), product, shard), cache
 
-    def _feed_forward(self, x: jax.Array, shard: Shard, product: Matmul) -> jax.Array:
+    def _slices(self, x: jax.Array, n_tokens: int, shard: Shard) -> Slices | None:
+        """If the layer exchanges tokens, how they are cut behind attention, where it has `n_tokens`."""
+        exchange, width = shard.exchange, x.shape[1] * x.dtype.itemsize
+        if exchange is None or not exchange.wanted(self.config, width, n_tokens):
+            return None
+        return Slices(shard, exchange, n_tokens)
+
+    def _feed_forward(self, x: jax.Array, shard: Shard, product: Matmul, slices: Slices | None) -> jax.Array:
         if self.mixture is not None:
-            return self.mixture(x, product, shard)
+            return self.mixture(x, product, shard, slices)
         assert self.up is not None and self.down is not None
         inner = between(self.up(x, product), self.config.feed_forward)
         return self.down(inner, product, shard)

@@ -33,7 +33,7 @@ def _weights_first(x: jax.Array, weight: jax.Array) -> jax.Array:
     return lax.optimization_barrier(lax.dot_general(weight, x, (((1,), (1,)), ((), ())))).T
 
 
-def _matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _matmul(x: jax.Array, weight: jax.Array, n_tokens: jax.Array | None) -> jax.Array:
     if x.shape[0] > _FEW_ROWS:
         return _rows_first(x, weight)
     return lax.platform_dependent(x, weight, cpu=_weights_first, default=_rows_first)
@@ -75,16 +75,16 @@ def _one_by_one(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
 class Matmul:
     """The matrix products of an iteration, of which the first `n_tokens` [1] int32 are real; None: all are.
 
-    A call takes x [T, in] and weight [out, in], and gives [T, out] in x's dtype. `grouped` is like
-    grouped_matmul.
+    A call takes x [T, in] and weight [out, in], and gives [T, out] in x's dtype. `linear` is also told
+    `n_tokens`, and may leave the rest out. `grouped` is like grouped_matmul.
     """
 
-    linear: Callable[[jax.Array, jax.Array], jax.Array] = _matmul
+    linear: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array] = _matmul
     grouped: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = grouped_matmul
     n_tokens: jax.Array | None = None
 
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        return self.linear(x, weight)
+        return self.linear(x, weight, self.n_tokens)
 
 
 matmul = Matmul()  # XLA's
@@ -98,11 +98,11 @@ class Linear(nnx.Module):
         self.bias = None if bias is None else nnx.Param(bias)
 
     def __call__(self, x: jax.Array, product: Matmul, shard: Shard | None = None) -> jax.Array:
-        """[T, in] to [T, out]. Where `in` is split over shards, theirs are added up before the bias is."""
+        """[T, in] to [T, out]. Where `in` is split over shards, theirs are joined before the bias comes."""
         weight = self.weight[...]
         y = product(x, weight.reshape(-1, x.shape[-1]))
         if shard is not None:
-            y = shard.total(y)
+            y = shard.joined(y)
         return y if self.bias is None else y + self.bias[...].reshape(-1)
 
 

@@ -14,6 +14,7 @@ from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward
 from orca_jax.model.layers import Matmul, Weights, activate, between, linear_of
 from orca_jax.model.shard import Shard
+from orca_jax.model.token_slices import Slices
 
 
 class Mixture(nnx.Module):
@@ -33,13 +34,22 @@ class Mixture(nnx.Module):
         gate = p("shared.gate")
         self.shared_gate = None if gate is None else nnx.Param(gate)
 
-    def __call__(self, x: jax.Array, product: Matmul, shard: Shard) -> jax.Array:
-        """x [T, H] to [T, H]."""
+    def __call__(
+        self, x: jax.Array, product: Matmul, shard: Shard, slices: Slices | None = None
+    ) -> jax.Array:
+        """x [T, H] to [T, H]; with `slices`, whose product it is then, one slice of the tokens."""
         experts = self.config.experts
         assert experts is not None
         correction = None if self.correction is None else self.correction[...]
         weights, chosen = choose(experts, self._logits(x, product), correction)  # [T, k]
-        mixed = self._mixed(x, weights, chosen, product, shard)
+
+        def mix(x: jax.Array, weights: jax.Array, chosen: jax.Array, product: Matmul) -> jax.Array:
+            return self._mixed(x, weights, chosen, product, shard)
+
+        if slices is None:
+            mixed = mix(x, weights, chosen, product)
+        else:
+            mixed = slices.exchanged(x, weights, chosen, product, mix, n_experts=experts.number)
         if self.shared_up is not None and self.shared_down is not None:
             gate, up = jnp.split(self.shared_up(x, product), 2, axis=1)
             shared = self.shared_down(activate(gate, self.config.activation) * up, product)
@@ -47,7 +57,8 @@ class Mixture(nnx.Module):
                 open_ = jax.nn.sigmoid((x * self.shared_gate[...]).astype(jnp.float32).sum(axis=1))
                 shared = shared * open_[:, None].astype(x.dtype)
             mixed = mixed + shared
-        mixed = shard.total(mixed)
+        if slices is None:
+            mixed = shard.joined(mixed)
         if self.down.bias is None:
             return mixed
         bias = self.down.bias[...].at[chosen].get(mode="clip").astype(jnp.float32)  # [T, k, H]

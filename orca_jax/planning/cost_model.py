@@ -7,7 +7,7 @@ adjacent matrix products and cost nothing.
 This file counts what a decoder does, encoder_cost.py what an encoder does before it.
 
 A model may be split (ORCA 4.1) into stages of `layers`, and each layer over `n_shards` devices. The counts
-are then those of one device of the stage, including what it sends to the others.
+are then those of one device of the stage; what it sends to the others is counted in device_traffic.py.
 """
 
 import math
@@ -142,7 +142,7 @@ def operations(
     how long an encoder's inputs are: then cross attention reads nothing.
     """
     layers = range(model.n_layers) if layers is None else layers
-    sums = _sums(shape)
+    sums = sums_of(shape)
     stage = stage_products(model, layers, n_shards)
     linear = partial(linear_operation, weight_bytes=weight_bytes)
 
@@ -319,37 +319,8 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
     )
 
 
-def shared_bytes(
-    model: ModelConfig,
-    shape: IterationShape | IterationSums,
-    *,
-    weight_bytes: int,
-    layers: range | None = None,
-    n_shards: int = 1,
-) -> float:
-    """Bytes that each device of a stage sends to the stage's other devices in one iteration.
-
-    A layer has two all-reduces (after `out` and `down`), with cross attention three; the embedding has one.
-    Each uses a ring, in which a device sends 2 (n - 1) / n of the array. After the head, an all-gather joins
-    the logits. The model's last layer and the head have one token a request.
-    """
-    layers = range(model.n_layers) if layers is None else layers
-    last = layers.stop == model.n_layers
-    each = 2 if model.encoder is None else 3
-    n_sums = each * (len(layers) - last) + (layers.start == 0)
-    n_rows = _sums(shape).n_rows
-    n_summed = n_sums * hop_bytes(model, shape, weight_bytes=weight_bytes)
-    n_summed += each * last * weight_bytes * n_rows * model.hidden_size
-    n_gathered = weight_bytes * n_rows * model.padded_vocab_size * last
-    return (n_shards - 1) / n_shards * (2 * n_summed + n_gathered)
-
-
-def hop_bytes(model: ModelConfig, shape: IterationShape | IterationSums, *, weight_bytes: int) -> int:
-    """Bytes of the hidden states [T, H]: what each device of a stage sends to the next stage."""
-    return weight_bytes * _sums(shape).n_tokens * model.hidden_size
-
-
-def _sums(shape: IterationShape | IterationSums) -> IterationSums:
+def sums_of(shape: IterationShape | IterationSums) -> IterationSums:
+    """The sums over a batch, whether it is given by request or summed."""
     return shape.sums() if isinstance(shape, IterationShape) else shape
 
 

@@ -34,6 +34,12 @@ class KnownDevice:
         """The rates for the cost model."""
         return Device(bandwidth=self.bandwidth, matrix_rate=self.matrix_rates[dtype])
 
+    def ring_rate(self, n_devices: int) -> float:
+        """Bytes/s that each of `n_devices` sends in rings: there is one through each network link."""
+        if n_devices <= self.per_machine:
+            return self.inside
+        return min(self.inside, self.per_machine * self.between)
+
 
 # NVIDIA A100 Tensor Core GPU data sheet (1758950-r4), SXM: 1,555 GB/s (40 GB) and 2,039 GB/s (80 GB); 312
 # TFLOPS in bfloat16 and float16, 156 in TF32, XLA's default for float32; NVLink 600 GB/s in both directions

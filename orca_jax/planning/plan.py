@@ -6,22 +6,19 @@ sizes, so a plan shows what `orca serve` would do.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from orca_jax.config import Attention, Dtype, ParallelConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
-from orca_jax.families.model_config import ModelConfig
-from orca_jax.iteration.shape import EngineShape
-from orca_jax.planning.cost_model import (
-    IterationShape,
-    Operation,
-    hop_bytes,
-    operations,
-    shared_bytes,
-)
+from orca_jax.families.model_config import Layer, ModelConfig
+from orca_jax.iteration.shape import EngineShape, bucket_for, bucket_sizes
+from orca_jax.planning.cost_model import IterationShape, Operation, operations
+from orca_jax.planning.device_traffic import hop_bytes, shared_bytes
 from orca_jax.planning.encoder_cost import encoder_operations, encoder_shared_bytes
+from orca_jax.planning.expert_exchange import ExchangeRule
 from orca_jax.planning.known_devices import CPU, MEMORY_FRACTION, MODEST_KV_BYTES, KnownDevice
-from orca_jax.planning.sizes import engine_shape, request_slots, serving_config
+from orca_jax.planning.sizes import batch_tokens, engine_shape, request_slots, serving_config
 from orca_jax.planning.stage_layers import check_split, stage_layers, tensor_degrees
 from orca_jax.planning.stage_memory import (
     ITEMSIZE,
@@ -96,6 +93,21 @@ class PlanTarget:
             or any(layer.attention.scores.alibi is not None for layer in self.config.layers)
         )
         return "static" if pure_jax and self.device.name != CPU else self.device.attention
+
+    def exchanges(self, layer: Layer, n_tokens: int, *, last: bool) -> bool:
+        """Whether the engine exchanges tokens in this layer in an iteration of `n_tokens`, padded.
+
+        `last`: behind the layer's attention there is one token a request.
+        """
+        rule = ExchangeRule(
+            device=self.device,
+            n_devices=self.parallel.tensor_parallel,
+            asked=self.parallel.expert_exchange,
+        )
+        most = max(n_tokens, batch_tokens(self.config, self.sizes))
+        padded = bucket_for(n_tokens, bucket_sizes(most, coarse=self.device.name != CPU))
+        width = self.config.hidden_size * self.itemsize
+        return rule(layer, width, min(padded, self.sizes.max_batch_size) if last else padded)
 
     def rooms(self) -> list[StageRoom]:
         """Each stage's memory after loading the weights."""
@@ -222,7 +234,14 @@ def iteration_floor(target: PlanTarget, phase: Phase, batch_size: int) -> Iterat
         stage_operations: Sequence[Operation] = operations(
             target.model, shape, weight_bytes=size, kv_bytes=size, layers=layers, n_shards=n_shards
         )
-        shared = shared_bytes(target.model, shape, weight_bytes=size, layers=layers, n_shards=n_shards)
+        shared = shared_bytes(
+            target.model,
+            shape,
+            weight_bytes=size,
+            layers=layers,
+            n_shards=n_shards,
+            exchanges=partial(target.exchanges, n_tokens=batch_size * n_input),
+        )
         if begins and reads:
             stage_operations = [
                 *encoder_operations(
@@ -233,7 +252,7 @@ def iteration_floor(target: PlanTarget, phase: Phase, batch_size: int) -> Iterat
             shared += encoder_shared_bytes(
                 target.model, sum(reads), weight_bytes=size, layers=layers, n_shards=n_shards
             )
-        links = shared / (device.inside if n_shards <= device.per_machine else device.between)
+        links = shared / device.ring_rate(n_shards)
         total = links
         for op in stage_operations:
             moved, computed = op.n_bytes / rates.bandwidth, op.n_flops / rates.matrix_rate
@@ -346,7 +365,8 @@ def _stage_plans(target: PlanTarget, serving: ServingConfig) -> list[StagePlan]:
 
 
 def _fits(target: PlanTarget, n_stages: int, n_devices: int) -> bool:
-    parallel = replace(target.parallel, pipeline_parallel=n_stages, tensor_parallel=n_devices)
+    # Whether tokens are exchanged, which not every split can, takes no memory.
+    parallel = ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=n_devices)
     other = replace(target, parallel=parallel, temporaries=None)
     serving = serving_config(other.config, other.sizes, other.rooms())
     return all(stage.problem is None for stage in _stage_plans(other, serving))

@@ -40,12 +40,7 @@ def serving_config(
     longest = config.n_positions
     longest_read = 0 if config.encoder is None else config.encoder.n_positions
     whole_request = request_slots(config, longest, longest_read, block_size=requested.block_size)
-    # Without chunks the encoder and, after a loss, all of the decoder's tokens run in one iteration.
-    beside_input = 1 if requested.scheduling.chunked_prefill else longest
-    default_tokens = max(
-        2048, longest, longest_read and longest_read + beside_input, requested.max_batch_size
-    )
-    sizes = requested.filled(n_slots=whole_request, max_batch_tokens=default_tokens)
+    sizes = requested.filled(n_slots=whole_request, max_batch_tokens=batch_tokens(config, requested))
     if sizes.max_batch_tokens < longest and not sizes.scheduling.chunked_prefill:
         raise ConfigError(
             f"max_batch_tokens is {sizes.max_batch_tokens}; without chunked_prefill it must be at least the "
@@ -61,6 +56,17 @@ def serving_config(
         coarse_buckets=coarse_buckets,
     )
     return serving if device is None else with_prefill_tokens(serving, config, rooms, device=device)
+
+
+def batch_tokens(config: ModelConfig, requested: Sizes) -> int:
+    """The maximum number of tokens of an iteration: as asked, or enough for what must run in one."""
+    if requested.max_batch_tokens is not None:
+        return requested.max_batch_tokens
+    longest_read = 0 if config.encoder is None else config.encoder.n_positions
+    # Without chunks the encoder and, after a loss, all of the decoder's tokens run in one iteration.
+    beside_input = 1 if requested.scheduling.chunked_prefill else config.n_positions
+    read = longest_read and longest_read + beside_input
+    return max(2048, config.n_positions, read, requested.max_batch_size)
 
 
 def request_slots(config: ModelConfig, n_tokens: int, n_read: int, *, block_size: int) -> int:

@@ -3,6 +3,7 @@
 from orca_jax.config import ParallelConfig
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.planning.expert_exchange import exchangeable
 
 
 def stage_layers(n_layers: int, n_stages: int) -> list[range]:
@@ -28,6 +29,14 @@ def check_split(config: ModelConfig, parallel: ParallelConfig) -> None:
         raise ConfigError(
             f"tensor_parallel is {n_devices}, but the model's {problem} is not a multiple of it; "
             f"{_divisors(config)} split it evenly"
+        )
+    if parallel.expert_exchange == "exchange" and not any(
+        exchangeable(layer, n_devices) for layer in config.layers
+    ):
+        raise ConfigError(
+            f"expert_exchange is 'exchange', but with tensor_parallel {n_devices} no layer of this model can "
+            "exchange tokens: each of several devices must have whole experts, and there must be no shared "
+            "expert (docs/experts.md); use gather or auto"
         )
 
 

@@ -1,15 +1,18 @@
 """The devices of one stage: a mesh with one axis, over which layers are split (ORCA 4.1, intra-layer)."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from orca_jax.config import Dtype
-from orca_jax.model.shard import ALONE, Shard
+from orca_jax.config import Dtype, ExpertExchange
+from orca_jax.model.shard import ALONE, Shard, TokenExchange
+from orca_jax.planning.expert_exchange import ExchangeRule
+from orca_jax.planning.known_devices import gpu_like
+from orca_jax.sharding import token_exchange
 
 TENSOR = "tensor"  # the mesh's axis
 WHOLE = PartitionSpec()
@@ -29,9 +32,10 @@ def device_name(device: Device) -> str:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """One stage's devices, in the order of the parts that they hold."""
+    """One stage's devices, in the order of the parts that they hold, and how they give tokens to experts."""
 
     devices: tuple[Device, ...]
+    expert_exchange: ExpertExchange = "auto"
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -57,4 +61,22 @@ class DeviceGroup:
             index=jax.lax.axis_index(TENSOR),
             total=lambda x: jax.lax.psum(x, TENSOR),
             side_by_side=lambda x: jax.lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True),
+            joined=lambda x: jax.lax.psum(x, TENSOR),
+            exchange=self.token_exchange,
+        )
+
+    @cached_property
+    def token_exchange(self) -> TokenExchange:
+        """How they give tokens to experts that are whole on one of them, where the rule says so."""
+        device = self.devices[0]
+        on_cpu = device.platform == "cpu"
+        return TokenExchange(
+            wanted=ExchangeRule(
+                device=None if on_cpu else gpu_like(device.device_kind),
+                n_devices=len(self),
+                asked=self.expert_exchange,
+            ),
+            scattered=partial(token_exchange.scattered, axis=TENSOR),
+            gathered=partial(token_exchange.gathered, axis=TENSOR),
+            send=partial(token_exchange.send_padded if on_cpu else token_exchange.send_ragged, axis=TENSOR),
         )

@@ -48,7 +48,7 @@ def split_model(
             f"devices; JAX has {len(devices)} ({devices[0].device_kind})"
         )
     groups = [devices[i * n_each : (i + 1) * n_each] for i in range(n_stages)]
-    return tuple(_part(config, i, n_stages, group) for i, group in enumerate(groups))
+    return tuple(_part(config, parallel, i, group) for i, group in enumerate(groups))
 
 
 def one_stage(
@@ -65,13 +65,14 @@ def one_stage(
             f"tensor_parallel {n_devices} needs {n_devices} devices in the worker's process; JAX has "
             f"{len(devices)} there ({devices[0].device_kind})"
         )
-    return _part(config, stage, parallel.pipeline_parallel, devices[:n_devices])
+    return _part(config, parallel, stage, devices[:n_devices])
 
 
-def _part(config: ModelConfig, stage: int, n_stages: int, devices: Sequence[Device]) -> StagePart:
+def _part(config: ModelConfig, parallel: ParallelConfig, stage: int, devices: Sequence[Device]) -> StagePart:
+    n_stages = parallel.pipeline_parallel
     return StagePart(
         stage_layers(config.n_layers, n_stages)[stage],
-        DeviceGroup(tuple(devices)),
+        DeviceGroup(tuple(devices), parallel.expert_exchange),
         first=stage == 0,
         last=stage == n_stages - 1,
     )

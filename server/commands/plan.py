@@ -85,7 +85,9 @@ def _target(config: ModelConfig, flags: PlanFlags, notes: Notes) -> PlanTarget:
         dtype=dtype,
         context=max(1, config.n_positions // 2) if flags.context is None else flags.context,
         parallel=ParallelConfig(
-            pipeline_parallel=flags.pipeline_parallel, tensor_parallel=flags.tensor_parallel
+            pipeline_parallel=flags.pipeline_parallel,
+            tensor_parallel=flags.tensor_parallel,
+            expert_exchange=flags.expert_exchange,
         ),
     )
 

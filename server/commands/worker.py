@@ -42,6 +42,7 @@ def worker_options(model: str | None, flags: WorkerFlags, secret: str) -> Worker
         attention=flags.attention,
         memory_fraction=flags.memory_fraction,
         command_buffer_collectives=flags.command_buffer_collectives,
+        expert_exchange=flags.expert_exchange,
         pipeline_parallel=flags.of,
         tensor_parallel=flags.tensor_parallel,
         link=flags.link,

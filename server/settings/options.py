@@ -13,6 +13,7 @@ from orca_jax.config import (
     RECORD_BYTES,
     Deadlines,
     Dtype,
+    ExpertExchange,
     LoadFormat,
     OnCompile,
     RestartBound,
@@ -45,6 +46,11 @@ MemoryFractionFlag = Annotated[
 ]
 CommandBufferCollectivesFlag = Annotated[
     bool, "record a split layer's collectives into CUDA graphs too: fewer launches, but hangs were reported"
+]
+ExpertExchangeFlag = Annotated[
+    ExpertExchange,
+    "how a layer's devices give tokens to experts that are whole on one of them; gather: all have all "
+    "tokens; auto: whichever is faster by the cost model",
 ]
 
 CompileCacheFlag = Annotated[
@@ -120,6 +126,7 @@ class EngineOptions:
     ] = "fcfs"
     attention: AttentionFlag = None
     command_buffer_collectives: CommandBufferCollectivesFlag = False
+    expert_exchange: ExpertExchangeFlag = "auto"
     seed: Annotated[int | None, "seed for requests without their own (default: random)"] = None
     tensor_parallel: TensorParallelFlag = 1
     pipeline_parallel: Annotated[int, "number of pipeline stages, each with its own layers and devices"] = 1
@@ -217,6 +224,7 @@ class WorkerFlags:
     load_format: LoadFormatFlag = "auto"
     attention: AttentionFlag = None
     command_buffer_collectives: CommandBufferCollectivesFlag = False
+    expert_exchange: ExpertExchangeFlag = "auto"
     on_compile: OnCompileFlag = "warn"
     compile_cache: CompileCacheFlag = COMPILE_CACHE
     seed: Annotated[int, "seed of random weights"] = 0
@@ -234,6 +242,7 @@ class PlanFlags:
     ]
     tensor_parallel: TensorParallelFlag = 1
     pipeline_parallel: Annotated[int, "number of pipeline stages"] = 1
+    expert_exchange: ExpertExchangeFlag = "auto"
     dtype: DtypeFlag = None
     max_batch_size: MaxBatchSizeFlag = 32
     n_slots: Annotated[int | None, "number of tokens in the KV cache (default: as many as fit)"] = None

@@ -48,6 +48,8 @@ def test_no_two_parts_have_a_field_of_one_name() -> None:
             {"workers": ["a:1"], "command_buffer_collectives": True},
             "command_buffer_collectives is set per worker",
         ),
+        ({"workers": ["a:1"], "expert_exchange": "gather"}, "expert_exchange is set per worker"),
+        ({"expert_exchange": "all"}, "expert_exchange is 'all'; it must be one of auto, gather, exchange"),
         ({"attention": "quick"}, "attention is 'quick'; it must be one of kernel, cudnn"),
         ({"seed": 0.5}, "seed is 0.5; it must be a whole number or None"),
     ],

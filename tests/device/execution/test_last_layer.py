@@ -51,7 +51,7 @@ class RecordedProducts(Products):
     """XLA's products, and how many tokens each was traced for."""
 
     def bind(self, n_tokens: jax.Array | None) -> Matmul:
-        def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+        def product(x: jax.Array, weight: jax.Array, n_tokens: jax.Array | None) -> jax.Array:
             traced.append(x.shape[0])
             return matmul(x, weight)
 

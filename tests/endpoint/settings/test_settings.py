@@ -46,6 +46,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "generation_config": ("none", "auto", "some/directory", "auto"),
     "attention": ("kernel", "static", "follow_lengths", "native"),
     "command_buffer_collectives": (True, False, True, False),
+    "expert_exchange": ("gather", "exchange", "auto", "gather"),
     "seed": (0, -1, 2**63, 7),
     "tensor_parallel": (2, 3, 4, 5),
     "pipeline_parallel": (2, 3, 4, 5),

@@ -38,6 +38,9 @@ def test_stages_count_from_one_in_flags_and_from_zero_inside() -> None:
     assert not engine.sizes.command_buffer_collectives
     collectives = options("--listen", "a:1", "--command-buffer-collectives")
     assert collectives.engine.sizes.command_buffer_collectives
+    assert engine.parallel.expert_exchange == "auto"
+    exchanging = options("--listen", "a:1", "--expert-exchange", "exchange")
+    assert exchanging.engine.parallel.expert_exchange == "exchange"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.iteration.shape import EngineShape
-from orca_jax.planning.cost_model import IterationShape, operations, parameter_count, shared_bytes
+from orca_jax.planning.cost_model import IterationShape, operations, parameter_count
+from orca_jax.planning.device_traffic import shared_bytes
 from orca_jax.planning.known_devices import GPUS, cpu_device, gpu_named
 from orca_jax.planning.plan import MAX_BS, Plan, PlanTarget, iteration_floor, make_plan, recommend
 from orca_jax.planning.sizes import engine_shape, serving_config

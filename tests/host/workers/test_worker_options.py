@@ -38,7 +38,12 @@ ENGINE = EngineConfig(
         scheduling_policy="priority",
     ),
     parallel=ParallelConfig(
-        tensor_parallel=2, pipeline_parallel=3, worker_processes=True, link="nccl", coordinator="a:1"
+        tensor_parallel=2,
+        pipeline_parallel=3,
+        worker_processes=True,
+        link="nccl",
+        coordinator="a:1",
+        expert_exchange="exchange",
     ),
     compiling=Compiling(compile_ahead=True, ready_early=True, on_compile="error", compile_cache="a folder"),
     deadlines=Deadlines(

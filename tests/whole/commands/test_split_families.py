@@ -72,3 +72,11 @@ def test_in_one_process(family: str) -> None:
 def test_in_worker_processes(family: str) -> None:
     name, n = CHOSEN[family]
     check(name, tensor_parallel=n, worker_processes=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("in_processes", [False, True])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_that_exchange_tokens(family: str, in_processes: bool) -> None:
+    name, n = CHOSEN[family]
+    check(name, tensor_parallel=n, worker_processes=in_processes, expert_exchange="exchange")

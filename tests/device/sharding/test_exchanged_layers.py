@@ -1,0 +1,63 @@
+"""A layer that exchanges tokens, against the same layer whole on one device: every kind of residual."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from orca_jax.families.attention_config import Attention
+from orca_jax.families.model_config import Residual
+from orca_jax.families.parameters import layer_parameters
+from orca_jax.model.block import Block, Evaluated
+from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.layers import matmul
+from orca_jax.model.shard import ALONE, Shard
+from orca_jax.sharding.device_group import WHOLE, DeviceGroup
+from orca_jax.sharding.specs import spec
+from tests.device.model.drawn_weights import drawn
+from tests.device.model.mixture_models import mixture_model
+
+N_DEVICES = 4
+MODEL = mixture_model(hidden=32, size=48, top_k=2, n_layers=1)
+CACHE = LayerCache(jnp.zeros(()), jnp.zeros(()))
+
+
+def queries(q: jax.Array, cache: LayerCache, attention: Attention, bias: jax.Array | None) -> jax.Array:
+    """Attention in which each query is its own result."""
+    del cache, bias
+    return q[:, : attention.group]
+
+
+@pytest.mark.parametrize(
+    ("residual", "taken"),
+    [*((kind, None) for kind in get_args(Residual)), ("pre", [5, 0, 3]), ("parallel", [5, 0, 3])],
+)
+def test_it_gives_what_one_device_does(residual: Residual, taken: list[int] | None) -> None:
+    model = replace(MODEL, layers=(replace(MODEL.layers[0], residual=residual),))
+    values: dict[str, Any] = {
+        name.removeprefix("layers.0."): value for name, value in drawn(model, 2).items() if "layers" in name
+    }
+    x = jax.random.normal(jax.random.key(1), (6, 32))
+
+    def run(shard: Shard, own: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        block = Block(model.layers[0], own.get)
+        wanted = None if taken is None else Evaluated(jnp.array(taken), queries, matmul)
+        return block(x, CACHE, None, None, queries, shard, matmul, wanted)[0]
+
+    group = DeviceGroup(tuple(jax.devices()[:N_DEVICES]), "exchange")
+    specs = {name: spec(one, N_DEVICES) for name, one in layer_parameters(model, 0).items()}
+    split = jax.shard_map(
+        lambda own, x: run(group.shard(), own, x),
+        mesh=group.mesh,
+        in_specs=(specs, WHOLE),
+        out_specs=WHOLE,
+        check_vma=False,
+    )
+    assert "reduce_scatter" in str(jax.make_jaxpr(split)(values, x))
+    np.testing.assert_allclose(
+        jax.jit(split)(values, x), jax.jit(partial(run, ALONE))(values, x), rtol=1e-4, atol=1e-4
+    )
