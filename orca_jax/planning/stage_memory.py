@@ -280,4 +280,6 @@ def _static_attention_bytes(
     starts = n_tiles * queries * 4 * (results + 2 * heads) + n_tokens * results * itemsize
     gathered, scores = n_tiles * keys * kv_width * itemsize, n_tiles * heads * queries * keys * 4
     around = 2 * n_tokens * config.hidden_size * itemsize
+    if config.attention.latent is not None:  # a tile's queries, which are wider than its results
+        around += n_tiles * queries * heads * config.head_size * itemsize
     return n_layers * starts, int(_GATHERED * gathered) + scores + around
