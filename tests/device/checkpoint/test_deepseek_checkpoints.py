@@ -146,6 +146,33 @@ def test_each_device_unpacks_its_part(tmp_path: Path, n_devices: int) -> None:
         np.testing.assert_array_equal(value, whole.parameters[name], err_msg=name)
 
 
+@pytest.mark.parametrize("name", [NAME, "deepseek-v2-biases-tied"])
+def test_there_and_back(tmp_path: Path, name: str) -> None:
+    assert convert_checkpoint(DIRECTORY / name, tmp_path / "orbax") == "orbax"
+    assert convert_checkpoint(tmp_path / "orbax", tmp_path / "back") == "safetensors"
+    original, back = stored(name), load_file(tmp_path / "back" / "model.safetensors")
+    assert set(back) == set(original)
+    assert all(np.array_equal(back[key], original[key]) for key in original)
+
+
+def test_one_tensor_for_all_experts(tmp_path: Path) -> None:
+    """As transformers 5 saves them with save_original_format=False; not in FP8."""
+    tensors = stored(NAME)
+    own = {name: value for name, value in tensors.items() if ".mlp.experts." not in name}
+    parts = {
+        part: np.stack([tensors[f"model.layers.1.mlp.experts.{i}.{part}_proj.weight"] for i in range(12)])
+        for part in ("gate", "up", "down")
+    }
+    own["model.layers.1.mlp.experts.gate_up_proj"] = np.concatenate([parts["gate"], parts["up"]], axis=1)
+    own["model.layers.1.mlp.experts.down_proj"] = parts["down"]
+    found = load_checkpoint(write_checkpoint(tmp_path / "plain", config_of(NAME), own), dtype=jnp.float32)
+    for name, value in load_checkpoint(DIRECTORY / NAME, dtype=jnp.float32).parameters.items():
+        np.testing.assert_array_equal(found.parameters[name], value, err_msg=name)
+    own["model.layers.1.mlp.experts.down_proj"] = parts["down"].astype(SMALL_FLOAT)
+    with pytest.raises(TensorMismatch, match="found F8_E4M3; quantized weights are not supported"):
+        load_checkpoint(write_checkpoint(tmp_path / "packed", config_of(NAME), own), dtype=jnp.float32)
+
+
 def test_a_packed_checkpoint_is_written_unpacked(tmp_path: Path) -> None:
     packed = with_scales(stored(NAME))
     directory = write_checkpoint(tmp_path / "packed", config_of(NAME) | {"quantization_config": FP8}, packed)
@@ -220,6 +247,10 @@ def test_a_layer_that_predicts_further_tokens_is_not_read(tmp_path: Path) -> Non
     found = load_checkpoint(directory, dtype=jnp.float32)
     expected = load_checkpoint(DIRECTORY / NAME, dtype=jnp.float32)
     assert found.config == expected.config and found.parameters.keys() == expected.parameters.keys()
+    # In a layer of the model the same name is one too many.
+    within = {"model.layers.0.eh_proj.weight": np.ones((3, 6), "f4")}
+    with pytest.raises(TensorMismatch, match=r"layers\.0\.eh_proj"):
+        load_checkpoint(write_checkpoint(tmp_path / "within", config, tensors | within), dtype=jnp.float32)
     # One layer more that is like the others is none of these.
     directory = write_checkpoint(tmp_path / "without", config, tensors | further)
     with pytest.raises(BadModelConfig, match=f"belongs to layer {n}"):
