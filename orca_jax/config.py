@@ -10,7 +10,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.scheduling_config import ORCA, PolicyName, QueueOrder, Reservation, SchedulingConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]  # of weights, keys and values
-LoadFormat = Literal["auto", "dummy"]  # dummy: random weights
+LoadFormat = Literal["auto", "dummy", "packed"]  # dummy: random weights; packed: experts stay in MXFP4
 # How activations reach the next worker's process. transfer: the processes are independent; nccl: one job.
 WorkerLink = Literal["transfer", "nccl"]
 # How attention runs. kernel: the Mosaic GPU kernel; native: in C, on a CPU; static, follow_lengths: pure JAX;

@@ -543,6 +543,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "attention_bias": True},
         rope_parameters=_rope(1e3, **_YARN, mscale=1.0, mscale_all_dim=0.5),
     ),
+    # gpt_oss: the window and the length before yarn are shorter than most prompts
+    "gpt-oss-yarn": _mixture(
+        *("gpt_oss", (107, 28, 3, 6, 2, 22), (7, 3)),
+        number="num_local_experts",
+        head_dim=10,
+        sliding_window=9,
+        rope_parameters=_rope(1.5e5, **_YARN, beta_fast=32.0, beta_slow=1.0, truncate=False),
+    ),
+    "gpt-oss-full-first-no-bias": _mixture(
+        *("gpt_oss", (93, 24, 3, 4, 4, 18), (5, 1)),
+        number="num_local_experts",
+        head_dim=8,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        attention_bias=False,
+        rope_parameters=_rope(1e4),
+    ),
+    "gpt-oss-multi-query-tied": _mixture(
+        *("gpt_oss", (111, 20, 2, 5, 1, 26), (4, 4)),
+        number="num_local_experts",
+        head_dim=6,
+        sliding_window=17,
+        swiglu_limit=0.9,
+        tie_word_embeddings=True,
+        rope_parameters=_rope(5e2, **_YARN, truncate=False),
+    ),
 }
 
 # Of models with an encoder. Fields that begin with "_" say how make_golden_encoders.py writes the checkpoint.

@@ -21,7 +21,6 @@ import argparse
 import json
 import platform
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,9 +55,7 @@ class Golden:
     name: str
     config: Any
     shard_bytes: int | None = None  # if set: several files and an index
-    bare_names: bool = (
-        False  # tensor names as in the original GPT-2's file: no prefix, masks among the weights
-    )
+    bare_names: bool = False  # as in the original GPT-2's file: no prefix, masks among the weights
     generation_config: dict[str, Any] = field(default_factory=dict[str, Any])
     n_prompts: int = 64
     attention: str = "eager"
@@ -198,15 +195,16 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
             values *= 1.5 / np.sqrt(shape[fan_in])
             if without_final_norm and "project_out" in name:
                 values *= 0.25
-        elif len(shape) == 3:  # of all experts
+        elif len(shape) == 3:  # of all experts; gpt-oss stores them [in, out]
+            fan_in = 1 if model.config.model_type == "gpt_oss" else 2
             if "down_proj" in name:
-                values -= values.mean(axis=2, keepdims=True)
-            values *= 1.5 / np.sqrt(shape[2])
+                values -= values.mean(axis=fan_in, keepdims=True)
+            values *= 1.5 / np.sqrt(shape[fan_in])
         elif "ln_" in name or "norm" in name:
             values = values * 0.1 + (1.0 if name.endswith("weight") and not one_plus else 0.0)
             if "embeddings_layernorm" in name:  # as above, of a tied head
                 values *= 0.3
-        else:
+        elif not name.endswith("sinks"):  # which are as wide as scores
             values *= 0.1
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(values.astype(np.float32)))
@@ -327,7 +325,11 @@ def make(golden: Golden, directory: Path, rng: np.random.Generator) -> str:
     model = AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation=golden.attention, dtype=torch.float32, **experts
     ).eval()
+    return compute(golden, model, directory, rng)
 
+
+def compute(golden: Golden, model: Any, directory: Path, rng: np.random.Generator) -> str:
+    """Write what a model computes; returns as `make`."""
     prompts = prompts_of(golden.config, golden.n_prompts, rng)
     outputs = np.full((len(prompts), MAX_OUTPUT), -1, np.int32)
     gaps = np.zeros((len(prompts), MAX_OUTPUT), np.float32)
@@ -357,10 +359,6 @@ def make(golden: Golden, directory: Path, rng: np.random.Generator) -> str:
         f"logits' spread {logits.std():.1f}, gap below {MARGIN:g}: {int((gaps[real] < MARGIN).sum())}, "
         f"smallest {gaps[real].min():.1e}, rounding {worst:.1e}"
     )
-
-
-def _sizes(directory: Path) -> Iterator[int]:
-    return (path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def main() -> None:
@@ -395,7 +393,7 @@ def main() -> None:
         "seed": SEED,
     }
     (output / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
-    total = sum(_sizes(output))
+    total = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     print(f"{total / 1e6:.2f} MB in {output}")
     assert total < MAX_TOTAL_BYTES, f"more than {MAX_TOTAL_BYTES} bytes"
 

@@ -107,7 +107,7 @@ def time_parts(
             if i == model.n_layers and bound is not None:
                 attend, qkv = bound[0], qkv[:n_rows]
             # Each layer's result is the next one's queries, so that no two run concurrently.
-            qkv = qkv.at[:, :1].set(attend(qkv, cache, model.attention, None))
+            qkv = qkv.at[:, :1].set(attend(qkv, cache, model.attention, None, None))
         return qkv
 
     head_weight = p[TOKEN_EMBEDDING if model.embedding.tied else HEAD]

@@ -50,7 +50,7 @@ def placed_parameters(model: ModelConfig, part: StagePart, dtype: DTypeLike = DT
     """A stage's parameters as placeholders."""
     table = parameter_table(model)
     return {
-        name: described_array(table[name].shape, place, table[name].element(dtype))
+        name: described_array(table[name].held_shape, place, table[name].held_dtype(dtype))
         for name, place in part.placement(model).items()
     }
 

@@ -14,10 +14,10 @@ import numpy as np
 from orca_jax.checkpoint import orbax as orbax_checkpoint
 from orca_jax.checkpoint.array_view import put_into
 from orca_jax.checkpoint.directory import find_parameters
+from orca_jax.checkpoint.expert_view import expert_shapes, written_experts
 from orca_jax.checkpoint.head_view import slices_of_tensor, stored_shapes, written_tensor
 from orca_jax.checkpoint.huggingface import INDEX
 from orca_jax.checkpoint.locate import find_directory
-from orca_jax.checkpoint.orca_json import ORCA_JSON, read_description
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.checkpoint.shard_reader import Box, Parts
 from orca_jax.config import Dtype
@@ -32,6 +32,7 @@ from orca_jax.families.stored_name import StoredName, head_places, heads_of_tens
 from orca_jax.families.strict_json import shown
 from orca_jax.families.trainers.array_form import axis_sizes
 from orca_jax.families.trainers.layouts import FORMATS, ITEMS, Format, Layout, written_names
+from orca_jax.families.trainers.orca_json import ORCA_JSON, read_description
 from orca_jax.request.tokenizer_config import MORE_TEMPLATES
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -75,7 +76,7 @@ def convert_checkpoint(
     table = parameter_table(model)
     shapes = {name: parameter.shape for name, parameter in table.items()}
     dtypes = {
-        name: table[name].element(_DTYPES[dtype]) if dtype else _own_dtype(parts[name]) for name in shapes
+        name: table[name].held_dtype(_DTYPES[dtype]) if dtype else _own_dtype(parts[name]) for name in shapes
     }
     reader = _Reader(parts, table, dtypes, on_bytes)
     try:
@@ -162,6 +163,10 @@ class _Reader:
         values = self._counted(name, shape, ((first, end), *_all(shape[1:])))
         return values.T if transpose else values
 
+    def experts(self, name: str, wanted: StoredName) -> np.ndarray:
+        """A checkpoint's tensor of all experts."""
+        return written_experts(self.whole(name), wanted)
+
     def heads(self, name: str, tensor: int, wanted: StoredName, attention: Attention) -> np.ndarray:
         """A checkpoint's tensor with heads, made of the slices of a parameter that are in it."""
         assert wanted.heads is not None
@@ -238,6 +243,10 @@ def _tensors(
     written = set[str]()
     for name, parameter in table.items():
         wanted = family.stored_name(name, family.prefixes[0], model)
+        if wanted.by_expert:
+            (theirs,), (shape,) = wanted.names, expert_shapes(parameter, wanted)
+            yield Tensor(theirs, shape, dtypes[name], partial(reader.experts, name, wanted))
+            continue
         shapes = stored_shapes(parameter, wanted, attention)
         if not written.isdisjoint(wanted.names):
             continue  # T5's layers share one tensor

@@ -17,10 +17,11 @@ from jax.typing import DTypeLike
 from orca_jax.checkpoint import huggingface as hf_checkpoint
 from orca_jax.checkpoint import orbax as orbax_checkpoint
 from orca_jax.checkpoint.shard_reader import Parts, Place, bytes_read, put
-from orca_jax.errors import ConfigError
+from orca_jax.errors import ConfigError, UnsupportedModel
 from orca_jax.families.hf_config import read_config, read_hf_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
+from orca_jax.families.strict_json import shown
 
 _DTYPES = tuple(np.dtype(dtype) for dtype in (np.float32, ml_dtypes.bfloat16, np.float16))
 
@@ -48,6 +49,7 @@ def load_directory(
     dtype: DTypeLike,
     vocab_multiple: int = 1,
     kv_repeats: int = 1,
+    packed: bool = False,
     placements: Sequence[Placement] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
@@ -56,7 +58,8 @@ def load_directory(
     The directory has config.json and either model.safetensors or model.safetensors.index.json with its files
     (if both exist, the single file is read, as in transformers); or it is an Orbax checkpoint with orca.json
     or config.json. The weights are converted to `dtype`: float32, bfloat16 or float16. `vocab_multiple` pads
-    the vocabulary's rows with zeros, and each K/V head is read `kv_repeats` times (ModelConfig).
+    the vocabulary's rows with zeros, and each K/V head is read `kv_repeats` times (ModelConfig). With
+    `packed` experts in MXFP4 stay so.
 
     `placements` has a mapping from parameter names to shardings for each stage of this process. Parameters
     that no stage names are not read; those that several name (a tied embedding) are read once. Without
@@ -69,10 +72,10 @@ def load_directory(
     target = np.dtype(dtype)
     if target not in _DTYPES:
         raise ConfigError(f"dtype is {target.name}; it must be float32, bfloat16 or float16")
-    model, parts = find_parameters(directory, kv_repeats)
+    model, parts = find_parameters(directory, kv_repeats, packed=packed)
     config = replace(model, vocab_multiple=vocab_multiple)
     table = parameter_table(config)
-    shapes = {name: parameter.shape for name, parameter in table.items()}
+    shapes = {name: parameter.held_shape for name, parameter in table.items()}
 
     wanted: dict[str, dict[int, Place]] = {name: {0: None} for name in parts}  # in the order of reading
     if placements is not None:
@@ -90,7 +93,7 @@ def load_directory(
     for name, places in wanted.items():
         if not places:
             continue
-        arrays = put(parts[name], shapes[name], table[name].element(target), [*places.values()])
+        arrays = put(parts[name], shapes[name], table[name].held_dtype(target), [*places.values()])
         for i, array in zip(places, arrays, strict=True):
             stages[i][name] = array
         done += n_bytes[name]
@@ -99,15 +102,21 @@ def load_directory(
     return Checkpoint(config, stages, directory)
 
 
-def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, dict[str, Parts]]:
+def find_parameters(
+    directory: Path, kv_repeats: int = 1, *, packed: bool = False
+) -> tuple[ModelConfig, dict[str, Parts]]:
     """The model in a directory, and how each parameter is stored; checks everything and reads no weight.
 
-    The model has each K/V head `kv_repeats` times. Raises a CheckpointError.
+    The model has each K/V head `kv_repeats` times, and with `packed` experts in MXFP4. Raises a
+    CheckpointError, or ConfigError for a model that cannot be so.
     """
     if orbax_checkpoint.is_orbax(directory):
+        if packed or orbax_checkpoint.read_description(directory).model.has_packed_experts:
+            raise UnsupportedModel(f"{shown(directory)} is an Orbax checkpoint, which has no packed experts")
         return orbax_checkpoint.find_parameters(directory, kv_repeats)
     hf_config = read_hf_config(directory)
-    hf_config = replace(hf_config, model=hf_config.model.with_kv_heads(kv_repeats))
+    model = hf_config.model.with_packed_experts() if packed else hf_config.model
+    hf_config = replace(hf_config, model=model.with_kv_heads(kv_repeats))
     return hf_config.model, hf_checkpoint.match(hf_config, hf_checkpoint.find_tensors(directory))
 
 

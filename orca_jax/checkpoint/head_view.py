@@ -8,10 +8,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from orca_jax.checkpoint.shard_reader import Box, Stored
+from orca_jax.checkpoint.shard_reader import Box, Stored, read_box
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.parameters import Parameter
-from orca_jax.families.stored_name import HeadPlace, StoredName, head_places, heads_of_tensors
+from orca_jax.families.stored_name import (
+    HeadPlace,
+    StoredName,
+    head_places,
+    heads_of_tensors,
+    size_of_heads,
+)
 
 
 def stored_shapes(parameter: Parameter, wanted: StoredName, attention: Attention) -> list[tuple[int, ...]]:
@@ -23,7 +29,8 @@ def stored_shapes(parameter: Parameter, wanted: StoredName, attention: Attention
         assert not has_heads or attention.group == attention.kv_repeats == 1, wanted
         shapes = [(n_rows // len(wanted.names), *columns)] * len(wanted.names)
     else:
-        widths = [n * attention.head_size for n in heads_of_tensors(wanted.heads, attention)]
+        size = size_of_heads(parameter, attention)
+        widths = [n * size for n in heads_of_tensors(wanted.heads, attention)]
         shapes = [(n_rows, n) if parameter.takes_attention else (n, *columns) for n in widths]
     return [shape[::-1] for shape in shapes] if wanted.transpose and not wanted.forms else shapes
 
@@ -52,7 +59,8 @@ class HeadView:
         assert wanted.heads is not None
         places = tuple(tuple(heads) for heads in head_places(wanted.heads, attention))
         in_columns = parameter.takes_attention
-        return cls(tuple(tensors), parameter.shape, places, attention.head_size, in_columns, wanted.transpose)
+        size = size_of_heads(parameter, attention)
+        return cls(tuple(tensors), parameter.shape, places, size, in_columns, wanted.transpose)
 
     def __str__(self) -> str:
         return str(self.tensors[0])
@@ -131,9 +139,7 @@ class HeadView:
     def _read_now(self, tensor: int, stored: tuple[int, int], others: Box) -> np.ndarray:
         heads_last = bool(others) and self.transpose != self.in_columns
         box = (*others, stored) if heads_last else (stored, *others)
-        out = np.empty([end - first for first, end in box], self.tensors[tensor].element)
-        for row, piece in self.tensors[tensor].pieces(box):
-            out[row : row + len(piece)] = piece
+        out = read_box(self.tensors[tensor], box)
         return out.T if heads_last else out
 
 

@@ -5,8 +5,16 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from orca_jax.checkpoint.expert_view import expert_shapes, parts_of_experts
 from orca_jax.checkpoint.head_view import HeadView, stored_shapes
-from orca_jax.checkpoint.safetensors_reader import FLOAT_DTYPES, FP8, StoredTensor, read_header, same_values
+from orca_jax.checkpoint.safetensors_reader import (
+    BYTES,
+    FLOAT_DTYPES,
+    FP8,
+    StoredTensor,
+    read_header,
+    same_values,
+)
 from orca_jax.checkpoint.shard_reader import BLOCK, BlockScaled, ComputedArray, Parts, Stored
 from orca_jax.errors import (
     BadModelConfig,
@@ -117,8 +125,14 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
             parts[name] = Parts((ComputedArray(name, family.computed[name](hf_config.model)),))
             continue
         attention = hf_config.model.attention
+        if wanted.by_expert:
+            shapes, dtypes = expert_shapes(parameter, wanted), (BYTES,) if wanted.mxfp4 else (*FLOAT_DTYPES,)
+            found[name] = _of_shapes(hf_config, stored, wanted, shapes, dtypes)
+            parts[name] = parts_of_experts(found[name], parameter, wanted)
+            continue
         shapes = stored_shapes(parameter, wanted, attention)
-        found[name] = _of_shapes(hf_config, stored, wanted, shapes, parameter.shape[0])
+        dtypes = (*FLOAT_DTYPES, *((FP8,) if "fp8" in family.quantized and len(shapes[0]) == 2 else ()))
+        found[name] = _of_shapes(hf_config, stored, wanted, shapes, dtypes)
         matrices = [_unpacked(tensor, stored) for tensor in found[name]]
         if wanted.heads is None:
             parts[name] = Parts(tuple(matrices), wanted.transpose)
@@ -156,7 +170,7 @@ def _of_shapes(
     stored: dict[str, StoredTensor],
     wanted: StoredName,
     shapes: list[tuple[int, ...]],
-    n_experts: int,
+    dtypes: tuple[str, ...] = tuple(FLOAT_DTYPES),
 ) -> list[StoredTensor]:
     tensors: list[StoredTensor] = []
     for name, shape in zip(wanted.names, shapes, strict=True):
@@ -171,19 +185,14 @@ def _of_shapes(
         matrix = shape
         if wanted.one_row:
             shape = (1, *shape)
-        if wanted.by_expert:
-            shape = (n_experts, shape[0] // n_experts, *shape[1:])
         if tensor.shape != shape:
             raise TensorMismatch(
                 f"{tensor}: expected shape {list(shape)} according to {shown(hf_config.path)}, "
                 f"found {shown(list(tensor.shape))}"
             )
-        packed = tensor.dtype == FP8 and "fp8" in hf_config.family.quantized and len(tensor.shape) == 2
-        if tensor.dtype not in FLOAT_DTYPES and not packed:
-            raise TensorMismatch(
-                f"{tensor}: expected dtype {', '.join(FLOAT_DTYPES)}, found {tensor.dtype}; "
-                "quantized weights are not supported"
-            )
+        if tensor.dtype not in dtypes:
+            hint = "; quantized weights are not supported" if tensor.dtype not in FLOAT_DTYPES else ""
+            raise TensorMismatch(f"{tensor}: expected dtype {', '.join(dtypes)}, found {tensor.dtype}{hint}")
         tensors.append(tensor if shape == matrix else replace(tensor, shape=matrix))
     return tensors
 

@@ -67,18 +67,26 @@ def find_model(
     if tokenizer is not None:
         end_name = read_tokenizer_config(directory).special_tokens.get("eos_token")
         end = None if end_name is None else tokenizer.token_id(end_name)
-    config = _with_end_tokens(model_config(directory), generation, end)
+    config = _with_end_tokens(_held(model_config(directory), load_format), generation, end)
     return FoundModel(name, config, tokenizer, directory, generation)
 
 
-def find_config(model: str | Path | None) -> ModelConfig:
+def find_config(model: str | Path | None, load_format: LoadFormat = "auto") -> ModelConfig:
     """The config of the model that `model` names; None is the demo model. Reads and fetches no weights.
+
+    With the `load_format` packed its experts are packed in MXFP4.
 
     Raises ConfigError or a CheckpointError.
     """
     if str(model) in PRESETS and not Path(str(model)).is_dir():
-        return PRESETS[str(model)]
-    return model_config(find_directory(DEMO_MODEL if model is None else model, weights=False))
+        return _held(PRESETS[str(model)], load_format)
+    found = model_config(find_directory(DEMO_MODEL if model is None else model, weights=False))
+    return _held(found, load_format)
+
+
+def _held(model: ModelConfig, load_format: LoadFormat) -> ModelConfig:
+    """The model as its devices hold it."""
+    return model.with_packed_experts() if load_format == "packed" else model
 
 
 def load_parameters(
@@ -104,6 +112,7 @@ def load_parameters(
         dtype=dtype,
         vocab_multiple=model.vocab_multiple,
         kv_repeats=model.attention.kv_repeats,
+        packed=model.has_packed_experts,
         placements=placements,
         on_bytes=on_load,
     )

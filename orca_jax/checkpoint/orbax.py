@@ -20,14 +20,6 @@ import numpy as np
 from orca_jax.checkpoint.array_view import ArrayView, view
 from orca_jax.checkpoint.head_view import HeadView, stored_shapes
 from orca_jax.checkpoint.orbax_boxes import OrbaxArray
-from orca_jax.checkpoint.orca_json import (
-    ORCA_JSON,
-    TREE,
-    Description,
-    latest_step,
-    read_description,
-    same_names,
-)
 from orca_jax.checkpoint.shard_reader import Parts
 from orca_jax.errors import CorruptFile, TensorMismatch
 from orca_jax.families.model_config import ModelConfig
@@ -36,6 +28,14 @@ from orca_jax.families.stored_name import StoredName
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.array_form import LAYERS, ArrayForm, axis_sizes
 from orca_jax.families.trainers.layouts import detect
+from orca_jax.families.trainers.orca_json import (
+    ORCA_JSON,
+    TREE,
+    Description,
+    latest_step,
+    read_description,
+    same_names,
+)
 
 _COMMIT = "_CHECKPOINT_METADATA"
 _MANIFEST = "manifest.ocdbt"

@@ -109,20 +109,22 @@ def split_attention(
     group: int | None = None,
     scale: float | None = None,
     window: int | None = None,
+    sinks: jax.Array | None = None,
     call: PagedAttention = paged_attention,
 ) -> jax.Array:
     """Causal attention of each request's query tokens to its own keys (ORCA 3.2).
 
     q [T, n, K, D]: its first `group` slices (G; by default all n) are the queries. Query head [g, k] uses
     key/value head k. k_cache, v_cache [n_blocks, K, B, D]; `work` is `attention_work` of the batch with the
-    same `window`. Scores are multiplied by `scale`, by default D ** -0.5. Softmax and sums are float32.
-    Returns [T, G, K, D] of q's dtype, with zeros for padding tokens. Slots that no query of a row sees never
-    affect the row's result, even if they hold NaN. `call` is the reference on a CPU.
+    same `window`. Scores are multiplied by `scale`, by default D ** -0.5. `sinks` [G, K] float32 are scores
+    of one more key for each head, which has no value. Softmax and sums are float32. Returns [T, G, K, D] of
+    q's dtype, with zeros for padding tokens. Slots that no query of a row sees never affect the row's result,
+    even if they hold NaN. `call` is the reference on a CPU.
     """
     q = q if group is None else q[:, :group]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     results = [
-        _attend(q, k_cache, v_cache, entries, factor, window, call).reshape(-1, *q.shape[1:])
+        _attend(q, k_cache, v_cache, entries, factor, window, sinks, call).reshape(-1, *q.shape[1:])
         for entries in (work.single, work.tiles)
         if entries is not None
     ]
@@ -136,6 +138,7 @@ def _attend(
     entries: Entries,
     scale: float,
     window: int | None,
+    sinks: jax.Array | None,
     call: PagedAttention,
 ) -> jax.Array:
     """[E, Q, G, K, D] of q's dtype; queries that a tile does not have may be anything."""
@@ -155,9 +158,14 @@ def _attend(
     far_log = far_log.swapaxes(1, 2).reshape(*queries.shape[:-1], 1)  # [E, Q, G, K, 1]
     far_log = jnp.where(any_far, far_log, _MASKED)
     top = jnp.maximum(far_log, near_top)
+    if sinks is not None:
+        top = jnp.maximum(top, sinks[..., None])
     far_weight, near_weight = jnp.exp(far_log - top), jnp.exp(near_top - top)
     sums = jnp.where(any_far, far.astype(jnp.float32), 0) * far_weight + near * near_weight
-    return (sums / (far_weight + near_sum * near_weight)).astype(q.dtype)
+    total = far_weight + near_sum * near_weight
+    if sinks is not None:
+        total = total + jnp.exp(sinks[..., None] - top)
+    return (sums / total).astype(q.dtype)
 
 
 def _near(

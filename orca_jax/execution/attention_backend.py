@@ -63,6 +63,7 @@ Feature = Literal[
     "a soft cap",
     "ALiBi",
     "a relative bias",
+    "attention sinks",
     "attention that is not causal",
     "latent keys and values",
 ]
@@ -72,13 +73,14 @@ _CAUSAL_AND_UNBIASED = _EVERY_FEATURE - {
 }
 # What each path computes beyond causal attention with as many K/V heads as query heads. The kernel's work
 # lists and cuDNN's masks are those of causal attention, and neither reads anything to add to scores. Neither
-# has heads as large as what latent attention compresses, nor reads values from the keys.
+# has heads as large as what latent attention compresses, nor reads values from the keys. The kernel's results
+# of rows that are not split are divided by their sums already, which a sink would join.
 KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
     "native": _EVERY_FEATURE,
     "follow_lengths": _EVERY_FEATURE,
     "static": _EVERY_FEATURE,
-    "kernel": _CAUSAL_AND_UNBIASED,
-    "interpreted": _CAUSAL_AND_UNBIASED,
+    "kernel": _CAUSAL_AND_UNBIASED - {"attention sinks"},
+    "interpreted": _CAUSAL_AND_UNBIASED - {"attention sinks"},
     "cudnn": _CAUSAL_AND_UNBIASED - {"a soft cap"},
 }
 
@@ -95,6 +97,7 @@ def features_of(config: ModelConfig) -> tuple[Feature, ...]:
         "a soft cap": any(kind.scores.soft_cap is not None for kind in kinds),
         "ALiBi": any(kind.scores.alibi is not None for kind in kinds),
         "a relative bias": any(kind.scores.relative is not None for kind in kinds),
+        "attention sinks": any(kind.scores.sinks for kind in kinds),
         "attention that is not causal": not all(kind.causal for kind in kinds),
         "latent keys and values": config.attention.latent is not None,
     }

@@ -26,7 +26,7 @@ from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.work_list.bounds import Plan
 from orca_jax.pallas.work_list.work_items import work_items
 
-Bias = jax.Array | None  # what is added to the scores, in a form that `Attend` describes
+Numbers = jax.Array | None  # what is added to the scores, or sinks, in a form that `Attend` describes
 
 
 class AttentionPath(Protocol):
@@ -66,7 +66,9 @@ class PureJax:
             batch.row_start, batch.kv_length, layout.n_tokens, follow_lengths=self.follow_lengths
         )
 
-        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Bias) -> jax.Array:
+        def attend(
+            q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Numbers, sinks: Numbers
+        ) -> jax.Array:
             return pure_jax.split_attention(
                 q[:, : own.group],
                 cache,
@@ -81,6 +83,7 @@ class PureJax:
                 slopes=None if own.scores.alibi is None else bias,
                 causal=own.causal,
                 relative=None if own.scores.relative is None else bias,
+                sinks=sinks,
                 value_size=own.value_part,
             )
 
@@ -96,7 +99,9 @@ class Native:
         return 0
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Bias) -> jax.Array:
+        def attend(
+            q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Numbers, sinks: Numbers
+        ) -> jax.Array:
             return native_split_attention(
                 q,
                 cache.keys,
@@ -111,6 +116,7 @@ class Native:
                 slopes=None if own.scores.alibi is None else bias,
                 causal=own.causal,
                 relative=None if own.scores.relative is None else bias,
+                sinks=sinks,
                 value_size=own.value_part,
             )
 
@@ -154,7 +160,9 @@ class Kernel:
         lists = words.reshape(len(plans), *plans[0].list_shape)
         work_of = {plan.window: (plan, lists[i]) for i, plan in enumerate(plans)}
 
-        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Bias) -> jax.Array:
+        def attend(
+            q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Numbers, sinks: Numbers
+        ) -> jax.Array:
             plan, work = work_of[own.scores.window]
             return split_attention(
                 q,
@@ -199,9 +207,11 @@ class Cudnn:
         rows = (batch.block_table, batch.row_start, batch.kv_length)
         work_of = {window: make(*rows, words, window=window) for window in self.windows}
 
-        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Bias) -> jax.Array:
+        def attend(
+            q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Numbers, sinks: Numbers
+        ) -> jax.Array:
             window = own.scores.window
-            options = {"group": own.group, "scale": own.scale, "window": window}
+            options = {"group": own.group, "scale": own.scale, "window": window, "sinks": sinks}
             return by_cudnn.split_attention(q, *cache.both, work_of[window], **options, call=self.call)
 
         return attend

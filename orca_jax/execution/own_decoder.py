@@ -223,4 +223,4 @@ class _Attention:
     ) -> tuple[jax.Array, LayerCache]:
         """What one device computes: q [T, G, K, D] of its K/V heads."""
         cache = write(cache, k, v, self._slot_of_token)
-        return self._attend(q, cache, self._config, None), cache
+        return self._attend(q, cache, self._config, None, None), cache

@@ -80,7 +80,9 @@ class Scores:
 
     scale * q.k (None: head_size ** -0.5), then soft_cap * tanh(scores / soft_cap), then for ALiBi (Press et
     al., 2021) the head's slope times `alibi` times (key position - query position), or a `relative` bias.
-    With a `window` a token sees itself and the window - 1 tokens before it, as in transformers.
+    With a `window` a token sees itself and the window - 1 tokens before it, as in transformers. `sinks`: each
+    query head has a learned score that joins the sum of its softmax and has no value, so that a token may
+    attend to nothing (gpt-oss).
     """
 
     scale: float | None = None
@@ -88,6 +90,7 @@ class Scores:
     soft_cap: float | None = None
     alibi: float | None = None
     relative: RelativeBias | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         for name, label in (("scale", "attention_scale"), ("soft_cap", "attention_soft_cap")):
@@ -181,8 +184,9 @@ class Attention:
             raise ConfigError(
                 f"rotary_size is {self.rotary.size}; it must be at most the head_size {self.head_size}"
             )
-        if not self.causal and (self.scores.window is not None or self.scores.alibi is not None):
-            raise ConfigError("a window or ALiBi in attention that is not causal is not supported")
+        scores = self.scores
+        if not self.causal and (scores.window is not None or scores.alibi is not None or scores.sinks):
+            raise ConfigError("a window, ALiBi or sinks in attention that is not causal are not supported")
         if self.scores.relative is not None and self.group != 1:
             raise ConfigError("a relative bias with grouped heads is not supported")
         if self.latent is not None:

@@ -13,6 +13,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.families.attention_config import Attention, Latent, Scores
 from orca_jax.families.limits import check_choice, check_positive, check_size
 from orca_jax.families.mixtures.experts_config import Experts
+from orca_jax.families.mixtures.mxfp4 import BLOCK
 from orca_jax.families.norm_config import Norm
 
 Activation = Literal["gelu_tanh", "gelu", "relu", "silu"]
@@ -193,6 +194,7 @@ class ModelConfig:
             check_positive("logit_soft_cap", self.logit_soft_cap)
         self._check_heads()
         self._check_encoder()
+        self._check_packed()
         special = (
             *(*self.eos_token_ids, self.bos_token_id, self.decoder_start_token_id),
             *(self.forced_bos_token_id, self.forced_eos_token_id),
@@ -233,6 +235,14 @@ class ModelConfig:
             raise ConfigError("an embedding_size of its own in a model with an encoder is not supported")
         if self.decoder_start_token_id is None:
             raise ConfigError("decoder_start_token_id is None; a model with an encoder needs one")
+
+    def _check_packed(self) -> None:
+        for each in self.feed_forwards:
+            if each.experts is None or not each.experts.packed:
+                continue
+            for name, size in (("hidden_size", self.hidden_size), ("ffn_size", each.size)):
+                if size % BLOCK:
+                    raise ConfigError(f"{name} is {size}; experts packed in MXFP4 need a multiple of {BLOCK}")
 
     def __hash__(self) -> int:
         """Of the first layer, for all of them: a model is the key of caches, and may have a thousand."""
@@ -281,6 +291,24 @@ class ModelConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def with_packed_experts(self) -> "ModelConfig":
+        """The same model whose experts stay packed in MXFP4. Raises ConfigError where it has none."""
+        if not self.has_experts or self.encoder is not None:
+            raise ConfigError("the model has no experts that could stay packed")
+
+        def packed(layer: Layer) -> Layer:
+            own = layer.feed_forward
+            experts = None if own.experts is None else replace(own.experts, packed=True)
+            return replace(layer, feed_forward=replace(own, experts=experts))
+
+        made = {layer: packed(layer) for layer in dict.fromkeys(self.layers)}
+        return replace(self, layers=tuple(made[layer] for layer in self.layers))
+
+    @property
+    def has_packed_experts(self) -> bool:
+        """Whether its experts stay packed in MXFP4."""
+        return any(each.experts is not None and each.experts.packed for each in self.feed_forwards)
 
     def with_kv_heads(self, repeats: int) -> "ModelConfig":
         """The same model with each K/V head of the checkpoint `repeats` times in a row."""

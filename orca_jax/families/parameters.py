@@ -45,6 +45,7 @@ import numpy.typing as npt
 
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
+from orca_jax.families.mixtures.mxfp4 import BLOCK, BLOCK_BYTES
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
 
@@ -54,7 +55,8 @@ _HEADS = frozenset("KN")
 EXPERT_SHARE = 128
 TOKEN_EMBEDDING, HEAD, HEAD_BIAS = "token_embedding", "head.weight", "head.bias"
 
-Initial = Literal["normal", "ones", "zeros"]  # normal: with deviation 0.02, as GPT-2 was initialised
+# normal: with deviation 0.02, as GPT-2 was initialised; packed: so in MXFP4
+Initial = Literal["normal", "ones", "zeros", "packed"]
 Use = Literal["embedding", "linear", "expert", "bias", "norm", "head"]
 Stage = Literal["first", "last", "both"]  # both: the first and the last
 
@@ -67,7 +69,8 @@ ENCODER = "encoder."
 class Parameter:
     """One weight. `shape` has a size for each of `axes`; `stage` is None for a weight of a layer.
 
-    `exact`: it is float32 in a model of any dtype.
+    `exact`: it is float32 in a model of any dtype. `whole`: each device has whole experts, whatever their
+    size. `packed`: the weight is bytes of MXFP4.
     """
 
     axes: tuple[str, ...]
@@ -76,10 +79,21 @@ class Parameter:
     use: Use
     stage: Stage | None = None
     exact: bool = False
+    whole: bool = False
 
-    def element(self, dtype: npt.DTypeLike) -> np.dtype[Any]:
-        """Its dtype in a model of `dtype`."""
-        return np.dtype(np.float32 if self.exact else dtype)
+    @property
+    def packed(self) -> bool:
+        return self.initial == "packed"
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """The shape of the array: of packed rows first the numbers, two in a byte, then their scales."""
+        *others, last = self.shape
+        return (*others, last // BLOCK * BLOCK_BYTES if self.packed else last)
+
+    def held_dtype(self, dtype: npt.DTypeLike) -> np.dtype[Any]:
+        """The dtype of the array in a model of `dtype`."""
+        return np.dtype(np.uint8 if self.packed else np.float32 if self.exact else dtype)
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
@@ -105,7 +119,8 @@ class Parameter:
         found = next((i for i, axis in enumerate(self.axes) if _is_split(axis)), None)
         if found is None or self.axes[0] != "X":
             return found
-        return 0 if whole_experts(self.shape[found], self.shape[0], n_devices) else found
+        whole = whole_experts(self.shape[found], self.shape[0], n_devices, packed=self.whole)
+        return 0 if whole else found
 
     @property
     def takes_attention(self) -> bool:
@@ -129,9 +144,9 @@ class Parameter:
         return (first and self.stage != "last") or (last and self.stage != "first")
 
 
-def whole_experts(size: int, number: int, n_devices: int) -> bool:
+def whole_experts(size: int, number: int, n_devices: int, *, packed: bool) -> bool:
     """Whether each of `n_devices` has whole experts, of which there are `number` of that size."""
-    wide = size % n_devices == 0 and size // n_devices >= EXPERT_SHARE
+    wide = not packed and size % n_devices == 0 and size // n_devices >= EXPERT_SHARE
     return not wide and number % n_devices == 0
 
 
@@ -146,8 +161,8 @@ def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight."""
-    return {name: parameter.shape for name, parameter in parameter_table(config).items()}
+    """Name and shape of the array of every weight."""
+    return {name: parameter.held_shape for name, parameter in parameter_table(config).items()}
 
 
 def stage_parameters(config: ModelConfig, layers: range) -> dict[str, Parameter]:
@@ -221,6 +236,8 @@ def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
     if attention.scores.relative is not None:
         sizes["U"] = attention.scores.relative.n_buckets
         found["relative_bias"] = _parameter(("U", "K"), sizes, "normal", "bias")
+    if attention.scores.sinks:
+        found["sinks"] = _parameter(("K",) if attention.group == 1 else ("G", "K"), sizes, "normal", "bias")
     if attention.qk_norm is not None:
         over_head = attention.qk_norm.over == "head"
         for name, axes in (("q_norm", heads), ("k_norm", ("KD",))):
@@ -271,9 +288,11 @@ def _of_experts(own: FeedForward, experts: Experts, sizes: Mapping[str, int]) ->
     if experts.correction_bias:
         found["router.correction"] = replace(_parameter(("Y",), sizes, "zeros", "bias"), exact=True)
     for name, out, into in (("up", inner, "H"), ("down", ("X", "H"), "F")):
-        found[f"experts.{name}.weight"] = _parameter((*out, into), sizes, "normal", "expert")
+        weight = _parameter((*out, into), sizes, "packed" if experts.packed else "normal", "expert")
+        found[f"experts.{name}.weight"] = replace(weight, whole=experts.packed)
         if own.bias:
-            found[f"experts.{name}.bias"] = _parameter(out, sizes, "zeros", "bias")
+            bias = _parameter(out, sizes, "zeros", "bias")
+            found[f"experts.{name}.bias"] = replace(bias, whole=experts.packed)
     if experts.shared_size is not None:
         found["shared.up.weight"] = _parameter(("2", "S", "H"), sizes, "normal", "linear")
         found["shared.down.weight"] = _parameter(("H", "S"), sizes, "normal", "linear")
@@ -283,21 +302,30 @@ def _of_experts(own: FeedForward, experts: Experts, sizes: Mapping[str, int]) ->
 
 
 @lru_cache(maxsize=4096)
-def stage_elements(config: ModelConfig, layers: range, n_devices: int) -> int:
-    """Elements of weights on each of the `n_devices` of the stage of these layers."""
-    outside = _elements(outside_parameters(config, layers).values(), n_devices)
+def stage_elements(config: ModelConfig, layers: range, n_devices: int, *, packed: bool | None = None) -> int:
+    """Elements of weights on each of the `n_devices` of the stage of these layers.
+
+    All, or with `packed` those of weights that are or are not.
+    """
+    outside = _elements(outside_parameters(config, layers).values(), n_devices, packed)
     encoding = config.encoder.layers if config.encoder else ()
     every = [config.layers[i] for i in layers] + [encoding[i] for i in encoder_layers_of(config, layers)]
     alike = [[*group] for _, group in groupby(every)]
     return outside + sum(
-        len(group) * _elements(_of_layer(config, group[0]).values(), n_devices) for group in alike
+        len(group) * _elements(_of_layer(config, group[0]).values(), n_devices, packed) for group in alike
     )
 
 
-def exact_elements(config: ModelConfig, layer: int) -> int:
+def stage_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
+    """Bytes of weights on each of the `n_devices` of the stage of these layers."""
+    plain, packed = (stage_elements(config, layers, n_devices, packed=packed) for packed in (False, True))
+    exact = sum(_exact_elements(config.layers[i].feed_forward) for i in layers)
+    return itemsize * plain + (4 - itemsize) * exact + packed // BLOCK * BLOCK_BYTES
+
+
+def _exact_elements(own: FeedForward) -> int:
     """Elements of a layer's weights that are float32 in a model of any dtype."""
-    experts = config.layers[layer].feed_forward.experts
-    return experts.number if experts is not None and experts.correction_bias else 0
+    return own.experts.number if own.experts is not None and own.experts.correction_bias else 0
 
 
 def layers_with(config: ModelConfig, name: str) -> tuple[Layer, ...]:
@@ -385,5 +413,6 @@ def _size(axis: str, sizes: Mapping[str, int]) -> int:
     )
 
 
-def _elements(parameters: Iterable[Parameter], n_devices: int) -> int:
-    return sum(math.prod(parameter.local_shape(n_devices)) for parameter in parameters)
+def _elements(parameters: Iterable[Parameter], n_devices: int, packed: bool | None) -> int:
+    counted = (each for each in parameters if packed is None or each.packed is packed)
+    return sum(math.prod(parameter.local_shape(n_devices)) for parameter in counted)

@@ -27,7 +27,8 @@ class StoredName:
     neighbours are taken as one. `heads`: the weight has heads, in that order; without it they are as ours.
     `one_row`: a vector of ours, stored as a matrix of one row.
     "{x}" in all of `names` stands for an expert's number: there are these for each expert, one after another.
-    `by_expert`: a matrix of ours is stored with an axis of experts before its rows.
+    `by_expert`: the tensors have an axis of experts before all others. Only these may be `alternating`: each
+    gate's row is before its up's; or `mxfp4`: two tensors, of packed numbers and of the scales of every 32.
     `forms`: one for each of `names`, which says instead how it lies in an array of more axes.
     """
 
@@ -38,6 +39,8 @@ class StoredName:
     forms: tuple[ArrayForm, ...] = ()
     one_row: bool = False
     by_expert: bool = False
+    alternating: bool = False
+    mxfp4: bool = False
 
     def in_layer(self, layer: str, prefix: str = "") -> "StoredName":
         """The names with the number of a layer for "{i}" and `prefix` for "{prefix}"."""
@@ -111,9 +114,14 @@ def own_order(parameter: Parameter, attention: Attention) -> HeadOrder | None:
         return None
     if parameter.axes[0] == "G+2":
         return "slices"
-    if parameter.takes_attention or parameter.axes == ("G", "KD"):
+    if parameter.takes_attention or parameter.axes in (("G", "KD"), ("G", "K")):
         return "query_slices"
     return "keys" if parameter.axes == ("KD",) else None
+
+
+def size_of_heads(parameter: Parameter, attention: Attention) -> int:
+    """How many elements of a parameter belong to each head; a sink is one number."""
+    return attention.head_size if any("D" in axis for axis in parameter.axes) else 1
 
 
 def as_it_is(name: str) -> StoredName:
@@ -141,9 +149,15 @@ def each_expert(*names: str) -> StoredName:
     return StoredName(names)
 
 
-def all_experts(name: str) -> StoredName:
-    """One tensor [X, ..., ...] with the matrices of all experts."""
-    return StoredName((name,), by_expert=True)
+def all_experts(name: str, *, transpose: bool = False, alternating: bool = False) -> StoredName:
+    """One tensor [X, ..., ...] with the matrices, or [X, ...] with the biases, of all experts."""
+    return StoredName((name,), transpose=transpose, by_expert=True, alternating=alternating)
+
+
+def mxfp4_experts(name: str, *, alternating: bool = False) -> StoredName:
+    """The matrices of all experts in four bits, [out, in] each: blocks [X, out, in / 32, 16], and scales."""
+    names = (f"{name}_blocks", f"{name}_scales")
+    return StoredName(names, by_expert=True, alternating=alternating, mxfp4=True)
 
 
 def separate_heads(queries: str, keys: str, values: str) -> StoredName:
@@ -157,7 +171,7 @@ def fused_heads(name: str, order: HeadOrder = "fused") -> StoredName:
 
 
 def query_heads(name: str) -> StoredName:
-    """`out`, stored [H, N D], or the scale [N D] of a norm over all queries."""
+    """`out`, stored [H, N D], the scale [N D] of a norm over all queries, or sinks [N]."""
     return StoredName((name,), heads="queries")
 
 

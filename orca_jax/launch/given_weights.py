@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from flax.core.meta import AxisMetadata
 
-from orca_jax.errors import TensorMismatch
+from orca_jax.errors import ConfigError, TensorMismatch
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import StoredName
@@ -56,6 +56,15 @@ def named_arrays(weights: object) -> dict[str, Any]:
     return arrays
 
 
+def check_replaceable(model: ModelConfig) -> None:
+    """Raises ConfigError for a model whose weights cannot be replaced."""
+    if model.has_packed_experts:
+        raise ConfigError(
+            "weights cannot be replaced while experts are packed in MXFP4; load the model without "
+            'load_format="packed"'
+        )
+
+
 def check_arrays(
     arrays: Mapping[str, Any],
     stored: ModelConfig,
@@ -84,7 +93,7 @@ def check_arrays(
     wrong = _absent(table, named)
     for name, value in named.items():
         if name in table:
-            wrong += _differences(name, value, table[name].shape, table[name].element(dtype), cast=cast)
+            wrong += _differences(name, value, table[name].shape, table[name].held_dtype(dtype), cast=cast)
     _raise(wrong)
     return {name: partial(_as_it_is, value) for name, value in named.items()}
 
@@ -107,7 +116,7 @@ def _of_trainer(
             shape = tuple(getattr(value, "shape", ()))
             form = form.fitting(shape, sizes)
             expected_shape = shape if form.fits(shape, sizes) else form.shape(sizes)
-            wrong += _differences(theirs, value, expected_shape, parameter.element(dtype), cast=cast)
+            wrong += _differences(theirs, value, expected_shape, parameter.held_dtype(dtype), cast=cast)
             forms.append(form)
         places = {frozenset(value.devices()) for value in values if isinstance(value, jax.Array)}
         if len(places) > 1:

@@ -21,7 +21,14 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import own_order
 from orca_jax.families.trainers.layouts import Layout
-from orca_jax.launch.given_weights import Adapter, Change, check_adapters, check_arrays, named_arrays
+from orca_jax.launch.given_weights import (
+    Adapter,
+    Change,
+    check_adapters,
+    check_arrays,
+    check_replaceable,
+    named_arrays,
+)
 from orca_jax.sharding.random_parameters import with_repeated_heads
 
 # Yields the new arrays of a weight, one for each of the given places.
@@ -62,6 +69,7 @@ class LocalMemory:
         """EngineMemory."""
         if self._own:
             raise ConfigError("the weights of a model of one's own cannot be replaced; make a new LLM")
+        check_replaceable(self._model)
         if isinstance(weights, str | Path):
             parts = checked_directory(Path(weights), self._model)
             return partial(self._install, partial(self._read, parts))
@@ -140,7 +148,7 @@ class LocalMemory:
         self, parts: Mapping[str, Parts], name: str, places: Sequence[jax.sharding.Sharding]
     ) -> Iterator[jax.Array]:
         parameter = parameter_table(self._model)[name]
-        return iter(put(parts[name], parameter.shape, parameter.element(self._dtype), places))
+        return iter(put(parts[name], parameter.shape, parameter.held_dtype(self._dtype), places))
 
     def _convert(
         self, made: Mapping[str, Callable[[], Any]], name: str, places: Sequence[jax.sharding.Sharding]
@@ -182,7 +190,7 @@ class _Fitting:
 
     def placed(self, name: str, value: Any, place: jax.sharding.Sharding) -> jax.Array:
         """A copy of the weight in the model's dtype, on the devices of `place`."""
-        dtype = self._held[name].element(self._dtype)
+        dtype = self._held[name].held_dtype(self._dtype)
         if value.dtype != dtype:
             value = value.astype(dtype)
         elif isinstance(value, np.ndarray):

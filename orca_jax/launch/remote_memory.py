@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.checkpoint import orbax
-from orca_jax.checkpoint.orca_json import ORCA_JSON
 from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.errors import CheckpointError, ConfigError, WorkerLost
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
 from orca_jax.families.trainers.layouts import Layout
-from orca_jax.launch.given_weights import check_adapters, check_arrays, named_arrays
+from orca_jax.families.trainers.orca_json import ORCA_JSON
+from orca_jax.launch.given_weights import check_adapters, check_arrays, check_replaceable, named_arrays
 from orca_jax.launch.local_memory import checked_directory
 
 
@@ -53,6 +53,7 @@ class RemoteMemory:
         self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
     ) -> Callable[[], None]:
         """EngineMemory."""
+        check_replaceable(self._model)
         if isinstance(weights, str | Path):
             directory = Path(weights).absolute()
             if self._same_machine or directory.exists():
@@ -103,7 +104,9 @@ def write_arrays(
     """Write an Orbax checkpoint of these weights, one at a time. Raises ConfigError or CheckpointError."""
     table = parameter_table(model)
     try:
-        orbax.write(directory, made, lambda name: np.asarray(made[name]()).astype(table[name].element(dtype)))
+        orbax.write(
+            directory, made, lambda name: np.asarray(made[name]()).astype(table[name].held_dtype(dtype))
+        )
         text = json.dumps({"model": config_to_json(model)})
         (directory / ORCA_JSON).write_text(text, encoding="utf-8")
     except OSError as error:

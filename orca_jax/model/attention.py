@@ -141,6 +141,7 @@ def split_attention(
     slopes: jax.Array | None = None,
     causal: bool = True,
     relative: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     value_size: int | None = None,
 ) -> jax.Array:
     """Attention of each request's query tokens to its own keys, up to its own position where `causal`.
@@ -150,12 +151,12 @@ def split_attention(
     (by default D ** -0.5), then soft_cap * tanh(scores / soft_cap), then for ALiBi slopes [G, K] times (key
     position - query position). A `relative` bias [2 M + 1, K] float32 adds to a score its row (key position -
     query position) + M, the first or the last for keys further away; G is then 1. With a `window` a query
-    sees that many keys, its own the last, and blocks without any of them are not read. Without `causal` every
-    query sees all keys of its row, of which there may be fewer than queries, and there are no window and no
-    slopes. Sums and softmax are float32; the result [T, G, K, D] has q's dtype, and padding tokens and rows
-    without a key get zeros. A cache without values has them as the first `value_size` elements of its keys;
-    the result then has so many in place of D. `work` is `attention_work` of the same arrays and the same
-    `follow_lengths`.
+    sees that many keys, its own the last, and blocks without any of them are not read. `sinks` [G, K] float32
+    are scores of one more key for each head, which has no value. Without `causal` every query sees all keys
+    of its row, of which there may be fewer than queries, and there are no window and no slopes. Sums and
+    softmax are float32; the result [T, G, K, D] has q's dtype, and padding tokens and rows without a key get
+    zeros. A cache without values has them as the first `value_size` elements of its keys; the result then has
+    so many in place of D. `work` is `attention_work` of the same arrays and the same `follow_lengths`.
     """
     n_tokens, n_groups, n_kv_heads, head_size = q.shape
     assert causal or (window is None and slopes is None)
@@ -190,6 +191,7 @@ def split_attention(
                 soft_cap=soft_cap,
                 slopes=slopes,
                 relative=relative,
+                sinks=sinks,
                 n_values=n_values,
             )
             attended = attended.swapaxes(1, 2).reshape(*tile.shape[:3], n_values)
@@ -221,6 +223,7 @@ def _attend(
     soft_cap: float | None,
     slopes: jax.Array | None,
     relative: jax.Array | None,
+    sinks: jax.Array | None,
     n_values: int,
 ) -> jax.Array:
     """Running softmax of I tiles at once over chunks of C keys.
@@ -247,9 +250,12 @@ def _attend(
         most_blocks = -(-(window + n_queries - 2) // block_size) + 1
         n_chunks = min(n_chunks, -(-most_blocks // blocks))
     last_key = jnp.tile(last_key, (1, per_head))[:, None, :, None]  # [I, 1, G * Q, 1]
-    slope = (
-        None if slopes is None else slopes.T.repeat(n_queries, axis=1)[None, :, :, None]
-    )  # [1, K, G * Q, 1]
+
+    def by_query_of(heads: jax.Array) -> jax.Array:
+        """A number of each head [G, K] for each query, [1, K, G * Q]."""
+        return heads.T.repeat(n_queries, axis=1)[None]
+
+    slope = None if slopes is None else by_query_of(slopes)[..., None]
 
     def fetch(pool: jax.Array, ids: jax.Array) -> jax.Array:
         """Blocks `ids` [I, blocks] of [n_blocks, K, B, D] as [I, K, C, D]."""
@@ -294,8 +300,10 @@ def _attend(
 
     flat = queries.shape[:3]
     start = (
-        jnp.full(flat, _NOTHING, jnp.float32),
-        jnp.zeros(flat, jnp.float32),
+        jnp.full(flat, _NOTHING, jnp.float32)
+        if sinks is None
+        else jnp.broadcast_to(by_query_of(sinks), flat),
+        jnp.full(flat, 0 if sinks is None else 1, jnp.float32),
         jnp.zeros((*flat, n_values), jnp.float32),
     )
     trips = -(-n_reached.max() // chunk) if follow_lengths else n_chunks

@@ -29,7 +29,13 @@ class Attend(Protocol):
     """Split attention with this iteration's tables bound: the one operation that knows of requests."""
 
     def __call__(
-        self, q: jax.Array, cache: LayerCache, attention: Attention, bias: jax.Array | None, /
+        self,
+        q: jax.Array,
+        cache: LayerCache,
+        attention: Attention,
+        bias: jax.Array | None,
+        sinks: jax.Array | None,
+        /,
     ) -> jax.Array:
         """q [T, n, K, D], of which the first G slices are queries, to [T, G, K, D or the size of a value].
 
@@ -37,7 +43,8 @@ class Attend(Protocol):
         gave them left them; keys and values are in the cache already. `attention` is the layer's, with G and
         the form of its scores; `bias` is what that form adds to them, float32: for ALiBi its slopes [G, K],
         for a relative bias [2 * max_distance + 1, K] by (key position - query position) from -max_distance
-        on. K are the K/V heads of this device.
+        on. `sinks` [G, K] float32 are the heads' own scores, which join the softmax's sum. K are the K/V
+        heads of this device.
         """
         ...
 
@@ -73,7 +80,7 @@ class CrossAttention(nnx.Module):
     ) -> jax.Array:
         """x [T, H] to [T, H]; `attend` is bound to the slots of the encoder's tokens."""
         queries = self.q(x, product).reshape(x.shape[0], 1, -1, self.config.head_size)  # [T, 1, K, D]
-        attended = attend(queries, cache, self.config, None)
+        attended = attend(queries, cache, self.config, None, None)
         return self.out(attended.reshape(x.shape[0], -1), product, shard)
 
     def write(
@@ -101,6 +108,7 @@ class Block(nnx.Module):
         self.out = linear_of(p, "out")
         relative = config.attention.scores.relative
         self.relative_bias = None if relative is None else nnx.Param(p("relative_bias"))  # [buckets, K]
+        self.sinks = nnx.Param(p("sinks")) if config.attention.scores.sinks else None
         self.cross_norm = norms.get("cross_norm")
         self.cross = None if config.cross is None else CrossAttention(config.cross, p)
         mixed = config.feed_forward.experts is not None
@@ -191,7 +199,7 @@ class Block(nnx.Module):
             if evaluated is not None:
                 x, rotation = evaluated.of(x), Rotation(*map(evaluated.of, rotation))
                 attend, product = evaluated.attend, evaluated.product
-            attended = attend(self.latent.queries(x, rotation, product), cache, config, None)
+            attended = attend(self.latent.queries(x, rotation, product), cache, config, None, None)
             return self.out(self.latent.values(attended), product, shard), cache
         assert self.qkv is not None
         group, n_kv_heads = config.group, config.n_kv_heads // shard.n
@@ -216,7 +224,8 @@ class Block(nnx.Module):
             keys = rotate(keys[:, None], rotation, interleaved=interleaved)[:, 0]
         if slot_of_token is not None:
             cache = write(cache, keys, qkv[:, group + 1], slot_of_token)
-        attended = attend(queries, cache, config, self._bias(shard))  # [T or R, G, K, D]
+        sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32).reshape(group, -1)
+        attended = attend(queries, cache, config, self._bias(shard), sinks)  # [T or R, G, K, D]
         return self.out(attended.reshape(attended.shape[0], -1), product, shard), cache
 
     def _slices(self, x: jax.Array, n_tokens: int, shard: Shard) -> Slices | None:

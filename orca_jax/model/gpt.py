@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from orca_jax.families.mixtures.mxfp4 import BIAS, BLOCK, BLOCK_BYTES
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import (
     ENCODER,
@@ -32,7 +33,7 @@ def init_parameters(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> di
     table = parameter_table(config)
     keys = jax.random.split(key, len(table))
     return {
-        name: init_parameter(entry.initial, entry.shape, own, entry.element(dtype))
+        name: init_parameter(entry.initial, entry.held_shape, own, entry.held_dtype(dtype))
         for (name, entry), own in zip(table.items(), keys, strict=True)
     }
 
@@ -46,6 +47,9 @@ def init_parameter(initial: Initial, shape: tuple[int, ...], key: jax.Array, dty
             return jnp.zeros(shape, dtype)
         case "normal":
             return 0.02 * jax.random.normal(key, shape, dtype)
+        case "packed":  # numbers of 3 on average, times 2 ** -7
+            is_number = jnp.arange(shape[-1]) < shape[-1] // BLOCK_BYTES * (BLOCK // 2)
+            return jnp.where(is_number, jax.random.bits(key, shape, jnp.uint8), jnp.uint8(BIAS - 7))
 
 
 class Through(NamedTuple):

@@ -5,6 +5,8 @@ experts; shapes depend on the bucket alone. Padding belongs to no expert, as do,
 experts, the tokens of other devices' experts.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,6 +15,7 @@ from jax import lax
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward
 from orca_jax.model.layers import Matmul, Weights, activate, between, linear_of
+from orca_jax.model.packed import packed_grouped
 from orca_jax.model.shard import Shard
 from orca_jax.model.token_slices import Slices
 
@@ -89,11 +92,14 @@ class Mixture(nnx.Module):
         order = jnp.argsort(expert, stable=True)
         sizes = (expert[:, None] == jnp.arange(n_here)).sum(axis=0, dtype=jnp.int32)
         rows = x.at[order // top_k].get(mode="clip")  # [T k, H], sorted by expert
-        inner = product.grouped(rows, up.reshape(n_here, -1, x.shape[1]), sizes)
+        grouped = product.grouped
+        if self.config.experts.packed:
+            grouped = partial(packed_grouped, grouped=grouped)
+        inner = grouped(rows, up.reshape(n_here, -1, up.shape[-1]), sizes)
         if self.up.bias is not None:
             of_row = self.up.bias[...].reshape(n_here, -1).at[expert[order]]
             inner = inner + of_row.get(mode="clip")
-        out = product.grouped(between(inner, self.config), down, sizes)
+        out = grouped(between(inner, self.config), down, sizes)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
         by_token = out.at[place].get(mode="clip").reshape(n_tokens, top_k, -1).astype(jnp.float32)
         return (weights[:, :, None] * by_token).sum(axis=1).astype(x.dtype)

@@ -109,7 +109,13 @@ def forward(
             seen &= distance >= 0
         if own.scores.window is not None:
             seen &= distance < own.scores.window
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        if own.scores.sinks:  # one more key for each head, whose weight goes nowhere
+            sinks = p[f"{name}.sinks"].reshape(own.group, -1).T.reshape(-1)  # by query head
+            scores = jnp.concatenate(
+                [scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], 2
+            )
+        weights = jax.nn.softmax(scores, axis=-1)[:, :, :n_tokens]
         merged = jnp.einsum("nqk,knd->qnd", weights, v)  # [T, N, D]
         if own.latent is not None:
             return linear(f"{name}.out", merged.reshape(n_tokens, -1))

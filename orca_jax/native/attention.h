@@ -33,6 +33,7 @@ typedef struct {
   const q_type *q;
   const kv_type *keys, *values;
   const float *slopes; /* of ALiBi, or NULL */
+  const float *sinks;  /* [G, K] a score of each head that joins the sum of its softmax, or NULL */
   float *relative;     /* [K][2 M + 1 + 2 LANES] the relative bias by key position - query position, or NULL */
   const int32_t *block_table, *row_start, *kv_length;
   q_type *out;
@@ -80,6 +81,12 @@ static inline q_type *result_of(const Attention *a, int token, int g, int head) 
 
 static inline float slope(const Attention *a, int g, int head) {
   return a->slopes ? a->slopes[g * a->n_heads + head] : 0;
+}
+
+/* What a query's softmax begins with: its greatest score and, in `total`, the sum of its weights. */
+static inline float first_score(const Attention *a, int g, int head, float *total) {
+  *total = a->sinks != NULL;
+  return a->sinks ? a->sinks[g * a->n_heads + head] : NOTHING;
 }
 
 static inline const float *relative_of(const Attention *a, int head) {

@@ -143,8 +143,7 @@ static void attend_one(const Attention *a, int row, int first, int n_heads) {
   for (int h = 0; h < n_heads; h++)
     for (int g = 0; g < group; g++) {
       Running *running = &heads[h][g];
-      running->top = NOTHING;
-      running->total = 0;
+      running->top = first_score(a, g, first + h, &running->total);
       running->slope = slope(a, g, first + h);
       running->relative = relative_of(a, first + h);
       const q_type *q = query(a, token, g, first + h);

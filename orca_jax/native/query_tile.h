@@ -105,7 +105,7 @@ INLINE void attend_vectors(const Attention *a, Tile tile, int head, const int ve
   const int begin = a->row_start[tile.row], length = a->kv_length[tile.row], group = a->group;
   const int before = length - (a->row_start[tile.row + 1] - begin); /* positions before the row's first token */
   const int32_t *table = a->block_table + (size_t)tile.row * a->max_blocks;
-  float q[HEAD_SIZE][TILE], weights[CHUNK][TILE], out[TILE][VALUE_SIZE], shrink[TILE], totals[TILE];
+  float q[HEAD_SIZE][TILE], weights[CHUNK][TILE], out[TILE][VALUE_SIZE], shrink[TILE], tops[TILE], totals[TILE];
   Seen seen;
   memset(weights, 0, sizeof weights);
   memset(shrink, 0, sizeof shrink);
@@ -116,6 +116,7 @@ INLINE void attend_vectors(const Attention *a, Tile tile, int head, const int ve
     seen.last[m] = a->causal ? before + token : length - 1;
     seen.first[m] = greater(0, seen.last[m] - a->window + 1);
     seen.slopes[m] = slope(a, g, head);
+    tops[m] = first_score(a, g, head, &totals[m]);
     for (int i = 0; i < PARTS; i++) {
       const vec part = load(from + i * LANES) * all(a->scale);
       UNROLL for (int d = 0; d < LANES; d++) q[i * LANES + d][m] = part[d];
@@ -129,8 +130,8 @@ INLINE void attend_vectors(const Attention *a, Tile tile, int head, const int ve
   seen.relative = relative_of(a, head);
   vec top[TILE / LANES], total[TILE / LANES];
   for (int g = 0; g < vectors; g++) {
-    top[g] = all(NOTHING);
-    total[g] = all(0);
+    top[g] = load(&tops[g * LANES]);
+    total[g] = load(&totals[g * LANES]);
   }
   /* Chunks start at fixed positions, so that a query's result does not depend on where its tile starts. With a short
    * window a query may see no key of the first chunks. Its largest score is then NOTHING, and its sums are wrong until

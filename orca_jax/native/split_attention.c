@@ -1,10 +1,12 @@
 /* Split attention of one layer on a CPU, as an XLA custom call (ORCA 3.2 and 5).
  *
  * The compiler sets HEAD_SIZE (D), a multiple of 16; BLOCK_SIZE (B), a multiple of 8; Q_BITS and KV_BITS, 32 for
- * float32 and 16 for bfloat16; and where values are the first elements of the keys VALUE_SIZE, a multiple of 16. All arithmetic is float32. The arguments are those of split_attention.py: q
- * [T, n, K, D], whose first G slices are the queries; keys, values [n_blocks, K, B, D]; block_table [R, max_blocks],
- * row_start [R + 1], kv_length [R] int32; slopes [G, K] and relative [2 M + 1, K] float32, or empty. The result is
- * [T, G, K, D], or VALUE_SIZE in place of D. Query heads [0..G, k] form a group: all attend to key/value head k.
+ * float32 and 16 for bfloat16; and where values are the first elements of the keys VALUE_SIZE, a multiple of 16. All
+ * arithmetic is float32. The arguments are those of split_attention.py: q [T, n, K, D], whose first G slices are the
+ * queries; keys, values [n_blocks, K, B, D]; block_table [R, max_blocks],
+ * row_start [R + 1], kv_length [R] int32; slopes [G, K], relative [2 M + 1, K] and sinks [G, K] float32, or empty. The
+ * result is [T, G, K, D], or VALUE_SIZE in place of D. Query heads [0..G, k] form a group: all attend to key/value
+ * head k.
  *
  * The work is cut into items: a tile of one row's queries, and a key/value head (attend_many), or a row of one
  * token and a few key/value heads (attend_one). Within a row, queries are numbered token by token and by group
@@ -73,7 +75,8 @@ static double cut(Attention *a, int n_rows) {
 XLA_FFI_Error *split_attention(XLA_FFI_CallFrame *frame) {
   if (asked_what_it_is(frame)) return NULL;
   const XLA_FFI_Buffer *q = argument(frame, 0), *block_table = argument(frame, 3), *kv_length = argument(frame, 5);
-  const XLA_FFI_Buffer *slopes = argument(frame, 6), *relative = argument(frame, 7), *out = result(frame, 0);
+  const XLA_FFI_Buffer *slopes = argument(frame, 6), *relative = argument(frame, 7), *sinks = argument(frame, 8);
+  const XLA_FFI_Buffer *out = result(frame, 0);
   const int n_tokens = out->dims[0], group = out->dims[1], n_rows = kv_length->dims[0], n_distances = relative->dims[0];
   const size_t n_tiles = (size_t)n_tokens * group / TILE + n_rows;
   const size_t n_relative = n_distances ? out->dims[2] * (n_distances + 2 * (size_t)LANES) : 0;
@@ -87,6 +90,7 @@ XLA_FFI_Error *split_attention(XLA_FFI_CallFrame *frame) {
   a->row_start = argument(frame, 4)->data;
   a->kv_length = kv_length->data;
   a->slopes = slopes->dims[0] ? slopes->data : NULL;
+  a->sinks = sinks->dims[0] ? sinks->data : NULL;
   a->out = out->data;
   a->scale = *(const float *)attribute(frame, "scale");
   a->soft_cap = *(const float *)attribute(frame, "soft_cap");

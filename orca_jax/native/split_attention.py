@@ -60,6 +60,7 @@ def native_split_attention(
     slopes: jax.Array | None = None,
     causal: bool = True,
     relative: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     value_size: int | None = None,
 ) -> jax.Array:
     """Attention of each request's query tokens to its own keys, up to its own position where `causal`.
@@ -74,10 +75,11 @@ def native_split_attention(
     `slopes` [G, K] float32 times (key position - query position). A query sees its own position and the
     `window` - 1 before it, by default all; blocks outside the window are not read. A `relative` bias
     [2 M + 1, K] float32 adds to a score its row (key position - query position) + M, the first or the last
-    for keys further away; G is then 1. Without `causal` a query sees all keys of its row, of which there may
-    be fewer than queries, and there are no window and no slopes. Without `values` they are the first
-    `value_size` elements of the keys; the result then has so many in place of D. Raises NotBuilt without a C
-    compiler, or without AVX-512 or AVX2.
+    for keys further away; G is then 1. `sinks` [G, K] float32 are scores of one more key for each head, which
+    has no value. Without `causal` a query sees all keys of its row, of which there may be fewer than queries,
+    and there are no window and no slopes. Without `values` they are the first `value_size` elements of the
+    keys; the result then has so many in place of D. Raises NotBuilt without a C compiler, or without AVX-512
+    or AVX2.
     """
     n_slices, n_kv_heads, head_size = q.shape[1:]
     group = n_slices if group is None else group
@@ -94,6 +96,8 @@ def native_split_attention(
     assert (window is None or window > 0) and (soft_cap is None or soft_cap > 0)
     slopes = jnp.zeros((0, 0), jnp.float32) if slopes is None else slopes
     assert slopes.dtype == jnp.float32 and slopes.shape in ((0, 0), (group, n_kv_heads))
+    sinks = jnp.zeros((0, 0), jnp.float32) if sinks is None else sinks
+    assert sinks.dtype == jnp.float32 and sinks.shape in ((0, 0), (group, n_kv_heads))
     relative = jnp.zeros((0, n_kv_heads), jnp.float32) if relative is None else relative
     assert relative.dtype == jnp.float32 and relative.shape[1:] == (n_kv_heads,)
     assert not len(relative) or (len(relative) % 2 and group == 1)
@@ -111,6 +115,7 @@ def native_split_attention(
         kv_length,
         slopes,
         relative,
+        sinks,
         causal=np.int32(causal),
         scale=np.float32(head_size**-0.5 if scale is None else scale),
         soft_cap=np.float32(soft_cap or 0),

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
+from orca_jax.families.mixtures.mxfp4 import BLOCK, BLOCK_BYTES
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import (
     ENCODER,
@@ -30,6 +31,7 @@ from orca_jax.families.parameters import (
     encoder_layers_of,
     layer_parameters,
     outside_parameters,
+    stage_bytes,
     stage_elements,
 )
 
@@ -201,7 +203,10 @@ def linear_operation(product: "_Product", n_tokens: int, *, weight_bytes: int) -
         n_rows *= product.experts.top_k * product.share
         n_read = product.experts.expected_hit(n_tokens) * product.share
     n_activations = n_rows * (product.n_in + product.n_out)
-    n_bytes = weight_bytes * (n_read * product.n_weights + n_activations)
+    each = weight_bytes
+    if product.experts is not None and product.experts.packed:
+        each = BLOCK_BYTES / BLOCK  # of a number, which its few biases count as
+    n_bytes = each * n_read * product.n_weights + weight_bytes * n_activations
     return Operation("linear", n_bytes, 2 * n_rows * product.n_in * product.n_out)
 
 
@@ -357,8 +362,8 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def weight_bytes_total(model: ModelConfig, itemsize: int) -> int:
-    """Bytes of all weights at `itemsize` bytes an element."""
-    return parameter_count(model) * itemsize
+    """Bytes of all weights at `itemsize` bytes an element, packed ones at their own."""
+    return stage_bytes(model, range(model.n_layers), 1, itemsize)
 
 
 def kv_bytes_per_slot(model: ModelConfig, itemsize: int) -> int:

@@ -92,7 +92,10 @@ class PlanTarget:
             or self.config.attention.latent is not None
             or any(layer.attention.scores.alibi is not None for layer in self.config.layers)
         )
-        return "static" if pure_jax and self.device.name != CPU else self.device.attention
+        if pure_jax and self.device.name != CPU:
+            return "static"
+        sinks = any(layer.attention.scores.sinks for layer in self.config.layers)
+        return "cudnn" if sinks and self.device.attention == "kernel" else self.device.attention
 
     def exchanges(self, layer: Layer, n_tokens: int, *, last: bool) -> bool:
         """Whether the engine exchanges tokens in this layer in an iteration of `n_tokens`, padded.

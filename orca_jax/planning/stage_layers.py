@@ -51,6 +51,8 @@ def _uneven(config: ModelConfig, n_devices: int) -> str | None:
         return f"n_heads {config.n_heads}"
     for each in config.feed_forwards:
         experts = each.experts
+        if experts is not None and experts.packed and experts.number % n_devices:
+            return f"n_experts {experts.number}, of which each device has whole packed ones,"
         if each.size % n_devices and (experts is None or experts.number % n_devices):
             return f"ffn_size {each.size}" + (f", or its n_experts {experts.number}," if experts else "")
         if experts is not None and experts.shared_size is not None and experts.shared_size % n_devices:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from orca_jax.config import Attention
 from orca_jax.families.model_config import Layer, ModelConfig
-from orca_jax.families.parameters import encoder_layers_of, exact_elements, stage_elements, whole_experts
+from orca_jax.families.parameters import encoder_layers_of, stage_bytes, whole_experts
 from orca_jax.iteration.scored_parts import SCORED
 from orca_jax.iteration.shape import EngineShape
 
@@ -124,8 +124,7 @@ class StageRoom:
 
 def stage_weight_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
     """Weights per device: its share of the split ones, and all others; a few are float32 in any model."""
-    exact = sum(exact_elements(config, i) for i in layers)
-    return itemsize * stage_elements(config, layers, n_devices) + (4 - itemsize) * exact
+    return stage_bytes(config, layers, n_devices, itemsize)
 
 
 def slot_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
@@ -156,7 +155,9 @@ def temporary_bytes(
     every = {config.layers[i] for i in layers}
     every |= {config.encoder.layers[i] for i in encoding} if config.encoder else set()
     per_token = max(_elements_per_token(config.hidden_size, layer, n_devices, cpu=cpu) for layer in every)
-    needed = n_tokens * itemsize * per_token
+    needed = n_tokens * itemsize * per_token + max(
+        _unpacked_bytes(config.hidden_size, layer, n_devices, itemsize, cpu=cpu) for layer in every
+    )
     if attention == "cudnn" and shape.deterministic:
         attention = "static"  # as in execution/attention_backend.py
     if attention == "kernel" and not shape.deterministic:
@@ -201,13 +202,23 @@ def _elements_of_feed_forward(hidden: int, layer: Layer, n_devices: int, *, cpu:
     product = size * (2 if feed_forward.gated else 1)
     if feed_forward.experts is not None:
         # A row for each expert that a token takes: its input, or its result, beside what is between.
-        if whole_experts(feed_forward.size, feed_forward.experts.number, n_devices):
+        experts = feed_forward.experts
+        if whole_experts(feed_forward.size, experts.number, n_devices, packed=experts.packed):
             size, product = size * n_devices, product * n_devices
         taken = feed_forward.experts.top_k * (product + max(hidden, size if feed_forward.gated or cpu else 0))
         return hidden * (2 if cpu else 1) + taken
     if cpu:
         return 2 * hidden + product + size
     return hidden + product + max(hidden, size if feed_forward.gated else 0)
+
+
+def _unpacked_bytes(hidden: int, layer: Layer, n_devices: int, itemsize: int, *, cpu: bool) -> int:
+    """What packed experts need while they are unpacked: one at a time on a CPU, a GPU's share at once."""
+    experts = layer.feed_forward.experts
+    if experts is None or not experts.packed:
+        return 0
+    n_rows = layer.feed_forward.size * (2 if layer.feed_forward.gated else 1)
+    return (1 if cpu else experts.number // n_devices) * n_rows * hidden * itemsize
 
 
 def result_bytes(config: ModelConfig, layers: range, itemsize: int, *, n_tokens: int, n_rows: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Initial, Parameter, parameter_table
-from orca_jax.families.stored_name import head_places, own_order
+from orca_jax.families.stored_name import head_places, own_order, size_of_heads
 from orca_jax.model.gpt import Parameters, init_parameter
 
 
@@ -41,7 +41,7 @@ def random_parameters(
     def draw(name: str, sharding: jax.sharding.Sharding) -> jax.Array:
         parameter = table[name]
         has_heads = own_order(parameter, stored.attention) is not None and config.attention.kv_repeats > 1
-        kind = (parameter.initial, parameter.shape, parameter.element(dtype))
+        kind = (parameter.initial, parameter.held_shape, parameter.held_dtype(dtype))
         program = drawing(*kind, sharding, parameter if has_heads else None)
         return program(keys[name])
 
@@ -54,7 +54,7 @@ def with_repeated_heads(value: jax.Array, parameter: Parameter, attention: Atten
     assert order is not None
     places = head_places(order, attention)
     heads = np.array([[place.head for place in slice_] for slice_ in places])  # [slices, K]
-    return in_order_of_heads(value, parameter, heads, attention.head_size)
+    return in_order_of_heads(value, parameter, heads, size_of_heads(parameter, attention))
 
 
 def in_order_of_heads(value: jax.Array, parameter: Parameter, heads: np.ndarray, size: int) -> jax.Array:

@@ -28,7 +28,9 @@ ServedAttention = Literal["kernel", "cudnn", "native", "static", "follow_lengths
 DtypeFlag = Annotated[
     Dtype | None, "data type of weights, keys and values (default: float32 on a CPU, bfloat16 elsewhere)"
 ]
-LoadFormatFlag = Annotated[LoadFormat, "dummy: random weights of a preset or directory"]
+LoadFormatFlag = Annotated[
+    LoadFormat, "dummy: random weights of a preset or directory; packed: experts in MXFP4 stay packed"
+]
 AttentionFlag = Annotated[
     ServedAttention | None,
     "attention implementation (default: a kernel on a Hopper GPU or a CPU, cuDNN on another NVIDIA GPU, "
@@ -244,6 +246,7 @@ class PlanFlags:
     pipeline_parallel: Annotated[int, "number of pipeline stages"] = 1
     expert_exchange: ExpertExchangeFlag = "auto"
     dtype: DtypeFlag = None
+    load_format: LoadFormatFlag = "auto"
     max_batch_size: MaxBatchSizeFlag = 32
     n_slots: Annotated[int | None, "number of tokens in the KV cache (default: as many as fit)"] = None
     max_batch_tokens: MaxBatchTokensFlag = None

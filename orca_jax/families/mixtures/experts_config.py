@@ -25,6 +25,8 @@ class Experts:
 
     `shared_size` is the width of one more gated layer, of the experts' activation, which every token runs;
     with `shared_gate` its result is multiplied by the sigmoid of one more linear layer's.
+
+    With `packed` the experts' matrices stay in MXFP4 (mxfp4.py) on the devices, each of which has whole ones.
     """
 
     number: int
@@ -38,6 +40,7 @@ class Experts:
     top_groups: int = 1
     shared_size: int | None = None
     shared_gate: bool = False
+    packed: bool = False
 
     def __post_init__(self) -> None:
         check_size("n_experts", self.number)

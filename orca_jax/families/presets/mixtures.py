@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from orca_jax.families.attention_config import Latent, Scores, latent_attention
+from orca_jax.families.attention_config import Attention, Latent, Scores, latent_attention
 from orca_jax.families.mixtures.experts_config import Experts
+from orca_jax.families.mixtures.gpt_oss import BASE, YARN
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig, alike
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.presets.dense import mistral_7b, with_layers
@@ -15,6 +16,38 @@ def with_experts(model: ModelConfig, *, number: int, top_k: int) -> ModelConfig:
     layer = model.layers[0]
     experts = Experts(number=number, top_k=top_k, renormalised=True)
     return with_layers(model, replace(layer, feed_forward=replace(layer.feed_forward, experts=experts)))
+
+
+def gpt_oss(*, n_layers: int, n_experts: int) -> ModelConfig:
+    """gpt-oss-20b or -120b: a window of 128 in every other layer, from the first on."""
+    windowed = Layer(
+        attention=Attention(
+            n_heads=64,
+            n_kv_heads=8,
+            head_size=64,
+            rotary=Rotary(size=64, base=BASE, scaling=YARN),
+            scores=Scores(window=128, sinks=True),
+        ),
+        feed_forward=FeedForward(
+            size=2880,
+            activation="silu",
+            gated=True,
+            gate_limit=7.0,
+            experts=Experts(number=n_experts, top_k=4, scores="softmax_of_chosen", router_bias=True),
+        ),
+        norm=Norm(kind="rms_norm", eps=1e-5),
+    )
+    whole = replace(windowed, attention=replace(windowed.attention, scores=Scores(sinks=True)))
+    return ModelConfig(
+        vocab_size=201_088,
+        n_positions=131_072,
+        hidden_size=2880,
+        layers=(windowed, whole) * (n_layers // 2),
+        embedding=Embedding(size=2880, tied=False),
+        positions=None,
+        final_norm=windowed.norm,
+        eos_token_ids=(200_002,),
+    )
 
 
 def mixtral_8x7b() -> ModelConfig:

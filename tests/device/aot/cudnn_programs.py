@@ -45,7 +45,7 @@ def program(kind: str, layout: FlatLayout) -> dict[str, Any]:
     def attend(q: jax.Array, caches: list[LayerCache], buffer: jax.Array) -> jax.Array:
         bound = path.bind(layout, layout.split(buffer), buffer[layout.size :])
         for cache in caches:
-            q = bound(q[:, None], cache, MODEL.attention, None)[:, 0]
+            q = bound(q[:, None], cache, MODEL.attention, None, None)[:, 0]
         return q
 
     cache = like(N_BLOCKS, HEADS, BLOCK, HEAD_SIZE)

@@ -82,6 +82,8 @@ def test_one_tensor_of_another_number_of_experts(tmp_path: Path) -> None:
         ("mixtral-grouped", 5, (8, 2, 4, 24)),
         ("qwen2-moe-dense-first-renormalised", 3, (3, 2, 12, 30)),  # of 9 of 12
         ("olmoe-grouped", 4, (7, 2, 4, 36)),  # of 7 of 16
+        ("gpt-oss-yarn", 2, (7, 2, 11, 28)),  # of 7 of 22
+        ("gpt-oss-multi-query-tied", 2, (2, 2, 26, 20)),  # of 4 of 26
     ],
 )
 def test_each_device_gets_its_experts_or_its_part_of_each(
@@ -99,7 +101,7 @@ def test_each_device_gets_its_experts_or_its_part_of_each(
         assert np.array_equal(value, whole.parameters[key]), key
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "gpt-oss-yarn"])
 def test_there_and_back(tmp_path: Path, name: str) -> None:
     assert convert_checkpoint(DIRECTORY / name, tmp_path / "orbax") == "orbax"
     assert convert_checkpoint(tmp_path / "orbax", tmp_path / "back") == "safetensors"

@@ -15,9 +15,9 @@ import tensorstore as ts
 from orca_jax.checkpoint import array_view
 from orca_jax.checkpoint.directory import Checkpoint, find_parameters
 from orca_jax.checkpoint.locate import load_checkpoint
-from orca_jax.checkpoint.orca_json import read_description
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.hf_config import read_config
+from orca_jax.families.trainers.orca_json import read_description
 from orca_jax.sharding.partition import StagePart, split_model
 from tests.device.checkpoint.test_trainers import DIRECTORY, arrays_of, golden_of
 from tests.device.harness import greedy_request, harness

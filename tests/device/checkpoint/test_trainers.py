@@ -19,7 +19,6 @@ from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import find_parameters
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.checkpoint.orbax_store import open_arrays, read_tree
-from orca_jax.checkpoint.orca_json import read_description
 from orca_jax.config import ServingConfig
 from orca_jax.errors import BadModelConfig, CheckpointError, ConfigError, TensorMismatch, UnsupportedModel
 from orca_jax.families.hf_config import read_config
@@ -27,6 +26,7 @@ from orca_jax.families.parameters import parameter_shapes
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.trainers.layouts import ITEMS, Format, detect, written_names
+from orca_jax.families.trainers.orca_json import read_description
 from orca_jax.model import reference
 from tests.device.harness import greedy_request, harness
 from tests.places import DATA

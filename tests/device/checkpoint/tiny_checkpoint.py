@@ -17,6 +17,7 @@ DTYPES = {
     "I64": np.dtype("<i8"),
     "I8": np.dtype("i1"),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "U8": np.dtype("u1"),
 }
 
 GPT2 = {

@@ -58,26 +58,31 @@ def strict(
 
 @partial(jax.jit, static_argnames=("plan", "scale", "window"))
 def traced(
-    batch: Ragged, words: jax.Array, plan: TilePlan, scale: float | None, window: int | None
+    batch: Ragged,
+    words: jax.Array,
+    sinks: np.ndarray | None,
+    plan: TilePlan,
+    scale: float | None,
+    window: int | None,
 ) -> jax.Array:
     q, k_cache, v_cache, table, row_start, kv_length = map(jnp.asarray, batch)
     work = attention_work(
         table, row_start, kv_length, words, plan=plan, block_size=k_cache.shape[2], window=window
     )
     fused = jnp.pad(q, ((0, 0), (0, 2), (0, 0), (0, 0)), constant_values=jnp.nan)
-    options = {"group": q.shape[1], "scale": scale, "window": window}
+    options = {"group": q.shape[1], "scale": scale, "window": window, "sinks": sinks}
     return split_attention(fused, k_cache, v_cache, work, **options, call=strict)
 
 
 reference = jax.jit(split_attention_reference, static_argnames=("scale", "window"))
 
 
-def attended(batch: Ragged, scores: Scores = PLAIN) -> np.ndarray:
+def attended(batch: Ragged, scores: Scores = PLAIN, sinks: np.ndarray | None = None) -> np.ndarray:
     """The result of a batch whose q is [T, G, K, D]: the host's words, then what is traced."""
     plan = TilePlan(len(batch.q), len(batch.kv_length))
     words = tile_words(batch.row_start, plan)
     assert words.shape == (plan.n_words,) and words.dtype == np.int32
-    return np.asarray(traced(batch, jnp.asarray(words), plan, scores.scale, scores.window))
+    return np.asarray(traced(batch, jnp.asarray(words), sinks, plan, scores.scale, scores.window))
 
 
 def fitting(rows: list[tuple[int, int]], n_tokens: int) -> list[tuple[int, int]]:
@@ -120,6 +125,17 @@ def test_it_equals_the_reference_on_ragged_batches(
         batch = forget(batch, scores.window, block_size)
     expected = np.asarray(reference(*map(jnp.asarray, batch), scale=scores.scale, window=scores.window))
     np.testing.assert_allclose(attended(batch, scores), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3, 50])
+def test_sinks_join_the_sums_of_softmaxes(window: int | None) -> None:
+    batch = ragged(3, [(1, 1), (1, 60), (QUERIES + 3, QUERIES + 40), (5, 5)], n_padding=2, n_kv_heads=2)
+    batch = batch._replace(q=by_group(batch.q, 2))
+    sinks = np.random.default_rng(4).normal(0, 5, batch.q.shape[1:3]).astype(np.float32)
+    scores = Scores(window=window)
+    expected = definition(batch, scores, sinks)
+    assert np.abs(expected - definition(batch, scores)).max() > 0.5
+    np.testing.assert_allclose(attended(batch, scores, sinks), expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ def test_what_cannot_run_is_refused(
         (Scores(window=24), Kernel(2, 2, 132, 16, (None, 24)), Cudnn(16, (None, 24))),
         (Scores(soft_cap=50.0), Kernel(2, 2, 132, 16), STATIC),
         (Scores(alibi=1.0), STATIC, STATIC),
+        (Scores(sinks=True, window=24), Cudnn(16, (None, 24)), Cudnn(16, (None, 24))),
     ],
 )
 def test_the_choice_by_the_form_of_scores(scores: Scores, on_h200: object, on_a100: object) -> None:
@@ -130,6 +131,7 @@ def test_the_choice_by_the_form_of_scores(scores: Scores, on_h200: object, on_a1
         choice = choose_attention(device, config, n_heads=4, block_size=16, dtype="bfloat16")
         assert choice.path == path
         assert choice.path != STATIC or "does not compute" in choice.description
+        assert not scores.sinks or device != H200 or "kernel" in choice.description
 
 
 def test_a_model_with_an_encoder_has_static_shapes_on_a_gpu() -> None:

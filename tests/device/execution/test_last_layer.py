@@ -96,7 +96,7 @@ def test_any_tokens_of_a_row_can_be_evaluated() -> None:
         work = attention_work(start, lengths, n, follow_lengths=True)
         table = jnp.tile(jnp.arange(3), (len(kv_length), 1))
         attend = partial(split_attention, follow_lengths=True)
-        return lambda q, cache, own, bias: attend(q[:, : own.group], cache, table, start, lengths, work)
+        return lambda q, cache, own, *_: attend(q[:, : own.group], cache, table, start, lengths, work)
 
     model = GPT(MODEL, p)
 

@@ -98,6 +98,7 @@ def layers(draw: st.DrawFn, heads: dict[str, int], norm: Norm) -> Layer:
         window=draw(st.sampled_from([None, 1, 5, 100])),
         soft_cap=draw(st.sampled_from([None, 3.0])),
         alibi=draw(st.sampled_from([None, None, 1.0])),
+        sinks=draw(maybe),
     )
     attention = Attention(
         n_heads=heads["n_heads"],
@@ -181,7 +182,7 @@ def test_more_devices_than_kv_heads() -> None:
         qkv_bias=True,
         qk_norm=QKNorm(norm=norm, over="width"),
         rotary=Rotary(size=8),
-        scores=Scores(alibi=1.0, window=7),
+        scores=Scores(alibi=1.0, window=7, sinks=True),
     )
     layer = Layer(attention=own, feed_forward=FeedForward(size=16, gated=True), norm=norm)
     embedding = Embedding(size=24)

@@ -29,6 +29,7 @@ class Ragged:
     window: int | None = None
     soft_cap: float | None = None
     alibi: bool = False
+    sinks: bool = False
 
 
 MOST_KEYS = 256
@@ -57,6 +58,7 @@ def ragged(draw: st.DrawFn) -> Ragged:
         window=draw(st.sampled_from([None, None, 1, 3, 16, 50, 1000])),
         soft_cap=draw(st.sampled_from([None, None, 2.0])),
         alibi=draw(st.sampled_from([False, False, True])),
+        sinks=draw(st.booleans()),
     )
 
 
@@ -79,6 +81,7 @@ def attend(case: Ragged, *, follow_lengths: bool) -> tuple[np.ndarray, np.ndarra
     shape = (n_tokens, case.per_head, case.n_kv_heads, case.head_size)
     q = rng.standard_normal(shape).astype(np.float32)
     slopes = rng.uniform(0, 0.5, shape[1:3]).astype(np.float32) if case.alibi else None
+    sinks = rng.normal(0, 5, shape[1:3]).astype(np.float32) if case.sinks else None
     scale = 1 / np.sqrt(case.head_size) if case.scale is None else case.scale
     expected = np.zeros(q.shape)
     token = taken = 0
@@ -99,8 +102,9 @@ def attend(case: Ragged, *, follow_lengths: bool) -> tuple[np.ndarray, np.ndarra
                 scores = case.soft_cap * np.tanh(scores / case.soft_cap)
             if slopes is not None:
                 scores += slopes[:, :, None] * (np.arange(first, i + 1) - i)
-            weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-            weights /= weights.sum(axis=2, keepdims=True)
+            weights = np.exp(scores)
+            total = weights.sum(axis=2, keepdims=True)
+            weights /= total if sinks is None else total + np.exp(sinks.astype(np.float64))[:, :, None]
             expected[token] = np.einsum("gkc,ckd->gkd", weights, seen[1])
             token += 1
         if case.window is not None:  # blocks that no query sees: not this row's any more
@@ -122,6 +126,7 @@ def attend(case: Ragged, *, follow_lengths: bool) -> tuple[np.ndarray, np.ndarra
         window=case.window,
         soft_cap=case.soft_cap,
         slopes=None if slopes is None else jnp.asarray(slopes),
+        sinks=None if sinks is None else jnp.asarray(sinks),
     )
     return np.asarray(computed), expected
 

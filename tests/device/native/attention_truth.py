@@ -24,6 +24,7 @@ class Form(NamedTuple):
     alibi: bool = False
     causal: bool = True
     furthest: int | None = None  # M of a relative bias
+    with_sinks: bool = False
 
     def slopes(self) -> np.ndarray | None:
         """ALiBi's slopes [G, K]; one is 0."""
@@ -40,6 +41,14 @@ class Form(NamedTuple):
         shape = (2 * self.furthest + 1, self.n_kv_heads)
         return np.random.default_rng(self.furthest).normal(size=shape).astype(np.float32)
 
+    def sinks(self) -> np.ndarray | None:
+        """A score [G, K] of each head; one is far above all others, one far below."""
+        if not self.with_sinks:
+            return None
+        sinks = np.random.default_rng(self.group).normal(size=(self.group, self.n_kv_heads))
+        sinks.flat[0], sinks.flat[-1] = 40, -90
+        return sinks.astype(np.float32)
+
     def options(self) -> dict[str, Any]:
         """The keyword arguments of native_split_attention."""
         return {
@@ -49,6 +58,7 @@ class Form(NamedTuple):
             "slopes": self.slopes(),
             "causal": self.causal,
             "relative": self.relative(),
+            "sinks": self.sinks(),
         }
 
 
@@ -77,7 +87,7 @@ def truth(batch: Ragged, form: Form) -> np.ndarray:
     """The result [T, G, K, D], query by query in float64."""
     out = np.zeros(batch.q.shape)
     scale = form.head_size**-0.5 if form.scale is None else form.scale
-    slopes, relative = form.slopes(), form.relative()
+    slopes, relative, sinks = form.slopes(), form.relative(), form.sinks()
     for r, n_keys in enumerate(batch.kv_length):
         begin, end = batch.row_start[r], batch.row_start[r + 1]
         for token in range(begin, end):
@@ -98,7 +108,11 @@ def truth(batch: Ragged, form: Form) -> np.ndarray:
             if relative is not None and form.furthest is not None:
                 distance = np.clip(seen - position, -form.furthest, form.furthest)
                 scores += relative[distance + form.furthest].T
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            weights /= weights.sum(axis=-1, keepdims=True)
+            top = scores.max(axis=-1, keepdims=True)
+            if sinks is not None:
+                top = np.maximum(top, sinks[:, :, None])
+            weights = np.exp(scores - top)
+            total = weights.sum(axis=-1, keepdims=True)
+            weights /= total if sinks is None else total + np.exp(sinks[:, :, None] - top)
             out[token] = np.einsum("gkp,pkd->gkd", weights, values)
     return out

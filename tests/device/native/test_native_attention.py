@@ -41,6 +41,9 @@ FORMS = [
     Form(4, 2, 16, 8, window=50, soft_cap=5.0, alibi=True),
     Form(1, 3, 16, 8, window=60, furthest=128),
     Form(1, 4, 64, 16, scale=1.0, causal=False, furthest=20),
+    Form(8, 2, 64, 16, with_sinks=True),
+    Form(4, 2, 64, 16, window=37, with_sinks=True),
+    Form(16, 1, 16, 8, window=3, soft_cap=5.0, with_sinks=True),
 ]
 BFLOAT16 = ml_dtypes.bfloat16
 HALF_UNIT = 2.0**-8  # of a bfloat16, relative
@@ -102,7 +105,8 @@ def test_bfloat16_caches_have_float32_sums(
 
 @needs_native
 @pytest.mark.parametrize(
-    ("form", "kv_dtype"), [(FORMS[4], np.float32), (FORMS[14], BFLOAT16), (FORMS[16], np.float32)]
+    ("form", "kv_dtype"),
+    [(FORMS[4], np.float32), (FORMS[14], BFLOAT16), (FORMS[16], np.float32), (FORMS[18], BFLOAT16)],
 )
 def test_the_form_for_the_other_width_of_registers(
     form: Form, kv_dtype: Any, monkeypatch: pytest.MonkeyPatch
@@ -165,6 +169,18 @@ def test_queries_may_be_the_first_slices_of_more() -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("form", FORMS[17:])
+def test_sinks(form: Form) -> None:
+    """In decode, in prefill, and where a window begins after a row's first chunks."""
+    batch = batch_of([(1, 1), (1, 200), (40, 240), (30, 30)], form, seed=6)
+    assert (
+        form.with_sinks
+        and np.abs(truth(batch, form) - truth(batch, form._replace(with_sinks=False))).max() > 0.5
+    )
+    np.testing.assert_allclose(attend(batch, form), truth(batch, form), atol=2e-5, rtol=2e-5)
+
+
+@needs_native
 def test_weights_that_vanish() -> None:
     form = FORMS[1]
     batch = batch_of([(40, 40), (1, 201)], form, seed=3)
@@ -174,7 +190,7 @@ def test_weights_that_vanish() -> None:
 
 @needs_native
 @pytest.mark.parametrize("row", [(1, 37), (70, 70), (33, 53)])
-@pytest.mark.parametrize("form", [FORMS[1], FORMS[4], FORMS[9], FORMS[11], FORMS[16]])
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[4], FORMS[9], FORMS[11], FORMS[16], FORMS[18]])
 def test_a_row_has_the_same_bits_whatever_its_neighbours_and_its_blocks(
     row: tuple[int, int], form: Form
 ) -> None:

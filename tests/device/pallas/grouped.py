@@ -31,8 +31,11 @@ def forget(batch: Ragged, window: int, block_size: int) -> Ragged:
     return batch._replace(k_cache=caches[0], v_cache=caches[1], block_table=table)
 
 
-def definition(batch: Ragged, scores: Scores) -> np.ndarray:
-    """[T, G, K, D] float64 for a batch whose q is [T, G, K, D]; zeros for padding."""
+def definition(batch: Ragged, scores: Scores, sinks: np.ndarray | None = None) -> np.ndarray:
+    """[T, G, K, D] float64 for a batch whose q is [T, G, K, D]; zeros for padding.
+
+    `sinks` [G, K] are scores that join the sums of the heads' softmaxes.
+    """
     out = np.zeros(batch.q.shape)
     block_size, head_size = batch.k_cache.shape[2:]
     for r, n_keys in enumerate(batch.kv_length):
@@ -50,6 +53,9 @@ def definition(batch: Ragged, scores: Scores) -> np.ndarray:
             s *= head_size**-0.5 if scores.scale is None else scores.scale
             if scores.soft_cap is not None:
                 s = scores.soft_cap * np.tanh(s / scores.soft_cap)
-            weights = np.exp(s - s.max(axis=-1, keepdims=True))
-            out[token] = np.einsum("gkl,lkd->gkd", weights / weights.sum(axis=-1, keepdims=True), values)
+            weights = np.exp(s)
+            total = weights.sum(axis=-1, keepdims=True)
+            if sinks is not None:
+                total += np.exp(sinks.astype(np.float64))[:, :, None]
+            out[token] = np.einsum("gkl,lkd->gkd", weights / total, values)
     return out

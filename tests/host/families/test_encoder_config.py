@@ -62,7 +62,11 @@ MODEL = ModelConfig(
         (lambda: RelativeBias(n_buckets=31), "relative_buckets is 31"),
         (lambda: RelativeBias(n_buckets=32, max_distance=16), "more than half of the 32"),
         (lambda: Scores(relative=RelativeBias(), alibi=1.0), "relative bias beside ALiBi"),
-        (lambda: replace(NOT_CAUSAL, scores=Scores(window=3)), "a window or ALiBi in attention that is not"),
+        (lambda: replace(NOT_CAUSAL, scores=Scores(window=3)), "a window, ALiBi or sinks in attention that"),
+        (
+            lambda: replace(NOT_CAUSAL, scores=Scores(sinks=True)),
+            "a window, ALiBi or sinks in attention that",
+        ),
         (lambda: replace(ATTENTION, n_heads=4), "a relative bias with grouped heads"),
         (lambda: replace(DECODING, cross=ATTENTION), "cross attention that is causal"),
         (lambda: replace(DECODING, cross=NOT_CAUSAL), "cross attention that is causal, or knows positions"),

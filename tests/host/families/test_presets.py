@@ -30,6 +30,9 @@ PUBLISHED = {
     "olmo-2-7b": 7_298_617_344,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    # 20.91B and 116.83B, as the model card says; the hub counts packed bytes.
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "deepseek-v3": 671_026_404_352 + 58 * 256,  # as transformers counts them, and the corrections
 }
 
@@ -108,6 +111,58 @@ def gemma3(**sizes: Any) -> dict[str, Any]:
         "rope_theta": 1000000,
         "sliding_window_pattern": 6,
         **sizes,
+    }
+
+
+def gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "num_local_experts": experts,
+        "output_router_logits": False,
+        "pad_token_id": 199999,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.55.0.dev0",
+        "use_cache": True,
+        "vocab_size": 201088,
     }
 
 
@@ -240,6 +295,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "output_router_logits": False,
         "router_aux_loss_coef": 0.001,
     },
+    "gpt-oss-20b": gpt_oss(24, 32),
+    "gpt-oss-120b": gpt_oss(36, 128),
     "deepseek-v3": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "attention_bias": False,
@@ -312,7 +369,10 @@ def test_the_presets() -> None:
     assert list(PUBLISHED) == list(CONFIGS)
     gpt3 = ["gpt3-13b", "gpt3-101b", "gpt3-175b", "gpt3-341b"]
     t5 = ["t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b", "flan-t5-xl"]
-    assert list(PRESETS) == ["demo", "gpt2", "gpt2-xl", *gpt3, *PUBLISHED, *t5, "bart-large"]
+    packed = ["gpt-oss-20b-mxfp4", "gpt-oss-120b-mxfp4"]
+    assert list(PRESETS) == ["demo", "gpt2", "gpt2-xl", *gpt3, *PUBLISHED, *packed, *t5, "bart-large"]
+    for name in packed:
+        assert PRESETS[name] == PRESETS[name.removesuffix("-mxfp4")].with_packed_experts()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

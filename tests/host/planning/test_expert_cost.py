@@ -1,9 +1,11 @@
 """The cost and the memory of experts, worked by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from orca_jax.config import Attention as Path
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
@@ -73,6 +75,33 @@ def test_a_mixture_reads_few_weights_for_one_token_and_all_for_many() -> None:
     # "A3B": 3.3 billion are active, of which the embedding is a table that is not read whole.
     assert read(1) / weights == pytest.approx(3.04 / 30.5, rel=0.03)
     assert 0.95 < read(64) / weights < 1.05
+
+
+@pytest.mark.parametrize(("name", "gib"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
+def test_packed_experts_have_the_published_size(name: str, gib: float) -> None:
+    """That of the checkpoint, as the model card says; unpacked there are two bytes for each number."""
+    packed = PRESETS[f"{name}-mxfp4"]
+    assert parameter_count(packed) == parameter_count(PRESETS[name])
+    assert weight_bytes_total(packed, 2) / (1 << 30) == pytest.approx(gib, abs=0.05)
+    assert weight_bytes_total(PRESETS[name], 2) == 2 * parameter_count(PRESETS[name])
+
+
+def test_packed_experts_are_read_packed_and_unpacked_beside_the_rest() -> None:
+    plain, packed = PRESETS["gpt-oss-20b"], PRESETS["gpt-oss-20b-mxfp4"]
+    one, other = (feed_forward(model, 100)[1] for model in (plain, packed))
+    per_expert = 2 * 2880 * 2880 + 2 * 2880
+    hit = 32 * (1 - (1 - 4 / 32) ** 100)
+    assert one.n_bytes - other.n_bytes == pytest.approx(hit * per_expert * (2 - 17 / 32))
+    assert one.n_flops == other.n_flops
+    shape = EngineShape(
+        n_blocks=4, n_rows=3, max_rows=2, max_tokens=8, block_size=8, max_blocks=1, vocab_size=10
+    )
+    arguments: Any = {"shape": shape, "itemsize": 2}
+    of_paths: dict[Path, int] = {"cudnn": 32, "native": 1}
+    for attention, n_experts in of_paths.items():
+        needed = temporary_bytes(packed, range(1), 1, attention=attention, **arguments)
+        assert needed == pytest.approx(n_experts * 2 * 2880 * 2880 * 2, rel=0.05)
+        assert temporary_bytes(plain, range(1), 1, attention=attention, **arguments) < 2_000_000
 
 
 def test_an_iteration_computes_with_the_active_parameters() -> None:

@@ -10,10 +10,10 @@ from flax import linen
 
 from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.locate import load_checkpoint
-from orca_jax.checkpoint.orca_json import read_description
 from orca_jax.errors import ConfigError, TensorMismatch
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.trainers.layouts import detect
+from orca_jax.families.trainers.orca_json import read_description
 from orca_jax.launch.given_weights import check_adapters, check_arrays
 from tests.device.checkpoint.test_trainers import DIRECTORY, SOME, arrays_of, golden_of
 

@@ -1,0 +1,183 @@
+"""All experts' weights in one tensor, or packed in two, as one of ours; and ours as such a tensor.
+
+families/stored_name.py says in which form they are. Only what a shard needs is read, an expert at a time.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import ml_dtypes
+import numpy as np
+
+from orca_jax.checkpoint.safetensors_reader import StoredTensor
+from orca_jax.checkpoint.shard_reader import Box, Parts, Stored, read_box
+from orca_jax.errors import TensorMismatch
+from orca_jax.families.mixtures.mxfp4 import BLOCK, GREATEST_SCALE, unpack
+from orca_jax.families.parameters import Parameter
+from orca_jax.families.stored_name import StoredName
+
+
+def expert_shapes(parameter: Parameter, wanted: StoredName) -> list[tuple[int, ...]]:
+    """The shape that each tensor must have."""
+    number, n_rows, *columns = _sizes(parameter)
+    if wanted.mxfp4:
+        n_blocks = -(-columns[0] // BLOCK)
+        return [(number, n_rows, n_blocks, BLOCK // 2), (number, n_rows, n_blocks)]
+    return [(number, *columns, n_rows) if wanted.transpose else (number, n_rows, *columns)]
+
+
+def parts_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, wanted: StoredName) -> Parts:
+    """How the parameter is made of tensors of those shapes. Raises TensorMismatch."""
+    number, n_rows, *columns = _sizes(parameter)
+    if parameter.packed and not wanted.mxfp4:
+        raise TensorMismatch(f"{tensors[0]} is not packed in MXFP4, so it cannot stay packed")
+    if wanted.mxfp4:
+        blocks, scales = tensors
+        if columns[0] % BLOCK:
+            raise TensorMismatch(
+                f"{blocks}: MXFP4 has blocks of {BLOCK} numbers, and {columns[0]} is no multiple of it"
+            )
+        n = number * n_rows
+        kind = PackedBytes if parameter.packed else PackedMatrix
+        stored: Stored = kind(
+            replace(blocks, shape=(n, columns[0] // 2)), replace(scales, shape=(n, columns[0] // BLOCK))
+        )
+    else:
+        first, *others = expert_shapes(parameter, wanted)[0][1:]
+        stored = replace(tensors[0], shape=(number * first, *others))
+    if not (wanted.transpose or wanted.alternating):
+        return Parts((stored,))
+    return Parts((ExpertView(stored, parameter.held_shape, wanted.transpose, wanted.alternating),))
+
+
+def written_experts(values: np.ndarray, wanted: StoredName) -> np.ndarray:
+    """The checkpoint's tensor of a whole parameter of ours, [X, ...]."""
+    if wanted.alternating:
+        values = values.swapaxes(1, 2)
+        values = values.reshape(len(values), -1, *values.shape[3:])
+    return values.swapaxes(1, 2) if wanted.transpose else values
+
+
+def _sizes(parameter: Parameter) -> tuple[int, ...]:
+    """Experts, the rows of each, and unless it is a vector its columns."""
+    number, *inner = parameter.shape
+    columns = inner[-1:] if parameter.use == "expert" else []
+    return (number, math.prod(inner[: len(inner) - len(columns)]), *columns)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix in MXFP4, as bfloat16: `blocks` [rows, columns / 2] and `scales` [rows, columns / 32]."""
+
+    blocks: StoredTensor
+    scales: StoredTensor
+
+    def __str__(self) -> str:
+        return str(self.blocks)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.blocks.shape[0], 2 * self.blocks.shape[1]
+
+    @property
+    def element(self) -> np.dtype:
+        return np.dtype(ml_dtypes.bfloat16)
+
+    @property
+    def divisible(self) -> bool:
+        return True
+
+    def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
+        """The part `box`, of which whole blocks are read. Raises CorruptFile or TensorMismatch."""
+        (first, _), (begin, end) = box
+        low, high = begin // BLOCK, -(-end // BLOCK)
+        half = BLOCK // 2
+        for row, blocks in self.blocks.pieces((box[0], (half * low, half * high))):
+            rows = (first + row, first + row + len(blocks))
+            numbers = unpack(blocks, _scales(self.scales, (rows, (low, high)))).view(self.element)
+            yield row, numbers[:, begin - BLOCK * low : end - BLOCK * low]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBytes:
+    """The same as it stays packed: of each row the bytes of its blocks, then those of its scales."""
+
+    blocks: StoredTensor
+    scales: StoredTensor
+
+    def __str__(self) -> str:
+        return str(self.blocks)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.blocks.shape[0], self.blocks.shape[1] + self.scales.shape[1]
+
+    @property
+    def element(self) -> np.dtype:
+        return self.blocks.element
+
+    @property
+    def divisible(self) -> bool:
+        return True
+
+    def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
+        """The part `box` of whole rows. Raises CorruptFile or TensorMismatch."""
+        (first, _), columns = box
+        assert columns == (0, self.shape[1]), "each device has whole experts"
+        for row, blocks in self.blocks.pieces((box[0], (0, self.blocks.shape[1]))):
+            rows = (first + row, first + row + len(blocks))
+            yield (
+                row,
+                np.concatenate([blocks, _scales(self.scales, (rows, (0, self.scales.shape[1])))], axis=1),
+            )
+
+
+def _scales(stored: StoredTensor, box: Box) -> np.ndarray:
+    scales = read_box(stored, box)
+    if scales.size and scales.max() > GREATEST_SCALE:
+        most = f"expected at most {GREATEST_SCALE}, or numbers are infinite"
+        raise TensorMismatch(f"{stored}: a scale: {most}; found {scales.max()}")
+    return scales
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertView:
+    """A weight [X, 2, F, H], [X, 2, F] or [X, H, F], of `stored`, where experts' rows follow one another.
+
+    `transpose`: each expert is stored [in, out]. `alternating`: with its outputs gate, up, gate, ...
+    """
+
+    stored: Stored
+    shape: tuple[int, ...]
+    transpose: bool
+    alternating: bool
+
+    def __str__(self) -> str:
+        return str(self.stored)
+
+    @property
+    def element(self) -> np.dtype:
+        return self.stored.element
+
+    @property
+    def divisible(self) -> bool:
+        return self.stored.divisible
+
+    def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
+        """The part `box`, an expert at a time: its number within the box, and its part."""
+        (first, end), *inner = box
+        kinds = inner.pop(0) if self.alternating else (0, 1)
+        rows, *columns = inner
+        if self.alternating:
+            rows = (2 * rows[0], 2 * rows[1])
+        axes = (*columns, rows) if self.transpose else (rows, *columns)
+        each = self.stored.shape[0] // self.shape[0]  # of the tensor's rows
+        for x in range(first, end):
+            (low, high), *others = axes
+            values = read_box(self.stored, ((x * each + low, x * each + high), *others))
+            if self.transpose:
+                values = values.T
+            if self.alternating:
+                values = values.reshape(-1, 2, *values.shape[1:]).swapaxes(0, 1)[slice(*kinds)]
+            yield x - first, values[None]

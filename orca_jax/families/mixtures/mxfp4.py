@@ -1,0 +1,42 @@
+"""MXFP4 (Open Compute Project, 2023): numbers of four bits, 32 of which share an exponent of one byte.
+
+A number is a sign, two bits of exponent and one of mantissa: FP4. Two are in a byte, the first in its lower
+half. The shared exponent counts from -127.
+"""
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same below zero
+BLOCK = 32  # numbers with one scale
+BLOCK_BYTES = BLOCK // 2 + 1  # with their scale
+BIAS = 127
+GREATEST_SCALE = 252  # beyond it 6 times the scale is no float32
+_STEP_BYTES = 1 << 19  # so that what lies between stays in a near cache
+
+
+def unpack(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
+    """The numbers [rows, 32 n] of `blocks` [rows, 16 n] and `scales` [rows, n]: bits of bfloat16, exact."""
+    n_rows, n_bytes = blocks.shape
+    out = np.empty((n_rows, n_bytes), np.uint32)
+    step = max(1, _STEP_BYTES // max(1, n_bytes))
+    pairs = _pairs()
+    for row in range(0, n_rows, step):
+        scale = scales[row : row + step].repeat(BLOCK // 2, axis=1).astype(np.uint16)
+        pairs.take(scale << 8 | blocks[row : row + step], out=out[row : row + step])
+    return out.view(np.uint16)
+
+
+@cache
+def _pairs() -> npt.NDArray[np.uint32]:
+    """The two numbers of each scale and byte, [2 ** 16]."""
+    fp4 = np.array([*FP4, *(-each for each in FP4)])
+    byte = np.arange(256)
+    both = np.stack([fp4[byte & 15], fp4[byte >> 4]], axis=1)  # [256, 2]
+    scale = np.ldexp(1.0, np.arange(256) - BIAS)[:, None, None]
+    with np.errstate(over="ignore"):
+        numbers = (both * scale).astype("<f4")
+    bits = (numbers.view("<u4") >> 16).astype("<u2")  # what bfloat16 leaves out is zero
+    return bits.view("<u4").reshape(-1)

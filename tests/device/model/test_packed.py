@@ -1,0 +1,231 @@
+"""Experts that stay packed in MXFP4: unpacked as NumPy does it, and the same products, tokens and bytes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from orca_jax import LLM, SamplingParams, find_config
+from orca_jax.checkpoint.convert import convert_checkpoint
+from orca_jax.checkpoint.directory import load_directory
+from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.config import ExpertExchange, ParallelConfig, ServingConfig
+from orca_jax.errors import ConfigError, TensorMismatch, UnsupportedModel
+from orca_jax.families.config_json import config_to_json
+from orca_jax.families.mixtures.mxfp4 import BIAS, GREATEST_SCALE, unpack
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import parameter_table, stage_bytes
+from orca_jax.model.gpt import init_parameters
+from orca_jax.model.layers import grouped_matmul
+from orca_jax.model.packed import of_each_hit, of_those_hit, unpacked
+from orca_jax.sharding.partition import split_model
+from tests.device.harness import greedy_request, harness
+from tests.device.model.golden import DIRECTORY, load_golden
+
+PACKED = "gpt-oss-mxfp4"
+UP = "layers.0.experts.up.weight"
+
+
+def drawn(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Random packed matrices [..., 17 n], whose numbers are about 1."""
+    rng = np.random.default_rng(seed)
+    n = shape[-1] // 17
+    numbers = rng.integers(0, 256, (*shape[:-1], 16 * n), np.uint8)
+    scales = rng.integers(BIAS - 3, BIAS + 1, (*shape[:-1], n), np.uint8)
+    return np.concatenate([numbers, scales], axis=-1)
+
+
+def by_numpy(packed: np.ndarray) -> np.ndarray:
+    """float32 [..., 32 n]."""
+    n = packed.shape[-1] // 17
+    rows = packed.reshape(-1, 17 * n)
+    bits = unpack(np.ascontiguousarray(rows[:, : 16 * n]), rows[:, 16 * n :])
+    return bits.view(ml_dtypes.bfloat16).astype(np.float32).reshape(*packed.shape[:-1], 32 * n)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_number_and_scale_is_unpacked_exactly(dtype: Any) -> None:
+    byte = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    scales = np.arange(4, GREATEST_SCALE + 1, dtype=np.uint8)  # below, a CPU may take numbers for zero
+    every = np.concatenate([np.tile(byte, (len(scales), 1)), scales.repeat(16)[:, None]], axis=1)
+    found = jax.jit(unpacked, static_argnums=1)(every, dtype)
+    assert found.dtype == dtype
+    assert np.array_equal(np.asarray(found, np.float32), by_numpy(every))
+
+
+@pytest.mark.parametrize("product", [of_each_hit, of_those_hit])
+@pytest.mark.parametrize(
+    "sizes", [[3, 0, 2, 1], [0, 0, 0, 9], [0, 0, 0, 0], [1, 1, 1, 1], [9, 0, 0, 0]], ids=str
+)
+def test_the_products_are_those_of_unpacked_weights(product: Any, sizes: list[int]) -> None:
+    weight = drawn((4, 6, 34), 1)
+    x = jax.random.normal(jax.random.key(0), (9, 64))
+    x = x.at[sum(sizes) :].set(jnp.nan)
+    found = jax.jit(lambda *each: product(*each, grouped=grouped_matmul))(
+        x, weight, jnp.array(sizes, jnp.int32)
+    )
+    expected, at = np.zeros((9, 6)), 0
+    for own, size in zip(by_numpy(weight), sizes, strict=True):
+        expected[at : at + size] = np.asarray(x)[at : at + size].astype(np.float64) @ own.T
+        at += size
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_few_rows_unpack_few_experts() -> None:
+    weight, sizes = jax.ShapeDtypeStruct((128, 6, 34), jnp.uint8), jax.ShapeDtypeStruct((128,), jnp.int32)
+    x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
+    text = str(jax.make_jaxpr(lambda *each: of_those_hit(*each, grouped=grouped_matmul))(x, weight, sizes))
+    assert "f32[4,6,64]" in text and "f32[128,6,64]" not in text
+
+
+def test_the_devices_hold_the_file_s_own_bytes() -> None:
+    given = load_directory(DIRECTORY / PACKED, dtype=jnp.float32, packed=True)
+    plain = load_checkpoint(DIRECTORY / PACKED, dtype=jnp.float32)
+    assert given.config == plain.config.with_packed_experts()
+    for name, parameter in parameter_table(given.config).items():
+        value = given.parameters[name]
+        assert (value.shape, value.dtype) == (parameter.held_shape, parameter.held_dtype(np.float32))
+        expected = np.asarray(plain.parameters[name])
+        assert np.array_equal(by_numpy(np.asarray(value)) if parameter.packed else value, expected), name
+    assert given.parameters[UP].shape == (3, 2, 64, 17)
+    n_bytes = sum(value.nbytes for value in given.parameters.values())
+    assert n_bytes == stage_bytes(given.config, range(2), 1, 4)
+
+
+def engine_tokens(model: ModelConfig, n_stages: int = 1, tensor: int = 1) -> dict[str, list[int]]:
+    """Of all prompts of the golden model."""
+    golden = load_golden(PACKED)
+    parts = split_model(
+        model, jax.devices(), ParallelConfig(tensor_parallel=tensor, pipeline_parallel=n_stages)
+    )
+    stages = load_directory(
+        golden.directory,
+        dtype=jnp.float32,
+        packed=model.has_packed_experts,
+        vocab_multiple=model.vocab_multiple,
+        kv_repeats=model.attention.kv_repeats,
+        placements=[part.placement(model) for part in parts],
+    ).stages
+    parameters = {name: value for stage in stages for name, value in stage.items()}
+    serving = ServingConfig(max_batch_size=32, n_slots=32 * 64, max_batch_tokens=64)
+    engine = harness(model, parameters, serving, buckets=(64,), parts=parts)
+    numbers = range(len(golden.prompts))
+    outputs = engine.run([greedy_request(str(i), golden.prompts[i], len(golden.outputs[i])) for i in numbers])
+    for i in numbers:
+        sure = golden.sure(i)
+        assert tuple(outputs[str(i)][: len(sure)]) == sure, i
+    return outputs
+
+
+@pytest.mark.parametrize(("n_stages", "tensor"), [(1, 1), (2, 1)])
+def test_the_tokens_are_transformers_s(n_stages: int, tensor: int) -> None:
+    engine_tokens(find_config(DIRECTORY / PACKED, "packed").for_devices(tensor), n_stages, tensor)
+
+
+def test_devices_have_whole_packed_experts() -> None:
+    model = find_config(DIRECTORY / PACKED, "packed")
+    with pytest.raises(ConfigError, match="n_experts 3, of which each device has whole packed ones"):
+        split_model(model, jax.devices(), ParallelConfig(tensor_parallel=2))
+    wide = find_config("gpt-oss-20b", "packed")
+    table = parameter_table(wide)
+    up, down = table[UP], table["layers.0.experts.down.weight"]
+    assert up.held_shape == (32, 2, 2880, 1530) and down.held_shape == (32, 2880, 1530)
+    assert [each.split_axis(2) for each in (up, down, table["layers.0.experts.up.bias"])] == [0, 0, 0]
+
+
+def test_over_devices_the_tokens_are_the_same() -> None:
+    """Random packed experts of which two devices have two each, beside the same unpacked on one."""
+    plain = load_checkpoint(DIRECTORY / PACKED, dtype=jnp.float32)
+    layer = plain.config.layers[0]
+    assert layer.feed_forward.experts is not None
+    four = replace(layer.feed_forward, experts=replace(layer.feed_forward.experts, number=4))
+    model = replace(
+        plain.config, layers=tuple(replace(each, feed_forward=four) for each in plain.config.layers)
+    )
+    held = model.with_packed_experts()
+    packed = init_parameters(held, jax.random.key(1), jnp.dtype("float32"))
+    packed = {
+        name: value if held_.packed or value.ndim == 1 else 10 * value
+        for (name, value), held_ in zip(packed.items(), parameter_table(held).values(), strict=True)
+    }
+    dense = {
+        name: jnp.asarray(by_numpy(np.asarray(value))) if parameter_table(held)[name].packed else value
+        for name, value in packed.items()
+    }
+    serving = ServingConfig(max_batch_size=4, n_slots=4 * 64, max_batch_tokens=64)
+    prompts = [[7 * i % 97 for i in range(n)] for n in (1, 30, 9)]
+    tokens: list[dict[str, list[int]]] = []
+    cases: list[tuple[Any, Any, int, ExpertExchange]] = [
+        (model, dense, 1, "auto"),
+        (held, packed, 1, "auto"),
+        (held, packed, 2, "gather"),
+        (held, packed, 2, "exchange"),
+    ]
+    for config, parameters, tensor, exchange in cases:
+        config = config.for_devices(tensor)
+        table = parameter_table(config)
+        own = {
+            name: jnp.pad(
+                value, [(0, n - m) for n, m in zip(table[name].held_shape, value.shape, strict=True)]
+            )
+            for name, value in parameters.items()
+        }
+        parallel = ParallelConfig(tensor_parallel=tensor, expert_exchange=exchange)
+        parts = split_model(config, jax.devices(), parallel)
+        engine = harness(config, own, serving, buckets=(64,), parts=parts)
+        tokens.append(engine.run([greedy_request(str(i), prompt, 6) for i, prompt in enumerate(prompts)]))
+    assert all(each == tokens[0] for each in tokens)
+    assert len({token for row in tokens[0].values() for token in row}) > 5
+
+
+def test_through_the_front_door() -> None:
+    golden = load_golden(PACKED)
+    sizes: dict[str, Any] = {"max_batch_size": 2, "n_slots": 128, "max_batch_tokens": 64, "dtype": "float32"}
+    with LLM(golden.directory, load_format="packed", **sizes) as llm:
+        params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        row = next(i for i, prompt in enumerate(golden.prompts) if len(prompt) == 23)
+        (result,) = llm.generate([list(golden.prompts[row])], params)
+        assert tuple(result.token_ids) == golden.outputs[row][:8]
+        llm.sleep(level=2)
+        llm.wake_up()
+        (again,) = llm.generate([list(golden.prompts[row])], params)
+        assert again.token_ids == result.token_ids
+        with pytest.raises(ConfigError, match="cannot be replaced while experts are packed"):
+            llm.update_weights(golden.directory)
+
+
+def test_what_cannot_stay_packed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no experts that could stay packed"):
+        find_config("gpt2", "packed")
+    with pytest.raises(ConfigError, match="hidden_size is 28; experts packed in MXFP4 need a multiple of 32"):
+        find_config(DIRECTORY / "gpt-oss-yarn", "packed")
+    convert_checkpoint(DIRECTORY / PACKED, tmp_path / "plain", to="safetensors")
+    with pytest.raises(
+        TensorMismatch, match=r"gate_up_proj' is not packed in MXFP4, so it cannot stay packed"
+    ):
+        load_directory(tmp_path / "plain", dtype=jnp.float32, packed=True)
+    convert_checkpoint(DIRECTORY / PACKED, tmp_path / "orbax")
+    for packed in (True, False):
+        with pytest.raises(UnsupportedModel, match="is an Orbax checkpoint, which has no packed experts"):
+            load_directory(tmp_path / "orbax", dtype=jnp.float32, packed=packed)
+        model = config_to_json(find_config(DIRECTORY / PACKED, "packed"))
+        (tmp_path / "orbax" / "orca.json").write_text(json.dumps({"model": model}))
+
+
+def test_the_products_lower_for_a_gpu() -> None:
+    def product(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+        return of_those_hit(x, weight, sizes, grouped_matmul)
+
+    arrays = [
+        jax.ShapeDtypeStruct((8, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((16, 6, 34), jnp.uint8),
+        jax.ShapeDtypeStruct((16,), jnp.int32),
+    ]
+    text = jax.jit(product).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "tensor<8x6x64xbf16>" in text
