@@ -84,8 +84,8 @@ def test_the_weights_of_every_preset_are_split_as_planned(name: str, n_stages: i
     for layers in stage_layers(model.n_layers, n_stages):
         parameters = {
             key: jax.ShapeDtypeStruct(
-                NamedSharding(mesh, spec(own, mesh.size)).shard_shape(own.shape),
-                jnp.dtype(jnp.bfloat16),
+                NamedSharding(mesh, spec(own, mesh.size)).shard_shape(own.held_shape),
+                own.held_dtype(jnp.bfloat16),
             )
             for key, own in stage_parameters(model, layers).items()
         }
