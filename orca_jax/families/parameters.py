@@ -43,7 +43,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.families.attention_config import Attention
+from orca_jax.families.attention_matrices import attention_matrices, latent_sizes
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.mixtures.mxfp4 import BLOCK, BLOCK_BYTES
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
@@ -210,7 +210,7 @@ def encoder_layer_parameters(config: ModelConfig, layer: int) -> dict[str, Param
 
 def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
     attention, cross, feed_forward = own.attention, own.cross, own.feed_forward
-    sizes = _sizes(config) | {"F": feed_forward.size}
+    sizes = _sizes(config) | {"F": feed_forward.size} | latent_sizes(attention)
     heads = ("KD",) if attention.group == 1 else ("G", "KD")
     inner = ("2", "F") if feed_forward.gated else ("F",)
     found: dict[str, Parameter] = {}
@@ -220,7 +220,7 @@ def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
         ("cross_out", ("H",), ("KD",), cross.out_bias),
     )
     for name, out, into, bias in (
-        *(_latent_matrices(attention, sizes) if attention.latent else _matrices(attention, heads)),
+        *attention_matrices(attention),
         *(crossing or ()),
         *(
             ()
@@ -248,34 +248,6 @@ def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
     for name in own.norms:
         found |= _norm(name, own.norm, sizes)
     return found
-
-
-_Matrix = tuple[str, tuple[str, ...], tuple[str, ...], bool]  # name, outputs, inputs, whether with a bias
-
-
-def _matrices(attention: Attention, heads: tuple[str, ...]) -> tuple[_Matrix, ...]:
-    return (
-        ("qkv", ("G+2", "KD"), ("H",), attention.qkv_bias),
-        ("out", ("H",), heads, attention.out_bias),
-    )
-
-
-def _latent_matrices(attention: Attention, sizes: dict[str, int]) -> tuple[_Matrix, ...]:
-    """Those of latent attention, whose letters are added to `sizes`."""
-    latent, bias = attention.latent, attention.qkv_bias
-    assert latent is not None
-    sizes |= {"N": attention.n_heads, "Q": latent.query_size, "W": latent.value_size}
-    sizes |= {"A": latent.query_rank or 0, "C": latent.rank, "L": latent.width}
-    sizes["M"] = latent.plain_size + latent.value_size
-    queries: tuple[_Matrix, ...] = (("q", ("NQ",), ("H",), False),)
-    if latent.query_rank is not None:
-        queries = (("q_a", ("A",), ("H",), bias), ("q_b", ("NQ",), ("A",), False))
-    return (
-        *queries,
-        ("kv_a", ("L",), ("H",), bias),
-        ("kv_b", ("NM",), ("C",), False),
-        ("out", ("H",), ("NW",), attention.out_bias),
-    )
 
 
 def _of_experts(own: FeedForward, experts: Experts, sizes: Mapping[str, int]) -> dict[str, Parameter]:
