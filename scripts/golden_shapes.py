@@ -43,6 +43,22 @@ def _mixture(
     return shape | {number: experts[0], "num_experts_per_tok": experts[1]}
 
 
+def _deepseek(
+    version: str,
+    sizes: tuple[int, int, int, int, int],
+    heads: tuple[int | None, int, int, int, int],
+    experts: tuple[int, int, int, int],
+    **other: Any,
+) -> dict[str, Any]:
+    """`sizes`: vocabulary, hidden, layers, heads, dense width; `heads` and `experts` as their names below."""
+    vocab, hidden, layers, n_heads, inner = sizes
+    shape = _shape(version, vocab, hidden, layers, n_heads, n_heads, inner, max_position_embeddings=64)
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    experts_names = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+    ours = dict(zip(names, heads, strict=True)) | dict(zip(experts_names, experts, strict=True))
+    return shape | ours | other
+
+
 def _rope(base: float, **other: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": base} | other
 
@@ -497,6 +513,36 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_parameters=_rope(1e4, **_YARN),
     ),
     "olmoe-tied-multi-query": _mixture("olmoe", (119, 24, 2, 4, 1, 18), (8, 1), tie_word_embeddings=True),
+    # deepseek_v2, deepseek_v3
+    "deepseek-v2-greedy-no-query-rank": _deepseek(
+        *("deepseek_v2", (97, 24, 2, 3, 20), (None, 10, 6, 4, 8), (6, 2, 12, 2)),
+        routed_scaling_factor=1.5,
+    ),
+    "deepseek-v2-groups-yarn-dense-first": _deepseek(
+        *("deepseek_v2", (103, 20, 3, 4, 28), (14, 12, 8, 6, 5), (8, 3, 10, 1)),
+        **{"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+        **{"first_k_dense_replace": 1, "routed_scaling_factor": 2.0},
+        rope_parameters=_rope(1e4, **_YARN, mscale=0.707, mscale_all_dim=0.707),
+    ),
+    "deepseek-v2-biases-tied": _deepseek(
+        *("deepseek_v2", (131, 22, 2, 2, 24), (9, 16, 6, 8, 11), (5, 1, 14, 1)),
+        **{"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    ),
+    "deepseek-v3-groups-yarn-dense-first": _deepseek(
+        *("deepseek_v3", (109, 28, 2, 4, 30), (12, 16, 8, 8, 8), (12, 3, 10, 1)),
+        **{"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+        rope_parameters=_rope(1e4, **_YARN, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "deepseek-v3-halves-no-query-rank": _deepseek(
+        *("deepseek_v3", (101, 20, 2, 4, 26), (None, 9, 7, 6, 10), (6, 2, 12, 2)),
+        **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "rope_interleave": False},
+        **{"norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    ),
+    "deepseek-v3-biases-yarn-factor": _deepseek(
+        *("deepseek_v3", (123, 26, 2, 2, 22), (11, 14, 5, 4, 6), (8, 4, 9, 1)),
+        **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "attention_bias": True},
+        rope_parameters=_rope(1e3, **_YARN, mscale=1.0, mscale_all_dim=0.5),
+    ),
     # gpt_oss: the window and the length before yarn are shorter than most prompts
     "gpt-oss-yarn": _mixture(
         *("gpt_oss", (107, 28, 3, 6, 2, 22), (7, 3)),

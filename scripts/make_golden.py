@@ -208,6 +208,10 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
             values *= 0.1
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(values.astype(np.float32)))
+    for name, buffer in sorted(model.named_buffers(), key=lambda item: item[0]):
+        if name.endswith("e_score_correction_bias"):
+            values = 0.2 * rng.standard_normal(tuple(buffer.shape), dtype=np.float32)
+            buffer.copy_(torch.from_numpy(values))
 
 
 def prompts_of(config: Any, n_prompts: int, rng: np.random.Generator) -> list[np.ndarray]:

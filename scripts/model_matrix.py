@@ -52,7 +52,8 @@ def _positions(model: ModelConfig, layer: Layer) -> Iterator[str]:
     if layer.attention.scores.relative is not None:
         yield "relative bias"
     if rotary is not None:
-        yield "rotary" if rotary.size == layer.attention.head_size else "partly rotary"
+        whole = layer.attention.latent is not None or rotary.size == layer.attention.head_size
+        yield "rotary" if whole else "partly rotary"
         if rotary.scaling is not None:
             yield rotary.scaling.kind
 

@@ -29,7 +29,7 @@ def filled(caches: Sequence[LayerCache]) -> list[LayerCache]:
 
     def fill_layer(cache: LayerCache, key: jax.Array) -> LayerCache:
         keys = jax.random.split(key)
-        return LayerCache(*(fill(old, k, old.sharding) for old, k in zip(cache, keys, strict=True)))
+        return LayerCache(*(fill(old, k, old.sharding) for old, k in zip(cache.both, keys, strict=True)))
 
     return [fill_layer(cache, jax.random.key(i)) for i, cache in enumerate(caches)]
 

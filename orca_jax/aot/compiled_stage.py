@@ -17,7 +17,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
 from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.iteration.scored_parts import SCORED, scored_layout
-from orca_jax.model.kv_cache import LayerCache, cache_shape
+from orca_jax.model.kv_cache import LayerCache, cache_shape, layer_cache
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
 
@@ -166,7 +166,7 @@ def _caches(
 ) -> list[LayerCache]:
     shape = cache_shape(model, n_blocks=n_blocks, block_size=block_size)
     cache = described_array(shape, part.group.place(CACHE_SPEC), dtype)
-    return [LayerCache(cache, cache) for _ in part.layers]
+    return [layer_cache(model, lambda: cache) for _ in part.layers]
 
 
 def device_bytes(arrays: object) -> int:

@@ -75,7 +75,9 @@ def convert_checkpoint(
     arrays = None if to in ("safetensors", "orbax") else _TrainersArrays(model, to)
     table = parameter_table(model)
     shapes = {name: parameter.shape for name, parameter in table.items()}
-    dtypes = {name: _DTYPES[dtype] if dtype else _own_dtype(parts[name]) for name in shapes}
+    dtypes = {
+        name: table[name].held_dtype(_DTYPES[dtype]) if dtype else _own_dtype(parts[name]) for name in shapes
+    }
     reader = _Reader(parts, table, dtypes, on_bytes)
     try:
         _check_is_free(target)

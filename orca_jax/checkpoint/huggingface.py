@@ -7,8 +7,15 @@ from pathlib import Path
 
 from orca_jax.checkpoint.expert_view import expert_shapes, parts_of_experts
 from orca_jax.checkpoint.head_view import HeadView, stored_shapes
-from orca_jax.checkpoint.safetensors_reader import BYTES, FLOAT_DTYPES, StoredTensor, read_header, same_values
-from orca_jax.checkpoint.shard_reader import ComputedArray, Parts
+from orca_jax.checkpoint.safetensors_reader import (
+    BYTES,
+    FLOAT_DTYPES,
+    FP8,
+    StoredTensor,
+    read_header,
+    same_values,
+)
+from orca_jax.checkpoint.shard_reader import BLOCK, BlockScaled, ComputedArray, Parts, Stored
 from orca_jax.errors import (
     BadModelConfig,
     CheckpointError,
@@ -26,6 +33,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
+_SCALES = "_scale_inv"  # after the name of a matrix in FP8
 _MAX_INDEX_BYTES = 100_000_000
 _FILE_NAME = re.compile(r"[\w][\w.-]*\.safetensors", re.ASCII)
 
@@ -123,14 +131,21 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
             parts[name] = parts_of_experts(found[name], parameter, wanted)
             continue
         shapes = stored_shapes(parameter, wanted, attention)
-        found[name] = _of_shapes(hf_config, stored, wanted, shapes)
+        dtypes = (*FLOAT_DTYPES, *((FP8,) if "fp8" in family.quantized and len(shapes[0]) == 2 else ()))
+        found[name] = _of_shapes(hf_config, stored, wanted, shapes, dtypes)
+        matrices = [_unpacked(tensor, stored) for tensor in found[name]]
         if wanted.heads is None:
-            parts[name] = Parts(tuple(found[name]), wanted.transpose)
+            parts[name] = Parts(tuple(matrices), wanted.transpose)
         else:
-            parts[name] = Parts((HeadView.of(found[name], parameter, wanted, attention),))
+            parts[name] = Parts((HeadView.of(matrices, parameter, wanted, attention),))
     used = {tensor.name for tensors in found.values() for tensor in tensors}
+    used |= {tensor.name + _SCALES for tensors in found.values() for tensor in tensors if tensor.dtype == FP8}
     left = [
-        tensor for name, tensor in stored.items() if name not in used and not family.is_buffer(name, prefix)
+        tensor
+        for name, tensor in stored.items()
+        if name not in used
+        and not family.is_buffer(name, prefix)
+        and not family.is_further(name, prefix, stored, hf_config.model.n_layers)
     ]
     for tensor in left:
         embedding = found[TOKEN_EMBEDDING][0]
@@ -180,6 +195,21 @@ def _of_shapes(
             raise TensorMismatch(f"{tensor}: expected dtype {', '.join(dtypes)}, found {tensor.dtype}{hint}")
         tensors.append(tensor if shape == matrix else replace(tensor, shape=matrix))
     return tensors
+
+
+def _unpacked(tensor: StoredTensor, stored: dict[str, StoredTensor]) -> Stored:
+    """A matrix in FP8 with the scales of its blocks; any other tensor as it is. Raises TensorMismatch."""
+    if tensor.dtype != FP8:
+        return tensor
+    name, shape = tensor.name + _SCALES, tuple(-(-n // BLOCK) for n in tensor.shape)
+    scales = stored.get(name)
+    if scales is None or (scales.dtype, scales.shape) != ("F32", shape):
+        found = "none" if scales is None else f"{scales.dtype} {shown(list(scales.shape))}"
+        raise TensorMismatch(
+            f"{tensor}: FP8 in blocks of {BLOCK} by {BLOCK}: expected '{shown(name)}' of dtype F32 and shape "
+            f"{list(shape)}, found {found}"
+        )
+    return BlockScaled(tensor, scales)
 
 
 def _left_over(hf_config: HFConfig, tensor: StoredTensor, prefix: str, n: int) -> CheckpointError:

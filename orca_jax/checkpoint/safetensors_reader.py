@@ -32,6 +32,7 @@ _ITEM_BYTES = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
 }
+FP8 = "F8_E4M3"
 BYTES = "U8"
 FLOAT_DTYPES = {
     "F16": np.dtype("<f2"),
@@ -57,8 +58,9 @@ class StoredTensor:
 
     @property
     def element(self) -> np.dtype:
-        """The dtype of its elements, one of FLOAT_DTYPES or bytes."""
-        return np.dtype(np.uint8) if self.dtype == BYTES else FLOAT_DTYPES[self.dtype]
+        """The dtype of its elements, one of FLOAT_DTYPES, FP8 or bytes."""
+        packed = {FP8: np.dtype(ml_dtypes.float8_e4m3fn), BYTES: np.dtype(np.uint8)}
+        return packed.get(self.dtype) or FLOAT_DTYPES[self.dtype]
 
     @property
     def divisible(self) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from orca_jax.errors import TensorMismatch
 
 Box = tuple[tuple[int, int], ...]  # first and end along each axis
+BLOCK = 128  # of a matrix in FP8: rows, and columns, with one scale
 Place = jax.sharding.Sharding | None  # None: the default device, to which the array is not committed
 
 
@@ -73,6 +74,45 @@ class ComputedArray:
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """The part `box` in one piece, whose row is 0."""
         yield 0, self.values[tuple(slice(*each) for each in box)]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScaled:
+    """A matrix of small floats, of which each block, BLOCK by BLOCK, is multiplied by a number; in float32.
+
+    `scales` are those of all blocks; the last of a row or a column may be cut off.
+    """
+
+    values: Stored
+    scales: Stored
+
+    def __str__(self) -> str:
+        return str(self.values)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def element(self) -> np.dtype:
+        return np.dtype(np.float32)
+
+    @property
+    def divisible(self) -> bool:
+        return self.values.divisible
+
+    def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
+        """The part `box`, some rows at a time. Raises CorruptFile."""
+        (first, _), (begin, stop) = box
+        scales = read_box(self.scales, tuple((low // BLOCK, -(-high // BLOCK)) for low, high in box))
+        of_column = np.arange(begin, stop) // BLOCK - begin // BLOCK
+        for row, piece in self.values.pieces(box):
+            wide = piece.astype(np.float32)
+            top, bottom = first + row, first + row + len(piece)
+            for i in range(top // BLOCK, -(-bottom // BLOCK)):
+                rows = slice(max(0, i * BLOCK - top), (i + 1) * BLOCK - top)
+                wide[rows] *= scales[i - first // BLOCK, of_column]
+            yield row, wide
 
 
 @dataclass(frozen=True, slots=True)

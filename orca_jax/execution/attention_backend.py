@@ -65,12 +65,16 @@ Feature = Literal[
     "a relative bias",
     "attention sinks",
     "attention that is not causal",
+    "latent keys and values",
 ]
 _EVERY_FEATURE = frozenset(get_args(Feature))
-_CAUSAL_AND_UNBIASED = _EVERY_FEATURE - {"ALiBi", "a relative bias", "attention that is not causal"}
+_CAUSAL_AND_UNBIASED = _EVERY_FEATURE - {
+    *("ALiBi", "a relative bias", "attention that is not causal", "latent keys and values")
+}
 # What each path computes beyond causal attention with as many K/V heads as query heads. The kernel's work
-# lists and cuDNN's masks are those of causal attention, and neither reads anything to add to scores. The
-# kernel's results of rows that are not split are divided by their sums already, which a sink would join.
+# lists and cuDNN's masks are those of causal attention, and neither reads anything to add to scores. Neither
+# has heads as large as what latent attention compresses, nor reads values from the keys. The kernel's results
+# of rows that are not split are divided by their sums already, which a sink would join.
 KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
     "native": _EVERY_FEATURE,
     "follow_lengths": _EVERY_FEATURE,
@@ -87,7 +91,7 @@ def features_of(config: ModelConfig) -> tuple[Feature, ...]:
     kinds = {kind for layer in layers for kind in (layer.attention, layer.cross) if kind is not None}
     longest = config.n_positions  # a window of that many hides nothing
     asked: dict[Feature, bool] = {
-        "grouped heads": config.attention.group > 1,
+        "grouped heads": config.attention.group > 1 and config.attention.latent is None,
         "another scale": any(kind.scores.scale is not None for kind in kinds),
         "a sliding window": any((kind.scores.window or longest) < longest for kind in kinds),
         "a soft cap": any(kind.scores.soft_cap is not None for kind in kinds),
@@ -95,6 +99,7 @@ def features_of(config: ModelConfig) -> tuple[Feature, ...]:
         "a relative bias": any(kind.scores.relative is not None for kind in kinds),
         "attention sinks": any(kind.scores.sinks for kind in kinds),
         "attention that is not causal": not all(kind.causal for kind in kinds),
+        "latent keys and values": config.attention.latent is not None,
     }
     return tuple(feature for feature, is_asked in asked.items() if is_asked)
 
@@ -133,7 +138,7 @@ def choose_attention(
     heads = (config.head_size, n_heads, n_kv_heads)
     windows = tuple(dict.fromkeys(layer.attention.scores.window for layer in config.layers))
     sizes = (*heads, block_size, np.dtype(dtype).name, deterministic)
-    model = _OnDevice(device, *sizes, features_of(config), windows)
+    model = _OnDevice(device, *sizes, features_of(config), windows, config.attention.value_part)
     reasons: list[str] = []
     for kind in (forced,) if forced is not None else _preferred(device):
         reason = model.against(kind)
@@ -172,6 +177,7 @@ class _OnDevice(NamedTuple):
     deterministic: bool
     features: tuple[Feature, ...]
     windows: tuple[int | None, ...]  # of the layers, each once
+    value_part: int | None = None  # elements of a key that are its value
 
     def path(self, kind: Attention) -> tuple[AttentionPath, str]:
         """The path of a kind that can run, and its description."""
@@ -212,10 +218,11 @@ class _OnDevice(NamedTuple):
     def _not_native(self, sizes: tuple[int, int, str, int, int]) -> str | None:
         if self.device.platform != "cpu":
             return f"{self.device.device_kind} is no CPU"
-        reason = native.unsupported(*sizes)
+        reason = native.unsupported(*sizes, self.value_part)
         if reason is None:
             try:
-                native.attention_target(self.head_size, self.block_size, self.dtype, self.dtype)
+                own = (self.head_size, self.block_size, self.dtype, self.dtype, self.value_part)
+                native.attention_target(*own)
             except NotBuilt as error:
                 return str(error)
         return reason

@@ -84,6 +84,7 @@ class PureJax:
                 causal=own.causal,
                 relative=None if own.scores.relative is None else bias,
                 sinks=sinks,
+                value_size=own.value_part,
             )
 
         return attend
@@ -116,6 +117,7 @@ class Native:
                 causal=own.causal,
                 relative=None if own.scores.relative is None else bias,
                 sinks=sinks,
+                value_size=own.value_part,
             )
 
         return attend
@@ -164,8 +166,7 @@ class Kernel:
             plan, work = work_of[own.scores.window]
             return split_attention(
                 q,
-                cache.keys,
-                cache.values,
+                *cache.both,
                 batch.block_table,
                 batch.row_start,
                 batch.kv_length,
@@ -211,7 +212,6 @@ class Cudnn:
         ) -> jax.Array:
             window = own.scores.window
             options = {"group": own.group, "scale": own.scale, "window": window, "sinks": sinks}
-            caches = (cache.keys, cache.values)
-            return by_cudnn.split_attention(q, *caches, work_of[window], **options, call=self.call)
+            return by_cudnn.split_attention(q, *cache.both, work_of[window], **options, call=self.call)
 
         return attend

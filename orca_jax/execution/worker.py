@@ -25,7 +25,7 @@ from orca_jax.iteration.pooled_parts import pooled_layout, pooled_parts
 from orca_jax.iteration.scored_parts import SCORED, scored_layout, scored_parts
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
-from orca_jax.model.kv_cache import LayerCache, cache_shape, copy_blocks
+from orca_jax.model.kv_cache import LayerCache, cache_shape, copy_blocks, layer_cache
 from orca_jax.model.routed import DeviceRouted, Routed, RoutedAgain
 from orca_jax.request.sampled import Sampled
 from orca_jax.sharding.link import DeviceLink
@@ -79,8 +79,7 @@ class Worker:
             command_buffer_collectives=command_buffer_collectives,
         )
         self._place = group.place()
-        self._hidden_size = config.hidden_size
-        self._encodes = config.encoder is not None
+        self._config = config
         # Made on their devices and committed to them, as the programs give them back: else each program
         # would compile twice.
         cache = cache_shape(config, n_blocks=shape.n_blocks, block_size=shape.block_size)
@@ -101,7 +100,7 @@ class Worker:
     def renew(self) -> None:
         """Give the caches up, whatever state they are in, and make empty ones."""
         self._caches = []
-        self._caches = [LayerCache(self._empty(), self._empty()) for _ in self.stage.part.layers]
+        self._caches = [layer_cache(self._config, self._empty) for _ in self.stage.part.layers]
         if self._chooser is not None:
             self._chooser.renew()
 
@@ -175,13 +174,13 @@ class Worker:
 
     def hidden_like(self, n_tokens: int) -> jax.ShapeDtypeStruct:
         """What `forward` takes from the stage before for a bucket, [T, H], and where it lies."""
-        return jax.ShapeDtypeStruct((n_tokens, self._hidden_size), self._dtype, sharding=self._place)
+        return jax.ShapeDtypeStruct((n_tokens, self._config.hidden_size), self._dtype, sharding=self._place)
 
     def programs(self, sizes: BatchSizes) -> Iterator[ToCompile]:
         """All that an iteration may ask for, those that take longest to compile first."""
         stage, place = self.stage, self._place
         weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in stage.weights]
-        caches = [LayerCache(self._cache_like, self._cache_like) for _ in stage.part.layers]
+        caches = [layer_cache(self._config, lambda: self._cache_like) for _ in stage.part.layers]
         layouts = sorted(sizes.layouts, key=lambda layout: -layout.n_tokens)
         for layout in layouts:
             arrived = self.hidden_like(layout.n_tokens)
@@ -199,7 +198,7 @@ class Worker:
             arrays = (weights, caches, self.hidden_like(layout.n_tokens), buffer)
             cross = partial(stage.cross.compile, *arrays, layout=layout)
             yield ToCompile(f"cross attention's keys and values, {_tokens(layout)}", cross)
-        if self._chooser is not None and not self._encodes:
+        if self._chooser is not None and self._config.encoder is None:
             scored = scored_layout(sizes.shape.max_blocks)
             at = jax.ShapeDtypeStruct((SCORED,), jnp.int32, sharding=place)
             n_words = stage.score_buffer.size(scored)

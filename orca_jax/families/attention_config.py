@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -104,13 +104,59 @@ class Scores:
             raise ConfigError("a relative bias beside ALiBi or a soft cap is not supported")
 
 
+_LATENT_NORM = Norm(kind="rms_norm", eps=1e-6)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latent:
+    """How keys and values follow from one compressed vector of a token (DeepSeek-V2, section 2.1).
+
+    `rank` elements of it, after `norm`, give every head's key of `plain_size` elements and its value of
+    `value_size`; `rotary_size` more, rotated, are the rest of all heads' keys. Queries have as many elements
+    of both kinds. With a `query_rank` they are compressed to that many elements too, which have a norm.
+    """
+
+    rank: int
+    rotary_size: int
+    plain_size: int
+    value_size: int
+    query_rank: int | None = None
+    norm: Norm = _LATENT_NORM
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "rotary_size", "plain_size", "value_size"):
+            check_size(f"latent_{name}", getattr(self, name))
+        if self.query_rank is not None:
+            check_size("latent_query_rank", self.query_rank)
+        if self.norm.kind != "rms_norm":
+            raise ConfigError(f"the kind of a latent norm is {self.norm.kind!r}; only rms_norm is supported")
+
+    @property
+    def width(self) -> int:
+        """Elements of a token in the cache."""
+        return self.rank + self.rotary_size
+
+    @property
+    def query_size(self) -> int:
+        """Elements of each head's query, and of its key."""
+        return self.plain_size + self.rotary_size
+
+
+def latent_attention(latent: Latent, *, n_heads: int, rotary: Rotary, **other: Any) -> "Attention":
+    """Attention of `n_heads` to one compressed K/V head; `other` goes to Attention."""
+    return Attention(
+        n_heads=n_heads, n_kv_heads=1, head_size=latent.width, rotary=rotary, latent=latent, **other
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
     """Attention of `n_heads` query heads, `group` of them for each of the `n_kv_heads` K/V heads.
 
     With `causal` a token sees itself and what is before it, else all keys. Heads have `head_size` elements.
     Each K/V head of the checkpoint stands here `kv_repeats` times in a row, so that more devices than K/V
-    heads can share a layer (`ModelConfig.for_devices`).
+    heads can share a layer (`ModelConfig.for_devices`). With `latent` there is one K/V head, of what is
+    compressed, and the biases are of what compresses queries, keys and values, and of the output.
     """
 
     n_heads: int
@@ -123,6 +169,7 @@ class Attention:
     scores: Scores = Scores()
     kv_repeats: int = 1
     causal: bool = True
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         for name in ("n_heads", "n_kv_heads", "head_size", "kv_repeats"):
@@ -142,6 +189,26 @@ class Attention:
             raise ConfigError("a window, ALiBi or sinks in attention that is not causal are not supported")
         if self.scores.relative is not None and self.group != 1:
             raise ConfigError("a relative bias with grouped heads is not supported")
+        if self.latent is not None:
+            self._check_latent(self.latent)
+
+    def _check_latent(self, latent: Latent) -> None:
+        if self.n_kv_heads != self.kv_repeats or self.head_size != latent.width:
+            raise ConfigError(
+                f"latent attention has one key/value head of {latent.width} elements, not "
+                f"{self.n_kv_heads // self.kv_repeats} of {self.head_size}"
+            )
+        if self.rotary is None or self.rotary.size != latent.rotary_size:
+            raise ConfigError(
+                f"latent attention rotates {latent.rotary_size} elements, not "
+                f"{0 if self.rotary is None else self.rotary.size}"
+            )
+        scores = self.scores
+        if self.qk_norm is not None or not self.causal or scores != Scores(scale=scores.scale):
+            raise ConfigError(
+                "latent attention with a qk-norm, a window, a soft cap, ALiBi or a relative bias, or that is "
+                "not causal, is not supported"
+            )
 
     def repeated(self, times: int) -> "Attention":
         """The same attention with each K/V head of the checkpoint so often."""
@@ -155,18 +222,35 @@ class Attention:
 
     @property
     def width(self) -> int:
-        """Elements of all query heads, N * D."""
+        """Elements of all query heads, N * D, as they meet the keys in the cache."""
         return self.n_heads * self.head_size
 
     @property
     def kv_width(self) -> int:
-        """Elements of all key heads, K * D; the values have as many."""
+        """Elements of all key heads, K * D."""
         return self.n_kv_heads * self.head_size
+
+    @property
+    def cached_width(self) -> int:
+        """Elements of a token in a layer's cache: keys and values, or once what is compressed."""
+        return self.kv_width if self.latent is not None else 2 * self.kv_width
+
+    @property
+    def value_size(self) -> int:
+        """Elements of what a query head gets from the cache: of latent values, those before `W_UV`."""
+        return self.head_size if self.latent is None else self.latent.rank
+
+    @property
+    def value_part(self) -> int | None:
+        """How many of a key's first elements are its value; None where values are apart."""
+        return None if self.latent is None else self.latent.rank
 
     @property
     def scale(self) -> float:
         """What the product of a query and a key is multiplied by."""
-        return self.head_size**-0.5 if self.scores.scale is None else self.scores.scale
+        if self.scores.scale is not None:
+            return self.scores.scale
+        return (self.head_size if self.latent is None else self.latent.query_size) ** -0.5
 
     def slopes(self) -> npt.NDArray[np.float32] | None:
         """ALiBi's slopes by group and K/V head, [G, K]; None without ALiBi.

@@ -35,6 +35,9 @@ class Family:
     token embedding once more.
     `computed` has for weights that a checkpoint may lack what they then are, as float32 of our shape.
 
+    `further`: what a layer after the last has that no other has, if such layers predict further tokens. Their
+    tensors are not read.
+
     `has_encoder`: config.json sets `is_encoder_decoder`.
 
     `quantized`: each `quant_method` of config.json's `quantization_config` that is read.
@@ -60,6 +63,7 @@ class Family:
         default_factory=dict[str, Callable[[ModelConfig], npt.NDArray[np.float32]]]
     )
     harmless: frozenset[str] | None = None
+    further: str = ""
     has_encoder: bool = False
     quantized: tuple[str, ...] = ()
     code_in_checkpoints: bool = False
@@ -89,6 +93,13 @@ class Family:
     def is_copy(self, tensor: str, prefix: str) -> bool:
         """Whether a tensor must be the token embedding once more."""
         return re.fullmatch(self.copies, tensor.removeprefix(prefix)) is not None
+
+    def is_further(self, tensor: str, prefix: str, tensors: Collection[str], n_layers: int) -> bool:
+        """Whether a tensor is of a layer, after the `n_layers`, that predicts a further token."""
+        number = re.match(r"layers\.(\d{1,9})\.", tensor.removeprefix(prefix))
+        if not self.further or number is None or int(number[1]) < n_layers:
+            return False
+        return f"{prefix}{number[0]}{self.further}" in tensors
 
     def layer_of(self, tensor: str, prefix: str) -> tuple[str, int] | None:
         """One of our weights that has such a tensor, and the layer it belongs to by its name, if any."""

@@ -117,9 +117,23 @@ def _is_known_quantization(fields: ConfigFields, family: Family) -> bool:
     section = fields.section("quantization_config") if family.quantized else None
     if section is None:
         return False
-    section.choice("quant_method", {name: name for name in family.quantized}, "")
+    method = section.choice("quant_method", {name: name for name in family.quantized}, "")
+    if method == "fp8":
+        _check_fp8(section)
     section.refuse_others(("modules_to_not_convert", "dequantize"))
     return True
+
+
+def _check_fp8(section: ConfigFields) -> None:
+    """Numbers of eight bits with one scale for a block of 128 by 128, whatever activations would have."""
+    section.choice("fmt", {"e4m3": None}, "e4m3")
+    section.choice("activation_scheme", {"dynamic": None}, "dynamic")
+    section.choice("scale_fmt", {"float": None, "ue8m0": None}, "float")
+    if (blocks := section.numbers("weight_block_size")) not in ((), (128, 128)):
+        raise UnsupportedModel(
+            f"{shown(section.path)}: quantization_config.weight_block_size: expected [128, 128], "
+            f"found {shown(list(blocks))}"
+        )
 
 
 def check_tokenizer(model: ModelConfig, path: Path, tokenizer: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from orca_jax.checks import check_whole
 from orca_jax.errors import ConfigError
-from orca_jax.families.attention_config import Attention, Scores
+from orca_jax.families.attention_config import Attention, Latent, Scores
 from orca_jax.families.limits import check_choice, check_positive, check_size
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.mixtures.mxfp4 import BLOCK
@@ -347,8 +347,9 @@ class ModelConfig:
         return replace(model, vocab_multiple=math.lcm(self.vocab_multiple, n_devices))
 
 
-def _heads(attention: Attention) -> tuple[int, ...]:
-    return (attention.n_heads, attention.n_kv_heads, attention.head_size, attention.kv_repeats)
+def _heads(attention: Attention) -> tuple[int | Latent | None, ...]:
+    sizes = (attention.n_heads, attention.n_kv_heads, attention.head_size, attention.kv_repeats)
+    return (*sizes, attention.latent)
 
 
 def _described_heads(attention: Attention) -> str:

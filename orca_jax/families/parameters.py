@@ -7,6 +7,9 @@ An axis is written in letters, and its size is their product; a digit stands for
     G  query heads of each K/V head       F  feed-forward size     U  buckets of a relative bias
     X  experts, each with a matrix        Y  the same, each with a row of the router
     S  size of the shared expert
+    N  query heads of latent attention    Q  size of a head's query      W  size of its value
+    A  rank of compressed queries         C  rank of compressed keys and values
+    L  C, and what is rotated             M  a head's key but for what is rotated, and its value
 
 Matrices are [out, in]. An axis with one of the letters in SPLIT is split over a stage's devices (ORCA 4.1,
 Figure 6): QKV and up projections by their columns, that is by heads and by feed-forward units, out and down
@@ -18,6 +21,10 @@ Heads are group-major, so that a device's share of K brings each K/V head with i
 head k * G + g of a checkpoint. The input of `out` [H, G, K D] has the same order. With one query head for
 each K/V head these are [3, K D, H] and [H, K D]. A gated `up` [2, F, H] has the gate, then up. `cross_kv`
 [2, K D, H] has the keys, then the values.
+
+Latent attention has its heads in a checkpoint's order: `q_b` [N Q, A] (without compression `q` [N Q, H]), for
+each head the elements that are not rotated, then the others; `kv_b` [N M, C], for each head what makes its
+key, then its value. `q_a` [A, H] and `kv_a` [L, H] compress; each device has the whole of them.
 
 Of experts the devices have either a share of each one's F, or as many whole ones: `split_axis` has the rule,
 which looks at the sizes alone. Either way one sum after them will do (model/token_slices.py has another).
@@ -31,17 +38,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from orca_jax.families.attention_matrices import attention_matrices, latent_sizes
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.mixtures.mxfp4 import BLOCK, BLOCK_BYTES
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
 
-SPLIT = frozenset("VKFS")
+SPLIT = frozenset("VKFSN")
+_HEADS = frozenset("KN")
 # A part of an expert that keeps a matrix unit busy: one tile of a GPU's, eight vectors of a CPU's.
 EXPERT_SHARE = 128
 TOKEN_EMBEDDING, HEAD, HEAD_BIAS = "token_embedding", "head.weight", "head.bias"
@@ -60,7 +69,8 @@ ENCODER = "encoder."
 class Parameter:
     """One weight. `shape` has a size for each of `axes`; `stage` is None for a weight of a layer.
 
-    `whole`: each device has whole experts, whatever their size. `packed`: the weight is bytes of MXFP4.
+    `exact`: it is float32 in a model of any dtype. `whole`: each device has whole experts, whatever their
+    size. `packed`: the weight is bytes of MXFP4.
     """
 
     axes: tuple[str, ...]
@@ -68,6 +78,7 @@ class Parameter:
     initial: Initial
     use: Use
     stage: Stage | None = None
+    exact: bool = False
     whole: bool = False
 
     @property
@@ -80,9 +91,9 @@ class Parameter:
         *others, last = self.shape
         return (*others, last // BLOCK * BLOCK_BYTES if self.packed else last)
 
-    def held_dtype(self, dtype: npt.DTypeLike) -> np.dtype:
+    def held_dtype(self, dtype: npt.DTypeLike) -> np.dtype[Any]:
         """The dtype of the array in a model of `dtype`."""
-        return np.dtype(np.uint8) if self.packed else np.dtype(dtype)
+        return np.dtype(np.uint8 if self.packed else np.float32 if self.exact else dtype)
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
@@ -114,7 +125,7 @@ class Parameter:
     @property
     def takes_attention(self) -> bool:
         """Whether this matrix multiplies what attention returns."""
-        return self.use == "linear" and "K" in self.axes[-1]
+        return self.use == "linear" and not _HEADS.isdisjoint(self.axes[-1])
 
     def _stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         sizes: list[int] = []
@@ -199,7 +210,7 @@ def encoder_layer_parameters(config: ModelConfig, layer: int) -> dict[str, Param
 
 def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
     attention, cross, feed_forward = own.attention, own.cross, own.feed_forward
-    sizes = _sizes(config) | {"F": feed_forward.size}
+    sizes = _sizes(config) | {"F": feed_forward.size} | latent_sizes(attention)
     heads = ("KD",) if attention.group == 1 else ("G", "KD")
     inner = ("2", "F") if feed_forward.gated else ("F",)
     found: dict[str, Parameter] = {}
@@ -209,8 +220,7 @@ def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
         ("cross_out", ("H",), ("KD",), cross.out_bias),
     )
     for name, out, into, bias in (
-        ("qkv", ("G+2", "KD"), ("H",), attention.qkv_bias),
-        ("out", ("H",), heads, attention.out_bias),
+        *attention_matrices(attention),
         *(crossing or ()),
         *(
             ()
@@ -232,6 +242,9 @@ def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
         over_head = attention.qk_norm.over == "head"
         for name, axes in (("q_norm", heads), ("k_norm", ("KD",))):
             found |= _norm(name, attention.qk_norm.norm, sizes, axes=("D",) if over_head else axes)
+    if attention.latent is not None:
+        for name, axis, there in (("q_a_norm", "A", sizes["A"]), ("kv_a_norm", "C", True)):
+            found |= _norm(name, attention.latent.norm, sizes, axes=(axis,)) if there else {}
     for name in own.norms:
         found |= _norm(name, own.norm, sizes)
     return found
@@ -245,7 +258,7 @@ def _of_experts(own: FeedForward, experts: Experts, sizes: Mapping[str, int]) ->
     if experts.router_bias:
         found["router.bias"] = _parameter(("Y",), sizes, "zeros", "bias")
     if experts.correction_bias:
-        found["router.correction"] = _parameter(("Y",), sizes, "zeros", "bias")
+        found["router.correction"] = replace(_parameter(("Y",), sizes, "zeros", "bias"), exact=True)
     for name, out, into in (("up", inner, "H"), ("down", ("X", "H"), "F")):
         weight = _parameter((*out, into), sizes, "packed" if experts.packed else "normal", "expert")
         found[f"experts.{name}.weight"] = replace(weight, whole=experts.packed)
@@ -278,7 +291,13 @@ def stage_elements(config: ModelConfig, layers: range, n_devices: int, *, packed
 def stage_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
     """Bytes of weights on each of the `n_devices` of the stage of these layers."""
     plain, packed = (stage_elements(config, layers, n_devices, packed=packed) for packed in (False, True))
-    return itemsize * plain + packed // BLOCK * BLOCK_BYTES
+    exact = sum(_exact_elements(config.layers[i].feed_forward) for i in layers)
+    return itemsize * plain + (4 - itemsize) * exact + packed // BLOCK * BLOCK_BYTES
+
+
+def _exact_elements(own: FeedForward) -> int:
+    """Elements of a layer's weights that are float32 in a model of any dtype."""
+    return own.experts.number if own.experts is not None and own.experts.correction_bias else 0
 
 
 def layers_with(config: ModelConfig, name: str) -> tuple[Layer, ...]:

@@ -20,6 +20,7 @@ from orca_jax.families.decoders.starcoder2 import STARCODER2
 from orca_jax.families.encoder_decoders.bart import BART, MBART, PEGASUS
 from orca_jax.families.encoder_decoders.t5 import MT5, T5, UMT5
 from orca_jax.families.family import Family
+from orca_jax.families.mixtures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from orca_jax.families.mixtures.gpt_oss import GPT_OSS
 from orca_jax.families.mixtures.mixtral import MIXTRAL
 from orca_jax.families.mixtures.olmoe import OLMOE
@@ -49,6 +50,8 @@ _families: dict[str, Family] = {
         QWEN2_MOE,
         QWEN3_MOE,
         OLMOE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
         GPT_OSS,
         T5,
         MT5,

@@ -136,6 +136,14 @@ class Rotary:
             return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
         return _mscale(scaling.factor, 1.0)
 
+    @property
+    def score_factor(self) -> float:
+        """What DeepSeek multiplies scores by besides: the square of yarn's factor by `mscale_all_dim`."""
+        scaling = self.scaling
+        if scaling is None or scaling.kind != "yarn" or scaling.mscale_all_dim is None:
+            return 1.0
+        return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+
 
 def _original(scaling: Scaling) -> int:
     assert scaling.original_positions is not None, scaling

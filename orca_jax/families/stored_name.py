@@ -110,7 +110,7 @@ def heads_of_tensors(order: HeadOrder, attention: Attention) -> tuple[int, ...]:
 
 def own_order(parameter: Parameter, attention: Attention) -> HeadOrder | None:
     """The order in which we keep a parameter's heads; None where it has none, or is in any order the same."""
-    if attention.group == 1:
+    if attention.group == 1 or attention.latent is not None:
         return None
     if parameter.axes[0] == "G+2":
         return "slices"

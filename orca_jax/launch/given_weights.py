@@ -93,7 +93,7 @@ def check_arrays(
     wrong = _absent(table, named)
     for name, value in named.items():
         if name in table:
-            wrong += _differences(name, value, table[name].shape, dtype, cast=cast)
+            wrong += _differences(name, value, table[name].shape, table[name].held_dtype(dtype), cast=cast)
     _raise(wrong)
     return {name: partial(_as_it_is, value) for name, value in named.items()}
 
@@ -116,7 +116,7 @@ def _of_trainer(
             shape = tuple(getattr(value, "shape", ()))
             form = form.fitting(shape, sizes)
             expected_shape = shape if form.fits(shape, sizes) else form.shape(sizes)
-            wrong += _differences(theirs, value, expected_shape, dtype, cast=cast)
+            wrong += _differences(theirs, value, expected_shape, parameter.held_dtype(dtype), cast=cast)
             forms.append(form)
         places = {frozenset(value.devices()) for value in values if isinstance(value, jax.Array)}
         if len(places) > 1:

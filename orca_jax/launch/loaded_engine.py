@@ -40,7 +40,8 @@ def loaded_engine(
     if devices[0].platform == "cpu":
         keep_large_buffers()
         own = found.config
-        build_all_ahead(own.head_size, config.sizes.block_size, dtype, experts=own.kind_of_experts)
+        forms = {"experts": own.kind_of_experts, "value_size": own.attention.value_part}
+        build_all_ahead(own.head_size, config.sizes.block_size, dtype, **forms)
     parts = split_model(found.config, devices, config.parallel)
     if found.own is None:
         model, parameters = load_stages(found, parts, config, jnp.dtype(dtype), on_load)

@@ -173,8 +173,8 @@ class LocalMemory:
     def _read(
         self, parts: Mapping[str, Parts], name: str, places: Sequence[jax.sharding.Sharding]
     ) -> Iterator[jax.Array]:
-        shape = parameter_table(self._model)[name].shape
-        return iter(put(parts[name], shape, np.dtype(self._dtype), places))
+        parameter = parameter_table(self._model)[name]
+        return iter(put(parts[name], parameter.shape, parameter.held_dtype(self._dtype), places))
 
     def _convert(
         self, made: Mapping[str, Callable[[], Any]], name: str, places: Sequence[jax.sharding.Sharding]
@@ -224,8 +224,9 @@ class _Fitting:
 
     def placed(self, name: str, value: Any, place: jax.sharding.Sharding) -> jax.Array:
         """A copy of the weight in the model's dtype, on the devices of `place`."""
-        if value.dtype != self._dtype:
-            value = value.astype(self._dtype)
+        dtype = self._held[name].held_dtype(self._dtype)
+        if value.dtype != dtype:
+            value = value.astype(dtype)
         elif isinstance(value, np.ndarray):
             value = value.copy()  # a CPU's device may use a NumPy array's memory, whatever `may_alias` says
         if not self._differs(name):

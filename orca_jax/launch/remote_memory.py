@@ -20,6 +20,7 @@ from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.errors import CheckpointError, ConfigError, WorkerLost
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import parameter_table
 from orca_jax.families.trainers.layouts import Layout
 from orca_jax.families.trainers.orca_json import ORCA_JSON
 from orca_jax.launch.given_weights import check_adapters, check_arrays, check_replaceable, named_arrays
@@ -136,8 +137,11 @@ def write_arrays(
     directory: Path, model: ModelConfig, dtype: np.dtype, made: Mapping[str, Callable[[], Any]]
 ) -> None:
     """Write an Orbax checkpoint of these weights, one at a time. Raises ConfigError or CheckpointError."""
+    table = parameter_table(model)
     try:
-        orbax.write(directory, made, lambda name: np.asarray(made[name]()).astype(dtype))
+        orbax.write(
+            directory, made, lambda name: np.asarray(made[name]()).astype(table[name].held_dtype(dtype))
+        )
         text = json.dumps({"model": config_to_json(model)})
         (directory / ORCA_JSON).write_text(text, encoding="utf-8")
     except OSError as error:

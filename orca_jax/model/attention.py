@@ -142,6 +142,7 @@ def split_attention(
     causal: bool = True,
     relative: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_size: int | None = None,
 ) -> jax.Array:
     """Attention of each request's query tokens to its own keys, up to its own position where `causal`.
 
@@ -154,11 +155,14 @@ def split_attention(
     are scores of one more key for each head, which has no value. Without `causal` every query sees all keys
     of its row, of which there may be fewer than queries, and there are no window and no slopes. Sums and
     softmax are float32; the result [T, G, K, D] has q's dtype, and padding tokens and rows without a key get
-    zeros. `work` is `attention_work` of the same arrays and the same `follow_lengths`.
+    zeros. A cache without values has them as the first `value_size` elements of its keys; the result then has
+    so many in place of D. `work` is `attention_work` of the same arrays and the same `follow_lengths`.
     """
     n_tokens, n_groups, n_kv_heads, head_size = q.shape
     assert causal or (window is None and slopes is None)
     assert relative is None or n_groups == 1
+    assert (value_size is None) is (cache.values is not None)
+    n_values = head_size if value_size is None else value_size
     # One axis for all heads, so that XLA lays the tiles out alike with one group and with several.
     heads = q.reshape(n_tokens, -1, head_size)  # [T, G * K, D]
     scaled = (heads.astype(jnp.float32) * (head_size**-0.5 if scale is None else scale)).astype(q.dtype)
@@ -188,19 +192,22 @@ def split_attention(
                 slopes=slopes,
                 relative=relative,
                 sinks=sinks,
+                n_values=n_values,
             )
-            attended = attended.swapaxes(1, 2).reshape(tile.shape).swapaxes(1, 2)  # [I, Q, G * K, D]
+            attended = attended.swapaxes(1, 2).reshape(*tile.shape[:3], n_values)
+            attended = attended.swapaxes(1, 2)  # [I, Q, G * K, D]
             where = jnp.where(mine, index, n_tokens)
             return out.at[where].set(attended.astype(out.dtype), mode="drop")
 
         return lax.fori_loop(0, tiles.n_trips if follow_lengths else len(tiles.row), trip, out)
 
     tilings = _tilings(n_tokens, follow_lengths=follow_lengths)
-    out = attend(jnp.zeros_like(heads), work.increment, tilings.increment)
+    out = jnp.zeros((*heads.shape[:2], n_values), heads.dtype)
+    out = attend(out, work.increment, tilings.increment)
     if n_tokens > 1:  # one token cannot be an initiation of several
         for tiles, tiling in zip(work.initiation, tilings.initiation, strict=True):
             out = attend(out, tiles, tiling)
-    return out.reshape(q.shape)
+    return out.reshape(*q.shape[:3], n_values)
 
 
 def _attend(
@@ -217,15 +224,15 @@ def _attend(
     slopes: jax.Array | None,
     relative: jax.Array | None,
     sinks: jax.Array | None,
+    n_values: int,
 ) -> jax.Array:
     """Running softmax of I tiles at once over chunks of C keys.
 
     queries [I, K, G, Q, D], scaled, at `position` [I, Q]; table [I, max_blocks]; last_key [I, Q]: the last
-    key that each query sees, -1 for none. Returns [I, K, G, Q, D] float32, with zeros for a query that sees
-    nothing.
+    key that each query sees, -1 for none. Returns [I, K, G, Q, n_values] float32, with zeros for a query that
+    sees nothing.
     """
-    shape = queries.shape
-    n_tiles, n_kv_heads, per_head, n_queries, head_size = shape
+    n_tiles, n_kv_heads, per_head, n_queries, head_size = queries.shape
     block_size = cache.keys.shape[2]
     queries = queries.reshape(n_tiles, n_kv_heads, per_head * n_queries, head_size)
     blocks = max(1, min(chunk_keys // block_size, table.shape[1]))
@@ -265,9 +272,8 @@ def _attend(
             ids = jnp.take_along_axis(table, columns, axis=1, mode="clip")
             key = first_block * block_size + key  # [I, C]
         by_query = key if window is None else key[:, None, None]
-        scores = jnp.einsum(
-            "ikqd,ikcd->ikqc", queries, fetch(cache.keys, ids), preferred_element_type=jnp.float32
-        )
+        keys = fetch(cache.keys, ids)
+        scores = jnp.einsum("ikqd,ikcd->ikqc", queries, keys, preferred_element_type=jnp.float32)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         if slope is not None:
@@ -285,7 +291,8 @@ def _attend(
         weights = jnp.exp(scores - new_top[..., None])
         # Slots after the row's last key may hold another row's inf or NaN, and 0 * NaN is NaN.
         there = (key < n_seen[:, None])[:, None, :, None]
-        values = jnp.where(there, fetch(cache.values, ids), 0)
+        found = keys[..., :n_values] if cache.values is None else fetch(cache.values, ids)
+        values = jnp.where(there, found, 0)
         weighted = jnp.einsum(
             "ikqc,ikcd->ikqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
         )
@@ -297,10 +304,10 @@ def _attend(
         if sinks is None
         else jnp.broadcast_to(by_query_of(sinks), flat),
         jnp.full(flat, 0 if sinks is None else 1, jnp.float32),
-        jnp.zeros(queries.shape, jnp.float32),
+        jnp.zeros((*flat, n_values), jnp.float32),
     )
     trips = -(-n_reached.max() // chunk) if follow_lengths else n_chunks
     _, total, sums = lax.fori_loop(0, trips, step, start)
     # A query that sees nothing has an equal weight on everything; its sums are not its own.
     attended = jnp.where(last_key >= 0, sums / jnp.maximum(total, 1e-30)[..., None], 0.0)
-    return attended.reshape(shape)
+    return attended.reshape(n_tiles, n_kv_heads, per_head, n_queries, n_values)

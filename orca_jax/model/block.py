@@ -12,6 +12,7 @@ from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Layer
 from orca_jax.families.norm_config import Norm
 from orca_jax.model.kv_cache import LayerCache, write
+from orca_jax.model.latent import LatentProjections
 from orca_jax.model.layers import LayerNorm, Matmul, RMSNorm, Weights, between, linear_of
 from orca_jax.model.mixture import Mixture
 from orca_jax.model.rotation import Rotation, rotate
@@ -36,7 +37,7 @@ class Attend(Protocol):
         sinks: jax.Array | None,
         /,
     ) -> jax.Array:
-        """q [T, n, K, D], of which the first G slices are queries, to [T, G, K, D].
+        """q [T, n, K, D], of which the first G slices are queries, to [T, G, K, D or the size of a value].
 
         The slices after the queries are for kernels, which may so read the queries where the product that
         gave them left them; keys and values are in the cache already. `attention` is the layer's, with G and
@@ -110,7 +111,9 @@ class Block(nnx.Module):
         self.attn_out_norm = norms.get("attn_out_norm")
         self.mlp_norm = norms.get("mlp_norm")
         self.mlp_out_norm = norms.get("mlp_out_norm")
-        self.qkv = linear_of(p, "qkv")
+        latent = config.attention.latent is not None
+        self.latent = LatentProjections(config.attention, p) if latent else None
+        self.qkv = None if latent else linear_of(p, "qkv")
         self.q_norm, self.k_norm = _qk_norms(config.attention, p)
         self.out = linear_of(p, "out")
         relative = config.attention.scores.relative
@@ -199,6 +202,16 @@ class Block(nnx.Module):
         evaluated: Evaluated | None,
     ) -> tuple[jax.Array, LayerCache]:
         config = self.config.attention
+        if self.latent is not None:
+            assert rotation is not None
+            if slot_of_token is not None:
+                cache = write(cache, self.latent.keys(x, rotation, product), None, slot_of_token)
+            if evaluated is not None:
+                x, rotation = evaluated.of(x), Rotation(*map(evaluated.of, rotation))
+                attend, product = evaluated.attend, evaluated.product
+            attended = attend(self.latent.queries(x, rotation, product), cache, config, None, None)
+            return self.out(self.latent.values(attended), product, shard), cache
+        assert self.qkv is not None
         group, n_kv_heads = config.group, config.n_kv_heads // shard.n
         qkv = self.qkv(x, product)
         qkv = qkv.reshape(x.shape[0], group + 2, n_kv_heads, config.head_size)  # [T, G + 2, K, D]

@@ -33,7 +33,7 @@ def init_parameters(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> di
     table = parameter_table(config)
     keys = jax.random.split(key, len(table))
     return {
-        name: init_parameter(entry.initial, entry.held_shape, own, dtype)
+        name: init_parameter(entry.initial, entry.held_shape, own, entry.held_dtype(dtype))
         for (name, entry), own in zip(table.items(), keys, strict=True)
     }
 

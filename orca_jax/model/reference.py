@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orca_jax.families.attention_config import Attention, RelativeBias
+from orca_jax.families.attention_config import Attention, Latent, RelativeBias
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
@@ -50,6 +50,8 @@ def forward(
 
     def heads(own: Attention, name: str, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, [T, N, D] each: K/V heads as often as query heads use them."""
+        if own.latent is not None:
+            return latent_heads(own, own.latent, name, value)
         n_tokens, n_groups, n_kv, size = len(value), own.group, own.n_kv_heads, own.head_size
         slices = linear(f"{name}.qkv", value)  # [T, G + 2, K D]
         q, k, v = slices[:, :n_groups], slices[:, n_groups], slices[:, n_groups + 1]
@@ -67,6 +69,29 @@ def forward(
             position = jnp.arange(n_tokens)
             q, k = (_rotated(own.rotary, each, position, config.n_positions) for each in (q, k))
         return q, k.repeat(n_groups, axis=1), v.repeat(n_groups, axis=1)
+
+    def latent_heads(
+        own: Attention, latent: Latent, name: str, value: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """DeepSeek-V2, equations 9 to 16, with every token's keys and values in full."""
+        n_tokens, n, position = len(value), own.n_heads, jnp.arange(len(value))
+
+        def turned(part: jax.Array) -> jax.Array:
+            assert own.rotary is not None
+            return _rotated(own.rotary, part, position, config.n_positions)
+
+        if latent.query_rank is None:
+            q = linear(f"{name}.q", value)
+        else:
+            q = linear(f"{name}.q_b", norm(latent.norm, f"{name}.q_a_norm", linear(f"{name}.q_a", value)))
+        q = q.reshape(n_tokens, n, -1)
+        compressed = linear(f"{name}.kv_a", value)
+        c = norm(latent.norm, f"{name}.kv_a_norm", compressed[:, : latent.rank])
+        of_all = turned(compressed[:, None, latent.rank :]).repeat(n, axis=1)
+        kv = linear(f"{name}.kv_b", c).reshape(n_tokens, n, -1)
+        keys, values = kv[..., : latent.plain_size], kv[..., latent.plain_size :]
+        q = jnp.concatenate([q[..., : latent.plain_size], turned(q[..., latent.plain_size :])], axis=-1)
+        return q, jnp.concatenate([keys, of_all], axis=-1), values
 
     def attention(own: Attention, name: str, value: jax.Array, real: jax.Array) -> jax.Array:
         """Of tokens to one another; `real` [T] is false for those that none sees."""
@@ -95,6 +120,8 @@ def forward(
             )
         weights = jax.nn.softmax(scores, axis=-1)[:, :, :n_tokens]
         merged = jnp.einsum("nqk,knd->qnd", weights, v)  # [T, N, D]
+        if own.latent is not None:
+            return linear(f"{name}.out", merged.reshape(n_tokens, -1))
         by_group = merged.reshape(n_tokens, own.n_kv_heads, own.group, own.head_size).swapaxes(1, 2)
         out = p[f"{name}.out.weight"].reshape(config.hidden_size, -1)
         return by_group.reshape(n_tokens, -1) @ out.T + p.get(f"{name}.out.bias", 0)

@@ -13,11 +13,16 @@
 #define KV_BITS 32
 #endif
 
+#ifndef VALUE_SIZE
+#define VALUE_SIZE HEAD_SIZE
+#endif
+
 typedef ELEMENT(Q_BITS) q_type;
 typedef ELEMENT(KV_BITS) kv_type;
 
 #define CHUNK 64 /* keys */
 #define PARTS (HEAD_SIZE / LANES)
+#define VALUE_PARTS (VALUE_SIZE / LANES)
 
 typedef struct {
   int row, start, n; /* the row, the tile's first query within it, queries */
@@ -46,7 +51,7 @@ static const float NOTHING = -1e30f; /* the score of a key that a query does not
 static inline int lesser(int a, int b) { return a < b ? a : b; }
 static inline int greater(int a, int b) { return a > b ? a : b; }
 
-/* A row's key (or value) at `position`. */
+/* A row's key at `position`, or its value, which where VALUE_SIZE is less begins a key. */
 static inline const kv_type *slot(const Attention *a, const kv_type *pool, const int32_t *table, int head,
                                   unsigned position) {
   const size_t block = (size_t)table[position / BLOCK_SIZE] * a->n_heads + head;
@@ -71,7 +76,7 @@ static inline const q_type *query(const Attention *a, int token, int g, int head
 }
 
 static inline q_type *result_of(const Attention *a, int token, int g, int head) {
-  return a->out + (((size_t)token * a->group + g) * a->n_heads + head) * HEAD_SIZE;
+  return a->out + (((size_t)token * a->group + g) * a->n_heads + head) * VALUE_SIZE;
 }
 
 static inline float slope(const Attention *a, int g, int head) {

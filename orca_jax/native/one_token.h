@@ -25,7 +25,7 @@ _Static_assert(CHUNK % LANES == 0 && CHUNK % KEYS_AT_ONCE == 0, "whole vectors")
 
 /* A query's softmax over the chunks so far. */
 typedef struct {
-  vec q[PARTS], out[PARTS];
+  vec q[PARTS], out[VALUE_PARTS];
   float top, total, slope;
   const float *relative; /* the head's relative bias, or NULL */
 } Running;
@@ -97,10 +97,10 @@ INLINE void add_values(const kv_type *const *values, int n_keys, const float *we
 /* All parts, as many at a time as the registers hold. */
 INLINE void add_all_values(const kv_type *const *values, int n_keys, const float *weights, const float *shrink,
                            Running *queries, const kv_type *const *next, const int n) {
-  const int parts = lesser(VALUE_SUMS / n, PARTS), rest = PARTS % parts;
-  for (int part = 0; part + parts <= PARTS; part += parts, next = NULL)
+  const int parts = lesser(VALUE_SUMS / n, VALUE_PARTS), rest = VALUE_PARTS % parts;
+  for (int part = 0; part + parts <= VALUE_PARTS; part += parts, next = NULL)
     add_values(values, n_keys, weights, shrink, queries, next, part, n, parts);
-  if (rest) add_values(values, n_keys, weights, shrink, queries, next, PARTS - rest, n, rest);
+  if (rest) add_values(values, n_keys, weights, shrink, queries, next, VALUE_PARTS - rest, n, rest);
 }
 
 /* A chunk of a head's keys, `n` from `base` on, for all queries of the group, the last key of which is at `position`.
@@ -147,10 +147,8 @@ static void attend_one(const Attention *a, int row, int first, int n_heads) {
       running->slope = slope(a, g, first + h);
       running->relative = relative_of(a, first + h);
       const q_type *q = query(a, token, g, first + h);
-      for (int i = 0; i < PARTS; i++) {
-        running->q[i] = load(q + i * LANES) * all(a->scale);
-        running->out[i] = all(0);
-      }
+      for (int i = 0; i < PARTS; i++) running->q[i] = load(q + i * LANES) * all(a->scale);
+      for (int i = 0; i < VALUE_PARTS; i++) running->out[i] = all(0);
     }
   int base = greater(0, length - a->window), n = lesser(length - base, CHUNK), h = 0;
   const kv_type *values[CHUNK], *keys[2][CHUNK]; /* keys: of this step and of the next */
@@ -168,7 +166,7 @@ static void attend_one(const Attention *a, int row, int first, int n_heads) {
   for (int h = 0; h < n_heads; h++)
     for (int g = 0; g < group; g++) {
       q_type *to = result_of(a, token, g, first + h);
-      for (int i = 0; i < PARTS; i++) store(to + i * LANES, heads[h][g].out[i] * all(1 / heads[h][g].total));
+      for (int i = 0; i < VALUE_PARTS; i++) store(to + i * LANES, heads[h][g].out[i] * all(1 / heads[h][g].total));
     }
 }
 

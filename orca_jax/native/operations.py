@@ -17,19 +17,27 @@ def grouped_sizes(x_dtype: str, weight_dtype: str, steady: bool = False) -> dict
     return linear_sizes(x_dtype, weight_dtype) | ({"FEW": 0} if steady else {})
 
 
-def attention_sizes(head_size: int, block_size: int, q_dtype: str, kv_dtype: str) -> dict[str, int]:
-    """The names that split_attention.c needs."""
+def attention_sizes(
+    head_size: int, block_size: int, q_dtype: str, kv_dtype: str, value_size: int | None = None
+) -> dict[str, int]:
+    """The names that split_attention.c needs; `value_size` where values are the first elements of keys."""
     bits = {"Q_BITS": BITS[q_dtype], "KV_BITS": BITS[kv_dtype]}
-    return {"HEAD_SIZE": head_size, "BLOCK_SIZE": block_size, **bits}
+    sizes = {"HEAD_SIZE": head_size, "BLOCK_SIZE": block_size, **bits}
+    return sizes if value_size is None else sizes | {"VALUE_SIZE": value_size}
 
 
 def build_all_ahead(
-    head_size: int, block_size: int, dtype: str, *, experts: Literal["plain", "other"] | None
+    head_size: int,
+    block_size: int,
+    dtype: str,
+    *,
+    experts: Literal["plain", "other"] | None,
+    value_size: int | None = None,
 ) -> None:
     """Begin to build, side by side, what a CPU uses for a model of this dtype; nothing for other dtypes."""
     if dtype not in BITS:
         return
-    build_ahead("split_attention", **attention_sizes(head_size, block_size, dtype, dtype))
+    build_ahead("split_attention", **attention_sizes(head_size, block_size, dtype, dtype, value_size))
     build_ahead("linear", **linear_sizes(dtype, dtype))
     build_ahead("token_choice")
     if experts:

@@ -22,7 +22,7 @@
 #define PANEL_PARTS 2
 #endif
 
-_Static_assert(HEAD_SIZE % 16 == 0 && BLOCK_SIZE % STRIP == 0, "unsupported() in split_attention.py refuses these");
+_Static_assert(HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0 && BLOCK_SIZE % STRIP == 0, "unsupported() in split_attention.py refuses these");
 _Static_assert(TILE % LANES == 0 && TILE % PANEL == 0 && CHUNK % STRIP == 0, "whole vectors, panels and strips");
 
 /* The keys that a tile's queries see. */
@@ -82,7 +82,7 @@ INLINE void score_strip(const Attention *a, const float *key, float q[HEAD_SIZE]
 
 /* The values of a chunk, for PANEL queries and `parts` of the head; the compiler knows parts. */
 INLINE void add_panel(const kv_type *const *slots, int skip, int n, float weights[][TILE], const float *shrink,
-                      float out[][HEAD_SIZE], int m, int part, const int parts) {
+                      float out[][VALUE_SIZE], int m, int part, const int parts) {
   vec sums[PANEL][PANEL_PARTS];
   UNROLL for (int i = 0; i < PANEL; i++)
     UNROLL for (int d = 0; d < parts; d++) sums[i][d] = load(&out[m + i][(part + d) * LANES]) * all(shrink[m + i]);
@@ -105,7 +105,7 @@ INLINE void attend_vectors(const Attention *a, Tile tile, int head, const int ve
   const int begin = a->row_start[tile.row], length = a->kv_length[tile.row], group = a->group;
   const int before = length - (a->row_start[tile.row + 1] - begin); /* positions before the row's first token */
   const int32_t *table = a->block_table + (size_t)tile.row * a->max_blocks;
-  float q[HEAD_SIZE][TILE], weights[CHUNK][TILE], out[TILE][HEAD_SIZE], shrink[TILE], tops[TILE], totals[TILE];
+  float q[HEAD_SIZE][TILE], weights[CHUNK][TILE], out[TILE][VALUE_SIZE], shrink[TILE], tops[TILE], totals[TILE];
   Seen seen;
   memset(weights, 0, sizeof weights);
   memset(shrink, 0, sizeof shrink);
@@ -166,17 +166,17 @@ INLINE void attend_vectors(const Attention *a, Tile tile, int head, const int ve
     }
     for (int m = 0; m < tile.n; m += PANEL) {
       int part = 0;
-      for (; part + PANEL_PARTS <= PARTS; part += PANEL_PARTS)
+      for (; part + PANEL_PARTS <= VALUE_PARTS; part += PANEL_PARTS)
         add_panel(values, skip, n, weights, shrink, out, m, part, PANEL_PARTS);
-      if (PARTS % PANEL_PARTS)
-        add_panel(values, skip, n, weights, shrink, out, m, part, PARTS % PANEL_PARTS);
+      if (VALUE_PARTS % PANEL_PARTS)
+        add_panel(values, skip, n, weights, shrink, out, m, part, VALUE_PARTS % PANEL_PARTS);
     }
   }
   for (int g = 0; g < vectors; g++) store(&totals[g * LANES], total[g]);
   for (int m = 0; m < tile.n; m++) {
     const int number = tile.start + m;
     q_type *to = result_of(a, begin + number / group, number % group, head);
-    for (int d = 0; d < PARTS; d++) store(to + d * LANES, load(&out[m][d * LANES]) * all(1 / totals[m]));
+    for (int d = 0; d < VALUE_PARTS; d++) store(to + d * LANES, load(&out[m][d * LANES]) * all(1 / totals[m]));
   }
 }
 

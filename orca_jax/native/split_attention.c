@@ -1,10 +1,12 @@
 /* Split attention of one layer on a CPU, as an XLA custom call (ORCA 3.2 and 5).
  *
- * The compiler sets HEAD_SIZE (D), a multiple of 16; BLOCK_SIZE (B), a multiple of 8; and Q_BITS and KV_BITS, 32
- * for float32 and 16 for bfloat16. All arithmetic is float32. The arguments are those of split_attention.py: q
- * [T, n, K, D], whose first G slices are the queries; keys, values [n_blocks, K, B, D]; block_table [R, max_blocks],
+ * The compiler sets HEAD_SIZE (D), a multiple of 16; BLOCK_SIZE (B), a multiple of 8; Q_BITS and KV_BITS, 32 for
+ * float32 and 16 for bfloat16; and where values are the first elements of the keys VALUE_SIZE, a multiple of 16. All
+ * arithmetic is float32. The arguments are those of split_attention.py: q [T, n, K, D], whose first G slices are the
+ * queries; keys, values [n_blocks, K, B, D]; block_table [R, max_blocks],
  * row_start [R + 1], kv_length [R] int32; slopes [G, K], relative [2 M + 1, K] and sinks [G, K] float32, or empty. The
- * result is [T, G, K, D]. Query heads [0..G, k] form a group: all attend to key/value head k.
+ * result is [T, G, K, D], or VALUE_SIZE in place of D. Query heads [0..G, k] form a group: all attend to key/value
+ * head k.
  *
  * The work is cut into items: a tile of one row's queries, and a key/value head (attend_many), or a row of one
  * token and a few key/value heads (attend_one). Within a row, queries are numbered token by token and by group
@@ -53,7 +55,7 @@ static double cut(Attention *a, int n_rows) {
       const int n_tokens = a->row_start[row + 1] - a->row_start[row], n = n_tokens * a->group;
       if (!n || (n_tokens == 1 && a->group <= MOST_SHARING) != ones) continue;
       if (!a->kv_length[row]) {
-        const size_t token = (size_t)a->group * a->n_heads * HEAD_SIZE;
+        const size_t token = (size_t)a->group * a->n_heads * VALUE_SIZE;
         memset(a->out + a->row_start[row] * token, 0, sizeof *a->out * n_tokens * token);
         continue;
       }
@@ -101,7 +103,7 @@ XLA_FFI_Error *split_attention(XLA_FFI_CallFrame *frame) {
   a->furthest = n_distances / 2;
   a->relative = n_distances ? (float *)(a->tiles + n_tiles) : NULL;
   if (a->relative) lay_out(a, relative->data);
-  const size_t token = (size_t)group * a->n_heads * HEAD_SIZE, n_real = a->row_start[n_rows];
+  const size_t token = (size_t)group * a->n_heads * VALUE_SIZE, n_real = a->row_start[n_rows];
   memset(a->out + n_real * token, 0, sizeof *a->out * (n_tokens - n_real) * token); /* padding */
   const double worth = cut(a, n_rows) / WORTH_A_THREAD;
   const int n_threads = count_threads(frame);

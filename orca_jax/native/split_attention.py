@@ -9,14 +9,27 @@ from orca_jax.native.operations import BITS, attention_sizes
 
 _WIDTH, _STRIP = 16, 8  # as in split_attention.c
 _STORED = {"uint16": "bfloat16"}  # a cache may hold the bits
+_MOST_LATENT = 640  # a tile of queries and of results is on a thread's stack
 _ALL_KEYS = 2**31 - 1  # a window that no row exceeds
 
 
-def unsupported(head_size: int, block_size: int, dtype: str, n_heads: int, n_kv_heads: int) -> str | None:
+def unsupported(
+    head_size: int,
+    block_size: int,
+    dtype: str,
+    n_heads: int,
+    n_kv_heads: int,
+    value_size: int | None = None,
+) -> str | None:
     """Why the native attention cannot run such a model, or None if it can."""
     if dtype not in BITS:
         return f"the native attention is for float32 and bfloat16, and keys and values are {dtype}"
-    if head_size % _WIDTH or not 0 < head_size <= 256:
+    if value_size is not None and (head_size % _WIDTH or value_size % _WIDTH or head_size > _MOST_LATENT):
+        return (
+            f"the native attention is for latent keys of up to {_MOST_LATENT} elements and their values in "
+            f"steps of {_WIDTH}, not of {head_size} and {value_size}"
+        )
+    if value_size is None and (head_size % _WIDTH or not 0 < head_size <= 256):
         return f"the native attention is for heads of 16 to 256 in steps of {_WIDTH}, not of {head_size}"
     if block_size % _STRIP:
         return f"the native attention is for blocks of a multiple of {_STRIP} slots, not of {block_size}"
@@ -25,15 +38,17 @@ def unsupported(head_size: int, block_size: int, dtype: str, n_heads: int, n_kv_
     return None
 
 
-def attention_target(head_size: int, block_size: int, q_dtype: str, kv_dtype: str) -> str:
+def attention_target(
+    head_size: int, block_size: int, q_dtype: str, kv_dtype: str, value_size: int | None = None
+) -> str:
     """The name of the custom call; each dtype is float32 or bfloat16. Raises NotBuilt."""
-    return target("split_attention", **attention_sizes(head_size, block_size, q_dtype, kv_dtype))
+    return target("split_attention", **attention_sizes(head_size, block_size, q_dtype, kv_dtype, value_size))
 
 
 def native_split_attention(
     q: jax.Array,
     keys: jax.Array,
-    values: jax.Array,
+    values: jax.Array | None,
     block_table: jax.Array,
     row_start: jax.Array,
     kv_length: jax.Array,
@@ -46,6 +61,7 @@ def native_split_attention(
     causal: bool = True,
     relative: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    value_size: int | None = None,
 ) -> jax.Array:
     """Attention of each request's query tokens to its own keys, up to its own position where `causal`.
 
@@ -61,13 +77,17 @@ def native_split_attention(
     [2 M + 1, K] float32 adds to a score its row (key position - query position) + M, the first or the last
     for keys further away; G is then 1. `sinks` [G, K] float32 are scores of one more key for each head, which
     has no value. Without `causal` a query sees all keys of its row, of which there may be fewer than queries,
-    and there are no window and no slopes. Raises NotBuilt without a C compiler, or without AVX-512 or AVX2.
+    and there are no window and no slopes. Without `values` they are the first `value_size` elements of the
+    keys; the result then has so many in place of D. Raises NotBuilt without a C compiler, or without AVX-512
+    or AVX2.
     """
     n_slices, n_kv_heads, head_size = q.shape[1:]
     group = n_slices if group is None else group
     block_size = keys.shape[2]
     kv_dtype = _STORED.get(str(keys.dtype), str(keys.dtype))
-    reason = unsupported(head_size, block_size, kv_dtype, group * n_kv_heads, keys.shape[1])
+    assert (values is None) is (value_size is not None)
+    values = keys if values is None else values
+    reason = unsupported(head_size, block_size, kv_dtype, group * n_kv_heads, keys.shape[1], value_size)
     assert reason is None, reason
     assert 0 < group <= n_slices and keys.shape == values.shape and keys.shape[1] == n_kv_heads
     assert keys.dtype == values.dtype and q.dtype.name in BITS
@@ -82,8 +102,10 @@ def native_split_attention(
     assert relative.dtype == jnp.float32 and relative.shape[1:] == (n_kv_heads,)
     assert not len(relative) or (len(relative) % 2 and group == 1)
     assert causal or (window is None and not slopes.size)
-    result = jax.ShapeDtypeStruct((q.shape[0], group, n_kv_heads, head_size), q.dtype)
-    call = jax.ffi.ffi_call(attention_target(head_size, block_size, str(q.dtype), kv_dtype), result)
+    size = head_size if value_size is None else value_size
+    result = jax.ShapeDtypeStruct((q.shape[0], group, n_kv_heads, size), q.dtype)
+    name = attention_target(head_size, block_size, str(q.dtype), kv_dtype, value_size)
+    call = jax.ffi.ffi_call(name, result)
     return call(
         q,
         keys,

@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 from itertools import groupby
 from typing import Literal, NamedTuple
 
+from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.mixtures.mxfp4 import BLOCK, BLOCK_BYTES
 from orca_jax.families.model_config import ModelConfig
@@ -37,6 +38,7 @@ from orca_jax.families.parameters import (
 OperationKind = Literal["embed", "linear", "attention", "head", "sampler"]
 
 _CROSS_KV, _CROSS_OUT = "cross_kv.weight", "cross_out.weight"
+_OF_QUERIES = ("q.weight", "q_a.weight", "q_b.weight", "kv_b.weight")  # of latent attention
 LOGIT_BYTES = 4  # logits are always float32
 
 
@@ -138,13 +140,12 @@ def operations(
     cache. Each of the stage's `layers` (default: all) has its linear operations, with attention before the
     one that consumes its result. The embedding precedes the model's first layer; the head and the sampler
     follow its last. From the attention of that layer on there is one token a request; before it are queries,
-    keys and values of all tokens. Sums without a shape do not tell how long an encoder's inputs are: then
-    cross attention reads nothing.
+    keys and values of all tokens, in latent attention keys and values alone. Sums without a shape do not tell
+    how long an encoder's inputs are: then cross attention reads nothing.
     """
     layers = range(model.n_layers) if layers is None else layers
     sums = sums_of(shape)
     stage = stage_products(model, layers, n_shards)
-    kv_width = model.attention.kv_width // n_shards
     linear = partial(linear_operation, weight_bytes=weight_bytes)
 
     def layer(products: Sequence[_Product], window: int | None, *, last: bool = False) -> Iterator[Operation]:
@@ -159,15 +160,15 @@ def operations(
         for product in products:
             if product.takes_attention:
                 yield attention_operation(
-                    product.n_in,
-                    kv_width,
+                    model.attention,
+                    n_shards,
                     crossed if product.crosses else in_reach,
                     n_written=0 if product.crosses else sums.n_tokens,
                     weight_bytes=weight_bytes,
                     kv_bytes=kv_bytes,
                 )
                 n_tokens = in_reach.n_tokens
-            yield linear(product, n_tokens)
+            yield linear(product, in_reach.n_tokens if product.of_queries else n_tokens)
 
     result: list[Operation] = []
     if layers.start == 0:
@@ -212,6 +213,8 @@ def linear_operation(product: "_Product", n_tokens: int, *, weight_bytes: int) -
 class _Product(NamedTuple):
     """A linear operation on one device, or that of one expert; `n_weights` includes the bias.
 
+    What latent attention makes keys and values with multiplies queries, and what they attend to.
+
     `share` is the part of the experts that is on the device.
     """
 
@@ -222,6 +225,7 @@ class _Product(NamedTuple):
     crosses: bool  # and that is cross attention
     experts: Experts | None = None
     share: float = 1.0
+    of_queries: bool = False  # and of no other token
 
 
 class _StageProducts(NamedTuple):
@@ -263,7 +267,8 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
         for name, parameter in parameters.items():
             bias = parameters.get(name.replace(".weight", ".bias"))
             if parameter.use == "linear":
-                found[name] = product(parameter, bias, crosses=name == _CROSS_OUT)
+                made = product(parameter, bias, crosses=name == _CROSS_OUT)
+                found[name] = made._replace(of_queries=name in _OF_QUERIES)
             elif parameter.use == "expert":
                 assert experts is not None
                 found[name] = of_expert(parameter, bias, experts)
@@ -330,17 +335,17 @@ def _n_operations(products: Sequence[_Product]) -> int:
 
 
 def attention_operation(
-    hidden: int, kv_width: int, sums: IterationSums, *, n_written: int, weight_bytes: int, kv_bytes: int
+    own: Attention, n_shards: int, sums: IterationSums, *, n_written: int, weight_bytes: int, kv_bytes: int
 ) -> Operation:
     """One layer of split attention: queries in, keys and values written, visible ones read, results out.
 
-    `hidden` is the width of all query heads, `kv_width` of all K/V heads. `sums` count the queries, and
-    `n_written` the tokens whose keys and values are written.
+    `sums` count the queries, and `n_written` the tokens whose keys and values are written.
     """
-    n_kv_bytes = 2 * kv_width * kv_bytes * (n_written + sums.n_keys)
+    n_kv_bytes = own.cached_width // n_shards * kv_bytes * (n_written + sums.n_keys)
+    around = (own.width + own.n_heads * own.value_size) // n_shards  # elements of a token: queries, results
+    n_bytes = n_kv_bytes + sums.n_tokens * around * weight_bytes
     # 2 operations per element for a query and a key, 2 more for a weight and a value.
-    n_bytes = n_kv_bytes + 2 * sums.n_tokens * hidden * weight_bytes
-    return Operation("attention", n_bytes, 4 * hidden * sums.n_seen)
+    return Operation("attention", n_bytes, 2 * around * sums.n_seen)
 
 
 def floor(operations: Iterable[Operation], device: Device) -> float:
@@ -363,4 +368,4 @@ def weight_bytes_total(model: ModelConfig, itemsize: int) -> int:
 
 def kv_bytes_per_slot(model: ModelConfig, itemsize: int) -> int:
     """Bytes of one slot: one token's key and value in every layer (ORCA 4.2)."""
-    return 2 * model.n_layers * model.attention.kv_width * itemsize
+    return model.n_layers * model.attention.cached_width * itemsize

@@ -30,12 +30,12 @@ def encoder_operations(
     """
     layers = range(model.n_layers) if layers is None else layers
     stage = stage_products(model, layers, n_shards)
-    kv_width = model.attention.kv_width // n_shards
     n_tokens = sum(lengths)
     sums = IterationSums(len(lengths), n_tokens, n_tokens, sum(length**2 for length in lengths))
     attention = partial(
         attention_operation,
-        kv_width=kv_width,
+        model.attention,
+        n_shards,
         n_written=n_tokens,
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
@@ -49,12 +49,12 @@ def encoder_operations(
         within: list[Operation] = []
         for product in products:
             if product.takes_attention:
-                within.append(attention(product.n_in, sums=sums))
+                within.append(attention(sums=sums))
             within.append(linear_operation(product, n_tokens, weight_bytes=weight_bytes))
         result += within * count
     for product, count in stage.cross:
         made = linear_operation(product, n_tokens, weight_bytes=weight_bytes)
-        result += [made, attention(0, sums=IterationSums(0, 0, 0, 0))] * count
+        result += [made, attention(sums=IterationSums(0, 0, 0, 0))] * count
     return result
 
 

@@ -87,9 +87,8 @@ class PlanTarget:
     @property
     def _attention(self) -> Attention:
         """The device's, or what takes its place for a model that no GPU's kernel computes."""
-        pure_jax = self.config.encoder is not None or any(
-            layer.attention.scores.alibi is not None for layer in self.config.layers
-        )
+        forms = (layer.attention.latent or layer.attention.scores.alibi for layer in self.config.layers)
+        pure_jax = self.config.encoder is not None or any(forms)
         if pure_jax and self.device.name != CPU:
             return "static"
         sinks = any(layer.attention.scores.sinks for layer in self.config.layers)

@@ -123,13 +123,13 @@ class StageRoom:
 
 
 def stage_weight_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
-    """Weights per device: its share of the split ones, and all others."""
+    """Weights per device: its share of the split ones, and all others; a few are float32 in any model."""
     return stage_bytes(config, layers, n_devices, itemsize)
 
 
 def slot_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
     """One slot per device: the keys and values of the device's heads in these layers (ORCA 4.2)."""
-    return 2 * len(layers) * config.attention.kv_width // n_devices * itemsize
+    return len(layers) * config.attention.cached_width // n_devices * itemsize
 
 
 def table_bytes(config: ModelConfig, layers: range, n_rows: int) -> int:
@@ -180,7 +180,19 @@ def temporary_bytes(
 
 
 def _elements_per_token(hidden: int, layer: Layer, n_devices: int, *, cpu: bool) -> int:
-    """The elements that a layer's feed-forward part holds for each token when it holds most.
+    """The elements that a layer holds for each token when it holds most."""
+    feed_forward = _elements_of_feed_forward(hidden, layer, n_devices, cpu=cpu)
+    own, n_heads = layer.attention, layer.attention.n_heads // n_devices
+    if own.latent is None:
+        return feed_forward
+    # The residual stream, queries as they meet the cache, twice, and the result. On a CPU the zeros that
+    # results are written into are kept all along, as _static_attention_bytes has it of others.
+    around = hidden + n_heads * (2 * own.head_size + own.latent.rank)
+    return max(feed_forward, around) + (n_heads * own.latent.rank if cpu else 0)
+
+
+def _elements_of_feed_forward(hidden: int, layer: Layer, n_devices: int, *, cpu: bool) -> int:
+    """Those of the feed-forward part.
 
     The residual stream stays. The first product needs its input, the activation function what it computes:
     a GPU applies it in place, unless the layer is gated and the result half as wide as the product.
@@ -277,11 +289,13 @@ def _static_attention_bytes(
     XLA fills the initial sums of all layers before the first layer. A layer's work is the keys and values
     gathered for all tiles at once, and their scores.
     """
-    width, heads = config.attention.width // n_devices, config.n_heads // n_devices
-    kv_width = config.attention.kv_width // n_devices
+    heads, kv_width = config.n_heads // n_devices, config.attention.kv_width // n_devices
     queries, keys = min(_TILE_QUERIES, n_tokens), min(_TILE_KEYS, config.n_positions)
     n_tiles = n_tokens // queries + min(n_rows, n_tokens // 2)
-    starts = n_tiles * queries * 4 * (width + 2 * heads) + n_tokens * width * itemsize
+    results = heads * config.attention.value_size
+    starts = n_tiles * queries * 4 * (results + 2 * heads) + n_tokens * results * itemsize
     gathered, scores = n_tiles * keys * kv_width * itemsize, n_tiles * heads * queries * keys * 4
     around = 2 * n_tokens * config.hidden_size * itemsize
+    if config.attention.latent is not None:  # a tile's queries, which are wider than its results
+        around += n_tiles * queries * heads * config.head_size * itemsize
     return n_layers * starts, int(_GATHERED * gathered) + scores + around

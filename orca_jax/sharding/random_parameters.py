@@ -24,7 +24,11 @@ def random_parameters(
 
     @cache
     def drawing(
-        initial: Initial, shape: tuple[int, ...], sharding: jax.sharding.Sharding, repeated: Parameter | None
+        initial: Initial,
+        shape: tuple[int, ...],
+        dtype: jnp.dtype,
+        sharding: jax.sharding.Sharding,
+        repeated: Parameter | None,
     ) -> Callable[..., jax.Array]:
         """One program for equal parameters of all layers; of `repeated` each K/V head is needed often."""
 
@@ -37,7 +41,8 @@ def random_parameters(
     def draw(name: str, sharding: jax.sharding.Sharding) -> jax.Array:
         parameter = table[name]
         has_heads = own_order(parameter, stored.attention) is not None and config.attention.kv_repeats > 1
-        program = drawing(parameter.initial, parameter.held_shape, sharding, parameter if has_heads else None)
+        kind = (parameter.initial, parameter.held_shape, parameter.held_dtype(dtype))
+        program = drawing(*kind, sharding, parameter if has_heads else None)
         return program(keys[name])
 
     return {name: draw(name, sharding) for name, sharding in placement.items()}

@@ -28,4 +28,5 @@ def begin(config: EngineConfig) -> None:
         return
     keep_libraries(compile_cache_folder(config.compiling.compile_cache, os.environ))
     dtype = config.dtype or "float32"
-    build_all_ahead(model.head_size, config.sizes.block_size, dtype, experts=model.kind_of_experts)
+    forms = {"experts": model.kind_of_experts, "value_size": model.attention.value_part}
+    build_all_ahead(model.head_size, config.sizes.block_size, dtype, **forms)

@@ -8,7 +8,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets.dense import gemma3, llama3, llama_like, mistral_7b, olmo2_7b, qwen3
 from orca_jax.families.presets.encoder_decoders import bart_large, t5
 from orca_jax.families.presets.gpt import gpt2, gpt3
-from orca_jax.families.presets.mixtures import gpt_oss, mixtral_8x7b, with_experts
+from orca_jax.families.presets.mixtures import deepseek_v3, gpt_oss, mixtral_8x7b, with_experts
 from orca_jax.families.rotary import Scaling
 
 PRESETS: dict[str, ModelConfig] = {
@@ -84,6 +84,7 @@ PRESETS: dict[str, ModelConfig] = {
     "gpt-oss-120b": gpt_oss(n_layers=36, n_experts=128),
     "gpt-oss-20b-mxfp4": gpt_oss(n_layers=24, n_experts=32).with_packed_experts(),
     "gpt-oss-120b-mxfp4": gpt_oss(n_layers=36, n_experts=128).with_packed_experts(),
+    "deepseek-v3": deepseek_v3(),
     "t5-small": t5(hidden_size=512, n_layers=6, n_heads=8, ffn_size=2048),
     "t5-base": t5(hidden_size=768, n_layers=12, n_heads=12, ffn_size=3072),
     "t5-large": t5(hidden_size=1024, n_layers=24, n_heads=16, ffn_size=4096),

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from orca_jax.families.attention_config import Attention, Scores
+from orca_jax.families.attention_config import Attention, Latent, Scores, latent_attention
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.mixtures.gpt_oss import BASE, YARN
-from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
+from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig, alike
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.presets.dense import mistral_7b, with_layers
-from orca_jax.families.rotary import Rotary
+from orca_jax.families.rotary import Rotary, Scaling
 
 
 def with_experts(model: ModelConfig, *, number: int, top_k: int) -> ModelConfig:
@@ -56,3 +56,44 @@ def mixtral_8x7b() -> ModelConfig:
     layer = model.layers[0]
     attention = replace(layer.attention, scores=Scores(), rotary=Rotary(size=128, base=1e6))
     return with_experts(with_layers(model, replace(layer, attention=attention)), number=8, top_k=2)
+
+
+def deepseek_v3() -> ModelConfig:
+    """DeepSeek-V3 and R1, without what predicts a further token: 671 billion parameters, 37 active."""
+    scaling = Scaling(kind="yarn", factor=40.0, original_positions=4096, mscale=1.0, mscale_all_dim=1.0)
+    rotary = Rotary(size=64, interleaved=True, scaling=scaling)
+    latent = Latent(rank=512, rotary_size=64, plain_size=128, value_size=128, query_rank=1536)
+    attention = latent_attention(
+        latent,
+        n_heads=128,
+        rotary=rotary,
+        scores=Scores(scale=latent.query_size**-0.5 * rotary.score_factor),
+        qkv_bias=False,
+        out_bias=False,
+    )
+    experts = Experts(
+        number=256,
+        top_k=8,
+        scores="sigmoid",
+        renormalised=True,
+        multiplier=2.5,
+        correction_bias=True,
+        n_groups=8,
+        top_groups=4,
+        shared_size=2048,
+    )
+    dense = FeedForward(size=18_432, activation="silu", gated=True, bias=False)
+    norm = Norm(kind="rms_norm", eps=1e-6)
+    first = Layer(attention=attention, feed_forward=dense, norm=norm)
+    sparse = replace(first, feed_forward=replace(dense, size=2048, experts=experts))
+    return ModelConfig(
+        vocab_size=129_280,
+        n_positions=163_840,
+        hidden_size=7168,
+        layers=(*alike(first, 3), *alike(sparse, 58)),
+        embedding=Embedding(size=7168, tied=False),
+        positions=None,
+        final_norm=norm,
+        bos_token_id=0,
+        eos_token_ids=(1,),
+    )

@@ -3,7 +3,11 @@
 import pytest
 
 from orca_jax.config import ParallelConfig, Sizes
+from orca_jax.families.attention_config import Latent, latent_attention
+from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig, alike
+from orca_jax.families.norm_config import Norm
 from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.rotary import Rotary
 from orca_jax.planning.known_devices import KnownDevice, cpu_device, gpu_named
 from orca_jax.planning.plan import Plan, PlanTarget, make_plan
 from orca_jax.planning.sizes import n_rows
@@ -14,12 +18,12 @@ CPU = cpu_device(memory=16 << 30, bandwidth=3e10, matrix_rate=2e11)
 
 
 def planned(
-    name: str, device: KnownDevice, dtype: str, n_stages: int, tensor: int
+    model: str | ModelConfig, device: KnownDevice, dtype: str, n_stages: int, tensor: int
 ) -> tuple[Plan, tuple[int, ...]]:
     """A plan by arithmetic, and what XLA says the temporaries of its stages are."""
     plan = make_plan(
         PlanTarget(
-            config=PRESETS[name],
+            config=PRESETS[model] if isinstance(model, str) else model,
             device=device,
             sizes=Sizes(),
             dtype="float32" if dtype == "float32" else "bfloat16",
@@ -56,6 +60,35 @@ def test_stages_and_parts_are_compiled_one_by_one() -> None:
     plan, compiled = planned("demo", CPU, "float32", 2, 2)
     assert len(compiled) == 2 and all(n > 1 << 20 for n in compiled)
     assert max(map(abs, off(plan, compiled))) < 0.2  # little weight in each, so that temporaries tell
+
+
+def latent_model() -> ModelConfig:
+    """Three layers in which what is between queries and the cache counts."""
+    latent = Latent(rank=128, rotary_size=32, plain_size=64, value_size=64, query_rank=96)
+    own = latent_attention(latent, n_heads=16, rotary=Rotary(size=32), qkv_bias=False, out_bias=False)
+    norm = Norm(kind="rms_norm")
+    feed_forward = FeedForward(size=512, activation="silu", gated=True, bias=False)
+    return ModelConfig(
+        vocab_size=2048,
+        n_positions=1024,
+        hidden_size=256,
+        layers=alike(Layer(attention=own, feed_forward=feed_forward, norm=norm), 3),
+        embedding=Embedding(size=256, tied=False),
+        positions=None,
+        final_norm=norm,
+    )
+
+
+def test_latent_attention_on_a_cpu_needs_what_was_planned() -> None:
+    plan, compiled = planned(latent_model(), CPU, "float32", 1, 2)
+    assert max(map(abs, off(plan, compiled))) < 0.2  # 0.01 where XLA optimizes, as it does for users
+
+
+@needs_plugin
+@pytest.mark.long
+def test_latent_attention_on_an_h200_needs_what_was_planned() -> None:
+    plan, compiled = planned(latent_model(), gpu_named("h200"), "bfloat16", 1, 1)
+    assert max(map(abs, off(plan, compiled))) < 0.05
 
 
 @pytest.mark.long

@@ -26,7 +26,7 @@ def test_each_part_is_timed(chosen: bool, n_tokens: int) -> None:
     shape = cache_shape(MODEL, n_blocks=8, block_size=16)
     caches = filled([LayerCache(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(MODEL.n_layers)])
     assert len(caches) == MODEL.n_layers
-    assert all(array.shape == shape and float(array.std()) > 0.9 for cache in caches for array in cache)
+    assert all(array.shape == shape and float(array.std()) > 0.9 for cache in caches for array in cache.both)
     path = choose_attention(device, MODEL, n_heads=MODEL.n_heads, block_size=16, dtype=FLOAT32).path
     seconds = time_parts(
         MODEL,

@@ -16,6 +16,7 @@ DTYPES = {
     "F64": np.dtype("<f8"),
     "I64": np.dtype("<i8"),
     "I8": np.dtype("i1"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "U8": np.dtype("u1"),
 }
 

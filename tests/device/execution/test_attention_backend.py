@@ -18,6 +18,7 @@ from orca_jax.execution.attention_paths import Cudnn, Kernel, Native, PureJax
 from orca_jax.families.attention_config import RelativeBias, Scores
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import Encoder, ModelConfig
+from orca_jax.families.presets.by_name import PRESETS
 from tests.device.execution.interpreted_engine import LENGTHS
 from tests.device.native.native_form import needs_native
 from tests.places import ROOT
@@ -149,6 +150,30 @@ def test_a_model_with_an_encoder_has_static_shapes_on_a_gpu() -> None:
         ConfigError, match="the kernel attention does not compute a relative bias or attention"
     ):
         choose_attention(H200, crossed, n_heads=4, block_size=16, dtype="bfloat16", forced="kernel")
+
+
+def test_latent_attention_has_static_shapes_on_a_gpu() -> None:
+    latent = PRESETS["deepseek-v3"]
+    assert features_of(latent) == ("another scale", "latent keys and values")
+    for device in (H200, A100):
+        choice = choose_attention(device, latent, n_heads=128, block_size=16, dtype="bfloat16")
+        assert choice.path == STATIC
+        assert "does not compute latent keys and values" in choice.description
+    own = latent.attention
+    assert own.latent is not None and own.rotary is not None
+    odd = replace(
+        own,
+        head_size=576 + 8,
+        rotary=replace(own.rotary, size=72),
+        latent=replace(own.latent, rotary_size=72),
+    )
+    layer = replace(latent.layers[0], attention=odd)
+    choice = choose_attention(
+        CPU, replace(latent, layers=(layer,)), n_heads=128, block_size=16, dtype="float32"
+    )
+    assert choice.path == FOLLOW and "in steps of 16, not of 584 and 512" in choice.description
+    with pytest.raises(ConfigError, match="the kernel attention does not compute latent keys and values"):
+        choose_attention(H200, latent, n_heads=128, block_size=16, dtype="bfloat16", forced="kernel")
 
 
 def test_cudnn_chooses_its_own_split_so_it_is_not_deterministic() -> None:

@@ -16,7 +16,7 @@ from orca_jax.families.parameters import parameter_shapes, parameter_table
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.model import reference
 from orca_jax.model.gpt import GPT, Parameters, init_parameters
-from orca_jax.model.kv_cache import LayerCache, cache_shape
+from orca_jax.model.kv_cache import LayerCache, cache_shape, layer_cache
 
 TABLE_1 = {  # the paper's: parameters in billions, layers, hidden size
     "gpt3-13b": (13, 40, 5120),
@@ -54,7 +54,7 @@ def test_shapes_of_init_and_forward(name: str) -> None:
     )
     assert {key: value.shape for key, value in parameters.items()} == parameter_shapes(config)
     for key, value in parameter_table(config).items():
-        assert parameters[key].dtype == (jnp.uint8 if value.packed else jnp.bfloat16)
+        assert parameters[key].dtype == value.held_dtype(jnp.bfloat16)
     n_tokens = jax.ShapeDtypeStruct((3,), jnp.int32)
     inputs = [n_tokens] * (1 if config.encoder is None else 2)
     if not config.has_packed_experts:  # which the reference does not know
@@ -68,10 +68,10 @@ def test_shapes_of_init_and_forward(name: str) -> None:
             GPT(config, parameters),
             jnp.zeros(cache_shape(config, n_blocks=2, block_size=4), jnp.bfloat16),
         )
-        caches = [LayerCache(empty, empty)] * config.n_layers
+        caches = [layer_cache(config, lambda: empty)] * config.n_layers
 
         def attend(q: jax.Array, cache: LayerCache, attention: Attention, *_: jax.Array | None) -> jax.Array:
-            return q[:, : attention.group]
+            return q[:, : attention.group, :, : attention.value_size]
 
         x, _, caches, _ = model.through(
             model.embed(tokens, tokens), tokens, tokens, caches, attend, cross=attend

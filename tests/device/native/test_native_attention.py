@@ -118,6 +118,46 @@ def test_the_form_for_the_other_width_of_registers(
     np.testing.assert_allclose(attend(batch, form, lanes), truth(batch, form), atol=2e-5, rtol=2e-5)
 
 
+LATENT = [(Form(8, 1, 48, 16), 32), (Form(16, 1, 576, 16), 512), (Form(3, 1, 96, 8, scale=0.2), 80)]
+FEW_ROWS = [(40, 77), (1, 1), (1, 200), (3, 60), (9, 9), (20, 170)]
+
+
+@cache
+def latent_program(form: Form, value_size: int, lanes: int) -> Any:
+    return jax.jit(partial(native_split_attention, value_size=value_size, **form.options()))
+
+
+def latent(batch: Ragged, form: Form, value_size: int, lanes: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """What is given, and the truth, where values are the first elements of keys."""
+    q, keys, _, *rows = map(jnp.asarray, batch)
+    given = latent_program(form, value_size, lanes)(q, keys, None, *rows)
+    true = truth(batch._replace(v_cache=batch.k_cache), form)[..., :value_size]
+    return np.asarray(given), true
+
+
+@needs_native
+@settings(max_examples=15)
+@given(rows=row_lists(), form=st.sampled_from(LATENT), seed=st.integers(0, 2**31))
+def test_values_as_the_first_elements_of_keys(
+    rows: list[tuple[int, int]], form: tuple[Form, int], seed: int
+) -> None:
+    given, true = latent(batch_of(rows, form[0], seed=seed), *form)
+    np.testing.assert_allclose(given, true, atol=5e-5, rtol=5e-5)
+
+
+@needs_native
+@pytest.mark.parametrize(("form", "kv_dtype"), [(LATENT[0], BFLOAT16), (LATENT[1], np.float32)])
+def test_latent_values_in_bfloat16_and_for_the_other_width_of_registers(
+    form: tuple[Form, int], kv_dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = rounded(batch_of(FEW_ROWS, form[0], seed=4), np.float32, kv_dtype)
+    given, true = latent(batch, *form)
+    np.testing.assert_allclose(given, true, atol=5e-5, rtol=5e-5)
+    monkeypatch.setattr(split_attention, "target", partial(split_attention.target, LANES=other_lanes()))
+    given, true = latent(batch, *form, other_lanes())
+    np.testing.assert_allclose(given, true, atol=5e-5, rtol=5e-5)
+
+
 @needs_native
 def test_queries_may_be_the_first_slices_of_more() -> None:
     form = Form(2, 2, 64, 16)

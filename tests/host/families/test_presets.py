@@ -33,6 +33,7 @@ PUBLISHED = {
     # 20.91B and 116.83B, as the model card says; the hub counts packed bytes.
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "deepseek-v3": 671_026_404_352 + 58 * 256,  # as transformers counts them, and the corrections
 }
 
 
@@ -296,6 +297,71 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gpt-oss-20b": gpt_oss(24, 32),
     "gpt-oss-120b": gpt_oss(36, 128),
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModel": "modeling_deepseek.DeepseekV3Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+        "aux_loss_alpha": 0.001,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "pretraining_tp": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
 }
 
 
@@ -304,7 +370,8 @@ def test_the_presets() -> None:
     gpt3 = ["gpt3-13b", "gpt3-101b", "gpt3-175b", "gpt3-341b"]
     t5 = ["t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b", "flan-t5-xl"]
     packed = ["gpt-oss-20b-mxfp4", "gpt-oss-120b-mxfp4"]
-    assert list(PRESETS) == ["demo", "gpt2", "gpt2-xl", *gpt3, *PUBLISHED, *packed, *t5, "bart-large"]
+    published = [*PUBLISHED][:-1] + packed + ["deepseek-v3"]
+    assert list(PRESETS) == ["demo", "gpt2", "gpt2-xl", *gpt3, *published, *t5, "bart-large"]
     for name in packed:
         assert PRESETS[name] == PRESETS[name.removesuffix("-mxfp4")].with_packed_experts()
 

@@ -58,11 +58,11 @@ def paper_plan(name: str, n_stages: int, tensor: int) -> Plan:
 @pytest.mark.parametrize("n_stages", [1, 2, 4])
 def test_the_stages_hold_every_parameter_once_but_a_tied_table(name: str, n_stages: int) -> None:
     model = PRESETS[name]
-    stages = [stage_weight_bytes(model, layers, 1, 1) for layers in stage_layers(model.n_layers, n_stages)]
+    stages = [stage_weight_bytes(model, layers, 1, 4) for layers in stage_layers(model.n_layers, n_stages)]
     twice = n_stages > 1 and model.embedding.tied
     table = model.padded_vocab_size * model.embedding.size if twice else 0
     n_packed = stage_elements(model, range(model.n_layers), 1, packed=True)
-    assert sum(stages) == parameter_count(model) - n_packed + n_packed * 17 // 32 + table
+    assert sum(stages) == 4 * (parameter_count(model) - n_packed + table) + n_packed * 17 // 32
 
 
 def test_a_vocabulary_is_padded_for_the_devices_that_share_it() -> None:
