@@ -61,6 +61,7 @@ PARTITIONS: dict[str, tuple[tuple[str, int, int], ...]] = {
         ("mixtral-8x7b", 1, 2),
         ("qwen3-30b-a3b", 1, 4),
         ("qwen3-30b-a3b", 2, 1),
+        ("deepseek-v3", 2, 8),
     ),
 }
 BUCKETS = (32, 2048)  # decode and prefill

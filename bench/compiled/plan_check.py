@@ -1,7 +1,7 @@
 """Compares `orca plan`'s formulas with what XLA compiles, for every preset: bytes per device of each stage.
 
     JAX_PLATFORMS=cpu python -m bench.compiled.plan_check \
-        [--devices h200,a100-40gb] [--models gpt2,...] [--layers N]
+        [--devices h200,a100-40gb] [--models gpt2,...] [--layers N] [--max-batch-tokens N]
 
 The programs are compiled for GPUs that need not be present (`pip install 'orca_jax[cuda]'`); nothing is run.
 Each distinct stage of a partition is compiled with the sizes that the plan chose. `--layers` limits the
@@ -72,14 +72,12 @@ class Row:
         return self.planned / self.compiled - 1
 
 
-def target(
-    gpu: str, model: ModelConfig, n_stages: int, tensor: int, n_slots: int | None = None
-) -> PlanTarget:
+def target(gpu: str, model: ModelConfig, n_stages: int, tensor: int, sizes: Sizes) -> PlanTarget:
     """The plan's question, with defaults for everything else."""
     return PlanTarget(
         config=model,
         device=GPUS[gpu],
-        sizes=Sizes(n_slots=n_slots),
+        sizes=sizes,
         dtype=DTYPE,
         context=model.n_positions // 2,
         parallel=ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor),
@@ -143,7 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices", default="h200,a100-40gb")
     parser.add_argument("--models", default=",".join(PRESETS))
     parser.add_argument("--layers", type=int, help="compile at most this many layers of each stage")
+    parser.add_argument("--max-batch-tokens", type=int, help="by default that of `orca plan`")
     flags = parser.parse_args(argv)
+    sizes = Sizes(max_batch_tokens=flags.max_batch_tokens)
     console, rows, not_there = Console(stderr=True), list[Row](), list[dict[str, Any]]()
     for gpu in flags.devices.split(","):
         partitions = [(name, 1, 1) for name in PRESETS]
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, n_stages, tensor in partitions:
             if name not in flags.models.split(","):
                 continue
-            plan = make_plan(target(gpu, PRESETS[name], n_stages, tensor))
+            plan = make_plan(target(gpu, PRESETS[name], n_stages, tensor, sizes))
             if not plan.fits:
                 problem = plan.stages[0].problem or plan.stages[-1].problem
                 console.out(f"{gpu}, {name}, {n_stages} x {tensor}: {problem}; {plan.hint}")
@@ -161,7 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             if flags.layers is not None:
                 fewer = replace(PRESETS[name], layers=PRESETS[name].layers[: flags.layers * n_stages])
-                plan = make_plan(target(gpu, fewer, n_stages, tensor, plan.serving.n_slots))
+                same_slots = replace(sizes, n_slots=plan.serving.n_slots)
+                plan = make_plan(target(gpu, fewer, n_stages, tensor, same_slots))
             for row in compare(gpu, name, plan):
                 rows.append(row)
                 console.out(json.dumps(vars(row)))

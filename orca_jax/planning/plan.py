@@ -200,10 +200,11 @@ def make_plan(target: PlanTarget, *, latency_budget: float | None = None) -> Pla
     stages = _stage_plans(target, serving)
     sizes = _batch_sizes(serving.max_batch_size)
     floors = [iteration_floor(target, "decode", size) for size in sizes]
+    prompt = min(target.context, serving.max_batch_tokens)
     floors += [
-        iteration_floor(target, "prefill", size)
+        iteration_floor(replace(target, context=prompt), "prefill", size)
         for size in sizes
-        if size * target.context <= serving.max_batch_tokens
+        if size * prompt <= serving.max_batch_tokens
     ]
     fits = all(stage.problem is None for stage in stages)
     return Plan(

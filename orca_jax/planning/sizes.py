@@ -12,6 +12,10 @@ from orca_jax.planning.stage_memory import StageRoom
 from orca_jax.scheduling.admission import routing_of
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 
+# Tokens of an iteration by default where prompts come in chunks: enough to use a GPU's arithmetic, and few
+# enough that the temporaries of models with long contexts leave memory for keys and values.
+CHUNKED_TOKENS = 8192
+
 
 def serving_config(
     config: ModelConfig,
@@ -65,9 +69,10 @@ def batch_tokens(config: ModelConfig, requested: Sizes) -> int:
         return requested.max_batch_tokens
     longest_read = 0 if config.encoder is None else config.encoder.n_positions
     # Without chunks the encoder and, after a loss, all of the decoder's tokens run in one iteration.
-    beside_input = 1 if requested.scheduling.chunked_prefill else config.n_positions
-    read = longest_read and longest_read + beside_input
-    return max(2048, config.n_positions, read, requested.max_batch_size)
+    chunked = requested.scheduling.chunked_prefill
+    read = longest_read and longest_read + (1 if chunked else config.n_positions)
+    prompt = min(config.n_positions, CHUNKED_TOKENS) if chunked else config.n_positions
+    return max(2048, prompt, read, requested.max_batch_size)
 
 
 def request_slots(config: ModelConfig, n_tokens: int, n_read: int, *, block_size: int) -> int:

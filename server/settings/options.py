@@ -38,7 +38,9 @@ AttentionFlag = Annotated[
 ]
 MaxBatchSizeFlag = Annotated[int, "maximum number of requests per iteration (max_bs)"]
 MaxBatchTokensFlag = Annotated[
-    int | None, "maximum number of tokens per iteration (default: 2048, or the model's positions if more)"
+    int | None,
+    "maximum number of tokens per iteration (default: the model's positions, at least 2048, and at most 8192 "
+    "if prompts come in chunks)",
 ]
 TensorParallelFlag = Annotated[int, "number of devices that each layer is split over"]
 MemoryFractionFlag = Annotated[

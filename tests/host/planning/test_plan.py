@@ -20,7 +20,7 @@ from orca_jax.planning.cost_model import IterationShape, operations, parameter_c
 from orca_jax.planning.device_traffic import shared_bytes
 from orca_jax.planning.known_devices import GPUS, cpu_device, gpu_named
 from orca_jax.planning.plan import MAX_BS, Plan, PlanTarget, iteration_floor, make_plan, recommend
-from orca_jax.planning.sizes import engine_shape, serving_config
+from orca_jax.planning.sizes import batch_tokens, engine_shape, serving_config
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import (
     StageRoom,
@@ -119,6 +119,9 @@ def test_an_iteration_may_be_smaller_than_the_longest_prompt_if_prompts_are_chun
     with pytest.raises(ConfigError, match="is 7; without chunked_prefill it must be at least the model's 8"):
         serving(whole_prompts, 7)
     assert serving(Sizes(), None).max_batch_tokens == serving(whole_prompts, None).max_batch_tokens == 2048
+    long = replace(SMALL, n_positions=10_000)
+    assert batch_tokens(long, Sizes()) == 8192
+    assert batch_tokens(long, whole_prompts) == 10_000
 
 
 @pytest.mark.parametrize(("name", "n_stages", "tensor"), PAPER)

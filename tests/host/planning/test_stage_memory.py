@@ -127,7 +127,7 @@ def test_a_llama_needs_what_xla_planned(
         PlanTarget(
             config=PRESETS[name],
             device=GPUS["h200"],
-            sizes=Sizes(),
+            sizes=Sizes(max_batch_tokens=131_072),
             dtype="bfloat16",
             context=512,
             parallel=ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor),
