@@ -196,7 +196,7 @@ class Plan:
 
 def make_plan(target: PlanTarget, *, latency_budget: float | None = None) -> Plan:
     """Make a plan; with `latency_budget`, in seconds, also recommend a `max_bs`. Raises ConfigError."""
-    serving = serving_config(target.config, target.sizes, target.rooms(), device=target.device.name)
+    serving = serving_config(target.model, target.sizes, target.rooms(), device=target.device.name)
     stages = _stage_plans(target, serving)
     sizes = _batch_sizes(serving.max_batch_size)
     floors = [iteration_floor(target, "decode", size) for size in sizes]
@@ -318,9 +318,9 @@ def _holds(target: PlanTarget, max_bs: int) -> bool:
     needed = n_workers * max_bs * each
     if requested.n_slots is not None and requested.n_slots < needed:
         return False
-    before = _shape(target, serving_config(target.config, requested, target.rooms()))
+    before = _shape(target, serving_config(target.model, requested, target.rooms()))
     after = _shape(
-        target, serving_config(target.config, replace(requested, max_batch_size=max_bs), target.rooms())
+        target, serving_config(target.model, replace(requested, max_batch_size=max_bs), target.rooms())
     )
     for room in target.rooms():
         if room.temporaries is not None:  # XLA's figure is for other sizes: add the difference by arithmetic
@@ -369,7 +369,7 @@ def _fits(target: PlanTarget, n_stages: int, n_devices: int) -> bool:
     # Whether tokens are exchanged, which not every split can, takes no memory.
     parallel = ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=n_devices)
     other = replace(target, parallel=parallel, temporaries=None)
-    serving = serving_config(other.config, other.sizes, other.rooms())
+    serving = serving_config(other.model, other.sizes, other.rooms())
     return all(stage.problem is None for stage in _stage_plans(other, serving))
 
 

@@ -3,14 +3,10 @@
 from collections.abc import Sequence
 
 from orca_jax.errors import InvalidRequest
-from orca_jax.families.model_config import ModelConfig
-from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.admission import CheckedPrompt, routing_of
 from server.gateway.gateway import Gateway, LiveRequest, Submission, submitted
 
 _AT_ONCE = 128  # in the engine; the others wait here and take no place of its queue
 _MOST_NUMBERS = 1 << 22  # of an answer: about 90 MB of JSON
-MOST_ROUTED_BYTES = 16 << 20  # of an answer's routed experts, a third more in base64
 
 
 async def all_ended(
@@ -44,20 +40,6 @@ def check_inputs(n: int, most: int, param: str) -> None:
     if not 1 <= n <= most:
         advice = f"a request may have 1 to {most} (orca serve --max-inputs)"
         raise InvalidRequest(f"{param} has {n} inputs; {advice}", param=param)
-
-
-def check_routed(prompts: Sequence[CheckedPrompt], sampling: SamplingParams, model: ModelConfig) -> None:
-    """Raise InvalidRequest if the experts of all choices' tokens are too much for one answer."""
-    if not sampling.return_routed_experts:
-        return
-    n_tokens = sum(prompt.n_input + prompt.n_output - 1 for prompt in prompts) * sampling.n
-    most = MOST_ROUTED_BYTES // routing_of(model).token_bytes
-    if n_tokens > most:
-        message = (
-            f"return_routed_experts for up to {n_tokens} tokens is too much: one answer may have those of "
-        )
-        message += f"{most} tokens, prompts and outputs of all choices together; ask for fewer max_tokens"
-        raise InvalidRequest(message, param="return_routed_experts")
 
 
 def check_embeddings(n_inputs: int, size: int, param: str) -> None:

@@ -1,20 +1,24 @@
 """The model that the endpoints serve, with everything they need from its engine."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from orca_jax.config import ServingConfig
-from orca_jax.errors import InvalidPrompt, PromptTooLong
+from orca_jax.errors import InvalidPrompt, InvalidRequest, PromptTooLong
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
+from orca_jax.scheduling.admission import CheckedPrompt, routing_of
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.orca import Orca
 from server.gateway.chat_template import Templates
 from server.gateway.reply.reasoning_format import ReasoningFormat
 from server.gateway.tool_formats.tool_format import ToolFormat
+
+MOST_ROUTED_BYTES = 16 << 20  # of an answer's routed experts, a third more in base64
 
 
 class CompileCounts(Protocol):
@@ -92,3 +96,16 @@ class ServedModel:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except InvalidPrompt as error:
             raise InvalidPrompt(str(error), param=param) from error
+
+    def check_routed(self, prompts: Sequence[CheckedPrompt], sampling: SamplingParams) -> None:
+        """Raise InvalidRequest if the experts of all choices' tokens are too much for one answer."""
+        if not sampling.return_routed_experts:
+            return
+        n_tokens = sum(prompt.n_input + prompt.n_output - 1 for prompt in prompts) * sampling.n
+        most = MOST_ROUTED_BYTES // routing_of(self.config).token_bytes
+        if n_tokens > most:
+            message = (
+                f"return_routed_experts for up to {n_tokens} tokens is too much: an answer may have those of "
+                f"{most} tokens, prompts and outputs of all choices together; ask for fewer max_tokens"
+            )
+            raise InvalidRequest(message, param="return_routed_experts")

@@ -10,7 +10,6 @@ from orca_jax.errors import InvalidRequest, RequestTimedOut
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from server.gateway.gateway import Gateway
-from server.gateway.many_requests import check_routed
 from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_request
 from server.rpc import generation_pb2 as pb
@@ -75,7 +74,7 @@ class Generation:
             tenant = self._calls.tenant(context)
             check = partial(model.service.check, prompt_ids, rules, scheduling, tenant=tenant)
             prompt = await run_for_request(len(data), check)
-            check_routed([prompt], sampling, model.config)
+            model.check_routed([prompt], sampling)
             async with choices_of(
                 self._gateway,
                 prompt,

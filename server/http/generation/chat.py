@@ -8,7 +8,6 @@ from pydantic import BaseModel, Field
 from orca_jax.errors import InvalidRequest
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from server.gateway.many_requests import check_routed
 from server.gateway.reply.events import Text
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.conversation import ConversationFields
@@ -192,7 +191,7 @@ async def create_chat_completion(
     )
     n_bytes = len(await request.body())
     ready = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
-    check_routed([ready.prompt], ready.rules.sampling, model.config)
+    model.check_routed([ready.prompt], ready.rules.sampling)
     extras = None
     if body.logprobs or body.return_routed_experts:
         names, write_logprobs = TokenNames(model.tokenizer), chat_logprobs if body.logprobs else None

@@ -9,7 +9,6 @@ from orca_jax.errors import InvalidSamplingParameter, NotSupported
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from orca_jax.scheduling.admission import CheckedPrompt
-from server.gateway.many_requests import check_routed
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.generation import (
@@ -176,7 +175,7 @@ async def create_completion(
 
     def check_prompts() -> tuple[list[CheckedPrompt], list[str] | None]:
         checked = check(model, prompts, rules, body.scheduling, tenant, decoder_ids)
-        check_routed(checked, sampling, model.config)
+        model.check_routed(checked, sampling)
         return checked, texts(model, body.prompts) if body.echo else None
 
     with renamed_fields(**body.client_names):

@@ -232,6 +232,7 @@ WRONG: dict[str, list[Any]] = {
     "guided_choice": [1, "a", {"a": "b"}],
     "guided_grammar": [1, True, ["a"], {}],
     "decoder_prompt": [1.5, True, {"a": 1}],
+    "return_routed_experts": [0, 1, "true"],
     "use_beam_search": [0, 1, "true"],
     "best_of": ["1", 1.5, True],
     "length_penalty": ["1", True],

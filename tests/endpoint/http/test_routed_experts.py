@@ -9,7 +9,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from server.gateway import many_requests
+from server.gateway import served_model
 from tests.endpoint.harness import Server, serving
 from tests.endpoint.http_client import connected
 from tests.endpoint.routed_model import SPARSE
@@ -78,14 +78,14 @@ def test_in_a_stream_a_choice_s_last_chunk_has_them(client: httpx2.Client, path:
 def test_what_is_too_much_for_one_answer_is_refused(
     client: httpx2.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(many_requests, "MOST_ROUTED_BYTES", 3 * 8)  # a token takes one byte
+    monkeypatch.setattr(served_model, "MOST_ROUTED_BYTES", 3 * 8)  # a token takes one byte
     assert client.post(COMPLETIONS, json=body(COMPLETIONS, n=3)).status_code == 200
     for asked in (body(COMPLETIONS, n=4), body(COMPLETIONS, prompt=["four"] * 2, n=2), body(CHAT, n=9)):
         refused = client.post(CHAT if "messages" in asked else COMPLETIONS, json=asked)
         assert refused.status_code == 400
         error = refused.json()["error"]
         assert error["param"] == "return_routed_experts"
-        assert "one answer may have those of 24 tokens" in error["message"]
+        assert "an answer may have those of 24 tokens" in error["message"]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from server.gateway import many_requests
+from server.gateway import served_model
 from tests.endpoint.harness import serving
 from tests.endpoint.routed_model import SPARSE
 from tests.endpoint.rpc_client import asking, client, refusal
@@ -30,7 +30,7 @@ def test_too_much_and_models_without_experts_are_refused(monkeypatch: pytest.Mon
     with serving() as server, client(server) as stub:
         error = refusal(stub, asked)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    monkeypatch.setattr(many_requests, "MOST_ROUTED_BYTES", 7)
+    monkeypatch.setattr(served_model, "MOST_ROUTED_BYTES", 7)
     with serving(model=SPARSE) as server, client(server) as stub:
         error = refusal(stub, asked)
-    assert "one answer may have those of 7 tokens" in (error.details() or "")
+    assert "an answer may have those of 7 tokens" in (error.details() or "")

@@ -21,6 +21,7 @@ from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.programs import ToCompile
 from orca_jax.execution.worker import Worker
 from tests.device.checkpoint.tiny_checkpoint import gpt2_tensors, write_checkpoint
+from tests.device.model.golden import DIRECTORY
 from tests.whole.conftest import CONFIG
 from tests.xla_flags import xla_flags
 
@@ -89,8 +90,19 @@ def ask_everything(llm: LLM) -> None:
 
 
 def test_what_is_asked_uses_every_parameter() -> None:
-    asked = {name for one in ASKED for name in one} | {"max_tokens"}
+    asked = {name for one in ASKED for name in one} | {"max_tokens", "return_routed_experts"}
     assert asked == {field.name for field in fields(SamplingParams)}
+
+
+def test_experts_that_were_chosen_compile_nothing_after_ready() -> None:
+    directory = DIRECTORY / "mixtral-grouped"
+    with LLM(directory, compile_ahead=True, on_compile="error", **SIZES) as llm:
+        ready = llm.compiles
+        for length in (1, 5, LONGEST):
+            params = SamplingParams(max_tokens=2, return_routed_experts=True)
+            (result,) = llm.generate([list(range(length))], params)
+            assert result.routed_experts is not None and len(result.routed_experts) >= length
+        assert llm.compiles == ready
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,10 @@ NOT_RUN = {
         "llm.update_weights(state.params)  # MaxText's, for example: nested, layers scanned or not, "
         "still on its mesh",
     ): "needs trainers' packages; tests/whole/training/test_trainers_layouts.py has their layouts",
+    (
+        "docs/experts.md",
+        "(result,) = llm.generate([prompt], SamplingParams(max_tokens=64, return_routed_experts=True))",
+    ): "needs a mixture of experts; tests/device/engine/test_routed_experts.py",
     ("docs/training.md", "from functools import partial"): "needs Tunix; tests/whole/rollout runs it",
 }
 # Run elsewhere: against a server.
