@@ -324,3 +324,21 @@ def test_a_memory_fraction_that_cannot_be_is_refused(value: float) -> None:
 def test_a_budget_must_be_above_zero() -> None:
     with pytest.raises(ConfigError, match="latency_budget is 0 seconds"):
         recommend(BUDGETED, 0.0)
+
+
+@pytest.mark.parametrize(("name", "n_stages", "tensor"), [("deepseek-v3", 2, 8), ("qwen3-30b-a3b", 1, 8)])
+def test_slots_count_every_copy_of_a_head(name: str, n_stages: int, tensor: int) -> None:
+    """With fewer K/V heads than devices, each device still holds a whole head of every slot."""
+    parallel = ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor)
+    plan = make_plan(
+        PlanTarget(
+            config=PRESETS[name],
+            device=GPUS["h200"],
+            sizes=Sizes(max_batch_size=256),
+            dtype="bfloat16",
+            context=512,
+            parallel=parallel,
+        )
+    )
+    assert plan.fits
+    assert plan.serving.n_slots == min(stage.slots for stage in plan.stages)
