@@ -73,6 +73,8 @@ class Output:
         stream = self._stream
         if stream is not None and reason is not None:
             stream.finish()
+            if stream.stopped and reason is FinishReason.LENGTH:
+                reason = FinishReason.STOP  # by the text of the last bytes, which were no whole character
         text = "" if stream is None else stream.take()
         with self._changed:
             if self.finish_reason is not None:

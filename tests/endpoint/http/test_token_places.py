@@ -11,10 +11,12 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampled import TokenLogprobs
+from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from orca_jax.request.tokenizer import TextStream, Tokenizer
 from orca_jax.service.output import Piece
 from server.http.fields.token_places import PlacedToken, TokenPlaces, prompt_places
+from tests.host.engines import SOON, orca, simulated
 
 # Besides the 256 bytes: runs of bytes that split characters anywhere.
 RUNS = [
@@ -90,7 +92,7 @@ def pieces_of(tokens: Sequence[int], stops: Sequence[str], cuts: Sequence[bool],
         last = stopped or i == len(tokens) - 1
         if last:
             stream.finish()
-        reason = (FinishReason.STOP if stopped or ends else FinishReason.LENGTH) if last else None
+        reason = (FinishReason.STOP if stream.stopped or ends else FinishReason.LENGTH) if last else None
         pieces.append(Piece((token.token_id,), stream.take(), reason, (token,)))
         if last:
             break
@@ -119,6 +121,7 @@ def pieces_of(tokens: Sequence[int], stops: Sequence[str], cuts: Sequence[bool],
 @example([0xF0, SPECIAL, 0x9F, ord("a")], [], [], True, 0)
 @example([ord("a"), ord("a"), ord("b")], ["ab"], [], False, 0)
 @example([ord("a"), 0xF0, 0x9F, UNKNOWN], [], [], True, 0)
+@example([ord("a"), 0xA9], ["a\ufffd"], [], False, 0)
 def test_tokens_are_released_with_their_text_at_its_offset(
     tokens: list[int], stops: list[str], cuts: list[bool], ends: bool, offset: int
 ) -> None:
@@ -141,6 +144,12 @@ def test_tokens_are_released_with_their_text_at_its_offset(
     ]
     assert [placed.offset for placed in out] == sorted(placed.offset for placed in out)
     assert all(offset <= placed.offset <= n_out for placed in out)
+
+
+def test_a_stop_string_of_which_the_last_bytes_are_no_character_ends_the_output() -> None:
+    with orca(simulated(lambda _, index: b"a\xf0"[index]), tokenizer=RUNNING) as service:
+        result = service.submit([1], SamplingParams(max_tokens=2, stop=("a\ufffd",))).result(SOON)
+    assert (result.text, result.finish_reason) == ("", FinishReason.STOP)
 
 
 @given(TOKENS)

@@ -274,7 +274,7 @@ def test_the_clients_error_classes(server: Server, client: Anthropic) -> None:
 
 def test_a_full_queue_and_a_timeout() -> None:
     config = replace(CONFIG, max_batch_size=1, max_queue=1)
-    options = EndpointOptions(port=0, grpc_port=None, access_log="off", request_timeout=0.3)
+    options = EndpointOptions(port=0, grpc_port=None, access_log="off", request_timeout=1.5)
     body = {"max_tokens": 400, "messages": HI, "stream": True, "ignore_eos": True}
     with serving(seconds=0.01, config=config, options=options) as server, connected(server) as client:
         with (
