@@ -79,6 +79,7 @@ def latent_model() -> ModelConfig:
     )
 
 
+@pytest.mark.long
 def test_latent_attention_on_a_cpu_needs_what_was_planned() -> None:
     plan, compiled = planned(latent_model(), CPU, "float32", 1, 2)
     assert max(map(abs, off(plan, compiled))) < 0.2  # 0.01 where XLA optimizes, as it does for users

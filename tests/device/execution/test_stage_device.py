@@ -262,6 +262,7 @@ def test_what_a_stage_cannot_compute_ends_the_epoch_and_the_next_one_begins_with
         assert_all_greedy(batch)
 
 
+@pytest.mark.long
 def test_other_sizes_get_other_programs_and_sizes_that_do_not_fit_are_reported() -> None:
     with serving(2) as (pipeline, engine):
         for n_blocks in (SERVING.n_blocks // 2, 1 << 28):

@@ -180,6 +180,7 @@ def test_random_weights_do_not_depend_on_the_devices() -> None:
         np.testing.assert_array_equal(value, one[name])
 
 
+@pytest.mark.long
 def test_a_layer_has_two_sums_and_nothing_else() -> None:
     def found(n_layers: int) -> Counter[str]:
         model = replace(MODEL, layers=MODEL.layers[1:] * n_layers).for_devices(4)

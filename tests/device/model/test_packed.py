@@ -139,6 +139,7 @@ def test_devices_have_whole_packed_experts() -> None:
     assert [each.split_axis(2) for each in (up, down, table["layers.0.experts.up.bias"])] == [0, 0, 0]
 
 
+@pytest.mark.long
 def test_over_devices_the_tokens_are_the_same() -> None:
     """Random packed experts of which two devices have two each, beside the same unpacked on one."""
     plain = load_checkpoint(DIRECTORY / PACKED, dtype=jnp.float32)

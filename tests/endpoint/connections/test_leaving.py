@@ -63,7 +63,11 @@ def test_a_client_that_does_not_read_does_not_delay_others(monkeypatch: pytest.M
     # A NUL is six characters in JSON: 144 kB of text, in any number of chunks.
     body = json.dumps({"prompt": [0] * 3000, "n": 8, "max_tokens": 3001, "stream": True}).encode()
     head = post_head("/v1/completions", f"Content-Length: {len(body)}")
-    with serving(echoing, model=model, config=config) as server, client_of(server) as client:
+    # Slow enough for the connection to be full long before the text is whole.
+    with (
+        serving(echoing, seconds=0.0002, model=model, config=config) as server,
+        client_of(server) as client,
+    ):
         with unread(server, head, body):
             until(lambda: len(reasons(server)) == 8, "the end of its requests in the engine")
             assert reasons(server) == [FinishReason.STOP] * 8

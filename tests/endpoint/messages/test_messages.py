@@ -284,7 +284,8 @@ def test_a_full_queue_and_a_timeout() -> None:
         ):
             chunks = stream.iter_bytes()
             received = next(chunks)
-            assert next(waiting.iter_bytes())
+            kept = waiting.iter_bytes()  # the stream is closed with it
+            assert next(kept)
             until(lambda: server.service.pool.n_waiting == 1, "a request that waits")
             with pytest.raises(anthropic.RateLimitError) as raised:
                 ask(other, max_tokens=400)

@@ -187,7 +187,8 @@ def test_a_client_that_leaves_during_recovery_holds_nothing() -> None:
     with serving(engine) as server, connected(server) as client:
         with client.stream("POST", "/v1/completions", json=STREAM) as stream:
             engine.let(1)
-            next(events_of(stream))
+            events = events_of(stream)  # kept: the stream is closed with it
+            next(events)
             lose(engine, server)
         until(server.at_rest, "rest")
         assert server.gateway.phase is Phase.RECOVERING

@@ -94,6 +94,7 @@ def test_what_is_asked_uses_every_parameter() -> None:
     assert asked == {field.name for field in fields(SamplingParams)}
 
 
+@pytest.mark.long
 def test_experts_that_were_chosen_compile_nothing_after_ready() -> None:
     directory = DIRECTORY / "mixtral-grouped"
     with LLM(directory, compile_ahead=True, on_compile="error", **SIZES) as llm:
