@@ -213,8 +213,9 @@ def test_a_stream_outlives_a_stage_s_node(nodes: Nodes, right: str) -> None:
     before = stages[number]
     nodes.cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
     assert nodes.text(lambda: nodes.cluster.remove_node(lost, allow_graceful=False)) == right
-    after = nodes.stages()[number]
-    assert after.node != before.node and after.address != before.address
+    # The stream may end before the loss is noticed, and a process may outlive its node by a moment.
+    assert eventually(lambda: nodes.stages()[number].node != before.node)
+    assert nodes.stages()[number].address != before.address
     assert nodes.text() == right
 
 
