@@ -5,7 +5,7 @@ waits for the host. What one iteration needs from the host comes as a single int
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -21,12 +21,13 @@ from orca_jax.execution.programs import Program
 from orca_jax.execution.ptxas_version import ask_ptxas_once
 from orca_jax.execution.sampling import has_native_choice, packed_logprobs
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.iteration.flat_batch import FlatLayout, SamplerArrays
-from orca_jax.model.block import Evaluated
+from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout, SamplerArrays
+from orca_jax.model.block import Evaluated, Passed
 from orca_jax.model.gpt import GPT, Parameters
 from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.layers import Matmul
 from orca_jax.model.routed import Routed, packed
-from orca_jax.model.shard import ALONE
+from orca_jax.model.shard import ALONE, Shard
 from orca_jax.scheduling.admission import routing_of
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
@@ -152,52 +153,32 @@ class Stage:
                 product = evaluated.product
             return (model.logits(x, shard, product), hidden), caches, routed
 
-        def score_part(
-            weights: list[jax.Array],
-            x: jax.Array,
-            cache: LayerCache,
-            buffer: jax.Array,
-            *,
-            layout: FlatLayout,
-        ) -> jax.Array:
+        def past_last_layer(
+            weights: list[jax.Array], x: jax.Array, cache: LayerCache, buffer: jax.Array, layout: FlatLayout
+        ) -> tuple[Any, Shard, FlatArrays, Matmul, Passed]:
+            """The model, its shard, the batch, the product, and what the last layer gives for all of x."""
             model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), share()
             batch = layout.split(buffer)
             product, attend = products.bind(batch.row_start[-1:]), score_buffer.bind(layout, batch, buffer)
-            x = model.last_layer(x, batch.positions, cache, attend, shard, product).x
+            passed = model.last_layer(x, batch.positions, cache, attend, shard, product)
+            return model, shard, batch, product, passed
+
+        def score(*arrays: Any, layout: FlatLayout) -> jax.Array:
+            model, shard, batch, product, passed = past_last_layer(*arrays, layout=layout)
             n_top = SamplerArrays(*batch.sampler).n_top
-            logits = model.logits(x, shard, product)
+            logits = model.logits(passed.x, shard, product)
             return packed_logprobs(logits, batch.token_ids, n_top, native=native_choice)
 
-        def pool_part(
-            weights: list[jax.Array],
-            x: jax.Array,
-            cache: LayerCache,
-            buffer: jax.Array,
-            *,
-            layout: FlatLayout,
-        ) -> jax.Array:
-            model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), share()
-            batch = layout.split(buffer)
-            product, attend = products.bind(batch.row_start[-1:]), score_buffer.bind(layout, batch, buffer)
-            x = model.last_layer(x, batch.positions, cache, attend, shard, product).x
-            x = model.final_states(x, product).astype(jnp.float32)
+        def pool(*arrays: Any, layout: FlatLayout) -> jax.Array:
+            model, _, batch, product, passed = past_last_layer(*arrays, layout=layout)
+            x = model.final_states(passed.x, product).astype(jnp.float32)
             token = jnp.arange(layout.n_tokens)
             mine = (token >= batch.row_start[:-1, None]) & (token < batch.row_start[1:, None])  # [R, T]
             # Not a product with ones and zeros: no number of another row may have an effect, not even NaN.
             return jnp.where(mine[:, :, None], x, 0).sum(axis=1)
 
-        def route_part(
-            weights: list[jax.Array],
-            x: jax.Array,
-            cache: LayerCache,
-            buffer: jax.Array,
-            *,
-            layout: FlatLayout,
-        ) -> jax.Array:
-            model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), share()
-            batch = layout.split(buffer)
-            product, attend = products.bind(batch.row_start[-1:]), score_buffer.bind(layout, batch, buffer)
-            passed = model.last_layer(x, batch.positions, cache, attend, shard, product)
+        def route(*arrays: Any, layout: FlatLayout) -> jax.Array:
+            *_, passed = past_last_layer(*arrays, layout=layout)
             assert passed.chosen is not None
             return passed.chosen[:, None].astype(routing.dtype)
 
@@ -265,33 +246,25 @@ class Stage:
             key=lambda *arrays, layout: layout,
         )
 
-        def score(*arrays: Any, layout: FlatLayout) -> jax.Array:
-            compute = partial(score_part, layout=layout)
-            return on_each(compute, (P(), CACHE_SPEC, P()), P())(*arrays)
+        def apart(compute: Callable[..., jax.Array]) -> Program:
+            """The program of one of those that begin past the last layer."""
+
+            @wraps(compute)
+            def program(*arrays: Any, layout: FlatLayout) -> jax.Array:
+                return on_each(partial(compute, layout=layout), (P(), CACHE_SPEC, P()), P())(*arrays)
+
+            made = jax.jit(program, static_argnames="layout", compiler_options=options)
+            return Program(made, key=lambda *arrays, layout: layout)
 
         def take(hidden: jax.Array, at: jax.Array) -> jax.Array:
             return hidden.at[at].get(mode="clip")
-
-        def pool(*arrays: Any, layout: FlatLayout) -> jax.Array:
-            compute = partial(pool_part, layout=layout)
-            return on_each(compute, (P(), CACHE_SPEC, P()), P())(*arrays)
-
-        def route(*arrays: Any, layout: FlatLayout) -> jax.Array:
-            compute = partial(route_part, layout=layout)
-            return on_each(compute, (P(), CACHE_SPEC, P()), P())(*arrays)
 
         self.last_is_sparse = last_is_sparse and routing.n_layers > 0
         self.score_buffer = score_buffer
         self.take = Program(
             jax.jit(take, out_shardings=group.place()), key=lambda hidden, at: hidden.shape[0]
         )
-        self.score, self.pool, self.route = (
-            Program(
-                jax.jit(compute, static_argnames="layout", compiler_options=options),
-                key=lambda *arrays, layout: layout,
-            )
-            for compute in (score, pool, route)
-        )
+        self.score, self.pool, self.route = map(apart, (score, pool, route))
 
         def encode(*arrays: Any, layout: FlatLayout) -> tuple[jax.Array, LayerCache]:
             compute = partial(encode_part, layout=layout)

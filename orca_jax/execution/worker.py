@@ -233,13 +233,8 @@ class Worker:
         scored: dict[int, list[tuple[jax.Array, int]]] = {int(i): [] for i in asked}
         if not scored:
             return scored
-        stage = self.stage
         for place, at, flat in scored_parts(message):
-            # The last layer's cache is what the forward pass left: the next one has not begun.
-            words = stage.score_buffer.fill(flat) if self._has_words else flat.buffer
-            tokens, buffer = jax.device_put((at, words), self._place)
-            x = stage.take(hidden, tokens)
-            part = stage.score(stage.weights, x, self._caches[-1], buffer, layout=flat.layout)
+            part = self._past_last_layer(self.stage.score, hidden, at, flat)
             scored[place].append((part, flat.n_tokens))
         return scored
 
@@ -248,26 +243,31 @@ class Worker:
         pooled: list[tuple[jax.Array, list[int]]] = []
         if not (message.sampling["flags"] & POOLED).any():
             return pooled
-        stage = self.stage
         for places, at, flat in pooled_parts(message, message.n_pooled, self._shape):
-            words = stage.score_buffer.fill(flat) if self._has_words else flat.buffer
-            tokens, buffer = jax.device_put((at, words), self._place)
-            x = stage.take(hidden, tokens)
-            part = stage.pool(stage.weights, x, self._caches[-1], buffer, layout=flat.layout)
+            part = self._past_last_layer(self.stage.pool, hidden, at, flat)
             pooled.append((part, places))
         return pooled
 
     def _route_again(self, hidden: jax.Array, message: ControlMessage) -> list[RoutedAgain]:
         """The last layer's experts of the rows that ask and have more than one token."""
         wants = (message.sampling["flags"] & ROUTED > 0) & (message.input_length > 1)
-        stage, again = self.stage, list[RoutedAgain]()
+        again = list[RoutedAgain]()
         for _, at, flat in pooled_parts(message, message.input_length * wants, self._shape):
-            words = stage.score_buffer.fill(flat) if self._has_words else flat.buffer
-            tokens, buffer = jax.device_put((at, words), self._place)
-            x = stage.take(hidden, tokens)
-            ids = stage.route(stage.weights, x, self._caches[-1], buffer, layout=flat.layout)
+            ids = self._past_last_layer(self.stage.route, hidden, at, flat)
             again.append(RoutedAgain(ids, at[: flat.n_tokens]))
         return again
+
+    def _past_last_layer(
+        self, program: Program, hidden: jax.Array, at: npt.NDArray[np.int32], flat: FlatBatch
+    ) -> jax.Array:
+        """One of the stage's programs over the tokens `at` of the batch, laid out anew as `flat`.
+
+        The last layer's cache is what the forward pass left: the next one has not begun.
+        """
+        words = self.stage.score_buffer.fill(flat) if self._has_words else flat.buffer
+        tokens, buffer = jax.device_put((at, words), self._place)
+        x = self.stage.take(hidden, tokens)
+        return program(self.stage.weights, x, self._caches[-1], buffer, layout=flat.layout)
 
 
 class LocalIteration:
