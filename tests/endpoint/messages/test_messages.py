@@ -272,26 +272,28 @@ def test_the_clients_error_classes(server: Server, client: Anthropic) -> None:
             assert other.post("/v1/messages", headers=both, json=body).status_code == 401
 
 
-def test_a_full_queue_and_a_timeout() -> None:
+def test_a_full_queue() -> None:
     config = replace(CONFIG, max_batch_size=1, max_queue=1)
-    options = EndpointOptions(port=0, grpc_port=None, access_log="off", request_timeout=1.5)
     body = {"max_tokens": 400, "messages": HI, "stream": True, "ignore_eos": True}
-    with serving(seconds=0.01, config=config, options=options) as server, connected(server) as client:
+    with serving(seconds=0.1, config=config) as server, connected(server) as client:
         with (
             anthropic_of(server) as other,
-            client.stream("POST", "/v1/messages", json=body) as stream,
+            client.stream("POST", "/v1/messages", json=body) as running,
             client.stream("POST", "/v1/messages", json=body) as waiting,
         ):
-            chunks = stream.iter_bytes()
-            received = next(chunks)
-            kept = waiting.iter_bytes()  # the stream is closed with it
-            assert next(kept)
+            kept = running.iter_bytes(), waiting.iter_bytes()  # a stream is closed with its iterator
+            assert all(next(chunks) for chunks in kept)
             until(lambda: server.service.pool.n_waiting == 1, "a request that waits")
             with pytest.raises(anthropic.RateLimitError) as raised:
                 ask(other, max_tokens=400)
             assert raised.value.response.headers["retry-after"]
-            received += b"".join(chunks)
-        last = events_of(received)[-1]
+
+
+def test_a_timeout() -> None:
+    options = EndpointOptions(port=0, grpc_port=None, access_log="off", request_timeout=0.2)
+    body = {"max_tokens": 400, "messages": HI, "stream": True, "ignore_eos": True}
+    with serving(seconds=0.02, options=options) as server, connected(server) as client:
+        last = events_of(client.post("/v1/messages", json=body).content)[-1]
         assert (last["type"], last["error"]["type"]) == ("error", "timeout_error")
         with anthropic_of(server) as other, pytest.raises(anthropic.GatewayTimeoutError):
             ask(other, max_tokens=400, extra_body={"ignore_eos": True})
