@@ -53,9 +53,9 @@ host-test: $(HOST_VENV)/.host ## run the tests of the folders without JAX where 
 	@$(HOST_BIN)/python -c 'import importlib.util as u, sys; sys.exit("jax is installed in $(HOST_VENV)" if u.find_spec("jax") else 0)'
 	$(HOST_BIN)/python $(PYTEST) -m "not long" tests/host
 
-test-ray: $(RAY_VENV)/.ray ## run the tests of what needs Ray, ZeroMQ or Kubernetes's schemas, and check its types
+test-ray: $(RAY_VENV)/.ray ## run the tests of what needs Ray, ZeroMQ or Kubernetes's schemas (LONG=1: the long ones), and check its types
 	$(RAY_BIN)/pyright --pythonpath $(RAY_BIN)/python -p tests/ray
-	$(RAY_BIN)/python -m pytest tests/scaleout tests/ray
+	$(RAY_BIN)/python -m pytest -m "$(if $(LONG),long,not long)" $(if $(PART),--part $(PART)) tests/scaleout tests/ray
 
 test-browser: $(VENV)/.browser ## run the tests of the pages in Chromium (LONG=1: the long ones), and check their types
 	$(BIN)/pyright --pythonpath $(BIN)/python -p tests/browser

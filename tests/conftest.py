@@ -1,6 +1,7 @@
 """Settings of every test run; it imports no JAX, for the host tests run where there is none."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -31,6 +32,12 @@ settings.register_profile(
     "orca", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("orca")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported and collected stays to the end: the garbage collector need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

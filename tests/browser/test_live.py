@@ -1,7 +1,7 @@
 """The live view: every cell is the timeline's, and every wait has its reason."""
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page, expect
 
 from orca_jax.config import ServingConfig
 from tests.browser.chromium import serious_faults, watched
@@ -32,6 +32,12 @@ def test_every_cell_is_the_timeline_s(browser: Browser) -> None:
         assert {phase for one in cells for _, _, phase in one["cells"]} == {"prefill", "chunk", "decode"}
         assert any(one["bucket"] > sum(n for _, n, _ in one["cells"]) for one in cells), "some are padded"
         assert shown_cells(page) == cells
+        prefilled = {  # the return of the iteration with the end of its prompt
+            request_id: one["returned"]
+            for one in cells
+            for request_id, _, phase in one["cells"]
+            if phase != "decode"
+        }
         records = {record.request_id: record for record in timeline.requests}
         assert len(shown) == len(records) == 30
         for request in shown:
@@ -47,9 +53,7 @@ def test_every_cell_is_the_timeline_s(browser: Browser) -> None:
                 record.n_cached,
                 record.finish_reason,
             )
-            assert record.time_to_first_token is not None
-            first = request["firstToken"] - request["arrived"]
-            assert 0 <= record.time_to_first_token - first < 0.05, "the return of its iteration"
+            assert request["firstToken"] == prefilled[record.request_id]
         assert read(page, "counts")["iterations"] == len(cells)
         expect(page.locator("#summary")).to_contain_text(f"Iteration {len(cells) - 1:,}:")
 
@@ -61,7 +65,7 @@ def reasons(request: dict) -> set[tuple[str, int | None]]:
 def test_a_full_batch_is_why_it_waits(browser: Browser) -> None:
     one = ServingConfig(max_batch_size=1, n_slots=512, max_batch_tokens=512, block_size=16, max_queue=256)
     with live_page(browser, config=one, seconds=0.05) as (server, page), connected(server) as client:
-        body = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "n": 3, "stream": True}
+        body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "n": 3, "stream": True}
         with client.stream("POST", "/v1/completions", json=body):
             options = page.locator("#list > li")
             expect(options.nth(1)).to_have_text("#1waits: batch full")
@@ -113,7 +117,7 @@ def test_a_pause_is_why_it_waits(browser: Browser) -> None:
 
 
 def test_an_open_request_is_known_to_a_new_page(browser: Browser) -> None:
-    with serving(counting, seconds=0.02, config=CHUNKED) as server, connected(server) as client:
+    with serving(counting, seconds=0.05, config=CHUNKED) as server, connected(server) as client:
         body = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True, "stream": True}
         with watched(browser, server.url) as (page, _):
             with client.stream("POST", "/v1/completions", json=body) as stream:
@@ -245,14 +249,25 @@ def test_axe_finds_nothing_serious(browser: Browser, scheme: str, width: int) ->
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def until_still(page: Page) -> int:
+    """How many frames were drawn, once none is for 0.6 seconds."""
+    n_frames = -1
+
+    def is_still() -> bool:
+        nonlocal n_frames
+        before, n_frames = n_frames, read(page, "nFrames")
+        page.wait_for_timeout(600)
+        return n_frames == before
+
+    until(page, "a still page", is_still)
+    return n_frames
+
+
 def test_nothing_is_drawn_while_nothing_happens(browser: Browser) -> None:
     with live_page(browser) as (server, page):
         complete(server, "a", 3)
         until_ended(page, 1)
-        page.wait_for_timeout(400)
-        n_frames = read(page, "nFrames")
-        page.wait_for_timeout(600)
-        assert read(page, "nFrames") == n_frames
+        n_frames = until_still(page)
         complete(server, "b", 3)
         until_ended(page, 2)
         assert read(page, "nFrames") > n_frames

@@ -66,7 +66,7 @@ def test_a_recording_shows_what_was_live(browser: Browser, tmp_path: Path) -> No
         assert read(page, "iterations") == iterations and len(iterations) > 20
         for shown, before in zip(read(page, "requests"), live, strict=True):
             # A recording has the moment of the call; the live view that of the turn which saw it.
-            assert shown.pop("arrived") == pytest.approx(before.pop("arrived"), abs=0.1)
+            assert shown.pop("arrived") <= before.pop("arrived") <= before["scheduled"]
             shown["waits"][0].pop("from")
             before["waits"][0].pop("from")
             assert [part.pop("from") for part in shown["waits"][0]["reasons"][:1]]

@@ -11,13 +11,14 @@ from orca_jax.model import reference
 from orca_jax.request.request import Request
 from tests.device.model.golden import MARGIN
 
+_forward = jax.jit(reference.forward, static_argnums=0)  # each model's program, whatever its parameters
+
 
 class GreedyReference:
     """One model with its parameters."""
 
     def __init__(self, model: ModelConfig, parameters: Mapping[str, jax.Array]) -> None:
-        self._n_positions = model.n_positions
-        self._logits = jax.jit(lambda tokens: reference.forward(model, parameters, tokens))
+        self._model, self._parameters = model, dict(parameters)
 
     def sure(self, request: Request) -> int:
         """How many output tokens come before the first choice that is not sure: each is the reference's best.
@@ -25,7 +26,8 @@ class GreedyReference:
         The model is causal, so one pass over the whole text, padded, gives every choice at once.
         """
         tokens = [*request.prompt_ids, *request.output_ids]
-        logits = np.asarray(self._logits(jnp.array(tokens + [0] * (self._n_positions - len(tokens)))))
+        padded = jnp.array(tokens + [0] * (self._model.n_positions - len(tokens)))
+        logits = np.asarray(_forward(self._model, self._parameters, padded))
         for i, token in enumerate(request.output_ids):
             row = logits[len(request.prompt_ids) + i - 1]
             best, second = np.sort(row)[:-3:-1]

@@ -40,6 +40,11 @@ def client(server: Server, options: Sequence[tuple[str, int]] = ()) -> Iterator[
         yield GenerationStub(channel)
 
 
+def connect(stub: GenerationStub) -> None:
+    """Open the connection, so that a call with a short deadline does not spend it there."""
+    stub.Cancel(pb.CancelRequest(request_id="none"), timeout=SOON)
+
+
 def asking(text: str = "Go", **sampling: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=text, sampling=pb.SamplingParams(**sampling))
 

@@ -82,11 +82,11 @@ class PacedEngine(SimulatedEngine):
     def __init__(self, token: Callable[[Request, int], int] = counting, *, seconds: float) -> None:
         super().__init__(VirtualClock(), token=token)
         self.error: Exception | None = None
-        self._pace = seconds
+        self.seconds = seconds
         self._never = threading.Event()
 
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
-        self._never.wait(self._pace)
+        self._never.wait(self.seconds)
         if self.error is not None:
             raise self.error
         return super().wait(iteration, interrupted)

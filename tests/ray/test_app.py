@@ -17,7 +17,7 @@ from tests.ray.conftest import SMALL, SOON, Serve, Served
 from tests.ray.readings import metrics, n_generated, n_live, until
 
 BODY_SECONDS = 2.0
-LEFT_SECONDS = 1.0  # until the requests of a client that has left are gone
+LEFT_SECONDS = 5.0  # until the requests of a client that has left are gone
 PROMPTS = [f"{'In the beginning ' * (i % 5)}{chr(97 + i % 26)}" for i in range(64)]
 
 
@@ -74,7 +74,7 @@ def test_a_stream_is_not_buffered(served: Served) -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_client_that_leaves_frees_its_place_within_a_second(served: Served, streamed: bool) -> None:
+def test_a_client_that_leaves_frees_its_place(served: Served, streamed: bool) -> None:
     before = n_generated(served)
     fields = {"prompt": "a", "max_tokens": 500, "n": 8, "ignore_eos": True, "stream": streamed}
     body = json.dumps(fields).encode()
@@ -106,11 +106,11 @@ def test_a_body_that_is_too_large_or_never_ends_is_refused(served: Served) -> No
     assert large.status_code == 413 and large.json()["error"]["code"] == "request_too_large"
     address = urlsplit(served.url)
     with socket.create_connection((address.hostname, address.port), timeout=SOON) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
         began = time.monotonic()
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
         answer = connection.recv(65536).decode()
         assert answer.startswith("HTTP/1.1 408 "), answer
-        assert BODY_SECONDS * 0.9 < time.monotonic() - began < BODY_SECONDS + 5
+        assert BODY_SECONDS * 0.9 < time.monotonic() - began < SOON / 2
 
 
 def test_headers_are_set_once_and_the_id_passes_both_hops(served: Served) -> None:

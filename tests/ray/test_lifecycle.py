@@ -83,6 +83,7 @@ def test_an_engine_that_is_killed_fails_its_own_streams_alone_and_comes_back(run
     assert victim not in descendants(ENGINE) and len(descendants(ENGINE)) == 2
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_engines_come_and_go_with_the_load_and_no_request_fails(run_app: Serve) -> None:
     served = run_app(

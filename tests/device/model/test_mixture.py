@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,8 +73,17 @@ def to_experts(parameters: dict[str, jax.Array], wanted: Sequence[int]) -> dict[
     return {name: jnp.array(bias) if "router.bias" in name else value for name, value in parameters.items()}
 
 
-@pytest.mark.parametrize("form", ["one call in C", "products in C", "in JAX"])
-@pytest.mark.parametrize("wanted", [[5], [0, 7], [2, 3, 4], None], ids=str)
+FORMS = ("one call in C", "products in C", "in JAX")
+# Of one expert and of two the quick tests are those in one call; of three, and of any, all three.
+ROUTINGS: list[Any] = [
+    *(([2, 3, 4], form) for form in FORMS),
+    *((None, form) for form in FORMS),
+    *((wanted, FORMS[0]) for wanted in ([5], [0, 7])),
+    *(pytest.param(wanted, form, marks=pytest.mark.long) for wanted in ([5], [0, 7]) for form in FORMS[1:]),
+]
+
+
+@pytest.mark.parametrize(("wanted", "form"), ROUTINGS, ids=str)
 def test_extreme_routings(wanted: list[int] | None, form: str) -> None:
     """All tokens to the same experts and none to the others; the engine's tokens are the reference's."""
     # Sizes for which C has a form, and others; biases are for its products alone.

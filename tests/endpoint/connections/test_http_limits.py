@@ -16,6 +16,7 @@ import httpx2
 import pytest
 import uvloop
 
+from orca_jax.request.request import FinishReason
 from server.http.connections import connection as connection_module
 from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import Server, serving, until
@@ -26,7 +27,7 @@ GET = b"GET /version HTTP/1.1\r\nHost: here\r\n\r\n"
 LAST = b"GET /version HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
 CHUNKED = post_head("/tokenize", "Transfer-Encoding: chunked")
 MANY_BYTES = 64 << 20  # effectively endless: no test sends this much
-DRIP_SECONDS = 4.0  # effectively endless: the timeouts here are at most half a second
+DRIP_SECONDS = 15.0  # effectively endless: the timeouts here are at most half a second
 
 
 @pytest.fixture(params=["asyncio", "uvloop"], autouse=True)
@@ -55,9 +56,8 @@ def flood(connection: socket.socket, part: bytes) -> int:
     return n_bytes
 
 
-def drip(connection: socket.socket, part: bytes) -> float:
-    """Send `part` every 20 ms until the server answers or closes; returns the seconds elapsed."""
-    start = time.monotonic()
+def drip(connection: socket.socket, part: bytes, start: float) -> float:
+    """Send `part` every 20 ms until the server answers or closes; returns the seconds since `start`."""
     while not select.select([connection], [], [], 0.02)[0]:
         assert time.monotonic() - start < DRIP_SECONDS, "the server takes this for ever"
         if part:
@@ -160,7 +160,7 @@ def test_a_body_that_becomes_malformed() -> None:
 
 
 def test_refusals_are_counted() -> None:
-    with limited(header_timeout=0.2) as server:
+    with limited(header_timeout=0.5) as server:
         for begin in (b"garbage\r\n\r\n", head_of(40_000), b"GET / HTTP/1.1\r\n"):
             with raw(server, begin) as connection:
                 refused(received(connection))
@@ -176,11 +176,12 @@ def test_refusals_are_counted() -> None:
 @pytest.mark.parametrize("begin", [b"", GET], ids=["first", "second"])
 @pytest.mark.parametrize("part", [b"", b"a"], ids=["silent", "dripping"])
 def test_a_head_that_takes_too_long(begin: bytes, part: bytes) -> None:
+    start = time.monotonic()
     with limited(header_timeout=0.3) as server, raw(server, begin) as connection:
         if begin:
             received_until(connection, b'"}')
         connection.sendall(b"GET / HTTP/1.1\r\nX: ")
-        assert 0.2 < drip(connection, part) < 2
+        assert drip(connection, part, start) > 0.29
         assert refused(received(connection)) == (
             408,
             "the headers were not complete after 0.3 seconds (orca serve --header-timeout)",
@@ -189,15 +190,17 @@ def test_a_head_that_takes_too_long(begin: bytes, part: bytes) -> None:
 
 @pytest.mark.parametrize("part", [b"", b"\r\n"], ids=["silent", "empty lines"])
 def test_a_connection_without_a_request(part: bytes) -> None:
+    start = time.monotonic()
     with limited(header_timeout=0.3) as server, raw(server) as connection:
-        assert 0.2 < drip(connection, part) < 2
+        assert drip(connection, part, start) > 0.29
         assert received(connection) == b""
 
 
 def test_a_connection_that_is_idle_after_a_request() -> None:
+    start = time.monotonic()
     with limited(keep_alive_timeout=0.4, header_timeout=SOON) as server, raw(server, GET) as connection:
         assert b"connection: close" not in received_until(connection, b'"}')
-        assert 0.3 < drip(connection, b"") < 2
+        assert drip(connection, b"", start) > 0.39
         assert received(connection) == b""
 
 
@@ -206,19 +209,21 @@ def test_a_connection_that_is_idle_after_an_unread_body() -> None:
     body = b" " * 5000
     head = post_head("/tokenize", f"Content-Length: {len(body)}")
     limits = {"keep_alive_timeout": 0.4, "max_body_bytes": 1024, "body_timeout": SOON}
+    start = time.monotonic()
     with limited(**limits) as server, raw(server, head) as connection:
         assert received_until(connection, b"}}").startswith(b"HTTP/1.1 413 ")
         connection.sendall(body)
-        assert 0.3 < drip(connection, b"") < 2
+        assert drip(connection, b"", start) > 0.39
         assert received(connection) == b""
 
 
 def test_a_client_that_keeps_sending_after_413_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "_CUT_SECONDS", 0.2)
     head = post_head("/tokenize", "Content-Length: 1000000")
+    start = time.monotonic()
     with limited(body_timeout=0.2, max_body_bytes=1024) as server, raw(server, head) as connection:
         assert received_until(connection, b"}}").startswith(b"HTTP/1.1 413 ")
-        assert 0.3 < drip(connection, b" ") < 2
+        assert drip(connection, b" ", start) > 0.39
         assert received(connection) == b""
 
 
@@ -227,7 +232,7 @@ def test_a_body_that_waits_for_a_stream_does_not_time_out(monkeypatch: pytest.Mo
     monkeypatch.setattr(connection_module, "_CUT_SECONDS", 0.0)
     body = b'{"prompt": "a"}'
     post = post_head("/tokenize", f"Content-Length: {len(body)}")
-    with limited(seconds=0.01, body_timeout=0.1) as server, raw(server, stream_of(60), post) as connection:
+    with limited(seconds=0.01, body_timeout=0.5) as server, raw(server, stream_of(60), post) as connection:
         received_until(connection, b"[DONE]")
         connection.sendall(body + LAST)
         assert b"HTTP/1.1 200 OK\r\n" in received(connection)
@@ -261,7 +266,7 @@ def test_the_number_of_pipelined_requests_is_limited() -> None:
 
 @pytest.mark.parametrize("bad", [b"garbage\r\n\r\n", head_of(500_000), b"GET / HT"])
 def test_malformed_data_after_a_stream_request_does_not_break_the_stream(bad: bytes) -> None:
-    limits = {"seconds": 0.01, "header_timeout": 0.2}
+    limits = {"seconds": 0.01, "header_timeout": 0.4}
     with limited(**limits) as server, raw(server, stream_of(60), bad) as connection:
         answer = received(connection)
     assert answer.count(b"HTTP/1.1") == 1
@@ -269,7 +274,7 @@ def test_malformed_data_after_a_stream_request_does_not_break_the_stream(bad: by
 
 
 def test_a_stray_line_after_a_stream_request_does_not_end_the_stream() -> None:
-    limits = {"seconds": 0.01, "header_timeout": 0.1}
+    limits = {"seconds": 0.01, "header_timeout": 0.4}
     with limited(**limits) as server, raw(server, stream_of(60)) as connection:
         received_until(connection, b"data: ")
         connection.sendall(b"\r\n")
@@ -277,14 +282,14 @@ def test_a_stray_line_after_a_stream_request_does_not_end_the_stream() -> None:
 
 
 def test_a_client_that_leaves_with_a_pipelined_request_ends_the_running_one() -> None:
-    with limited(seconds=0.01) as server:
+    with limited(seconds=0.02) as server:
         with raw(server, stream_of(500), GET) as connection:
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK\r\n")
             until(lambda: server.gateway.n_live == 1, "the stream")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # a reset
-        start = time.monotonic()
         until(server.at_rest, "the end of the stream")
-        assert time.monotonic() - start < 2.5
+        (record,) = server.service.timeline.requests
+        assert record.finish_reason is FinishReason.CANCELLED
 
 
 def test_a_protocol_upgrade_is_ignored() -> None:

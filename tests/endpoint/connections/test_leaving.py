@@ -30,11 +30,11 @@ def reasons(server: Server) -> list[FinishReason | None]:
 
 
 def test_a_stream_that_takes_too_long() -> None:
-    options = EndpointOptions(port=0, grpc_port=None, access_log="off", request_timeout=0.2)
+    options = EndpointOptions(port=0, grpc_port=None, access_log="off", request_timeout=0.5)
     with serving(writing("text"), seconds=0.01, options=options) as server, client_of(server) as client:
         stream = client.chat.completions.create(model="test", messages=HI, stream=True)
         assert next(stream).choices[0].delta.content
-        with pytest.raises(openai.APIError, match=r"after 0\.2 seconds") as caught:
+        with pytest.raises(openai.APIError, match=r"after 0\.5 seconds") as caught:
             list(stream)
         assert (caught.value.type, caught.value.code) == ("timeout_error", "timeout")
         assert reasons(server) == [FinishReason.TIMEOUT]
@@ -45,7 +45,7 @@ def test_a_client_that_disconnects_while_queued(stream: bool) -> None:
     config = ServingConfig(max_batch_size=1, n_slots=1024, max_batch_tokens=512, block_size=16)
     body = json.dumps({"prompt": "bb", "max_tokens": 400, "stream": stream}).encode()
     head = post_head("/v1/completions", f"Content-Length: {len(body)}")
-    with serving(writing("text"), seconds=0.01, config=config) as server, client_of(server) as client:
+    with serving(writing("text"), seconds=0.05, config=config) as server, client_of(server) as client:
         first = client.completions.create(model="test", prompt="a", max_tokens=400, stream=True)
         next(first)
         with raw(server, head, body):

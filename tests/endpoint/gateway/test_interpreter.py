@@ -16,6 +16,7 @@ def as_before() -> Iterator[None]:
     yield
     sys.setswitchinterval(interval)
     gc.unfreeze()
+    gc.freeze()  # as tests/conftest.py does
 
 
 def test_garbage_collection_skips_loaded_objects(as_before: None) -> None:

@@ -10,7 +10,7 @@ import pytest
 from server.settings.api_keys import ApiKeys
 from tests.endpoint.harness import serving, until
 from tests.endpoint.http_client import connected
-from tests.host.engines import SOON, FakeMemory
+from tests.host.engines import SOON, FakeMemory, PacedEngine
 
 ADMIN = {"Authorization": "Bearer admin-key-1"}
 USER = {"Authorization": "Bearer user-key-1"}
@@ -124,7 +124,8 @@ def test_pause_and_sleep() -> None:
 
 @pytest.mark.parametrize("running", ["finish", "abort"])
 def test_running_requests(running: str) -> None:
-    with serving(seconds=0.01, memory=FakeMemory(), **KEYS) as server, connected(server) as client:
+    engine = PacedEngine(seconds=0.1)
+    with serving(engine=engine, memory=FakeMemory(), **KEYS) as server, connected(server) as client:
         long = {**BODY, "max_tokens": 60, "stream": True}
         with client.stream("POST", "/v1/completions", json=long, headers=USER) as stream:
             chunks = stream.iter_bytes()
@@ -133,6 +134,7 @@ def test_running_requests(running: str) -> None:
                 if running == "finish":
                     status, answer = post(other, "update_weights", directory="a", timeout=0.05)
                     assert (status, answer["error"]["code"]) == (409, "requests_running")
+                    engine.seconds = 0.001
                 assert post(other, "update_weights", directory="b", running=running)[0] == 200
             rest = (first + b"".join(chunks)).decode()
         if running == "finish":

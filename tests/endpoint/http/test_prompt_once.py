@@ -13,7 +13,7 @@ from orca_jax.request.request import FinishReason, Request
 from server.http.generation.choices import Choices
 from tests.endpoint.harness import Server, serving, until
 from tests.endpoint.http_client import connected
-from tests.host.engines import writing
+from tests.host.engines import PacedEngine, writing
 
 
 class Seen:
@@ -100,7 +100,8 @@ def test_if_a_choice_fails_the_response_fails_without_waiting(stream: bool, whic
         begun.set()
         return ord("a")
 
-    with serving(token, seconds=0.02) as server, connected(server) as client:
+    engine = PacedEngine(token, seconds=0.1)
+    with serving(engine=engine) as server, connected(server) as client:
         body = {**BODY, "prompt": "hello", "stream": stream, "max_tokens": 20}
         answer = list[httpx2.Response]()
         asking = threading.Thread(target=lambda: answer.append(client.post("/v1/completions", json=body)))
@@ -113,6 +114,7 @@ def test_if_a_choice_fails_the_response_fails_without_waiting(stream: bool, whic
             live.end(FinishReason.CANCELLED)
 
         server.call(fail)
+        engine.seconds = 0.001
         asking.join(30)
         assert not asking.is_alive()
     (response,) = answer

@@ -101,12 +101,15 @@ def test_a_streamed_completion_with_openais_client(client: OpenAI) -> None:
 
 
 def test_a_streamed_chat_reply_with_openais_client() -> None:
-    with serving(by_seed, seconds=0.01) as server, client_of(server) as client:
-        chunks = list(
-            client.chat.completions.create(
-                model="test", messages=[USER], seed=0, max_tokens=9, stream=True, stream_options=USAGE
-            )
+    engine = GatedEngine(by_seed)
+    with serving(engine=engine) as server, client_of(server) as client:
+        stream = client.chat.completions.create(
+            model="test", messages=[USER], seed=0, max_tokens=9, stream=True, stream_options=USAGE
         )
+        engine.let(1)
+        chunks = [next(stream)]
+        engine.let(100)
+        chunks += stream
     *pieces, last = chunks
     assert len({chunk.id for chunk in chunks}) == 1 and chunks[0].id.startswith("chatcmpl-")
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
@@ -149,10 +152,13 @@ def test_every_token_is_sent_when_its_iteration_ends() -> None:
 
 
 def test_choices_are_interleaved() -> None:
-    with serving(by_seed, seconds=0.005) as server, client_of(server) as client:
+    engine = GatedEngine(by_seed)
+    with serving(engine=engine) as server, client_of(server) as client:
         stream = client.completions.create(
             model="test", prompt=["ab", "xyz"], n=3, seed=7, max_tokens=12, stream=True, stream_options=USAGE
         )
+        until(lambda: len(server.service.pool) == 6, "all six")
+        engine.let(100)
         *chunks, usage = list(stream)
         assert max(record.n_rows for record in server.service.timeline.iterations) == 6
     assert all(len(chunk.choices) == 1 for chunk in chunks)
@@ -235,9 +241,13 @@ def test_a_stream_has_all_text_up_to_the_stop_string(
 
 
 def test_without_a_tokenizer_every_token_has_a_chunk() -> None:
-    with serving(tokenizer=False, seconds=0.005) as server, client_of(server) as client:
+    engine = GatedEngine()
+    with serving(engine=engine, tokenizer=False) as server, client_of(server) as client:
         stream = client.completions.create(model="test", prompt=[1], max_tokens=5, stream=True)
-        chunks = list(stream)
+        engine.let(1)
+        chunks = [next(stream)]
+        engine.let(100)
+        chunks += stream
     assert {chunk.choices[0].text for chunk in chunks} == {""}
     assert len(chunks) > 1, "a load generator sees when tokens come"
 
@@ -294,7 +304,7 @@ def test_a_client_that_disconnects_ends_its_requests(
     fields: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     n = fields.get("n", 1)
-    with serving(seconds=0.005) as server:
+    with serving(seconds=0.02) as server:
         with raw(server, long_body(**fields)) as connection:
             if "stream" in fields:
                 received = b""
@@ -311,7 +321,7 @@ def test_a_client_that_disconnects_ends_its_requests(
 def test_a_client_that_resets_its_connection_ends_its_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with serving(seconds=0.005) as server:
+    with serving(seconds=0.02) as server:
         with raw(server, long_body(stream=True, n=2)) as connection:
             until(lambda: server.service.pool.n_running == 2, "the requests' turn")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
@@ -333,8 +343,8 @@ def test_a_failed_engine_ends_a_stream_with_its_reason(n: int) -> None:
 
 
 def test_nothing_follows_an_error_event() -> None:
-    options = EndpointOptions(port=0, grpc_port=None, access_log="off", request_timeout=0.2)
-    with serving(seconds=0.05, options=options) as server, connected(server) as http:
+    options = EndpointOptions(port=0, grpc_port=None, access_log="off", request_timeout=0.5)
+    with serving(seconds=0.02, options=options) as server, connected(server) as http:
         body = {"prompt": "a", "max_tokens": 400, "stream": True, "stream_options": USAGE}
         answer = http.post("/v1/completions", json=body)
     assert answer.status_code == 200
@@ -342,7 +352,7 @@ def test_nothing_follows_an_error_event() -> None:
     assert before and rest == ""
     assert json.loads(last.removeprefix("data: ")) == {
         "error": {
-            "message": "the request was ended after 0.2 seconds, before it was complete",
+            "message": "the request was ended after 0.5 seconds, before it was complete",
             "type": "timeout_error",
             "param": None,
             "code": "timeout",

@@ -65,7 +65,7 @@ def test_ids_reused_on_the_service_from_32_threads() -> None:
 
 
 def test_a_live_id_is_rejected_and_a_free_one_accepted_at_once() -> None:
-    with serving(seconds=0.005) as server, client(server) as stub:
+    with serving(seconds=0.01) as server, client(server) as stub:
         request = pb.GenerateRequest(
             request_id="mine",
             token_ids=pb.TokenIds(ids=[7]),

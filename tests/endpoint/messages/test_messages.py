@@ -20,7 +20,7 @@ from tests.endpoint.anthropic_client import anthropic_of
 from tests.endpoint.harness import CONFIG, MODEL, Server, serving, until
 from tests.endpoint.http_client import connected
 from tests.endpoint.tool_replies import CALL, SCHEMA, TEMPLATE, Replies
-from tests.host.engines import SOON, PacedEngine, writing
+from tests.host.engines import SOON, GatedEngine, PacedEngine, writing
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 TOOL: Any = {"name": "weather", "description": "the weather", "input_schema": SCHEMA}
@@ -275,18 +275,19 @@ def test_the_clients_error_classes(server: Server, client: Anthropic) -> None:
 def test_a_full_queue() -> None:
     config = replace(CONFIG, max_batch_size=1, max_queue=1)
     body = {"max_tokens": 400, "messages": HI, "stream": True, "ignore_eos": True}
-    with serving(seconds=0.1, config=config) as server, connected(server) as client:
-        with (
-            anthropic_of(server) as other,
-            client.stream("POST", "/v1/messages", json=body) as running,
-            client.stream("POST", "/v1/messages", json=body) as waiting,
-        ):
-            kept = running.iter_bytes(), waiting.iter_bytes()  # a stream is closed with its iterator
-            assert all(next(chunks) for chunks in kept)
-            until(lambda: server.service.pool.n_waiting == 1, "a request that waits")
-            with pytest.raises(anthropic.RateLimitError) as raised:
-                ask(other, max_tokens=400)
-            assert raised.value.response.headers["retry-after"]
+    with (
+        serving(seconds=0.1, config=config) as server,
+        connected(server) as client,
+        anthropic_of(server) as other,
+        client.stream("POST", "/v1/messages", json=body) as running,
+        client.stream("POST", "/v1/messages", json=body) as waiting,
+    ):
+        kept = running.iter_bytes(), waiting.iter_bytes()  # a stream is closed with its iterator
+        assert all(next(chunks) for chunks in kept)
+        until(lambda: server.service.pool.n_waiting == 1, "a request that waits")
+        with pytest.raises(anthropic.RateLimitError) as raised:
+            ask(other, max_tokens=400)
+        assert raised.value.response.headers["retry-after"]
 
 
 def test_a_timeout() -> None:
@@ -391,10 +392,18 @@ def test_a_call_that_is_cut_off_is_text() -> None:
 def test_pings_keep_a_silent_stream_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reply_stream, "PING_SECONDS", 0.02)
     body = {"max_tokens": 3, "messages": HI, "stream": True}
-    with serving(seconds=0.1) as server, connected(server) as client:
-        events = events_of(client.post("/v1/messages", json=body).content)
-    assert [event["type"] for event in events].count("ping") >= 4
-    assert replayed(events)["usage"]["output_tokens"] == 3
+    engine = GatedEngine()
+    with (
+        serving(engine=engine) as server,
+        connected(server) as client,
+        client.stream("POST", "/v1/messages", json=body) as stream,
+    ):
+        chunks, received = stream.iter_bytes(), b""
+        while received.count(b"event: ping\n") < 4:
+            received += next(chunks)
+        engine.let(3)
+        received += b"".join(chunks)
+    assert replayed(events_of(received))["usage"]["output_tokens"] == 3
 
 
 def test_an_engine_that_fails_and_a_server_that_is_not_ready() -> None:

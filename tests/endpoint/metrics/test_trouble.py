@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -348,17 +347,15 @@ class Panic(BaseException):
     """Like a panic raised by pyo3: not an Exception."""
 
 
-def test_a_panic_on_the_scheduler_thread_is_logged_within_a_second() -> None:
+def test_a_panic_on_the_scheduler_thread_is_noticed() -> None:
     engine = FragileEngine()
     with serving(engine) as server, connected(server) as client, ThreadPoolExecutor(4) as threads:
         body = {"prompt": "a", "max_tokens": 4}
         waiting = [threads.submit(client.post, "/v1/completions", json=body) for _ in range(4)]
         assert engine.waited_for.wait(SOON)
         engine.error = Panic("overflow")  # pyright: ignore[reportAttributeAccessIssue]
-        began = time.monotonic()
         engine.let(1)
-        while client.get("/ready").status_code != 503:
-            assert time.monotonic() < began + 1.0
+        until(lambda: client.get("/ready").status_code == 503, "the failure")
         reason = "the engine failed: Panic: overflow"
         assert client.get("/ready").json() == {"status": "failed", "reason": reason}
         for answer in (one.result(SOON) for one in waiting):

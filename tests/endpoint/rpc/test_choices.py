@@ -15,7 +15,7 @@ from server.rpc import generation_pb2 as pb
 from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import END, Server, serving, until
 from tests.endpoint.log_lines import Lines
-from tests.endpoint.rpc_client import answer, asking, client, refusal
+from tests.endpoint.rpc_client import answer, asking, client, connect, refusal
 from tests.host.engines import SOON, GatedEngine, PacedEngine, writing
 
 
@@ -167,6 +167,7 @@ def test_cancel_ends_all_choices_after_their_output_so_far() -> None:
         until(lambda: len(server.service.pool) == 3, "all three")
         engine.let(3)
         messages = [next(call) for _ in range(3)]
+        until(lambda: len(server.service.timeline.iterations) == 4, "the return of three iterations")
         assert stub.Cancel(pb.CancelRequest(request_id=request_id), timeout=SOON).found
         engine.let(1)  # the iteration in progress
         with pytest.raises(grpc.RpcError) as caught:
@@ -185,7 +186,7 @@ def test_cancel_after_choice_0_is_complete_ends_the_others() -> None:
     def ending(request: Request, index: int) -> int:
         return END if request.seed == 0 else ord("a")
 
-    with serving(ending, seconds=0.002) as server, client(server) as stub:
+    with serving(ending, seconds=0.01) as server, client(server) as stub:
         call = stub.Generate(asking(n=2, seed=0, max_tokens=500), timeout=SOON)
         while next(call).finish_reason == pb.FINISH_REASON_UNSPECIFIED:
             pass
@@ -199,7 +200,7 @@ def test_cancel_after_choice_0_is_complete_ends_the_others() -> None:
 
 
 def test_a_client_that_cancels_or_disconnects_ends_all_choices() -> None:
-    with serving(writing("ab"), seconds=0.005) as server:
+    with serving(writing("ab"), seconds=0.02) as server:
         with client(server) as stub:
             call = stub.Generate(asking(n=4, max_tokens=500), timeout=SOON)
             next(call)
@@ -211,8 +212,9 @@ def test_a_client_that_cancels_or_disconnects_ends_all_choices() -> None:
 
 
 def test_the_deadline_ends_all_choices_as_timed_out() -> None:
-    with serving(writing("ab"), seconds=0.005) as server, client(server) as stub:
-        error = refusal(stub, asking(n=3, max_tokens=500), timeout=0.3)
+    with serving(writing("ab"), seconds=0.02) as server, client(server) as stub:
+        connect(stub)
+        error = refusal(stub, asking(n=3, max_tokens=500), timeout=0.4)
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         until(server.at_rest, "rest")
         assert reasons(server) == [FinishReason.TIMEOUT] * 3
@@ -220,7 +222,7 @@ def test_the_deadline_ends_all_choices_as_timed_out() -> None:
 
 def test_the_servers_time_limit_ends_all_choices() -> None:
     options = EndpointOptions(port=0, grpc_port=0, access_log="off", request_timeout=0.2)
-    with serving(writing("ab"), seconds=0.005, options=options) as server, client(server) as stub:
+    with serving(writing("ab"), seconds=0.02, options=options) as server, client(server) as stub:
         error = refusal(stub, asking(n=3, max_tokens=500))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert error.details() == "the request was ended after 0.2 seconds, before it was complete"

@@ -74,7 +74,7 @@ def test_connections_over_the_limit_are_closed_until_others_close() -> None:
                 check(each)
             with channel(server) as one_more:
                 with pytest.raises(grpc.RpcError) as caught:
-                    check(one_more, timeout=1)
+                    check(one_more)
                 error: Any = caught.value
                 assert error.code() is grpc.StatusCode.UNAVAILABLE
             for each in held:
@@ -91,10 +91,11 @@ def test_connections_over_the_limit_are_closed_until_others_close() -> None:
 
 
 def test_a_silent_connection_is_closed() -> None:
-    with limited(header_timeout=0.3) as server, no_messages(server) as connection:
+    with limited(header_timeout=0.3) as server:
         start = time.monotonic()
-        received(connection)
-        assert 0.2 < time.monotonic() - start < 5
+        with no_messages(server) as connection:
+            received(connection)
+        assert 0.29 < time.monotonic() - start < SOON / 2
 
 
 def test_metadata_over_the_limit_is_rejected() -> None:
@@ -150,17 +151,17 @@ def reflect(connection: grpc.Channel, requests: "queue.Queue[Any]") -> Any:
 def test_an_idle_reflection_stream_is_ended() -> None:
     requests: queue.Queue[Any] = queue.Queue()
     with limited(body_timeout=0.3) as server, channel(server) as connection:
+        start = time.monotonic()
         requests.put(reflection_pb2.ServerReflectionRequest(list_services=""))
         answers = reflect(connection, requests)
         assert next(answers).list_services_response.service
-        start = time.monotonic()
         code, message = error_of(answers)
         requests.put(None)
         assert (code, message) == (
             grpc.StatusCode.DEADLINE_EXCEEDED,
             "no message came within 0.3 seconds (orca serve --body-timeout)",
         )
-        assert 0.2 < time.monotonic() - start < 5
+        assert 0.29 < time.monotonic() - start < SOON / 2
 
 
 @pytest.mark.parametrize(
@@ -170,10 +171,10 @@ def test_a_call_whose_message_never_arrives(path: str) -> None:
     """gRPC itself would wait forever."""
     requests: queue.Queue[Any] = queue.Queue()
     with limited(body_timeout=0.3) as server, channel(server) as connection:
-        call = connection.stream_stream(path)(iter(lambda: requests.get(timeout=SOON), None), timeout=SOON)
         start = time.monotonic()
+        call = connection.stream_stream(path)(iter(lambda: requests.get(timeout=SOON), None), timeout=SOON)
         assert error_of(call)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert 0.2 < time.monotonic() - start < 5
+        assert 0.29 < time.monotonic() - start < SOON / 2
         requests.put(None)
 
 
@@ -191,7 +192,7 @@ def test_the_key_is_checked_before_the_message_is_read() -> None:
             iter(lambda: requests.get(timeout=SOON), None), timeout=SOON
         )
         assert error_of(call)[0] is grpc.StatusCode.UNAUTHENTICATED
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < SOON / 2
         requests.put(None)
 
 
@@ -205,7 +206,7 @@ def test_hundreds_of_calls_on_one_connection() -> None:
 
 
 def test_as_many_calls_as_connections_may_be_open() -> None:
-    with limited(seconds=0.01, max_connections=4) as server, channel(server) as connection:
+    with limited(seconds=0.02, max_connections=4) as server, channel(server) as connection:
         stub = GenerationStub(connection)
         held = [stub.Generate(asking(max_tokens=400, ignore_eos=True), timeout=SOON) for _ in range(4)]
         for each in held:

@@ -19,7 +19,7 @@ from server.rpc import generation_pb2 as pb
 from server.rpc.generation_pb2_grpc import GenerationStub
 from tests.endpoint.harness import END, serving
 from tests.endpoint.rpc_client import Answer, answer, asking, client, refusal
-from tests.host.engines import counting, simulated, writing
+from tests.host.engines import SOON, GatedEngine, counting, simulated, writing
 
 # A value that is not the default for each field: as in the message, and as the engine must receive it.
 GIVEN: dict[str, Any] = {
@@ -300,12 +300,17 @@ def test_an_end_of_sequence_has_logprobs_too() -> None:
 
 
 def test_prompt_logprobs_are_sent_once_and_first() -> None:
-    with serving(counting, seconds=0.002) as server, client(server) as stub:
-        got = answer(stub, asking("ABCD", max_tokens=20, prompt_logprobs=3))
-    assert len(got.messages) > 1
-    assert logprobs_of(got.messages[0].prompt_logprobs) == expected([*b"BCD"], 3)
-    assert not any(message.prompt_logprobs for message in got.messages[1:])
-    assert output_logprobs(got) == []
+    engine = GatedEngine()
+    with serving(engine=engine) as server, client(server) as stub:
+        call = stub.Generate(asking("ABCD", max_tokens=20, prompt_logprobs=3), timeout=SOON)
+        engine.let(1)
+        messages = [next(call)]
+        engine.let(100)
+        messages += call
+    assert len(messages) > 1
+    assert logprobs_of(messages[0].prompt_logprobs) == expected([*b"BCD"], 3)
+    assert not any(message.prompt_logprobs for message in messages[1:])
+    assert not any(message.logprobs for message in messages)
 
 
 def test_logprobs_are_sent_only_if_requested(stub: GenerationStub) -> None:

@@ -107,13 +107,15 @@ def test_who_waits_and_why() -> None:
 
 
 def test_a_new_viewer_learns_of_live_requests() -> None:
-    with serving(seconds=0.01, config=ONE) as server, connected(server) as client:
+    engine = PacedEngine(seconds=0.1)
+    with serving(engine=engine, config=ONE) as server, connected(server) as client:
         body = {"prompt": "abc", "max_tokens": 30, "ignore_eos": True, "stream": True, "n": 2}
         with client.stream("POST", "/v1/completions", json=body) as stream:
             chunks = stream.iter_bytes()
             next(chunks)
             with watching(server) as events:
                 first, second = next(events)[1]["requests"]
+                engine.seconds = 0.001
                 lines = until_finished(events, 2)
             for _ in chunks:
                 pass

@@ -443,7 +443,7 @@ def test_a_server_without_an_identity_is_not_a_worker(
 ) -> None:
     monkeypatch.setattr(port, "about_metadata", lambda about: (("orca-about-bin", b""),))
     with pytest.raises(WorkerUnreachable, match="it is not an orca_jax worker"):
-        join(ends, listen(ends), seconds=0.5)
+        join(ends, listen(ends), seconds=1.5)
 
 
 def previous(ends: ExitStack, second: ControlPort, data_address: str) -> ControlLine:
@@ -615,7 +615,7 @@ def test_a_second_master_is_refused_until_the_first_has_left(ends: ExitStack) ->
     worker = listen(ends)
     channel = join(ends, worker)
     with pytest.raises(WorkerRefused, match="an engine master has already joined this worker"):
-        join(ends, worker)
+        join(ends, worker, seconds=2.0)  # the first one might leave meanwhile
     assert works(channel, worker)
     channel.close()
     assert works(join(ends, worker), worker)
@@ -685,7 +685,7 @@ def test_connecting_to_a_closed_port(ends: ExitStack) -> None:
                 lambda: [first.address, f"127.0.0.1:{port}"],
                 [FIRST, SECOND],
                 secret=SECRET,
-                seconds=0.5,
+                seconds=1.5,
                 limits=LIMITS,
             )
         assert time.monotonic() - began < SOON

@@ -127,7 +127,7 @@ class ManyStages(PacedEngine):
         self.n_workers = 3
 
     def wait(self, iteration: Any, interrupted: Callable[[], bool]) -> Returned | None:
-        self._never.wait(self._pace)
+        self._never.wait(self.seconds)
         return None if interrupted() else SimulatedEngine.wait(self, iteration, interrupted)
 
 

@@ -27,7 +27,7 @@ from tests.xla_flags import xla_flags
 
 SOON = 120.0
 SIZES: dict[str, Any] = {"max_batch_size": 4, "n_slots": 96, "max_batch_tokens": 32, "seed": 1}
-SIZE_FLAGS = ("--max-batch-size=4", "--n-slots=96", "--max-batch-tokens=32")
+SIZE_FLAGS = ("--max-batch-size=2", "--n-slots=96", "--max-batch-tokens=8")  # few programs
 LONGEST = 32  # positions of the model
 
 # Each parameter at least once, and with them every program there is.

@@ -1,6 +1,7 @@
 """A server is ready with the programs of a few buckets, and compiles the others while it serves."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from orca_jax import LLM, SamplingParams
 from orca_jax.config import EngineConfig
 from orca_jax.execution.programs import Program
 from orca_jax.launch import later_programs
-from orca_jax.launch.later_programs import first_buckets, later_buckets
+from orca_jax.launch.later_programs import LaterPrograms, first_buckets, later_buckets
+from tests.endpoint.harness import until
 
 SOON = 60.0
 SIZES: dict[str, Any] = {"max_batch_size": 4, "n_slots": 512, "max_batch_tokens": 64, "seed": 1}
@@ -43,12 +45,22 @@ def test_the_first_buckets_hold_every_batch(sizes: set[int], max_rows: int) -> N
     assert sorted([*first, *later_buckets(buckets, max_rows)]) == list(buckets)
 
 
-def llm_in(folder: Path, **changes: Any) -> LLM:
-    return LLM.from_config(EngineConfig.of(**{**SIZES, **changes}, compile_ahead=True, compile_cache=folder))
+Started = Callable[..., LLM]
+
+
+@pytest.fixture
+def started(tiny_directory: Path) -> Started:
+    """An engine with compiled programs."""
+
+    def start(**changes: Any) -> LLM:
+        settings = {"model": str(tiny_directory), **SIZES, **changes}
+        return LLM.from_config(EngineConfig.of(**settings, compile_ahead=True))
+
+    return start
 
 
 class Gate:
-    """Lets the later programs compile one at a time, each when `next` is called."""
+    """Lets the later programs compile, as many as `let` says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._may, self.compiled = threading.Semaphore(0), 0
@@ -62,8 +74,11 @@ class Gate:
 
         monkeypatch.setattr(Program, "compile", when_let)
 
+    def let(self, n: int) -> None:
+        self._may.release(n)
+
     def open(self) -> None:
-        self._may.release(100_000)
+        self.let(100_000)
 
 
 def later_threads() -> list[threading.Thread]:
@@ -75,22 +90,25 @@ def buckets_of(llm: LLM) -> set[int]:
 
 
 def test_it_serves_in_the_first_buckets_and_then_in_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with llm_in(tmp_path / "all") as llm:
+    with started() as llm:
         expected = llm.generate([[5, 6, 7], list(range(40))], GREEDY)
         all_buckets = buckets_of(llm)
     assert 48 in all_buckets  # for the longer prompt
     gate = Gate(monkeypatch)
-    with llm_in(tmp_path / "early", ready_early=True) as llm:
+    with started(ready_early=True) as llm:
         early = llm.generate([[5, 6, 7], list(range(40))], GREEDY)
         assert [result.token_ids for result in early] == [result.token_ids for result in expected]
         assert buckets_of(llm) <= {8, 64}
         before = llm.compiles.programs
-        gate.open()
         (thread,) = later_threads()
-        for wait in (1.0, SOON):  # in the midst of it, and at its end
-            thread.join(wait)
+        gate.let(4)
+        until(lambda: gate.compiled == 4, "some later programs")
+        for its_end in (False, True):  # in the midst of it, and at its end
+            if its_end:
+                gate.open()
+                thread.join(SOON)
             later = llm.generate([[5, 6, 7], list(range(40))], GREEDY)
             assert [result.token_ids for result in later] == [result.token_ids for result in expected]
         llm.generate([list(range(100, 140))], GREEDY)  # nothing of it is in the prefix cache
@@ -98,11 +116,11 @@ def test_it_serves_in_the_first_buckets_and_then_in_all(
         assert llm.compiles.programs > before and gate.compiled
 
 
-def test_nothing_compiles_while_a_request_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_compiles_while_a_request_waits(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     """With on_compile=error any program that is missing on the scheduler's thread would end the engine."""
     gate = Gate(monkeypatch)
     gate.open()
-    with llm_in(tmp_path, ready_early=True, on_compile="error") as llm:
+    with started(ready_early=True, on_compile="error") as llm:
         for _ in range(3):
             prompts = [list(range(n)) for n in range(1, 60, 3)]
             params = [
@@ -114,19 +132,24 @@ def test_nothing_compiles_while_a_request_waits(tmp_path: Path, monkeypatch: pyt
             llm.generate(prompts, params)
 
 
-def test_closing_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
-    llm = llm_in(tmp_path, ready_early=True)
+def test_closing_stops_it(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, close = Gate(monkeypatch), LaterPrograms.close
+
+    def closed(later: LaterPrograms) -> None:
+        opening = threading.Thread(target=lambda: later._stop.wait(SOON) and gate.open())
+        opening.start()
+        close(later)
+        opening.join(SOON)
+
+    monkeypatch.setattr(LaterPrograms, "close", closed)
+    llm = started(ready_early=True)
     (thread,) = later_threads()
-    opened = threading.Timer(0.5, gate.open)
-    opened.start()
     llm.close()
-    opened.join()
     assert not thread.is_alive() and gate.compiled <= 1
 
 
 def test_a_program_that_cannot_be_compiled_leaves_the_others_serving(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    started: Started, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compile_now = Program.compile
 
@@ -136,7 +159,7 @@ def test_a_program_that_cannot_be_compiled_leaves_the_others_serving(
         compile_now(program, *shapes, **static)
 
     monkeypatch.setattr(Program, "compile", fails)
-    with llm_in(tmp_path, ready_early=True) as llm:
+    with started(ready_early=True) as llm:
         for each in later_threads():
             each.join(SOON)
         assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 6
@@ -147,8 +170,8 @@ def test_a_program_that_cannot_be_compiled_leaves_the_others_serving(
 @pytest.mark.parametrize(
     "changes", [{"ready_early": False}, {"ready_early": True, "deterministic": True, "max_batch_tokens": 512}]
 )
-def test_a_deterministic_engine_waits_for_all(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with llm_in(tmp_path, **changes) as llm:
+def test_a_deterministic_engine_waits_for_all(started: Started, changes: dict[str, Any]) -> None:
+    with started(**changes) as llm:
         assert not later_threads()
         n_programs = llm.compiles.programs
         llm.generate([[1, 2, 3]], GREEDY)

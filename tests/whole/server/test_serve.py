@@ -269,18 +269,24 @@ def test_a_signal_while_the_model_loads_ends_it_at_once() -> None:
     assert "stopped while the model was loading" in server.stderr()
 
 
+# Each has a test of its message without a process: of the settings, keys, templates, or the engine.
+TOLD_ELSEWHERE: list[tuple[list[str], str]] = [
+    (["--port", "70000"], "port"),
+    (["--ssl-certfile", "cert.pem"], "belong together"),
+    (["--chat-template", "no.jinja"], "no.jinja"),
+    (["--api-key-file", "no-keys"], "no-keys"),
+    (["--config", "no.yaml"], "no.yaml"),
+    (["--pipeline-parallel", "5"], "pipeline_parallel is 5, but the model's n_layers is 4"),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nowhere/at/all"], "there is no directory"),
-        (["--port", "70000"], "port"),
-        (["--ssl-certfile", "cert.pem"], "belong together"),
-        (["--ssl-certfile", "no.pem", "--ssl-keyfile", "no.key"], "not a usable certificate"),
-        (["--chat-template", "no.jinja"], "no.jinja"),
-        (["--api-key-file", "no-keys"], "no-keys"),
-        (["--config", "no.yaml"], "no.yaml"),
         (["--host", "203.0.113.7"], "203.0.113.7"),
-        (["--pipeline-parallel", "5"], "pipeline_parallel is 5, but the model's n_layers is 4"),
+        (["--ssl-certfile", "no.pem", "--ssl-keyfile", "no.key"], "not a usable certificate"),
+        *(pytest.param(*mistake, marks=pytest.mark.long) for mistake in TOLD_ELSEWHERE),
     ],
 )
 def test_a_mistake_is_reported_in_one_line(arguments: list[str], message: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import threading
@@ -21,6 +22,8 @@ from orca_jax import LLM
 from orca_jax.config import Deadlines
 from orca_jax.control import handshake
 from orca_jax.errors import ConfigError, WorkerRefused, WorkerUnreachable
+from orca_jax.launch import worker_process
+from server import cli
 from tests.whole.workers.worker_harness import (
     MAX_PROMPT,
     N_OUTPUT,
@@ -28,7 +31,7 @@ from tests.whole.workers.worker_harness import (
     SIZES,
     SOON,
     OrcaWorker,
-    free_port,
+    nobody_listens,
     serve_mistake,
     until,
     write_model,
@@ -141,17 +144,16 @@ def refusal(model: Path, workers: list[str], **other: Any) -> str:
     return str(caught.value)
 
 
-def test_another_model_is_named(serving: Serving, model: Path, tmp_path: Path) -> None:
+def another_model(serving: Serving, model: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", n_embd=32)
     complaint = refusal(other, serving.workers)
     assert complaint.startswith(
         f"the worker of stage 1 at {serving.workers[0]} refused the connection: model: this worker has "
     )
     assert str(model) in complaint and str(other) in complaint
-    serving.is_undisturbed()
 
 
-def test_a_model_of_the_same_name_and_another_shape_is_seen(serving: Serving, model: Path) -> None:
+def a_model_of_the_same_name_and_another_shape(serving: Serving, model: Path, tmp_path: Path) -> None:
     config = model / "config.json"
     before = config.read_text()
     try:
@@ -159,60 +161,52 @@ def test_a_model_of_the_same_name_and_another_shape_is_seen(serving: Serving, mo
         assert "refused the connection: digest: this worker has " in refusal(model, serving.workers)
     finally:
         config.write_text(before)
-    serving.is_undisturbed()
 
 
-def test_another_dtype_is_named(serving: Serving, model: Path) -> None:
+def another_dtype(serving: Serving, model: Path, tmp_path: Path) -> None:
     complaint = refusal(model, serving.workers, dtype="bfloat16")
     assert (
         "dtype: this worker has 'float32', but the caller has 'bfloat16'; start both with the same"
         in complaint
     )
-    serving.is_undisturbed()
 
 
-@pytest.mark.long
-def test_another_number_of_stages_is_named(serving: Serving, model: Path) -> None:
-    complaint = refusal(model, [*serving.workers, f"127.0.0.1:{free_port()}"])
+def another_number_of_stages(serving: Serving, model: Path, tmp_path: Path) -> None:
+    with nobody_listens() as unused:
+        complaint = refusal(model, [*serving.workers, unused])
     assert "n_stages: this worker has 2, but the caller has 3" in complaint
     with OrcaWorker(model, ("--stage", "1", "--of", "3", "--dtype", "float32")) as worker:
         complaint = refusal(model, [worker.listens().address, serving.workers[1]], control_secret="")
         assert "n_stages: this worker has 3, but the caller has 2" in complaint
-    serving.is_undisturbed()
 
 
-def test_addresses_in_another_order_are_refused(serving: Serving, model: Path) -> None:
+def addresses_in_another_order(serving: Serving, model: Path, tmp_path: Path) -> None:
     assert "refused the connection: stage: this worker has " in refusal(model, serving.workers[::-1])
-    serving.is_undisturbed()
 
 
-def test_another_version_of_the_protocol_is_named(
-    serving: Serving, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def another_version_of_the_protocol(serving: Serving, model: Path, tmp_path: Path) -> None:
     version = handshake.PROTOCOL_VERSION
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", version + 1)
-    complaint = refusal(model, serving.workers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handshake, "PROTOCOL_VERSION", version + 1)
+        complaint = refusal(model, serving.workers)
     assert f"protocol_version: this worker has {version}, but the caller has {version + 1}" in complaint
-    serving.is_undisturbed()
 
 
-def test_an_address_without_a_listener_is_named(serving: Serving, model: Path) -> None:
-    unused = f"127.0.0.1:{free_port()}"
-    complaint = refusal(model, [unused, f"127.0.0.1:{free_port()}"], deadlines=Deadlines(ready_seconds=1))
+def an_address_without_a_listener(serving: Serving, model: Path, tmp_path: Path) -> None:
+    with nobody_listens() as unused, nobody_listens() as another:
+        complaint = refusal(model, [unused, another], deadlines=Deadlines(ready_seconds=1))
     assert complaint.startswith(f"the worker of stage 1 at {unused} was not reached within ")
     assert complaint.endswith("; is one running there?")
-    serving.is_undisturbed()
 
 
-@pytest.mark.parametrize("secret", ["", "another secret, long enough"])
-def test_a_wrong_secret_and_a_missing_one_are_refused(serving: Serving, model: Path, secret: str) -> None:
-    complaint = refusal(model, serving.workers, control_secret=secret)
-    assert "the control plane's secret is wrong; give the server and all workers the same" in complaint
-    assert SECRET not in complaint and (not secret or secret not in complaint)
-    serving.is_undisturbed()
+def wrong_secrets(serving: Serving, model: Path, tmp_path: Path) -> None:
+    for secret in ("", "another secret, long enough"):
+        complaint = refusal(model, serving.workers, control_secret=secret)
+        assert "the control plane's secret is wrong; give the server and all workers the same" in complaint
+        assert SECRET not in complaint and (not secret or secret not in complaint)
 
 
-def test_rubbish_at_the_control_port_changes_nothing(serving: Serving) -> None:
+def rubbish_at_the_control_port(serving: Serving, model: Path, tmp_path: Path) -> None:
     for address in serving.workers:
         host, _, port = address.rpartition(":")
         connections = [socket.create_connection((host, int(port)), SOON) for _ in range(20)]
@@ -223,7 +217,25 @@ def test_rubbish_at_the_control_port_changes_nothing(serving: Serving) -> None:
         serving.is_undisturbed()  # while those connections are open
         for connection in connections:
             connection.close()
-    serving.is_undisturbed()
+
+
+@pytest.mark.long
+def test_each_mistake_is_named_and_disturbs_no_stream(serving: Serving, model: Path, tmp_path: Path) -> None:
+    """tests/host/engine/test_grpc_channel.py has the same refusals without processes."""
+    for mistake in (
+        another_model,
+        a_model_of_the_same_name_and_another_shape,
+        another_dtype,
+        another_number_of_stages,
+        addresses_in_another_order,
+        another_version_of_the_protocol,
+        an_address_without_a_listener,
+        wrong_secrets,
+        rubbish_at_the_control_port,
+    ):
+        mistake(serving, model, tmp_path)
+        serving.is_undisturbed()
+        print(mistake.__name__)  # the next one is at fault
 
 
 @pytest.mark.long
@@ -241,43 +253,71 @@ def test_a_second_server_is_refused_until_the_first_is_gone(serving: Serving) ->
     serving.is_undisturbed()
 
 
+MISTAKES = [
+    (("--stage", "3", "--of", "2"), "stage is 3; it must be a whole number from 1 to 2"),
+    (("--listen", "0.0.0.0:0"), "data_host is '0.0.0.0'; it must be an address"),
+    (("--listen", "0.0.0.0:0", "--data-host", "127.0.0.1"), "and it has no secret"),
+    (("--listen", "here", "--data-host", "127.0.0.1"), "a worker's address is 'here'; it must be host:port"),
+    (("--control-secret-file", "no/such/file"), "no/such/file"),
+]
+OF_TWO = ("--stage", "1", "--of", "2")
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES)
+def test_a_worker_s_mistake_is_reported_in_one_line(
+    model: Path,
+    flags: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert message in mistake_here(model, flags, monkeypatch, capfd)
+
+
+def mistake_here(
+    model: Path, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> str:
+    """The last line of `orca worker` in this process, which ends with status 2."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # it sets variables for JAX
+    monkeypatch.setattr(
+        worker_process, "keep_compiled_programs", lambda *_, **__: None
+    )  # for all that follows
+    stage = () if "--stage" in flags else OF_TWO
+    listen = () if "--listen" in flags else ("--listen", "127.0.0.1:0")
+    assert cli.main(["worker", str(model), *stage, *listen, *flags]) == 2
+    *_, last = capfd.readouterr().err.splitlines()
+    assert last.startswith("orca: error: ")
+    return last
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--stage", "3", "--of", "2"), "stage is 3; it must be a whole number from 1 to 2"),
-        (("--listen", "0.0.0.0:0"), "data_host is '0.0.0.0'; it must be an address"),
-        (("--listen", "0.0.0.0:0", "--data-host", "127.0.0.1"), "and it has no secret"),
-        (
-            ("--listen", "here", "--data-host", "127.0.0.1"),
-            "a worker's address is 'here'; it must be host:port",
-        ),
+        (("--control-secret-file", "no/such/file"), "no/such/file"),
         pytest.param(
             ("--tensor-parallel", "2"),
             "tensor_parallel 2 needs 2 devices in the worker's process; JAX has 1",
             marks=pytest.mark.long,
         ),
-        (("--control-secret-file", "no/such/file"), "no/such/file"),
     ],
 )
-def test_a_worker_s_mistake_is_reported_in_one_line(
-    model: Path, flags: tuple[str, ...], message: str
-) -> None:
-    stage = () if "--stage" in flags else ("--stage", "1", "--of", "2")
-    with OrcaWorker(model, (*stage, *flags)) as worker:
+def test_a_mistake_ends_the_process(model: Path, flags: tuple[str, ...], message: str) -> None:
+    with OrcaWorker(model, (*OF_TWO, *flags)) as worker:
         assert message in worker.mistake()
 
 
 @pytest.mark.long
 def test_a_worker_without_a_model_reports_it(tmp_path: Path) -> None:
-    with OrcaWorker(tmp_path / "nowhere", ("--stage", "1", "--of", "2")) as worker:
+    with OrcaWorker(tmp_path / "nowhere", OF_TWO) as worker:
         assert "there is no directory" in worker.mistake()
 
 
-def test_a_port_in_use_is_reported(model: Path) -> None:
+def test_a_port_in_use_is_reported(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with OrcaWorker(model, ("--stage", "1", "--of", "2", "--listen", address)) as worker:
-            complaint = worker.mistake()
+        complaint = mistake_here(model, ("--listen", address), monkeypatch, capfd)
     assert f"a worker cannot listen on {address}: " in complaint
     assert complaint.endswith("; choose another address or port")
 
