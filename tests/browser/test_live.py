@@ -235,8 +235,15 @@ def test_the_pointer_tells_the_numbers_and_chooses(browser: Browser) -> None:
         expect(page.get_by_role("complementary", name="Request #0")).to_be_visible()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (390, "light"),
+        (1280, "dark"),
+        pytest.param(390, "dark", marks=pytest.mark.long),
+        pytest.param(1280, "light", marks=pytest.mark.long),
+    ],
+)
 def test_axe_finds_nothing_serious(browser: Browser, scheme: str, width: int) -> None:
     with live_page(browser, width=width, color_scheme=scheme) as (server, page):
         complete_all(server, mixed(12))

@@ -56,6 +56,7 @@ def test_the_demo_model_on_a_cpu_needs_what_was_planned() -> None:
     assert max(map(abs, off(plan, compiled))) < 0.05
 
 
+@pytest.mark.long
 def test_stages_and_parts_are_compiled_one_by_one() -> None:
     plan, compiled = planned("demo", CPU, "float32", 2, 2)
     assert len(compiled) == 2 and all(n > 1 << 20 for n in compiled)

@@ -52,10 +52,10 @@ def requests() -> list[Request]:
     ("n_stages", "mbs", "ahead"),
     [
         pytest.param(1, 4, False, marks=pytest.mark.long),
-        pytest.param(1, 3, True, marks=pytest.mark.long),
+        (1, 3, True),
         pytest.param(2, 4, True, marks=pytest.mark.long),
         pytest.param(2, 2, False, marks=pytest.mark.long),
-        (2, 1, True),
+        pytest.param(2, 1, True, marks=pytest.mark.long),
     ],
 )
 def test_the_tokens_are_those_of_orca_and_of_the_reference(n_stages: int, mbs: int, ahead: bool) -> None:

@@ -37,7 +37,7 @@ def specs(draw: st.DrawFn, shape: tuple[int, ...], axis_sizes: dict[str, int]) -
 
 
 @settings(
-    max_examples=15,
+    max_examples=8,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -94,7 +94,7 @@ def fitting(rows: list[tuple[int, int]], n_tokens: int) -> list[tuple[int, int]]
     return taken
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     st.lists(ROW, min_size=1, max_size=N_ROWS),
     st.sampled_from(FORMS),

@@ -207,7 +207,9 @@ def check_golden(name: str, max_batch_size: int, n_searches: int | None = None) 
         np.testing.assert_allclose([one.score for one in request.beams.finished], own.scores, atol=1e-4)
 
 
-@pytest.mark.parametrize("name, max_batch_size", [("llama-grouped", 3), ("t5-gated", 32)])
+@pytest.mark.parametrize(
+    "name, max_batch_size", [("llama-grouped", 3), pytest.param("t5-gated", 32, marks=pytest.mark.long)]
+)
 def test_searches_are_those_of_transformers(name: str, max_batch_size: int) -> None:
     check_golden(name, max_batch_size, n_searches=6)
 

@@ -157,8 +157,15 @@ plans = st.lists(
 LONG_INPUTS = [Planned(0, inputs[3], (0,), 3 + i, 0, 0) for i in range(3)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("n_stages", "n_devices"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("name", "n_stages", "n_devices"),
+    [
+        ("t5", 1, 1),
+        ("bart", 2, 2),
+        pytest.param("t5", 2, 2, marks=pytest.mark.long),
+        pytest.param("bart", 1, 1, marks=pytest.mark.long),
+    ],
+)
 def test_tokens_are_the_reference_s_whatever_the_schedule(name: str, n_stages: int, n_devices: int) -> None:
     @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @example(planned=LONG_INPUTS, policy="on demand", overlap=True, lost_before=4)

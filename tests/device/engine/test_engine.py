@@ -65,7 +65,7 @@ def schedules(draw: st.DrawFn) -> tuple[list[Request], list[int]]:
     return requests, arrivals
 
 
-@settings(max_examples=24)
+@settings(max_examples=16)
 @given(schedule=schedules(), configuration=st.integers(0, len(CONFIGURATIONS) - 1))
 def test_tokens_are_the_references_under_random_schedules(
     schedule: tuple[list[Request], list[int]], configuration: int

@@ -117,7 +117,7 @@ planned_requests = st.lists(
 )
 
 
-@pytest.mark.parametrize("n_stages", [1, 2])
+@pytest.mark.parametrize("n_stages", [1, pytest.param(2, marks=pytest.mark.long)])
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(all_planned=planned_requests)
 def test_same_tokens_with_and_without_overlap(n_stages: int, all_planned: list[PlannedRequest]) -> None:

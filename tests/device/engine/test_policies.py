@@ -53,7 +53,7 @@ QUICK = [("overlap", 1), ("through the host", 1), ("overlap", 2)]
 def test_all_combinations_give_the_tokens_of_algorithm_1(n_stages: int, mode: Mode) -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @example(all_planned=CROWD, prefill_tokens=5, lost_before=-1)
     @example(all_planned=CROWD, prefill_tokens=None, lost_before=8)
     @given(

@@ -29,7 +29,7 @@ LONG_PROMPTS = [
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("n_stages", [1, 2])
+@pytest.mark.parametrize("n_stages", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_in_pieces_the_output_is_that_of_whole_prompts(n_stages: int, mode: Mode) -> None:
     n_cut = 0
 

@@ -98,8 +98,20 @@ def test_sinks_matter() -> None:
         check(asked, MODEL, weights(MODEL))
 
 
-@pytest.mark.parametrize("path", [pytest.param("native", marks=needs_native), "follow_lengths", "static"])
-@pytest.mark.parametrize("windows", [(9, None), (5, 9)], ids=["every other", "all"])
+EVERY_OTHER, ALL = (9, None), (5, 9)
+
+
+@pytest.mark.parametrize(
+    ("windows", "path"),
+    [
+        pytest.param(EVERY_OTHER, "native", marks=needs_native),
+        (EVERY_OTHER, "follow_lengths"),
+        (EVERY_OTHER, "static"),
+        pytest.param(ALL, "native", marks=needs_native),
+        pytest.param(ALL, "follow_lengths", marks=pytest.mark.long),
+        pytest.param(ALL, "static", marks=pytest.mark.long),
+    ],
+)
 def test_on_every_path_with_chunks_prefixes_and_windows(path: Path, windows: tuple[int | None, ...]) -> None:
     """Where all layers have a window, blocks outside it are not read."""
     model = model_of(windows)
@@ -114,7 +126,7 @@ def test_on_every_path_with_chunks_prefixes_and_windows(path: Path, windows: tup
 
 @pytest.mark.parametrize(
     ("n_stages", "tensor"),
-    [(1, 2), (2, 1), (2, 2), (1, 4), pytest.param(1, 8, marks=pytest.mark.long)],
+    [(2, 2), (1, 4), *(pytest.param(*split, marks=pytest.mark.long) for split in ((1, 2), (2, 1), (1, 8)))],
 )
 def test_over_devices_and_stages(n_stages: int, tensor: int) -> None:
     """Over four devices each key/value head is there twice, and over eight a device has one query head."""

@@ -131,7 +131,7 @@ def attend(case: Ragged, *, follow_lengths: bool) -> tuple[np.ndarray, np.ndarra
     return np.asarray(computed), expected
 
 
-@settings(max_examples=30)
+@settings(max_examples=16)
 @given(case=ragged(), follow_lengths=st.booleans())
 def test_equals_a_dense_softmax_for_each_request(case: Ragged, follow_lengths: bool) -> None:
     computed, expected = attend(case, follow_lengths=follow_lengths)

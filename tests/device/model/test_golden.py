@@ -37,7 +37,7 @@ def names_and_strides() -> Iterator[Any]:
         yield pytest.param(name, 1, marks=pytest.mark.long)
         family = json.loads((load_golden(name).directory / "config.json").read_text())["model_type"]
         if family not in families:
-            yield pytest.param(name, 4)
+            yield pytest.param(name, 16)
         families.add(family)
 
 

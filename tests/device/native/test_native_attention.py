@@ -78,7 +78,7 @@ def row_lists(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 
 @needs_native
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(rows=row_lists(), form=st.sampled_from(FORMS), seed=st.integers(0, 2**31))
 def test_equals_a_dense_softmax_for_each_query(rows: list[tuple[int, int]], form: Form, seed: int) -> None:
     batch = batch_of(rows, form, seed=seed)

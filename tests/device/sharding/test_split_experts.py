@@ -35,7 +35,7 @@ def parameters(name: str) -> dict[str, jax.Array]:
     ("name", "n_stages", "tensor"),
     [
         pytest.param("whole experts", 1, 2, marks=pytest.mark.long),
-        ("whole experts", 1, 8),
+        pytest.param("whole experts", 1, 8, marks=pytest.mark.long),
         ("whole experts", 2, 4),
         ("parts of experts", 1, 4),
         pytest.param("parts of experts", 1, 8, marks=pytest.mark.long),

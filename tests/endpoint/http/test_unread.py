@@ -11,7 +11,7 @@ from server.commands import endpoints
 from tests.endpoint.harness import MODEL, serving, until
 from tests.endpoint.http_client import post_head, small_send_buffers, unread
 
-N_TOKENS = 20_000
+N_TOKENS = 4_000
 BODY = {
     "prompt": "a",
     "max_tokens": N_TOKENS,
@@ -25,9 +25,9 @@ def test_the_engine_does_not_wait_for_a_reader_and_the_kernel_closes_its_connect
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small_send_buffers(monkeypatch)
-    monkeypatch.setattr(endpoints, "_UNREAD_SECONDS", 4)
-    model = replace(MODEL, n_positions=1 << 16)
-    config = ServingConfig(max_batch_size=4, n_slots=1 << 17, max_batch_tokens=1 << 16)
+    monkeypatch.setattr(endpoints, "_UNREAD_SECONDS", 3)
+    model = replace(MODEL, n_positions=1 << 13)
+    config = ServingConfig(max_batch_size=4, n_slots=1 << 14, max_batch_tokens=1 << 13)
     with serving(model=model, config=config) as server:
         body = json.dumps(BODY).encode()
         with unread(server, post_head("/v1/completions", f"Content-Length: {len(body)}"), body):

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import pytest
 import yaml
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from orca_jax.errors import ConfigError
@@ -212,6 +213,7 @@ LAYERS = st.fixed_dictionaries({name: st.sets(st.sampled_from(range(3))) for nam
 )
 
 
+@hypothesis_settings(max_examples=50)
 @given(sources=LAYERS, dashes=st.booleans(), random=st.randoms(use_true_random=False))
 def test_the_highest_layer_wins(
     sources: dict[str, set[int]], dashes: bool, random: Any, tmp_path_factory: Any

@@ -110,7 +110,7 @@ def test_experts_that_were_chosen_compile_nothing_after_ready() -> None:
     "how",
     [
         {},
-        {"deterministic": True},
+        pytest.param({"deterministic": True}, marks=pytest.mark.long),
         pytest.param({"overlap": False, "attention": "static"}, marks=pytest.mark.long),
         pytest.param({"pipeline_parallel": 2, "tensor_parallel": 2}, marks=pytest.mark.long),
     ],

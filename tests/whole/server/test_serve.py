@@ -110,6 +110,7 @@ def _has_curl() -> bool:
     return subprocess.run(["sh", "-c", "command -v curl"], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.long
 def test_what_the_readme_prints_works() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(sh|python)\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)

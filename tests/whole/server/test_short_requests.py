@@ -1,10 +1,13 @@
 """The same on the real engine: the demo model behind HTTP."""
 
+import pytest
+
 from orca_jax import LLM
 from tests.endpoint.harness import serving_model
 from tests.endpoint.short_requests import Traffic, check
 
 
+@pytest.mark.long
 def test_a_short_request_overtakes_long_ones_on_the_real_engine() -> None:
     with LLM(max_batch_size=8) as llm:
         longest = llm.config.n_positions - 8

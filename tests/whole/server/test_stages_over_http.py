@@ -50,6 +50,7 @@ def n_sure(prompt: list[int], output: list[int]) -> int:
     return int(close[0]) if len(close) else len(output)
 
 
+@pytest.mark.long
 def test_four_devices_over_http_give_one_device_s_output(
     alone: list[tuple[list[int], GenerationResult]],
 ) -> None:

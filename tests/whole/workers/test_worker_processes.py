@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,11 +14,9 @@ from bench.server.worker_faults import known_streams, worker_pids
 from orca_jax import LLM, SamplingParams
 from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.engine.stage_counters import IterationTimes
-from orca_jax.errors import WorkerRefused
 from tests.whole.workers.worker_harness import (
     MAX_PROMPT,
     N_OUTPUT,
-    N_POSITIONS,
     N_STREAMS,
     SIZES,
     SOON,
@@ -92,33 +89,6 @@ def test_worker_processes_give_one_process_s_output(
         assert server.stop() == 0
         until(lambda: not any(map(is_there, pids)), "the workers' end", 10)
     assert "Traceback" not in server.stderr()
-
-
-def test_workers_that_somebody_else_has_started_join_an_engine_of_this_process(
-    model: Path, known: list[KnownStream]
-) -> None:
-    sizes: dict[str, Any] = {"max_batch_size": 12, "max_batch_tokens": N_POSITIONS, "n_slots": 1600}
-    with ExitStack() as stack:
-        workers = [
-            stack.enter_context(OrcaWorker(model, ("--stage", stage, "--of", "2", "--dtype", "float32")))
-            for stage in ("1", "2")
-        ]
-        addresses = [worker.listens().address for worker in workers]
-        with pytest.raises(WorkerRefused, match="dtype: this worker has 'float32'"):
-            LLM(model, workers=addresses, dtype="bfloat16", **sizes)
-        sampling = [
-            SamplingParams(
-                max_tokens=N_OUTPUT,
-                temperature=0.0 if stream.seed is None else 1.0,
-                seed=stream.seed,
-                ignore_eos=True,
-            )
-            for stream in known
-        ]
-        with LLM(model, workers=addresses, dtype="float32", **sizes) as llm:
-            results = llm.generate([stream.prompt for stream in known], sampling)
-        for result, stream in zip(results, known, strict=True):
-            assert len(result.token_ids) == N_OUTPUT and result.text.startswith(stream.sure)
 
 
 @pytest.mark.long
