@@ -166,7 +166,7 @@ def test_the_tokens_are_the_references(model: ModelConfig, seed: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-@settings(any_model, max_examples=20)
+@settings(any_model, max_examples=12)
 @given(model=models(), seed=st.integers(0, 9999))
 def test_the_tokens_are_the_references_in_many_models(model: ModelConfig, seed: int) -> None:
     check(model, seed)

@@ -34,7 +34,7 @@ def names_and_strides() -> Iterator[Any]:
     """Each name for a long test; the first of each family also for one with fewer prompts alone."""
     families: set[str] = set()
     for name in NAMES:
-        yield pytest.param(name, 1, marks=pytest.mark.long)
+        yield pytest.param(name, 2, marks=pytest.mark.long)
         family = json.loads((load_golden(name).directory / "config.json").read_text())["model_type"]
         if family not in families:
             yield pytest.param(name, 16)
