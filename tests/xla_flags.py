@@ -14,8 +14,9 @@ def quick_compile() -> list[str]:
         return []
     flags = ["--xla_backend_optimization_level=0"]
     try:
-        if version("jaxlib").startswith("0.10."):  # newer ones do not know the flag, and end at once
-            flags.append("--xla_cpu_use_fusion_emitters=false")
+        if version("jaxlib").startswith("0.10."):  # newer ones end at a flag that they do not know
+            # In one piece: programs this small gain nothing from threads that compile parts of them.
+            flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     except PackageNotFoundError:
         pass
     return flags

@@ -48,15 +48,9 @@ def requests() -> list[Request]:
     ]
 
 
+@pytest.mark.long  # tests/host/bench has the scheduler without an engine
 @pytest.mark.parametrize(
-    ("n_stages", "mbs", "ahead"),
-    [
-        pytest.param(1, 4, False, marks=pytest.mark.long),
-        (1, 3, True),
-        pytest.param(2, 4, True, marks=pytest.mark.long),
-        pytest.param(2, 2, False, marks=pytest.mark.long),
-        pytest.param(2, 1, True, marks=pytest.mark.long),
-    ],
+    ("n_stages", "mbs", "ahead"), [(1, 4, False), (1, 3, True), (2, 4, True), (2, 2, False), (2, 1, True)]
 )
 def test_the_tokens_are_those_of_orca_and_of_the_reference(n_stages: int, mbs: int, ahead: bool) -> None:
     """Tokens go by way of the host, or the baseline issues ahead of them."""
