@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orca_jax.config import Sizes
+from orca_jax.config import Attention, Sizes
 from orca_jax.families import attention_config
 from orca_jax.families.attention_config import Latent, latent_attention
 from orca_jax.families.mixtures.experts_config import Experts
@@ -148,15 +148,25 @@ def test_deepseek_v3_computes_with_its_active_parameters() -> None:
     assert one / 2 == pytest.approx(37.55e9 - 0.93e9, rel=0.01)
 
 
-def test_a_token_has_queries_of_all_heads_as_they_meet_the_cache() -> None:
+def test_a_token_has_queries_of_all_heads_as_they_meet_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = EngineShape(
         n_blocks=4, n_rows=3, max_rows=2, max_tokens=8, block_size=8, max_blocks=1, vocab_size=10
     )
 
-    def needed(n_heads: int) -> int:
-        own = latent_attention(LATENT, n_heads=n_heads, rotary=Rotary(size=2), out_bias=False)
-        model = replace(MODEL, layers=(replace(LAYER, attention=own),) * 2, n_positions=4)
-        return temporary_bytes(model, range(1), 1, shape, itemsize=2, attention="follow_lengths")
+    def of_20_heads(attention: Attention, shape: EngineShape = shape) -> int:
+        bytes_of: list[int] = []
+        for n_heads in (20, 40):
+            own = latent_attention(LATENT, n_heads=n_heads, rotary=Rotary(size=2), out_bias=False)
+            model = replace(MODEL, layers=(replace(LAYER, attention=own),) * 2, n_positions=4)
+            bytes_of.append(temporary_bytes(model, range(1), 1, shape, itemsize=2, attention=attention))
+        return bytes_of[1] - bytes_of[0]
 
     # Their queries twice, [8], and what they attend to, [6], with its zeros, for each of 8 tokens.
-    assert needed(40) - needed(20) == 8 * 2 * 20 * (2 * 8 + 2 * 6)
+    absorbed = 8 * 2 * 20 * (2 * 8 + 2 * 6)
+    assert of_20_heads("follow_lengths") == of_20_heads("native") == absorbed
+    # In the plain form their own queries, [5], twice, and results, [4]; that is of programs for prompts.
+    monkeypatch.setattr(attention_config, "FEWEST_PLAIN", 2)
+    assert of_20_heads("follow_lengths") == 8 * 2 * 20 * (2 * 5 + 4 * 4)
+    assert of_20_heads("native") == 8 * 2 * 20 * (2 * 5 + 2 * 4)
+    assert of_20_heads("native", replace(shape, max_rows=8)) == absorbed
+    assert of_20_heads("native", replace(shape, deterministic=True)) == absorbed
