@@ -29,7 +29,7 @@ typedef ELEMENT(KV_BITS) kv_type;
 #ifndef PIECE
 #define PIECE 2048 /* queries that share keys and values; a thread has room for their sums */
 #endif
-#define KEYS 128   /* tokens of the context whose keys and values are there at a time */
+#define KEYS 128 /* tokens of the context whose keys and values are there at a time */
 #define TILE (MOST_VECTORS * LANES * PANELS) /* queries whose scores are */
 
 _Static_assert(KEYS % LANES == 0, "whole vectors");
