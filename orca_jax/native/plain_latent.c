@@ -13,7 +13,8 @@
  * linear layers, in float32.
  */
 
-#define FEW 0 /* a query's result shall not depend on how many others its tile has */
+#define FEW 0 /* a query's result shall not depend on how many others its tile has: none is one of a few */
+#define REST 0
 #include "product.h"
 
 #ifndef Q_BITS
