@@ -45,7 +45,7 @@ def build_all_ahead(
     if dtype not in BITS:
         return
     build_ahead("split_attention", **attention_sizes(head_size, block_size, dtype, dtype, value_size))
-    if value_size is not None:
+    if value_size is not None and not steady:
         build_ahead("plain_latent", **plain_latent_sizes(dtype, dtype))
     build_ahead("linear", **linear_sizes(dtype, dtype, steady))
     build_ahead("token_choice")

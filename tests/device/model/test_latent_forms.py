@@ -7,19 +7,24 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import Attention, ServingConfig
+from orca_jax.config import Attention, ParallelConfig, ServingConfig
 from orca_jax.execution import attention_paths
 from orca_jax.execution.attention_paths import LatentByRow, Native, PureJax
 from orca_jax.execution.worker import Worker
 from orca_jax.families import attention_config
 from orca_jax.families.attention_config import Latent
 from orca_jax.model import attention as pure_jax
+from orca_jax.model.reference import forward
+from orca_jax.request.request import Request
+from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling_config import SchedulingConfig
+from orca_jax.sharding.partition import split_model
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import Harness, greedy_request, harness, single_worker
 from tests.device.model.any_model import any_model
@@ -152,6 +157,38 @@ def test_any_schedule_keeps_the_tokens(
     engine(attention, prefill_tokens).run(asked, arrivals=arrivals[: len(asked)])
     taken()
     assert sum(reference().sure(request) for request in asked) > 0
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_prompts_are_scored_in_the_plain_form(attention: Attention) -> None:
+    rng = np.random.default_rng(3)
+    sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, prompt_logprobs=1)
+    prompts = [tuple(rng.integers(0, 53, n).tolist()) for n in (30, 9)]
+    asked = [Request(str(i), prompt, len(prompt) + 1, sampling, seed=0) for i, prompt in enumerate(prompts)]
+    engine(attention, 48).run(asked)
+    assert (29, 29) in taken()["plain"]  # those that are scored, of a prompt of 30
+    logits = jax.jit(partial(forward, MODEL))
+    for request in asked:
+        n, prompt = len(request.prompt_ids), np.resize(request.prompt_ids, 30)  # the rest changes nothing
+        exact = np.asarray(jax.nn.log_softmax(logits(parameters(), jnp.asarray(prompt))))
+        exact = exact[range(n - 1), request.prompt_ids[1:]]
+        assert request.prompt_logprobs is not None
+        np.testing.assert_allclose([one.logprob for one in request.prompt_logprobs], exact, atol=3e-4)
+
+
+@needs_native
+@pytest.mark.long
+def test_heads_over_devices_in_c() -> None:
+    model = replace(latent_model(LATENT, 4, [dense()] * 4), vocab_size=64).for_devices(2)
+    weights = drawn(model, 5)
+    parts = split_model(model, jax.devices(), ParallelConfig(pipeline_parallel=2, tensor_parallel=2))
+    asked = [greedy_request(str(i), list(range(i, i + n)), 4) for i, n in enumerate((30, 3, 17, 1))]
+    TAKEN.clear()
+    serving = replace(SERVING, scheduling=SchedulingConfig(prefill_tokens=20))
+    harness(model, weights, serving, buckets=(4, 48), parts=parts).run(asked, arrivals=[0, 1, 2, 2])
+    assert taken()["plain"]
+    truth = GreedyReference(model, weights)
+    assert sum(truth.sure(request) for request in asked) > 0.5 * 4 * len(asked)
 
 
 def test_tokens_in_the_absorbed_form_may_come_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
