@@ -86,7 +86,8 @@ def prefill(
         jax.block_until_ready(out)
         return time.perf_counter() - start, time.process_time() - busy
 
-    run()
+    for _ in range(2):  # the caches that it gives back are committed to their device: that is another program
+        run()
     return run
 
 
