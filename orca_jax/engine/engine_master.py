@@ -230,39 +230,39 @@ class EngineMaster:
     def _control_message(self, sent: _Sent) -> ControlMessage:
         rows, row, first = sent
         n = len(rows)
-        requests, lengths = zip(*rows, strict=True)
+        requests = [request for request, _ in rows]
         start = np.array([request.n_computed for request in requests], np.int32)
-        input_length = np.array(lengths, np.int32)
-        given = np.zeros(n, np.bool_)
-        beams = np.zeros(n, np.bool_)  # those that go on from their newest token
+        input_length = np.array([n_tokens for _, n_tokens in rows], np.int32)
         starts = (self._n_reserved[row] != self._kv.n_reserved[row]) | (self._kv_length[row] != start)
         for i in starts.nonzero()[0].tolist():
             self._store_row(requests[i], int(row[i]))
+        given = beams = np.zeros(n, np.bool_)
         if first is not None:
-            given[:] = [bool(request.given_ids) for request in requests]
-            beams[:] = [request.beams is not None and not request.in_initiation for request in requests]
+            given = np.array([bool(request.given_ids) for request in requests], np.bool_)
+            # Those that go on from their newest token.
+            beams = np.array([r.beams is not None and not r.in_initiation for r in requests], np.bool_)
             self._end_initiation(row[beams])  # also in a row that is new to the search
             first_of = np.repeat(first, np.diff([*first, n]))  # of each row, the first of its request
             start += given * (np.arange(n) - first_of).astype(np.int32)
         kv_length = start + input_length
-        increment = self._has_sampled[row]
-        initiation = ~increment
-        initiation_rows: list[int] = initiation.nonzero()[0].tolist()
+        self._kv_length[row] = kv_length
+        initiation = ~self._has_sampled[row]
+        told = initiation | given | beams  # rows whose input the host knows
         next_token = np.full(n, SAMPLED, np.int32)
         n_prompt = np.zeros(n, np.int32)
         row_end = np.cumsum(input_length)
         token_ids = np.zeros(row_end[-1], np.int32)
-        for i in (initiation | given).nonzero()[0].tolist():
+        initiation_rows: list[int] = initiation.nonzero()[0].tolist()
+        for i in initiation_rows if first is None else (initiation | given).nonzero()[0].tolist():
             known = requests[i].known_ids(int(start[i]), int(kv_length[i]) + 1)
             token_ids[row_end[i] - input_length[i] : row_end[i]] = known[: input_length[i]]
             next_token[i : i + 1] = known[input_length[i] :] or SAMPLED
             n_prompt[i] = self._n_prompt[row[i]] * initiation[i]
-        samples = next_token == SAMPLED
-        chooses = samples | (
-            given & (kv_length >= self._n_prompt[row])
-        )  # or is told what it would have chosen
-        self._kv_length[row] = kv_length
-        token_index = np.where(samples, kv_length - self._n_prompt[row], np.int32(0))
+        samples = chooses = next_token == SAMPLED
+        n_output = kv_length - self._n_prompt[row]
+        if first is not None:  # given rows choose too: they are told what they would have chosen
+            chooses = samples | (given & (n_output >= 0))
+        token_index = n_output * samples
         sampling = self._sampling.take(row)  # of records ten times as fast as an index
         if initiation_rows:
             self._end_initiation(row[initiation & chooses])
@@ -282,7 +282,7 @@ class EngineMaster:
                 newest = search.last_ids
                 token_ids[row_end[i : i + len(newest)] - 1] = newest
         if not self.keeps_tokens:
-            for i in (increment & ~given & ~beams).nonzero()[0].tolist():
+            for i in (~told).nonzero()[0].tolist():
                 token_ids[row_end[i] - 1] = requests[i].output_ids[-1]
         biases: list[tuple[int, int, float]] = []
         earlier_ids: list[int] = []
@@ -304,7 +304,7 @@ class EngineMaster:
             next_token=next_token,
             token_ids=token_ids,
             earlier_ids=np.array(earlier_ids, np.int32),
-            token_on_device=increment & ~given & ~beams & self.keeps_tokens,
+            token_on_device=~told if self.keeps_tokens else np.zeros(n, np.bool_),
             block_table=table,
             sampling=sampling,
             bias=np.array(biases, BIAS),

@@ -48,37 +48,31 @@ class FlatArrays(NamedTuple):
 
 
 class SamplerArrays(NamedTuple):
-    """The sampler's inputs, `[R]` int32 each; from `temperature` on, the bits of float32.
+    """The sampler's inputs, `[R]` int32 each; from `temperature` to `presence`, the bits of float32.
 
     `adjusted` is 0 for a row without biases and penalties, 1 in its initiation, and 2 in an increment, where
-    the token of the previous iteration must still be counted.
+    the token of the previous iteration must still be counted. From `seed_low` on they are the first words of
+    message.SAMPLING in their order, so that one copy lays them out.
     """
 
     row: Any  # index in last_token to store the next token at; n_rows (out of range) if none is sampled
     given: Any  # the token whose log-probabilities are wanted if none is sampled; SAMPLED otherwise
-    top_k: Any
     token_index: Any
-    seed_low: Any
-    seed_high: Any
     adjusted: Any
     n_top: Any  # of how many of the most likely log-probabilities are wanted beside the token's; -1: of none
+    seed_low: Any
+    seed_high: Any
     temperature: Any
     top_p: Any
     min_p: Any
     repetition: Any
     frequency: Any
     presence: Any
+    top_k: Any
 
 
-# The float fields of SamplerArrays, with their names in message.SAMPLING.
-_FLOAT_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition": "repetition_penalty",
-    "frequency": "frequency_penalty",
-    "presence": "presence_penalty",
-}
+_N_OWN = SamplerArrays._fields.index("seed_low")  # those that are not words of SAMPLING
+_N_COPIED = len(SamplerArrays._fields) - _N_OWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +207,7 @@ def flat_batch(
     max_encoder_blocks = 0 if encoder is None else encoder.block_table.shape[1]
     layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks, max_encoder_blocks)
     assert real_rows <= layout.n_rows and real_tokens <= bucket, f"{real_rows} rows, {real_tokens} tokens"
-    buffer, arrays = _padding(layout, n_slots=n_slots, n_rows=n_rows)
+    buffer, arrays = _padding(layout, real_tokens, real_rows, n_slots=n_slots, n_rows=n_rows)
 
     # Per row.
     row_start = arrays.row_start
@@ -224,21 +218,16 @@ def flat_batch(
     if encoder is not None:
         arrays.encoder_length[:real_rows] = encoder.length
         arrays.encoder_table[:real_rows] = encoder.block_table
-    sampling, sampler = message.sampling, SamplerArrays(*arrays.sampler)
-    seed = sampling["seed"]
+    sampler = SamplerArrays(*arrays.sampler)
     sampler.row[:real_rows] = np.where(message.samples, message.row, n_rows)
     sampler.given[:real_rows] = message.next_token
     sampler.token_index[:real_rows] = message.token_index
-    sampler.top_k[:real_rows] = sampling["top_k"]
-    sampler.seed_low[:real_rows] = (seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
-    sampler.seed_high[:real_rows] = seed >> 32
-    sampler.n_top[:real_rows] = sampling["logprobs"]
-    programs = token_programs(sampling)
+    sampler.n_top[:real_rows] = message.sampling["logprobs"]
+    arrays.sampler[_N_OWN:, :real_rows] = _sampling_words(message.sampling)
+    programs = token_programs(message.sampling)
     if programs.adjust:
-        adjusted = (sampling["flags"] & ADJUSTED) > 0
+        adjusted = (message.sampling["flags"] & ADJUSTED) > 0
         sampler.adjusted[:real_rows] = np.where(message.initiation, 1, 2) * adjusted
-    for name, source in _FLOAT_FIELDS.items():
-        getattr(sampler, name).view(np.float32)[:real_rows] = sampling[source]
 
     # Per token. If all rows are increments, each is one token, so no map from token to row is needed.
     kv_length, row, take_last = message.kv_length, message.row, message.token_on_device
@@ -274,7 +263,7 @@ def encoder_batch(
     n_rows_here, n_tokens = len(length), len(token_ids)
     layout = FlatLayout(bucket, min(bucket, max_bs), table.shape[1])
     assert n_rows_here <= layout.n_rows and n_tokens <= bucket, f"{n_rows_here} rows, {n_tokens} tokens"
-    buffer, arrays = _padding(layout, n_slots=n_slots, n_rows=n_rows)
+    buffer, arrays = _padding(layout, n_tokens, 0, n_slots=n_slots, n_rows=n_rows)
     np.cumsum(length, out=arrays.row_start[1 : n_rows_here + 1])
     arrays.row_start[n_rows_here + 1 :] = n_tokens
     arrays.kv_length[:n_rows_here] = length
@@ -289,17 +278,26 @@ def encoder_batch(
     return FlatBatch(layout, buffer, arrays, n_tokens, n_rows_here, TokenPrograms())
 
 
-def _padding(layout: FlatLayout, *, n_slots: int, n_rows: int) -> tuple[npt.NDArray[np.int32], FlatArrays]:
-    """A buffer of padding tokens and rows, and its parts."""
+def _sampling_words(sampling: npt.NDArray[np.void]) -> npt.NDArray[np.int32]:
+    """The first words of SAMPLING [R], as the last SamplerArrays: [_N_COPIED, R]."""
+    records = np.ascontiguousarray(sampling).view(np.uint8).reshape(len(sampling), -1)
+    return np.ascontiguousarray(records[:, : 4 * _N_COPIED]).view(np.int32).T
+
+
+def _padding(
+    layout: FlatLayout, real_tokens: int, real_rows: int, *, n_slots: int, n_rows: int
+) -> tuple[npt.NDArray[np.int32], FlatArrays]:
+    """A buffer with padding behind this many tokens and the sampler's rows, which are 0; and its parts."""
     buffer = np.zeros(layout.size, np.int32)
     arrays = layout.split(buffer)
-    arrays.slot_of_token.fill(n_slots)
-    sampler = SamplerArrays(*arrays.sampler)
-    sampler.row.fill(n_rows)
-    sampler.given.fill(SAMPLED)
-    sampler.n_top.fill(-1)
-    sampler.top_p.view(np.float32).fill(1)
-    sampler.repetition.view(np.float32).fill(1)
+    arrays.slot_of_token[real_tokens:] = n_slots
+    if real_rows < layout.n_rows:
+        sampler = SamplerArrays(*arrays.sampler[:, real_rows:])
+        sampler.row.fill(n_rows)
+        sampler.given.fill(SAMPLED)
+        sampler.n_top.fill(-1)
+        sampler.top_p.view(np.float32).fill(1)
+        sampler.repetition.view(np.float32).fill(1)
     return buffer, arrays
 
 

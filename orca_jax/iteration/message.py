@@ -25,6 +25,7 @@ POOLED = POOLS_LAST | POOLS_ALL
 ROUTED = 16  # wants the experts that its input tokens choose
 
 # How a row's next token is chosen; fields as in SamplingParams. -1 log-probabilities: not requested.
+# The words up to `top_k` are copied as they are into the flat batch: flat_batch.SamplerArrays ends with them.
 SAMPLING = np.dtype(
     [
         ("seed", "<i8"),

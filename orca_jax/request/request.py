@@ -24,8 +24,10 @@ class RequestState(Enum):
     FINISHED = "finished"
 
 
-# Module names, because accessing a member through its Enum is slow.
-_RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
+# A module name, because accessing a member through its Enum is slow.
+_INCREMENT = RequestState.INCREMENT
+
+_NEVER = (1 << 30) - 1  # more tokens than a request can have
 
 
 class FinishReason(StrEnum):
@@ -143,7 +145,7 @@ class Request:
     n_dropped: int = 0  # tokens computed before a preemption, until the request is admitted again
     block_hashes: list[bytes] | None = None  # None: not hashed yet
     n_found: int = 0
-    full_at: int = 0  # `n_computed` at which the next block can be found
+    full_at: int = _NEVER  # `n_computed` at which the next block can be found
     n_losses: int = 0
     alone_until: int = 0
     finish_reason: FinishReason | None = None
@@ -255,17 +257,6 @@ class Request:
         if self.pooled is None or self.pooling != "mean":
             return self.pooled
         return self.pooled / np.float32(len(self.prompt_ids))
-
-    def begin_iteration(self, n_tokens: int) -> bool:
-        """Record an issued iteration over the next `n_tokens` tokens; returns whether it samples a token."""
-        samples = self.state is _INCREMENT or n_tokens == self.n_to_compute
-        self.n_computed += n_tokens
-        if not samples:
-            self.n_partial += 1
-        self.n_iterations += 1
-        self.n_in_flight += 1
-        self.state = _RUNNING
-        return samples
 
     def accept_candidates(self, candidates: Sequence[TokenLogprobs]) -> FinishReason | None:
         """Take the likeliest next tokens of each beam; returns the finish reason if the search is over.

@@ -1,8 +1,7 @@
 """A request's side of the prefix cache: the blocks it can begin with, and those it lets others find."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_cache import chain_hashes, next_hash, root_hash
@@ -78,11 +77,26 @@ class LongestPrefixFirst:
         yield from rest
 
 
-def publish_completed(rows: Iterable[Row], kv: KVManager) -> None:
-    """Let other requests find the blocks that these rows complete."""
-    for req, _ in rows:
-        if req.n_computed >= req.full_at:
-            publish_full_blocks(req, kv)
+def reserve_sharing(
+    new: Sequence[Request], n_tokens: Iterable[int], cached: Mapping[Request, list[int]], kv: KVManager
+) -> None:
+    """A row for each of these requests and blocks for so many tokens, which begin with their cached blocks.
+
+    What is found at a request's first admission is counted.
+    """
+    prefixes = kv.prefixes
+    assert prefixes is not None
+    shared = [cached.get(req, []) for req in new]
+    rows = kv.reserve_sharing(list(zip(n_tokens, shared, strict=True)))
+    for req, row, blocks in zip(new, rows, shared, strict=True):
+        req.row = row
+        req.n_found = len(blocks)
+        req.n_computed = len(blocks) * kv.block_size
+        req.full_at = req.n_computed + kv.block_size
+        if not req.n_preempted:
+            req.n_cached = req.n_computed
+            prefixes.n_queries += len(req.prompt_ids)
+            prefixes.n_hits += req.n_cached
 
 
 def publish_full_blocks(req: Request, kv: KVManager) -> None:

@@ -18,6 +18,7 @@ from orca_jax.request.request import Request, RequestState
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import Choice
 from orca_jax.scheduling.prefix_lookup import LongestPrefixFirst, cached_blocks, next_block_hash
+from orca_jax.scheduling.request_pool import InArrivalOrder
 from orca_jax.scheduling.select import Held, Why, slots_to_reserve
 
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
@@ -133,20 +134,10 @@ class ServingPolicy:
         ahead: Collection[Request],
         alone: Request | None = None,
     ) -> Choice:
-        live = iter(pool)
-        admitted: list[Request] = []
-        decodes: list[Request] = []
-        prompts: list[Request] = []
-        unread: Iterator[Request] = live
-        for req in live:
-            if req.row < 0:
-                unread = chain((req,), live)
-                break
-            admitted.append(req)
-            if req.state is not _RUNNING or req in ahead:
-                # Request.in_initiation, inlined for speed.
-                is_prompt = req.n_in_flight == req.n_partial and req.state is not _INCREMENT
-                (prompts if is_prompt else decodes).append(req)
+        admitted, unread = _split(pool)
+        decodes, prompts = [req for req in admitted if req.state is _INCREMENT], list[Request]()
+        if len(decodes) < len(admitted):
+            decodes, prompts = _by_phase(admitted, ahead)
         waiting = _Waiting(unread if self._by_prefix is None else self._by_prefix.order(unread))
         if alone is not None:
             return self._choice(self._plan_alone(alone, admitted))
@@ -209,7 +200,7 @@ class ServingPolicy:
         else:
             if len(decodes) > self._max_bs:
                 decodes = sorted(decodes, key=_service_order)[: self._max_bs]
-            n_new = sum([req.n_computed >= slots_of[req.row] for req in decodes])
+            n_new = len([None for req in decodes if req.n_computed >= slots_of[req.row]])
         if n_new <= plan.free:
             plan.free -= n_new
             plan.taken += n_new
@@ -308,7 +299,7 @@ class ServingPolicy:
                 computing = {
                     next_block_hash(other, other.n_computed // kv.block_size, kv)
                     for other in admitted
-                    if other.n_in_flight == other.n_partial and other.state is not _INCREMENT
+                    if other.state is not _INCREMENT and other.n_in_flight == other.n_partial
                 }
             next_hash = next_block_hash(req, len(cached), kv)
             if next_hash is not None and next_hash in computing:
@@ -378,3 +369,26 @@ class ServingPolicy:
 
 def _service_order(req: Request) -> tuple[float, int]:
     return req.rank, req.arrival
+
+
+def _split(pool: Iterable[Request]) -> tuple[list[Request], Iterator[Request]]:
+    """The admitted requests, and the waiting ones after them."""
+    if isinstance(pool, InArrivalOrder):
+        return list(pool.admitted), pool.waiting()
+    live = list(pool)
+    n_admitted = sum(req.row >= 0 for req in live)
+    return live[:n_admitted], iter(live[n_admitted:])
+
+
+def _by_phase(
+    admitted: Iterable[Request], ahead: Collection[Request]
+) -> tuple[list[Request], list[Request]]:
+    """Of these requests those that are ready: decodes and prompts."""
+    decodes: list[Request] = []
+    prompts: list[Request] = []
+    for req in admitted:
+        if req.state is not _RUNNING or req in ahead:
+            # Request.in_initiation, inlined for speed.
+            is_prompt = req.state is not _INCREMENT and req.n_in_flight == req.n_partial
+            (prompts if is_prompt else decodes).append(req)
+    return decodes, prompts

@@ -9,6 +9,7 @@ from orca_jax.config import ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.errors import EngineError
 from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, SAMPLED
+from orca_jax.iteration.row import begin
 from orca_jax.request.request import Request, RequestState
 from orca_jax.request.sampled import LOGPROBS, Sampled
 from orca_jax.request.sampling_params import SamplingParams
@@ -90,8 +91,7 @@ def issue(master, *requests):
     """An iteration of all that these have left, as the scheduler would issue it."""
     rows = whole(*requests)
     iteration = master.issue(rows)
-    for r, n in rows:
-        r.begin_iteration(n)
+    begin(rows)
     return iteration
 
 
@@ -109,12 +109,12 @@ def run(master, kv, batch, lengths=None):
             r.row = kv.reserve(r.max_tokens)
     rows = whole(*batch) if lengths is None else [*zip(batch, lengths, strict=True)]
     iteration = master.issue(rows)
-    samples = [r.begin_iteration(n) for r, n in rows]
+    partial, _ = begin(rows)
     returned = waited_for(master, iteration)
-    for r, is_sampled, token_id in zip(batch, samples, returned.token_ids, strict=True):
+    for i, (r, token_id) in enumerate(zip(batch, returned.token_ids, strict=True)):
         r.n_in_flight = r.n_partial = 0
-        r.state = RequestState.INCREMENT if is_sampled else RequestState.INITIATION
-        if is_sampled:
+        r.state = RequestState.INITIATION if i in partial else RequestState.INCREMENT
+        if i not in partial:
             r.output_ids.append(token_id)
     return returned
 

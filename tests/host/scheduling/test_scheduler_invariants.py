@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError
+from orca_jax.iteration import row
 from orca_jax.iteration.row import Row
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling import kv_manager, scheduler, select, timeline
+from orca_jax.scheduling import kv_manager, scheduler, select, serving_policy, timeline
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 from orca_jax.scheduling.request_pool import Delivery, InArrivalOrder, RequestPool
@@ -417,7 +418,7 @@ class AtLine:
         self.left = n
         self.action = action
         self.is_locked = is_locked
-        self.files = {scheduler.__file__, select.__file__, kv_manager.__file__, timeline.__file__}
+        self.files = {one.__file__ for one in (scheduler, select, serving_policy, kv_manager, timeline, row)}
         self.code: CodeType = InArrivalOrder.__iter__.__code__
 
     def __enter__(self) -> "AtLine":
@@ -482,6 +483,11 @@ class Counted(InArrivalOrder):
 
     def __iter__(self) -> Iterator[Request]:
         for req in super().__iter__():
+            Counted.n_read += 1
+            yield req
+
+    def waiting(self) -> Iterator[Request]:
+        for req in super().waiting():
             Counted.n_read += 1
             yield req
 
