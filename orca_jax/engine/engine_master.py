@@ -27,6 +27,7 @@ from orca_jax.iteration.message import (
     EncoderInputs,
     MakeWords,
     neutral_sampling,
+    no_copies,
 )
 from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request, RequestState
@@ -37,6 +38,8 @@ from orca_jax.scheduling.kv_manager import KVManager
 _POLL_SECONDS = 100e-6  # much shorter than an iteration, much longer than a poll
 
 _FINISHED = RequestState.FINISHED
+
+_NO_IDS, _NO_BIASES = np.zeros(0, np.int32), np.zeros(0, BIAS)
 
 _POOLS = {None: 0, "last": POOLS_LAST, "mean": POOLS_ALL}
 
@@ -230,9 +233,9 @@ class EngineMaster:
     def _control_message(self, sent: _Sent) -> ControlMessage:
         rows, row, first = sent
         n = len(rows)
-        requests = [request for request, _ in rows]
+        requests, lengths = zip(*rows, strict=True)
         start = np.array([request.n_computed for request in requests], np.int32)
-        input_length = np.array([n_tokens for _, n_tokens in rows], np.int32)
+        input_length = np.array(lengths, np.int32)
         starts = (self._n_reserved[row] != self._kv.n_reserved[row]) | (self._kv_length[row] != start)
         for i in starts.nonzero()[0].tolist():
             self._store_row(requests[i], int(row[i]))
@@ -248,9 +251,9 @@ class EngineMaster:
         self._kv_length[row] = kv_length
         initiation = ~self._has_sampled[row]
         told = initiation | given | beams  # rows whose input the host knows
-        next_token = np.full(n, SAMPLED, np.int32)
         n_prompt = np.zeros(n, np.int32)
-        row_end = np.cumsum(input_length)
+        next_token = n_prompt + np.int32(SAMPLED)
+        row_end = np.add.accumulate(input_length, dtype=np.int32)
         token_ids = np.zeros(row_end[-1], np.int32)
         initiation_rows: list[int] = initiation.nonzero()[0].tolist()
         for i in initiation_rows if first is None else (initiation | given).nonzero()[0].tolist():
@@ -303,13 +306,13 @@ class EngineMaster:
             n_prompt=n_prompt,
             next_token=next_token,
             token_ids=token_ids,
-            earlier_ids=np.array(earlier_ids, np.int32),
+            earlier_ids=np.array(earlier_ids, np.int32) if earlier_ids else _NO_IDS,
             token_on_device=~told if self.keeps_tokens else np.zeros(n, np.bool_),
             block_table=table,
             sampling=sampling,
-            bias=np.array(biases, BIAS),
+            bias=np.array(biases, BIAS) if biases else _NO_BIASES,
             encoder=encoder,
-            copies=np.array(self._kv.copies, np.int32).reshape(-1, 2),
+            copies=np.array(self._kv.copies, np.int32) if self._kv.copies else no_copies(),
         )
 
     def _encoder_inputs(

@@ -48,7 +48,8 @@ SAMPLED = -1  # as `next_token`: it is not known but sampled
 BIAS = np.dtype([("index", "<i4"), ("token_id", "<i4"), ("value", "<f4")])
 
 
-def _no_copies() -> npt.NDArray[np.int32]:
+def no_copies() -> npt.NDArray[np.int32]:
+    """Of blocks: none."""
     return np.zeros((0, 2), np.int32)
 
 
@@ -106,7 +107,7 @@ class ControlMessage:
     bias: npt.NDArray[np.void]  # BIAS [any number]
     encoder: EncoderInputs | None = None
     # [any number, 2] blocks to copy before the iteration: from, to
-    copies: npt.NDArray[np.int32] = field(default_factory=_no_copies)
+    copies: npt.NDArray[np.int32] = field(default_factory=no_copies)
 
     @property
     def samples(self) -> npt.NDArray[np.bool_]:
