@@ -7,6 +7,7 @@ synchronises).
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -43,16 +44,17 @@ _NO_IDS, _NO_BIASES = np.zeros(0, np.int32), np.zeros(0, BIAS)
 
 _POOLS = {None: 0, "last": POOLS_LAST, "mean": POOLS_ALL}
 
-# The fields that message.SAMPLING copies from SamplingParams.
-_COPIED_FIELDS = (
+# The fields that message.SAMPLING copies from SamplingParams, in its order.
+_copied_fields = attrgetter(
     "temperature",
     "top_p",
-    "top_k",
     "min_p",
     "repetition_penalty",
     "frequency_penalty",
     "presence_penalty",
+    "top_k",
 )
+_NOT_POOLED = ~np.uint8(POOLED)
 
 
 class PendingTokens(Protocol):
@@ -330,25 +332,24 @@ class EngineMaster:
         """The next iterations of these rows are increments, in which nothing of the prompt is computed."""
         self._has_sampled[row] = True
         self._sampling["prompt_logprobs"][row] = -1
-        self._sampling["flags"][row] &= ~np.uint8(POOLED)
+        self._sampling["flags"][row] &= _NOT_POOLED
 
     def _store_row(self, request: Request, row: int) -> None:
         """Store the constant data of a row of the request."""
-        params = request.sampling
-        sampling = self._sampling
-        for name in _COPIED_FIELDS:
-            sampling[name][row] = getattr(params, name)
-        sampling["seed"][row] = request.seed
-        n_logprobs = _n_logprobs(request)
-        sampling["logprobs"][row] = -1 if n_logprobs is None else n_logprobs
-        if request.beams is not None:
-            sampling["temperature"][row] = 0
-        needs_prompt = params.prompt_logprobs is not None and request.prompt_logprobs is None
-        sampling["prompt_logprobs"][row] = params.prompt_logprobs if needs_prompt else -1
+        params, n_logprobs = request.sampling, _n_logprobs(request)
+        n_prompt_logprobs = params.prompt_logprobs if request.prompt_logprobs is None else None
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         flags = ADJUSTED if params.logit_bias or penalties != (1, 0, 0) else 0
         flags |= ROUTED if params.return_routed_experts else 0
-        sampling["flags"][row] = flags | _POOLS[request.pooling]
+        self._sampling[row] = (
+            request.seed,
+            *_copied_fields(params),
+            -1 if n_logprobs is None else n_logprobs,
+            -1 if n_prompt_logprobs is None else n_prompt_logprobs,
+            flags | _POOLS[request.pooling],
+        )
+        if request.beams is not None:
+            self._sampling["temperature"][row] = 0
         self._n_reserved[row] = self._kv.n_reserved[row]
         self._n_prompt[row] = len(request.prompt_ids)
         self._has_constraint[row] = request.constraint is not None

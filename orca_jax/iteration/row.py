@@ -21,12 +21,13 @@ def begin(rows: Sequence[Row]) -> tuple[list[int], list[Request]]:
     partial: list[int] = []
     full: list[Request] = []
     for i, (req, n_tokens) in enumerate(rows):
+        n_in_flight = req.n_in_flight
         # Request.in_initiation, inlined for speed: an increment always samples.
-        if req.state is not _INCREMENT and req.n_in_flight == req.n_partial and n_tokens < req.n_to_compute:
+        if req.state is not _INCREMENT and n_in_flight == req.n_partial and n_tokens < req.n_to_compute:
             partial.append(i)
             req.n_partial += 1
         req.n_iterations += 1
-        req.n_in_flight += 1
+        req.n_in_flight = n_in_flight + 1
         req.state = _RUNNING
         req.n_computed = n_computed = req.n_computed + n_tokens
         if n_computed >= req.full_at:

@@ -1,5 +1,6 @@
 """A request and its states."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -28,6 +29,10 @@ class RequestState(Enum):
 _INCREMENT = RequestState.INCREMENT
 
 _NEVER = (1 << 30) - 1  # more tokens than a request can have
+
+
+def _times() -> "array[float]":
+    return array("d")
 
 
 class FinishReason(StrEnum):
@@ -152,6 +157,11 @@ class Request:
     failure: str | None = None
     weights_versions: tuple[tuple[int, int], ...] = ()
     ending: FinishReason | None = None  # asked to end (cancel, timeout); acted on by the scheduler
+    most_output: int = field(init=False)  # how many output tokens `max_tokens` leaves
+    token_times: "array[float]" = field(init=False, default_factory=_times)  # the timeline's, of each token
+
+    def __post_init__(self) -> None:
+        self.most_output = self.max_tokens - len(self.prompt_ids)
 
     @property
     def n_input(self) -> int:
@@ -199,6 +209,8 @@ class Request:
     def known_ids(self, start: int, stop: int) -> list[int]:
         """The slice `start:stop` of prompt plus output, of which all is known if it is given."""
         n, output = len(self.prompt_ids), self.given_ids or self.output_ids
+        if start >= n:
+            return [*output[start - n : stop - n]]
         return [*self.prompt_ids[start:stop], *output[max(0, start - n) : max(0, stop - n)]]
 
     def compute_again(self) -> None:
@@ -288,7 +300,8 @@ class Request:
 
         An exception from the sink or the constraint ends only this request, with the reason `error`.
         """
-        self.output_ids.append(token_id)
+        output_ids = self.output_ids
+        output_ids.append(token_id)
         stopped = False
         try:
             if self.sink is not None:
@@ -302,6 +315,6 @@ class Request:
             return FinishReason.ERROR
         if stopped or token_id in self.end_token_ids:
             return FinishReason.STOP
-        if len(self.prompt_ids) + len(self.output_ids) >= self.max_tokens:  # n_tokens, without a call
+        if len(output_ids) >= self.most_output:
             return FinishReason.LENGTH
         return None

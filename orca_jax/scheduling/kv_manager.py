@@ -166,7 +166,7 @@ class KVManager:
         if n <= n_held:
             return
         self._check(n_held, n)
-        first = int(self.encoder_blocks[row])
+        first = int(self.encoder_blocks[row]) if self.max_encoder_blocks else 0
         self._allocate(row, first + n_held, first + n)
         self.slots_of[row] = n * self.block_size
 

@@ -109,16 +109,18 @@ def publish_full_blocks(req: Request, kv: KVManager) -> None:
         return
     n_known = req.n_tokens if req.beams is None else len(req.prompt_ids)  # beams part after the prompt
     n_full = min(req.n_computed, n_known) // size
-    hashes = hash_prompt(req, kv)
-    for i in range(req.n_found, n_full):
-        if i == len(hashes):
-            previous = hashes[-1] if hashes else _root(req.cache_salt, kv)
-            hashes.append(next_hash(previous, req.known_ids(i * size, (i + 1) * size)))
-        added = prefixes.add(int(kv.block_table[req.row, i]), hashes[i])
-        if prefixes.listener is not None and added and not any(req.cache_salt):
-            tokens = req.known_ids(i * size, (i + 1) * size)
-            prefixes.announce(hashes[i], hashes[i - 1] if i else None, tokens)
-    req.n_found = max(req.n_found, n_full)
+    if n_full > req.n_found:
+        hashes = hash_prompt(req, kv)
+        blocks = kv.block_table[req.row, req.n_found : n_full].tolist()
+        for i, block in enumerate(blocks, req.n_found):
+            if i == len(hashes):
+                previous = hashes[-1] if hashes else _root(req.cache_salt, kv)
+                hashes.append(next_hash(previous, req.known_ids(i * size, (i + 1) * size)))
+            added = prefixes.add(block, hashes[i])
+            if prefixes.listener is not None and added and not any(req.cache_salt):
+                tokens = req.known_ids(i * size, (i + 1) * size)
+                prefixes.announce(hashes[i], hashes[i - 1] if i else None, tokens)
+        req.n_found = n_full
     req.full_at = (req.n_found + 1) * size
 
 

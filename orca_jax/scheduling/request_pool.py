@@ -115,6 +115,15 @@ class InArrivalOrder:
         return chain.from_iterable(self._waiting())
 
 
+def split(live: Iterable[Request]) -> tuple[list[Request], Iterator[Request]]:
+    """The admitted requests, which come first, and the waiting ones."""
+    if isinstance(live, InArrivalOrder):
+        return list(live.admitted), live.waiting()
+    every = list(live)
+    n_admitted = sum(request.row >= 0 for request in every)
+    return every[:n_admitted], iter(every[n_admitted:])
+
+
 @dataclass(slots=True)
 class _Usage:
     """The number of waiting requests, and the sum of their weights in bytes."""
@@ -176,9 +185,10 @@ class RequestPool:
         self._on_arrival = on_arrival
         self._check = check
         self._clock = clock
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         # All attributes below change only under the lock. Only the scheduler's thread changes `_admitted`, so
-        # it may read it without the lock. A dict is read faster than an OrderedDict, and has few gaps here: each
+        # it may read it without the lock. A dict is read faster than an OrderedDict. Here it has few gaps: an
         # admission that finds no room closes them.
         self._queue = FirstComeQueue() if queue is None else queue
         self._waiting: dict[str, Request] = {}  # those of `_queue`, by id
@@ -275,7 +285,7 @@ class RequestPool:
             return (len(self) > 0 if since is None else self._activity != since) or self._closed
 
         with self._lock:
-            self._lock.wait_for(has_work, timeout)
+            self._changed.wait_for(has_work, timeout)
             return len(self) > 0
 
     def wake(self) -> None:
@@ -371,7 +381,7 @@ class RequestPool:
 
     def _notify(self) -> None:
         self._activity += 1
-        self._lock.notify_all()
+        self._changed.notify_all()
 
     def _walk(self) -> Iterator[list[Request]]:
         """The chunks of the queue, each read under the lock."""

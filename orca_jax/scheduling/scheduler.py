@@ -169,6 +169,8 @@ class Scheduler:
         Returns whether any ended. `step` calls this first; call it directly while no steps are taken.
         """
         asked = self.pool.take_ending()
+        if not asked:
+            return False
         ended = [self._end(req, reason) for req, reason in asked if req.state is not RUNNING]
         self._deliver(ended)
         return bool(ended)
@@ -213,9 +215,9 @@ class Scheduler:
 
     def _issue(self, choice: Choice) -> None:
         """Allocate rows and blocks for the requests that line 26 reserved slots for, then lines 5 to 8."""
-        rows, slots_of = choice.rows, self.kv.slots_of
-        # Few: new requests, which have row -1 and so no slots, and those that need another block.
-        short = [(req, n) for req, n in rows if req.n_computed + n > slots_of[req.row]]
+        rows, short, slots_of = choice.rows, choice.short, self.kv.slots_of
+        if short is None:  # new requests, which have row -1 and so no slots, and those that need more blocks
+            short = [(req, n) for req, n in rows if req.n_computed + n > slots_of[req.row]]
         self._admit([req for req, _ in short if req.row < 0], choice)
         if self._on_demand:
             for req, n_tokens in short:
@@ -289,14 +291,15 @@ class Scheduler:
         deliveries: list[Delivery] = []
         try:
             returned.give_prompts(iteration.rows)
-            partial, only_tokens = iteration.partial, returned.has_only_tokens
+            # The places of rows with more to take than a token, or with none.
+            special = iteration.partial if returned.has_only_tokens else range(len(iteration.rows))
             for i, ((req, _), token_id) in enumerate(zip(iteration.rows, returned.token_ids, strict=True)):
-                req.n_in_flight -= 1  # line 11
-                if not only_tokens or i in partial or req.ending is not None or req.state is FINISHED:
+                req.n_in_flight = n_in_flight = req.n_in_flight - 1  # line 11
+                if i in special or req.ending is not None or req.state is FINISHED:
                     deliveries += self._take_row(iteration, returned, i)
                     continue
                 # As in _take_token, without a call, for that is what most rows of most batches need.
-                if not req.n_in_flight:
+                if not n_in_flight:
                     req.state = INCREMENT  # line 12
                 reason = req.accept(token_id)
                 if req.n_computed >= req.full_at:

@@ -43,7 +43,7 @@ def running_ahead(rows: Iterable[Row]) -> frozenset[Request]:
             for req, _ in rows
             if req.n_in_flight == 1
             # `n_tokens_issued < max_tokens`, inlined for speed.
-            and len(req.prompt_ids) + len(req.output_ids) + 1 - req.n_partial < req.max_tokens
+            and len(req.output_ids) + 1 - req.n_partial < req.most_output
             and req.ending is None
             and req.beams is None
             and len(req.given_ids) < 2

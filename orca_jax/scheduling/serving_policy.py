@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.row import Row
@@ -18,7 +18,7 @@ from orca_jax.request.request import Request, RequestState
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import Choice
 from orca_jax.scheduling.prefix_lookup import LongestPrefixFirst, cached_blocks, next_block_hash
-from orca_jax.scheduling.request_pool import InArrivalOrder
+from orca_jax.scheduling.request_pool import split
 from orca_jax.scheduling.select import Held, Why, slots_to_reserve
 
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
@@ -32,7 +32,8 @@ class _Plan:
 
     `free` counts the blocks that are left, and is below 0 while blocks are owed to requests that must grow;
     `coming` those of the requests in `held_back`, which are in flight and will be preempted after that.
-    `taken` counts the blocks that the rows take, `n_places` the places of the batch. `held` is as in Choice.
+    `taken` counts the blocks that the rows take, `n_places` the places of the batch. `held` and `short` are
+    as in Choice.
     """
 
     free: int
@@ -45,6 +46,7 @@ class _Plan:
     cached: dict[Request, list[int]] = field(default_factory=dict[Request, list[int]])
     revived: set[int] = field(default_factory=set[int])  # all blocks in `cached`
     held: Held | None = None
+    short: list[Row] | None = None
 
     def add(self, req: Request, n_tokens: int) -> None:
         """Add a row."""
@@ -134,7 +136,7 @@ class ServingPolicy:
         ahead: Collection[Request],
         alone: Request | None = None,
     ) -> Choice:
-        admitted, unread = _split(pool)
+        admitted, unread = split(pool)
         decodes, prompts = [req for req in admitted if req.state is _INCREMENT], list[Request]()
         if len(decodes) < len(admitted):
             decodes, prompts = _by_phase(admitted, ahead)
@@ -164,7 +166,8 @@ class ServingPolicy:
 
     def _choice(self, plan: _Plan) -> Choice:
         n_held = self._kv.n_blocks - self._kv.n_free_blocks + plan.taken
-        return Choice(plan.rows, n_held * self._kv.block_size, plan.preempted, plan.cached, plan.held)
+        n_rsrv = n_held * self._kv.block_size
+        return Choice(plan.rows, n_rsrv, plan.preempted, plan.cached, plan.held, plan.short)
 
     def _plan_alone(self, req: Request, admitted: Sequence[Request]) -> _Plan:
         """A row for this request; the others, none of which is in flight, make room for it."""
@@ -194,17 +197,20 @@ class ServingPolicy:
     def _add_decodes(self, plan: _Plan, decodes: Sequence[Request], admitted: Sequence[Request]) -> None:
         """A row for each; those that need another block get it, if need be from later requests."""
         slots_of = self._kv.slots_of
+        short: list[Row] | None = None
         if self._kv.has_beams:
             decodes = self._that_fit(decodes)
             n_new = sum(map(self._n_to_grow, decodes))
         else:
             if len(decodes) > self._max_bs:
                 decodes = sorted(decodes, key=_service_order)[: self._max_bs]
-            n_new = len([None for req in decodes if req.n_computed >= slots_of[req.row]])
+            short = [(req, 1) for req in decodes if req.n_computed >= slots_of[req.row]]
+            n_new = len(short)
         if n_new <= plan.free:
             plan.free -= n_new
             plan.taken += n_new
-            plan.rows = [(req, 1) for req in decodes]
+            plan.short = short
+            plan.rows = list(zip(decodes, repeat(1)))
             plan.n_places = self._n_places(decodes)
             return
         order = sorted(admitted, key=_service_order)
@@ -318,6 +324,8 @@ class ServingPolicy:
             plan.cached[req] = cached
             plan.revived.update(cached)
             plan.add(req, n_tokens)
+            if plan.short is not None:
+                plan.short.append((req, n_tokens))
             computing.add(next_hash)
             room -= n_tokens + req.n_to_encode
             n_admitted += req.n_places
@@ -371,18 +379,7 @@ def _service_order(req: Request) -> tuple[float, int]:
     return req.rank, req.arrival
 
 
-def _split(pool: Iterable[Request]) -> tuple[list[Request], Iterator[Request]]:
-    """The admitted requests, and the waiting ones after them."""
-    if isinstance(pool, InArrivalOrder):
-        return list(pool.admitted), pool.waiting()
-    live = list(pool)
-    n_admitted = sum(req.row >= 0 for req in live)
-    return live[:n_admitted], iter(live[n_admitted:])
-
-
-def _by_phase(
-    admitted: Iterable[Request], ahead: Collection[Request]
-) -> tuple[list[Request], list[Request]]:
+def _by_phase(admitted: Iterable[Request], ahead: Collection[Request]) -> tuple[list[Request], list[Request]]:
     """Of these requests those that are ready: decodes and prompts."""
     decodes: list[Request] = []
     prompts: list[Request] = []
