@@ -295,10 +295,11 @@ class EngineMaster:
             if sampling["flags"][i] & ADJUSTED:
                 earlier_ids += requests[i].known_ids(0, int(start[i]))
                 biases += [(i, *bias) for bias in requests[i].sampling.logit_bias.items()]
-        table = self._kv.block_table.take(row, axis=0)
         encoder: EncoderInputs | None = None
         if self._kv.max_encoder_blocks:
-            table, encoder = self._encoder_inputs(requests, row, table)
+            table, encoder = self._encoder_inputs(requests, row, self._kv.block_table.take(row, axis=0))
+        else:  # only what is in use: of a model with many positions it is little
+            table = self._kv.block_table[row, : self._kv.n_blocks_for(int(kv_length.max()))]
         return ControlMessage(
             row=row.astype(np.int32),
             initiation=initiation,

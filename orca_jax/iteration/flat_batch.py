@@ -192,20 +192,28 @@ def sampler_for(sampling: npt.NDArray[np.void]) -> Sampler:
 
 
 def flat_batch(
-    message: ControlMessage, *, bucket: int, max_bs: int, block_size: int, n_slots: int, n_rows: int
+    message: ControlMessage,
+    *,
+    bucket: int,
+    max_bs: int,
+    block_size: int,
+    n_slots: int,
+    n_rows: int,
+    max_blocks: int | None = None,
 ) -> FlatBatch:
     """Lay out the requests of `message` in a new buffer of `bucket` tokens and min(bucket, max_bs) rows.
 
     Rows are in batch order, each with its tokens contiguous. `n_slots` is the number of slots in whole
     blocks, and serves as the slot of padding tokens: it is out of range, so their writes are dropped.
     Likewise `n_rows`, the size of `last_token`, is the row of padding rows. Padding tokens have id 0 and
-    position 0; padding rows have no tokens, kv_length 0, temperature 0 and top_p 1.
+    position 0; padding rows have no tokens, kv_length 0, temperature 0 and top_p 1. Each row of the block
+    table has `max_blocks` blocks; None: as many as in the message.
     """
-    real_rows, max_blocks = message.block_table.shape
+    real_rows, n_blocks = message.block_table.shape
     real_tokens = message.token_ids.shape[0]
     encoder = message.encoder
     max_encoder_blocks = 0 if encoder is None else encoder.block_table.shape[1]
-    layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks, max_encoder_blocks)
+    layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks or n_blocks, max_encoder_blocks)
     assert real_rows <= layout.n_rows and real_tokens <= bucket, f"{real_rows} rows, {real_tokens} tokens"
     buffer, arrays = _padding(layout, real_tokens, real_rows, n_slots=n_slots, n_rows=n_rows)
 
@@ -214,7 +222,7 @@ def flat_batch(
     row_start[1 : real_rows + 1] = np.add.accumulate(message.input_length, dtype=np.int32)
     row_start[real_rows + 1 :] = real_tokens
     arrays.kv_length[:real_rows] = message.kv_length
-    arrays.block_table[:real_rows] = message.block_table
+    arrays.block_table[:real_rows, :n_blocks] = message.block_table
     if encoder is not None:
         arrays.encoder_length[:real_rows] = encoder.length
         arrays.encoder_table[:real_rows] = encoder.block_table
@@ -342,6 +350,7 @@ class BatchSizes:
             block_size=shape.block_size,
             n_slots=shape.n_slots,
             n_rows=shape.n_rows,
+            max_blocks=shape.max_blocks,
         )
         if shape.deterministic and flat.programs.sampler != "greedy":
             flat = replace(flat, programs=replace(flat.programs, sampler="full"))

@@ -102,7 +102,7 @@ class ControlMessage:
     token_ids: npt.NDArray[np.int32]  # [sum of input_length] row by row
     earlier_ids: npt.NDArray[np.int32]  # [any number] row by row
     token_on_device: npt.NDArray[np.bool_]  # [R]
-    block_table: npt.NDArray[np.int32]  # [R, max_blocks]
+    block_table: npt.NDArray[np.int32]  # [R, at least the blocks that the longest row's `kv_length` takes]
     sampling: npt.NDArray[np.void]  # SAMPLING [R]
     bias: npt.NDArray[np.void]  # BIAS [any number]
     encoder: EncoderInputs | None = None

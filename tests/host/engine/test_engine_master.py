@@ -203,6 +203,7 @@ def test_a_row_is_handed_on_with_nothing_of_its_former_request():
 def slow_message(batch, lengths, kv):
     """The control message from the requests, one at a time."""
     entries, token_ids, earlier_ids, biases = [], [], [], []
+    n_blocks = max(-(-(r.n_computed + n) // CONFIG.block_size) for r, n in zip(batch, lengths, strict=True))
     for i, (r, n) in enumerate(zip(batch, lengths, strict=True)):
         known = [*r.prompt_ids, *r.output_ids]
         first = r.state is RequestState.INITIATION
@@ -220,7 +221,7 @@ def slow_message(batch, lengths, kv):
                 "input_length": n,
                 "kv_length": end,
                 "token_on_device": not first,
-                "block_table": kv.block_table[r.row].tolist(),
+                "block_table": kv.block_table[r.row, :n_blocks].tolist(),  # those in use in some row
                 "n_prompt": len(r.prompt_ids) if first else 0,
                 "next_token": -1 if samples else known[end],
                 **{name: float(np.float32(getattr(r.sampling, name))) for name in REALS},
