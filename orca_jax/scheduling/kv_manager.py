@@ -311,14 +311,13 @@ class KVManager:
         if self.prefixes is None:
             self._free_blocks += last_first
             return len(last_first)
-        n_released = 0
+        unused: list[int] = []
         for block in last_first:
             self._n_users[block] -= 1
             if not self._n_users[block]:
-                n_released += 1
-                if not self.prefixes.release(block):
-                    self._free_blocks.append(block)
-        return n_released
+                unused.append(block)
+        self._free_blocks += self.prefixes.release(unused)
+        return len(unused)
 
     def _end_row(self, row: int) -> None:
         self.block_table[row, : len(self.blocks_of(row))] = 0

@@ -8,7 +8,7 @@ everything before it: the hash of the previous block, down to a root that stands
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 _Hash = bytes
@@ -118,12 +118,18 @@ class PrefixCache:
         """A request took an idle block."""
         del self._idle[block]
 
-    def release(self, block: int) -> bool:
-        """No request holds the block any more; True if it stays in the cache, as the last used."""
-        if block not in self._hash_of:
-            return False
-        self._idle[block] = None
-        return True
+    def release(self, blocks: Iterable[int]) -> list[int]:
+        """No request holds these blocks any more; returns those without a hash.
+
+        The others stay in the cache, the last one as the last used.
+        """
+        without: list[int] = []
+        for block in blocks:
+            if block in self._hash_of:
+                self._idle[block] = None
+            else:
+                without.append(block)
+        return without
 
     def evict(self) -> int:
         """Drop the least recently used idle block, and return it for another use."""

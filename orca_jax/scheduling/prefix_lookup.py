@@ -99,29 +99,31 @@ def reserve_sharing(
             prefixes.n_hits += req.n_cached
 
 
-def publish_full_blocks(req: Request, kv: KVManager) -> None:
-    """Let others find the request's blocks whose tokens are known and, in the issued iterations, computed.
+def publish_full_blocks(requests: Iterable[Request], kv: KVManager) -> None:
+    """Let others find these requests' blocks whose tokens are known and, in the issued iterations, computed.
 
     Iterations run in the order they are issued, so a later one may read what an earlier one writes.
     """
     prefixes, size = kv.prefixes, kv.block_size
     if prefixes is None:
         return
-    n_known = req.n_tokens if req.beams is None else len(req.prompt_ids)  # beams part after the prompt
-    n_full = min(req.n_computed, n_known) // size
-    if n_full > req.n_found:
-        hashes = hash_prompt(req, kv)
-        blocks = kv.block_table[req.row, req.n_found : n_full].tolist()
-        for i, block in enumerate(blocks, req.n_found):
-            if i == len(hashes):
-                previous = hashes[-1] if hashes else _root(req.cache_salt, kv)
-                hashes.append(next_hash(previous, req.known_ids(i * size, (i + 1) * size)))
-            added = prefixes.add(block, hashes[i])
-            if prefixes.listener is not None and added and not any(req.cache_salt):
-                tokens = req.known_ids(i * size, (i + 1) * size)
-                prefixes.announce(hashes[i], hashes[i - 1] if i else None, tokens)
-        req.n_found = n_full
-    req.full_at = (req.n_found + 1) * size
+    for req in requests:
+        n_known = len(req.prompt_ids)  # beams part after the prompt
+        if req.beams is None:
+            n_known += len(req.output_ids)
+        first, end = req.n_found, min(req.n_computed, n_known) // size
+        if first < end:
+            hashes = hash_prompt(req, kv)
+            for i, block in enumerate(kv.block_table[req.row, first:end].tolist(), first):
+                if i == len(hashes):
+                    previous = hashes[-1] if hashes else _root(req.cache_salt, kv)
+                    hashes.append(next_hash(previous, req.known_ids(i * size, (i + 1) * size)))
+                added = prefixes.add(block, hashes[i])
+                if prefixes.listener is not None and added and not any(req.cache_salt):
+                    tokens = req.known_ids(i * size, (i + 1) * size)
+                    prefixes.announce(hashes[i], hashes[i - 1] if i else None, tokens)
+            req.n_found = end
+        req.full_at = (req.n_found + 1) * size
 
 
 def _root(cache_salt: Sequence[str], kv: KVManager) -> bytes:

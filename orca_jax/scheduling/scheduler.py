@@ -232,8 +232,7 @@ class Scheduler:
         partial, full = begin(rows)  # lines 6 and 7: every request of the batch is RUNNING
         if partial:
             iteration.partial = frozenset(partial)
-        for req in full:
-            publish_full_blocks(req, self.kv)
+        publish_full_blocks(full, self.kv)
         self._in_flight.append(iteration)  # line 8
 
     def _continue_beams(self, rows: Sequence[Row]) -> None:
@@ -303,7 +302,7 @@ class Scheduler:
                     req.state = INCREMENT  # line 12
                 reason = req.accept(token_id)
                 if req.n_computed >= req.full_at:
-                    publish_full_blocks(req, self.kv)
+                    publish_full_blocks((req,), self.kv)
                 if reason is not None:  # line 13
                     self._end(req, reason)  # line 14
                 deliveries.append((req, token_id, reason))
@@ -349,7 +348,7 @@ class Scheduler:
             req.logprobs.append(logprobs)
         reason = req.accept(token_id) if beams is None else req.accept_candidates(beams)
         if req.n_computed >= req.full_at:
-            publish_full_blocks(req, self.kv)
+            publish_full_blocks((req,), self.kv)
         if reason is not None:  # line 13
             self._end(req, reason)  # line 14
         return req, token_id, reason
