@@ -6,9 +6,9 @@ everything before it: the hash of the previous block, down to a root that stands
 """
 
 import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from struct import pack
 from typing import Protocol
 
 _Hash = bytes
@@ -25,7 +25,7 @@ def root_hash(*parts: str) -> _Hash:
 
 def next_hash(previous: _Hash, token_ids: Sequence[int]) -> _Hash:
     """The hash of a full block, from the hash of the block before it."""
-    return hashlib.sha256(previous + array("i", token_ids).tobytes()).digest()
+    return hashlib.sha256(previous + pack(f"{len(token_ids)}i", *token_ids)).digest()
 
 
 def chain_hashes(root: _Hash, token_ids: Sequence[int], block_size: int) -> list[_Hash]:

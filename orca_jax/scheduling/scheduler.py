@@ -294,7 +294,7 @@ class Scheduler:
             special = iteration.partial if returned.has_only_tokens else range(len(iteration.rows))
             for i, ((req, _), token_id) in enumerate(zip(iteration.rows, returned.token_ids, strict=True)):
                 req.n_in_flight = n_in_flight = req.n_in_flight - 1  # line 11
-                if i in special or req.ending is not None or req.state is FINISHED:
+                if (special and i in special) or req.ending is not None or req.state is FINISHED:
                     deliveries += self._take_row(iteration, returned, i)
                     continue
                 # As in _take_token, without a call, for that is what most rows of most batches need.

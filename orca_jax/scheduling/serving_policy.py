@@ -47,6 +47,7 @@ class _Plan:
     revived: set[int] = field(default_factory=set[int])  # all blocks in `cached`
     held: Held | None = None
     short: list[Row] | None = None
+    all_decode: bool = False  # whether no admitted request is in its initiation
 
     def add(self, req: Request, n_tokens: int) -> None:
         """Add a row."""
@@ -143,7 +144,7 @@ class ServingPolicy:
         waiting = _Waiting(unread if self._by_prefix is None else self._by_prefix.order(unread))
         if alone is not None:
             return self._choice(self._plan_alone(alone, admitted))
-        plan = _Plan(self._kv.n_free_blocks)
+        plan = _Plan(self._kv.n_free_blocks, all_decode=len(decodes) == len(admitted))
         if self._by_priority and self._on_demand:
             for first in waiting:
                 self._preempt_lower(plan, first, admitted)
@@ -304,7 +305,7 @@ class ServingPolicy:
                 # Request.in_initiation, inlined for speed.
                 computing = {
                     next_block_hash(other, other.n_computed // kv.block_size, kv)
-                    for other in admitted
+                    for other in (() if plan.all_decode else admitted)
                     if other.state is not _INCREMENT and other.n_in_flight == other.n_partial
                 }
             next_hash = next_block_hash(req, len(cached), kv)
