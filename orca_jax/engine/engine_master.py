@@ -85,13 +85,14 @@ class Workers(Protocol):
 
 
 class _Sent(NamedTuple):
-    """The rows of a message: each with its row of the block table.
+    """The rows of a message: each one's request, number of tokens, and row of the block table.
 
     `first` has each request's first row; None: each request has one row. A given output has a row for each of
     its tokens, a search one for each of its beams.
     """
 
-    rows: Sequence[Row]
+    requests: Sequence[Request]
+    lengths: Sequence[int]
     places: npt.NDArray[np.intp]  # [R]
     first: Sequence[int] | None = None
 
@@ -147,7 +148,7 @@ class EngineMaster:
         try:
             sent = self._sent(rows)
             message = self._control_message(sent)
-            pending = self._workers.issue(message, partial(self._words, sent.rows, message))
+            pending = self._workers.issue(message, partial(self._words, sent.requests, message))
         except EngineError:
             raise
         except Exception as error:
@@ -161,7 +162,7 @@ class EngineMaster:
         Raises EngineError.
         """
         issued: _Issued = iteration.pending
-        pending, (rows, _, first), message = issued
+        pending, (requests, _, _, first), message = issued
         try:
             while interrupted is not never and not pending.is_ready():
                 if interrupted():
@@ -172,16 +173,16 @@ class EngineMaster:
             raise
         except Exception as error:
             raise self._failed(error) from error
-        token_ids = sampled.token_ids[: len(rows)].tolist()
+        token_ids = sampled.token_ids[: len(requests)].tolist()
         if sampled.logprobs is None and not (sampled.prompt_logprobs or sampled.pooled or sampled.routed):
             return Returned(token_ids)
-        wanted = [(i, _n_logprobs(request)) for i, (request, _) in enumerate(rows)]
+        wanted = [(i, _n_logprobs(request)) for i, request in enumerate(requests)]
         records = sampled.logprobs
         returned = Returned(
             token_ids,
             {} if records is None else {i: token_logprobs(records[i], n) for i, n in wanted if n is not None},
             {
-                i: [token_logprobs(record, rows[i][0].sampling.prompt_logprobs or 0) for record in prompt]
+                i: [token_logprobs(record, requests[i].sampling.prompt_logprobs or 0) for record in prompt]
                 for i, prompt in sampled.prompt_logprobs.items()
             },
             pooled=sampled.pooled,
@@ -192,19 +193,19 @@ class EngineMaster:
         )
         return returned if first is None else _by_request(returned, iteration.rows, first)
 
-    def _words(self, rows: Sequence[Row], message: ControlMessage) -> npt.NDArray[np.int32] | None:
+    def _words(self, requests: Sequence[Request], message: ControlMessage) -> npt.NDArray[np.int32] | None:
         """Token masks of the constrained rows, [constrained rows, n_words]; None if a token is missing.
 
         For a request that has ended meanwhile, the mask allows every token: the result is discarded.
         """
         constrained: list[int] = np.flatnonzero(message.constrained).tolist()
-        requests = [rows[i][0] for i in constrained]
+        own = [requests[i] for i in constrained]
         n_before = message.token_index[constrained].tolist()
-        for request, n in zip(requests, n_before, strict=True):
+        for request, n in zip(own, n_before, strict=True):
             if len(request.output_ids) < n and request.state is not _FINISHED:
                 return None
         words = np.full((len(constrained), self._n_words), -1, np.int32)
-        for request, into in zip(requests, words, strict=True):
+        for request, into in zip(own, words, strict=True):
             if request.state is not _FINISHED:
                 assert request.constraint is not None
                 try:
@@ -219,27 +220,27 @@ class EngineMaster:
 
     def _sent(self, rows: Sequence[Row]) -> _Sent:
         """The rows of the message: several for a given output in an increment, and for a search."""
-        places = [request.row for request, _ in rows if not request.given_ids and request.beams is None]
+        requests, lengths = [request for request, _ in rows], [n_tokens for _, n_tokens in rows]
+        places = [request.row for request in requests if request.beams is None and not request.given_ids]
         if len(places) == len(rows):
-            return _Sent(rows, _array(places, np.intp))
-        sent: list[Row] = []
-        places = []
+            return _Sent(requests, lengths, _array(places, np.intp))
+        requests, lengths, places = list[Request](), list[int](), list[int]()
         first: list[int] = []
         for request, n_tokens in rows:
-            first.append(len(sent))
+            first.append(len(requests))
             own = [request.row]
             if not request.in_initiation and request.beams is not None:
                 own = self._kv.beam_rows(request.row)
             elif not request.in_initiation and request.given_ids:
                 own *= n_tokens
-            sent += [(request, n_tokens if request.in_initiation else 1)] * len(own)
+            requests += [request] * len(own)
+            lengths += [n_tokens if request.in_initiation else 1] * len(own)
             places += own
-        return _Sent(sent, np.array(places, np.intp), first)
+        return _Sent(requests, lengths, _array(places, np.intp), first)
 
     def _control_message(self, sent: _Sent) -> ControlMessage:
-        rows, row, first = sent
-        n = len(rows)
-        requests, lengths = zip(*rows, strict=True)
+        requests, lengths, row, first = sent
+        n = len(requests)
         start = _array([request.n_computed for request in requests], np.int32)
         input_length = _array(lengths, np.int32)
         starts = (self._n_reserved[row] != self._kv.n_reserved[row]) | (self._kv_length[row] != start)
