@@ -114,11 +114,11 @@ def publish_full_blocks(requests: Iterable[Request], kv: KVManager) -> None:
         first, end = req.n_found, min(req.n_computed, n_known) // size
         if first < end:
             hashes = hash_prompt(req, kv)
-            for i, block in enumerate(kv.block_table[req.row, first:end].tolist(), first):
+            for i in range(first, end):
                 if i == len(hashes):
                     previous = hashes[-1] if hashes else _root(req.cache_salt, kv)
                     hashes.append(next_hash(previous, req.known_ids(i * size, (i + 1) * size)))
-                added = prefixes.add(block, hashes[i])
+                added = prefixes.add(kv.block_table.item(req.row, i), hashes[i])
                 if prefixes.listener is not None and added and not any(req.cache_salt):
                     tokens = req.known_ids(i * size, (i + 1) * size)
                     prefixes.announce(hashes[i], hashes[i - 1] if i else None, tokens)

@@ -287,21 +287,21 @@ class Scheduler:
             return
         assert iteration.record is not None
         self.timeline.returned(iteration.record)
-        deliveries: list[Delivery] = []
+        deliveries, leaving, overlaps = list[Delivery](), self.leaving, self.overlaps
         try:
             returned.give_prompts(iteration.rows)
             # The places of rows with more to take than a token, or with none.
-            special = iteration.partial if returned.has_only_tokens else range(len(iteration.rows))
+            rare = iteration.partial if returned.has_only_tokens else range(len(iteration.rows))
             for i, ((req, _), token_id) in enumerate(zip(iteration.rows, returned.token_ids, strict=True)):
                 req.n_in_flight = n_in_flight = req.n_in_flight - 1  # line 11
-                if (special and i in special) or req.ending is not None or req.state is FINISHED:
+                if (rare and i in rare) or req.ending is not None or (leaving and req.state is FINISHED):
                     deliveries += self._take_row(iteration, returned, i)
                     continue
                 # As in _take_token, without a call, for that is what most rows of most batches need.
                 if not n_in_flight:
                     req.state = INCREMENT  # line 12
                 reason = req.accept(token_id)
-                if req.n_computed >= req.full_at:
+                if overlaps and req.n_computed >= req.full_at:  # else all tokens were known before
                     publish_full_blocks((req,), self.kv)
                 if reason is not None:  # line 13
                     self._end(req, reason)  # line 14
