@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 
-from orca_jax.iteration.row import Row, begin
-from orca_jax.request.request import Request, RequestState
+from orca_jax.iteration.row import Row
+from orca_jax.request.request import Request, RequestState, begin_iteration
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
@@ -176,7 +176,7 @@ class RequestLevelScheduler:
         self.iterations.append(RowsRecord(record.number, self.n_batches - 1, works))
         iteration = self.engine.issue(rows)
         iteration.record = record
-        iteration.partial = frozenset(begin(rows)[0])
+        iteration.partial = frozenset(begin_iteration(rows)[0])
         for place in places:
             place.outer.n_iterations += 1
         self._in_flight.append((places, iteration))

@@ -178,7 +178,7 @@ def token_programs(sampling: npt.NDArray[np.void]) -> TokenPrograms:
         sampler_for(sampling),
         adjust=bool(flags & ADJUSTED),
         allow=bool(flags & CONSTRAINED),
-        logprobs=np.count_nonzero(sampling["logprobs"] >= 0) > 0,
+        logprobs=bool(np.count_nonzero(sampling["logprobs"] >= 0)),
     )
 
 

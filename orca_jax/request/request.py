@@ -25,8 +25,8 @@ class RequestState(Enum):
     FINISHED = "finished"
 
 
-# A module name, because accessing a member through its Enum is slow.
-_INCREMENT = RequestState.INCREMENT
+# Module names, because accessing a member through its Enum is slow.
+_RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
 
 _NEVER = (1 << 30) - 1  # more tokens than a request can have
 
@@ -318,3 +318,26 @@ class Request:
         if len(output_ids) >= self.most_output:
             return FinishReason.LENGTH
         return None
+
+
+def begin_iteration(rows: Sequence[tuple[Request, int]]) -> tuple[list[int], list[Request]]:
+    """Record that an iteration over these rows is issued (Algorithm 1, line 7).
+
+    Returns the places of the rows that sample no token, and the requests that have reached `full_at`. One
+    loop over all rows, because a call for each would take twice as long.
+    """
+    partial: list[int] = []
+    full: list[Request] = []
+    for i, (req, n_tokens) in enumerate(rows):
+        n_in_flight = req.n_in_flight
+        # Request.in_initiation, inlined for speed: an increment always samples.
+        if req.state is not _INCREMENT and n_in_flight == req.n_partial and n_tokens < req.n_to_compute:
+            partial.append(i)
+            req.n_partial += 1
+        req.n_iterations += 1
+        req.n_in_flight = n_in_flight + 1
+        req.state = _RUNNING
+        req.n_computed = n_computed = req.n_computed + n_tokens
+        if n_computed >= req.full_at:
+            full.append(req)
+    return partial, full

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal
 
 from orca_jax.config import ServingConfig
-from orca_jax.iteration.row import Row, begin
-from orca_jax.request.request import FinishReason, Request, RequestState
+from orca_jax.iteration.row import Row
+from orca_jax.request.request import FinishReason, Request, RequestState, begin_iteration
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned, never
 from orca_jax.scheduling.kv_manager import KVManager
@@ -229,7 +229,7 @@ class Scheduler:
         record = self.timeline.issued(rows)
         iteration = self.engine.issue(rows)  # line 5
         iteration.record = record
-        partial, full = begin(rows)  # lines 6 and 7: every request of the batch is RUNNING
+        partial, full = begin_iteration(rows)  # lines 6 and 7: every request of the batch is RUNNING
         if partial:
             iteration.partial = frozenset(partial)
         publish_full_blocks(full, self.kv)

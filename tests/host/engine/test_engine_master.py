@@ -9,8 +9,7 @@ from orca_jax.config import ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.errors import EngineError
 from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, SAMPLED
-from orca_jax.iteration.row import begin
-from orca_jax.request.request import Request, RequestState
+from orca_jax.request.request import Request, RequestState, begin_iteration
 from orca_jax.request.sampled import LOGPROBS, Sampled
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import never
@@ -91,7 +90,7 @@ def issue(master, *requests):
     """An iteration of all that these have left, as the scheduler would issue it."""
     rows = whole(*requests)
     iteration = master.issue(rows)
-    begin(rows)
+    begin_iteration(rows)
     return iteration
 
 
@@ -109,7 +108,7 @@ def run(master, kv, batch, lengths=None):
             r.row = kv.reserve(r.max_tokens)
     rows = whole(*batch) if lengths is None else [*zip(batch, lengths, strict=True)]
     iteration = master.issue(rows)
-    partial, _ = begin(rows)
+    partial, _ = begin_iteration(rows)
     returned = waited_for(master, iteration)
     for i, (r, token_id) in enumerate(zip(batch, returned.token_ids, strict=True)):
         r.n_in_flight = r.n_partial = 0

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError
-from orca_jax.iteration import row
 from orca_jax.iteration.row import Row
-from orca_jax.request.request import FinishReason, Request, RequestState
+from orca_jax.request.request import FinishReason, Request, RequestState, begin_iteration
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling import kv_manager, scheduler, select, serving_policy, timeline
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
@@ -418,8 +417,8 @@ class AtLine:
         self.left = n
         self.action = action
         self.is_locked = is_locked
-        self.files = {one.__file__ for one in (scheduler, select, serving_policy, kv_manager, timeline, row)}
-        self.code: CodeType = InArrivalOrder.__iter__.__code__
+        self.files = {one.__file__ for one in (scheduler, select, serving_policy, kv_manager, timeline)}
+        self.codes: set[CodeType] = {InArrivalOrder.__iter__.__code__, begin_iteration.__code__}
 
     def __enter__(self) -> "AtLine":
         self.before = sys.gettrace()
@@ -430,7 +429,7 @@ class AtLine:
         sys.settrace(self.before)
 
     def call(self, frame: FrameType, event: str, arg: object) -> Any:
-        return self.line if frame.f_code.co_filename in self.files or frame.f_code is self.code else None
+        return self.line if frame.f_code.co_filename in self.files or frame.f_code in self.codes else None
 
     def line(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "line" and not self.is_locked():
