@@ -243,7 +243,8 @@ class EngineMaster:
         n = len(requests)
         start = _array([request.n_computed for request in requests], np.int32)
         input_length = _array(lengths, np.int32)
-        starts = (self._n_reserved[row] != self._kv.n_reserved[row]) | (self._kv_length[row] != start)
+        starts = self._n_reserved.take(row) != self._kv.n_reserved.take(row)
+        starts |= self._kv_length.take(row) != start
         for i in starts.nonzero()[0].tolist():
             self._store_row(requests[i], int(row[i]))
         given = beams = np.zeros(n, np.bool_)
@@ -256,7 +257,7 @@ class EngineMaster:
             start = start + given * (np.arange(n) - first_of).astype(np.int32)
         kv_length = start + input_length
         self._kv_length[row] = kv_length
-        initiation = ~self._has_sampled[row]
+        initiation = ~self._has_sampled.take(row)
         told = initiation | given | beams  # rows whose input the host knows
         n_prompt = np.zeros(n, np.int32)
         next_token = n_prompt + np.int32(SAMPLED)
@@ -269,7 +270,7 @@ class EngineMaster:
             next_token[i : i + 1] = known[input_length[i] :] or SAMPLED
             n_prompt[i] = self._n_prompt[row[i]] * initiation[i]
         samples = chooses = next_token == SAMPLED
-        n_output = kv_length - self._n_prompt[row]
+        n_output = kv_length - self._n_prompt.take(row)
         if first is not None:  # given rows choose too: they are told what they would have chosen
             chooses = samples | (given & (n_output >= 0))
         token_index = n_output * samples
@@ -281,7 +282,7 @@ class EngineMaster:
             sampling["flags"][i] &= POOLS_ALL | ROUTED
             if not chooses[i]:
                 sampling["logprobs"][i] = -1
-        for i in (self._has_constraint[row] & samples).nonzero()[0].tolist():
+        for i in (self._has_constraint.take(row) & samples).nonzero()[0].tolist():
             constraint = requests[i].constraint
             assert constraint is not None
             if constraint.acts(int(token_index[i])):

@@ -227,8 +227,9 @@ def flat_batch(
         arrays.encoder_length[:real_rows] = encoder.length
         arrays.encoder_table[:real_rows] = encoder.block_table
     stored_at, given, token_index, adjusted, n_top = arrays.sampler[:_N_OWN, :real_rows]
-    stored_at[:] = np.where(message.samples, message.row, np.int32(n_rows))
     given[:] = message.next_token
+    stored_at[:] = message.row
+    stored_at[given != SAMPLED] = n_rows
     token_index[:] = message.token_index
     n_top[:] = message.sampling["logprobs"]
     arrays.sampler[_N_OWN:, :real_rows] = _copied_words(message.sampling)
@@ -246,8 +247,8 @@ def flat_batch(
         owner = np.arange(real_rows, dtype=np.intp).repeat(message.input_length)
         # Index + shift is position: a row's last token has index row_end - 1 and position kv_length - 1.
         shift = kv_length - row_start[1 : real_rows + 1]
-        positions = np.arange(real_tokens, dtype=np.int32) + shift[owner]
-        row, take_last = row[owner], take_last[owner]
+        positions = np.arange(real_tokens, dtype=np.int32) + shift.take(owner)
+        row, take_last = row.take(owner), take_last.take(owner)
     arrays.token_ids[:real_tokens] = message.token_ids
     arrays.positions[:real_tokens] = positions
     place = positions // block_size
