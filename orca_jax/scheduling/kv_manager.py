@@ -82,6 +82,7 @@ class KVManager:
         self.namespace = namespace
         self.hash_seed = ""  # to be set before the first request
         self.max_encoder_blocks = max_encoder_blocks
+        self._most_blocks = max_blocks_per_row
         n_places = max_blocks_per_row + max_encoder_blocks
         self.block_table: npt.NDArray[np.int32] = np.zeros((n_rows, n_places), np.int32)
         self.n_reserved: npt.NDArray[np.int64] = np.zeros(n_rows, np.int64)
@@ -161,8 +162,7 @@ class KVManager:
 
     def grow(self, row: int, n_tokens: int) -> None:
         """Allocate blocks until `row` has room for `n_tokens` tokens."""
-        n_held = self.slots_of[row] // self.block_size
-        n = self.n_blocks_for(n_tokens)
+        n_held, n = self.slots_of[row] // self.block_size, -(-n_tokens // self.block_size)
         if n <= n_held:
             return
         self._check(n_held, n)
@@ -328,8 +328,7 @@ class KVManager:
         """Whether a row of `n_held` blocks may grow to `n` blocks."""
         assert n_held < n, f"{n} blocks requested, {n_held} held"
         assert n - n_held <= self.n_free_blocks, f"{n - n_held} blocks requested, {self.n_free_blocks} free"
-        most = self.block_table.shape[1] - self.max_encoder_blocks
-        assert n <= most, f"{n} blocks requested, a row has {most}"
+        assert n <= self._most_blocks, f"{n} blocks requested, a row has {self._most_blocks}"
 
     def _start_row(self) -> int:
         assert self._free_rows, "no free row"
