@@ -269,6 +269,19 @@ def test_equal_prompts_that_come_together_are_computed_once():
     assert [req.n_cached for req in requests] == [0, 16, 16, 16]
 
 
+def test_a_block_of_an_output_is_found_from_the_turn_on_in_which_its_last_token_returns():
+    """With overlap the next iteration is issued before that token returns."""
+    play = simulation()
+    req = named("A", request(1, 2, 3), 12)
+    play.add_at(0.0, req)
+    n_ahead = 0
+    for _ in play.steps():
+        if req.row >= 0:
+            assert req.n_found == min(req.n_computed, req.n_tokens) // SIZE
+            n_ahead += req.n_in_flight > 0
+    assert n_ahead > 10 and req.finish_reason is FinishReason.LENGTH
+
+
 @pytest.mark.parametrize("moment", ["issue", "wait"])
 def test_after_a_failed_iteration_nothing_is_found(moment: Any):
     """The failed iteration may not have written the blocks that it was to compute."""
