@@ -275,18 +275,19 @@ def test_the_clients_error_classes(server: Server, client: Anthropic) -> None:
 def test_a_full_queue() -> None:
     config = replace(CONFIG, max_batch_size=1, max_queue=1)
     body = {"max_tokens": 400, "messages": HI, "stream": True, "ignore_eos": True}
-    with serving(seconds=0.1, config=config) as server, connected(server) as client:
-        with (
-            anthropic_of(server) as other,
-            client.stream("POST", "/v1/messages", json=body) as running,
-            client.stream("POST", "/v1/messages", json=body) as waiting,
-        ):
-            kept = running.iter_bytes(), waiting.iter_bytes()  # a stream is closed with its iterator
-            assert all(next(chunks) for chunks in kept)
-            until(lambda: server.service.pool.n_waiting == 1, "a request that waits")
-            with pytest.raises(anthropic.RateLimitError) as raised:
-                ask(other, max_tokens=400)
-            assert raised.value.response.headers["retry-after"]
+    with (
+        serving(seconds=0.1, config=config) as server,
+        connected(server) as client,
+        anthropic_of(server) as other,
+        client.stream("POST", "/v1/messages", json=body) as running,
+        client.stream("POST", "/v1/messages", json=body) as waiting,
+    ):
+        kept = running.iter_bytes(), waiting.iter_bytes()  # a stream is closed with its iterator
+        assert all(next(chunks) for chunks in kept)
+        until(lambda: server.service.pool.n_waiting == 1, "a request that waits")
+        with pytest.raises(anthropic.RateLimitError) as raised:
+            ask(other, max_tokens=400)
+        assert raised.value.response.headers["retry-after"]
 
 
 def test_a_timeout() -> None:
