@@ -65,7 +65,8 @@ def detect(model: ModelConfig, stored: Collection[str], interleaved: bool | None
 
     rename = with_ends
     if "token_embedder" in match[0]:
-        layout: Layout = "maxtext-scanned" if some("decoder.layers.") else "maxtext"
+        stacked = some("decoder.layers.") or some("decoder.moe_layers.")
+        layout: Layout = "maxtext-scanned" if stacked else "maxtext"
     elif some("layers."):
         layout = "tunix"
     elif before == "transformer/":
@@ -95,10 +96,6 @@ def _named(
     model: ModelConfig, layout: Layout, rename: Callable[[str], str], interleaved: bool | None
 ) -> dict[str, StoredName]:
     table = parameter_table(model)
-    if model.has_experts:
-        raise UnsupportedModel(
-            f"{layout} is not known for mixtures of experts; use safetensors, or Orbax with our names"
-        )
     for layer in model.layers:
         if (
             not layer.feed_forward.gated
