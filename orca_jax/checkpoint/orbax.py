@@ -83,20 +83,18 @@ def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, 
         parameter, wanted = table[name], names[name]
         attention = description.model.attention
         shapes = stored_shapes(parameter, wanted, attention)
-        arrays = (
-            tuple(
-                _of_form(description, name, parameter, form, stored, opened[stored])
-                for stored, form in zip(wanted.names, wanted.forms, strict=True)
-            )
-            if wanted.forms
-            else tuple(
-                _as_matrix(description, name, unrepeated[name], wanted, stored, opened[stored], shape)
-                for stored, shape in zip(wanted.names, shapes, strict=True)
-            )
+        views = tuple(
+            _of_form(description, name, parameter, form, stored, opened[stored])
+            for stored, form in zip(wanted.names, wanted.forms, strict=False)  # without forms none
         )
-        if wanted.forms and parameter.axes[0] == EXPERTS:
-            parts[name] = Parts((StackedExperts(arrays),))
-        elif wanted.heads is None:
+        if views and parameter.axes[0] == EXPERTS:
+            parts[name] = Parts((StackedExperts(views),))
+            continue
+        arrays = views or tuple(
+            _as_matrix(description, name, unrepeated[name], wanted, stored, opened[stored], shape)
+            for stored, shape in zip(wanted.names, shapes, strict=True)
+        )
+        if wanted.heads is None:
             parts[name] = Parts(arrays, wanted.transpose and len(arrays[0].shape) == 2)
         else:
             parts[name] = Parts((HeadView.of(arrays, parameter, wanted, attention),))
