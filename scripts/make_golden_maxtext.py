@@ -23,6 +23,7 @@ from flax import nnx
 from maxtext.common import checkpointing
 from maxtext.common.train_state_nnx import TrainStateNNX
 from maxtext.configs import pyconfig
+from maxtext.layers.moe import MoEBiasVar
 from maxtext.utils import maxtext_utils, model_creation_utils
 
 from scripts.trainer_golden import CONFIG, GEMMA_CONFIG, drawn, finish, start
@@ -166,6 +167,7 @@ def save(name: str, model_name: str, settings: dict[str, Any], config: dict[str,
             # MaxText's head takes the embeddings in bfloat16, whatever the model's dtype.
             params = jax.tree.map(lambda values: values.astype(jnp.bfloat16).astype(values.dtype), params)
         nnx.update(model, params)
+        nnx.update(model, drawn(nnx.state(model, MoEBiasVar)))  # DeepSeek-V3's, which no optimizer changes
         state = TrainStateNNX(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
         manager = checkpointing.create_orbax_checkpoint_manager(str(directory), True, False, 1)
         checkpointing.save_checkpoint(manager, 3, nnx.state(state), made, force=True)

@@ -30,6 +30,7 @@ _WRITTEN: dict[Layout, tuple[str, str]] = {
     "maxtext-scanned": ("params.params.", ""),
     "gemma": ("", ""),
 }
+_CORRECTION = ".router.correction"
 _KIND = "they have a gated feed-forward layer and an RMSNorm before each part"
 _EMBEDDING = re.compile(
     r"(?P<before>.*?)(token_embedder\.embedding|embedder[./]input_embedding)(?P<after>\.value)?"
@@ -75,8 +76,19 @@ def detect(model: ModelConfig, stored: Collection[str], interleaved: bool | None
         layout = "gemma"
     else:
         return None
-    names = _named(model, layout, rename, interleaved)
+    names = {
+        name: _corrections(one, before, stored) if name.endswith(_CORRECTION) else one
+        for name, one in _named(model, layout, rename, interleaved).items()
+    }
     return Detected(layout, names, before)
+
+
+def _corrections(expected: StoredName, before: str, stored: Collection[str]) -> StoredName:
+    """Where a correction bias is: no optimizer changes it, so MaxText may have it in another collection."""
+    (name,) = expected.names
+    end = f".{name.removeprefix(before)}"
+    found = [other for other in stored if other.endswith(end)]
+    return replace(expected, names=(found[0],)) if name not in stored and len(found) == 1 else expected
 
 
 def written_names(
