@@ -26,9 +26,9 @@ Device = Any  # a jax.Device
 class Products:
     """The native product or XLA's; `description` is shown at startup, empty if there is no alternative.
 
-    `whole`: padding is computed too, because the number of tokens decides in which order sums are made. Of
-    experts it is not: their products are then `steady`. `kernel_cores`: the cores of a GPU for which the
-    experts' kernel is written.
+    `whole`: padding is computed too, because the number of tokens decides in which order sums are made, and
+    the products are `steady`. Of experts padding is not computed. `kernel_cores`: the cores of a GPU for
+    which the experts' kernel is written.
     """
 
     native: bool
@@ -51,7 +51,7 @@ class Products:
         def product(x: jax.Array, weight: jax.Array, n_tokens: jax.Array | None) -> jax.Array:
             if not has_form(x, weight):
                 return matmul(x, weight)
-            return native_linear(x, weight, None if self.whole else n_tokens)
+            return native_linear(x, weight, None if self.whole else n_tokens, steady=self.whole)
 
         def grouped(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
             if not has_form(x, weight):
@@ -85,7 +85,7 @@ def choose_products(device: Device, dtype: Any, *, deterministic: bool = False) 
         allowed = " and ".join(DTYPES)
         return Products(False, f"XLA's products: the native ones are for {allowed}, and weights are {name}")
     try:
-        linear_target(name, name)
+        linear_target(name, name, steady=deterministic)
     except NotBuilt as error:
         return Products(False, f"XLA's products: {error}")
     return Products(True, "native products", whole=deterministic)

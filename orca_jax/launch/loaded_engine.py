@@ -40,8 +40,14 @@ def loaded_engine(
     if devices[0].platform == "cpu":
         keep_large_buffers()
         own = found.config
-        forms = {"experts": own.kind_of_experts, "value_size": own.attention.value_part}
-        build_all_ahead(own.head_size, config.sizes.block_size, dtype, **forms)
+        build_all_ahead(
+            own.head_size,
+            config.sizes.block_size,
+            dtype,
+            experts=own.kind_of_experts,
+            value_size=own.attention.value_part,
+            steady=config.sizes.deterministic,
+        )
     parts = split_model(found.config, devices, config.parallel)
     if found.own is None:
         model, parameters = load_stages(found, parts, config, jnp.dtype(dtype), on_load)

@@ -20,9 +20,8 @@ def native_grouped(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, steady:
     """Rows of x [N, in] in groups of `sizes` [X] int32, each times its own of [X, out, in]: [N, out].
 
     Each is float32 or bfloat16; products and sums are float32, and the result has x's dtype. Rows after the
-    last group are zero. A row's result depends on whether its group has more than eight, and on nothing else
-    of the others; if `steady` not on that either, but small groups take longer. Raises NotBuilt as
-    native_linear does.
+    last group are zero. A row's result depends on its group as a token's in native_linear; if `steady` it
+    depends on nothing but itself, but small groups take longer. Raises NotBuilt as native_linear does.
     """
     n_experts, n_out, n_in = weight.shape
     assert x.shape[1] == n_in and sizes.shape == (n_experts,) and sizes.dtype == jnp.int32

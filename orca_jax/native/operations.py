@@ -7,14 +7,15 @@ from orca_jax.native.compiler import build_ahead
 BITS = {"float32": 32, "bfloat16": 16}
 
 
-def linear_sizes(x_dtype: str, weight_dtype: str) -> dict[str, int]:
+def linear_sizes(x_dtype: str, weight_dtype: str, steady: bool = False) -> dict[str, int]:
     """The names that linear.c needs."""
-    return {"X_BITS": BITS[x_dtype], "WEIGHT_BITS": BITS[weight_dtype]}
+    bits = {"X_BITS": BITS[x_dtype], "WEIGHT_BITS": BITS[weight_dtype]}
+    return bits | ({"REST": 0} if steady else {})
 
 
 def grouped_sizes(x_dtype: str, weight_dtype: str, steady: bool = False) -> dict[str, int]:
     """The names that grouped.c and mixture.c need."""
-    return linear_sizes(x_dtype, weight_dtype) | ({"FEW": 0} if steady else {})
+    return linear_sizes(x_dtype, weight_dtype, steady) | ({"FEW": 0} if steady else {})
 
 
 def attention_sizes(
@@ -33,12 +34,13 @@ def build_all_ahead(
     *,
     experts: Literal["plain", "other"] | None,
     value_size: int | None = None,
+    steady: bool = False,
 ) -> None:
     """Begin to build, side by side, what a CPU uses for a model of this dtype; nothing for other dtypes."""
     if dtype not in BITS:
         return
     build_ahead("split_attention", **attention_sizes(head_size, block_size, dtype, dtype, value_size))
-    build_ahead("linear", **linear_sizes(dtype, dtype))
+    build_ahead("linear", **linear_sizes(dtype, dtype, steady))
     build_ahead("token_choice")
     if experts:
-        build_ahead("mixture" if experts == "plain" else "grouped", **grouped_sizes(dtype, dtype))
+        build_ahead("mixture" if experts == "plain" else "grouped", **grouped_sizes(dtype, dtype, steady))

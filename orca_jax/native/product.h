@@ -7,8 +7,9 @@
  *
  * FEW tokens or less: vectors run along the sum, and a strip of outputs passes over all tokens while its weights
  * are in the first cache. More: vectors run across the tokens of a panel, whose x each thread transposes for
- * itself, and each weight meets all tokens of the panel at once. A token's result depends on whether there are
- * more than FEW tokens, and on nothing else of its batch.
+ * itself, and each weight meets all tokens of the panel at once. The last REST tokens or less, which would fill
+ * no vector, are again few. A token's result depends on whether it is one of a few, and on nothing else of its
+ * batch.
  *
  * I is a multiple of 16, and O is at least 16.
  */
@@ -47,11 +48,14 @@ typedef bfloat16 factor_type;
 typedef float factor_type;
 #endif
 
-/* It may be set to 0: then a token's result depends on nothing but itself. */
+/* With REST 0 a token's result depends on whether there are more than FEW, with both 0 on nothing but itself. */
 #ifndef FEW
 #define FEW 8
 #endif
-#define FEW_ROOM (FEW ? FEW : 1)
+#ifndef REST
+#define REST (LANES == 16 ? 12 : 0) /* with 8 lanes a last vector that is half full costs no more */
+#endif
+#define FEW_ROOM (FEW > REST ? FEW : REST ? REST : 1)
 #define FEW_OUTPUTS 4  /* outputs that are stored together */
 #define FEW_DEPTH 1024 /* terms whose weights all tokens meet before the next ones */
 #define FEW_STEP (TERMS * LANES) /* terms that one instruction takes */
@@ -85,10 +89,11 @@ typedef float factor_type;
 
 typedef struct {
   const x_type *x;
-  const factor_type *few_x; /* x of a few tokens: as float32, or in pairs as it is */
+  const factor_type *few_x; /* x of the few tokens: as float32, or in pairs as it is */
   const weight_type *weight;
   x_type *y;
   size_t n_tokens, n_in, n_out;
+  size_t n_few;              /* the last tokens; the others are in panels */
   size_t n_panels, n_chunks; /* of tokens, of outputs */
   unsigned long number;      /* of this product */
 } Product;
@@ -105,6 +110,11 @@ static _Thread_local Packed packed[PANELS];
 static atomic_ulong n_products;
 
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+static inline size_t few_of(size_t n_tokens) {
+  if (n_tokens <= FEW) return n_tokens;
+  return n_tokens % LANES <= REST ? n_tokens % LANES : 0;
+}
 
 /* ---- TERMS at a time ---- */
 
@@ -157,16 +167,16 @@ INLINE void few_at_once(const Product *l, size_t token, size_t out, size_t k, si
   UNROLL for (int t = 0; t < n; t++) totals[token + t] += sum4(sums[t][0], sums[t][1], sums[t][2], sums[t][3]);
 }
 
-/* FEW_OUTPUTS of all tokens. The terms are cut so that their weights stay in the first cache. */
+/* FEW_OUTPUTS of the few tokens. The terms are cut so that their weights stay in the first cache. */
 static void few(const Product *l, size_t out, const weight_type *ahead) {
   vec4 totals[FEW_ROOM] = {{0}};
   for (size_t k = 0; k < l->n_in; k += FEW_DEPTH) {
     const size_t n_terms = least(FEW_DEPTH, l->n_in - k);
     const weight_type *next = ahead;
     size_t token = 0;
-    for (; token + AT_ONCE <= l->n_tokens; token += AT_ONCE, next = NULL)
+    for (; token + AT_ONCE <= l->n_few; token += AT_ONCE, next = NULL)
       few_at_once(l, token, out, k, n_terms, next, totals, AT_ONCE);
-    switch (l->n_tokens - token) {
+    switch (l->n_few - token) {
       case 1: few_at_once(l, token, out, k, n_terms, next, totals, 1); break;
       case 2: few_at_once(l, token, out, k, n_terms, next, totals, 2); break;
 #if AT_ONCE > 3
@@ -174,7 +184,8 @@ static void few(const Product *l, size_t out, const weight_type *ahead) {
 #endif
     }
   }
-  for (size_t token = 0; token < l->n_tokens; token++) store4(l->y + token * l->n_out + out, totals[token]);
+  x_type *y = l->y + (l->n_tokens - l->n_few) * l->n_out + out;
+  for (size_t token = 0; token < l->n_few; token++) store4(y + token * l->n_out, totals[token]);
 }
 
 /* ---- more tokens ---- */
@@ -186,9 +197,12 @@ INLINE vec all_of(const factor_type *from) {
   return all(word);
 }
 
+/* The tokens in panels. */
+static inline size_t n_paneled(const Product *l) { return l->n_tokens - l->n_few; }
+
 /* The vector of tokens that a panel starts with. Each panel has MOST_VECTORS or one less. */
 static inline size_t panel_start(const Product *l, size_t panel) {
-  return (l->n_tokens + LANES - 1) / LANES * panel / l->n_panels;
+  return (n_paneled(l) + LANES - 1) / LANES * panel / l->n_panels;
 }
 
 /* A panel's x, transposed by this thread: columns [I / TERMS][tokens] of TERMS, with zeros after the last token.
@@ -210,7 +224,7 @@ static const float *columns_of(const Product *l, size_t panel) {
       vec tile[LANES];
       UNROLL for (int i = 0; i < LANES; i++) {
         const size_t token = first + at + i;
-        tile[i] = token < l->n_tokens ? terms_at(l->x + token * l->n_in + k, l->n_in - k) : all(0);
+        tile[i] = token < n_paneled(l) ? terms_at(l->x + token * l->n_in + k, l->n_in - k) : all(0);
       }
       transpose(tile);
       UNROLL for (int i = 0; i < LANES; i++) store(own->columns + (k / TERMS + i) * width + at, tile[i]);
@@ -263,7 +277,7 @@ static void (*const add_terms_of[])(const factor_type *, size_t, const weight_ty
 static void strip(const Product *l, size_t out, size_t panel, const float *columns) {
   const size_t n_in = l->n_in, n_out = l->n_out;
   const size_t first = panel_start(l, panel) * LANES, vectors = panel_start(l, panel + 1) - first / LANES;
-  const size_t n = least(vectors * LANES, l->n_tokens - first);
+  const size_t n = least(vectors * LANES, n_paneled(l) - first);
   x_type *y = l->y + first * n_out + out;
   vec sums[STRIP * MOST_VECTORS];
   for (size_t row = 0; row < STRIP; row += ROWS) {
@@ -295,7 +309,8 @@ static void strip(const Product *l, size_t out, size_t panel, const float *colum
 
 /* ---- */
 
-/* What an item computes: outputs from `start` to before `end`, of all tokens if they are few, else of panels. */
+/* What an item computes: outputs from `start` to before `end`, of the tokens of panels and, with the last of
+ * these, of the few. */
 typedef struct {
   size_t start, end, panel, n_panels, first_token, end_token;
 } Part;
@@ -303,46 +318,47 @@ typedef struct {
 static inline Part part_of(const Product *l, size_t item) {
   const size_t chunk = item % l->n_chunks, n_strips = l->n_out / STRIP, panel = item / l->n_chunks * PANELS;
   const size_t n_panels = least(PANELS, l->n_panels - panel);
-  const bool are_few = l->n_tokens <= FEW;
+  const bool is_last = panel + n_panels == l->n_panels;
   return (Part){.start = n_strips * chunk / l->n_chunks * STRIP,
                 .end = chunk + 1 < l->n_chunks ? n_strips * (chunk + 1) / l->n_chunks * STRIP : l->n_out,
                 .panel = panel,
                 .n_panels = n_panels,
-                .first_token = are_few ? 0 : panel_start(l, panel) * LANES,
-                .end_token = are_few ? l->n_tokens : least(l->n_tokens, panel_start(l, panel + n_panels) * LANES)};
+                .first_token = panel ? panel_start(l, panel) * LANES : 0,
+                .end_token = is_last ? l->n_tokens : panel_start(l, panel + n_panels) * LANES};
 }
 
 /* Computes an item. The last strip starts early enough to be whole, and so computes some outputs twice. False if
  * memory runs out. */
 static bool do_part(const Product *l, size_t item) {
   const Part part = part_of(l, item);
-  if (l->n_tokens <= FEW) {
-    for (size_t out = part.start; out < part.end; out += FEW_OUTPUTS) {
-      const size_t here = least(out, part.end - FEW_OUTPUTS), next = here + FEW_OUTPUTS;
-      few(l, here, next + FEW_OUTPUTS <= l->n_out ? l->weight + next * l->n_in : NULL);
-    }
-    return true;
-  }
+  const size_t n_few = part.end_token == l->n_tokens ? l->n_few : 0;
   const float *columns[PANELS];
   for (size_t i = 0; i < part.n_panels; i++) {
     columns[i] = columns_of(l, part.panel + i);
     if (!columns[i]) return false;
   }
-  for (size_t out = part.start; out < part.end; out += STRIP)
-    for (size_t i = 0; i < part.n_panels; i++) strip(l, least(out, part.end - STRIP), part.panel + i, columns[i]);
+  for (size_t out = part.start; out < part.end; out += STRIP) {
+    const size_t here = least(out, part.end - STRIP);
+    for (size_t i = 0; i < part.n_panels; i++) strip(l, here, part.panel + i, columns[i]);
+    for (size_t at = here; n_few && at < here + STRIP; at += FEW_OUTPUTS) {
+      const size_t later = at + 2 * FEW_OUTPUTS <= l->n_out ? at + FEW_OUTPUTS : at;
+      few(l, at, part.n_panels ? NULL : l->weight + later * l->n_in);
+    }
+  }
   return true;
 }
 
-/* Elements of `widened` that `take_x` needs: room for a few tokens as float32. */
+/* Elements of `widened` that `take_x` needs: room for the few tokens as float32. */
 static inline size_t n_widened(size_t n_tokens, size_t n_in) {
-  return X_BITS == 16 && !PAIRS && n_tokens <= FEW ? n_tokens * n_in : 0;
+  return X_BITS == 16 && !PAIRS ? few_of(n_tokens) * n_in : 0;
 }
 
 /* Cuts a product whose sizes are set into about `n_wanted` items. Returns their number. */
 static inline size_t cut(Product *l, size_t n_wanted) {
   l->number = atomic_fetch_add(&n_products, 1) + 1;
-  l->n_panels = l->n_tokens <= FEW ? 1 : ((l->n_tokens + LANES - 1) / LANES + MOST_VECTORS - 1) / MOST_VECTORS;
-  const size_t n_groups = (l->n_panels + PANELS - 1) / PANELS, most = l->n_out < CHUNK ? 1 : l->n_out / CHUNK;
+  l->n_few = few_of(l->n_tokens);
+  l->n_panels = ((n_paneled(l) + LANES - 1) / LANES + MOST_VECTORS - 1) / MOST_VECTORS;
+  const size_t n_groups = l->n_panels ? (l->n_panels + PANELS - 1) / PANELS : 1, most = l->n_out < CHUNK ? 1 : l->n_out / CHUNK;
   l->n_chunks = least(most, (n_wanted + n_groups - 1) / n_groups);
   return n_groups * l->n_chunks;
 }
@@ -350,10 +366,11 @@ static inline size_t cut(Product *l, size_t n_wanted) {
 /* Takes the x that is there now, before the first item. */
 static inline void take_x(Product *l, float *widened) {
 #if X_BITS == 32 || PAIRS
-  l->few_x = l->x;
+  l->few_x = l->x + n_paneled(l) * l->n_in;
 #else
+  const x_type *x = l->x + n_paneled(l) * l->n_in;
   l->few_x = widened;
-  for (size_t i = 0; i < n_widened(l->n_tokens, l->n_in); i += LANES) store(widened + i, load(l->x + i));
+  for (size_t i = 0; i < l->n_few * l->n_in; i += LANES) store(widened + i, load(x + i));
 #endif
 }
 

@@ -20,7 +20,7 @@ from orca_jax.native.linear import has_form, native_linear
 from tests.device.native.native_form import needs_native, other_lanes
 
 CPU = jax.devices("cpu")[0]
-product_jitted = jax.jit(native_linear)
+product_jitted = jax.jit(native_linear, static_argnames="steady")
 BFLOAT16 = ml_dtypes.bfloat16
 HALF_UNIT = 2.0**-8  # of a bfloat16, relative
 
@@ -31,9 +31,11 @@ def arrays(seed: int, n_tokens: int, n_in: int, n_out: int) -> tuple[np.ndarray,
     return x.astype(np.float32), weight.astype(np.float32)
 
 
-def product(x: np.ndarray, weight: np.ndarray, n_tokens: int | None = None) -> np.ndarray:
+def product(
+    x: np.ndarray, weight: np.ndarray, n_tokens: int | None = None, *, steady: bool = False
+) -> np.ndarray:
     count = jnp.array([len(x) if n_tokens is None else n_tokens], jnp.int32)
-    return np.asarray(product_jitted(x, weight, count))
+    return np.asarray(product_jitted(x, weight, count, steady=steady))
 
 
 @needs_native
@@ -98,7 +100,7 @@ def test_bfloat16_results_are_rounded_to_the_nearest_and_ties_to_even() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
 def test_the_form_for_the_other_width_of_registers(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "target", partial(linear.target, LANES=other_lanes()))
-    for n_tokens in (1, 3, 8, 9, 40, 101):
+    for n_tokens in (1, 3, 8, 9, 28, 40, 101):
         x, weight = arrays(n_tokens, n_tokens, 1040, 77)
         weight = weight.astype(dtype)
         true = x.astype(np.float64) @ weight.astype(np.float64).T
@@ -108,7 +110,7 @@ def test_the_form_for_the_other_width_of_registers(dtype: Any, monkeypatch: pyte
 @needs_native
 def test_the_form_without_pairs_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "target", partial(linear.target, PAIRS=0))
-    for n_tokens in (8, 9, 40, 101):
+    for n_tokens in (8, 9, 28, 40, 101):
         x, weight = (array.astype(BFLOAT16) for array in arrays(n_tokens, n_tokens, 1040, 77))
         true = x.astype(np.float64) @ weight.astype(np.float64).T
         given = np.asarray(native_linear(jnp.asarray(x), jnp.asarray(weight))).astype(np.float64)
@@ -122,17 +124,42 @@ def test_the_token_count_defaults_to_all_tokens() -> None:
     assert np.array_equal(product(x, weight, 1000), product(x, weight))
 
 
+# Sizes of which every token, or of the `steady` product every token, is computed in one form.
+FEW_ALL = (1, 2, 3, 5, 8)
+MANY_ALL = (13, 16, 31, 48, 64)
+MANY_STEADY = (9, 16, 20, 31, 48, 49, 97, 128)
+
+
 @needs_native
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
-@pytest.mark.parametrize("sizes", [(1, 2, 3, 5, 8), (9, 16, 31, 48, 49, 97, 128)])
-def test_a_token_has_the_same_bits_whatever_the_others(sizes: tuple[int, ...], dtype: Any) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "steady"), [(FEW_ALL, False), (MANY_ALL, False), (FEW_ALL, True), (MANY_STEADY, True)]
+)
+def test_a_token_has_the_same_bits_whatever_the_others(
+    sizes: tuple[int, ...], steady: bool, dtype: Any
+) -> None:
     x, weight = (array.astype(dtype) for array in arrays(1, max(sizes), 784, 333))
-    alone = product(x, weight)[0]
+    alone = product(x, weight, steady=steady)[0]
     for n in sizes:
         for at in {0, n // 2, n - 1}:
             others = np.random.default_rng(n).standard_normal((n, 784)).astype(dtype)
             others[at] = x[0]
-            assert np.array_equal(product(others, weight)[at], alone), (n, at)
+            assert np.array_equal(product(others, weight, steady=steady)[at], alone), (n, at)
+
+
+@needs_native
+@pytest.mark.skipif(other_lanes() == 16, reason="no AVX-512: a last vector that is half full costs no more")
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
+def test_up_to_twelve_last_tokens_are_computed_as_a_few(dtype: Any) -> None:
+    x, weight = (array.astype(dtype) for array in arrays(1, 60, 784, 333))
+    few, many = (
+        np.concatenate([product(x[48:56], weight), product(x[52:], weight)[4:]]),
+        product(x[:48], weight),
+    )
+    assert not np.array_equal(few, product(x, weight, steady=True)[48:])
+    for n in range(1, 13):
+        assert np.array_equal(product(x[: 48 + n], weight), np.concatenate([many, few[:n]])), n
+        assert np.array_equal(product(x[48 : 48 + n], weight), few[:n]), n
 
 
 @needs_native
@@ -170,7 +197,7 @@ def test_an_unsupported_dtype_is_reported_and_runs_in_xla(monkeypatch: pytest.Mo
     assert not half.native and "weights are float16" in half.description
     assert half.bind(None) is matmul
 
-    def none(x_dtype: Any, weight_dtype: Any) -> str:
+    def none(x_dtype: Any, weight_dtype: Any, *, steady: bool) -> str:
         raise NotBuilt("no C compiler was found")
 
     monkeypatch.setattr(matmul_backend, "linear_target", none)
