@@ -253,7 +253,7 @@ def test_general_forms(tunix: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(loaded.parameters[name], values, rtol=1e-6, err_msg=name)
 
     for wrong, words in (
-        ({"axes": "L N H X"}, "names.layers.{i}.down.weight.axes"),
+        ({"axes": "L N H Z"}, "names.layers.{i}.down.weight.axes"),
         ({"axes": "2 3 L F H"}, "at most one number"),
         ({"axes": "L F H", "part": 2}, "part"),
         ({"axes": "L F H", "multiply": 0}, "multiply"),
