@@ -107,8 +107,12 @@ def test_to_safetensors_and_back(name: str, tmp_path: Path) -> None:
     assert set(found) == {theirs for stored in names.values() for theirs in stored.names}
     for ours, stored in names.items():
         for theirs, source in zip(stored.names, detected.names[ours].names, strict=True):
-            # MaxText has what no optimizer changes in `nnx_aux`; it reads it from `params` too.
-            assert theirs == source or "flat" in name or ours.endswith("router.correction")
+            if ours.endswith("router.correction") and theirs != source:
+                # In MaxText's training state no parameter, and its layers are the first axis.
+                assert source == theirs.replace("params.params.", "nnx_aux.model.")
+                np.testing.assert_array_equal(found[theirs], expected[source].T)
+                continue
+            assert theirs == source or "flat" in name
             if name == "gemma-gemma2" and theirs.endswith("gating_einsum"):
                 # In the order of Gemma 2 2B; models of other sizes have the other one, which is written.
                 np.testing.assert_array_equal(found[theirs].swapaxes(1, 2), expected[source])
