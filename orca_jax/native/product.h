@@ -5,11 +5,10 @@
  * then a lane takes PAIRS of terms, which halves the instructions and the columns. It takes subnormal numbers for
  * zero, as XLA's threads do.
  *
- * FEW tokens or less: vectors run along the sum, and a strip of outputs passes over all tokens while its weights
- * are in the first cache. More: vectors run across the tokens of a panel, whose x each thread transposes for
- * itself, and each weight meets all tokens of the panel at once. The last REST tokens or less, which would fill
- * no vector, are again few. A token's result depends on whether it is one of a few, and on nothing else of its
- * batch.
+ * FEW tokens or less: vectors run along the sum, and all weights pass once over the tokens, which stay in the first
+ * cache. More: vectors run across the tokens of a panel, whose x each thread transposes for itself, and each weight
+ * meets all tokens of the panel at once. The last REST tokens or less, which would fill no vector, are again few. A
+ * token's result depends on whether it is one of a few, and on nothing else of its batch.
  *
  * I is a multiple of 16, and O is at least 16.
  */
@@ -56,18 +55,19 @@ typedef float factor_type;
 #define REST (LANES == 16 ? 12 : 0) /* with 8 lanes a last vector that is half full costs no more */
 #endif
 #define FEW_ROOM (FEW > REST ? FEW : REST ? REST : 1)
-#define FEW_OUTPUTS 4  /* outputs that are stored together */
-#define FEW_DEPTH 1024 /* terms whose weights all tokens meet before the next ones */
+#define FEW_OUTPUTS 4 /* outputs that are stored together */
+#define FEW_BLOCK 64  /* outputs whose weights pass while the same terms of x are in the first cache */
+#define FEW_DEPTH 768 /* terms that a block adds up before the next ones */
 #define FEW_STEP (TERMS * LANES) /* terms that one instruction takes */
 #define MOST_VECTORS 3 /* of tokens, in a panel */
 
 /* Sums that fill the registers, 32 or 16, together with their factors. */
 #if LANES == 16
-#define AT_ONCE 4 /* tokens of a few, for FEW_OUTPUTS */
+#define AT_ONCE 8 /* tokens of a few, for two outputs, or half of them for FEW_OUTPUTS */
 #define ROWS 8    /* outputs, for MOST_VECTORS */
 #define PANELS 1  /* that an item works on, each strip of weights in turn */
 #else
-#define AT_ONCE 3
+#define AT_ONCE 6
 #define ROWS 4
 #define PANELS 2
 #endif
@@ -113,7 +113,7 @@ static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 static inline size_t few_of(size_t n_tokens) {
   if (n_tokens <= FEW) return n_tokens;
-  return n_tokens % LANES <= REST ? n_tokens % LANES : 0;
+  return n_tokens > LANES && n_tokens % LANES <= REST ? n_tokens % LANES : 0;
 }
 
 /* ---- TERMS at a time ---- */
@@ -137,55 +137,76 @@ INLINE vec add_products(vec sums, vec a, vec b) {
 
 /* ---- a few tokens ---- */
 
-/* Adds terms from `k` on to `sums`, of FEW_OUTPUTS and `n` tokens: FEW_STEP, or the `left` that are fewer. */
-INLINE void few_terms(const factor_type *x, const weight_type *w, size_t n_in, size_t k, size_t left,
-                      vec sums[][FEW_OUTPUTS], const int n) {
-  vec xs[AT_ONCE];
-  UNROLL for (int t = 0; t < n; t++) xs[t] = kept(terms_at(x + t * n_in + k, left));
-  UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) {
-    const vec weights = kept(terms_at(w + i * n_in + k, left));
-    UNROLL for (int t = 0; t < n; t++) sums[t][i] = add_products(sums[t][i], weights, xs[t]);
+/* Adds terms from `k` on to `sums`, of `outs` outputs and `n` tokens: FEW_STEP, or the `left` that are fewer. */
+INLINE void few_terms(const Product *l, const factor_type *x, const weight_type *w, size_t k, size_t left,
+                      vec sums[][FEW_OUTPUTS], const int n, const int outs) {
+  vec weights[FEW_OUTPUTS];
+  UNROLL for (int i = 0; i < outs; i++) weights[i] = kept(terms_at(w + i * l->n_in + k, left));
+  UNROLL for (int t = 0; t < n; t++) {
+    const vec xs = kept(terms_at(x + t * l->n_in + k, left));
+    UNROLL for (int i = 0; i < outs; i++) sums[t][i] = add_products(sums[t][i], weights[i], xs);
   }
 }
 
-/* Adds `n_terms` terms from `k` on to the sums of FEW_OUTPUTS, for `n` tokens from `token` on; the compiler knows n.
- * `ahead`: the next strip's weights, or NULL. */
+/* Adds `n_terms` terms from `k` on to the sums of FEW_OUTPUTS, `outs` of them (4 or 2) at a time, for `n` tokens from
+ * `token` on; the compiler knows n and outs. `ahead`: the next strip's weights, or NULL. */
 INLINE void few_at_once(const Product *l, size_t token, size_t out, size_t k, size_t n_terms, const weight_type *ahead,
-                        vec4 *totals, const int n) {
-  const size_t n_in = l->n_in, end = k + n_terms;
-  const factor_type *x = l->few_x + token * n_in;
-  const weight_type *w = l->weight + out * n_in;
-  vec sums[AT_ONCE][FEW_OUTPUTS];
-  UNROLL for (int t = 0; t < n; t++)
-    UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) sums[t][i] = all(0);
-  _Pragma("GCC unroll 4") for (; k + FEW_STEP <= end; k += FEW_STEP) {
-    if (ahead && (LINE <= FEW_STEP || k % LINE == 0))
-      UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) __builtin_prefetch(ahead + i * n_in + k, 0, 2);
-    few_terms(x, w, n_in, k, FEW_STEP, sums, n);
+                        vec4 *totals, const int n, const int outs) {
+  const size_t end = k + n_terms;
+  const factor_type *x = l->few_x + token * l->n_in;
+  for (int first = 0; first < FEW_OUTPUTS; first += outs) {
+    const weight_type *w = l->weight + (out + first) * l->n_in;
+    vec sums[AT_ONCE][FEW_OUTPUTS];
+    UNROLL for (int t = 0; t < n; t++)
+      UNROLL for (int i = 0; i < outs; i++) sums[t][i] = all(0);
+    size_t at = k;
+    _Pragma("GCC unroll 4") for (; at + FEW_STEP <= end; at += FEW_STEP) {
+      if (ahead && (LINE <= FEW_STEP || at % LINE == 0))
+        UNROLL for (int i = 0; i < outs; i++) __builtin_prefetch(ahead + (first + i) * l->n_in + at, 0, 2);
+      few_terms(l, x, w, at, FEW_STEP, sums, n, outs);
+    }
+    if (at < end) few_terms(l, x, w, at, end - at, sums, n, outs);
+    if (outs == 4)
+      UNROLL for (int t = 0; t < n; t++) totals[token + t] += sum4(sums[t][0], sums[t][1], sums[t][2], sums[t][3]);
+    else
+      UNROLL for (int t = 0; t < n; t += 2) {
+        const int u = t + 1 < n ? t + 1 : t;
+        const vec4 both = sum4(sums[t][0], sums[t][1], sums[u][0], sums[u][1]);
+        UNROLL for (int i = 0; i < 2; i++) totals[token + t][first + i] += both[i];
+        if (u != t)
+          UNROLL for (int i = 0; i < 2; i++) totals[token + u][first + i] += both[2 + i];
+      }
   }
-  if (k < end) few_terms(x, w, n_in, k, end - k, sums, n);
-  UNROLL for (int t = 0; t < n; t++) totals[token + t] += sum4(sums[t][0], sums[t][1], sums[t][2], sums[t][3]);
 }
 
-/* FEW_OUTPUTS of the few tokens. The terms are cut so that their weights stay in the first cache. */
-static void few(const Product *l, size_t out, const weight_type *ahead) {
-  vec4 totals[FEW_ROOM] = {{0}};
-  for (size_t k = 0; k < l->n_in; k += FEW_DEPTH) {
-    const size_t n_terms = least(FEW_DEPTH, l->n_in - k);
-    const weight_type *next = ahead;
-    size_t token = 0;
-    for (; token + AT_ONCE <= l->n_few; token += AT_ONCE, next = NULL)
-      few_at_once(l, token, out, k, n_terms, next, totals, AT_ONCE);
-    switch (l->n_few - token) {
-      case 1: few_at_once(l, token, out, k, n_terms, next, totals, 1); break;
-      case 2: few_at_once(l, token, out, k, n_terms, next, totals, 2); break;
-#if AT_ONCE > 3
-      case 3: few_at_once(l, token, out, k, n_terms, next, totals, 3); break;
+/* Outputs from `out` to before `end`, a FEW_BLOCK at most, of the few tokens. `is_new`: no cache has the weights. */
+static void few(const Product *l, size_t out, size_t end, bool is_new) {
+  const size_t at_once = is_new && l->n_few <= AT_ONCE ? AT_ONCE : AT_ONCE / 2;
+  vec4 totals[FEW_BLOCK / FEW_OUTPUTS][FEW_ROOM];
+  memset(totals, 0, sizeof totals);
+  for (size_t k = 0, n_terms; k < l->n_in; k += n_terms) {
+    n_terms = least(FEW_DEPTH, l->n_in - k);
+    for (size_t i = 0; out + i * FEW_OUTPUTS < end; i++) {
+      const size_t here = least(out + i * FEW_OUTPUTS, end - FEW_OUTPUTS), next = here + FEW_OUTPUTS;
+      const weight_type *ahead = NULL;
+      if (is_new && k + n_terms < l->n_in && next >= end) ahead = l->weight + out * l->n_in + n_terms;
+      else if (is_new && next + FEW_OUTPUTS <= l->n_out) ahead = l->weight + next * l->n_in;
+      for (size_t token = 0; token < l->n_few; token += at_once, ahead = NULL)
+        switch (least(at_once, l->n_few - token)) {
+#define FEW_CASE(N) \
+  case N: few_at_once(l, token, here, k, n_terms, ahead, totals[i], N, N > AT_ONCE / 2 ? 2 : 4); break
+          FEW_CASE(1); FEW_CASE(2); FEW_CASE(3); FEW_CASE(4); FEW_CASE(5); FEW_CASE(6);
+#if AT_ONCE > 6
+          FEW_CASE(7); FEW_CASE(8);
 #endif
+#undef FEW_CASE
+        }
     }
   }
-  x_type *y = l->y + (l->n_tokens - l->n_few) * l->n_out + out;
-  for (size_t token = 0; token < l->n_few; token++) store4(y + token * l->n_out, totals[token]);
+  for (size_t i = 0; out + i * FEW_OUTPUTS < end; i++) {
+    x_type *y = l->y + (l->n_tokens - l->n_few) * l->n_out + least(out + i * FEW_OUTPUTS, end - FEW_OUTPUTS);
+    for (size_t token = 0; token < l->n_few; token++) store4(y + token * l->n_out, totals[i][token]);
+  }
 }
 
 /* ---- more tokens ---- */
@@ -337,13 +358,15 @@ static bool do_part(const Product *l, size_t item) {
     columns[i] = columns_of(l, part.panel + i);
     if (!columns[i]) return false;
   }
+  if (!part.n_panels) {
+    for (size_t out = part.start; out < part.end; out += FEW_BLOCK)
+      few(l, least(out, part.end - FEW_OUTPUTS), least(out + FEW_BLOCK, part.end), true);
+    return true;
+  }
   for (size_t out = part.start; out < part.end; out += STRIP) {
     const size_t here = least(out, part.end - STRIP);
     for (size_t i = 0; i < part.n_panels; i++) strip(l, here, part.panel + i, columns[i]);
-    for (size_t at = here; n_few && at < here + STRIP; at += FEW_OUTPUTS) {
-      const size_t later = at + 2 * FEW_OUTPUTS <= l->n_out ? at + FEW_OUTPUTS : at;
-      few(l, at, part.n_panels ? NULL : l->weight + later * l->n_in);
-    }
+    if (n_few) few(l, here, here + STRIP, false);
   }
   return true;
 }
@@ -365,10 +388,10 @@ static inline size_t cut(Product *l, size_t n_wanted) {
 
 /* Takes the x that is there now, before the first item. */
 static inline void take_x(Product *l, float *widened) {
-#if X_BITS == 32 || PAIRS
-  l->few_x = l->x + n_paneled(l) * l->n_in;
-#else
   const x_type *x = l->x + n_paneled(l) * l->n_in;
+#if X_BITS == 32 || PAIRS
+  l->few_x = x;
+#else
   l->few_x = widened;
   for (size_t i = 0; i < l->n_few * l->n_in; i += LANES) store(widened + i, load(x + i));
 #endif

@@ -126,7 +126,7 @@ def test_the_token_count_defaults_to_all_tokens() -> None:
 
 # Sizes of which every token, or of the `steady` product every token, is computed in one form.
 FEW_ALL = (1, 2, 3, 5, 8)
-MANY_ALL = (13, 16, 31, 48, 64)
+MANY_ALL = (9, 13, 16, 31, 48, 64)
 MANY_STEADY = (9, 16, 20, 31, 48, 49, 97, 128)
 
 
@@ -159,7 +159,6 @@ def test_up_to_twelve_last_tokens_are_computed_as_a_few(dtype: Any) -> None:
     assert not np.array_equal(few, product(x, weight, steady=True)[48:])
     for n in range(1, 13):
         assert np.array_equal(product(x[: 48 + n], weight), np.concatenate([many, few[:n]])), n
-        assert np.array_equal(product(x[48 : 48 + n], weight), few[:n]), n
 
 
 @needs_native
