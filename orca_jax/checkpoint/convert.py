@@ -90,7 +90,8 @@ def convert_checkpoint(
             if arrays is not None:
                 names, apart = arrays.contents, arrays.axes_apart
                 read = partial(arrays.read, reader=reader, dtypes=dtypes)
-                orbax_checkpoint.write(place / ITEMS[arrays.layout], names, read, apart=apart, nested=True)
+                step, _, item = ITEMS[arrays.layout].partition("/")
+                orbax_checkpoint.write(place / step, names, read, apart=apart, nested=True, item=item or None)
             elif to == "orbax":
                 apart = {name: parameter.counting_axes for name, parameter in table.items()}
                 orbax_checkpoint.write(place, shapes, reader.whole, apart=apart)

@@ -135,12 +135,14 @@ def write(
     *,
     apart: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     nested: bool = False,
+    item: str | None = None,
 ) -> None:
     """Write a checkpoint of named arrays, one at a time; `read(name)` is called just before its write.
 
     `directory` must not exist. Each index of the axes in `apart` gets chunks of its own: of queries, keys and
     values, for instance, a device's shard has a part of each. With `nested` a name is a path of keys with
-    dots between. Raises CheckpointError, including those of `read`.
+    dots between. With `item` the directory is a step, and the arrays are that item of it. Raises
+    CheckpointError, including those of `read`.
     """
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ocp.type_handlers.ArrayHandler()), (_Unread, _WriteOneByOne())
@@ -154,8 +156,12 @@ def write(
             node = node.setdefault(key, {})
         node[last] = _Unread(partial(read, name), apart.get(name, ()))
     try:
+        args: Any = ocp.args.PyTreeSave(tree)
+        if item is not None:
+            handler = ocp.CompositeCheckpointHandler(**{item: handler})
+            args = ocp.args.Composite(**{item: args})
         with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(tree))
+            checkpointer.save(directory.absolute(), args=args)
     except CheckpointError:
         raise
     except Exception as error:  # ValueError, OSError and others, depending on the failure

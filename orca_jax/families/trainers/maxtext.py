@@ -59,7 +59,10 @@ def maxtext_names(
             names[f"layers.{i}.{name}"] = StoredName(
                 tuple(place + _with_part(each, name_of_part) for each in stored.names),
                 heads=stored.heads,
-                forms=tuple(_in_stack(form, layer, n_layers) for form in stored.forms),
+                forms=tuple(
+                    _in_stack(form, layer, n_layers, first=name == "router.correction")
+                    for form in stored.forms
+                ),
             )
     return names
 
@@ -141,12 +144,16 @@ def _with_part(name: str, ending: str) -> str:
     return f"{first}{ending}.{rest}"
 
 
-def _in_stack(form: ArrayForm, layer: int, n_layers: int) -> ArrayForm:
-    """The form in an array of several layers, whose second axis (or first, as a setting says) counts them."""
+def _in_stack(form: ArrayForm, layer: int, n_layers: int, *, first: bool) -> ArrayForm:
+    """The form in an array of several layers, whose second axis (or first, as a setting says) counts them.
+
+    `first`: it is usually the first, as of what is no parameter to MaxText.
+    """
     if not n_layers:
         return form
-    first, *others = form.letters
-    axes = " ".join((first, "L", *others)) + " | " + " ".join(("L", first, *others))
+    letter, *others = form.letters
+    orders = [" ".join((letter, "L", *others)), " ".join(("L", letter, *others))]
+    axes = " | ".join(reversed(orders) if first else orders)
     return replace(form, axes=axes, layer=layer, n_layers=n_layers)
 
 

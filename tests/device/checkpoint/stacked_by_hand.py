@@ -151,7 +151,8 @@ def maxtext(tensors: Arrays, config: dict[str, Any], *, scanned: bool) -> Arrays
             place += f"layers_{within}." if group > 1 else ""
             for name in layers[within]:
                 every = [layer[name] for layer in layers[within::group]]
-                found[place + name] = np.stack(every, axis=1) if scanned else layers[within][name]
+                axis = 0 if name == "DeepSeekMoeBlock_0.MoeBlock_0.gate.bias" else 1
+                found[place + name] = np.stack(every, axis) if scanned else layers[within][name]
     return {f"params.params.{name}": values for name, values in found.items()}
 
 

@@ -82,6 +82,11 @@ def test_read(name: str, layout: Layout, tmp_path: Path) -> None:
 def test_written_and_back(name: str, layout: Layout, tmp_path: Path) -> None:
     expected = by_hand(name, layout)
     assert convert_checkpoint(DIRECTORY / name, tmp_path / "trainer", to=layout) == layout
+    step, item = ITEMS[layout].split("/")
+    about = json.loads((tmp_path / "trainer" / step / "_CHECKPOINT_METADATA").read_text())
+    assert (
+        about["item_handlers"].keys() == {item} and about["commit_timestamp_nsecs"]
+    )  # as trainers look for it
     found = arrays_of(tmp_path / "trainer" / ITEMS[layout])
     assert found.keys() == expected.keys()
     for theirs, values in expected.items():
