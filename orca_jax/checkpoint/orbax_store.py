@@ -147,7 +147,7 @@ def write(
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ocp.type_handlers.ArrayHandler()), (_Unread, _WriteOneByOne())
     )
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    handler: Any = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     tree: dict[str, Any] = {}
     for name in names:
         *path, last = name.split(".") if nested else [name]
