@@ -23,6 +23,7 @@ from flax import nnx
 from maxtext.common import checkpointing
 from maxtext.common.train_state_nnx import TrainStateNNX
 from maxtext.configs import pyconfig
+from maxtext.layers.moe import MoEBiasVar
 from maxtext.utils import maxtext_utils, model_creation_utils
 
 from scripts.trainer_golden import CONFIG, GEMMA_CONFIG, drawn, finish, start
@@ -54,7 +55,6 @@ SIZES: dict[str, Any] = {
     "enable_checkpointing": True,
     "async_checkpointing": False,
 }
-OWN_SIZES = {"hidden_size": 16, "head_dim": 16}  # instead of those in CONFIG
 GEMMA: dict[str, Any] = {"normalization_layer_epsilon": 1e-6, "sliding_window_size": 5}
 QUERY_SCALAR = {"query_pre_attn_scalar": 16}
 LLAMA3_ROPE = {
@@ -63,6 +63,38 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+# `megablox` is a kernel for TPUs; without it the products are `jax.lax.ragged_dot`. No token is dropped.
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "base_mlp_dim": 16, "base_moe_mlp_dim": 16, "megablox": False,
+}  # fmt: skip
+EXPERTS_CONFIG = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16}
+YARN: dict[str, Any] = {
+    "rope_factor": 4.0, "original_max_position_embeddings": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+YARN_CONFIG: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10}
+DEEPSEEK: dict[str, Any] = {
+    **EXPERTS,
+    **YARN,
+    **LATENT,
+    "head_dim": 8,
+    "base_num_kv_heads": 4,
+    "base_num_decoder_layers": 3,
+    "base_mlp_dim": 24,
+    "first_num_dense_layers": 1,
+    "shared_experts": 2,
+    "normalization_layer_epsilon": 1e-6,
+}
+DEEPSEEK_CONFIG: dict[str, Any] = LATENT | {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-6,
 }
 # Name, MaxText's model, its settings, and what config.json has.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -87,6 +119,39 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | QUERY_SCALAR
         | {"sliding_window": 5},
     ),
+    "maxtext-mixtral": (
+        "mixtral-8x7b",
+        EXPERTS,
+        EXPERTS_CONFIG | {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": None},
+    ),
+    "maxtext-qwen3-moe": (
+        "qwen3-30b-a3b",
+        EXPERTS,
+        EXPERTS_CONFIG | {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "norm_topk_prob": True},
+    ),
+    "maxtext-gpt-oss": (
+        "gpt-oss-20b",
+        EXPERTS | YARN | {"base_num_decoder_layers": 4, "sliding_window_size": 5},
+        EXPERTS_CONFIG
+        | {"model_type": "gpt_oss", "num_hidden_layers": 4, "sliding_window": 5}
+        | {"rope_scaling": YARN_CONFIG | {"truncate": False}},
+    ),
+    "maxtext-deepseek2": (
+        "deepseek2-16b",
+        DEEPSEEK | {"mscale": 0.707, "routed_scaling_factor": 1.5},
+        DEEPSEEK_CONFIG
+        | {"model_type": "deepseek_v2", "n_routed_experts": 4, "routed_scaling_factor": 1.5}
+        | {"q_lora_rank": None, "topk_method": "greedy", "norm_topk_prob": False}
+        | {"rope_scaling": YARN_CONFIG | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "maxtext-deepseek3": (
+        "deepseek3-671b",
+        DEEPSEEK | {"q_lora_rank": 14, "num_experts": 8, "n_routing_groups": 4, "topk_routing_group": 2},
+        DEEPSEEK_CONFIG
+        | {"model_type": "deepseek_v3", "q_lora_rank": 14, "n_routed_experts": 8, "n_group": 4}
+        | {"topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+        | {"rope_scaling": YARN_CONFIG | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
 }
 
 
@@ -102,6 +167,7 @@ def save(name: str, model_name: str, settings: dict[str, Any], config: dict[str,
             # MaxText's head takes the embeddings in bfloat16, whatever the model's dtype.
             params = jax.tree.map(lambda values: values.astype(jnp.bfloat16).astype(values.dtype), params)
         nnx.update(model, params)
+        nnx.update(model, drawn(nnx.state(model, MoEBiasVar)))  # DeepSeek-V3's, which no optimizer changes
         state = TrainStateNNX(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
         manager = checkpointing.create_orbax_checkpoint_manager(str(directory), True, False, 1)
         checkpointing.save_checkpoint(manager, 3, nnx.state(state), made, force=True)
@@ -117,7 +183,8 @@ def save(name: str, model_name: str, settings: dict[str, Any], config: dict[str,
                 enable_dropout=False,
             )
 
-        finish(directory, CONFIG | config | OWN_SIZES, forward)
+        own = {"hidden_size": made.emb_dim, "head_dim": made.head_dim}
+        finish(directory, CONFIG | config | own, forward)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make the golden files of Tunix: tiny models that its CheckpointManager saved, and its own forward pass.
 
-    python -m scripts.make_golden_tunix
+    python -m scripts.make_golden_tunix [NAME ...]
 
 Needs `google-tunix`; the tests that read the files do not. Llama and Qwen 3 of Tunix 0.1.7 rotate with
 the base 1,000,000 whatever their configuration says, so config.json says so too.
@@ -9,6 +9,7 @@ the base 1,000,000 whatever their configuration says, so config.json says so too
 
 # pyright: reportMissingImports=false
 
+import sys
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ SIZES: dict[str, Any] = {
     "rope_theta": 10_000,
     "norm_eps": 1e-5,
 }
+EXPERTS: dict[str, Any] = {"hidden_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
 GEMMA: dict[str, Any] = {
     "num_embed": 96,
     "embed_dim": 32,
@@ -47,6 +49,8 @@ GEMMA: dict[str, Any] = {
 
 def save(name: str, model: Any, config: dict[str, Any]) -> None:
     """Draw the weights of `model`, save them as a trainer does, and write what the model computes."""
+    if sys.argv[1:] and name not in sys.argv[1:]:
+        return
     directory = start(name)
     nnx.update(model, drawn(nnx.state(model, nnx.Param)))
     manager = CheckpointManager(str(directory))
@@ -63,7 +67,7 @@ def save(name: str, model: Any, config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Write all of them."""
+    """Write all of them, or those that the command line names."""
     jax.config.update("jax_default_matmul_precision", "highest")
     save(
         "tunix-llama3",
@@ -74,6 +78,12 @@ def main() -> None:
         "tunix-qwen3-tied",
         qwen3.Qwen3(qwen3.ModelConfig(**SIZES, use_tied_embedding=True), rngs=nnx.Rngs(0)),
         {**CONFIG, "model_type": "qwen3", "rope_theta": 1_000_000, "tie_word_embeddings": True},
+    )
+    save(
+        "tunix-qwen3-moe",
+        qwen3.Qwen3(qwen3.ModelConfig(**SIZES | EXPERTS), rngs=nnx.Rngs(0)),
+        {**CONFIG, "model_type": "qwen3_moe", "rope_theta": 1_000_000, "moe_intermediate_size": 16}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
     )
     save(
         "tunix-qwen2",

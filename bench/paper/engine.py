@@ -31,7 +31,7 @@ from bench.paper.shared_engine import SharedEngine, add_engine_flags, compiling
 from bench.trace import Trace, homogeneous_trace
 from orca_jax.errors import ConfigError
 from orca_jax.families.presets.by_name import PRESETS
-from orca_jax.request.request import Request
+from orca_jax.request.request import Request, begin_iteration
 from orca_jax.scheduling.engine_protocol import Iteration, never
 from orca_jax.scheduling.kv_manager import round_up
 
@@ -70,8 +70,7 @@ def inject(shared: SharedEngine, trace: Trace) -> float:
             rows = [(request, request.n_to_compute) for request in batch]
             in_flight.append(engine.issue(rows))
             n_left -= 1
-            for request, n_tokens in rows:
-                request.begin_iteration(n_tokens)
+            begin_iteration(rows)
             continue
         returned = engine.wait(in_flight.popleft(), never)
         assert returned is not None

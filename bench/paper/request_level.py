@@ -16,7 +16,7 @@ from enum import StrEnum
 from itertools import islice
 
 from orca_jax.iteration.row import Row
-from orca_jax.request.request import Request, RequestState
+from orca_jax.request.request import Request, RequestState, begin_iteration
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
@@ -176,9 +176,7 @@ class RequestLevelScheduler:
         self.iterations.append(RowsRecord(record.number, self.n_batches - 1, works))
         iteration = self.engine.issue(rows)
         iteration.record = record
-        iteration.partial = frozenset(
-            [i for i, (inner, n_tokens) in enumerate(rows) if not inner.begin_iteration(n_tokens)]
-        )
+        iteration.partial = frozenset(begin_iteration(rows)[0])
         for place in places:
             place.outer.n_iterations += 1
         self._in_flight.append((places, iteration))

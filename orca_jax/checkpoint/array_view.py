@@ -42,17 +42,17 @@ class ArrayView:
 
     @property
     def divisible(self) -> bool:
-        """Whether the axis that shards split, or heads are on, has several chunks."""
+        """Whether an axis that shards split, or heads are on, has several chunks."""
         chunk = self.store.chunk_layout.read_chunk.shape
-        first = next((i for i, letter in enumerate(self.form.letters) if letter[0] in "NKFV"), self.rows[0])
-        return chunk[first] < self.sizes[first]
+        split = [i for i, letter in enumerate(self.form.letters) if letter[0] in "NKFVX"] or self.rows[:1]
+        return any(chunk[i] < self.sizes[i] for i in split)
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """Yield `box` in one piece, whose row is 0. Raises CorruptFile."""
         (first, end), *inner = box
         pair = self.sizes[self.rows[-1]] if self.form.interleaved else 1
         low, high = first - first % pair, -(-end // pair) * pair
-        values = np.concatenate([self._read(rows, inner) for rows in runs(self._of(self.rows), low, high)])
+        values = np.concatenate([self.read(rows, inner) for rows in runs(self._of(self.rows), low, high)])
         if self.form.interleaved:
             values = halves(values, pair)
         yield 0, changed(values[first - low : end - low], self.form.multiply, self.form.add)
@@ -60,8 +60,8 @@ class ArrayView:
     def _of(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self.sizes[i] for i in axes)
 
-    def _read(self, rows: Box, inner: list[tuple[int, int]]) -> np.ndarray:
-        """The rows of a box of their axes, by `inner` of the columns."""
+    def read(self, rows: Box, inner: list[tuple[int, int]]) -> np.ndarray:
+        """A box of the axes that are rows, by `inner` of the columns, as stored. Raises CorruptFile."""
         parts: list[np.ndarray] = []
         for columns in runs(self._of(self.columns), *inner[0]) if inner else [()]:
             wanted = dict(zip((*self.rows, *self.columns), (*rows, *columns), strict=True))

@@ -30,7 +30,7 @@ from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.stored_name import StoredName, head_places, heads_of_tensors
 from orca_jax.families.strict_json import shown
-from orca_jax.families.trainers.array_form import axis_sizes
+from orca_jax.families.trainers.array_form import EXPERTS, LAYERS, axis_sizes
 from orca_jax.families.trainers.layouts import FORMATS, ITEMS, Format, Layout, written_names
 from orca_jax.families.trainers.orca_json import ORCA_JSON, read_description
 from orca_jax.request.tokenizer_config import MORE_TEMPLATES
@@ -88,11 +88,13 @@ def convert_checkpoint(
             place = Path(work) / target.name
             config = _config_json(directory, model)
             if arrays is not None:
-                names = arrays.contents
+                names, apart = arrays.contents, arrays.axes_apart
                 read = partial(arrays.read, reader=reader, dtypes=dtypes)
-                orbax_checkpoint.write(place / ITEMS[arrays.layout], names, read, nested=True)
+                step, _, item = ITEMS[arrays.layout].partition("/")
+                orbax_checkpoint.write(place / step, names, read, apart=apart, nested=True, item=item or None)
             elif to == "orbax":
-                orbax_checkpoint.write(place, shapes, reader.whole)
+                apart = {name: parameter.counting_axes for name, parameter in table.items()}
+                orbax_checkpoint.write(place, shapes, reader.whole, apart=apart)
             else:
                 place.mkdir()
                 family = FAMILIES[config["model_type"]]
@@ -167,6 +169,13 @@ class _Reader:
         """A checkpoint's tensor of all experts."""
         return written_experts(self.whole(name), wanted)
 
+    def of_experts(self, name: str, array: int, n_arrays: int) -> np.ndarray:
+        """Of all experts what a trainer has in one of its arrays: all, or gate or up alone."""
+        shape = self._table[name].shape
+        number, *others = _all(shape)
+        box = (number, (array, array + 1), *others[1:]) if n_arrays > 1 else (number, *others)
+        return self._counted(name, shape, box)
+
     def heads(self, name: str, tensor: int, wanted: StoredName, attention: Attention) -> np.ndarray:
         """A checkpoint's tensor with heads, made of the slices of a parameter that are in it."""
         assert wanted.heads is not None
@@ -206,6 +215,15 @@ class _TrainersArrays:
             for i, theirs in enumerate(stored.names):
                 self.contents.setdefault(theirs, []).append((name, i))
 
+    @property
+    def axes_apart(self) -> dict[str, tuple[int, ...]]:
+        """Of each array the axes of layers and of experts."""
+        forms = {theirs: self._names[name].forms[i] for theirs, ((name, i), *_) in self.contents.items()}
+        return {
+            theirs: tuple(i for i, letter in enumerate(form.letters) if letter in (LAYERS, EXPERTS))
+            for theirs, form in forms.items()
+        }
+
     def read(self, theirs: str, reader: _Reader, dtypes: dict[str, np.dtype]) -> np.ndarray:
         """A whole array, made of our weights. All of them have the dtype of the first."""
         contents = self.contents[theirs]
@@ -214,7 +232,9 @@ class _TrainersArrays:
         target = np.empty(shape, dtypes[first])
         for name, i in contents:
             stored, parameter = self._names[name], self._table[name]
-            if stored.heads is None:
+            if parameter.axes[0] == EXPERTS:
+                values = reader.of_experts(name, i, len(stored.names))
+            elif stored.heads is None:
                 n_rows = parameter.stacked_shape[0] // len(stored.names)
                 values = reader.rows(name, i * n_rows, (i + 1) * n_rows, transpose=False)
             else:

@@ -1,6 +1,7 @@
 """All experts' weights in one tensor, or packed in two, as one of ours; and ours as such a tensor.
 
-families/stored_name.py says in which form they are. Only what a shard needs is read, an expert at a time.
+families/stored_name.py says in which form they are, families/trainers/array_form.py how a trainer's arrays
+have them. Only what a shard needs is read, an expert at a time.
 """
 
 import math
@@ -10,6 +11,8 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
+from orca_jax.checkpoint.array_view import ArrayView, changed
+from orca_jax.checkpoint.orbax_boxes import runs
 from orca_jax.checkpoint.safetensors_reader import StoredTensor
 from orca_jax.checkpoint.shard_reader import Box, Parts, Stored, read_box
 from orca_jax.errors import TensorMismatch
@@ -181,3 +184,43 @@ class ExpertView:
             if self.alternating:
                 values = values.reshape(-1, 2, *values.shape[1:]).swapaxes(0, 1)[slice(*kinds)]
             yield x - first, values[None]
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """A weight [X, 2, F, H], [X, 2, F], [X, H, F] or [X, H] of a trainer's arrays, all experts in each.
+
+    `views` has an array for gate and one for up, or the only one; the experts are the first of its axes that
+    are rows. The rows of the weight, as of other tensors, are its leading axes taken as one.
+    """
+
+    views: tuple[ArrayView, ...]
+
+    def __str__(self) -> str:
+        return str(self.views[0])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        n_rows, *columns = self.views[0].shape
+        return (len(self.views) * n_rows, *columns)
+
+    @property
+    def element(self) -> np.dtype:
+        elements = {view.element for view in self.views}
+        return elements.pop() if len(elements) == 1 else np.dtype(np.float32)
+
+    @property
+    def divisible(self) -> bool:
+        return all(view.divisible for view in self.views)
+
+    def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
+        """The part `box`, an expert's rows of one array at a time. Raises CorruptFile."""
+        (first, end), *columns = box
+        number, each = (self.views[0].sizes[i] for i in self.views[0].rows)
+        row = 0
+        for experts, arrays, rows in runs((number, len(self.views), each), first, end):
+            for x in range(*experts):
+                for view in self.views[slice(*arrays)]:
+                    values = view.read(((x, x + 1), rows), columns)
+                    yield row, changed(values, view.form.multiply, view.form.add)
+                    row += len(values)

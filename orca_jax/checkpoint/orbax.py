@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from orca_jax.checkpoint.array_view import ArrayView, view
+from orca_jax.checkpoint.expert_view import StackedExperts
 from orca_jax.checkpoint.head_view import HeadView, stored_shapes
 from orca_jax.checkpoint.orbax_boxes import OrbaxArray
 from orca_jax.checkpoint.shard_reader import Parts
@@ -26,7 +27,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, in_layers, parameter_table
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.strict_json import read_object, shown
-from orca_jax.families.trainers.array_form import LAYERS, ArrayForm, axis_sizes
+from orca_jax.families.trainers.array_form import EXPERTS, LAYERS, ArrayForm, axis_sizes
 from orca_jax.families.trainers.layouts import detect
 from orca_jax.families.trainers.orca_json import (
     ORCA_JSON,
@@ -82,16 +83,16 @@ def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, 
         parameter, wanted = table[name], names[name]
         attention = description.model.attention
         shapes = stored_shapes(parameter, wanted, attention)
-        arrays = (
-            tuple(
-                _of_form(description, name, parameter, form, stored, opened[stored])
-                for stored, form in zip(wanted.names, wanted.forms, strict=True)
-            )
-            if wanted.forms
-            else tuple(
-                _as_matrix(description, name, unrepeated[name], wanted, stored, opened[stored], shape)
-                for stored, shape in zip(wanted.names, shapes, strict=True)
-            )
+        views = tuple(
+            _of_form(description, name, parameter, form, stored, opened[stored])
+            for stored, form in zip(wanted.names, wanted.forms, strict=False)  # without forms none
+        )
+        if views and parameter.axes[0] == EXPERTS:
+            parts[name] = Parts((StackedExperts(views),))
+            continue
+        arrays = views or tuple(
+            _as_matrix(description, name, unrepeated[name], wanted, stored, opened[stored], shape)
+            for stored, shape in zip(wanted.names, shapes, strict=True)
         )
         if wanted.heads is None:
             parts[name] = Parts(arrays, wanted.transpose and len(arrays[0].shape) == 2)
@@ -121,10 +122,10 @@ def _is_stack(wanted: StoredName) -> bool:
 
 
 def _bytes_at_once(description: Description) -> int:
-    """The bytes of the arrays of several layers that one kind of weight needs, at 4 for an element."""
+    """The bytes of the arrays of several layers or experts that a weight needs, at 4 for an element."""
     most = 0
     for name, wanted in (description.names or {}).items():
-        if _is_stack(wanted):
+        if _is_stack(wanted) or any(EXPERTS in form.letters for form in wanted.forms):
             sizes = axis_sizes(description.model, name)
             most = max(most, sum(4 * math.prod(form.shape(sizes)) for form in wanted.forms))
     return most
@@ -269,11 +270,9 @@ def _merged(found: tuple[int, ...], expected: tuple[int, ...]) -> tuple[tuple[in
     return None
 
 
-def write(
-    directory: Path, names: Iterable[str], read: Callable[[str], np.ndarray], *, nested: bool = False
-) -> None:
-    """Write a checkpoint that Orbax can restore; see orbax_store.write."""
-    _library().write(directory, names, read, nested=nested)
+def write(directory: Path, names: Iterable[str], read: Callable[[str], np.ndarray], **options: Any) -> None:
+    """Write a checkpoint that Orbax can restore; `options` are those of orbax_store.write."""
+    _library().write(directory, names, read, **options)
 
 
 def _library() -> ModuleType:

@@ -6,7 +6,9 @@ so serving from safetensors loads neither library.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -104,6 +106,7 @@ class _Unread:
     """An array to read just before it is written."""
 
     read: Callable[[], np.ndarray]
+    apart: tuple[int, ...]
 
 
 class _WriteOneByOne(ocp.type_handlers.NumpyHandler):
@@ -116,39 +119,49 @@ class _WriteOneByOne(ocp.type_handlers.NumpyHandler):
         self, values: Sequence[Any], infos: Sequence[Location], args: Sequence[ocp.SaveArgs] | None = None
     ) -> Sequence[Any]:
         for value, info in zip(values, infos, strict=True):
-            await self._write(value.read(), info)
+            await self._write(value, info)
         return []
 
-    async def _write(self, array: np.ndarray, info: Location) -> None:
-        # Queries, keys and values get separate chunks: a device's shard has a part of each.
-        axes = (0,) if array.ndim == 3 else ()
-        chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=axes)
-        for written in await super().serialize([array], [info], [chunks]):
+    async def _write(self, value: _Unread, info: Location) -> None:
+        chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=value.apart)
+        for written in await super().serialize([value.read()], [info], [chunks]):
             written.result(timeout=_SECONDS)
 
 
 def write(
-    directory: Path, names: Iterable[str], read: Callable[[str], np.ndarray], *, nested: bool = False
+    directory: Path,
+    names: Iterable[str],
+    read: Callable[[str], np.ndarray],
+    *,
+    apart: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    nested: bool = False,
+    item: str | None = None,
 ) -> None:
     """Write a checkpoint of named arrays, one at a time; `read(name)` is called just before its write.
 
-    `directory` must not exist. With `nested` a name is a path of keys with dots between. Raises
+    `directory` must not exist. Each index of the axes in `apart` gets chunks of its own: of queries, keys and
+    values, for instance, a device's shard has a part of each. With `nested` a name is a path of keys with
+    dots between. With `item` the directory is a step, and the arrays are that item of it. Raises
     CheckpointError, including those of `read`.
     """
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ocp.type_handlers.ArrayHandler()), (_Unread, _WriteOneByOne())
     )
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    handler: Any = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     tree: dict[str, Any] = {}
     for name in names:
         *path, last = name.split(".") if nested else [name]
         node = tree
         for key in path:
             node = node.setdefault(key, {})
-        node[last] = _Unread(lambda name=name: read(name))
+        node[last] = _Unread(partial(read, name), apart.get(name, ()))
     try:
+        args: Any = ocp.args.PyTreeSave(tree)
+        if item is not None:
+            handler = ocp.CompositeCheckpointHandler(**{item: handler})
+            args = ocp.args.Composite(**{item: args})
         with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(tree))
+            checkpointer.save(directory.absolute(), args=args)
     except CheckpointError:
         raise
     except Exception as error:  # ValueError, OSError and others, depending on the failure

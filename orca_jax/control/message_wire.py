@@ -75,7 +75,7 @@ def encode_message(message: ControlMessage, shape: EngineShape) -> worker_pb2.It
     )
     integers = b"".join([column.astype("<i4", copy=False).tobytes() for column in columns])
     flags = message.initiation * np.uint8(_INITIATION) + message.token_on_device * np.uint8(_ON_DEVICE)
-    blocks = message.block_table[_in_use(message.kv_length, shape.max_blocks, shape)]
+    blocks = message.block_table[_in_use(message.kv_length, message.block_table.shape[1], shape)]
     encoder = message.encoder
     return worker_pb2.Iteration(
         sampling=message.sampling.tobytes(),

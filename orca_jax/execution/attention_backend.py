@@ -13,9 +13,18 @@ import numpy as np
 from orca_jax.config import Attention
 from orca_jax.cudnn import paged_attention as cudnn
 from orca_jax.errors import ConfigError
-from orca_jax.execution.attention_paths import AttentionPath, Cudnn, Kernel, Native, PureJax
+from orca_jax.execution.attention_paths import (
+    AttentionPath,
+    Cudnn,
+    Kernel,
+    LatentByRow,
+    Native,
+    PureJax,
+)
+from orca_jax.families.attention_config import Latent
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.kv_cache import dtype_on_cpu
+from orca_jax.native import plain_latent
 from orca_jax.native import split_attention as native
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.pallas.kernel_shape import unsupported
@@ -138,7 +147,7 @@ def choose_attention(
     heads = (config.head_size, n_heads, n_kv_heads)
     windows = tuple(dict.fromkeys(layer.attention.scores.window for layer in config.layers))
     sizes = (*heads, block_size, np.dtype(dtype).name, deterministic)
-    model = _OnDevice(device, *sizes, features_of(config), windows, config.attention.value_part)
+    model = _OnDevice(device, *sizes, features_of(config), windows, config.attention.latent)
     reasons: list[str] = []
     for kind in (forced,) if forced is not None else _preferred(device):
         reason = model.against(kind)
@@ -177,14 +186,19 @@ class _OnDevice(NamedTuple):
     deterministic: bool
     features: tuple[Feature, ...]
     windows: tuple[int | None, ...]  # of the layers, each once
-    value_part: int | None = None  # elements of a key that are its value
+    latent: Latent | None = None
+
+    @property
+    def value_part(self) -> int | None:
+        """Elements of a key that are its value."""
+        return None if self.latent is None else self.latent.rank
 
     def path(self, kind: Attention) -> tuple[AttentionPath, str]:
         """The path of a kind that can run, and its description."""
         if kind == "native":
-            return Native(), "native split attention"
+            return self._in_both_forms(Native(), "native split attention")
         if kind == "follow_lengths":
-            return PureJax(follow_lengths=True), _FOLLOWING
+            return self._in_both_forms(PureJax(follow_lengths=True), _FOLLOWING)
         if kind == "static":
             return PureJax(follow_lengths=False), _STATIC
         if kind == "cudnn":
@@ -196,6 +210,26 @@ class _OnDevice(NamedTuple):
         if kind == "kernel":
             return kernel, "split-attention kernel"
         return replace(kernel, n_cores=1, interpret=True), "split-attention kernel, interpreted"
+
+    def _in_both_forms(self, path: PureJax | Native, description: str) -> tuple[AttentionPath, str]:
+        """The path and its description; of latent attention the plain form is beside the absorbed one.
+
+        With --deterministic there is one form: a row's depends on how many of its tokens come at once, as
+        when a request resumes. Nor are there two with static shapes: a program would compute both for all.
+        """
+        if self.latent is None or self.deterministic:
+            return path, description
+        in_c = isinstance(path, Native) and self._has_plain_in_c(self.latent)
+        return LatentByRow(path, self.latent, in_c), f"{description}, prompts in the plain form"
+
+    def _has_plain_in_c(self, own: Latent) -> bool:
+        sizes = {name: getattr(own, name) for name in ("rank", "rotary_size", "plain_size", "value_size")}
+        if plain_latent.unsupported(self.dtype, **sizes) is not None:
+            return False
+        try:
+            return bool(plain_latent.plain_latent_target(self.dtype, self.dtype))
+        except NotBuilt:
+            return False
 
     def against(self, kind: Attention) -> str | None:
         """Why a kind cannot run, as a clause; None if it can."""

@@ -5,11 +5,12 @@ iteration, and passes it as words after the flat batch's buffer.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -17,14 +18,19 @@ from orca_jax.cudnn import split_attention as by_cudnn
 from orca_jax.cudnn.paged_attention import paged_attention
 from orca_jax.cudnn.tiles import TilePlan, tile_words
 from orca_jax.families.attention_config import Attention as AttentionConfig
+from orca_jax.families.attention_config import Latent
 from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout
 from orca_jax.model import attention as pure_jax
 from orca_jax.model.block import Attend
 from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.latent import ByRow, plain_attention
+from orca_jax.native.plain_latent import native_plain_latent
 from orca_jax.native.split_attention import native_split_attention
 from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.work_list.bounds import Plan
 from orca_jax.pallas.work_list.work_items import work_items
+
+SLAB = 64  # tokens in the absorbed form at a time, at least, beside rows in the plain one
 
 Numbers = jax.Array | None  # what is added to the scores, or sinks, in a form that `Attend` describes
 
@@ -121,6 +127,54 @@ class Native:
             )
 
         return attend
+
+
+@dataclass(frozen=True, slots=True)
+class LatentByRow:
+    """Latent attention that is in the plain form in rows where that is less work: in C, or in pure JAX.
+
+    The other rows' is `absorbed`. So is all that of programs that decode may fill, with a token for each row.
+    """
+
+    absorbed: PureJax | Native
+    latent: Latent
+    in_c: bool
+
+    def n_words(self, layout: FlatLayout) -> int:
+        """0, as of both forms."""
+        return 0
+
+    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
+        some = self.latent.is_plain(layout.n_tokens, layout.n_tokens)  # a whole prompt; else no row is
+        if not some or layout.n_tokens == layout.n_rows:
+            return self.absorbed.bind(layout, batch, words)
+        n_new = jnp.diff(batch.row_start)
+        is_plain = self.latent.is_plain(n_new, batch.kv_length)
+        of_plain = jnp.where(is_plain, batch.kv_length, 0)
+        # The other rows' tokens, one after the other, are cut into slabs.
+        size = min(layout.n_tokens, max(layout.n_rows, SLAB))
+        n_others = jnp.where(is_plain, 0, n_new)
+        ends = jnp.cumsum(n_others)
+
+        def slab(i: jax.Array) -> tuple[jax.Array, Attend]:
+            place, first = i * size + jnp.arange(size, dtype=jnp.int32), i * size
+            row = jnp.searchsorted(ends, place, side="right")
+            token = (batch.row_start[1:] - ends).at[row].get(mode="clip") + place
+            end = jnp.clip(ends - first, 0, size)
+            start = jnp.concatenate([jnp.zeros(1, jnp.int32), end])
+            later = ends - jnp.minimum(ends, first + size)  # of a row's tokens
+            there = jnp.where(jnp.diff(start) > 0, batch.kv_length - later, 0)
+            own = batch._replace(row_start=start, kv_length=there)
+            attend = self.absorbed.bind(replace(layout, n_tokens=size), own, words)
+            return jnp.where(place < ends[-1], token, layout.n_tokens), attend
+
+        def plain(q: jax.Array, cache: LayerCache, makes: jax.Array, own: AttentionConfig) -> jax.Array:
+            rows = (makes, batch.block_table, batch.row_start, of_plain)
+            if self.in_c:
+                return native_plain_latent(q, cache.keys, *rows, scale=own.scale)
+            return plain_attention(q, cache, *rows, scale=own.scale)
+
+        return ByRow(self.absorbed.bind(layout, batch, words), plain, slab, -(-ends[-1] // size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,7 +233,7 @@ class Worker:
         scored: dict[int, list[tuple[jax.Array, int]]] = {int(i): [] for i in asked}
         if not scored:
             return scored
-        for place, at, flat in scored_parts(message):
+        for place, at, flat in scored_parts(message, self._shape.max_blocks):
             part = self._past_last_layer(self.stage.score, hidden, at, flat)
             scored[place].append((part, flat.n_tokens))
         return scored

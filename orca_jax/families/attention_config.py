@@ -104,6 +104,8 @@ class Scores:
             raise ConfigError("a relative bias beside ALiBi or a soft cap is not supported")
 
 
+FEWEST_PLAIN = 32  # tokens of a row for which the plain form of latent attention was seen to be faster
+
 _LATENT_NORM = Norm(kind="rms_norm", eps=1e-6)
 
 
@@ -140,6 +142,21 @@ class Latent:
     def query_size(self) -> int:
         """Elements of each head's query, and of its key."""
         return self.plain_size + self.rotary_size
+
+    def is_plain(self, n_tokens: Any, kv_length: Any) -> Any:
+        """Whether a row takes the plain form: `n_tokens` new ones, the last of its `kv_length`.
+
+        Numbers, or int32 arrays of rows. In the plain form a head's keys and values are made of what is
+        compressed once for each of `kv_length`. In the absorbed form what makes them is multiplied with each
+        new token's query and result, and a pair of a query and a key takes more operations.
+        """
+        made = float(
+            self.rank * (self.plain_size + self.value_size)
+        )  # products of a token with what makes both
+        saved = float(2 * self.rank - self.plain_size - self.value_size)  # products of a pair
+        n_seen = kv_length - (n_tokens - 1) / 2  # keys, by a query on average
+        fewer = n_tokens * n_seen * saved > (kv_length - n_tokens) * made
+        return (n_tokens >= FEWEST_PLAIN) & fewer
 
 
 def latent_attention(latent: Latent, *, n_heads: int, rotary: Rotary, **other: Any) -> "Attention":

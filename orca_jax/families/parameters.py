@@ -96,6 +96,11 @@ class Parameter:
         return np.dtype(np.uint8 if self.packed else np.float32 if self.exact else dtype)
 
     @property
+    def counting_axes(self) -> tuple[int, ...]:
+        """Which axes count matrices or vectors: "G+2", "X", "2"."""
+        return tuple(i for i, axis in enumerate(self.axes) if _COUNT.fullmatch(axis))
+
+    @property
     def stacked_shape(self) -> tuple[int, ...]:
         """The shape with a counting axis ("G+2") and the next one taken as one: [n] or [rows, columns]."""
         return self._stacked(self.shape)

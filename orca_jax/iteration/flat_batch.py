@@ -48,37 +48,31 @@ class FlatArrays(NamedTuple):
 
 
 class SamplerArrays(NamedTuple):
-    """The sampler's inputs, `[R]` int32 each; from `temperature` on, the bits of float32.
+    """The sampler's inputs, `[R]` int32 each; from `temperature` to `presence`, the bits of float32.
 
     `adjusted` is 0 for a row without biases and penalties, 1 in its initiation, and 2 in an increment, where
-    the token of the previous iteration must still be counted.
+    the token of the previous iteration must still be counted. From `seed_low` on they are the first words of
+    message.SAMPLING in their order, so that one copy lays them out.
     """
 
     row: Any  # index in last_token to store the next token at; n_rows (out of range) if none is sampled
     given: Any  # the token whose log-probabilities are wanted if none is sampled; SAMPLED otherwise
-    top_k: Any
     token_index: Any
-    seed_low: Any
-    seed_high: Any
     adjusted: Any
     n_top: Any  # of how many of the most likely log-probabilities are wanted beside the token's; -1: of none
+    seed_low: Any
+    seed_high: Any
     temperature: Any
     top_p: Any
     min_p: Any
     repetition: Any
     frequency: Any
     presence: Any
+    top_k: Any
 
 
-# The float fields of SamplerArrays, with their names in message.SAMPLING.
-_FLOAT_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition": "repetition_penalty",
-    "frequency": "frequency_penalty",
-    "presence": "presence_penalty",
-}
+_N_OWN = SamplerArrays._fields.index("seed_low")  # those that are not words of SAMPLING
+_N_COPIED = len(SamplerArrays._fields) - _N_OWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +103,7 @@ class FlatLayout:
     @property
     def size(self) -> int:
         """The buffer's size in 32-bit words, a multiple of 64."""
-        start, n_words, _ = _places(self)[-1]
-        return start + aligned(n_words)
+        return aligned(_places(self)[-1][0].stop)
 
     @property
     def last_tokens(self) -> "FlatLayout | None":
@@ -123,20 +116,20 @@ class FlatLayout:
         They are views of a NumPy buffer, or traced slices of a traced one.
         """
         parts: list[Any] = []
-        for start, n_words, shape in _places(self):
-            part = buffer[start : start + n_words]
+        for words, shape in _places(self):
+            part = buffer[words]
             parts.append(part if len(shape) == 1 else part.reshape(shape))
         return FlatArrays(*parts)
 
 
 @lru_cache(maxsize=256)  # of the buckets of a few engines
-def _places(layout: FlatLayout) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """For each part of the buffer its first word, its number of words, and its shape."""
-    places: list[tuple[int, int, tuple[int, ...]]] = []
+def _places(layout: FlatLayout) -> tuple[tuple[slice, tuple[int, ...]], ...]:
+    """The words of each part of the buffer, and its shape."""
+    places: list[tuple[slice, tuple[int, ...]]] = []
     start = 0
     for shape in layout.shapes:
         n_words = math.prod(shape)
-        places.append((start, n_words, shape))
+        places.append((slice(start, start + n_words), shape))
         start += aligned(n_words)
     return tuple(places)
 
@@ -179,66 +172,71 @@ class FlatBatch:
 
 def token_programs(sampling: npt.NDArray[np.void]) -> TokenPrograms:
     """The programs that these rows need, SAMPLING [R]."""
-    flags = int(np.bitwise_or.reduce(sampling["flags"]))
+    flags = sampling["flags"]
+    flags = int(np.bitwise_or.reduce(flags)) if np.count_nonzero(flags) else 0  # mostly there is none
     return TokenPrograms(
         sampler_for(sampling),
         adjust=bool(flags & ADJUSTED),
         allow=bool(flags & CONSTRAINED),
-        logprobs=bool((sampling["logprobs"] >= 0).any()),
+        logprobs=bool(np.count_nonzero(sampling["logprobs"] >= 0)),
     )
 
 
 def sampler_for(sampling: npt.NDArray[np.void]) -> Sampler:
     """The cheapest sampler that serves all these rows, SAMPLING [R]."""
     sampled = sampling["temperature"] > 0
-    if not sampled.any():
+    if not np.count_nonzero(sampled):  # half as long as `any`
         return "greedy"
     cut = (sampling["top_k"] > 0) | (sampling["top_p"] < 1)
-    return "full" if (cut & sampled).any() else "plain"
+    return "full" if np.count_nonzero(cut & sampled) else "plain"
 
 
 def flat_batch(
-    message: ControlMessage, *, bucket: int, max_bs: int, block_size: int, n_slots: int, n_rows: int
+    message: ControlMessage,
+    *,
+    bucket: int,
+    max_bs: int,
+    block_size: int,
+    n_slots: int,
+    n_rows: int,
+    max_blocks: int | None = None,
 ) -> FlatBatch:
     """Lay out the requests of `message` in a new buffer of `bucket` tokens and min(bucket, max_bs) rows.
 
     Rows are in batch order, each with its tokens contiguous. `n_slots` is the number of slots in whole
     blocks, and serves as the slot of padding tokens: it is out of range, so their writes are dropped.
     Likewise `n_rows`, the size of `last_token`, is the row of padding rows. Padding tokens have id 0 and
-    position 0; padding rows have no tokens, kv_length 0, temperature 0 and top_p 1.
+    position 0; padding rows have no tokens, kv_length 0, temperature 0 and top_p 1. Each row of the block
+    table has `max_blocks` blocks; None: as many as in the message.
     """
-    real_rows, max_blocks = message.block_table.shape
+    real_rows, n_blocks = message.block_table.shape
     real_tokens = message.token_ids.shape[0]
     encoder = message.encoder
     max_encoder_blocks = 0 if encoder is None else encoder.block_table.shape[1]
-    layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks, max_encoder_blocks)
+    layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks or n_blocks, max_encoder_blocks)
     assert real_rows <= layout.n_rows and real_tokens <= bucket, f"{real_rows} rows, {real_tokens} tokens"
-    buffer, arrays = _padding(layout, n_slots=n_slots, n_rows=n_rows)
+    buffer, arrays = _padding(layout, real_tokens, real_rows, n_slots=n_slots, n_rows=n_rows)
 
     # Per row.
     row_start = arrays.row_start
-    np.cumsum(message.input_length, out=row_start[1 : real_rows + 1])
+    row_start[1 : real_rows + 1] = np.add.accumulate(message.input_length, dtype=np.int32)
     row_start[real_rows + 1 :] = real_tokens
     arrays.kv_length[:real_rows] = message.kv_length
-    arrays.block_table[:real_rows] = message.block_table
+    arrays.block_table[:real_rows, :n_blocks] = message.block_table
     if encoder is not None:
         arrays.encoder_length[:real_rows] = encoder.length
         arrays.encoder_table[:real_rows] = encoder.block_table
-    sampling, sampler = message.sampling, SamplerArrays(*arrays.sampler)
-    seed = sampling["seed"]
-    sampler.row[:real_rows] = np.where(message.samples, message.row, n_rows)
-    sampler.given[:real_rows] = message.next_token
-    sampler.token_index[:real_rows] = message.token_index
-    sampler.top_k[:real_rows] = sampling["top_k"]
-    sampler.seed_low[:real_rows] = (seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
-    sampler.seed_high[:real_rows] = seed >> 32
-    sampler.n_top[:real_rows] = sampling["logprobs"]
-    programs = token_programs(sampling)
+    stored_at, given, token_index, adjusted, n_top = arrays.sampler[:_N_OWN, :real_rows]
+    given[:] = message.next_token
+    stored_at[:] = message.row
+    stored_at[given != SAMPLED] = n_rows
+    token_index[:] = message.token_index
+    n_top[:] = message.sampling["logprobs"]
+    arrays.sampler[_N_OWN:, :real_rows] = _copied_words(message.sampling)
+    programs = token_programs(message.sampling)
     if programs.adjust:
-        adjusted = (sampling["flags"] & ADJUSTED) > 0
-        sampler.adjusted[:real_rows] = np.where(message.initiation, 1, 2) * adjusted
-    for name, source in _FLOAT_FIELDS.items():
-        getattr(sampler, name).view(np.float32)[:real_rows] = sampling[source]
+        has_changes = (message.sampling["flags"] & ADJUSTED) > 0
+        adjusted[:] = np.where(message.initiation, 1, 2) * has_changes
 
     # Per token. If all rows are increments, each is one token, so no map from token to row is needed.
     kv_length, row, take_last = message.kv_length, message.row, message.token_on_device
@@ -246,16 +244,15 @@ def flat_batch(
         owner = np.arange(real_rows, dtype=np.intp)
         positions = kv_length - 1
     else:
-        owner = np.repeat(np.arange(real_rows, dtype=np.intp), message.input_length)
+        owner = np.arange(real_rows, dtype=np.intp).repeat(message.input_length)
         # Index + shift is position: a row's last token has index row_end - 1 and position kv_length - 1.
         shift = kv_length - row_start[1 : real_rows + 1]
-        positions = np.arange(real_tokens, dtype=np.int32) + shift[owner]
-        row, take_last = row[owner], take_last[owner]
+        positions = np.arange(real_tokens, dtype=np.int32) + shift.take(owner)
+        row, take_last = row.take(owner), take_last.take(owner)
     arrays.token_ids[:real_tokens] = message.token_ids
     arrays.positions[:real_tokens] = positions
-    arrays.slot_of_token[:real_tokens] = (
-        message.block_table[owner, positions // block_size] * block_size + positions % block_size
-    )
+    place = positions // block_size
+    arrays.slot_of_token[:real_tokens] = (message.block_table[owner, place] - place) * block_size + positions
     arrays.take_last[:real_tokens] = take_last
     arrays.last_row[:real_tokens] = row * take_last  # 0 where unused, which is in range
     return FlatBatch(layout, buffer, arrays, real_tokens, real_rows, programs)
@@ -274,7 +271,7 @@ def encoder_batch(
     n_rows_here, n_tokens = len(length), len(token_ids)
     layout = FlatLayout(bucket, min(bucket, max_bs), table.shape[1])
     assert n_rows_here <= layout.n_rows and n_tokens <= bucket, f"{n_rows_here} rows, {n_tokens} tokens"
-    buffer, arrays = _padding(layout, n_slots=n_slots, n_rows=n_rows)
+    buffer, arrays = _padding(layout, n_tokens, 0, n_slots=n_slots, n_rows=n_rows)
     np.cumsum(length, out=arrays.row_start[1 : n_rows_here + 1])
     arrays.row_start[n_rows_here + 1 :] = n_tokens
     arrays.kv_length[:n_rows_here] = length
@@ -289,17 +286,25 @@ def encoder_batch(
     return FlatBatch(layout, buffer, arrays, n_tokens, n_rows_here, TokenPrograms())
 
 
-def _padding(layout: FlatLayout, *, n_slots: int, n_rows: int) -> tuple[npt.NDArray[np.int32], FlatArrays]:
-    """A buffer of padding tokens and rows, and its parts."""
+def _copied_words(sampling: npt.NDArray[np.void]) -> npt.NDArray[np.int32]:
+    """A view of the first words of SAMPLING [R], as the last SamplerArrays have them: [_N_COPIED, R]."""
+    return np.ndarray((_N_COPIED, len(sampling)), np.int32, sampling, strides=(4, sampling.itemsize))
+
+
+def _padding(
+    layout: FlatLayout, real_tokens: int, real_rows: int, *, n_slots: int, n_rows: int
+) -> tuple[npt.NDArray[np.int32], FlatArrays]:
+    """A buffer with padding behind this many tokens and the sampler's rows, which are 0; and its parts."""
     buffer = np.zeros(layout.size, np.int32)
     arrays = layout.split(buffer)
-    arrays.slot_of_token.fill(n_slots)
-    sampler = SamplerArrays(*arrays.sampler)
-    sampler.row.fill(n_rows)
-    sampler.given.fill(SAMPLED)
-    sampler.n_top.fill(-1)
-    sampler.top_p.view(np.float32).fill(1)
-    sampler.repetition.view(np.float32).fill(1)
+    arrays.slot_of_token[real_tokens:] = n_slots
+    if real_rows < layout.n_rows:
+        sampler = SamplerArrays(*arrays.sampler[:, real_rows:])
+        sampler.row.fill(n_rows)
+        sampler.given.fill(SAMPLED)
+        sampler.n_top.fill(-1)
+        sampler.top_p.view(np.float32).fill(1)
+        sampler.repetition.view(np.float32).fill(1)
     return buffer, arrays
 
 
@@ -346,6 +351,7 @@ class BatchSizes:
             block_size=shape.block_size,
             n_slots=shape.n_slots,
             n_rows=shape.n_rows,
+            max_blocks=shape.max_blocks,
         )
         if shape.deterministic and flat.programs.sampler != "greedy":
             flat = replace(flat, programs=replace(flat.programs, sampler="full"))

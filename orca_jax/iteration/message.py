@@ -25,6 +25,7 @@ POOLED = POOLS_LAST | POOLS_ALL
 ROUTED = 16  # wants the experts that its input tokens choose
 
 # How a row's next token is chosen; fields as in SamplingParams. -1 log-probabilities: not requested.
+# The words up to `top_k` are copied as they are into the flat batch: flat_batch.SamplerArrays ends with them.
 SAMPLING = np.dtype(
     [
         ("seed", "<i8"),
@@ -47,7 +48,8 @@ SAMPLED = -1  # as `next_token`: it is not known but sampled
 BIAS = np.dtype([("index", "<i4"), ("token_id", "<i4"), ("value", "<f4")])
 
 
-def _no_copies() -> npt.NDArray[np.int32]:
+def no_copies() -> npt.NDArray[np.int32]:
+    """Of blocks: none."""
     return np.zeros((0, 2), np.int32)
 
 
@@ -100,12 +102,12 @@ class ControlMessage:
     token_ids: npt.NDArray[np.int32]  # [sum of input_length] row by row
     earlier_ids: npt.NDArray[np.int32]  # [any number] row by row
     token_on_device: npt.NDArray[np.bool_]  # [R]
-    block_table: npt.NDArray[np.int32]  # [R, max_blocks]
+    block_table: npt.NDArray[np.int32]  # [R, at least the blocks that the longest row's `kv_length` takes]
     sampling: npt.NDArray[np.void]  # SAMPLING [R]
     bias: npt.NDArray[np.void]  # BIAS [any number]
     encoder: EncoderInputs | None = None
     # [any number, 2] blocks to copy before the iteration: from, to
-    copies: npt.NDArray[np.int32] = field(default_factory=_no_copies)
+    copies: npt.NDArray[np.int32] = field(default_factory=no_copies)
 
     @property
     def samples(self) -> npt.NDArray[np.bool_]:

@@ -85,7 +85,7 @@ def _part(message: ControlMessage, layout: FlatLayout, pieces: list[_Piece]) -> 
     np.cumsum(n_tokens, out=arrays.row_start[1 : len(rows) + 1])
     arrays.row_start[len(rows) + 1 :] = total
     arrays.kv_length[: len(rows)] = arrays.positions[arrays.row_start[1 : len(rows) + 1] - 1] + 1
-    arrays.block_table[: len(rows)] = message.block_table[rows]
+    arrays.block_table[: len(rows), : message.block_table.shape[1]] = message.block_table[rows]
     padded = np.zeros(SCORED, np.int32)
     padded[:total] = at
     return PooledPart(

@@ -28,7 +28,7 @@ def scored_layout(max_blocks: int) -> FlatLayout:
     return FlatLayout(SCORED, 1, max_blocks)
 
 
-def scored_parts(message: ControlMessage) -> Iterator[ScoredPart]:
+def scored_parts(message: ControlMessage, max_blocks: int) -> Iterator[ScoredPart]:
     """Row by row, each row's in order; none of a prompt of one token."""
     ends, n_scored = np.cumsum(message.input_length), message.n_scored
     for i in np.flatnonzero(n_scored):
@@ -39,7 +39,7 @@ def scored_parts(message: ControlMessage) -> Iterator[ScoredPart]:
         targets = np.append(message.token_ids[first + 1 : ends[i]], message.next_token[i])
         for begin in range(0, n, SCORED):
             part = slice(begin, min(begin + SCORED, n))
-            flat = _row(message.block_table[i], positions[part], targets[part])
+            flat = _row(scored_layout(max_blocks), message.block_table[i], positions[part], targets[part])
             SamplerArrays(*flat.arrays.sampler).n_top[0] = message.sampling["prompt_logprobs"][i]
             padded = np.zeros(SCORED, np.int32)
             padded[: flat.n_tokens] = at[part]
@@ -47,15 +47,18 @@ def scored_parts(message: ControlMessage) -> Iterator[ScoredPart]:
 
 
 def _row(
-    block_table: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]
+    layout: FlatLayout,
+    block_table: npt.NDArray[np.int32],
+    positions: npt.NDArray[np.int32],
+    targets: npt.NDArray[np.int32],
 ) -> FlatBatch:
     """One row's tokens at `positions`, and those after them."""
-    layout, n = scored_layout(len(block_table)), len(positions)
+    n = len(positions)
     buffer = np.zeros(layout.size, np.int32)
     arrays = layout.split(buffer)
     arrays.token_ids[:n] = targets
     arrays.positions[:n] = positions
     arrays.row_start[1] = n
     arrays.kv_length[0] = positions[-1] + 1
-    arrays.block_table[0] = block_table
+    arrays.block_table[0, : len(block_table)] = block_table
     return FlatBatch(layout, buffer, arrays, n, 1, TokenPrograms())

@@ -13,8 +13,8 @@ import numpy as np
 from orca_jax.checkpoint.array_view import changed, halves
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.parameters import Parameter
-from orca_jax.families.stored_name import HeadOrder, head_places, heads_of_tensors
-from orca_jax.families.trainers.array_form import LAYERS, ArrayForm
+from orca_jax.families.stored_name import HeadOrder, head_places, heads_of_tensors, size_of_heads
+from orca_jax.families.trainers.array_form import EXPERTS, LAYERS, ArrayForm
 from orca_jax.sharding.random_parameters import in_order_of_heads
 
 
@@ -44,13 +44,17 @@ class Recipe:
             _matrix(array, layer, form, self.parameter, dict(self.sizes))
             for array, layer, form in zip(arrays, layers, self.forms, strict=True)
         ]
+        if self.parameter.axes[0] == EXPERTS:
+            parts = [part.reshape(self.parameter.shape[0], -1, *part.shape[1:]) for part in parts]
+            return jnp.concatenate(parts, axis=1).reshape(self.parameter.shape)
         joined = jnp.concatenate(parts, axis=1 if self.parameter.takes_attention else 0)
         if self.heads is None:
             return joined.reshape(self.parameter.shape)
         first = np.cumsum([0, *heads_of_tensors(self.heads, self.attention)])
         places = head_places(self.heads, self.attention)
         order = [[first[place.tensor] + place.head for place in slice_] for slice_ in places]
-        return in_order_of_heads(joined, self.parameter, np.array(order), self.attention.head_size)
+        size = size_of_heads(self.parameter, self.attention)
+        return in_order_of_heads(joined, self.parameter, np.array(order), size)
 
 
 @dataclass(frozen=True, slots=True)

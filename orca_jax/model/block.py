@@ -209,8 +209,8 @@ class Block(nnx.Module):
             if evaluated is not None:
                 x, rotation = evaluated.of(x), Rotation(*map(evaluated.of, rotation))
                 attend, product = evaluated.attend, evaluated.product
-            attended = attend(self.latent.queries(x, rotation, product), cache, config, None, None)
-            return self.out(self.latent.values(attended), product, shard), cache
+            attended = self.latent.attended(x, rotation, product, cache, attend)
+            return self.out(attended, product, shard), cache
         assert self.qkv is not None
         group, n_kv_heads = config.group, config.n_kv_heads // shard.n
         qkv = self.qkv(x, product)

@@ -1,18 +1,72 @@
-"""Latent attention (DeepSeek-V2, section 2.1), in the form that attends to what is compressed.
+"""Latent attention (DeepSeek-V2, section 2.1), whose cache has one compressed vector of each token.
 
-A token leaves one vector in the cache: what its key and value follow from, then the part of its key that is
-rotated. In place of every token's key, a head's query is multiplied by what makes keys (W_UK), and in place
-of every token's value, what the head attends to by what makes values (W_UV). So all heads share one K/V head,
-and nothing in the cache is ever expanded.
+A token leaves what its key and value follow from, and then the part of its key that is rotated.
+
+In the absorbed form a head's query is multiplied by what makes keys (W_UK), in place of every token's key,
+and what the head attends to by what makes values (W_UV), in place of every token's value. So all heads share
+one K/V head, and nothing in the cache is ever expanded. In the plain form a row's keys and values are made,
+some at a time, for all its queries; with many of them that is less work (`Latent.is_plain`).
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from orca_jax.families.attention_config import Attention
+from orca_jax.model.kv_cache import LayerCache, as_numbers
 from orca_jax.model.layers import Linear, Matmul, RMSNorm, Weights, linear_of
 from orca_jax.model.rotation import Rotation, rotate
+
+_NOTHING = -1e30  # the score of a key that is not there, as in attention.py
+# Of the plain form: queries of a tile, and tokens whose keys and values are made at a time.
+_QUERIES, _KEYS = 128, 256
+
+Numbers = jax.Array | None
+Absorbed = Callable[[jax.Array, LayerCache, Attention, Numbers, Numbers], jax.Array]  # an `Attend`
+
+
+class Queries(NamedTuple):
+    """The heads' queries in two parts."""
+
+    plain: jax.Array  # [T, N, P]
+    rotated: jax.Array  # [T, N, rotary size]
+
+
+class AttendPlain(Protocol):
+    """Attention in the plain form with this iteration's tables bound."""
+
+    def __call__(
+        self, q: jax.Array, cache: LayerCache, makes: jax.Array, attention: Attention, /
+    ) -> jax.Array:
+        """q [T, N, P + rotary size] to [T, N, W]; `makes` [N, P + W, C] gives a head's keys and its values.
+
+        Tokens of rows in the absorbed form get zeros.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ByRow:
+    """Attention of an iteration whose rows take either form.
+
+    `slab` gives some tokens of rows in the absorbed form, [S] int32 with T after the last of all, and their
+    `Attend`; there are `n_slabs` []. As an `Attend` itself it gives tokens of any row theirs.
+    """
+
+    absorbed: Absorbed
+    plain: AttendPlain
+    slab: Callable[[jax.Array], tuple[jax.Array, Absorbed]]
+    n_slabs: jax.Array
+
+    def __call__(
+        self, q: jax.Array, cache: LayerCache, attention: Attention, bias: Numbers, sinks: Numbers, /
+    ) -> jax.Array:
+        return self.absorbed(q, cache, attention, bias, sinks)
 
 
 class LatentProjections(nnx.Module):
@@ -20,7 +74,8 @@ class LatentProjections(nnx.Module):
 
     def __init__(self, config: Attention, p: Weights) -> None:
         assert config.latent is not None and config.rotary is not None
-        self.config, self.interleaved = config.latent, config.rotary.interleaved
+        self.attention, self.config = config, config.latent
+        self.interleaved = config.rotary.interleaved
         compressed = config.latent.query_rank is not None
         self.q_a = linear_of(p, "q_a") if compressed else None
         self.q_a_norm = _norm(config, p, "q_a_norm") if compressed else None
@@ -36,29 +91,134 @@ class LatentProjections(nnx.Module):
         turned = self._rotated(compressed[:, None, own.rank :], rotation)
         return jnp.concatenate([self.kv_a_norm(compressed[:, None, : own.rank]), turned], axis=-1)
 
-    def queries(self, x: jax.Array, rotation: Rotation, product: Matmul) -> jax.Array:
-        """The queries of x [T, H] as they meet the cache, [T, N, 1, C + rotary size]."""
+    def attended(
+        self, x: jax.Array, rotation: Rotation, product: Matmul, cache: LayerCache, attend: Absorbed | ByRow
+    ) -> jax.Array:
+        """What the heads of x [T, H] get from the cache, side by side: [T, N W]."""
+        queries = self._queries(x, rotation, product)
+        if not isinstance(attend, ByRow):
+            return self._absorbed(queries, cache, attend).reshape(len(x), -1)
+
+        def of_slab(i: jax.Array, out: jax.Array) -> jax.Array:
+            tokens, absorbed = attend.slab(i)
+            some = Queries(*(each.at[tokens].get(mode="clip") for each in queries))
+            return out.at[tokens].set(self._absorbed(some, cache, absorbed), mode="drop")
+
+        whole = jnp.concatenate(queries, axis=-1)
+        out = attend.plain(whole, cache, self._of_heads(), self.attention)
+        return lax.fori_loop(0, attend.n_slabs, of_slab, out).reshape(len(x), -1)
+
+    def _queries(self, x: jax.Array, rotation: Rotation, product: Matmul) -> Queries:
         own = self.config
         if self.q_a is not None and self.q_a_norm is not None:
             x = self.q_a_norm(self.q_a(x, product))
-        q = self.q(x, product).reshape(x.shape[0], -1, own.query_size)  # [T, N, Q]
-        makes_keys = self._of_heads()[:, : own.plain_size]  # W_UK [N, plain size, C]
-        plain = jnp.einsum("tnp,npc->tnc", q[..., : own.plain_size], makes_keys)
-        turned = self._rotated(q[..., own.plain_size :], rotation)
-        return jnp.concatenate([plain, turned], axis=-1)[:, :, None]
+        q = self.q(x, product).reshape(x.shape[0], -1, own.query_size)
+        return Queries(q[..., : own.plain_size], self._rotated(q[..., own.plain_size :], rotation))
 
-    def values(self, attended: jax.Array) -> jax.Array:
-        """What heads get from `attended` [T, N, 1, C], side by side: [T, N W]."""
-        makes_values = self._of_heads()[:, self.config.plain_size :]  # W_UV [N, W, C]
-        return jnp.einsum("tnc,nwc->tnw", attended[:, :, 0], makes_values).reshape(attended.shape[0], -1)
+    def _absorbed(self, queries: Queries, cache: LayerCache, attend: Absorbed) -> jax.Array:
+        """[T, N, W] in the absorbed form."""
+        own = self.config
+        makes_keys = self._of_heads()[:, : own.plain_size]  # W_UK [N, P, C]
+        plain = jnp.einsum("tnp,npc->tnc", queries.plain, makes_keys)
+        meeting = jnp.concatenate([plain, queries.rotated], axis=-1)[:, :, None]  # [T, N, 1, C + rotary size]
+        found = attend(meeting, cache, self.attention, None, None)  # [T, N, 1, C]
+        makes_values = self._of_heads()[:, own.plain_size :]  # W_UV [N, W, C]
+        return jnp.einsum("tnc,nwc->tnw", found[:, :, 0], makes_values)
 
     def _of_heads(self) -> jax.Array:
+        """What makes a head's keys and its values, [N, P + W, C]."""
         own = self.config
         return self.kv_b.weight[...].reshape(-1, own.plain_size + own.value_size, own.rank)
 
     def _rotated(self, x: jax.Array, rotation: Rotation) -> jax.Array:
         """x [T, n, rotary size]."""
         return rotate(x[:, None], rotation, interleaved=self.interleaved)[:, 0]
+
+
+def plain_attention(
+    q: jax.Array,
+    cache: LayerCache,
+    makes: jax.Array,
+    block_table: jax.Array,
+    row_start: jax.Array,
+    kv_length: jax.Array,
+    *,
+    scale: float,
+) -> jax.Array:
+    """Attention in the plain form, in loops that follow the real lengths.
+
+    q [T, N, P + rotary size]; makes [N, P + W, C]; block_table [R, max_blocks], row_start [R + 1] and
+    kv_length [R] int32. A row's queries are the last positions of its `kv_length`. The result [T, N, W] has
+    q's dtype, with zeros for padding tokens and for rows without a key.
+
+    Of a row some tokens' keys and values are made at a time, and all its queries meet them before the next
+    are made, a tile after the other, with a running softmax: no array is as long as the context.
+    """
+    n_tokens, n_heads, size = q.shape
+    rank, (_, _, block_size, width) = makes.shape[2], cache.keys.shape
+    n_plain = size - (width - rank)
+    n_values = makes.shape[1] - n_plain
+    n_queries = min(_QUERIES, n_tokens)
+    blocks = max(1, min(_KEYS // block_size, block_table.shape[1]))
+    n_keys = blocks * block_size
+    table = jnp.pad(block_table, ((0, 0), (0, -block_table.shape[1] % blocks)))
+    # The last tile may reach past the last token.
+    padded = jnp.pad(q.swapaxes(0, 1), ((0, 0), (0, n_queries), (0, 0)))
+    shape = (n_heads, n_tokens + n_queries)
+    start = (
+        jnp.full(shape, _NOTHING, jnp.float32),  # each query's greatest score,
+        jnp.zeros(shape, jnp.float32),  # the sum of its weights
+        jnp.zeros((*shape, n_values), jnp.float32),  # and of the values
+    )
+
+    def of_row(row: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        begin, end, length = row_start[row], row_start[row + 1], kv_length[row]
+        before = length - (end - begin)  # positions before its first query
+
+        def of_keys(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            base = i * n_keys
+            ids = lax.dynamic_slice_in_dim(table[row], i * blocks, blocks)
+            found = as_numbers(cache.keys.at[ids].get(mode="clip")).reshape(n_keys, width)
+            position = base + jnp.arange(n_keys, dtype=jnp.int32)
+            # Slots after the row's last key may hold another row's inf or NaN.
+            found = jnp.where((position < length)[:, None], found, 0)
+            made = jnp.einsum("kc,nmc->nkm", found[:, :rank], makes)
+            turned = jnp.broadcast_to(found[:, rank:], (n_heads, n_keys, width - rank))
+            keys = jnp.concatenate([made[..., :n_plain], turned], axis=-1)  # [N, keys, P + rotary size]
+            values = made[..., n_plain:]  # [N, keys, W]
+
+            def of_tile(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                first = begin + j * n_queries
+
+                def tile(of: jax.Array) -> jax.Array:
+                    return lax.dynamic_slice_in_dim(of, first, n_queries, axis=1)
+
+                top, total, sums = map(tile, carry)
+                index = j * n_queries + jnp.arange(n_queries, dtype=jnp.int32)
+                seen = (position <= before + index[:, None]) & (
+                    index[:, None] < end - begin
+                )  # [queries, keys]
+                scores = jnp.einsum("nqd,nkd->nqk", tile(padded), keys, preferred_element_type=jnp.float32)
+                scores = jnp.where(seen, scores * scale, _NOTHING)
+                new_top = jnp.maximum(top, scores.max(axis=-1))
+                # A query that sees none of these keys, perhaps of the next row, keeps what it has.
+                weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
+                shrink = jnp.exp(top - new_top)
+                weighted = jnp.einsum(
+                    "nqk,nkw->nqw", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+                )
+                new = new_top, total * shrink + weights.sum(axis=-1), sums * shrink[..., None] + weighted
+                put = lax.dynamic_update_slice_in_dim
+                return tuple(put(old, one, first, axis=1) for old, one in zip(carry, new, strict=True))
+
+            first_tile = jnp.maximum(base - before, 0) // n_queries
+            return lax.fori_loop(first_tile, -(-(end - begin) // n_queries), of_tile, carry)
+
+        return lax.fori_loop(0, -(-length // n_keys), of_keys, carry)
+
+    _, total, sums = lax.fori_loop(0, len(kv_length), of_row, start)
+    out = sums / jnp.where(total > 0, total, 1)[..., None]
+    return out[:, :n_tokens].swapaxes(0, 1).astype(q.dtype)
 
 
 def _norm(config: Attention, p: Weights, name: str) -> RMSNorm:

@@ -27,6 +27,11 @@ def attention_sizes(
     return sizes if value_size is None else sizes | {"VALUE_SIZE": value_size}
 
 
+def plain_latent_sizes(q_dtype: str, kv_dtype: str) -> dict[str, int]:
+    """The names that plain_latent.c needs."""
+    return {"Q_BITS": BITS[q_dtype], "KV_BITS": BITS[kv_dtype]}
+
+
 def build_all_ahead(
     head_size: int,
     block_size: int,
@@ -40,6 +45,8 @@ def build_all_ahead(
     if dtype not in BITS:
         return
     build_ahead("split_attention", **attention_sizes(head_size, block_size, dtype, dtype, value_size))
+    if value_size is not None and not steady:
+        build_ahead("plain_latent", **plain_latent_sizes(dtype, dtype))
     build_ahead("linear", **linear_sizes(dtype, dtype, steady))
     build_ahead("token_choice")
     if experts:

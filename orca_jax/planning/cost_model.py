@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from orca_jax.families.attention_config import Attention
+from orca_jax.families.attention_config import Attention, Latent
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.mixtures.mxfp4 import BLOCK, BLOCK_BYTES
 from orca_jax.families.model_config import ModelConfig
@@ -37,8 +37,8 @@ from orca_jax.families.parameters import (
 
 OperationKind = Literal["embed", "linear", "attention", "head", "sampler"]
 
-_CROSS_KV, _CROSS_OUT = "cross_kv.weight", "cross_out.weight"
-_OF_QUERIES = ("q.weight", "q_a.weight", "q_b.weight", "kv_b.weight")  # of latent attention
+_CROSS_KV, _CROSS_OUT, _EXPANDS = "cross_kv.weight", "cross_out.weight", "kv_b.weight"
+_OF_QUERIES = ("q.weight", "q_a.weight", "q_b.weight", _EXPANDS)  # of latent attention
 LOGIT_BYTES = 4  # logits are always float32
 
 
@@ -73,6 +73,9 @@ class IterationSums(NamedTuple):
     n_seen: int
 
 
+_NO_ROWS = IterationSums(0, 0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class IterationShape:
     """The requests of one iteration, one entry each.
@@ -95,6 +98,12 @@ class IterationShape:
     def last_tokens(self) -> "IterationShape":
         """The same requests with the last input token of each."""
         return IterationShape([1] * len(self.kv_lengths), self.kv_lengths, self.encoder_lengths)
+
+    def in_plain_form(self, latent: Latent) -> IterationSums:
+        """The sums over the requests whose latent attention takes the plain form."""
+        rows = zip(self.input_lengths, self.kv_lengths, strict=True)
+        plain = [row for row in rows if latent.is_plain(*row)]
+        return IterationShape([n for n, _ in plain], [length for _, length in plain]).sums()
 
     def crossed(self) -> IterationSums:
         """The sums for cross attention, in which every query sees all of its request's input."""
@@ -133,6 +142,7 @@ def operations(
     kv_bytes: int,
     layers: range | None = None,
     n_shards: int = 1,
+    in_both_forms: bool = False,
 ) -> list[Operation]:
     """The operations of one iteration in order, on one of the `n_shards` devices of a stage.
 
@@ -141,7 +151,8 @@ def operations(
     one that consumes its result. The embedding precedes the model's first layer; the head and the sampler
     follow its last. From the attention of that layer on there is one token a request; before it are queries,
     keys and values of all tokens, in latent attention keys and values alone. Sums without a shape do not tell
-    how long an encoder's inputs are: then cross attention reads nothing.
+    how long an encoder's inputs are: then cross attention reads nothing. `in_both_forms`: latent attention
+    is in the plain form for requests of which the shape says that it is less work, as on CPUs.
     """
     layers = range(model.n_layers) if layers is None else layers
     sums = sums_of(shape)
@@ -156,6 +167,9 @@ def operations(
         else:
             in_reach = sums._replace(n_tokens=sums.n_rows, n_seen=sums.n_keys) if last else sums
             crossed = in_reach._replace(n_keys=0, n_seen=0)
+        plain, latent = _NO_ROWS, model.attention.latent
+        if in_both_forms and latent is not None and isinstance(shape, IterationShape):
+            plain = (shape.last_tokens if last else shape).in_plain_form(latent)
         n_tokens = sums.n_tokens
         for product in products:
             if product.takes_attention:
@@ -166,9 +180,11 @@ def operations(
                     n_written=0 if product.crosses else sums.n_tokens,
                     weight_bytes=weight_bytes,
                     kv_bytes=kv_bytes,
+                    plain=plain,
                 )
                 n_tokens = in_reach.n_tokens
-            yield linear(product, in_reach.n_tokens if product.of_queries else n_tokens)
+            of_all = in_reach.n_tokens if product.of_queries else n_tokens
+            yield linear(product, of_all + (plain.n_keys - plain.n_tokens if product.expands else 0))
 
     result: list[Operation] = []
     if layers.start == 0:
@@ -213,7 +229,8 @@ def linear_operation(product: "_Product", n_tokens: int, *, weight_bytes: int) -
 class _Product(NamedTuple):
     """A linear operation on one device, or that of one expert; `n_weights` includes the bias.
 
-    What latent attention makes keys and values with multiplies queries, and what they attend to.
+    What latent attention makes keys and values with (`expands`) multiplies queries, and what they attend to,
+    or in the plain form all tokens of the context.
 
     `share` is the part of the experts that is on the device.
     """
@@ -226,6 +243,7 @@ class _Product(NamedTuple):
     experts: Experts | None = None
     share: float = 1.0
     of_queries: bool = False  # and of no other token
+    expands: bool = False
 
 
 class _StageProducts(NamedTuple):
@@ -268,7 +286,7 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
             bias = parameters.get(name.replace(".weight", ".bias"))
             if parameter.use == "linear":
                 made = product(parameter, bias, crosses=name == _CROSS_OUT)
-                found[name] = made._replace(of_queries=name in _OF_QUERIES)
+                found[name] = made._replace(of_queries=name in _OF_QUERIES, expands=name == _EXPANDS)
             elif parameter.use == "expert":
                 assert experts is not None
                 found[name] = of_expert(parameter, bias, experts)
@@ -335,17 +353,28 @@ def _n_operations(products: Sequence[_Product]) -> int:
 
 
 def attention_operation(
-    own: Attention, n_shards: int, sums: IterationSums, *, n_written: int, weight_bytes: int, kv_bytes: int
+    own: Attention,
+    n_shards: int,
+    sums: IterationSums,
+    *,
+    n_written: int,
+    weight_bytes: int,
+    kv_bytes: int,
+    plain: IterationSums = _NO_ROWS,
 ) -> Operation:
     """One layer of split attention: queries in, keys and values written, visible ones read, results out.
 
-    `sums` count the queries, and `n_written` the tokens whose keys and values are written.
+    `sums` count the queries, and `n_written` the tokens whose keys and values are written. `plain` are the
+    sums of those requests among them whose latent attention takes the plain form.
     """
     n_kv_bytes = own.cached_width // n_shards * kv_bytes * (n_written + sums.n_keys)
     around = (own.width + own.n_heads * own.value_size) // n_shards  # elements of a token: queries, results
-    n_bytes = n_kv_bytes + sums.n_tokens * around * weight_bytes
+    saved = 0  # of these elements in the plain form
+    if own.latent is not None:
+        saved = around - own.n_heads * (own.latent.query_size + own.latent.value_size) // n_shards
+    n_bytes = n_kv_bytes + (sums.n_tokens * around - plain.n_tokens * saved) * weight_bytes
     # 2 operations per element for a query and a key, 2 more for a weight and a value.
-    return Operation("attention", n_bytes, 2 * around * sums.n_seen)
+    return Operation("attention", n_bytes, 2 * (around * sums.n_seen - saved * plain.n_seen))
 
 
 def floor(operations: Iterable[Operation], device: Device) -> float:

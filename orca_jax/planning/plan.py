@@ -20,12 +20,7 @@ from orca_jax.planning.expert_exchange import ExchangeRule
 from orca_jax.planning.known_devices import CPU, MEMORY_FRACTION, MODEST_KV_BYTES, KnownDevice
 from orca_jax.planning.sizes import batch_tokens, engine_shape, request_slots, serving_config
 from orca_jax.planning.stage_layers import check_split, stage_layers, tensor_degrees
-from orca_jax.planning.stage_memory import (
-    ITEMSIZE,
-    StageMemory,
-    StageRoom,
-    stage_weight_bytes,
-)
+from orca_jax.planning.stage_memory import ITEMSIZE, StageMemory, StageRoom, stage_weight_bytes
 
 MAX_BS = 4096  # ServingConfig's bound
 _MOST_STAGES = 64
@@ -233,7 +228,13 @@ def iteration_floor(target: PlanTarget, phase: Phase, batch_size: int) -> Iterat
     parts = {"bandwidth": 0.0, "matrix rate": 0.0, "links": 0.0}
     for layers in target.stages:
         stage_operations: Sequence[Operation] = operations(
-            target.model, shape, weight_bytes=size, kv_bytes=size, layers=layers, n_shards=n_shards
+            target.model,
+            shape,
+            weight_bytes=size,
+            kv_bytes=size,
+            layers=layers,
+            n_shards=n_shards,
+            in_both_forms=device.name == CPU,
         )
         shared = shared_bytes(
             target.model,
@@ -253,8 +254,7 @@ def iteration_floor(target: PlanTarget, phase: Phase, batch_size: int) -> Iterat
             shared += encoder_shared_bytes(
                 target.model, sum(reads), weight_bytes=size, layers=layers, n_shards=n_shards
             )
-        links = shared / device.ring_rate(n_shards)
-        total = links
+        total = links = shared / device.ring_rate(n_shards)
         for op in stage_operations:
             moved, computed = op.n_bytes / rates.bandwidth, op.n_flops / rates.matrix_rate
             total += max(moved, computed)

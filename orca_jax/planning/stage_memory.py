@@ -154,8 +154,17 @@ def temporary_bytes(
     encoding = encoder_layers_of(config, layers)
     every = {config.layers[i] for i in layers}
     every |= {config.encoder.layers[i] for i in encoding} if config.encoder else set()
-    per_token = max(_elements_per_token(config.hidden_size, layer, n_devices, cpu=cpu) for layer in every)
-    needed = n_tokens * itemsize * per_token + max(
+    # A CPU's programs that decode may fill have latent attention in the absorbed form alone.
+    latent = config.attention.latent if cpu and not shape.deterministic and n_tokens > n_rows else None
+    in_both_forms = latent is not None and latent.is_plain(n_tokens, n_tokens)
+
+    def elements(plain: Attention | None) -> int:
+        return max(
+            _elements_per_token(config.hidden_size, each, n_devices, cpu=cpu, plain=plain) for each in every
+        )
+
+    needed = itemsize * (n_tokens * elements(attention if in_both_forms else None))
+    needed = max(needed, itemsize * n_rows * elements(None)) + max(
         _unpacked_bytes(config.hidden_size, layer, n_devices, itemsize, cpu=cpu) for layer in every
     )
     if attention == "cudnn" and shape.deterministic:
@@ -179,12 +188,22 @@ def temporary_bytes(
     return needed + result_bytes(config, layers, itemsize, n_tokens=n_tokens, n_rows=n_rows)
 
 
-def _elements_per_token(hidden: int, layer: Layer, n_devices: int, *, cpu: bool) -> int:
-    """The elements that a layer holds for each token when it holds most."""
+def _elements_per_token(
+    hidden: int, layer: Layer, n_devices: int, *, cpu: bool, plain: Attention | None
+) -> int:
+    """The elements that a layer holds for each token when it holds most.
+
+    `plain` computes the plain form of latent attention, if rows may take it.
+    """
     feed_forward = _elements_of_feed_forward(hidden, layer, n_devices, cpu=cpu)
     own, n_heads = layer.attention, layer.attention.n_heads // n_devices
     if own.latent is None:
         return feed_forward
+    if plain is not None:
+        # The heads' queries in two parts and as one, and results as often; pure JAX has sums of values too.
+        n_results = 2 if plain == "native" else 4
+        sizes = 2 * own.latent.query_size + n_results * own.latent.value_size
+        return max(feed_forward, hidden + n_heads * sizes)
     # The residual stream, queries as they meet the cache, twice, and the result. On a CPU the zeros that
     # results are written into are kept all along, as _static_attention_bytes has it of others.
     around = hidden + n_heads * (2 * own.head_size + own.latent.rank)

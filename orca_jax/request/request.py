@@ -1,5 +1,6 @@
 """A request and its states."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -26,6 +27,12 @@ class RequestState(Enum):
 
 # Module names, because accessing a member through its Enum is slow.
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
+
+_NEVER = (1 << 30) - 1  # more tokens than a request can have
+
+
+def _times() -> "array[float]":
+    return array("d")
 
 
 class FinishReason(StrEnum):
@@ -143,13 +150,18 @@ class Request:
     n_dropped: int = 0  # tokens computed before a preemption, until the request is admitted again
     block_hashes: list[bytes] | None = None  # None: not hashed yet
     n_found: int = 0
-    full_at: int = 0  # `n_computed` at which the next block can be found
+    full_at: int = _NEVER  # `n_computed` at which the next block can be found
     n_losses: int = 0
     alone_until: int = 0
     finish_reason: FinishReason | None = None
     failure: str | None = None
     weights_versions: tuple[tuple[int, int], ...] = ()
     ending: FinishReason | None = None  # asked to end (cancel, timeout); acted on by the scheduler
+    most_output: int = field(init=False)  # how many output tokens `max_tokens` leaves
+    token_times: "array[float]" = field(init=False, default_factory=_times)  # the timeline's, of each token
+
+    def __post_init__(self) -> None:
+        self.most_output = self.max_tokens - len(self.prompt_ids)
 
     @property
     def n_input(self) -> int:
@@ -197,6 +209,8 @@ class Request:
     def known_ids(self, start: int, stop: int) -> list[int]:
         """The slice `start:stop` of prompt plus output, of which all is known if it is given."""
         n, output = len(self.prompt_ids), self.given_ids or self.output_ids
+        if start >= n:
+            return [*output[start - n : stop - n]]
         return [*self.prompt_ids[start:stop], *output[max(0, start - n) : max(0, stop - n)]]
 
     def compute_again(self) -> None:
@@ -256,17 +270,6 @@ class Request:
             return self.pooled
         return self.pooled / np.float32(len(self.prompt_ids))
 
-    def begin_iteration(self, n_tokens: int) -> bool:
-        """Record an issued iteration over the next `n_tokens` tokens; returns whether it samples a token."""
-        samples = self.state is _INCREMENT or n_tokens == self.n_to_compute
-        self.n_computed += n_tokens
-        if not samples:
-            self.n_partial += 1
-        self.n_iterations += 1
-        self.n_in_flight += 1
-        self.state = _RUNNING
-        return samples
-
     def accept_candidates(self, candidates: Sequence[TokenLogprobs]) -> FinishReason | None:
         """Take the likeliest next tokens of each beam; returns the finish reason if the search is over.
 
@@ -297,7 +300,8 @@ class Request:
 
         An exception from the sink or the constraint ends only this request, with the reason `error`.
         """
-        self.output_ids.append(token_id)
+        output_ids = self.output_ids
+        output_ids.append(token_id)
         stopped = False
         try:
             if self.sink is not None:
@@ -311,6 +315,29 @@ class Request:
             return FinishReason.ERROR
         if stopped or token_id in self.end_token_ids:
             return FinishReason.STOP
-        if len(self.prompt_ids) + len(self.output_ids) >= self.max_tokens:  # n_tokens, without a call
+        if len(output_ids) >= self.most_output:
             return FinishReason.LENGTH
         return None
+
+
+def begin_iteration(rows: Sequence[tuple[Request, int]]) -> tuple[list[int], list[Request]]:
+    """Record that an iteration over these rows is issued (Algorithm 1, line 7).
+
+    Returns the places of the rows that sample no token, and the requests that have reached `full_at`. One
+    loop over all rows, because a call for each would take twice as long.
+    """
+    partial: list[int] = []
+    full: list[Request] = []
+    for i, (req, n_tokens) in enumerate(rows):
+        n_in_flight = req.n_in_flight
+        # Request.in_initiation, inlined for speed: an increment always samples.
+        if req.state is not _INCREMENT and n_in_flight == req.n_partial and n_tokens < req.n_to_compute:
+            partial.append(i)
+            req.n_partial += 1
+        req.n_iterations += 1
+        req.n_in_flight = n_in_flight + 1
+        req.state = _RUNNING
+        req.n_computed = n_computed = req.n_computed + n_tokens
+        if n_computed >= req.full_at:
+            full.append(req)
+    return partial, full

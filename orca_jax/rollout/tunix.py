@@ -28,7 +28,7 @@ from orca_jax.service.generation import GenerationResult
 class OrcaRollout(BaseRollout):
     """Samples from, and scores with, an engine that has the trainer's weights.
 
-    `rollout_actor` is the trainer's model: Tunix's Llama3, Qwen2, a dense Qwen3, Gemma, or Gemma3 for text.
+    `rollout_actor` is the trainer's model: Tunix's Llama3, Qwen2, Qwen3, Gemma, or Gemma3 for text.
     Its weights are copied to the engine now and at each `update_params`. `tokenizer` and `rollout_config` are
     Tunix's. `mesh` is not used: the engine is on the first devices of JAX, `tensor_parallel` times
     `pipeline_parallel` of them.

@@ -20,7 +20,7 @@ _KINDS = {"GLOBAL": "full_attention", "LOCAL_SLIDING": "sliding_attention"}
 def config_fields(model: Any, n_positions: int) -> dict[str, Any]:
     """The fields of config.json for a model of Tunix, of whose positions `n_positions` are used.
 
-    Raises NotSupported for a model other than Llama 3, Qwen 2, a dense Qwen 3, and Gemma for text.
+    Raises NotSupported for a model other than Llama 3, Qwen 2, Qwen 3, and Gemma for text.
     """
     # A model with adapters has a class of Qwix's, which is derived from Tunix's.
     modules = {each.__module__ for each in type(model).__mro__}
@@ -29,12 +29,12 @@ def config_fields(model: Any, n_positions: int) -> dict[str, Any]:
     config = getattr(model, "config", None)
     if (
         family is None
-        or getattr(config, "num_experts", None)
+        or (family != "qwen3" and getattr(config, "num_experts", None))
         or getattr(config, "vision_config", None) is not None
     ):
         raise NotSupported(
             f"the rollout model is {type(model).__module__}.{type(model).__name__}; it must be Tunix's "
-            "Llama3, Qwen2, a Qwen3 without experts, Gemma, or a Gemma3 without vision",
+            "Llama3, Qwen2, Qwen3, Gemma, or a Gemma3 without vision",
             param="rollout_actor",
         )
     assert config is not None
@@ -49,7 +49,7 @@ def config_fields(model: Any, n_positions: int) -> dict[str, Any]:
     }
     if family in _MODEL_TYPES:
         tied = getattr(config, "weight_tying", None)
-        return shared | {
+        fields = {
             "model_type": _MODEL_TYPES[family],
             "vocab_size": config.vocab_size,
             "rms_norm_eps": config.norm_eps,
@@ -57,6 +57,7 @@ def config_fields(model: Any, n_positions: int) -> dict[str, Any]:
             "tie_word_embeddings": bool(config.use_tied_embedding if tied is None else tied),
             "hidden_act": "silu",
         }
+        return shared | fields | _experts_fields(config)
     shared |= {
         "vocab_size": config.num_embed,
         "rms_norm_eps": _GEMMA_EPS,
@@ -66,6 +67,18 @@ def config_fields(model: Any, n_positions: int) -> dict[str, Any]:
         "layer_types": [_KINDS[layer.attn.attn_type.name] for layer in model.layers],
     }
     return shared | (_gemma3_fields(config) if family == "gemma3" else _gemma_fields(config, shared))
+
+
+def _experts_fields(config: Any) -> dict[str, Any]:
+    if not getattr(config, "num_experts", None):
+        return {}
+    return {
+        "model_type": "qwen3_moe",
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "moe_intermediate_size": config.hidden_dim,
+        "norm_topk_prob": True,
+    }
 
 
 def _gemma_fields(config: Any, shared: dict[str, Any]) -> dict[str, Any]:

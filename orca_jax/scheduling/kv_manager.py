@@ -52,7 +52,7 @@ class KVManager:
     0. The blocks of a request need not be contiguous. Free blocks and rows are stacks: the last released is
     the first reused, while it may still be in a cache. `n_reserved` `[n_rows]` counts the reservations of
     each row, which distinguishes successive requests in the same row. `slots_of` has the number of slots that
-    each row holds, 0 if it is free.
+    each row holds, 0 if it is free, and so its last entry, that of row -1.
 
     With an encoder, a row begins with `encoder_blocks` blocks for the keys and values that cross attention
     reads, at most `max_encoder_blocks` beside those of its tokens; `slots_of` does not count them.
@@ -82,15 +82,15 @@ class KVManager:
         self.namespace = namespace
         self.hash_seed = ""  # to be set before the first request
         self.max_encoder_blocks = max_encoder_blocks
+        self._most_blocks = max_blocks_per_row
         n_places = max_blocks_per_row + max_encoder_blocks
         self.block_table: npt.NDArray[np.int32] = np.zeros((n_rows, n_places), np.int32)
         self.n_reserved: npt.NDArray[np.int64] = np.zeros(n_rows, np.int64)
-        self.slots_of = [0] * n_rows
+        self.slots_of = [0] * (n_rows + 1)
         self.encoder_blocks: npt.NDArray[np.int32] = np.zeros(n_rows, np.int32)
         self.prefixes = PrefixCache() if prefix_caching else None
-        # A stack: the first `_n_free_blocks` entries are free. Block 0 starts on top and is allocated first.
-        self._free_blocks: npt.NDArray[np.int32] = np.arange(n_blocks - 1, -1, -1, dtype=np.int32)
-        self._n_free_blocks = n_blocks
+        # A stack. Block 0 starts on top and is allocated first.
+        self._free_blocks = list(range(n_blocks - 1, -1, -1))
         self._free_rows = list(range(n_rows - 1, -1, -1))
         self._n_users = [0] * n_blocks if prefix_caching else []  # requests that hold the block
         self.copies: Sequence[tuple[int, int]] = ()
@@ -102,7 +102,7 @@ class KVManager:
     @property
     def n_free_blocks(self) -> int:
         """Blocks that can be allocated: no row holds them, and none is promised to a beam search."""
-        n, prefixes = self._n_free_blocks - self._n_promised, self.prefixes
+        n, prefixes = len(self._free_blocks) - self._n_promised, self.prefixes
         return n if prefixes is None else n + prefixes.n_idle
 
     @property
@@ -162,12 +162,11 @@ class KVManager:
 
     def grow(self, row: int, n_tokens: int) -> None:
         """Allocate blocks until `row` has room for `n_tokens` tokens."""
-        n_held = self.slots_of[row] // self.block_size
-        n = self.n_blocks_for(n_tokens)
+        n_held, n = self.slots_of[row] // self.block_size, -(-n_tokens // self.block_size)
         if n <= n_held:
             return
         self._check(n_held, n)
-        first = int(self.encoder_blocks[row])
+        first = int(self.encoder_blocks[row]) if self.max_encoder_blocks else 0
         self._allocate(row, first + n_held, first + n)
         self.slots_of[row] = n * self.block_size
 
@@ -187,8 +186,7 @@ class KVManager:
     def forget(self) -> None:
         """Empty the prefix cache: the contents of all blocks are lost."""
         if self.prefixes is not None:
-            for block in self.prefixes.clear():
-                self._push(block)
+            self._free_blocks += self.prefixes.clear()
 
     # Beam searches. They are named by the row that their request was admitted to.
 
@@ -309,13 +307,17 @@ class KVManager:
 
     def _free(self, blocks: npt.NDArray[np.int32]) -> int:
         """One request less holds each of these blocks; returns how many no request holds any more."""
-        prefixes, n = self.prefixes, len(blocks)
-        if prefixes is not None:
-            return sum(self._give_up(block, prefixes) for block in blocks[::-1].tolist())
-        top = self._n_free_blocks
-        self._free_blocks[top : top + n] = blocks[::-1]
-        self._n_free_blocks = top + n
-        return n
+        last_first = blocks[::-1].tolist()
+        if self.prefixes is None:
+            self._free_blocks += last_first
+            return len(last_first)
+        unused: list[int] = []
+        for block in last_first:
+            self._n_users[block] -= 1
+            if not self._n_users[block]:
+                unused.append(block)
+        self._free_blocks += self.prefixes.release(unused)
+        return len(unused)
 
     def _end_row(self, row: int) -> None:
         self.block_table[row, : len(self.blocks_of(row))] = 0
@@ -326,8 +328,7 @@ class KVManager:
         """Whether a row of `n_held` blocks may grow to `n` blocks."""
         assert n_held < n, f"{n} blocks requested, {n_held} held"
         assert n - n_held <= self.n_free_blocks, f"{n - n_held} blocks requested, {self.n_free_blocks} free"
-        most = self.block_table.shape[1] - self.max_encoder_blocks
-        assert n <= most, f"{n} blocks requested, a row has {most}"
+        assert n <= self._most_blocks, f"{n} blocks requested, a row has {self._most_blocks}"
 
     def _start_row(self) -> int:
         assert self._free_rows, "no free row"
@@ -343,17 +344,16 @@ class KVManager:
 
     def _allocate(self, row: int, first: int, end: int) -> None:
         """Blocks for the places `first` to `end` of a row's table."""
-        n_new = end - first
-        while self._n_free_blocks < n_new:
+        free, n_new = self._free_blocks, end - first
+        while len(free) < n_new:
             assert self.prefixes is not None
-            self._push(self.prefixes.evict())
-        top = self._n_free_blocks
-        self._n_free_blocks = top - n_new
-        if n_new == 1:  # as a decode grows: without arrays it takes a third of the time
-            new = [int(self._free_blocks[top - 1])]
+            free.append(self.prefixes.evict())
+        if n_new == 1:  # as a decode grows
+            new = [free.pop()]
             self.block_table[row, first] = new[0]
         else:
-            new = self._free_blocks[top - n_new : top][::-1].tolist()
+            new = free[: -n_new - 1 : -1]
+            del free[-n_new:]
             self.block_table[row, first:end] = new
         if self.prefixes is not None:
             for block in new:
@@ -368,16 +368,3 @@ class KVManager:
             self._n_users[block] += 1
         self.block_table[row, : len(blocks)] = blocks
         self.slots_of[row] = len(blocks) * self.block_size
-
-    def _give_up(self, block: int, prefixes: PrefixCache) -> bool:
-        """One row less holds the block; whether it was the last."""
-        self._n_users[block] -= 1
-        if self._n_users[block]:
-            return False
-        if not prefixes.release(block):
-            self._push(block)
-        return True
-
-    def _push(self, block: int) -> None:
-        self._free_blocks[self._n_free_blocks] = block
-        self._n_free_blocks += 1

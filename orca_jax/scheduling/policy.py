@@ -18,7 +18,8 @@ class Choice(NamedTuple):
 
     The requests in `preempted` give up their slots first; none of them is in flight. `cached` has the blocks
     of the prefix cache that a newly admitted request begins with. `held` is the first request in the order
-    that was not chosen although it was ready, and why; None if there is none.
+    that was not chosen although it was ready, and why; None if there is none. `short` are the rows whose
+    requests need a row or blocks first, where the policy knows them; None: they are to be looked for.
     """
 
     rows: list[Row]
@@ -26,6 +27,7 @@ class Choice(NamedTuple):
     preempted: Collection[Request] = ()
     cached: Mapping[Request, list[int]] = _NONE
     held: Held | None = None
+    short: list[Row] | None = None
 
 
 def with_given(increments: list[Row], max_bs: int) -> list[Row]:
@@ -49,7 +51,7 @@ def one_phase(choice: Choice, n_rsrv: int, *, max_bs: int, initiated_last: bool)
     # Initiations may go first: the requests with increments arrived earlier and have already run.
     if initiations and not (increments and initiated_last):
         held = (increments[0][0], "phase") if increments else choice.held
-        return choice._replace(rows=initiations, held=held), True
+        return choice._replace(rows=initiations, held=held, short=None), True
     held = (initiations[0][0], "phase") if initiations else choice.held
     return Choice(with_given(increments, max_bs), n_rsrv, held=held), False
 

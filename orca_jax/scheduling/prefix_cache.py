@@ -6,9 +6,9 @@ everything before it: the hash of the previous block, down to a root that stands
 """
 
 import hashlib
-from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from struct import pack
 from typing import Protocol
 
 _Hash = bytes
@@ -25,7 +25,7 @@ def root_hash(*parts: str) -> _Hash:
 
 def next_hash(previous: _Hash, token_ids: Sequence[int]) -> _Hash:
     """The hash of a full block, from the hash of the block before it."""
-    return hashlib.sha256(previous + array("i", token_ids).tobytes()).digest()
+    return hashlib.sha256(previous + pack(f"{len(token_ids)}i", *token_ids)).digest()
 
 
 def chain_hashes(root: _Hash, token_ids: Sequence[int], block_size: int) -> list[_Hash]:
@@ -118,12 +118,18 @@ class PrefixCache:
         """A request took an idle block."""
         del self._idle[block]
 
-    def release(self, block: int) -> bool:
-        """No request holds the block any more; True if it stays in the cache, as the last used."""
-        if block not in self._hash_of:
-            return False
-        self._idle[block] = None
-        return True
+    def release(self, blocks: Iterable[int]) -> list[int]:
+        """No request holds these blocks any more; returns those without a hash.
+
+        The others stay in the cache, the last one as the last used.
+        """
+        without: list[int] = []
+        for block in blocks:
+            if block in self._hash_of:
+                self._idle[block] = None
+            else:
+                without.append(block)
+        return without
 
     def evict(self) -> int:
         """Drop the least recently used idle block, and return it for another use."""

@@ -1,8 +1,7 @@
 """A request's side of the prefix cache: the blocks it can begin with, and those it lets others find."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_cache import chain_hashes, next_hash, root_hash
@@ -78,34 +77,53 @@ class LongestPrefixFirst:
         yield from rest
 
 
-def publish_completed(rows: Iterable[Row], kv: KVManager) -> None:
-    """Let other requests find the blocks that these rows complete."""
-    for req, _ in rows:
-        if req.n_computed >= req.full_at:
-            publish_full_blocks(req, kv)
+def reserve_sharing(
+    new: Sequence[Request], n_tokens: Iterable[int], cached: Mapping[Request, list[int]], kv: KVManager
+) -> None:
+    """A row for each of these requests and blocks for so many tokens, which begin with their cached blocks.
+
+    What is found at a request's first admission is counted.
+    """
+    prefixes = kv.prefixes
+    assert prefixes is not None
+    shared = [cached.get(req, []) for req in new]
+    rows = kv.reserve_sharing(list(zip(n_tokens, shared, strict=True)))
+    for req, row, blocks in zip(new, rows, shared, strict=True):
+        req.row = row
+        req.n_found = len(blocks)
+        req.n_computed = len(blocks) * kv.block_size
+        req.full_at = req.n_computed + kv.block_size
+        if not req.n_preempted:
+            req.n_cached = req.n_computed
+            prefixes.n_queries += len(req.prompt_ids)
+            prefixes.n_hits += req.n_cached
 
 
-def publish_full_blocks(req: Request, kv: KVManager) -> None:
-    """Let others find the request's blocks whose tokens are known and, in the issued iterations, computed.
+def publish_full_blocks(requests: Iterable[Request], kv: KVManager) -> None:
+    """Let others find these requests' blocks whose tokens are known and, in the issued iterations, computed.
 
     Iterations run in the order they are issued, so a later one may read what an earlier one writes.
     """
     prefixes, size = kv.prefixes, kv.block_size
     if prefixes is None:
         return
-    n_known = req.n_tokens if req.beams is None else len(req.prompt_ids)  # beams part after the prompt
-    n_full = min(req.n_computed, n_known) // size
-    hashes = hash_prompt(req, kv)
-    for i in range(req.n_found, n_full):
-        if i == len(hashes):
-            previous = hashes[-1] if hashes else _root(req.cache_salt, kv)
-            hashes.append(next_hash(previous, req.known_ids(i * size, (i + 1) * size)))
-        added = prefixes.add(int(kv.block_table[req.row, i]), hashes[i])
-        if prefixes.listener is not None and added and not any(req.cache_salt):
-            tokens = req.known_ids(i * size, (i + 1) * size)
-            prefixes.announce(hashes[i], hashes[i - 1] if i else None, tokens)
-    req.n_found = max(req.n_found, n_full)
-    req.full_at = (req.n_found + 1) * size
+    for req in requests:
+        n_known = len(req.prompt_ids)  # beams part after the prompt
+        if req.beams is None:
+            n_known += len(req.output_ids)
+        first, end = req.n_found, min(req.n_computed, n_known) // size
+        if first < end:
+            hashes = hash_prompt(req, kv)
+            for i in range(first, end):
+                if i == len(hashes):
+                    previous = hashes[-1] if hashes else _root(req.cache_salt, kv)
+                    hashes.append(next_hash(previous, req.known_ids(i * size, (i + 1) * size)))
+                added = prefixes.add(kv.block_table.item(req.row, i), hashes[i])
+                if prefixes.listener is not None and added and not any(req.cache_salt):
+                    tokens = req.known_ids(i * size, (i + 1) * size)
+                    prefixes.announce(hashes[i], hashes[i - 1] if i else None, tokens)
+            req.n_found = end
+        req.full_at = (req.n_found + 1) * size
 
 
 def _root(cache_salt: Sequence[str], kv: KVManager) -> bytes:

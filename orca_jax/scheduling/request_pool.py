@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
 from orca_jax.errors import InvalidRequest, QueueFull, ServiceClosed
@@ -104,13 +104,24 @@ class InArrivalOrder:
     """
 
     def __init__(self, admitted: Iterable[Request], waiting: Callable[[], Iterator[list[Request]]]) -> None:
-        self._admitted = admitted
+        self.admitted = admitted
         self._waiting = waiting
 
     def __iter__(self) -> Iterator[Request]:
-        yield from self._admitted
-        for chunk in self._waiting():
-            yield from chunk
+        return chain(self.admitted, chain.from_iterable(self._waiting()))
+
+    def waiting(self) -> Iterator[Request]:
+        """Those after the admitted ones."""
+        return chain.from_iterable(self._waiting())
+
+
+def split(live: Iterable[Request]) -> tuple[list[Request], Iterator[Request]]:
+    """The admitted requests, which come first, and the waiting ones."""
+    if isinstance(live, InArrivalOrder):
+        return list(live.admitted), live.waiting()
+    every = list(live)
+    n_admitted = sum(request.row >= 0 for request in every)
+    return every[:n_admitted], iter(every[n_admitted:])
 
 
 @dataclass(slots=True)
@@ -174,12 +185,14 @@ class RequestPool:
         self._on_arrival = on_arrival
         self._check = check
         self._clock = clock
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         # All attributes below change only under the lock. Only the scheduler's thread changes `_admitted`, so
-        # it may read it without the lock. OrderedDict removes from any position in O(1) without leaving gaps.
+        # it may read it without the lock. A dict is read faster than an OrderedDict. Here it has few gaps: an
+        # admission that finds no room closes them.
         self._queue = FirstComeQueue() if queue is None else queue
         self._waiting: dict[str, Request] = {}  # those of `_queue`, by id
-        self._admitted: OrderedDict[str, Request] = OrderedDict()
+        self._admitted: dict[str, Request] = {}
         self._ending: dict[Request, FinishReason] = {}
         self._usage = _Usage()
         self._usage_of: dict[str, _Usage] = {}  # by owner, only those with waiting requests
@@ -272,7 +285,7 @@ class RequestPool:
             return (len(self) > 0 if since is None else self._activity != since) or self._closed
 
         with self._lock:
-            self._lock.wait_for(has_work, timeout)
+            self._changed.wait_for(has_work, timeout)
             return len(self) > 0
 
     def wake(self) -> None:
@@ -368,7 +381,7 @@ class RequestPool:
 
     def _notify(self) -> None:
         self._activity += 1
-        self._lock.notify_all()
+        self._changed.notify_all()
 
     def _walk(self) -> Iterator[list[Request]]:
         """The chunks of the queue, each read under the lock."""

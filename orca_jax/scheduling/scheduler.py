@@ -12,15 +12,15 @@ from typing import Literal
 
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.row import Row
-from orca_jax.request.request import FinishReason, Request, RequestState
+from orca_jax.request.request import FinishReason, Request, RequestState, begin_iteration
 from orca_jax.request.sampled import TokenLogprobs
-from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
+from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned, never
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import Choice, OrcaPolicy, Policy, one_phase
-from orca_jax.scheduling.prefix_lookup import publish_completed, publish_full_blocks
+from orca_jax.scheduling.prefix_lookup import publish_full_blocks, reserve_sharing
 from orca_jax.scheduling.quarantine import Quarantine, Suspicion
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
-from orca_jax.scheduling.select import Held, may_run_ahead, running_ahead, slots_to_reserve
+from orca_jax.scheduling.select import Held, running_ahead, slots_to_reserve
 from orca_jax.scheduling.serving_policy import ServingPolicy
 from orca_jax.scheduling.timeline import Timeline
 
@@ -169,6 +169,8 @@ class Scheduler:
         Returns whether any ended. `step` calls this first; call it directly while no steps are taken.
         """
         asked = self.pool.take_ending()
+        if not asked:
+            return False
         ended = [self._end(req, reason) for req, reason in asked if req.state is not RUNNING]
         self._deliver(ended)
         return bool(ended)
@@ -201,7 +203,7 @@ class Scheduler:
     def _alone(self, req: Request) -> Choice:
         """A row for this request only, once no other is in flight and it is ready; else no rows."""
         others_run = any(other is not req for it in self._in_flight for other, _ in it.rows)
-        if others_run or (req.state is RUNNING and not (self.overlaps and may_run_ahead(req))):
+        if others_run or (req.state is RUNNING and not (self.overlaps and running_ahead([(req, 1)]))):
             return Choice([], self.n_rsrv)
         other = next((other for other in self.pool.in_arrival_order() if other is not req), None)
         choice = self._choose([req], req)
@@ -213,12 +215,13 @@ class Scheduler:
 
     def _issue(self, choice: Choice) -> None:
         """Allocate rows and blocks for the requests that line 26 reserved slots for, then lines 5 to 8."""
-        rows = choice.rows
-        self._admit([req for req, _ in rows if req.row < 0], choice)
+        rows, short, slots_of = choice.rows, choice.short, self.kv.slots_of
+        if short is None:  # new requests, which have row -1 and so no slots, and those that need more blocks
+            short = [(req, n) for req, n in rows if req.n_computed + n > slots_of[req.row]]
+        self._admit([req for req, _ in short if req.row < 0], choice)
         if self._on_demand:
-            slots_of = self.kv.slots_of
-            for req, n_tokens in rows:
-                if req.n_computed + n_tokens > slots_of[req.row] and req.beams is None:
+            for req, n_tokens in short:
+                if req.beams is None:
                     self.kv.grow(req.row, req.n_computed + n_tokens)
         self.kv.copies = ()
         if self.kv.has_beams:
@@ -226,12 +229,10 @@ class Scheduler:
         record = self.timeline.issued(rows)
         iteration = self.engine.issue(rows)  # line 5
         iteration.record = record
-        # Lines 6 and 7: every request of the batch is RUNNING.
-        partial = [i for i, (req, n_tokens) in enumerate(rows) if not req.begin_iteration(n_tokens)]
+        partial, full = begin_iteration(rows)  # lines 6 and 7: every request of the batch is RUNNING
         if partial:
             iteration.partial = frozenset(partial)
-        if self._caches:
-            publish_completed(rows, self.kv)
+        publish_full_blocks(full, self.kv)
         self._in_flight.append(iteration)  # line 8
 
     def _continue_beams(self, rows: Sequence[Row]) -> None:
@@ -250,7 +251,7 @@ class Scheduler:
             for req in new:
                 req.row = self.kv.reserve(self._tokens_at_first(req), len(req.encoder_ids))
         else:
-            self._share(new, choice)
+            reserve_sharing(new, map(self._tokens_at_first, new), choice.cached, self.kv)
         for req in new:
             if req.beams is not None:
                 n_most = slots_to_reserve(req, self.config.block_size) // self.config.block_size
@@ -261,28 +262,13 @@ class Scheduler:
         """The tokens that a request gets blocks for when it is admitted."""
         return req.n_tokens if self._on_demand or req.beams is not None else req.max_tokens
 
-    def _share(self, new: list[Request], choice: Choice) -> None:
-        """Allocate for these requests, which begin with the cached blocks of the choice."""
-        shared = [choice.cached.get(req, []) for req in new]
-        rows = self.kv.reserve_sharing(list(zip(map(self._tokens_at_first, new), shared, strict=True)))
-        for req, row, blocks in zip(new, rows, shared, strict=True):
-            req.row = row
-            req.n_found = len(blocks)
-            req.n_computed = len(blocks) * self.config.block_size
-            req.full_at = req.n_computed + self.config.block_size
-
     def _count_admission(self, req: Request) -> None:
-        """Count cached tokens at the first admission, and tokens that later ones compute again."""
+        """Count the tokens that are computed again after a preemption."""
         self.waiting_again.discard(req)
         req.use_weights(self.weights_version)
         if req.n_dropped:
             self.n_recomputed += max(0, req.n_dropped - req.n_computed)
             req.n_dropped = 0
-        prefixes = self.kv.prefixes
-        if prefixes is not None and not req.n_preempted:
-            req.n_cached = req.n_computed
-            prefixes.n_queries += len(req.prompt_ids)
-            prefixes.n_hits += req.n_cached
 
     def _preempt(self, req: Request) -> None:
         """Let an admitted request, which is not in flight, wait again without slots."""
@@ -301,27 +287,41 @@ class Scheduler:
             return
         assert iteration.record is not None
         self.timeline.returned(iteration.record)
-        deliveries: list[Delivery] = []
+        deliveries, leaving, overlaps = list[Delivery](), self.leaving, self.overlaps
         try:
             returned.give_prompts(iteration.rows)
-            partial, logprobs, take = iteration.partial, returned.logprobs, self._take_token
-            only_tokens = not partial and returned.has_only_tokens
+            # The places of rows with more to take than a token, or with none.
+            rare = iteration.partial if returned.has_only_tokens else range(len(iteration.rows))
             for i, ((req, _), token_id) in enumerate(zip(iteration.rows, returned.token_ids, strict=True)):
-                req.n_in_flight -= 1  # line 11
-                if partial and i in partial:
-                    deliveries += self._take_partial(req)
-                elif req.state is FINISHED:
-                    self._discard_result(req)
-                elif only_tokens:
-                    deliveries.append(take(req, token_id))  # lines 12 to 14
-                elif req.given_ids:
-                    deliveries += self._take_given(req, returned.given[i])
-                else:
-                    beams = None if req.beams is None else returned.beams[i]
-                    deliveries.append(take(req, token_id, logprobs.get(i), beams))
+                req.n_in_flight = n_in_flight = req.n_in_flight - 1  # line 11
+                if (rare and i in rare) or req.ending is not None or (leaving and req.state is FINISHED):
+                    deliveries += self._take_row(iteration, returned, i)
+                    continue
+                # As in _take_token, without a call, for that is what most rows of most batches need.
+                if not n_in_flight:
+                    req.state = INCREMENT  # line 12
+                reason = req.accept(token_id)
+                if overlaps and req.n_computed >= req.full_at:  # else all tokens were known before
+                    publish_full_blocks((req,), self.kv)
+                if reason is not None:  # line 13
+                    self._end(req, reason)  # line 14
+                deliveries.append((req, token_id, reason))
         finally:  # even if a row raises: the users of the rows before it must learn of their tokens and ends
             self._deliver(deliveries)
         self._in_flight.popleft()  # line 15
+
+    def _take_row(self, iteration: Iteration, returned: Returned, i: int) -> list[Delivery]:
+        """Lines 12 to 14 for the request in place `i` of the returned batch, whatever came back for it."""
+        req, _ = iteration.rows[i]
+        if i in iteration.partial:
+            return self._take_partial(req)
+        if req.state is FINISHED:
+            self._discard_result(req)
+            return []
+        if req.given_ids:
+            return self._take_given(req, returned.given[i])
+        beams = None if req.beams is None else returned.beams[i]
+        return [self._take_token(req, returned.token_ids[i], returned.logprobs.get(i), beams)]
 
     def _take_partial(self, req: Request) -> list[Delivery]:
         """A chunk of the request's prompt is in the cache, and no token was sampled."""
@@ -347,8 +347,8 @@ class Scheduler:
         if logprobs is not None:
             req.logprobs.append(logprobs)
         reason = req.accept(token_id) if beams is None else req.accept_candidates(beams)
-        if self._caches and req.n_computed >= req.full_at:
-            publish_full_blocks(req, self.kv)
+        if req.n_computed >= req.full_at:
+            publish_full_blocks((req,), self.kv)
         if reason is not None:  # line 13
             self._end(req, reason)  # line 14
         return req, token_id, reason

@@ -21,16 +21,6 @@ Why = Literal["batch", "slots", "tokens", "prefix", "alone", "phase"]
 Held = tuple[Request, Why]
 
 
-def may_run_ahead(req: Request) -> bool:
-    """Whether a RUNNING request may be issued again before its token returns, because more can follow.
-
-    `n_tokens_issued` does not count how many tokens of a given output an iteration has, so that one waits.
-    """
-    if len(req.given_ids) > 1 or req.beams is not None:  # beams are chosen on the host
-        return False
-    return req.n_in_flight == 1 and req.ending is None and req.n_tokens_issued < req.max_tokens
-
-
 def slots_to_reserve(req: Request, block_size: int) -> int:
     """What Algorithm 1 calls `max_tokens`, in whole blocks: the most slots that the request can take."""
     n_encoder = round_up(len(req.encoder_ids), block_size) if req.encoder_ids else 0
@@ -41,11 +31,24 @@ def slots_to_reserve(req: Request, block_size: int) -> int:
 
 
 def running_ahead(rows: Iterable[Row]) -> frozenset[Request]:
-    """The requests that may be issued again, given the rows of the batch that returns next.
+    """The RUNNING requests that may be issued again before their token returns, because more can follow.
 
-    Requests of later batches need not run ahead: the workers have other batches to run until those return.
+    `rows` are those of the batch that returns next. Requests of later batches need not run ahead: the workers
+    have other batches to run until those return. Nor may a search, whose beams are chosen on the host, or a
+    given output of several tokens, because `n_tokens_issued` does not count how many an iteration has.
     """
-    return frozenset([req for req, _ in rows if may_run_ahead(req)])
+    return frozenset(
+        [
+            req
+            for req, _ in rows
+            if req.n_in_flight == 1
+            # `n_tokens_issued < max_tokens`, inlined for speed.
+            and len(req.output_ids) + 1 - req.n_partial < req.most_output
+            and req.ending is None
+            and req.beams is None
+            and len(req.given_ids) < 2
+        ]
+    )
 
 
 def select(
@@ -96,18 +99,23 @@ def select_rows(
     batch: list[Row] = []  # line 18
     if not isinstance(pool, InArrivalOrder):  # which is sorted already; sorting would read the whole queue
         pool = sorted(pool, key=lambda req: req.arrival)  # line 20
-    ready = (req for req in pool if req.state is not RUNNING or req in ahead)  # line 19
     batch_tokens = n_places = 0
     token_limit = math.inf if max_batch_tokens is None else max_batch_tokens
     held: Held | None = None
-    for req in ready:  # line 21
+    for req in pool:  # line 21
+        if req.state is RUNNING and req not in ahead:  # line 19
+            continue
         if n_places == max_bs:  # line 22; `n_places` is the batch's size, in which every beam counts
             held = req, "batch"
             break
         # 1 for an increment. The condition is `not req.in_initiation`, inlined for speed.
         n_tokens = 1 if req.state is INCREMENT or req.n_in_flight > req.n_partial else req.n_to_compute
-        batch_tokens += n_tokens if req.beams is None else max(n_tokens, req.beams.width)
-        n_places += 1 if req.beams is None else req.beams.width
+        if req.beams is None:
+            n_places += 1
+            batch_tokens += n_tokens
+        else:
+            n_places += req.beams.width
+            batch_tokens += max(n_tokens, req.beams.width)
         if req.encoder_ids:
             batch_tokens += req.n_to_encode
         # Break, as in line 25, so that no later request overtakes this one.

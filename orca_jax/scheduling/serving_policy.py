@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.row import Row
@@ -18,6 +18,7 @@ from orca_jax.request.request import Request, RequestState
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import Choice
 from orca_jax.scheduling.prefix_lookup import LongestPrefixFirst, cached_blocks, next_block_hash
+from orca_jax.scheduling.request_pool import split
 from orca_jax.scheduling.select import Held, Why, slots_to_reserve
 
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
@@ -31,7 +32,8 @@ class _Plan:
 
     `free` counts the blocks that are left, and is below 0 while blocks are owed to requests that must grow;
     `coming` those of the requests in `held_back`, which are in flight and will be preempted after that.
-    `taken` counts the blocks that the rows take, `n_places` the places of the batch. `held` is as in Choice.
+    `taken` counts the blocks that the rows take, `n_places` the places of the batch. `held` and `short` are
+    as in Choice.
     """
 
     free: int
@@ -44,6 +46,8 @@ class _Plan:
     cached: dict[Request, list[int]] = field(default_factory=dict[Request, list[int]])
     revived: set[int] = field(default_factory=set[int])  # all blocks in `cached`
     held: Held | None = None
+    short: list[Row] | None = None
+    all_decode: bool = False  # whether no admitted request is in its initiation
 
     def add(self, req: Request, n_tokens: int) -> None:
         """Add a row."""
@@ -133,24 +137,14 @@ class ServingPolicy:
         ahead: Collection[Request],
         alone: Request | None = None,
     ) -> Choice:
-        live = iter(pool)
-        admitted: list[Request] = []
-        decodes: list[Request] = []
-        prompts: list[Request] = []
-        unread: Iterator[Request] = live
-        for req in live:
-            if req.row < 0:
-                unread = chain((req,), live)
-                break
-            admitted.append(req)
-            if req.state is not _RUNNING or req in ahead:
-                # Request.in_initiation, inlined for speed.
-                is_prompt = req.n_in_flight == req.n_partial and req.state is not _INCREMENT
-                (prompts if is_prompt else decodes).append(req)
+        admitted, unread = split(pool)
+        decodes, prompts = [req for req in admitted if req.state is _INCREMENT], list[Request]()
+        if len(decodes) < len(admitted):
+            decodes, prompts = _by_phase(admitted, ahead)
         waiting = _Waiting(unread if self._by_prefix is None else self._by_prefix.order(unread))
         if alone is not None:
             return self._choice(self._plan_alone(alone, admitted))
-        plan = _Plan(self._kv.n_free_blocks)
+        plan = _Plan(self._kv.n_free_blocks, all_decode=len(decodes) == len(admitted))
         if self._by_priority and self._on_demand:
             for first in waiting:
                 self._preempt_lower(plan, first, admitted)
@@ -173,7 +167,8 @@ class ServingPolicy:
 
     def _choice(self, plan: _Plan) -> Choice:
         n_held = self._kv.n_blocks - self._kv.n_free_blocks + plan.taken
-        return Choice(plan.rows, n_held * self._kv.block_size, plan.preempted, plan.cached, plan.held)
+        n_rsrv = n_held * self._kv.block_size
+        return Choice(plan.rows, n_rsrv, plan.preempted, plan.cached, plan.held, plan.short)
 
     def _plan_alone(self, req: Request, admitted: Sequence[Request]) -> _Plan:
         """A row for this request; the others, none of which is in flight, make room for it."""
@@ -203,17 +198,20 @@ class ServingPolicy:
     def _add_decodes(self, plan: _Plan, decodes: Sequence[Request], admitted: Sequence[Request]) -> None:
         """A row for each; those that need another block get it, if need be from later requests."""
         slots_of = self._kv.slots_of
+        short: list[Row] | None = None
         if self._kv.has_beams:
             decodes = self._that_fit(decodes)
             n_new = sum(map(self._n_to_grow, decodes))
         else:
             if len(decodes) > self._max_bs:
                 decodes = sorted(decodes, key=_service_order)[: self._max_bs]
-            n_new = sum([req.n_computed >= slots_of[req.row] for req in decodes])
+            short = [(req, 1) for req in decodes if req.n_computed >= slots_of[req.row]]
+            n_new = len(short)
         if n_new <= plan.free:
             plan.free -= n_new
             plan.taken += n_new
-            plan.rows = [(req, 1) for req in decodes]
+            plan.short = short
+            plan.rows = list(zip(decodes, repeat(1)))
             plan.n_places = self._n_places(decodes)
             return
         order = sorted(admitted, key=_service_order)
@@ -307,8 +305,8 @@ class ServingPolicy:
                 # Request.in_initiation, inlined for speed.
                 computing = {
                     next_block_hash(other, other.n_computed // kv.block_size, kv)
-                    for other in admitted
-                    if other.n_in_flight == other.n_partial and other.state is not _INCREMENT
+                    for other in (() if plan.all_decode else admitted)
+                    if other.state is not _INCREMENT and other.n_in_flight == other.n_partial
                 }
             next_hash = next_block_hash(req, len(cached), kv)
             if next_hash is not None and next_hash in computing:
@@ -327,6 +325,8 @@ class ServingPolicy:
             plan.cached[req] = cached
             plan.revived.update(cached)
             plan.add(req, n_tokens)
+            if plan.short is not None:
+                plan.short.append((req, n_tokens))
             computing.add(next_hash)
             room -= n_tokens + req.n_to_encode
             n_admitted += req.n_places
@@ -378,3 +378,15 @@ class ServingPolicy:
 
 def _service_order(req: Request) -> tuple[float, int]:
     return req.rank, req.arrival
+
+
+def _by_phase(admitted: Iterable[Request], ahead: Collection[Request]) -> tuple[list[Request], list[Request]]:
+    """Of these requests those that are ready: decodes and prompts."""
+    decodes: list[Request] = []
+    prompts: list[Request] = []
+    for req in admitted:
+        if req.state is not _RUNNING or req in ahead:
+            # Request.in_initiation, inlined for speed.
+            is_prompt = req.state is not _INCREMENT and req.n_in_flight == req.n_partial
+            (prompts if is_prompt else decodes).append(req)
+    return decodes, prompts

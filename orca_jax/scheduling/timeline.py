@@ -185,7 +185,9 @@ class Timeline:
         """A request entered the pool. Pass this method to `RequestPool` as `on_arrival`."""
         self.n_arrived += 1
         now = self.now()
-        record = RequestRecord(request.request_id, request.n_input, now, arrival=request.arrival)
+        record = RequestRecord(
+            request.request_id, request.n_input, now, token_times=request.token_times, arrival=request.arrival
+        )
         self._live[request.arrival] = record
         for watcher in self.watchers:
             watcher.arrived(request, now)
@@ -247,19 +249,19 @@ class Timeline:
         ended: list[RequestRecord] = []
         of: list[Request] = []
         for request, token_id, finish_reason in deliveries:
-            record = self._live[request.arrival]
             if token_id is not None:
-                times = record.token_times
+                times = request.token_times
                 if observed:
                     if times:
                         gaps.append(now - times[-1])
                     else:
-                        first.append(record)
+                        first.append(self._live[request.arrival])
                 times.append(now)
             if finish_reason is not None:
+                record = self._live.pop(request.arrival)
                 record.finished = now
                 record.finish_reason = finish_reason
-                ended.append(self._live.pop(request.arrival))
+                ended.append(record)
                 of.append(request)
         self._finished(ended, now)
         for observer in self.observers:

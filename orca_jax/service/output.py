@@ -55,7 +55,8 @@ class Output:
         self._new_stream = new_stream
         self._stream = new_stream()
         self._stopped = stopped
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._n_tokens = 0  # published
         self._n_taken = 0
         self._text: list[str] = []  # published and not taken
@@ -76,7 +77,7 @@ class Output:
             if stream.stopped and reason is FinishReason.LENGTH:
                 reason = FinishReason.STOP  # by the text of the last bytes, which were no whole character
         text = "" if stream is None else stream.take()
-        with self._changed:
+        with self._lock:  # that of `_changed`, whose own entry costs two calls for each token
             if self.finish_reason is not None:
                 return
             self._n_tokens = len(self.request.final_ids)

@@ -50,7 +50,7 @@ def admit(kv: KVManager, prompt: Sequence[int], salt: tuple[str, ...] = ()) -> i
     req = Request("r", tuple(prompt), len(prompt) + 1, params, seed=0, cache_salt=salt)
     req.row = kv.reserve(req.max_tokens)
     req.n_computed = len(prompt)
-    publish_full_blocks(req, kv)
+    publish_full_blocks([req], kv)
     return req.row
 
 

@@ -4,20 +4,23 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from orca_jax.families.attention_matrices import latent_sizes
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, in_layers, layers_with
 
 LAYERS = "L"
-LETTERS = "LVPHENKDF"
-_ORDER = "VPNKDFEH"  # of the axes that are one axis of our weight: heads before their elements
+EXPERTS = "X"
+LETTERS = "LVPHENKDFXSQWMACR"
+_ORDER = "XVPNKDQWMACRSFEH"  # of the axes that are one axis of our weight: heads before their elements
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayForm:
     """`axes` has a letter for each axis of the array, in its order, with spaces between: "H N D".
 
-    The letters are those of parameters.py, N query heads, and L layers of one kind. Letters without a space
-    between are axes that the array has as one, a number is the size of an axis of that many parts. Our weight
+    The letters are those of parameters.py, N query heads, L layers of one kind, X experts also for a router,
+    and R the rank of compressed keys and values with what is rotated. Letters without a space between are
+    axes that the array has as one, a number is the size of an axis of that many parts. Our weight
     is at `layer` of the `n_layers` along L, and at `part` of the parts.
     Where the same weight is saved in several orders they stand one after the other, with | between: the first
     that fits the array is meant, and the first of all is written.
@@ -85,9 +88,14 @@ class ArrayForm:
 
 
 def axis_sizes(model: ModelConfig, name: str) -> dict[str, int]:
-    """The size of each letter but L in a checkpoint of `model`, for the weight `name`."""
+    """The size of each letter but L in a checkpoint of `model`, for the weight `name`; 0 if it has none."""
     attention = model.attention
+    feed_forward = layers_with(model, name)[int(in_layers(name)[1] or 0)].feed_forward
+    experts = feed_forward.experts
+    latent = latent_sizes(attention)
     return {
+        **{letter: latent.get(letter, 0) for letter in "QWMAC"},
+        "R": latent.get("L", 0),
         "V": model.vocab_size,
         "P": model.n_positions + (model.positions.offset if model.positions else 0),
         "H": model.hidden_size,
@@ -95,5 +103,7 @@ def axis_sizes(model: ModelConfig, name: str) -> dict[str, int]:
         "N": attention.n_heads,
         "K": attention.n_kv_heads // attention.kv_repeats,
         "D": attention.head_size,
-        "F": layers_with(model, name)[int(in_layers(name)[1] or 0)].feed_forward.size,
+        "F": feed_forward.size,
+        "X": experts.number if experts else 0,
+        "S": (experts.shared_size or 0) if experts else 0,
     }

@@ -30,6 +30,7 @@ _WRITTEN: dict[Layout, tuple[str, str]] = {
     "maxtext-scanned": ("params.params.", ""),
     "gemma": ("", ""),
 }
+_CORRECTION = ".router.correction"
 _KIND = "they have a gated feed-forward layer and an RMSNorm before each part"
 _EMBEDDING = re.compile(
     r"(?P<before>.*?)(token_embedder\.embedding|embedder[./]input_embedding)(?P<after>\.value)?"
@@ -65,7 +66,8 @@ def detect(model: ModelConfig, stored: Collection[str], interleaved: bool | None
 
     rename = with_ends
     if "token_embedder" in match[0]:
-        layout: Layout = "maxtext-scanned" if some("decoder.layers.") else "maxtext"
+        stacked = some("decoder.layers.") or some("decoder.moe_layers.")
+        layout: Layout = "maxtext-scanned" if stacked else "maxtext"
     elif some("layers."):
         layout = "tunix"
     elif before == "transformer/":
@@ -74,8 +76,19 @@ def detect(model: ModelConfig, stored: Collection[str], interleaved: bool | None
         layout = "gemma"
     else:
         return None
-    names = _named(model, layout, rename, interleaved)
+    names = {
+        name: _corrections(one, before, stored) if name.endswith(_CORRECTION) else one
+        for name, one in _named(model, layout, rename, interleaved).items()
+    }
     return Detected(layout, names, before)
+
+
+def _corrections(expected: StoredName, before: str, stored: Collection[str]) -> StoredName:
+    """Where a correction bias is: no optimizer changes it, so MaxText may have it in another collection."""
+    (name,) = expected.names
+    end = f".{name.removeprefix(before)}"
+    found = [other for other in stored if other.endswith(end)]
+    return replace(expected, names=(found[0],)) if name not in stored and len(found) == 1 else expected
 
 
 def written_names(
@@ -95,10 +108,6 @@ def _named(
     model: ModelConfig, layout: Layout, rename: Callable[[str], str], interleaved: bool | None
 ) -> dict[str, StoredName]:
     table = parameter_table(model)
-    if model.has_experts:
-        raise UnsupportedModel(
-            f"{layout} is not known for mixtures of experts; use safetensors, or Orbax with our names"
-        )
     for layer in model.layers:
         if (
             not layer.feed_forward.gated

@@ -2,7 +2,8 @@
 
 MaxText saves "params-decoder-layers_0-mlp-wi_0-kernel" of a model without scanned layers. With scanned layers
 those of one kind are one array, whose second axis counts them ("params-decoder-layers-mlp-wi_0-kernel").
-Gemma 2 has two layers, one with a window and one without, as one layer; Gemma 3 scans groups of six.
+Gemma 2 has two layers, one with a window and one without, as one layer; Gemma 3 scans groups of six. Mixtures
+of experts are in maxtext_mixtures.py.
 
 Its Llama 3.1 rotates neighbours, the others halves of a head. Models that do not scale queries have that
 factor in the weights of the queries. Gemma's embeddings are multiplied already, and its norms have 1 + w.
@@ -10,10 +11,13 @@ factor in the weights of the queries. Gemma's embeddings are multiplied already,
 
 from dataclasses import replace
 
+from orca_jax.errors import UnsupportedModel
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import layer_parameters
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.trainers.array_form import ArrayForm
+from orca_jax.families.trainers.maxtext_mixtures import expert_arrays, latent_arrays, place_of_layer
+from orca_jax.families.trainers.mixtures import Mixture, mixture_of
 from orca_jax.families.trainers.names import array, arrays, is_gemma, queries_keys_values
 
 _GEMMA3_GROUP = 6  # layers that MaxText scans together
@@ -22,14 +26,19 @@ _GEMMA3_GROUP = 6  # layers that MaxText scans together
 def maxtext_names(
     model: ModelConfig, *, scanned: bool, interleaved: bool | None = None
 ) -> dict[str, StoredName]:
-    """Every weight's arrays by our name for the weight.
+    """Every weight's arrays by our name for the weight. Raises UnsupportedModel.
 
     `interleaved`: whether rotary positions turn neighbours; None for what MaxText does to such a model.
     """
+    if interleaved is not None and model.attention.latent is not None:
+        raise UnsupportedModel(
+            "rotary is not known for latent attention, whose arrays have the order of Hugging Face's "
+            "checkpoints: set rope_interleave in config.json"
+        )
     if interleaved is None:
         rotary = model.attention.rotary
         interleaved = rotary is not None and rotary.scaling is not None and rotary.scaling.kind == "llama3"
-    gemma = is_gemma(model)
+    gemma, mixture = is_gemma(model), mixture_of(model, "maxtext")
     add = -1.0 if gemma else 0.0
     names = {
         "token_embedding": _changed(
@@ -38,26 +47,34 @@ def maxtext_names(
         "final_norm.scale": _changed(array("decoder.decoder_norm.scale", "H"), add=add),
         "head.weight": array("decoder.logits_dense.kernel", "H V"),
     }
+    theirs = _layer(model, mixture, interleaved)
     for i in range(model.n_layers):
-        theirs = _layer(model, interleaved)
-        place, name_of_part, layer, n_layers = _place(model, i, scanned)
+        place, name_of_part, layer, n_layers = _place(model, mixture, i, scanned)
         for name in layer_parameters(model, i):
+            if name not in theirs:
+                continue
             stored = theirs[name]
             if gemma and name.endswith("norm.scale"):
                 stored = _changed(stored, add=add)
             names[f"layers.{i}.{name}"] = StoredName(
                 tuple(place + _with_part(each, name_of_part) for each in stored.names),
                 heads=stored.heads,
-                forms=tuple(_in_stack(form, layer, n_layers) for form in stored.forms),
+                forms=tuple(
+                    _in_stack(form, layer, n_layers, first=name == "router.correction")
+                    for form in stored.forms
+                ),
             )
     return names
 
 
-def _place(model: ModelConfig, i: int, scanned: bool) -> tuple[str, str, int, int]:
+def _place(model: ModelConfig, mixture: Mixture | None, i: int, scanned: bool) -> tuple[str, str, int, int]:
     """Where layer `i` is: the beginning of its names, an ending of their first word, and layer of layers.
 
     No layers: it has arrays of its own.
     """
+    if mixture is not None:
+        place, layer, n_layers = place_of_layer(model, mixture, i, scanned=scanned)
+        return place, "", layer, n_layers
     if is_gemma(model) and model.layers[0].residual == "both" and model.attention.qk_norm is None:
         ending = "_global" if i % 2 else "_local"
         if scanned:
@@ -74,16 +91,35 @@ def _place(model: ModelConfig, i: int, scanned: bool) -> tuple[str, str, int, in
     return "decoder.layers.", "", i, model.n_layers
 
 
-def _layer(model: ModelConfig, interleaved: bool) -> dict[str, StoredName]:
+def _layer(model: ModelConfig, mixture: Mixture | None, interleaved: bool) -> dict[str, StoredName]:
     """The arrays of a layer that is by itself, without what all their names begin with."""
-    attention, gemma = model.attention, is_gemma(model)
-    # MaxText scales the queries of models with a qk-norm and of Qwen, but not those of the others.
-    scales = attention.qk_norm is not None or (attention.qkv_bias and not attention.out_bias)
+    gemma = is_gemma(model)
+    layer_norm = "norm" if gemma else "layer_norm"
+    place = "GptOssAttention" if mixture == "gpt_oss" else "self_attention"
+    return {
+        **(latent_arrays(place) if mixture == "deepseek" else _attention(model, mixture, place, interleaved)),
+        **(expert_arrays(mixture) if mixture else {}),
+        "up.weight": arrays(("mlp.wi_0.kernel", "H F"), ("mlp.wi_1.kernel", "H F")),
+        "down.weight": array("mlp.wo.kernel", "F H"),
+        "attn_norm.scale": array(f"pre_self_attention_{layer_norm}.scale", "H"),
+        "attn_out_norm.scale": array("post_self_attention_norm.scale", "H"),
+        "mlp_norm.scale": array(
+            "pre_ffw_norm.scale" if gemma else f"post_self_attention_{layer_norm}.scale", "H"
+        ),
+        "mlp_out_norm.scale": array("post_ffw_norm.scale", "H"),
+    }
+
+
+def _attention(
+    model: ModelConfig, mixture: Mixture | None, place: str, interleaved: bool
+) -> dict[str, StoredName]:
+    attention = model.attention
+    # MaxText scales the queries of models with a qk-norm, of Qwen and of gpt-oss, but not of the others.
+    qwen = attention.qkv_bias and not attention.out_bias
+    scales = attention.qk_norm is not None or qwen or mixture == "gpt_oss"
     multiply = 1.0 if scales else 1 / attention.scale
     query = ArrayForm("H N D", interleaved=interleaved, multiply=multiply)
     key = ArrayForm("H K D", interleaved=interleaved)
-    layer_norm = "norm" if gemma else "layer_norm"
-    place = "self_attention"
     return {
         "qkv.weight": queries_keys_values(
             (f"{place}.query.kernel", query),
@@ -99,14 +135,7 @@ def _layer(model: ModelConfig, interleaved: bool) -> dict[str, StoredName]:
         "out.bias": array(f"{place}.out.bias", "H"),
         "q_norm.scale": _changed(array(f"{place}.query_norm.scale", "D"), interleaved=interleaved),
         "k_norm.scale": _changed(array(f"{place}.key_norm.scale", "D"), interleaved=interleaved),
-        "up.weight": arrays(("mlp.wi_0.kernel", "H F"), ("mlp.wi_1.kernel", "H F")),
-        "down.weight": array("mlp.wo.kernel", "F H"),
-        "attn_norm.scale": array(f"pre_self_attention_{layer_norm}.scale", "H"),
-        "attn_out_norm.scale": array("post_self_attention_norm.scale", "H"),
-        "mlp_norm.scale": array(
-            "pre_ffw_norm.scale" if gemma else f"post_self_attention_{layer_norm}.scale", "H"
-        ),
-        "mlp_out_norm.scale": array("post_ffw_norm.scale", "H"),
+        **({"sinks": array(f"{place}.sinks", "N", heads="queries")} if mixture == "gpt_oss" else {}),
     }
 
 
@@ -115,12 +144,16 @@ def _with_part(name: str, ending: str) -> str:
     return f"{first}{ending}.{rest}"
 
 
-def _in_stack(form: ArrayForm, layer: int, n_layers: int) -> ArrayForm:
-    """The form in an array of several layers, whose second axis (or first, as a setting says) counts them."""
+def _in_stack(form: ArrayForm, layer: int, n_layers: int, *, first: bool) -> ArrayForm:
+    """The form in an array of several layers, whose second axis (or first, as a setting says) counts them.
+
+    `first`: it is usually the first, as of what is no parameter to MaxText.
+    """
     if not n_layers:
         return form
-    first, *others = form.letters
-    axes = " ".join((first, "L", *others)) + " | " + " ".join(("L", first, *others))
+    letter, *others = form.letters
+    orders = [" ".join((letter, "L", *others)), " ".join(("L", letter, *others))]
+    axes = " | ".join(reversed(orders) if first else orders)
     return replace(form, axes=axes, layer=layer, n_layers=n_layers)
 
 

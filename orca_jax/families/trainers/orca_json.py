@@ -29,7 +29,7 @@ from orca_jax.families.parameters import in_layers, layers_with, parameter_table
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.families.stored_name import HeadOrder, StoredName, own_order
 from orca_jax.families.strict_json import read_object, shown
-from orca_jax.families.trainers.array_form import LETTERS, ArrayForm
+from orca_jax.families.trainers.array_form import EXPERTS, LETTERS, ArrayForm
 
 ORCA_JSON = "orca.json"
 TREE = "_METADATA"  # Orbax writes it last
@@ -196,6 +196,9 @@ def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredNa
         if key not in values:
             raise _bad(path, "names", f"an entry for {pattern}", sorted(values))
         stored = _stored(path, key, values[key]).in_layer(layer)
+        if table[parameter].axes[0] == EXPERTS and not all(_has_experts(form) for form in stored.forms):
+            rule = "an axis X alone for experts, and no permute_rope"
+            raise _bad(path, f"names.{key}.axes", rule, values[key])
         if layer:
             n_layers = len(layers_with(model, parameter))
             forms = (replace(form, layer=int(layer), n_layers=n_layers) for form in stored.forms)
@@ -209,6 +212,10 @@ def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredNa
         if key not in used:
             raise _bad(path, "names", "only names of this model's parameters", key)
     return names
+
+
+def _has_experts(form: ArrayForm) -> bool:
+    return EXPERTS in form.letters and not form.interleaved
 
 
 def _stored(path: Path, key: str, value: object) -> StoredName:

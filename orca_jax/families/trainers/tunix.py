@@ -1,19 +1,23 @@
-"""The arrays of Tunix's models, which are Flax nnx modules: Llama, Qwen 2 and 3, Gemma 1 to 3.
+"""The arrays of Tunix's models, which are Flax nnx modules: Llama, Qwen 2 and 3, Qwen 3 MoE, Gemma 1 to 3.
 
 Gemma keeps heads before the hidden size, and keys and values (with as many heads as queries, queries too) in
-one array.
+one array. Experts are the first axis of their arrays, whose names have no "kernel".
 """
 
 from collections.abc import Mapping
 
+from orca_jax.errors import UnsupportedModel
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.trainers.array_form import ArrayForm
+from orca_jax.families.trainers.mixtures import mixture_of
 from orca_jax.families.trainers.names import array, arrays, gemma_heads, is_gemma, queries_keys_values
 
 
 def tunix_names(model: ModelConfig) -> dict[str, StoredName]:
-    """Every weight's arrays by our name for the weight."""
+    """Every weight's arrays by our name for the weight. Raises UnsupportedModel."""
+    if mixture_of(model, "tunix") not in (None, "qwen3_moe"):
+        raise UnsupportedModel("tunix is known for one mixture of experts alone, Qwen 3 MoE")
     norm = "scale" if is_gemma(model) else "w"
     names = {
         "token_embedding": array("embedder.input_embedding", "V H"),
@@ -32,7 +36,14 @@ _FEED_FORWARD: Mapping[str, StoredName] = {
     "up.weight": arrays((f"{_MLP}gate_proj.kernel", "H F"), (f"{_MLP}up_proj.kernel", "H F")),
     "down.weight": array(f"{_MLP}down_proj.kernel", "F H"),
 }
-_LLAMA_LAYER: Mapping[str, StoredName] = _FEED_FORWARD | {
+_EXPERTS: Mapping[str, StoredName] = {
+    "router.weight": array(f"{_MLP}router.kernel", "H X"),
+    "experts.up.weight": arrays((f"{_MLP}gate_proj", "X H F"), (f"{_MLP}up_proj", "X H F")),
+    "experts.down.weight": array(f"{_MLP}down_proj", "X F H"),
+}
+_LLAMA_LAYER: Mapping[str, StoredName] = {
+    **_FEED_FORWARD,
+    **_EXPERTS,
     "qkv.weight": queries_keys_values(
         (f"{_ATTENTION}q_proj.w", ArrayForm("H N D")),
         (f"{_ATTENTION}k_proj.w", ArrayForm("H K D")),

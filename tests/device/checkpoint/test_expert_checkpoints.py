@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import load_directory
 from orca_jax.checkpoint.locate import load_checkpoint
-from orca_jax.errors import TensorMismatch, UnsupportedModel
+from orca_jax.errors import TensorMismatch
 from orca_jax.sharding.device_group import DeviceGroup
 from orca_jax.sharding.partition import StagePart
 from tests.device.checkpoint.tiny_checkpoint import Tensors, write_checkpoint
@@ -108,9 +108,3 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     original, back = stored(name), load_file(tmp_path / "back" / "model.safetensors")
     assert set(back) == set(original)
     assert all(np.array_equal(back[key], original[key]) for key in original)
-
-
-@pytest.mark.parametrize("layout", ["tunix", "maxtext"])
-def test_a_trainers_format_is_refused(tmp_path: Path, layout: str) -> None:
-    with pytest.raises(UnsupportedModel, match=f"{layout} is not known for mixtures"):
-        convert_checkpoint(DIRECTORY / "mixtral-grouped", tmp_path / "out", to=layout)  # pyright: ignore[reportArgumentType]

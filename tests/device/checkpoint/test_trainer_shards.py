@@ -22,7 +22,7 @@ from orca_jax.sharding.partition import StagePart, split_model
 from tests.device.checkpoint.test_trainers import DIRECTORY, arrays_of, golden_of
 from tests.device.harness import greedy_request, harness
 
-NAMES = ("tunix-llama3", "maxtext-llama2-scanned")
+NAMES = ("tunix-llama3", "maxtext-llama2-scanned", "maxtext-mixtral-scanned")
 FIRST = {"embedder", "token_embedder"}  # only in the first stage
 LAST = {"final_norm", "lm_head", "decoder_norm", "logits_dense"}  # only in the last
 
@@ -76,7 +76,9 @@ def assert_read_once(reads: Reads, weights: dict[str, np.ndarray], parts: Sequen
             assert {*elements.flat} == {sum(is_in(part, name, second) for part in parts)}, name
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [*NAMES[:2], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[2:])]
+)
 def test_onto_two_stages_of_two_devices(name: str, reads: Reads) -> None:
     """Each device gets its slice; what the engine computes with them are the trainer's own tokens."""
     golden = golden_of(name)

@@ -107,6 +107,11 @@ def test_to_safetensors_and_back(name: str, tmp_path: Path) -> None:
     assert set(found) == {theirs for stored in names.values() for theirs in stored.names}
     for ours, stored in names.items():
         for theirs, source in zip(stored.names, detected.names[ours].names, strict=True):
+            if ours.endswith("router.correction") and theirs != source:
+                # No parameter in MaxText's training state; it looks for it in both places.
+                assert source == theirs.replace("params.params.", "nnx_aux.model.")
+                np.testing.assert_array_equal(found[theirs], expected[source])
+                continue
             assert theirs == source or "flat" in name
             if name == "gemma-gemma2" and theirs.endswith("gating_einsum"):
                 # In the order of Gemma 2 2B; models of other sizes have the other one, which is written.
@@ -252,7 +257,7 @@ def test_general_forms(tunix: Path, tmp_path: Path) -> None:
         np.testing.assert_allclose(loaded.parameters[name], values, rtol=1e-6, err_msg=name)
 
     for wrong, words in (
-        ({"axes": "L N H X"}, "names.layers.{i}.down.weight.axes"),
+        ({"axes": "L N H Z"}, "names.layers.{i}.down.weight.axes"),
         ({"axes": "2 3 L F H"}, "at most one number"),
         ({"axes": "L F H", "part": 2}, "part"),
         ({"axes": "L F H", "multiply": 0}, "multiply"),

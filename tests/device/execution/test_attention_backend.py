@@ -14,7 +14,7 @@ from orca_jax.config import Attention
 from orca_jax.errors import ConfigError
 from orca_jax.execution import attention_backend
 from orca_jax.execution.attention_backend import GPU_PATHS, choose_attention, features_of
-from orca_jax.execution.attention_paths import Cudnn, Kernel, Native, PureJax
+from orca_jax.execution.attention_paths import Cudnn, Kernel, LatentByRow, Native, PureJax
 from orca_jax.families.attention_config import RelativeBias, Scores
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import Encoder, ModelConfig
@@ -171,9 +171,23 @@ def test_latent_attention_has_static_shapes_on_a_gpu() -> None:
     choice = choose_attention(
         CPU, replace(latent, layers=(layer,)), n_heads=128, block_size=16, dtype="float32"
     )
-    assert choice.path == FOLLOW and "in steps of 16, not of 584 and 512" in choice.description
+    assert choice.path == LatentByRow(FOLLOW, replace(own.latent, rotary_size=72), in_c=False)
+    assert "in steps of 16, not of 584 and 512" in choice.description
     with pytest.raises(ConfigError, match="the kernel attention does not compute latent keys and values"):
         choose_attention(H200, latent, n_heads=128, block_size=16, dtype="bfloat16", forced="kernel")
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_latent_attention_on_a_cpu_has_both_forms_unless_it_is_deterministic(dtype: str) -> None:
+    latent = PRESETS["deepseek-v3"]
+    sizes = {"n_heads": 128, "block_size": 16, "dtype": dtype}
+    choice = choose_attention(CPU, latent, **sizes)
+    own = latent.attention.latent
+    assert own is not None
+    assert choice.path == LatentByRow(Native(), own, in_c=True)
+    assert choice.description == "native split attention, prompts in the plain form"
+    assert choose_attention(CPU, latent, **sizes, deterministic=True).path == Native()
 
 
 def test_cudnn_chooses_its_own_split_so_it_is_not_deterministic() -> None:

@@ -4,26 +4,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import ParallelConfig, ServingConfig
+from orca_jax.config import ParallelConfig
 from orca_jax.families.attention_config import Attention, QKNorm, Scores
-from orca_jax.families.config_json import config_from_json, config_to_json, plain_error
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, LearnedPositions, ModelConfig
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.rotary import Rotary, Scaling
 from orca_jax.sharding.partition import split_model
 from orca_jax.sharding.random_parameters import random_parameters
-from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import greedy_request, harness
-from tests.device.model.drawn_weights import drawn
+from tests.device.model.any_model import N_POSITIONS, SERVING, VOCABULARY, any_model, check
 
-N_POSITIONS = 40
-SERVING = ServingConfig(max_batch_size=4, n_slots=4 * 48, max_batch_tokens=48)
 HEADS = ((4, 4), (4, 2), (4, 1), (6, 2), (3, 1))  # query heads, K/V heads
 
 
@@ -125,7 +120,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
     heads = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_size": draw(st.sampled_from([6, 16]))}
     norm = draw(norms())
     return ModelConfig(
-        vocab_size=53,
+        vocab_size=VOCABULARY,
         n_positions=N_POSITIONS,
         hidden_size=20,
         layers=tuple(draw(st.lists(layers(heads, norm), min_size=1, max_size=3))),
@@ -141,21 +136,6 @@ def models(draw: st.DrawFn) -> ModelConfig:
         logit_multiplier=draw(st.sampled_from([1.0, 0.5])),
         logit_soft_cap=draw(st.sampled_from([None, 20.0])),
     )
-
-
-def check(model: ModelConfig, seed: int) -> None:
-    assert config_from_json(config_to_json(model), plain_error) == model
-    parameters = drawn(model, seed)
-    rng = np.random.default_rng(seed)
-    prompts = [rng.integers(0, 53, rng.integers(1, N_POSITIONS - 4)).tolist() for _ in range(6)]
-    requests = [greedy_request(str(i), prompt, 4) for i, prompt in enumerate(prompts)]
-    engine = harness(model, parameters, SERVING, buckets=(4, 48))
-    engine.run(requests, arrivals=sorted(rng.integers(0, 8, len(requests)).tolist()))
-    reference = GreedyReference(model, parameters)
-    assert sum(reference.sure(request) for request in requests) > 0
-
-
-any_model: Any = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @settings(any_model, max_examples=2)

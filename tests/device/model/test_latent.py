@@ -1,6 +1,7 @@
-"""Latent attention in the engine, which attends to what is compressed, against the plain form."""
+"""Latent attention in the engine, whose cache has what is compressed, against keys and values in full."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -8,16 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.compiled.collectives import collectives
 from orca_jax.aot.compiled_stage import compile_stage
 from orca_jax.config import ParallelConfig, ServingConfig
-from orca_jax.families.attention_config import Latent, Scores, latent_attention
-from orca_jax.families.config_json import config_from_json, config_to_json, plain_error
-from orca_jax.families.mixtures.experts_config import Experts
-from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
+from orca_jax.families import attention_config
+from orca_jax.families.attention_config import Latent, Scores
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.parameters import parameter_table
 from orca_jax.families.rotary import Rotary, Scaling
@@ -30,39 +30,13 @@ from orca_jax.sharding.partition import split_model
 from orca_jax.sharding.random_parameters import random_parameters
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import greedy_request, harness, single_worker
+from tests.device.model.any_model import SERVING, any_model, check, requests
 from tests.device.model.drawn_weights import drawn
+from tests.device.model.latent_models import NORM, SIGMOID, dense, latent_model
 from tests.device.model.ragged import ragged
 from tests.device.native.native_form import needs_native
 
-SERVING = ServingConfig(max_batch_size=4, n_slots=4 * 48, max_batch_tokens=48)
-NORM = Norm(kind="rms_norm", eps=1e-5)
 YARN = Scaling(kind="yarn", factor=4.0, original_positions=10, mscale=1.0, mscale_all_dim=0.7)
-SIGMOID = Experts(
-    number=6, top_k=2, scores="sigmoid", renormalised=True, correction_bias=True, n_groups=3, top_groups=2,
-    multiplier=2.5, shared_size=8,
-)  # fmt: skip
-
-
-def latent_model(
-    latent: Latent, n_heads: int, feed_forwards: list[FeedForward], rotary: Rotary | None = None, **other: Any
-) -> ModelConfig:
-    """A layer for each of `feed_forwards`."""
-    own = latent_attention(latent, n_heads=n_heads, rotary=rotary or Rotary(size=latent.rotary_size), **other)
-    return ModelConfig(
-        vocab_size=53,
-        n_positions=40,
-        hidden_size=20,
-        layers=tuple(Layer(attention=own, feed_forward=each, norm=NORM) for each in feed_forwards),
-        embedding=Embedding(size=20, tied=False),
-        positions=None,
-        final_norm=NORM,
-    )
-
-
-def dense(size: int = 16, experts: Experts | None = None) -> FeedForward:
-    return FeedForward(size=size, activation="silu", gated=True, bias=False, experts=experts)
-
-
 MODEL = latent_model(
     Latent(rank=12, rotary_size=4, plain_size=6, value_size=5, query_rank=10),
     4,
@@ -70,6 +44,14 @@ MODEL = latent_model(
     Rotary(size=4, base=500.0, interleaved=True, scaling=YARN),
     scores=Scores(scale=0.4),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_prompts() -> Iterator[None]:
+    """These prompts are short: a row of two tokens may take the plain form."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_config, "FEWEST_PLAIN", 2)
+        yield
 
 
 @st.composite
@@ -95,26 +77,6 @@ def models(draw: st.DrawFn) -> ModelConfig:
         qkv_bias=draw(st.booleans()),
         out_bias=draw(st.booleans()),
     )
-
-
-def requests(seed: int = 1, n: int = 6) -> tuple[list[Request], list[int]]:
-    """Some of one token to 35, and when they arrive."""
-    rng = np.random.default_rng(seed)
-    prompts = [rng.integers(0, 53, rng.integers(1, 36)).tolist() for _ in range(n)]
-    made = [greedy_request(str(i), prompt, 4) for i, prompt in enumerate(prompts)]
-    return made, sorted(rng.integers(0, 8, n).tolist())
-
-
-def check(model: ModelConfig, seed: int) -> None:
-    assert config_from_json(config_to_json(model), plain_error) == model
-    parameters = drawn(model, seed)
-    asked, arrivals = requests(seed)
-    harness(model, parameters, SERVING, buckets=(4, 48)).run(asked, arrivals)
-    reference = GreedyReference(model, parameters)
-    assert sum(reference.sure(request) for request in asked) > 0
-
-
-any_model: Any = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @settings(any_model, max_examples=1)

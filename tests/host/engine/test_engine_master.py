@@ -9,7 +9,7 @@ from orca_jax.config import ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.errors import EngineError
 from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, SAMPLED
-from orca_jax.request.request import Request, RequestState
+from orca_jax.request.request import Request, RequestState, begin_iteration
 from orca_jax.request.sampled import LOGPROBS, Sampled
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import never
@@ -90,8 +90,7 @@ def issue(master, *requests):
     """An iteration of all that these have left, as the scheduler would issue it."""
     rows = whole(*requests)
     iteration = master.issue(rows)
-    for r, n in rows:
-        r.begin_iteration(n)
+    begin_iteration(rows)
     return iteration
 
 
@@ -109,12 +108,12 @@ def run(master, kv, batch, lengths=None):
             r.row = kv.reserve(r.max_tokens)
     rows = whole(*batch) if lengths is None else [*zip(batch, lengths, strict=True)]
     iteration = master.issue(rows)
-    samples = [r.begin_iteration(n) for r, n in rows]
+    partial, _ = begin_iteration(rows)
     returned = waited_for(master, iteration)
-    for r, is_sampled, token_id in zip(batch, samples, returned.token_ids, strict=True):
+    for i, (r, token_id) in enumerate(zip(batch, returned.token_ids, strict=True)):
         r.n_in_flight = r.n_partial = 0
-        r.state = RequestState.INCREMENT if is_sampled else RequestState.INITIATION
-        if is_sampled:
+        r.state = RequestState.INITIATION if i in partial else RequestState.INCREMENT
+        if i not in partial:
             r.output_ids.append(token_id)
     return returned
 
@@ -203,6 +202,7 @@ def test_a_row_is_handed_on_with_nothing_of_its_former_request():
 def slow_message(batch, lengths, kv):
     """The control message from the requests, one at a time."""
     entries, token_ids, earlier_ids, biases = [], [], [], []
+    n_blocks = max(-(-(r.n_computed + n) // CONFIG.block_size) for r, n in zip(batch, lengths, strict=True))
     for i, (r, n) in enumerate(zip(batch, lengths, strict=True)):
         known = [*r.prompt_ids, *r.output_ids]
         first = r.state is RequestState.INITIATION
@@ -220,7 +220,7 @@ def slow_message(batch, lengths, kv):
                 "input_length": n,
                 "kv_length": end,
                 "token_on_device": not first,
-                "block_table": kv.block_table[r.row].tolist(),
+                "block_table": kv.block_table[r.row, :n_blocks].tolist(),  # those in use in some row
                 "n_prompt": len(r.prompt_ids) if first else 0,
                 "next_token": -1 if samples else known[end],
                 **{name: float(np.float32(getattr(r.sampling, name))) for name in REALS},

@@ -317,6 +317,14 @@ def test_every_field_against_a_slow_computation(drawn):
         assert np.array_equal(array, again)
 
 
+def test_a_row_of_the_layout_may_have_more_blocks_than_the_message():
+    flat = flat_batch(FIGURE_4, bucket=8, max_bs=5, block_size=2, n_slots=16, n_rows=10, max_blocks=5)
+    assert flat.layout == FlatLayout(n_tokens=8, n_rows=5, max_blocks=5)
+    rows = [[5, 2, 0], [1, 0, 0], [3, 6, 0], [4, 0, 7], [0, 0, 0]]
+    assert flat.arrays.block_table.tolist() == [[*row, 0, 0] for row in rows]
+    assert flat.arrays.slot_of_token.tolist() == flat_figure_4().arrays.slot_of_token.tolist()
+
+
 def test_each_batch_has_its_own_buffer():
     assert not np.shares_memory(flat_figure_4().buffer, flat_figure_4().buffer)
 

@@ -27,7 +27,7 @@ def test_parts_of_two_rows_beside_rows_that_ask_for_nothing():
         sampling=sampling,
         bias=np.array([], BIAS),
     )
-    piece, first, second = scored_parts(message)
+    piece, first, second = scored_parts(message, max_blocks=12)
     assert [part.place for part in (piece, first, second)] == [1, 2, 2]
     assert piece.at[:3].tolist() == [1, 2, 3] and not piece.at[3:].any()
     assert first.at.tolist() == [*range(4, 4 + 128)]
@@ -44,4 +44,4 @@ def test_parts_of_two_rows_beside_rows_that_ask_for_nothing():
         assert (part.flat.n_tokens, part.flat.layout.n_tokens, SCORED) == (n_tokens, 128, 128)
         assert arrays.row_start.tolist() == [0, n_tokens]
         assert arrays.kv_length.tolist() == [kv_length]
-        assert arrays.block_table.tolist() == [message.block_table[part.place].tolist()]
+        assert arrays.block_table.tolist() == [[*message.block_table[part.place].tolist(), 0, 0]]

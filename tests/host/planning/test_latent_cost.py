@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from orca_jax.config import Attention, Sizes
+from orca_jax.families import attention_config
 from orca_jax.families.attention_config import Latent, latent_attention
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
@@ -19,6 +22,8 @@ from orca_jax.planning.cost_model import (
     operations,
     parameter_count,
 )
+from orca_jax.planning.known_devices import KnownDevice, cpu_device
+from orca_jax.planning.plan import PlanTarget, iteration_floor
 from orca_jax.planning.stage_memory import slot_bytes, stage_weight_bytes, temporary_bytes
 
 # Two heads: queries of 3 + 2 elements by way of 5, values of 4, and 6 + 2 elements of a token in the cache.
@@ -71,6 +76,53 @@ def test_over_two_devices_heads_are_shared_and_the_cache_is_on_both() -> None:
     assert attention.n_flops == 2 * (8 + 6) * 5
 
 
+def test_a_row_of_many_tokens_makes_its_keys_and_values_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_config, "FEWEST_PLAIN", 2)
+    # Of 5 keys 4 new tokens see 14 in all, and save 5 products each: more than 1 older token's 6 * 7.
+    assert LATENT.is_plain(4, 5) and not LATENT.is_plain(3, 5)
+    shape = IterationShape([4, 1], [5, 5])
+    found = operations(MODEL, shape, weight_bytes=2, kv_bytes=2, in_both_forms=True)
+    absorbed = operations(MODEL, shape, weight_bytes=2, kv_bytes=2)
+    kv_b, attention = found[4], found[5]
+    assert kv_b.n_flops == 2 * 6 * 14 * (5 + 1)  # of all tokens of the one, of the new token of the other
+    assert kv_b.n_bytes == 2 * (6 * 14 + (5 + 1) * (6 + 14))
+    assert attention.n_flops == 2 * 2 * ((5 + 4) * 14 + (8 + 6) * 5)
+    assert attention.n_bytes == 2 * (8 * (5 + 10) + 2 * ((5 + 4) * 4 + (8 + 6) * 1))
+    # Other operations are the same, and so are all of the last layer, where each row has one token.
+    assert [i for i, (one, other) in enumerate(zip(found, absorbed, strict=True)) if one != other] == [4, 5]
+    # Sums do not tell which rows these are.
+    assert operations(MODEL, shape.sums(), weight_bytes=2, kv_bytes=2, in_both_forms=True) == operations(
+        MODEL, shape.sums(), weight_bytes=2, kv_bytes=2
+    )
+
+
+def test_which_rows_of_deepseek_v3_take_the_plain_form() -> None:
+    own = PRESETS["deepseek-v3"].attention.latent
+    assert own is not None
+    rows = {(31, 31): False, (32, 32): True, (32, 35): True, (32, 36): False, (8192, 163_840): True}
+    # Behind ever more tokens it is 512 * 256 / 768 = 170.7 new ones.
+    rows |= {(170, 100_000): False, (171, 100_000): True, (1, 1): False, (1, 100_000): False}
+    assert {row: own.is_plain(*row) for row in rows} == rows
+    n, length = np.array([*rows], np.int32).T
+    np.testing.assert_array_equal(own.is_plain(n, length), [*rows.values()])
+
+
+def test_a_prompt_on_a_cpu_is_planned_in_the_plain_form() -> None:
+    cpu = cpu_device(memory=64 << 30, bandwidth=1e12, matrix_rate=1e9)  # operations decide
+    large = replace(LATENT, rank=60)
+    own = latent_attention(large, n_heads=2, rotary=Rotary(size=2))
+    model = replace(MODEL, layers=(replace(LAYER, attention=own),) * 2, n_positions=64)
+
+    def seconds(device: KnownDevice) -> float:
+        target = PlanTarget(config=model, device=device, sizes=Sizes(), dtype="float32", context=64)
+        return iteration_floor(target, "prefill", 1).seconds
+
+    elsewhere = replace(cpu, name="h200")
+    n_seen = 64 * 65 // 2
+    saved = 2 * 2 * ((62 + 60) - (5 + 4)) * n_seen  # in the first layer
+    assert seconds(elsewhere) - seconds(cpu) == pytest.approx(saved / 1e9)
+
+
 def test_a_slot_is_what_is_compressed() -> None:
     assert kv_bytes_per_slot(MODEL, 2) == 2 * 8 * 2
     for n in (1, 2):
@@ -96,15 +148,25 @@ def test_deepseek_v3_computes_with_its_active_parameters() -> None:
     assert one / 2 == pytest.approx(37.55e9 - 0.93e9, rel=0.01)
 
 
-def test_a_token_has_queries_of_all_heads_as_they_meet_the_cache() -> None:
+def test_a_token_has_queries_of_all_heads_as_they_meet_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = EngineShape(
         n_blocks=4, n_rows=3, max_rows=2, max_tokens=8, block_size=8, max_blocks=1, vocab_size=10
     )
 
-    def needed(n_heads: int) -> int:
-        own = latent_attention(LATENT, n_heads=n_heads, rotary=Rotary(size=2), out_bias=False)
-        model = replace(MODEL, layers=(replace(LAYER, attention=own),) * 2, n_positions=4)
-        return temporary_bytes(model, range(1), 1, shape, itemsize=2, attention="follow_lengths")
+    def of_20_heads(attention: Attention, shape: EngineShape = shape) -> int:
+        bytes_of: list[int] = []
+        for n_heads in (20, 40):
+            own = latent_attention(LATENT, n_heads=n_heads, rotary=Rotary(size=2), out_bias=False)
+            model = replace(MODEL, layers=(replace(LAYER, attention=own),) * 2, n_positions=4)
+            bytes_of.append(temporary_bytes(model, range(1), 1, shape, itemsize=2, attention=attention))
+        return bytes_of[1] - bytes_of[0]
 
     # Their queries twice, [8], and what they attend to, [6], with its zeros, for each of 8 tokens.
-    assert needed(40) - needed(20) == 8 * 2 * 20 * (2 * 8 + 2 * 6)
+    absorbed = 8 * 2 * 20 * (2 * 8 + 2 * 6)
+    assert of_20_heads("follow_lengths") == of_20_heads("native") == absorbed
+    # In the plain form their own queries, [5], twice, and results, [4]; that is of programs for prompts.
+    monkeypatch.setattr(attention_config, "FEWEST_PLAIN", 2)
+    assert of_20_heads("follow_lengths") == 8 * 2 * 20 * (2 * 5 + 4 * 4)
+    assert of_20_heads("native") == 8 * 2 * 20 * (2 * 5 + 2 * 4)
+    assert of_20_heads("native", replace(shape, max_rows=8)) == absorbed
+    assert of_20_heads("native", replace(shape, deterministic=True)) == absorbed

@@ -129,7 +129,7 @@ def check(play: Simulation, listener: Rebuilt, requests: Sequence[Request]) -> N
 def admitted(kv: KVManager, req: Request) -> Request:
     req.row = kv.reserve(req.max_tokens)
     req.n_computed = len(req.prompt_ids)
-    publish_full_blocks(req, kv)
+    publish_full_blocks([req], kv)
     return req
 
 

@@ -112,6 +112,18 @@ def test_another_request_computes_the_same_prefix() -> None:
     assert lines[1]["slots"] == (12, 8, 0), "the shared blocks count once"
 
 
+def test_the_last_chunk_of_another_request_computes_the_same_prefix() -> None:
+    prompt = list(range(30))
+    lines = run(config(SERVING, max_batch_tokens=12), [prompt, prompt], n_output=2)
+    assert [(line["rows"], line["starts"], line["held"]) for line in lines] == [
+        ([(0, 12)], [0], (1, "prefix")),
+        ([(0, 12)], [12], (1, "prefix")),
+        ([(0, 6)], [24], (1, "prefix")),  # there is room for tokens 24 to 30 of request 1 too
+        ([(0, 1), (1, 2)], [28], None),
+        ([(1, 1)], [], None),
+    ]
+
+
 def test_a_long_prompt_in_chunks_beside_a_decode() -> None:
     # After the first iteration request 0 decodes, and 1 has the room that is left of 8 tokens.
     lines = run(config(SERVING, max_batch_tokens=8), [[1] * 4, list(range(20))], n_output=4)

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError
 from orca_jax.iteration.row import Row
-from orca_jax.request.request import FinishReason, Request, RequestState
+from orca_jax.request.request import FinishReason, Request, RequestState, begin_iteration
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling import kv_manager, scheduler, select, timeline
+from orca_jax.scheduling import kv_manager, scheduler, select, serving_policy, timeline
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 from orca_jax.scheduling.request_pool import Delivery, InArrivalOrder, RequestPool
@@ -417,8 +417,8 @@ class AtLine:
         self.left = n
         self.action = action
         self.is_locked = is_locked
-        self.files = {scheduler.__file__, select.__file__, kv_manager.__file__, timeline.__file__}
-        self.code: CodeType = InArrivalOrder.__iter__.__code__
+        self.files = {one.__file__ for one in (scheduler, select, serving_policy, kv_manager, timeline)}
+        self.codes: set[CodeType] = {InArrivalOrder.__iter__.__code__, begin_iteration.__code__}
 
     def __enter__(self) -> "AtLine":
         self.before = sys.gettrace()
@@ -429,7 +429,7 @@ class AtLine:
         sys.settrace(self.before)
 
     def call(self, frame: FrameType, event: str, arg: object) -> Any:
-        return self.line if frame.f_code.co_filename in self.files or frame.f_code is self.code else None
+        return self.line if frame.f_code.co_filename in self.files or frame.f_code in self.codes else None
 
     def line(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "line" and not self.is_locked():
@@ -482,6 +482,11 @@ class Counted(InArrivalOrder):
 
     def __iter__(self) -> Iterator[Request]:
         for req in super().__iter__():
+            Counted.n_read += 1
+            yield req
+
+    def waiting(self) -> Iterator[Request]:
+        for req in super().waiting():
             Counted.n_read += 1
             yield req
 

@@ -55,7 +55,7 @@ GEMMAS: dict[str, Callable[[], nnx.Module]] = {
         rngs=nnx.Rngs(0),
     ),
 }
-LLAMAS = ("llama3", "llama3 grouped", "llama3 tied", "qwen2", "qwen3")
+LLAMAS = ("llama3", "llama3 grouped", "llama3 tied", "qwen2", "qwen3", "qwen3 experts")
 ENGINE: dict[str, Any] = {"max_batch_size": 16, "n_slots": 1024}
 CONFIG = RolloutConfig(max_tokens_to_generate=12, max_prompt_length=8, kv_cache_size=32, temperature=1.0)
 
@@ -84,9 +84,12 @@ def model(name: str, seed: int = 0) -> nnx.Module:
         "llama3 tied": (llama3, "Llama3"),
         "qwen2": (qwen2, "Qwen2"),
         "qwen3": (qwen3, "Qwen3"),
+        "qwen3 experts": (qwen3, "Qwen3"),
     }[name]
-    tied = {"weight_tying": True} if name == "llama3 tied" else {}
-    config = module.ModelConfig(**SIZES, **heads, **tied)
+    others: dict[str, Any] = {"weight_tying": True} if name == "llama3 tied" else {}
+    if name == "qwen3 experts":
+        others = {"num_experts": 6, "num_experts_per_tok": 2}
+    config = module.ModelConfig(**SIZES, **heads, **others)
     return redrawn(getattr(module, kind)(config, rngs=nnx.Rngs(seed)), seed)
 
 
@@ -159,15 +162,16 @@ def redrawn_adapters(module: nnx.Module, seed: int) -> nnx.State:
 
 
 # Every weight of a layer but one, so that some of ours are adapted in part.
-ADAPTED = ".*(q_proj|q_einsum|kv_einsum|qkv_einsum|o_proj|attn_vec_einsum|v_proj|gate_proj|down_proj)"
+ADAPTED = ".*(q_proj|q_einsum|kv_einsum|qkv_einsum|o_proj|attn_vec_einsum|v_proj|gate_proj|down_proj|router)"
 
 
-@pytest.mark.parametrize("name", ["llama3 grouped", "qwen3", *GEMMAS])
+@pytest.mark.parametrize("name", ["llama3 grouped", "qwen3", "qwen3 experts", *GEMMAS])
 def test_adapters_are_merged(name: str) -> None:
     """The trainer computes with its adapters beside the weights; the divergence from it is nothing."""
     module: Any = with_adapters(name)
     n_adapters = len(jax.tree.leaves(nnx.state(module, nnx.LoRAParam)))
-    assert n_adapters == 2 * len(module.layers) * (4 if name == "gemma" else 5)
+    of_layer = {"gemma": 4, "qwen3 experts": 4}.get(name, 5)  # experts have none of their own
+    assert n_adapters == 2 * len(module.layers) * of_layer
     prompts, completions = padded(np.random.default_rng(1), name)
     state = redrawn_adapters(module, 3)
     rollout = OrcaRollout(module, Characters(), None, CONFIG, lora_alpha=6.0, **ENGINE)

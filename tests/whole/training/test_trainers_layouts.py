@@ -1,5 +1,6 @@
 """LLM.update_weights with arrays as MaxText, Tunix and Gemma's own code hold them."""
 
+import re
 from typing import Any
 
 import jax
@@ -27,10 +28,13 @@ def trainers_arrays(name: str) -> dict[str, np.ndarray]:
     arrays = arrays_of(description.checkpoint)
     detected = detect(description.model, arrays)
     assert detected is not None
+    beginning = re.compile(
+        rf"{re.escape(detected.prefix)}|nnx_aux\.model\."
+    )  # of weights, of other variables
     return {
-        path.removeprefix(detected.prefix).removesuffix(".value"): values
-        for path, values in arrays.items()
-        if path.startswith(detected.prefix)
+        beginning.sub("", path, count=1).removesuffix(".value"): arrays[path]
+        for stored in detected.names.values()
+        for path in stored.names
     }
 
 
