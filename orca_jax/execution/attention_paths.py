@@ -133,7 +133,7 @@ class Native:
 class LatentByRow:
     """Latent attention that is in the plain form in rows where that is less work: in C, or in pure JAX.
 
-    The other rows' is `absorbed`. So is all that of programs that decode may fill, with a token for each row.
+    The other rows take `absorbed`, and so do all rows of a program with one token for each row.
     """
 
     absorbed: PureJax | Native

@@ -3,22 +3,12 @@
 #ifndef ORCA_ATTENTION_H
 #define ORCA_ATTENTION_H
 
-#include "vectors.h"
+#include "softmax.h"
 #include "xla_call.h"
-
-#ifndef Q_BITS
-#define Q_BITS 32
-#endif
-#ifndef KV_BITS
-#define KV_BITS 32
-#endif
 
 #ifndef VALUE_SIZE
 #define VALUE_SIZE HEAD_SIZE
 #endif
-
-typedef ELEMENT(Q_BITS) q_type;
-typedef ELEMENT(KV_BITS) kv_type;
 
 #define CHUNK 64 /* keys */
 #define PARTS (HEAD_SIZE / LANES)
@@ -46,7 +36,6 @@ typedef struct {
   Tile tiles[];
 } Attention;
 
-static const float NOTHING = -1e30f; /* the score of a key that a query does not see */
 
 static inline int lesser(int a, int b) { return a < b ? a : b; }
 static inline int greater(int a, int b) { return a > b ? a : b; }

@@ -57,21 +57,7 @@ static inline float soften(const Attention *a, float *weights, int base, int n, 
     for (int c = 0; c < n; c += LANES)
       store(weights + c, load(weights + c) + relative_bias(running->relative, a->furthest, base + c - position));
   for (int c = n; c % LANES; c++) weights[c] = NOTHING;
-  const float top = running->top;
-  vec tops = all(top);
-  for (int c = 0; c < n; c += LANES) tops = larger(load(weights + c), tops);
-  float new_top = top;
-  for (int i = 0; i < LANES; i++) new_top = tops[i] > new_top ? tops[i] : new_top;
-  vec sums = all(0);
-  for (int c = 0; c < n; c += LANES) {
-    const vec weight = exponential(load(weights + c) - all(new_top));
-    store(weights + c, weight);
-    sums += weight;
-  }
-  const float shrink = exponential(all(top - new_top))[0];
-  running->top = new_top;
-  running->total = running->total * shrink + sum(sums);
-  return shrink;
+  return as_weights(weights, n, &running->top, &running->total);
 }
 
 /* Adds the values of `n_keys`, times the weights of `n` queries, to `parts` of the head from `part` on; the compiler

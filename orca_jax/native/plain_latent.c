@@ -16,16 +16,7 @@
 #define FEW 0 /* a query's result shall not depend on how many others its tile has: none is one of a few */
 #define REST 0
 #include "product.h"
-
-#ifndef Q_BITS
-#define Q_BITS 32
-#endif
-#ifndef KV_BITS
-#define KV_BITS 32
-#endif
-
-typedef ELEMENT(Q_BITS) q_type;
-typedef ELEMENT(KV_BITS) kv_type;
+#include "softmax.h"
 
 #ifndef PIECE
 #define PIECE 2048 /* queries that share keys and values; a thread has room for their sums */
@@ -65,8 +56,6 @@ typedef struct {
   float *top;        /* [n] each query's greatest score, */
   float *total;      /* [n] and the sum of its weights */
 } Room;
-
-static const float NOTHING = -1e30f; /* the score of a key that a query does not see */
 
 static bool make_room(Room *room, const Plain *a, size_t n) {
   const size_t size = a->plain + a->rotary;
@@ -135,26 +124,6 @@ static bool make_keys(const Plain *a, const int32_t *table, size_t base, size_t 
   return multiply(weight + plain * rank, a->value, room->compressed, rank, KEYS, room->values);
 }
 
-/* Turns a query's scores [KEYS], of which it sees the first `n`, into weights, and updates its top and total. Returns
- * the factor for the values summed so far. */
-static float soften(float *scores, size_t n, float *top, float *total) {
-  for (size_t i = n; i < KEYS; i++) scores[i] = NOTHING;
-  vec tops = all(*top);
-  for (size_t i = 0; i < KEYS; i += LANES) tops = larger(load(scores + i), tops);
-  float new_top = *top;
-  for (int i = 0; i < LANES; i++) new_top = tops[i] > new_top ? tops[i] : new_top;
-  vec sums = all(0);
-  for (size_t i = 0; i < KEYS; i += LANES) {
-    const vec weight = exponential(load(scores + i) - all(new_top));
-    store(scores + i, weight);
-    sums += weight;
-  }
-  const float shrink = exponential(all(*top - new_top))[0];
-  *total = *total * shrink + sum(sums);
-  *top = new_top;
-  return shrink;
-}
-
 /* The queries [n] of a tile from `at` on meet the keys that are there, of which the first one sees `n_seen` (none if
  * it is not above 0) and each further one sees one more. */
 static bool meet(const Plain *a, const Room *room, size_t at, size_t n, int n_seen) {
@@ -165,8 +134,8 @@ static bool meet(const Plain *a, const Room *room, size_t at, size_t n, int n_se
     float *scores = room->scores + i * KEYS;
     const int seen = n_seen + (int)i;
     shrink[i] = 1;
-    if (seen > 0) shrink[i] = soften(scores, least(seen, KEYS), room->top + at + i, room->total + at + i);
-    else memset(scores, 0, KEYS * sizeof(float));
+    for (int key = seen > 0 ? seen : 0; key < KEYS; key++) scores[key] = seen > 0 ? NOTHING : 0;
+    if (seen > 0) shrink[i] = as_weights(scores, KEYS, room->top + at + i, room->total + at + i);
   }
   if (!multiply(room->scores, n, room->values, KEYS, a->value, room->added)) return false;
   for (size_t i = 0; i < n; i++)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
+from flax import traverse_util
 
 Arrays = dict[str, np.ndarray]
 
@@ -183,12 +184,5 @@ def tunix(tensors: Arrays, config: dict[str, Any]) -> Arrays:
 
 def save(directory: Path, arrays: Arrays) -> None:
     """As a tree of the parts of the names, with Orbax."""
-    tree: dict[str, Any] = {}
-    for name, values in arrays.items():
-        *path, last = name.split(".")
-        node = tree
-        for key in path:
-            node = node.setdefault(key, {})
-        node[last] = values
     with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(directory, tree)
+        checkpointer.save(directory, traverse_util.unflatten_dict(arrays, sep="."))

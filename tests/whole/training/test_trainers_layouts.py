@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen
+from flax import linen, traverse_util
 
 from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.locate import load_checkpoint
@@ -40,14 +40,7 @@ def trainers_arrays(name: str) -> dict[str, np.ndarray]:
 
 def nested(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     """A tree by the parts of the names."""
-    tree: dict[str, Any] = {}
-    for path, values in arrays.items():
-        *keys, last = path.split(".")
-        node = tree
-        for key in keys:
-            node = node.setdefault(key, {})
-        node[last] = values
-    return tree
+    return traverse_util.unflatten_dict(arrays, sep=".")
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -1,0 +1,42 @@
+/* What all attention shares: the types of queries and of the cache, and the running softmax.
+ *
+ * The compiler sets Q_BITS and KV_BITS, 32 for float32 and 16 for bfloat16.
+ */
+
+#ifndef ORCA_SOFTMAX_H
+#define ORCA_SOFTMAX_H
+
+#include "vectors.h"
+
+#ifndef Q_BITS
+#define Q_BITS 32
+#endif
+#ifndef KV_BITS
+#define KV_BITS 32
+#endif
+
+typedef ELEMENT(Q_BITS) q_type;
+typedef ELEMENT(KV_BITS) kv_type;
+
+static const float NOTHING = -1e30f; /* the score of a key that a query does not see */
+
+/* Turns a query's `n` scores, filled up to whole vectors, into weights, and updates its greatest score and the sum of
+ * its weights. Returns the factor for the values summed so far. */
+INLINE float as_weights(float *scores, int n, float *top, float *total) {
+  vec tops = all(*top);
+  for (int i = 0; i < n; i += LANES) tops = larger(load(scores + i), tops);
+  float new_top = *top;
+  for (int i = 0; i < LANES; i++) new_top = tops[i] > new_top ? tops[i] : new_top;
+  vec sums = all(0);
+  for (int i = 0; i < n; i += LANES) {
+    const vec weight = exponential(load(scores + i) - all(new_top));
+    store(scores + i, weight);
+    sums += weight;
+  }
+  const float shrink = exponential(all(*top - new_top))[0];
+  *total = *total * shrink + sum(sums);
+  *top = new_top;
+  return shrink;
+}
+
+#endif
