@@ -21,9 +21,11 @@ from orca_jax.families.attention_config import Attention as AttentionConfig
 from orca_jax.families.attention_config import Latent
 from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout
 from orca_jax.model import attention as pure_jax
-from orca_jax.model.block import Attend
+from orca_jax.model.block import Attend, Placing
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.latent import ByRow, plain_attention
+from orca_jax.model.rotation import Rotation
+from orca_jax.native.place import native_place
 from orca_jax.native.plain_latent import native_plain_latent
 from orca_jax.native.split_attention import native_split_attention
 from orca_jax.pallas.split_attention import split_attention
@@ -105,28 +107,61 @@ class Native:
         return 0
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        def attend(
-            q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Numbers, sinks: Numbers
-        ) -> jax.Array:
-            return native_split_attention(
-                q,
-                cache.keys,
-                cache.values,
-                batch.block_table,
-                batch.row_start,
-                batch.kv_length,
-                group=own.group,
-                scale=own.scale,
-                window=own.scores.window,
-                soft_cap=own.scores.soft_cap,
-                slopes=None if own.scores.alibi is None else bias,
-                causal=own.causal,
-                relative=None if own.scores.relative is None else bias,
-                sinks=sinks,
-                value_size=own.value_part,
-            )
+        return _NativeAttend(batch)
 
-        return attend
+
+@dataclass(frozen=True, slots=True)
+class _NativeAttend(Placing):
+    """Attention and the writing of the cache in C, bound to an iteration's tables."""
+
+    batch: FlatArrays
+
+    def __call__(
+        self, q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Numbers, sinks: Numbers, /
+    ) -> jax.Array:
+        return native_split_attention(
+            q,
+            cache.keys,
+            cache.values,
+            self.batch.block_table,
+            self.batch.row_start,
+            self.batch.kv_length,
+            group=own.group,
+            scale=own.scale,
+            window=own.scores.window,
+            soft_cap=own.scores.soft_cap,
+            slopes=None if own.scores.alibi is None else bias,
+            causal=own.causal,
+            relative=None if own.scores.relative is None else bias,
+            sinks=sinks,
+            value_size=own.value_part,
+        )
+
+    def place(
+        self,
+        heads: jax.Array,
+        values: jax.Array,
+        slot_of_token: jax.Array,
+        cache: LayerCache,
+        rotation: Rotation | None,
+        *,
+        n_queries: int,
+        key: int,
+        interleaved: bool,
+    ) -> tuple[jax.Array, LayerCache]:
+        """native/place.c."""
+        queries, *written = native_place(
+            heads,
+            values,
+            slot_of_token,
+            None if rotation is None else rotation.cos,
+            None if rotation is None else rotation.sin,
+            *cache.both,
+            n_queries=n_queries,
+            key=key,
+            interleaved=interleaved,
+        )
+        return queries, LayerCache(*written)
 
 
 @dataclass(frozen=True, slots=True)

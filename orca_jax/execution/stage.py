@@ -206,8 +206,8 @@ class Stage:
         ) -> list[LayerCache]:
             model, batch = nnx.merge(graph, jax.tree.unflatten(tree, weights)), layout.split(buffer)
             assert isinstance(model, GPT)
-            product = products.bind(batch.row_start[-1:])
-            return model.cross_caches(encoded, batch.slot_of_token, caches, product)
+            product, attend = products.bind(batch.row_start[-1:]), score_buffer.bind(layout, batch, buffer)
+            return model.cross_caches(encoded, batch.slot_of_token, caches, attend, product)
 
         def on_each(compute: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Any:
             if not by_hand:

@@ -1,7 +1,7 @@
 """One Transformer layer, built from the parts that its config names."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,31 @@ class Attend(Protocol):
         for a relative bias [2 * max_distance + 1, K] by (key position - query position) from -max_distance
         on. `sinks` [G, K] float32 are the heads' own scores, which join the softmax's sum. K are the K/V
         heads of this device.
+        """
+        ...
+
+
+@runtime_checkable
+class Placing(Attend, Protocol):
+    """Attention that writes the cache itself, and rotates what it writes."""
+
+    def place(
+        self,
+        heads: jax.Array,
+        values: jax.Array,
+        slot_of_token: jax.Array,
+        cache: LayerCache,
+        rotation: Rotation | None,
+        *,
+        n_queries: int,
+        key: int,
+        interleaved: bool,
+    ) -> tuple[jax.Array, LayerCache]:
+        """The queries, rotated, and the cache with the keys, rotated too, and the values.
+
+        The queries are the first `n_queries` slices of heads [T, n, K, D], the keys its slice `key`, the
+        values the last slice of values [T, m, K, D]. A token whose slot_of_token [T] int32 is out of range is
+        dropped.
         """
         ...
 
@@ -94,10 +119,17 @@ class CrossAttention(nnx.Module):
         return self.out(attended.reshape(x.shape[0], -1), product, shard)
 
     def write(
-        self, encoded: jax.Array, cache: LayerCache, slot_of_token: jax.Array, product: Matmul
+        self,
+        encoded: jax.Array,
+        cache: LayerCache,
+        slot_of_token: jax.Array,
+        attend: Attend,
+        product: Matmul,
     ) -> LayerCache:
         """The cache with this layer's keys and values of the encoder's tokens, `encoded` [T, H]."""
         kv = self.kv(encoded, product).reshape(encoded.shape[0], 2, -1, self.config.head_size)
+        if isinstance(attend, Placing):
+            return attend.place(kv, kv, slot_of_token, cache, None, n_queries=0, key=0, interleaved=False)[1]
         return write(cache, kv[:, 0], kv[:, 1], slot_of_token)
 
 
@@ -215,28 +247,62 @@ class Block(nnx.Module):
         group, n_kv_heads = config.group, config.n_kv_heads // shard.n
         qkv = self.qkv(x, product)
         qkv = qkv.reshape(x.shape[0], group + 2, n_kv_heads, config.head_size)  # [T, G + 2, K, D]
-        queries, keys, query_rotation = qkv, qkv[:, group], rotation
+        queries, cache = self._placed(qkv, cache, slot_of_token, rotation, attend, shard, evaluated)
         if evaluated is not None:
-            # The queries of all tokens come with the keys: without them the weight would have to be cut.
-            queries = evaluated.of(qkv)
-            query_rotation = None if rotation is None else Rotation(*map(evaluated.of, rotation))
             attend, product = evaluated.attend, evaluated.product
-        if self.q_norm is not None and self.k_norm is not None and config.qk_norm is not None:
-            queries, keys = queries[:, :group], qkv[:, group : group + 1]
-            if config.qk_norm.over == "width":
-                queries = self.q_norm.over_heads(queries, shard)
-                keys = self.k_norm.over_heads(keys, shard)[:, 0]
-            else:
-                queries, keys = self.q_norm(queries), self.k_norm(keys)[:, 0]
-        if rotation is not None and query_rotation is not None and config.rotary is not None:
-            interleaved = config.rotary.interleaved
-            queries = rotate(queries[:, :group], query_rotation, interleaved=interleaved)
-            keys = rotate(keys[:, None], rotation, interleaved=interleaved)[:, 0]
-        if slot_of_token is not None:
-            cache = write(cache, keys, qkv[:, group + 1], slot_of_token)
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32).reshape(group, -1)
         attended = attend(queries, cache, config, self._bias(shard), sinks)  # [T or R, G, K, D]
         return self.out(attended.reshape(attended.shape[0], -1), product, shard), cache
+
+    def _placed(
+        self,
+        qkv: jax.Array,
+        cache: LayerCache,
+        slot_of_token: jax.Array | None,
+        rotation: Rotation | None,
+        attend: Attend,
+        shard: Shard,
+        evaluated: Evaluated | None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """The queries of qkv [T, G + 2, K, D], and the cache with its keys and values, if there are slots.
+
+        The queries are the first G slices of the result [T or R, n, K, D]. They and the keys have their norm
+        and rotation.
+        """
+        config, group = self.config.attention, self.config.attention.group
+        interleaved = config.rotary is not None and config.rotary.interleaved
+        # The queries of all tokens come with the keys: without them the weight would have to be cut.
+        queries, keys = qkv if evaluated is None else evaluated.of(qkv), qkv[:, group : group + 1]
+        heads, key = qkv, group  # those that have the keys
+        if self.q_norm is not None and self.k_norm is not None and config.qk_norm is not None:
+            queries = queries[:, :group]
+            if config.qk_norm.over == "width":
+                queries, keys = self.q_norm.over_heads(queries, shard), self.k_norm.over_heads(keys, shard)
+            else:
+                queries, keys = self.q_norm(queries), self.k_norm(keys)
+            heads, key = (jnp.concatenate([queries, keys], 1), group) if evaluated is None else (keys, 0)
+        if slot_of_token is not None and isinstance(attend, Placing):
+            n_queries = 0 if rotation is None or evaluated is not None else group
+            rotated, cache = attend.place(
+                heads,
+                qkv,
+                slot_of_token,
+                cache,
+                rotation,
+                n_queries=n_queries,
+                key=key,
+                interleaved=interleaved,
+            )
+            if n_queries:
+                return rotated, cache
+            slot_of_token = None  # the keys and values are in the cache
+        if rotation is not None:
+            by = rotation if evaluated is None else Rotation(*map(evaluated.of, rotation))
+            queries = rotate(queries[:, :group], by, interleaved=interleaved)
+            keys = rotate(keys, rotation, interleaved=interleaved)
+        if slot_of_token is not None:
+            cache = write(cache, keys[:, 0], qkv[:, group + 1], slot_of_token)
+        return queries, cache
 
     def _slices(self, x: jax.Array, n_tokens: int, shard: Shard) -> Slices | None:
         """If the layer exchanges tokens, how they are cut behind attention, where it has `n_tokens`."""

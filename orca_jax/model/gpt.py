@@ -194,16 +194,17 @@ class GPT(nnx.Module):
         encoded: jax.Array,
         slot_of_token: jax.Array,
         caches: list[LayerCache],
+        attend: Attend,
         product: Matmul = matmul,
     ) -> list[LayerCache]:
         """The caches with each layer's cross-attention keys and values of the encoder's tokens.
 
-        `encoded` [T, H] is what the encoder ends with, slot_of_token [T] int32.
+        `encoded` [T, H] is what the encoder ends with, slot_of_token [T] int32. `attend` writes, if it can.
         """
         written: list[LayerCache] = []
         for block, cache in zip(self.layers, caches, strict=True):
             assert block.cross is not None
-            written.append(block.cross.write(encoded, cache, slot_of_token, product))
+            written.append(block.cross.write(encoded, cache, slot_of_token, attend, product))
         return written
 
     def _rotation(self, rotary: Rotary | None, positions: jax.Array) -> Rotation | None:

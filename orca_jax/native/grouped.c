@@ -64,7 +64,7 @@ XLA_FFI_Error *grouped(XLA_FFI_CallFrame *frame) {
                                .n_tokens = size,
                                .n_in = n_in,
                                .n_out = n_out};
-    n_items += cut(&group->product, n_wanted);
+    n_items += cut(&group->product, n_wanted, 1);
     take_x(&group->product, widened);
     worth += threads_worth(&group->product);
     widened += n_widened(size, n_in);

@@ -29,7 +29,7 @@ XLA_FFI_Error *linear(XLA_FFI_CallFrame *frame) {
   l->work.do_item = do_item;
   l->product = (Product){.x = x->data, .weight = weight->data, .y = y, .n_tokens = n_tokens, .n_in = n_in, .n_out = n_out};
   const size_t n_threads = count_threads(frame);
-  l->work.n_items = cut(&l->product, ITEMS * n_threads);
+  l->work.n_items = cut(&l->product, ITEMS * n_threads, n_threads);
   take_x(&l->product, l->widened);
   const double worth = threads_worth(&l->product);
   return do_all(&l->work, frame, worth < n_threads ? worth : n_threads);

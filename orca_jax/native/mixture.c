@@ -165,12 +165,12 @@ XLA_FFI_Error *mixture(XLA_FFI_CallFrame *frame) {
                      .down = {.x = inner + row * size, .weight = (const weight_type *)down->data + i * hidden * size,
                               .y = m->outer + row * hidden, .n_tokens = rows_of[i], .n_in = size, .n_out = hidden},
                      .first_row = row, .first_inner = m->n_inner, .first_outer = m->n_outer, .widened = widened};
-    group->n_inner = cut(&group->gate, n_wanted);
+    group->n_inner = cut(&group->gate, n_wanted, 1);
     group->up = group->gate; /* a thread that has transposed x for one has it for the other */
     group->up.weight += size * hidden;
     group->up.y += n_choices * size;
     m->n_inner += group->n_inner;
-    m->n_outer += cut(&group->down, n_wanted);
+    m->n_outer += cut(&group->down, n_wanted, 1);
     worth += 2 * threads_worth(&group->gate) + threads_worth(&group->down);
     widened += n_widened(rows_of[i], hidden + size);
     group++;

@@ -7,6 +7,11 @@ from orca_jax.native.compiler import build_ahead
 BITS = {"float32": 32, "bfloat16": 16}
 
 
+def dtype_of_cache(stored: str) -> str:
+    """The dtype of a cache's numbers: uint16 holds the bits of bfloat16."""
+    return "bfloat16" if stored == "uint16" else stored
+
+
 def linear_sizes(x_dtype: str, weight_dtype: str, steady: bool = False) -> dict[str, int]:
     """The names that linear.c needs."""
     bits = {"X_BITS": BITS[x_dtype], "WEIGHT_BITS": BITS[weight_dtype]}
@@ -27,6 +32,11 @@ def attention_sizes(
     return sizes if value_size is None else sizes | {"VALUE_SIZE": value_size}
 
 
+def place_sizes(dtype: str) -> dict[str, int]:
+    """The names that place.c needs."""
+    return {"X_BITS": BITS[dtype]}
+
+
 def plain_latent_sizes(q_dtype: str, kv_dtype: str) -> dict[str, int]:
     """The names that plain_latent.c needs."""
     return {"Q_BITS": BITS[q_dtype], "KV_BITS": BITS[kv_dtype]}
@@ -45,7 +55,9 @@ def build_all_ahead(
     if dtype not in BITS:
         return
     build_ahead("split_attention", **attention_sizes(head_size, block_size, dtype, dtype, value_size))
-    if value_size is not None and not steady:
+    if value_size is None:
+        build_ahead("place", **place_sizes(dtype))
+    elif not steady:
         build_ahead("plain_latent", **plain_latent_sizes(dtype, dtype))
     build_ahead("linear", **linear_sizes(dtype, dtype, steady))
     build_ahead("token_choice")

@@ -89,7 +89,7 @@ static bool make_room(Room *room, const Plain *a, size_t n) {
 /* y [n, n_out] = x [n, n_in] times weight [n_out, n_in]. False if memory runs out. */
 static bool multiply(const float *x, size_t n, const float *weight, size_t n_in, size_t n_out, float *y) {
   Product product = {.x = x, .weight = weight, .y = y, .n_tokens = n, .n_in = n_in, .n_out = n_out};
-  const size_t n_items = cut(&product, 1);
+  const size_t n_items = cut(&product, 1, 1);
   take_x(&product, NULL);
   for (size_t item = 0; item < n_items; item++)
     if (!do_part(&product, item)) return false;

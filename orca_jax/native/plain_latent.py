@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.native.custom_call import target
-from orca_jax.native.operations import BITS, plain_latent_sizes
+from orca_jax.native.operations import BITS, dtype_of_cache, plain_latent_sizes
 
 _WIDTH = 16  # every size is a multiple of this, as in plain_latent.c
-_STORED = {"uint16": "bfloat16"}  # a cache may hold the bits
 
 
 def unsupported(dtype: str, **sizes: int) -> str | None:
@@ -47,7 +46,7 @@ def native_plain_latent(
     NotBuilt without a C compiler, or without AVX-512 or AVX2.
     """
     n_tokens, n_heads, size = q.shape
-    kv_dtype = _STORED.get(str(keys.dtype), str(keys.dtype))
+    kv_dtype = dtype_of_cache(keys.dtype.name)
     rank, width = weight.shape[2], keys.shape[3]
     plain = size - (width - rank)
     value = weight.shape[1] - plain

@@ -263,7 +263,7 @@ INLINE void add_terms(const factor_type *w, size_t stride, const weight_type *ah
   for (size_t k = 0; k < n_terms; k += LANES) {
     if (LINE <= LANES || k % LINE == 0)
       UNROLL for (int i = 0; i < rows; i++) __builtin_prefetch(ahead + i * n_in + k, 0, 2);
-    for (int at = 0; at < LANES; at += TERMS) {
+    UNROLL for (int at = 0; at < LANES; at += TERMS) {
       vec xs[MOST_VECTORS];
       UNROLL for (int g = 0; g < vectors; g++) xs[g] = kept(load(columns + ((k + at) / TERMS * vectors + g) * LANES));
       UNROLL for (int i = 0; i < rows; i++) {
@@ -376,13 +376,23 @@ static inline size_t n_widened(size_t n_tokens, size_t n_in) {
   return X_BITS == 16 && !PAIRS ? few_of(n_tokens) * n_in : 0;
 }
 
-/* Cuts a product whose sizes are set into about `n_wanted` items. Returns their number. */
-static inline size_t cut(Product *l, size_t n_wanted) {
+/* About `wanted` chunks, at most `most`, so that all groups' are a multiple of `n_threads`: else threads would wait for
+ * the last one. `wanted` if that cannot be. */
+static inline size_t whole_rounds(size_t n_groups, size_t wanted, size_t most, size_t n_threads) {
+  for (size_t i = 0; i < n_threads; i++) {
+    if (wanted + i <= most && n_groups * (wanted + i) % n_threads == 0) return wanted + i;
+    if (wanted > i && n_groups * (wanted - i) % n_threads == 0) return wanted - i;
+  }
+  return wanted;
+}
+
+/* Cuts a product whose sizes are set into about `n_wanted` items for `n_threads`. Returns their number. */
+static inline size_t cut(Product *l, size_t n_wanted, size_t n_threads) {
   l->number = atomic_fetch_add(&n_products, 1) + 1;
   l->n_few = few_of(l->n_tokens);
   l->n_panels = ((n_paneled(l) + LANES - 1) / LANES + MOST_VECTORS - 1) / MOST_VECTORS;
   const size_t n_groups = l->n_panels ? (l->n_panels + PANELS - 1) / PANELS : 1, most = l->n_out < CHUNK ? 1 : l->n_out / CHUNK;
-  l->n_chunks = least(most, (n_wanted + n_groups - 1) / n_groups);
+  l->n_chunks = whole_rounds(n_groups, least(most, (n_wanted + n_groups - 1) / n_groups), most, n_threads);
   return n_groups * l->n_chunks;
 }
 

@@ -110,18 +110,22 @@ INLINE void attend_vectors(const Attention *a, Tile tile, int head, const int ve
   memset(weights, 0, sizeof weights);
   memset(shrink, 0, sizeof shrink);
   memset(out, 0, sizeof out);
+  const q_type *queries[TILE];
   for (int m = 0; m < vectors * LANES; m++) {
     const int number = tile.start + lesser(m, tile.n - 1), token = number / group, g = number % group;
-    const q_type *from = query(a, begin + token, g, head);
+    queries[m] = query(a, begin + token, g, head);
     seen.last[m] = a->causal ? before + token : length - 1;
     seen.first[m] = greater(0, seen.last[m] - a->window + 1);
     seen.slopes[m] = slope(a, g, head);
     tops[m] = first_score(a, g, head, &totals[m]);
-    for (int i = 0; i < PARTS; i++) {
-      const vec part = load(from + i * LANES) * all(a->scale);
-      UNROLL for (int d = 0; d < LANES; d++) q[i * LANES + d][m] = part[d];
-    }
   }
+  for (int g = 0; g < vectors; g++)
+    for (int i = 0; i < PARTS; i++) {
+      vec part[LANES];
+      UNROLL for (int m = 0; m < LANES; m++) part[m] = load(queries[g * LANES + m] + i * LANES) * all(a->scale);
+      transpose(part);
+      UNROLL for (int d = 0; d < LANES; d++) store(&q[i * LANES + d][g * LANES], part[d]);
+    }
   seen.first_any = seen.first[0];
   seen.last_any = seen.last[tile.n - 1];
   seen.first_all = seen.first[tile.n - 1];

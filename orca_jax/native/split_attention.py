@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.native.custom_call import target
-from orca_jax.native.operations import BITS, attention_sizes
+from orca_jax.native.operations import BITS, attention_sizes, dtype_of_cache
 
 _WIDTH, _STRIP = 16, 8  # as in split_attention.c
-_STORED = {"uint16": "bfloat16"}  # a cache may hold the bits
 _MOST_LATENT = 640  # a tile of queries and of results is on a thread's stack
 _ALL_KEYS = 2**31 - 1  # a window that no row exceeds
 
@@ -84,7 +83,7 @@ def native_split_attention(
     n_slices, n_kv_heads, head_size = q.shape[1:]
     group = n_slices if group is None else group
     block_size = keys.shape[2]
-    kv_dtype = _STORED.get(str(keys.dtype), str(keys.dtype))
+    kv_dtype = dtype_of_cache(keys.dtype.name)
     assert (values is None) is (value_size is not None)
     values = keys if values is None else values
     reason = unsupported(head_size, block_size, kv_dtype, group * n_kv_heads, keys.shape[1], value_size)

@@ -67,7 +67,16 @@ INLINE vec counted(void) {
 
 INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
-INLINE vec larger(vec a, vec b) { return choose(a > b, a, b); }
+/* b if either is not a number. */
+INLINE vec larger(vec a, vec b) {
+#if LANES == 16 && defined(__AVX512F__)
+  return (vec)_mm512_max_ps((__m512)a, (__m512)b); /* one instruction, which GCC does not find by itself */
+#elif LANES == 8
+  return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return choose(a > b, a, b);
+#endif
+}
 
 /* ---- memory: floats as they are; bfloat16 widened exactly, and narrowed to the nearest, ties to even ---- */
 

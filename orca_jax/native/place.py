@@ -1,0 +1,61 @@
+"""Keys and values into the cache on a CPU, with queries and keys rotated: a custom call in C (place.c)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orca_jax.native.custom_call import target
+from orca_jax.native.operations import BITS, dtype_of_cache, place_sizes
+
+_WIDTH, _MOST = 16, 256  # of a head, as in place.c
+
+
+def native_place(
+    heads: jax.Array,
+    values: jax.Array,
+    slot_of_token: jax.Array,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    into_keys: jax.Array,
+    into_values: jax.Array,
+    *,
+    n_queries: int,
+    key: int,
+    interleaved: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Write keys and values into the slots of a layer's cache [n_blocks, K, B, D], in place if it is donated.
+
+    The keys are slice `key` of heads [T, n, K, D], the values the last slice of values [T, m, K, D]; those of
+    a token whose slot_of_token [T] int32 is out of range are dropped. cos and sin [T, size / 2] float32, or
+    None, rotate the first `size` elements of each key, and of each query in the first `n_queries` (G) slices
+    of heads: pairs of elements size / 2 apart, or `interleaved` side by side. Returns the queries
+    [T, G, K, D], and the cache's keys and values. All are float32 or all bfloat16, of the cache also as
+    uint16; the arithmetic is float32. Raises NotBuilt without a C compiler, or without AVX-512 or AVX2.
+    """
+    n_tokens, n_slices, n_kv_heads, head_size = heads.shape
+    nothing = jnp.zeros((n_tokens, 0), jnp.float32)
+    cos, sin = nothing if cos is None else cos, nothing if sin is None else sin
+    assert head_size % _WIDTH == 0 and 0 < head_size <= _MOST and into_keys.shape == into_values.shape
+    assert into_keys.shape[1] == n_kv_heads and into_keys.shape[3] == head_size
+    assert values.shape[0] == n_tokens and values.shape[2:] == heads.shape[2:]
+    assert 0 <= key < n_slices and 0 <= n_queries <= n_slices
+    assert cos.shape == sin.shape and cos.shape[0] == n_tokens and 2 * cos.shape[1] <= head_size
+    assert cos.dtype == sin.dtype == jnp.float32 and slot_of_token.dtype == jnp.int32
+    dtype = dtype_of_cache(into_keys.dtype.name)
+    assert heads.dtype == values.dtype and heads.dtype.name == dtype and dtype in BITS
+    caches = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (into_keys, into_values)]
+    queries = jax.ShapeDtypeStruct((n_tokens, n_queries, n_kv_heads, head_size), heads.dtype)
+    call = jax.ffi.ffi_call(
+        target("place", **place_sizes(dtype)), (queries, *caches), input_output_aliases={5: 1, 6: 2}
+    )
+    return call(
+        heads,
+        values,
+        slot_of_token,
+        cos,
+        sin,
+        into_keys,
+        into_values,
+        key=np.int32(key),
+        interleaved=np.int32(interleaved),
+    )
