@@ -145,7 +145,7 @@ def test_a_donated_cache_is_written_in_place() -> None:
         return keys, values
 
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(keys, values).compile()
-    assert " copy(" not in compiled.as_text()
+    assert " copy(" not in (compiled.as_text() or " copy(")
     where = keys.unsafe_buffer_pointer(), values.unsafe_buffer_pointer()
     keys, values = compiled(keys, values)
     assert (keys.unsafe_buffer_pointer(), values.unsafe_buffer_pointer()) == where
