@@ -7,7 +7,7 @@ iteration, and passes it as words after the flat batch's buffer.
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypedDict, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,32 @@ from orca_jax.pallas.work_list.work_items import work_items
 SLAB = 64  # tokens in the absorbed form at a time, at least, beside rows in the plain one
 
 Numbers = jax.Array | None  # what is added to the scores, or sinks, in a form that `Attend` describes
+
+
+class _Form(TypedDict):
+    """What pure JAX and C are told of a layer's attention."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    slopes: Numbers
+    causal: bool
+    relative: Numbers
+    sinks: Numbers
+    value_size: int | None
+
+
+def _form(own: AttentionConfig, bias: Numbers, sinks: Numbers) -> _Form:
+    return {
+        "scale": own.scale,
+        "window": own.scores.window,
+        "soft_cap": own.scores.soft_cap,
+        "slopes": None if own.scores.alibi is None else bias,
+        "causal": own.causal,
+        "relative": None if own.scores.relative is None else bias,
+        "sinks": sinks,
+        "value_size": own.value_part,
+    }
 
 
 class AttentionPath(Protocol):
@@ -85,14 +111,7 @@ class PureJax:
                 batch.kv_length,
                 work,
                 follow_lengths=self.follow_lengths,
-                scale=own.scale,
-                window=own.scores.window,
-                soft_cap=own.scores.soft_cap,
-                slopes=None if own.scores.alibi is None else bias,
-                causal=own.causal,
-                relative=None if own.scores.relative is None else bias,
-                sinks=sinks,
-                value_size=own.value_part,
+                **_form(own, bias, sinks),
             )
 
         return attend
@@ -127,14 +146,7 @@ class _NativeAttend(Placing):
             self.batch.row_start,
             self.batch.kv_length,
             group=own.group,
-            scale=own.scale,
-            window=own.scores.window,
-            soft_cap=own.scores.soft_cap,
-            slopes=None if own.scores.alibi is None else bias,
-            causal=own.causal,
-            relative=None if own.scores.relative is None else bias,
-            sinks=sinks,
-            value_size=own.value_part,
+            **_form(own, bias, sinks),
         )
 
     def place(
@@ -149,7 +161,7 @@ class _NativeAttend(Placing):
         key: int,
         interleaved: bool,
     ) -> tuple[jax.Array, LayerCache]:
-        """native/place.c."""
+        """In one call into C (native/place.c)."""
         queries, *written = native_place(
             heads,
             values,

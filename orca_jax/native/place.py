@@ -48,7 +48,7 @@ def native_place(
     call = jax.ffi.ffi_call(
         target("place", **place_sizes(dtype)), (queries, *caches), input_output_aliases={5: 1, 6: 2}
     )
-    placed = call(
+    rotated, keys_there, values_there = call(
         heads,
         values,
         slot_of_token,
@@ -59,5 +59,4 @@ def native_place(
         key=np.int32(key),
         interleaved=np.int32(interleaved),
     )
-    own, to_keys, to_values = placed
-    return own, to_keys, to_values
+    return rotated, keys_there, values_there

@@ -18,7 +18,7 @@ from orca_jax.native.place import native_place
 from tests.device.native.native_form import needs_native, other_lanes
 
 BFLOAT16 = ml_dtypes.bfloat16
-LEFT = 7.0  # what a slot holds that nobody writes
+UNWRITTEN = 7.0  # the value of slots without a token
 
 pytestmark = needs_native
 
@@ -45,7 +45,7 @@ def test_every_slot_has_its_token_and_no_other_changes(dtype: Any, n_pairs: int,
     angles = rng.uniform(0, 6, (n_tokens, n_pairs))
     slots = np.array([9, 31, 0, n_blocks * block_size, -1, 22], np.int32)  # two of them are in no block
     stored = np.uint16 if dtype is BFLOAT16 else dtype
-    caches = [np.full((n_blocks, n_kv_heads, block_size, head_size), LEFT, dtype) for _ in range(2)]
+    caches = [np.full((n_blocks, n_kv_heads, block_size, head_size), UNWRITTEN, dtype) for _ in range(2)]
     rotation = (
         [np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)] if n_pairs else [None] * 2
     )
