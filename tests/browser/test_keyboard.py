@@ -44,7 +44,7 @@ def test_a_run_with_the_keyboard_only(page: Page) -> None:
 
 def test_control_and_enter_run_the_prompt(page: Page) -> None:
     playground = Playground(page)
-    playground.fill(prompt="a", max_tokens=3)
+    playground.fill(prompt="a", max_tokens=3, temperature=0)
     page.get_by_role("textbox", name="Prompt").press("Control+Enter")
     playground.finish("length")
 

@@ -56,7 +56,7 @@ def test_the_server_s_own_message_is_shown(page: Page, server: Server, faults: F
     refused = post(server, "/v1/completions", prompt="a", temperature=-1)["error"]["message"]
     expect(page.get_by_role("alert")).to_have_text(refused)
     page.get_by_text("more parameters").click()
-    playground.fill(temperature=1, logit_bias="{1: 2")
+    playground.fill(temperature=0, max_tokens=8, logit_bias="{1: 2")
     playground.run()
     expect(page.get_by_role("alert")).to_contain_text("logit_bias is not JSON")
     playground.fill(logit_bias="")

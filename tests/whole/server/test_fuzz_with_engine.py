@@ -49,7 +49,9 @@ TWO_PROCESSES: dict[str, Any] = {
     "pipeline_parallel": 2,
     "deadlines": Deadlines(ready_seconds=SOON),
 }
-OPTIONS = EndpointOptions(port=0, grpc_port=None, access_log="off", max_choices=16, max_body_bytes=1 << 20)
+OPTIONS = EndpointOptions(
+    port=0, grpc_port=None, access_log="off", max_choices=16, max_body_bytes=1 << 20, pages=False
+)
 
 # What moves logits as far as a request may, and farther; each is one value of its field.
 EXTREMES: dict[str, tuple[Any, ...]] = {
