@@ -33,7 +33,7 @@ def native_linear(
     Each is float32 or bfloat16; products and sums are float32. Only the first `n_tokens` [1] int32, by
     default all, are computed; the other results are zero. A token's result depends on how many there are and
     on whether it is one of the last, and on nothing else of the others; if `steady` only on whether there are
-    more than eight. Raises NotBuilt without a C compiler, or without AVX-512 or AVX2.
+    more than eight, with AVX2 six. Raises NotBuilt without a C compiler, or without AVX-512 or AVX2.
     """
     assert x.shape[1] == weight.shape[1] and has_form(x, weight)
     if n_tokens is None:

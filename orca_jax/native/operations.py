@@ -15,7 +15,7 @@ def dtype_of_cache(stored: str) -> str:
 def linear_sizes(x_dtype: str, weight_dtype: str, steady: bool = False) -> dict[str, int]:
     """The names that linear.c needs."""
     bits = {"X_BITS": BITS[x_dtype], "WEIGHT_BITS": BITS[weight_dtype]}
-    return bits | ({"REST": 0} if steady else {})
+    return bits | ({"REST": 0, "TURNS": 1} if steady else {})
 
 
 def grouped_sizes(x_dtype: str, weight_dtype: str, steady: bool = False) -> dict[str, int]:

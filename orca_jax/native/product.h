@@ -47,9 +47,10 @@ typedef bfloat16 factor_type;
 typedef float factor_type;
 #endif
 
-/* With REST 0 a token's result depends on whether there are more than FEW, with both 0 on nothing but itself. */
+/* With REST 0 and TURNS 1 a token's result depends on whether there are more than FEW, and with FEW 0 on nothing but
+ * itself. With 8 lanes a panel takes 7 or 8 tokens faster than vectors along the sum do. */
 #ifndef FEW
-#define FEW 8
+#define FEW (LANES == 16 ? 8 : 6)
 #endif
 #ifndef REST
 #define REST (LANES == 16 ? 12 : 0) /* with 8 lanes a last vector that is half full costs no more */
@@ -65,11 +66,16 @@ typedef float factor_type;
 #if LANES == 16
 #define AT_ONCE 8 /* tokens of a few, for two outputs, or half of them for FEW_OUTPUTS */
 #define ROWS 8    /* outputs, for MOST_VECTORS */
-#define PANELS 1  /* that an item works on, each strip of weights in turn */
+#define PANELS 1  /* that an item works on at most, each strip of weights in turn */
 #else
 #define AT_ONCE 6
 #define ROWS 4
 #define PANELS 2
+#endif
+
+/* Sums that an output's terms join in turn, in a panel of one vector: ROWS sums would wait for their last terms. */
+#ifndef TURNS
+#define TURNS (ROWS < 8 ? 2 : 1)
 #endif
 
 #define STRIP LANES                       /* outputs that are stored together, of more tokens */
@@ -79,6 +85,9 @@ typedef float factor_type;
 
 /* Bytes of a panel's columns after the last term: of pairs, the last tile may be half full. */
 #define UNUSED ((TERMS - 1) * MOST_VECTORS * LANES * LANES / 2 * sizeof(float))
+
+/* Bytes of the columns of an item's panels, at most, if there are several: the second cache keeps them. */
+#define BYTES_OF_PANELS (1 << 18)
 
 /* Items for each thread, so that none waits long for another. */
 #define ITEMS 8
@@ -95,6 +104,7 @@ typedef struct {
   size_t n_tokens, n_in, n_out;
   size_t n_few;              /* the last tokens; the others are in panels */
   size_t n_panels, n_chunks; /* of tokens, of outputs */
+  size_t at_once;            /* panels of an item */
   unsigned long number;      /* of this product */
 } Product;
 
@@ -257,25 +267,29 @@ static const float *columns_of(const Product *l, size_t panel) {
  * w are `stride` apart; `ahead`: later ones, n_in apart. With `more`, sums [rows][vectors] has the terms so far. */
 INLINE void add_terms(const factor_type *w, size_t stride, const weight_type *ahead, size_t n_in, size_t n_terms,
                       const float *columns, bool more, vec *sums, const int rows, const int vectors) {
-  vec terms[ROWS][MOST_VECTORS];
-  UNROLL for (int i = 0; i < rows; i++)
-    UNROLL for (int g = 0; g < vectors; g++) terms[i][g] = all(0);
+  const int n_turns = vectors == 1 ? TURNS : 1;
+  vec terms[TURNS][ROWS][MOST_VECTORS];
+  UNROLL for (int turn = 0; turn < n_turns; turn++)
+    UNROLL for (int i = 0; i < rows; i++)
+      UNROLL for (int g = 0; g < vectors; g++) terms[turn][i][g] = all(0);
   for (size_t k = 0; k < n_terms; k += LANES) {
     if (LINE <= LANES || k % LINE == 0)
       UNROLL for (int i = 0; i < rows; i++) __builtin_prefetch(ahead + i * n_in + k, 0, 2);
     UNROLL for (int at = 0; at < LANES; at += TERMS) {
+      vec(*into)[MOST_VECTORS] = terms[at / TERMS % n_turns];
       vec xs[MOST_VECTORS];
       UNROLL for (int g = 0; g < vectors; g++) xs[g] = kept(load(columns + ((k + at) / TERMS * vectors + g) * LANES));
       UNROLL for (int i = 0; i < rows; i++) {
         const vec weight = all_of(w + i * stride + k + at);
-        UNROLL for (int g = 0; g < vectors; g++) terms[i][g] = add_products(terms[i][g], weight, xs[g]);
+        UNROLL for (int g = 0; g < vectors; g++) into[i][g] = add_products(into[i][g], weight, xs[g]);
       }
     }
   }
   UNROLL for (int i = 0; i < rows; i++)
     UNROLL for (int g = 0; g < vectors; g++) {
-      vec *to = sums + i * vectors + g;
-      *to = more ? *to + terms[i][g] : terms[i][g];
+      vec *to = sums + i * vectors + g, sum = terms[0][i][g];
+      UNROLL for (int turn = 1; turn < n_turns; turn++) sum += terms[turn][i][g];
+      *to = more ? *to + sum : sum;
     }
 }
 
@@ -337,8 +351,8 @@ typedef struct {
 } Part;
 
 static inline Part part_of(const Product *l, size_t item) {
-  const size_t chunk = item % l->n_chunks, n_strips = l->n_out / STRIP, panel = item / l->n_chunks * PANELS;
-  const size_t n_panels = least(PANELS, l->n_panels - panel);
+  const size_t chunk = item % l->n_chunks, n_strips = l->n_out / STRIP, panel = item / l->n_chunks * l->at_once;
+  const size_t n_panels = least(l->at_once, l->n_panels - panel);
   const bool is_last = panel + n_panels == l->n_panels;
   return (Part){.start = n_strips * chunk / l->n_chunks * STRIP,
                 .end = chunk + 1 < l->n_chunks ? n_strips * (chunk + 1) / l->n_chunks * STRIP : l->n_out,
@@ -391,7 +405,9 @@ static inline size_t cut(Product *l, size_t n_wanted, size_t n_threads) {
   l->number = atomic_fetch_add(&n_products, 1) + 1;
   l->n_few = few_of(l->n_tokens);
   l->n_panels = ((n_paneled(l) + LANES - 1) / LANES + MOST_VECTORS - 1) / MOST_VECTORS;
-  const size_t n_groups = l->n_panels ? (l->n_panels + PANELS - 1) / PANELS : 1, most = l->n_out < CHUNK ? 1 : l->n_out / CHUNK;
+  l->at_once = PANELS * MOST_VECTORS * LANES * l->n_in * sizeof(factor_type) <= BYTES_OF_PANELS ? PANELS : 1;
+  const size_t n_groups = l->n_panels ? (l->n_panels + l->at_once - 1) / l->at_once : 1;
+  const size_t most = l->n_out < CHUNK ? 1 : l->n_out / CHUNK;
   l->n_chunks = whole_rounds(n_groups, least(most, (n_wanted + n_groups - 1) / n_groups), most, n_threads);
   return n_groups * l->n_chunks;
 }
