@@ -280,14 +280,18 @@ def test_a_full_queue() -> None:
         connected(server) as client,
         anthropic_of(server) as other,
         client.stream("POST", "/v1/messages", json=body) as running,
-        client.stream("POST", "/v1/messages", json=body) as waiting,
     ):
-        kept = running.iter_bytes(), waiting.iter_bytes()  # a stream is closed with its iterator
-        assert all(next(chunks) for chunks in kept)
-        until(lambda: server.service.pool.n_waiting == 1, "a request that waits")
-        with pytest.raises(anthropic.RateLimitError) as raised:
-            ask(other, max_tokens=400)
-        assert raised.value.response.headers["retry-after"]
+        first = running.iter_bytes()  # a stream is closed with its iterator
+        assert next(first)
+        # The queue must be empty again before the second, or that would be refused.
+        until(lambda: server.service.pool.n_running == 1, "a request that runs")
+        with client.stream("POST", "/v1/messages", json=body) as waiting:
+            second = waiting.iter_bytes()
+            assert next(second)
+            until(lambda: server.service.pool.n_waiting == 1, "a request that waits")
+            with pytest.raises(anthropic.RateLimitError) as raised:
+                ask(other, max_tokens=400)
+            assert raised.value.response.headers["retry-after"]
 
 
 def test_a_timeout() -> None:
