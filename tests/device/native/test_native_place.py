@@ -68,7 +68,7 @@ def test_every_slot_has_its_token_and_no_other_changes(dtype: Any, n_pairs: int,
     np.testing.assert_array_equal(np.asarray(values).view(dtype).astype(np.float64), true_values)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     n_tokens=st.integers(1, 70),
     group=st.integers(1, 3),
