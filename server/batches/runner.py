@@ -73,6 +73,7 @@ class BatchRunner:
         self._thread, self._clock = thread, clock
         self._new: deque[Batch] = deque()
         self._running: dict[str, _Running] = {}
+        self._opened: set[RunningBatch] = set()  # with open files; used on the thread alone
         self._changed = asyncio.Event()
 
     @property
@@ -105,8 +106,9 @@ class BatchRunner:
         finally:
             for running in self._running.values():
                 await self._end_lines(running)
-                await self._on_thread(running.opened.close)
             self._running.clear()
+            # After whatever the thread still does for a step that was cancelled, such as opening a batch.
+            await self._on_thread(self._close_all)
 
     async def _turn(self) -> bool:
         """One step of each batch; whether there may be more to do at once."""
@@ -120,7 +122,7 @@ class BatchRunner:
 
     async def _begin(self, batch: Batch) -> None:
         try:
-            opened = await self._on_thread(lambda: self._open(batch))
+            opened = await self._on_thread(lambda: self._open_files(batch))
         except (OrcaError, OSError) as error:
             batch.errors = [{"code": "input_gone", "line": None, "message": str(error), "param": None}]
             batch.become("failed")
@@ -150,7 +152,13 @@ class BatchRunner:
             batch.errors = [{"code": "store_full", "line": None, "message": str(error), "param": None}]
             running.ending = "failed"
             await self._end_lines(running)
-            return await self._finish(running, "failed")
+            try:
+                return await self._finish(running, "failed")
+            except OSError:
+                _LOGGER.exception("batch %s cannot be written; it goes on after the next start", batch.id)
+                await self._on_thread(lambda: self._close_files(opened))
+                del self._running[batch.id]
+                return True
 
     async def _validate(self, running: _Running) -> bool:
         if await self._on_thread(lambda: running.opened.validate(_AT_ONCE)):
@@ -205,9 +213,26 @@ class BatchRunner:
         batch = running.batch
         if status == "completed":
             batch.become("finalizing")
+        await self._on_thread(lambda: self._finish_files(running.opened, status))
         del self._running[batch.id]
-        await self._on_thread(lambda: running.opened.finish(status))
         return True
+
+    def _open_files(self, batch: Batch) -> RunningBatch:
+        opened = self._open(batch)
+        self._opened.add(opened)
+        return opened
+
+    def _finish_files(self, opened: RunningBatch, status: Status) -> None:
+        opened.finish(status)
+        self._opened.remove(opened)
+
+    def _close_files(self, opened: RunningBatch) -> None:
+        opened.close()
+        self._opened.discard(opened)
+
+    def _close_all(self) -> None:
+        for opened in list(self._opened):
+            self._close_files(opened)
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -77,7 +77,9 @@ class RunningBatch:
         """Let the client see the files, but no empty one, and then that the batch has ended."""
         batch = self.batch
         self._input.close()
-        for file, kind in ((self._output, "output"), (self._errors, "error")):
+        output, errors = self._output, self._errors
+        self._output = self._errors = None  # once: the disk may fail, and then this runs again as "failed"
+        for file, kind in ((output, "output"), (errors, "error")):
             if file is None:
                 continue
             if not file.n_bytes:

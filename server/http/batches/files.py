@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel
@@ -177,13 +177,15 @@ async def get_file(batches: BatchesOf, tenant: FingerprintOf, file_id: str) -> F
 async def get_file_content(batches: BatchesOf, tenant: FingerprintOf, file_id: str) -> Response:
     """Download a file."""
     stored = batches.files.get(file_id, tenant)
-    file = await batches.on_disk(partial(batches.files.open, stored))
     headers = {"content-length": str(stored.n_bytes)}
-    return StreamingResponse(_pieces(batches, file), media_type="application/octet-stream", headers=headers)
+    return StreamingResponse(
+        _pieces(batches, stored), media_type="application/octet-stream", headers=headers
+    )
 
 
-async def _pieces(batches: Batches, file: IO[bytes]) -> AsyncIterator[bytes]:
-    with file:
+async def _pieces(batches: Batches, stored: StoredFile) -> AsyncIterator[bytes]:
+    # Opened here: a client that is gone before the first piece leaves no open file.
+    with await batches.on_disk(partial(batches.files.open, stored)) as file:
         while piece := await batches.on_disk(partial(file.read, _PIECE)):
             yield piece
 

@@ -1,0 +1,149 @@
+"""The task that runs batches, cancelled at any work on the disk, and with a disk that fails."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.batches.batch import Batch, new_batch
+from server.batches.files import FileStore
+from server.batches.lines import InputLine
+from server.batches.runner import Answered, BatchRunner
+from server.batches.running import RunningBatch
+from tests.endpoint.batches.test_batches import COMPLETIONS, lines_of
+
+SECONDS = 20.0  # for everything here
+
+
+class Disk:
+    """A store with an input of one line, and what the runner opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = FileStore(folder / "files", max_bytes=1 << 20, max_each=1 << 20)
+        growing = self.store.begin("")
+        growing.write(lines_of(COMPLETIONS, [{}]))
+        self.input = growing.finish("in.jsonl", "batch")
+        self.opened: list[RunningBatch] = []
+
+    def batch(self) -> Batch:
+        names = {"tenant": "", "owner": "", "endpoint": COMPLETIONS}
+        return new_batch(**names, input_file_id=self.input.id, metadata=None)
+
+    def open(self, batch: Batch) -> RunningBatch:
+        self.opened.append(
+            RunningBatch(batch, self.store, self.folder / f"{batch.id}.json", max_line=1 << 20)
+        )
+        return self.opened[-1]
+
+
+async def answered(_batch: Batch, line: InputLine) -> Answered:
+    return Answered(200, "id", b"{}")
+
+
+def runner_of(thread: ThreadPoolExecutor, open_batch: Callable[[Batch], RunningBatch]) -> BatchRunner:
+    return BatchRunner(
+        answered,
+        open_batch=open_batch,
+        save=lambda batch: None,
+        room=lambda: 1,
+        stopping=lambda: False,
+        thread=thread,
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+class Gated(ThreadPoolExecutor):
+    """Holds work number `n_held`, before it or in the middle of it, until `go_on` is set."""
+
+    def __init__(self, n_held: int, *, is_begun: bool) -> None:
+        super().__init__(1)
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self._n_held, self._is_begun = n_held, is_begun
+        self._n_submitted = 0
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self._n_submitted += 1
+        if self._n_submitted - 1 != self._n_held:
+            return super().submit(fn, *args, **kwargs)
+        if not self._is_begun:
+            super().submit(self._wait)
+            return super().submit(fn, *args, **kwargs)
+
+        def begun() -> Any:
+            self._wait()
+            return fn(*args, **kwargs)
+
+        return super().submit(begun)
+
+    def _wait(self) -> None:
+        self.reached.set()
+        assert self.go_on.wait(SECONDS)
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+@pytest.mark.parametrize("n_held", range(6))
+def test_a_stop_at_any_work_on_the_disk_leaves_no_file_open(
+    tmp_path: Path, n_held: int, is_begun: bool
+) -> None:
+    """It opens the batch, validates it, reads a line, records its result, finds no other, and finishes."""
+    disk = Disk(tmp_path)
+
+    async def scenario() -> None:
+        with Gated(n_held, is_begun=is_begun) as thread:
+            runner = runner_of(thread, disk.open)
+            task = asyncio.create_task(runner.run())
+            runner.add([disk.batch()])
+            await until(thread.reached.is_set)
+            task.cancel()
+            await asyncio.sleep(0.01)
+            thread.go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+    open_now = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert len(disk.opened) == (n_held > 0 or is_begun)
+    assert not [name for name in open_now if name.startswith(str(tmp_path))]
+
+
+def test_a_disk_that_fails_at_the_end_of_a_batch_fails_this_batch_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path)
+    first, second, third = disk.batch(), disk.batch(), disk.batch()
+    n_left = {first.id: 1, second.id: 9, third.id: 0}  # failures, of what follows the validation
+    save = RunningBatch.save
+
+    def failing(self: RunningBatch) -> None:
+        if self.batch.ended and n_left[self.batch.id]:
+            n_left[self.batch.id] -= 1
+            raise OSError("No space left on device")
+        save(self)
+
+    monkeypatch.setattr(RunningBatch, "save", failing)
+
+    async def scenario() -> None:
+        with ThreadPoolExecutor(1) as thread:
+            runner = runner_of(thread, disk.open)
+            task = asyncio.create_task(runner.run())
+            runner.add([first, second, third])
+            await until(lambda: third.status == "completed" or task.done())
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+    assert first.status == second.status == "failed"
+    assert first.errors[0]["message"] == "No space left on device"
+    assert third.status == "completed" and third.output_file_id is not None
+    assert n_left == {first.id: 0, second.id: 7, third.id: 0}
