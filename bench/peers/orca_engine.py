@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.device.bare_engine import BareEngine
-from bench.peers.child import Play, Playing, serve
+from bench.peers.child import Asked, Play, Playing, serve
 from bench.peers.deliveries import delivered, versions
 from orca_jax.config import Sizes
 from orca_jax.families.hf_config import read_config
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 
@@ -38,11 +39,7 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
         scheduler, pool = engine.scheduler(on_deliveries=partial(delivered, playing))
         while not playing.is_done:
             for i in playing.arrived():
-                asked = playing.requests[i]
-                sampling = SamplingParams(max_tokens=asked.n_output, temperature=0.0, ignore_eos=True)
-                n_tokens = len(asked.prompt) + asked.n_output
-                salt = (playing.salt,)
-                pool.add(Request(str(i), tuple(asked.prompt), n_tokens, sampling, seed=0, cache_salt=salt))
+                pool.add(request_of(str(i), playing.requests[i], engine.model, playing.salt))
             if not scheduler.step():
                 time.sleep(playing.until_next() or 0.0)
 
@@ -57,6 +54,23 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
         },
         "device": engine.device,
     }
+
+
+def request_of(request_id: str, asked: Asked, model: ModelConfig, salt: str) -> Request:
+    """A greedy request; an encoder, if there is one, reads its prompt."""
+    prompt, encoder_ids = tuple(asked.prompt), ()
+    if model.encoder is not None:
+        assert model.decoder_start_token_id is not None
+        prompt, encoder_ids = (model.decoder_start_token_id,), prompt
+    return Request(
+        request_id,
+        prompt,
+        len(prompt) + asked.n_output,
+        SamplingParams(max_tokens=asked.n_output, temperature=0.0, ignore_eos=True),
+        seed=0,
+        encoder_ids=encoder_ids,
+        cache_salt=(salt,),
+    )
 
 
 if __name__ == "__main__":
