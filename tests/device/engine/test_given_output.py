@@ -28,7 +28,7 @@ from tests.device.harness import Harness, harness
 MODEL = gpt_config(
     vocab_size=211, n_positions=96, hidden_size=48, n_layers=2, n_heads=3, ffn_size=80, vocab_multiple=8
 )
-MAX_BS = 10  # on a CPU sums are made otherwise from nine tokens on (native/product.h)
+MAX_BS = 10  # on a CPU sums are made otherwise from nine tokens on (native/few_tokens.h)
 SCORING: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 0}
 
 

@@ -25,7 +25,7 @@ from tests.device.native.native_form import needs_native
 MODEL = gpt_config(
     vocab_size=211, n_positions=96, hidden_size=48, n_layers=2, n_heads=3, ffn_size=80, vocab_multiple=8
 )
-MAX_BS = 10  # on a CPU sums are made otherwise from nine tokens on (native/product.h)
+MAX_BS = 10  # on a CPU sums are made otherwise from nine tokens on (native/few_tokens.h)
 N_KINDS = 5
 
 

@@ -106,7 +106,11 @@ def test_bfloat16_caches_have_float32_sums(
 @needs_native
 @pytest.mark.parametrize(
     ("form", "kv_dtype"),
-    [(FORMS[4], np.float32), (FORMS[14], BFLOAT16), (FORMS[16], np.float32), (FORMS[18], BFLOAT16)],
+    [
+        (FORMS[4], np.float32),
+        (FORMS[16], np.float32),
+        *(pytest.param(FORMS[i], BFLOAT16, marks=pytest.mark.long) for i in (14, 18)),
+    ],
 )
 def test_the_form_for_the_other_width_of_registers(
     form: Form, kv_dtype: Any, monkeypatch: pytest.MonkeyPatch

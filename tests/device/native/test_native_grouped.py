@@ -106,6 +106,7 @@ def test_steady_products_depend_on_nothing_but_the_token(dtype: Any) -> None:
 
 
 @needs_native
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
 def test_the_form_for_the_other_width_of_registers(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "target", partial(grouped.target, LANES=other_lanes()))

@@ -97,7 +97,7 @@ def test_bfloat16_results_are_rounded_to_the_nearest_and_ties_to_even() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(BFLOAT16, marks=pytest.mark.long)])
 def test_the_form_for_the_other_width_of_registers(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "target", partial(linear.target, LANES=other_lanes()))
     for n_tokens in (1, 3, 6, 7, 8, 9, 28, 40, 101):
