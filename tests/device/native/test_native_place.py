@@ -97,25 +97,26 @@ def test_it_is_as_pure_jax(
     dtype, block_size = jnp.bfloat16 if in_half else jnp.float32, 16
     rng = np.random.default_rng(seed)
     n_blocks = n_tokens // block_size + 2
-    qkv = jnp.asarray(rng.standard_normal((n_tokens, group + 2, n_kv_heads, head_size)), dtype)
-    slots = jnp.asarray(rng.permutation(n_blocks * block_size + 5)[:n_tokens], jnp.int32)
+    qkv = jnp.asarray(rng.standard_normal((n_tokens, group + 2, n_kv_heads, head_size)).astype(dtype))
+    slots = jnp.asarray(rng.permutation(n_blocks * block_size + 5)[:n_tokens].astype(np.int32))
     angles = rng.uniform(0, 100, (n_tokens, size // 2))
-    by = Rotation(jnp.cos(jnp.asarray(angles, jnp.float32)), jnp.sin(jnp.asarray(angles, jnp.float32)))
+    by = Rotation(*(jnp.asarray(each(angles), jnp.float32) for each in (np.cos, np.sin)))
     stored = jnp.uint16 if in_half else jnp.float32
-    cache = LayerCache(*(jnp.ones((n_blocks, n_kv_heads, block_size, head_size), stored) for _ in range(2)))
-    queries, keys = qkv[:, :group], qkv[:, group : group + 1]
-    if size:
-        queries, keys = (
-            rotate(queries, by, interleaved=interleaved),
-            rotate(keys, by, interleaved=interleaved),
-        )
-    written = write(cache, keys[:, 0], qkv[:, -1], slots)
-    heads = qkv[:, group : group + 1] if is_apart else qkv
-    with pytest.MonkeyPatch.context() as patch:
-        if lanes:
-            patch.setattr(place, "target", partial(place.target, LANES=other_lanes()))
-        own, *caches = native_place(
-            heads,
+    shape = n_blocks, n_kv_heads, block_size, head_size
+    cache = LayerCache(*(jnp.asarray(np.ones(shape, stored)) for _ in range(2)))
+
+    # Each in one program: op by op, most of the time goes into compiling.
+    @jax.jit
+    def pure(qkv: jax.Array, slots: jax.Array, by: Rotation, cache: LayerCache) -> tuple[Any, LayerCache]:
+        queries, keys = qkv[:, :group], qkv[:, group : group + 1]
+        if size:
+            queries, keys = (rotate(each, by, interleaved=interleaved) for each in (queries, keys))
+        return queries, write(cache, keys[:, 0], qkv[:, -1], slots)
+
+    @jax.jit
+    def in_c(qkv: jax.Array, slots: jax.Array, by: Rotation, cache: LayerCache) -> Any:
+        return native_place(
+            qkv[:, group : group + 1] if is_apart else qkv,
             qkv,
             slots,
             by.cos if size else None,
@@ -125,10 +126,16 @@ def test_it_is_as_pure_jax(
             key=0 if is_apart else group,
             interleaved=interleaved,
         )
+
+    queries, written = pure(qkv, slots, by, cache)
+    with pytest.MonkeyPatch.context() as patch:
+        if lanes:
+            patch.setattr(place, "target", partial(place.target, LANES=other_lanes()))
+        own, *caches = in_c(qkv, slots, by, cache)
     error = 2.0**-6 if in_half else 1e-5
     assert own.shape == (n_tokens, 0 if is_apart else group, n_kv_heads, head_size)
     if not is_apart:
-        np.testing.assert_allclose(own.astype(jnp.float32), queries.astype(jnp.float32), atol=error)
+        np.testing.assert_allclose(np.asarray(own, np.float32), np.asarray(queries, np.float32), atol=error)
     numbers = [np.asarray(each).view(BFLOAT16) if in_half else np.asarray(each) for each in caches]
     true = [np.asarray(each).view(BFLOAT16) if in_half else np.asarray(each) for each in written.both]
     np.testing.assert_allclose(numbers[0].astype(np.float32), true[0].astype(np.float32), atol=error)
