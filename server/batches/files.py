@@ -40,6 +40,7 @@ class GrowingFile:
         self.id = file_id
         self.n_bytes = n_bytes
         self._store, self._tenant, self._handle = store, tenant, handle
+        self._is_over = False  # finished or abandoned
 
     def write(self, data: bytes) -> None:
         """Append. Raises StoreFull, and then nothing was written."""
@@ -51,16 +52,20 @@ class GrowingFile:
         self._handle.flush()
 
     def finish(self, filename: str, purpose: str) -> StoredFile:
-        """Close it, and let others see it."""
+        """Close it, and let others see it. Raises OSError, and then it is still to be abandoned."""
         self._handle.close()
         stored = StoredFile(
             self.id, self._tenant, filename[:_MAX_NAME], purpose, self.n_bytes, int(time.time())
         )
         self._store.finished(stored)
+        self._is_over = True
         return stored
 
     def abandon(self) -> None:
-        """Close it and remove it."""
+        """Close it and remove it; nothing if it is finished."""
+        if self._is_over:
+            return
+        self._is_over = True
         self._handle.close()
         self._store.abandoned(self.id, self._tenant, self.n_bytes)
 
@@ -166,15 +171,16 @@ class FileStore:
         self._count(tenant, n)
 
     def finished(self, stored: StoredFile) -> None:
-        self._n_growing -= 1
         os.replace(self._path(stored.id, _GROWING), self._path(stored.id, _DATA))
         write_whole(self._path(stored.id, _META), asdict(stored))
+        self._n_growing -= 1
         self._files[stored.id] = stored
 
     def abandoned(self, file_id: str, tenant: str, n_bytes: int) -> None:
         self._n_growing -= 1
-        self._path(file_id, _GROWING).unlink(missing_ok=True)
         self._count(tenant, -n_bytes)
+        for kind in (_GROWING, _DATA):  # the second where the disk failed after it was moved
+            self._path(file_id, kind).unlink(missing_ok=True)
 
     def _count(self, tenant: str, n: int) -> None:
         left = self._n_bytes.get(tenant, 0) + n

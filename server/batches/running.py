@@ -74,18 +74,25 @@ class RunningBatch:
         return True
 
     def finish(self, status: Status) -> None:
-        """Let the client see the files, but no empty one, and then that the batch has ended."""
+        """Let the client see the files, but no empty one, and then that the batch has ended.
+
+        Raises OSError.
+        """
         batch = self.batch
         self._input.close()
-        output, errors = self._output, self._errors
-        self._output = self._errors = None  # once: the disk may fail, and then this runs again as "failed"
-        for file, kind in ((output, "output"), (errors, "error")):
+        for name, kind in (("_output", "output"), ("_errors", "error")):
+            file: GrowingFile | None = getattr(self, name)
+            setattr(self, name, None)  # once: the disk may fail, and then this runs again as "failed"
             if file is None:
                 continue
             if not file.n_bytes:
                 file.abandon()
                 continue
-            stored = file.finish(f"{batch.id}_{kind}.jsonl", "batch_output")
+            try:
+                stored = file.finish(f"{batch.id}_{kind}.jsonl", "batch_output")
+            except OSError:
+                file.abandon()
+                raise
             setattr(batch, f"{kind}_file_id", stored.id)
         batch.output_id = batch.error_id = None
         if batch.status != status:

@@ -126,7 +126,16 @@ class _Upload:
         if self.growing is not None:
             raise InvalidRequest("two files came; send one", param="file")
         self.filename = filename
-        self.growing = await self.batches.on_disk(partial(self.batches.files.begin, self.tenant))
+
+        def begin() -> None:  # on that thread: if this task is cancelled meanwhile, `drop` finds it
+            self.growing = self.batches.files.begin(self.tenant)
+
+        await self.batches.on_disk(begin)
+
+    def drop(self) -> None:
+        """Forget the file, after whatever else the disk's thread has to do for it."""
+        if self.growing is not None:
+            self.growing.abandon()
 
 
 @router.post(
@@ -140,8 +149,7 @@ async def create_file(request: Request, batches: BatchesOf, tenant: FingerprintO
     try:
         return _shown(await upload.take(request))
     except BaseException:
-        if upload.growing is not None:
-            await batches.on_disk(upload.growing.abandon)
+        await batches.on_disk(upload.drop)
         raise
 
 
@@ -178,9 +186,7 @@ async def get_file_content(batches: BatchesOf, tenant: FingerprintOf, file_id: s
     """Download a file."""
     stored = batches.files.get(file_id, tenant)
     headers = {"content-length": str(stored.n_bytes)}
-    return StreamingResponse(
-        _pieces(batches, stored), media_type="application/octet-stream", headers=headers
-    )
+    return StreamingResponse(_pieces(batches, stored), media_type="application/octet-stream", headers=headers)
 
 
 async def _pieces(batches: Batches, stored: StoredFile) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""The task that runs batches, cancelled at any work on the disk, and with a disk that fails."""
+"""The task that runs batches and an upload, cancelled at any work on the disk, and with a disk that fails."""
 
 import asyncio
 import os
@@ -6,15 +6,18 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from server.batches import files
 from server.batches.batch import Batch, new_batch
 from server.batches.files import FileStore
 from server.batches.lines import InputLine
 from server.batches.runner import Answered, BatchRunner
 from server.batches.running import RunningBatch
+from server.http.batches.files import _Upload
 from tests.endpoint.batches.test_batches import COMPLETIONS, lines_of
 
 SECONDS = 20.0  # for everything here
@@ -42,6 +45,13 @@ class Disk:
         return self.opened[-1]
 
 
+def sizes(store: FileStore, folder: Path) -> tuple[int, int]:
+    """Files and bytes as the store counts them, which must be those on the disk."""
+    on_disk = [path.stat().st_size for path in (folder / "files").iterdir() if path.suffix != ".json"]
+    assert (len(store), store.n_bytes) == (len(on_disk), sum(on_disk))
+    return len(store), store.n_bytes
+
+
 async def answered(_batch: Batch, line: InputLine) -> Answered:
     return Answered(200, "id", b"{}")
 
@@ -60,6 +70,22 @@ def runner_of(thread: ThreadPoolExecutor, open_batch: Callable[[Batch], RunningB
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.001)
+
+
+def run_all(disk: Disk, batches: list[Batch]) -> None:
+    """Run them until the last is completed, and stop."""
+
+    async def scenario() -> None:
+        with ThreadPoolExecutor(1) as thread:
+            runner = runner_of(thread, disk.open)
+            task = asyncio.create_task(runner.run())
+            runner.add(batches)
+            await until(lambda: batches[-1].status == "completed" or task.done())
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
 
 
 class Gated(ThreadPoolExecutor):
@@ -131,19 +157,56 @@ def test_a_disk_that_fails_at_the_end_of_a_batch_fails_this_batch_alone(
         save(self)
 
     monkeypatch.setattr(RunningBatch, "save", failing)
-
-    async def scenario() -> None:
-        with ThreadPoolExecutor(1) as thread:
-            runner = runner_of(thread, disk.open)
-            task = asyncio.create_task(runner.run())
-            runner.add([first, second, third])
-            await until(lambda: third.status == "completed" or task.done())
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-
-    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+    run_all(disk, [first, second, third])
     assert first.status == second.status == "failed"
     assert first.errors[0]["message"] == "No space left on device"
     assert third.status == "completed" and third.output_file_id is not None
     assert n_left == {first.id: 0, second.id: 7, third.id: 0}
+
+
+def test_a_result_file_that_cannot_be_kept_is_removed_and_counted_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path)
+    before = sizes(disk.store, tmp_path)
+    write, n_left = files.write_whole, 1
+
+    def failing(path: Path, value: object) -> None:
+        nonlocal n_left
+        if n_left:
+            n_left -= 1
+            raise OSError("No space left on device")
+        write(path, value)
+
+    monkeypatch.setattr(files, "write_whole", failing)
+    first, second = disk.batch(), disk.batch()
+    run_all(disk, [first, second])
+    assert (first.status, first.output_file_id, second.status) == ("failed", None, "completed")
+    n_files, n_bytes = sizes(disk.store, tmp_path)
+    kept = disk.store.get(second.output_file_id or "", "")
+    assert (n_files, n_bytes) == (before[0] + 1, before[1] + kept.n_bytes)
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_an_upload_that_is_cancelled_as_it_begins_leaves_no_file(tmp_path: Path, is_begun: bool) -> None:
+    disk = Disk(tmp_path)
+    before = sizes(disk.store, tmp_path)
+
+    async def scenario() -> None:
+        with Gated(0, is_begun=is_begun) as thread:
+
+            async def on_disk(work: Callable[[], Any]) -> Any:
+                return await asyncio.get_running_loop().run_in_executor(thread, work)
+
+            upload = _Upload(cast(Any, SimpleNamespace(files=disk.store, on_disk=on_disk)), "")
+            task = asyncio.create_task(upload._begin("a.jsonl"))
+            await until(thread.reached.is_set)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            thread.go_on.set()
+            await on_disk(upload.drop)
+            assert task.cancelled()
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+    assert sizes(disk.store, tmp_path) == before
+    assert not [path for path in (tmp_path / "files").iterdir() if path.suffix == ".growing"]
