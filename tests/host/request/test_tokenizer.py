@@ -2,8 +2,6 @@
 
 import json
 import random
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from orca_jax.errors import CorruptFile, InvalidPrompt, NotACheckpoint, UnsupportedModel
 from orca_jax.request.stop_strings import StopSearch, StopStrings
 from orca_jax.request.tokenizer import TextStream, Tokenizer
+from tests.lines_run import n_lines_run
 
 CORPUS = [
     "In the beginning God created the heaven and the earth.",
@@ -291,24 +290,6 @@ def test_an_open_character_becomes_a_replacement_at_the_end() -> None:
     assert stream.take() == ""
     stream.finish()
     assert stream.take() == "\ufffd"
-
-
-def n_lines_run(action: Callable[[], object]) -> int:
-    """How much Python ran: lines, so that no clock is asked."""
-    n = 0
-
-    def trace(*_: object) -> Any:
-        nonlocal n
-        n += 1
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    finally:
-        sys.settrace(before)
-    return n
 
 
 @pytest.mark.parametrize("token", ["a", "\x80"])  # the second is no character by itself, ever

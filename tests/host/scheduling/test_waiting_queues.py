@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from orca_jax.scheduling.request_pool import FirstComeQueue, WaitingQueue
 from orca_jax.scheduling.waiting_queue import PriorityQueue, waiting_queue
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.simulation.simulation import Simulation
+from tests.lines_run import n_lines_run
 
 AGING = 10.0
 QUEUES: dict[str, Callable[[], Any]] = {
@@ -112,41 +112,38 @@ def test_requests_added_during_a_walk_neither_skip_nor_repeat_others(
 
 @pytest.mark.parametrize("make", QUEUES.values(), ids=QUEUES)
 def test_the_first_of_many_cost_no_more_than_of_few(make: Callable[[], Any]):
-    """An iteration's work does not grow with the number that wait."""
+    """An iteration's work does not grow with the number that wait, but for a heap's depth."""
 
-    def seconds(n: int) -> float:
+    def n_lines(n: int) -> int:
         queue = filled(make(), *(request(i, owner=str(i % (n // 2)), priority=i % 5) for i in range(n)))
-        best = float("inf")
-        for _ in range(20):
-            start = time.perf_counter()
+
+        def iteration() -> None:
             firsts = list(itertools.islice((req for chunk in queue.walk() for req in chunk), 32))
             for req in firsts:
                 queue.take(req)
             queue.served(firsts)
-            best = min(best, time.perf_counter() - start)
             for req in reversed(firsts):
                 req.n_preempted = 1
                 queue.restore(req)
-        return best
 
-    few, many = seconds(200), seconds(10_000)
-    assert many < 4 * few, (few, many)
+        return max(n_lines_run(iteration) for _ in range(3))
+
+    assert n_lines(10_000) < 2 * n_lines(200)
 
 
 @pytest.mark.parametrize("make", QUEUES.values(), ids=QUEUES)
 def test_a_long_queue_of_one_owner_is_read_in_linear_time(make: Callable[[], Any]):
-    requests = [request(i) for i in range(16_000)]
+    requests = [request(i) for i in range(4_000)]
 
-    def seconds(n: int) -> float:
+    def n_lines(n: int) -> int:
         queue = filled(make(), *requests[:n])
-        best = float("inf")
-        for _ in range(5):
-            start = time.perf_counter()
-            assert len(order(queue)) == n
-            best = min(best, time.perf_counter() - start)
-        return best
 
-    assert seconds(16_000) < 80 * seconds(1_000)
+        def read() -> None:
+            assert len(order(queue)) == n
+
+        return n_lines_run(read)
+
+    assert n_lines(4_000) < 5 * n_lines(1_000)
 
 
 # First come, first served.
