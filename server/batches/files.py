@@ -52,12 +52,16 @@ class GrowingFile:
         self._handle.flush()
 
     def finish(self, filename: str, purpose: str) -> StoredFile:
-        """Close it, and let others see it. Raises OSError, and then it is still to be abandoned."""
-        self._handle.close()
+        """Close it, and let others see it. Raises OSError, and then it is abandoned."""
         stored = StoredFile(
             self.id, self._tenant, filename[:_MAX_NAME], purpose, self.n_bytes, int(time.time())
         )
-        self._store.finished(stored)
+        try:
+            self._handle.close()
+            self._store.finished(stored)
+        except OSError:
+            self.abandon()
+            raise
         self._is_over = True
         return stored
 

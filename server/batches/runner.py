@@ -49,6 +49,11 @@ class _Running:
         self.is_read = False  # no line is left to start, unless one is given back
         self.ending: Status | None = None  # why no more of its lines are to start
 
+    def fail(self, error: Exception) -> None:
+        """No more of its lines are to start, because a result could not be kept."""
+        self.batch.errors = [{"code": "store_full", "line": None, "message": str(error), "param": None}]
+        self.ending = "failed"
+
 
 class BatchRunner:
     """`run` is the task; cancelling it ends every line, and leaves the batches for the next start.
@@ -149,16 +154,9 @@ class BatchRunner:
                 return await self._finish(running, "completed")
             return await self._start_line(running)
         except (StoreFull, OSError) as error:
-            batch.errors = [{"code": "store_full", "line": None, "message": str(error), "param": None}]
-            running.ending = "failed"
+            running.fail(error)
             await self._end_lines(running)
-            try:
-                return await self._finish(running, "failed")
-            except OSError:
-                _LOGGER.exception("batch %s cannot be written; it goes on after the next start", batch.id)
-                await self._on_thread(lambda: self._close_files(opened))
-                del self._running[batch.id]
-                return True
+            return await self._finish_failed(running)
 
     async def _validate(self, running: _Running) -> bool:
         if await self._on_thread(lambda: running.opened.validate(_AT_ONCE)):
@@ -198,10 +196,7 @@ class BatchRunner:
         try:
             await self._on_thread(lambda: running.opened.record(result, success=success))
         except (StoreFull, OSError) as error:
-            running.batch.errors = [
-                {"code": "store_full", "line": None, "message": str(error), "param": None}
-            ]
-            running.ending = "failed"
+            running.fail(error)
 
     async def _end_lines(self, running: _Running) -> None:
         lines = list(running.lines)
@@ -217,6 +212,16 @@ class BatchRunner:
         del self._running[batch.id]
         return True
 
+    async def _finish_failed(self, running: _Running) -> bool:
+        try:
+            return await self._finish(running, "failed")
+        except OSError:
+            name = running.batch.id
+            _LOGGER.exception("batch %s cannot be written; it goes on after the next start", name)
+            await self._on_thread(lambda: self._close_files(running.opened))
+            del self._running[name]
+            return True
+
     def _open_files(self, batch: Batch) -> RunningBatch:
         opened = self._open(batch)
         self._opened.add(opened)
@@ -228,7 +233,7 @@ class BatchRunner:
 
     def _close_files(self, opened: RunningBatch) -> None:
         opened.close()
-        self._opened.discard(opened)
+        self._opened.remove(opened)
 
     def _close_all(self) -> None:
         for opened in list(self._opened):

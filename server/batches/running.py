@@ -7,6 +7,7 @@ from server.batches.batch import Batch, Status
 from server.batches.files import FileStore, GrowingFile, write_whole
 from server.batches.lines import InputLine, Validation, done_in, error_line, next_line
 
+_KINDS = ("output", "error")  # of results: of requests that were answered, and of those that failed
 _EXPIRED = "the batch expired before this request ran"
 
 
@@ -21,8 +22,7 @@ class RunningBatch:
         self._validation = Validation(self._input, batch.endpoint, max_line)
         self._done: set[str] = set()
         self._again: list[InputLine] = []
-        self._output: GrowingFile | None = None
-        self._errors: GrowingFile | None = None
+        self._results: dict[str, GrowingFile] = {}  # by _KINDS, while results may come
         if batch.output_id is not None:
             self._reopen()
 
@@ -36,8 +36,9 @@ class RunningBatch:
             batch.become("failed")
         else:
             batch.total = self._validation.n_lines
-            self._output, self._errors = self._store.begin(batch.tenant), self._store.begin(batch.tenant)
-            batch.output_id, batch.error_id = self._output.id, self._errors.id
+            for kind in _KINDS:
+                self._results[kind] = self._store.begin(batch.tenant)
+            batch.output_id, batch.error_id = (self._results[kind].id for kind in _KINDS)
             batch.become("in_progress")
             self._input.seek(0)
         self.save()
@@ -55,8 +56,7 @@ class RunningBatch:
 
     def record(self, result: bytes, *, success: bool) -> None:
         """Write a result. Raises StoreFull."""
-        file = self._output if success else self._errors
-        assert file is not None
+        file = self._results["output" if success else "error"]
         file.write(result)
         file.flush()
         if success:
@@ -80,19 +80,15 @@ class RunningBatch:
         """
         batch = self.batch
         self._input.close()
-        for name, kind in (("_output", "output"), ("_errors", "error")):
-            file: GrowingFile | None = getattr(self, name)
-            setattr(self, name, None)  # once: the disk may fail, and then this runs again as "failed"
+        for kind in _KINDS:
+            # Each once: the disk may fail, and then this runs again, to end the batch as "failed".
+            file = self._results.pop(kind, None)
             if file is None:
                 continue
             if not file.n_bytes:
                 file.abandon()
                 continue
-            try:
-                stored = file.finish(f"{batch.id}_{kind}.jsonl", "batch_output")
-            except OSError:
-                file.abandon()
-                raise
+            stored = file.finish(f"{batch.id}_{kind}.jsonl", "batch_output")
             setattr(batch, f"{kind}_file_id", stored.id)
         batch.output_id = batch.error_id = None
         if batch.status != status:
@@ -101,9 +97,8 @@ class RunningBatch:
 
     def close(self) -> None:
         """Close the files; the batch goes on when it is opened again."""
-        for file in (self._input, self._output, self._errors):
-            if file is not None:
-                file.close()
+        for file in (self._input, *self._results.values()):
+            file.close()
 
     def save(self) -> None:
         """Write the batch's state."""
@@ -112,8 +107,8 @@ class RunningBatch:
     def _reopen(self) -> None:
         batch = self.batch
         assert batch.output_id is not None and batch.error_id is not None
-        self._output, output = self._store.reopen(batch.output_id, batch.tenant)
-        self._errors, errors = self._store.reopen(batch.error_id, batch.tenant)
+        self._results["output"], output = self._store.reopen(batch.output_id, batch.tenant)
+        self._results["error"], errors = self._store.reopen(batch.error_id, batch.tenant)
         completed, failed = set(done_in(output)), set(done_in(errors))
         batch.completed, batch.failed = len(completed), len(failed)
         self._done = completed | failed
