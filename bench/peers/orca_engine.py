@@ -15,9 +15,9 @@ from bench.peers.child import Asked, Play, Playing, serve
 from bench.peers.deliveries import delivered, versions
 from orca_jax.config import Sizes
 from orca_jax.families.hf_config import read_config
-from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.admission import EncoderInputs
 
 
 def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, Any]]:
@@ -35,11 +35,13 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
         compile_ahead=True,
     )
 
+    inputs = EncoderInputs(engine.serving, engine.model)
+
     def play(playing: Playing) -> None:
         scheduler, pool = engine.scheduler(on_deliveries=partial(delivered, playing))
         while not playing.is_done:
             for i in playing.arrived():
-                pool.add(request_of(str(i), playing.requests[i], engine.model, playing.salt))
+                pool.add(request_of(str(i), playing.requests[i], inputs, playing.salt))
             if not scheduler.step():
                 time.sleep(playing.until_next() or 0.0)
 
@@ -56,17 +58,15 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
     }
 
 
-def request_of(request_id: str, asked: Asked, model: ModelConfig, salt: str) -> Request:
+def request_of(request_id: str, asked: Asked, inputs: EncoderInputs, salt: str) -> Request:
     """A greedy request; an encoder, if there is one, reads its prompt."""
-    prompt, encoder_ids = tuple(asked.prompt), ()
-    if model.encoder is not None:
-        assert model.decoder_start_token_id is not None
-        prompt, encoder_ids = (model.decoder_start_token_id,), prompt
+    sampling = SamplingParams(max_tokens=asked.n_output, temperature=0.0, ignore_eos=True)
+    encoder_ids, prompt = inputs.split(asked.prompt, None, sampling)
     return Request(
         request_id,
-        prompt,
+        tuple(prompt),
         len(prompt) + asked.n_output,
-        SamplingParams(max_tokens=asked.n_output, temperature=0.0, ignore_eos=True),
+        sampling,
         seed=0,
         encoder_ids=encoder_ids,
         cache_salt=(salt,),
