@@ -95,6 +95,13 @@ def until(condition: Callable[[], bool], what: str, seconds: float = SOON) -> No
         time.sleep(0.005)
 
 
+async def until_here(condition: Callable[[], bool]) -> None:
+    """As `until`, on the event loop whose work the condition waits for."""
+    async with asyncio.timeout(SOON):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
 @contextmanager
 def serving(
     token: Callable[[Request, int], int] = counting,

@@ -20,6 +20,7 @@ from server.batches.runner import Answered, BatchRunner
 from server.batches.running import RunningBatch
 from server.http.batches.files import _Upload
 from tests.endpoint.batches.test_batches import COMPLETIONS, lines_of
+from tests.endpoint.harness import until_here
 
 SECONDS = 20.0  # for everything here
 
@@ -77,11 +78,6 @@ def runner_of(thread: ThreadPoolExecutor, open_batch: Callable[[Batch], RunningB
     )
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
 def run_all(disk: Disk, batches: list[Batch]) -> None:
     """Run them until the last is completed, and stop."""
 
@@ -90,7 +86,7 @@ def run_all(disk: Disk, batches: list[Batch]) -> None:
             runner = runner_of(thread, disk.open)
             task = asyncio.create_task(runner.run())
             runner.add(batches)
-            await until(lambda: batches[-1].status == "completed" or task.done())
+            await until_here(lambda: batches[-1].status == "completed" or task.done())
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -105,11 +101,11 @@ class Gated(ThreadPoolExecutor):
         super().__init__(1)
         self.reached, self.go_on = threading.Event(), threading.Event()
         self._n_held, self._is_begun = n_held, is_begun
-        self._n_submitted = 0
+        self.n_submitted = 0
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self._n_submitted += 1
-        if self._n_submitted - 1 != self._n_held:
+        self.n_submitted += 1
+        if self.n_submitted - 1 != self._n_held:
             return super().submit(fn, *args, **kwargs)
         if not self._is_begun:
             super().submit(self._wait)
@@ -139,9 +135,9 @@ def test_a_stop_at_any_work_on_the_disk_leaves_no_file_open(
             runner = runner_of(thread, disk.open)
             task = asyncio.create_task(runner.run())
             runner.add([disk.batch()])
-            await until(thread.reached.is_set)
+            await until_here(thread.reached.is_set)
             task.cancel()
-            await asyncio.sleep(0.01)
+            await until_here(lambda: thread.n_submitted == n_held + 2)  # the runner closes what is open
             thread.go_on.set()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -209,7 +205,7 @@ def test_an_upload_that_is_cancelled_as_it_begins_leaves_no_file(tmp_path: Path,
 
             upload = _Upload(cast(Any, SimpleNamespace(files=disk.store, on_disk=on_disk)), "")
             task = asyncio.create_task(upload._begin("a.jsonl"))
-            await until(thread.reached.is_set)
+            await until_here(thread.reached.is_set)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             thread.go_on.set()

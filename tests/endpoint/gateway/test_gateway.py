@@ -18,6 +18,7 @@ from server.errors import NotReady, UnknownModel
 from server.gateway import gateway as gateway_module
 from server.gateway.gateway import Gateway, LiveRequest, Phase
 from server.gateway.served_model import ServedModel
+from tests.endpoint.harness import until_here
 from tests.host.engines import (
     CONFIG,
     LETTERS,
@@ -56,12 +57,6 @@ def run(
 
     with service:
         asyncio.run(main())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SOON):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def text_of(live: LiveRequest) -> str:
@@ -108,7 +103,7 @@ def test_requests_that_leave_early_do_not_affect_the_others(requests: list[tuple
 
         got = await asyncio.gather(*[read_some(i, n, leaves) for i, (n, leaves) in enumerate(requests)])
         assert got == [n for n, _ in requests]
-        await until(lambda: at_rest(service))
+        await until_here(lambda: at_rest(service))
         assert gateway.n_live == 0
 
     service = orca(PacedEngine(seconds=0.0002))
@@ -146,7 +141,7 @@ def test_a_deadline_ends_the_request_in_the_engine_too() -> None:
             with pytest.raises(RequestTimedOut, match=r"after 0\.05 seconds"):
                 await text_of(live)
             assert live.finish_reason is FinishReason.TIMEOUT
-        await until(lambda: at_rest(service))
+        await until_here(lambda: at_rest(service))
 
     service = orca(PacedEngine(seconds=0.1))
     run(service, test)
@@ -176,7 +171,7 @@ def test_a_hanging_device_does_not_keep_clients_waiting(
                 await text_of(live)
             assert live.finish_reason is None, "the engine has not answered"
         gated.let(1000)
-        await until(lambda: at_rest(service))
+        await until_here(lambda: at_rest(service))
 
     service = orca(gated)
     run(service, test)
@@ -187,10 +182,10 @@ def test_a_client_that_leaves_frees_its_slots_by_the_next_iteration(gated: Gated
         with gateway.submit([1], LONG, request_id="one") as live:
             gated.let(1)
             assert (await anext(live)).token_ids
-            await until(lambda: len(service.timeline.iterations) == 2)
+            await until_here(lambda: len(service.timeline.iterations) == 2)
         assert not at_rest(service), "it is in its second iteration"
         gated.let(1)
-        await until(lambda: at_rest(service))
+        await until_here(lambda: at_rest(service))
         assert len(service.timeline.iterations) == 2
 
     service = orca(gated)
@@ -215,7 +210,7 @@ def test_cancel_by_request_id(gated: GatedEngine) -> None:
 def test_a_full_queue_rejects_a_request_and_forgets_it(gated: GatedEngine) -> None:
     async def test(gateway: Gateway) -> None:
         lives = [gateway.submit([1], LONG, request_id="first")]
-        await until(lambda: service.pool.n_running == 1)
+        await until_here(lambda: service.pool.n_running == 1)
         lives += [gateway.submit([1], LONG, request_id=str(i)) for i in range(2)]
         with pytest.raises(QueueFull):
             gateway.submit([1], LONG, request_id="one too many")
@@ -223,7 +218,7 @@ def test_a_full_queue_rejects_a_request_and_forgets_it(gated: GatedEngine) -> No
         for live in lives:
             live.__exit__()
         gated.let(10)
-        await until(lambda: at_rest(service))
+        await until_here(lambda: at_rest(service))
 
     service = orca(gated, config=replace(CONFIG, max_queue=2))
     run(service, test)
@@ -254,7 +249,7 @@ def test_a_failed_engine_ends_all_requests_with_its_reason(gated: GatedEngine) -
 def test_a_scheduler_that_dies_silently_is_noticed(gated: GatedEngine) -> None:
     async def test(gateway: Gateway) -> None:
         with gateway.submit([1], LONG, request_id="one") as live:
-            await until(gated.waited_for.is_set)
+            await until_here(gated.waited_for.is_set)
 
             def broken(*_: object) -> None:
                 raise KeyError("delivery")
@@ -271,14 +266,14 @@ def test_a_scheduler_that_dies_silently_is_noticed(gated: GatedEngine) -> None:
 
 def test_during_recovery_requests_are_accepted_and_wait() -> None:
     async def test(gateway: Gateway) -> None:
-        await until(engine.is_down.is_set)
+        await until_here(engine.is_down.is_set)
         reason = "stage 2: its process died; its requests run again when the workers are up"
         assert gateway.status == (Phase.RECOVERING, reason)
         assert gateway.model("test").name == "test"
         with gateway.submit([97], SamplingParams(max_tokens=3), request_id="one") as live:
             assert service.pool.n_waiting == 1
             engine.recoveries.append(True)
-            await until(lambda: gateway.phase is Phase.READY)
+            await until_here(lambda: gateway.phase is Phase.READY)
             assert gateway.status == (Phase.READY, None)
             engine.let(100)
             assert await text_of(live) == "abc"
@@ -291,7 +286,7 @@ def test_during_recovery_requests_are_accepted_and_wait() -> None:
 
 def test_a_drain_during_recovery_ends_waiting_requests_in_time() -> None:
     async def test(gateway: Gateway) -> None:
-        await until(engine.is_down.is_set)
+        await until_here(engine.is_down.is_set)
 
         async def cancelled_text() -> str:
             with gateway.submit([1], LONG, request_id="one") as live:
@@ -300,7 +295,7 @@ def test_a_drain_during_recovery_ends_waiting_requests_in_time() -> None:
                 return str(ended.value)
 
         request = asyncio.create_task(cancelled_text())
-        await until(lambda: gateway.n_live == 1)
+        await until_here(lambda: gateway.n_live == 1)
         assert await gateway.drain(0.05) == 1
         assert gateway.phase is Phase.DRAINING
         assert "shutting down" in await request
@@ -337,7 +332,7 @@ def test_a_drain_waits_for_live_requests(n: int, gated: GatedEngine) -> None:
                 return live.finish_reason
 
         requests = [asyncio.create_task(finish_reason_of(str(i))) for i in range(n)]
-        await until(lambda: gateway.n_live == n)
+        await until_here(lambda: gateway.n_live == n)
         drain = asyncio.create_task(gateway.drain(SOON))
         await asyncio.sleep(0)
         assert gateway.phase is Phase.DRAINING
@@ -359,7 +354,7 @@ def test_a_drain_cancels_requests_that_take_too_long() -> None:
                 return str(ended.value)
 
         requests = [asyncio.create_task(cancelled_text(str(i))) for i in range(3)]
-        await until(lambda: gateway.n_live == 3)
+        await until_here(lambda: gateway.n_live == 3)
         start = time.monotonic()
         assert await gateway.drain(0.05) == 3
         assert time.monotonic() - start < 5
