@@ -43,7 +43,7 @@ PYTEST_LONG := -m pytest --numprocesses=3 --dist=worksteal
 # What `make test` runs; the slowest folder first.
 TESTS ?= tests/whole tests/endpoint tests/device tests/host
 
-test: $(VENV)/.dev ## run the tests: all that guards behaviour, in about nine minutes on two cores
+test: $(VENV)/.dev ## run the tests: all that guards behaviour, in nine to fifteen minutes on two cores
 	$(BIN)/python $(PYTEST) -m "not long" $(TESTS)
 
 test-long: $(VENV)/.dev ## run the long tests (PART=1/10: a tenth of them): soaks, thousands of seeds, killed processes

@@ -3,8 +3,8 @@
  *
  * X_BITS and WEIGHT_BITS are 32 for float32 and 16 for bfloat16; y has the dtype of x. Products and sums are float32.
  * bfloat16 is widened as it is read, except where both are bfloat16 and the processor has AVX512-BF16: then a lane takes
- * PAIRS of terms, which halves the instructions and the columns. It takes subnormal numbers for zero, as XLA's threads
- * do.
+ * PAIRS of terms, which halves the instructions and the columns. A product takes subnormal numbers for zero, as XLA's
+ * threads do.
  */
 
 #ifndef ORCA_PRODUCT_FORM_H
