@@ -81,8 +81,6 @@ LIBRARIES_OF = {  # that one or two files of the JAX-free rooms may know besides
     "control.port": "grpc",
     "control.worker_pb2": "google",
 }
-MAX_FILES = 15  # of a room; its __init__.py does not count
-MAX_ROOMS = 27
 
 # The server: its two endpoints do not know each other, and nothing below knows what puts them together.
 ENDPOINTS = ("server.http", "server.rpc")
@@ -92,7 +90,6 @@ PUTS_TOGETHER = {
     "server.ray.routing.prefix_key",
 }
 
-MAX_LINES = 400
 SAYS_NOTHING = {"util", "utils", "helper", "helpers", "common", "misc"}
 
 
@@ -164,7 +161,7 @@ def broken_rules(sources: Mapping[str, str]) -> list[str]:
             lazy = item.inside is not None and path == "orca_jax/__init__.py"
             if not lazy and item.target in modules and item.target != here:
                 edges.add(item.target)  # a circle that only the type checker sees is one too
-        violations += _about_the_file(path, text)
+        violations += _about_the_name(path)
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -231,13 +228,10 @@ def _is_device(target: str) -> bool:
     return top in JAX or (top == "orca_jax" and room_of(target) in KNOWS_JAX)
 
 
-def _about_the_file(path: str, text: str) -> Iterator[str]:
+def _about_the_name(path: str) -> Iterator[str]:
     for part in PurePosixPath(path).with_suffix("").parts:
         if part in SAYS_NOTHING:
             yield f"{path}: the name {part} says nothing"
-    n_lines = len(text.splitlines())
-    if n_lines > MAX_LINES and path.split("/")[0] in ("orca_jax", "server", "bench"):
-        yield f"{path}: {n_lines} lines; what is the second idea in it?"
 
 
 def test_the_house_keeps_its_rules() -> None:
@@ -260,18 +254,10 @@ def rooms() -> dict[str, list[str]]:
     }
 
 
-def test_no_room_is_crowded() -> None:
-    result = rooms()
-    assert len(result.keys() - {"."}) <= MAX_ROOMS, sorted(result)
-    crowded = {room: len(files) for room, files in result.items() if len(files) > MAX_FILES}
-    assert not crowded
-
-
 def test_every_room_has_a_description() -> None:
     for room in rooms():
         text = ast.get_docstring(ast.parse((ROOT / "orca_jax" / room / "__init__.py").read_text("utf-8")))
         assert text, room
-        assert room in (".", "model") or len(text.splitlines()) <= 6, room  # model has the letters of shapes
 
 
 def test_rooms_without_jax_import_where_there_is_none() -> None:
@@ -369,7 +355,6 @@ def test_rooms_without_jax_import_where_there_is_none() -> None:
         # files
         ("orca_jax/model/utils.py", "", "the name utils says nothing"),
         ("bench/common/tables.py", "", "the name common says nothing"),
-        ("orca_jax/scheduling/scheduler.py", "x = 1\n" * 401, "401 lines"),
     ],
 )
 def test_a_broken_rule_is_found(path: str, text: str, complaint: str) -> None:
