@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING
 
 from orca_jax.engine.owned_pipeline import StartWorkers
+from orca_jax.request.chat.template_files import load_chat_template
 from orca_jax.request.sampling_params import SamplingParams
 from server.commands.loading import load
 from server.commands.notes import Notes
 from server.gateway.served_model import ServedModel
-from server.gateway.template_files import load_chat_template
 from server.gateway.tool_formats.table import reply_formats
 from server.process.interpreter import settle
 from server.settings.serve_settings import ServeSettings

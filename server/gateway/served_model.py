@@ -8,13 +8,13 @@ from typing import Protocol
 from orca_jax.config import ServingConfig
 from orca_jax.errors import InvalidPrompt, InvalidRequest, PromptTooLong
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.request.chat.chat_template import Templates
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling.admission import CheckedPrompt, routing_of
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.orca import Orca
-from server.gateway.chat_template import Templates
 from server.gateway.reply.reasoning_format import ReasoningFormat
 from server.gateway.tool_formats.tool_format import ToolFormat
 

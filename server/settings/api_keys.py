@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from orca_jax.errors import ConfigError
+from orca_jax.small_files import read_text
 from server.errors import Unauthorized
-from server.settings.small_files import read_text
 
 VARIABLE = "ORCA_API_KEYS"
 ADMIN_VARIABLE = "ORCA_ADMIN_KEYS"

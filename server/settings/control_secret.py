@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from orca_jax.errors import ConfigError
-from server.settings.small_files import read_text
+from orca_jax.small_files import read_text
 
 VARIABLE = "ORCA_CONTROL_SECRET"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
+from orca_jax.small_files import read_text
 from server.errors import UsageError
 from server.settings.option import Option
-from server.settings.small_files import read_text
 
 _MAX_BYTES = 1_000_000
 _YAML = "tag:yaml.org,2002:"

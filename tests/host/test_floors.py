@@ -25,7 +25,8 @@ HOST_ROOMS: dict[str, set[str]] = {
     "checks": {"errors"},
     "scheduling_config": {"errors", "checks"},
     "config": {"errors", "checks", "scheduling_config"},
-    "request": {"errors", "config"},
+    "small_files": set(),
+    "request": {"errors", "config", "small_files"},
     "families": {"errors", "checks", "config"},
 }
 HOST_ROOMS["grammar"] = {"errors", "config", "request"}
@@ -80,6 +81,8 @@ LIBRARIES_OF = {  # that one or two files of the JAX-free rooms may know besides
     "control.parsing": "google",
     "control.port": "grpc",
     "control.worker_pb2": "google",
+    "request.chat.chat_template": "jinja2",
+    "request.chat.template_sandbox": "jinja2",
 }
 
 # The server: its two endpoints do not know each other, and nothing below knows what puts them together.

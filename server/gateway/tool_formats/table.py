@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from orca_jax.errors import ConfigError
-from server.gateway.chat_template import Templates
+from orca_jax.request.chat.chat_template import Templates
 from server.gateway.reply.reasoning_format import GRANITE, MISTRAL_REASONING, THINK, ReasoningFormat
 from server.gateway.tool_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from server.gateway.tool_formats.gemma import GEMMA

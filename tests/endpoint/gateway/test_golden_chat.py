@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from orca_jax.errors import InvalidRequest
-from server.gateway import template_sandbox
-from server.gateway.chat_template import Templates
-from server.gateway.template_files import load_chat_template
+from orca_jax.request.chat import template_sandbox
+from orca_jax.request.chat.chat_template import Templates
+from orca_jax.request.chat.template_files import load_chat_template
 from server.http.fields.conversation import ConversationFields
 from server.http.generation.conversation import rendered
 from tests.endpoint.harness import DATA

@@ -10,10 +10,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from orca_jax.errors import ConfigError
+from orca_jax.request.chat.chat_template import ChatTemplate
 from orca_jax.request.request import Request
 from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from orca_jax.request.tokenizer import Tokenizer
-from server.gateway.chat_template import ChatTemplate
 from server.gateway.tool_formats.table import REASONING_FORMATS, TOOL_FORMATS, reply_formats
 from server.settings.endpoint_options import ReasoningFormatName, ToolFormatName
 from tests.endpoint.harness import CONFIG, DATA, MODEL, serving, serving_model

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from orca_jax.errors import CorruptFile
+from orca_jax.request.chat.chat_template import MAX_SOURCE, ChatTemplate, NamedTemplates, Templates
 from orca_jax.request.tokenizer_config import MORE_TEMPLATES, read_tokenizer_config
-from server.gateway.chat_template import MAX_SOURCE, ChatTemplate, NamedTemplates, Templates
-from server.settings.small_files import read_text
+from orca_jax.small_files import read_text
 
 _DEFAULT = "default"
 _MAX_TEMPLATES = 64

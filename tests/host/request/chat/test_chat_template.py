@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orca_jax.errors import CorruptFile
-from server.gateway import chat_template
-from server.gateway.chat_template import BadConversation, BadTemplateVariable, ChatTemplate, UnknownTemplate
-from server.gateway.template_files import load_chat_template
+from orca_jax.request.chat import chat_template
+from orca_jax.request.chat.chat_template import (
+    BadConversation,
+    BadTemplateVariable,
+    ChatTemplate,
+    UnknownTemplate,
+)
+from orca_jax.request.chat.template_files import load_chat_template
 from tests.places import ROOT
 
 DEMO = ROOT / "orca_jax" / "demo_model"

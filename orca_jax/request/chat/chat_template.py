@@ -1,0 +1,238 @@
+"""Chat templates: the checkpoint's Jinja template turns a conversation into the prompt the model expects."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jinja2
+
+from orca_jax.errors import CorruptFile, InvalidRequest
+from orca_jax.request.chat.template_sandbox import Refusal, Sandbox, run
+
+MAX_SOURCE = 1_000_000  # characters of a template, and bytes of its file
+MAX_OUTPUT = 4_000_000  # characters
+MAX_SECONDS = 2.0
+
+# Names of a message's reasoning. Templates read the first; the others are older names for it.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+# Appended to the message to be continued, to find its end in the output. Templates that trim messages drop
+# the space.
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+_FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
+_RESERVED = (*_FIELDS, "continue_final_message", "chat_template")
+
+Message = Mapping[str, Any]
+
+
+class BadConversation(InvalidRequest):
+    """The model's chat template rejects these messages or fails on them."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="messages")
+
+
+class UnknownTemplate(InvalidRequest):
+    """The model has no chat template of the requested name."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="chat_template")
+
+
+class BadTemplateVariable(InvalidRequest):
+    """`chat_template_kwargs` sets something that is not a variable of the template."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message, param=f"chat_template_kwargs.{name}")
+
+
+class Templates(Protocol):
+    """A model's chat templates."""
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """Their texts."""
+        ...
+
+    def choose(self, name: str | None = None, *, has_tools: bool = False) -> "ChatTemplate":
+        """The template called `name`, or the model's choice. Raises UnknownTemplate."""
+        ...
+
+
+class ChatTemplate:
+    """A Jinja chat template in the form of Hugging Face's tokenizers, run in a sandbox. Thread-safe.
+
+    The template sees `messages`, `tools`, `documents`, `add_generation_prompt`, the special tokens by name,
+    further variables that the client sets, and the functions `raise_exception` and `strftime_now`. Its output
+    contains the special tokens, so encode it without adding more.
+
+    `source` has at most MAX_SOURCE characters, the output at most MAX_OUTPUT. Loops and calls stop after
+    `max_seconds`. The cost of a single expression, such as `'a' * 10 ** 12`, is not limited: the template is
+    the operator's own file. The messages come from clients and are data only: nothing in them is executed.
+
+    Raises CorruptFile, which names `origin`, if `source` is not a valid template.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        origin: str = "the chat template",
+        max_seconds: float = MAX_SECONDS,
+    ) -> None:
+        if len(source) > MAX_SOURCE:
+            raise CorruptFile(f"{origin} has {len(source)} characters; at most {MAX_SOURCE} are allowed")
+        try:
+            compiled = Sandbox().compiled(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise CorruptFile(f"{origin}, line {error.lineno}: {error.message}") from error
+        except Exception as error:  # Python's compiler has limits of its own, and many exceptions for them
+            raise CorruptFile(f"{origin} is not a usable template: {_describe(error)}") from error
+        self._source = source
+        self._template = compiled.template
+        self._reads = compiled.variables
+        self._variables = compiled.variables - {*_FIELDS}
+        self._special_tokens = dict(special_tokens or {})
+        self._max_seconds = max_seconds
+        self.reads_parts = compiled.reads_parts  # of a message's content; else it must be one text
+        self.knows_developer = "developer" in source  # the role
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """Its text alone."""
+        return [self._source]
+
+    def reads(self, variable: str) -> bool:
+        """Whether the template has this variable."""
+        return variable in self._reads
+
+    def choose(self, name: str | None = None, *, has_tools: bool = False) -> "ChatTemplate":
+        """This template, which is the only one. Raises UnknownTemplate for another name than `default`."""
+        if name not in (None, "default"):
+            raise UnknownTemplate(_no_template(name, ["default"]))
+        return self
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text for `messages`, as `apply_chat_template` of Hugging Face's tokenizers renders it.
+
+        With `add_generation_prompt` the text ends with the start of the model's reply; with
+        `continue_final_message` it ends with the last message's content, which the model continues.
+        `variables` are further ones of the template's own. Raises BadConversation and BadTemplateVariable.
+        """
+        self._check_variables(variables or {})
+        if not messages:
+            raise BadConversation("messages is an empty list; give at least one message")
+        conversation = [_with_reasoning(message) for message in messages]
+        final = ""
+        if continue_final_message:
+            final = _mark(conversation)
+        values = {
+            **self._special_tokens,
+            **(variables or {}),
+            "messages": conversation,
+            "tools": None if tools is None else list(tools),
+            "documents": None if documents is None else list(documents),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = self._run(values)
+        return _until_mark(text, final) if continue_final_message else text
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        for name in variables:
+            if name in _RESERVED:
+                message = f"chat_template_kwargs has {name}, which is a field of the request; give it there"
+                raise BadTemplateVariable(message, name)
+            if name not in self._variables:
+                known = ", ".join(sorted(self._variables - self._special_tokens.keys())[:20]) or "none"
+                message = f"chat_template_kwargs has {name[:80]!r}, which the model's chat template does not "
+                raise BadTemplateVariable(f"{message}read; its variables: {known}", name[:80])
+
+    def _run(self, variables: dict[str, Any]) -> str:
+        pieces = list[str]()
+        length = 0
+        try:
+            for piece in run(self._template, variables, self._max_seconds):
+                pieces.append(piece)
+                length += len(piece)
+                if length > MAX_OUTPUT:
+                    raise Refusal(f"the text would have more than {MAX_OUTPUT} characters")
+        except Refusal as error:
+            raise BadConversation(f"the model's chat template refuses the messages: {error}") from error
+        except Exception as error:  # a template can raise anything that Python code can
+            message = f"the model's chat template fails with these messages: {_describe(error)}"
+            raise BadConversation(message) from error
+        return "".join(pieces)
+
+
+class NamedTemplates:
+    """Several chat templates: `default`, `tool_use` for requests with tools, and others by name."""
+
+    def __init__(self, templates: Mapping[str, ChatTemplate]) -> None:
+        self._templates = dict(templates)
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """The texts of all."""
+        return [source for template in self._templates.values() for source in template.sources]
+
+    def choose(self, name: str | None = None, *, has_tools: bool = False) -> ChatTemplate:
+        """The template called `name`; else `tool_use` if there are tools, else `default`."""
+        if name is None:
+            name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
+        template = self._templates.get(name)
+        if template is None:
+            raise UnknownTemplate(_no_template(name, sorted(self._templates)))
+        return template
+
+
+def _no_template(name: str | None, known: Sequence[str]) -> str:
+    asked = (name or "")[:80]
+    return f"the model has no chat template {asked!r}; chat_template must be one of {', '.join(known)}"
+
+
+def _with_reasoning(message: Message) -> dict[str, Any]:
+    """A copy without null fields, whose reasoning has every name that a template may read it by."""
+    copy = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((copy[name] for name in _REASONING if name in copy), None)
+    if reasoning is not None:
+        copy = {"thinking": reasoning, **copy, "reasoning_content": reasoning}
+    return copy
+
+
+def _mark(conversation: list[dict[str, Any]]) -> str:
+    """Append the mark to the last text of the last message; returns the text without it."""
+    content = conversation[-1].get("content")
+    if isinstance(content, str):
+        conversation[-1]["content"] = content + _MARK
+        return content
+    parts = [dict(part) for part in content or ()]
+    for part in reversed(parts):
+        if "text" in part:
+            text = part["text"]
+            part["text"] = text + _MARK
+            conversation[-1]["content"] = parts
+            return text
+    message = "continue_final_message is set, but the final message has no content to continue"
+    raise InvalidRequest(message, param="continue_final_message")
+
+
+def _until_mark(text: str, final: str) -> str:
+    """The text up to the mark; without the spaces before it if the template trims messages."""
+    place = text.rfind(_MARK.strip())
+    if place < 0 or final.strip() not in text:
+        message = "continue_final_message is set, but the model's chat template changes the final message"
+        raise InvalidRequest(message, param="continue_final_message")
+    kept = text[:place]
+    return kept if text.startswith(_MARK, place) else kept.rstrip()
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
