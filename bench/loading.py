@@ -32,12 +32,12 @@ from rich.table import Table
 
 from bench.peers.checkpoint import write_random_checkpoint
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.directory import model_config
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.config import ParallelConfig
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_shapes
+from orca_jax.model_files.description import model_config
 from orca_jax.sharding.partition import split_model
 
 LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))  # stages, tensor axis

@@ -24,12 +24,12 @@ from orca_jax.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from orca_jax.checkpoint.convert import convert_checkpoint
-    from orca_jax.checkpoint.load import find_config
     from orca_jax.launch.function_model import FunctionModel
     from orca_jax.launch.precompile import compile_engine, compile_model
     from orca_jax.launch.replay import replay
     from orca_jax.launch.worker_process import run_worker
     from orca_jax.llm import LLM
+    from orca_jax.model_files.found_model import find_config
 
 __version__ = "0.2.0"
 __all__ = [
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
 
         return convert_checkpoint
     if name == "find_config":
-        from orca_jax.checkpoint.load import find_config
+        from orca_jax.model_files.found_model import find_config
 
         return find_config
     if name == "replay":

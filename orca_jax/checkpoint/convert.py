@@ -16,8 +16,6 @@ from orca_jax.checkpoint.array_view import put_into
 from orca_jax.checkpoint.directory import find_parameters
 from orca_jax.checkpoint.expert_view import expert_shapes, written_experts
 from orca_jax.checkpoint.head_view import slices_of_tensor, stored_shapes, written_tensor
-from orca_jax.checkpoint.huggingface import INDEX
-from orca_jax.checkpoint.locate import find_directory
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.checkpoint.shard_reader import Box, Parts
 from orca_jax.config import Dtype
@@ -33,6 +31,9 @@ from orca_jax.families.strict_json import shown
 from orca_jax.families.trainers.array_form import EXPERTS, LAYERS, axis_sizes
 from orca_jax.families.trainers.layouts import FORMATS, ITEMS, Format, Layout, written_names
 from orca_jax.families.trainers.orca_json import ORCA_JSON, read_description
+from orca_jax.model_files.description import is_orbax
+from orca_jax.model_files.locate import check_is_free, find_directory
+from orca_jax.model_files.weight_files import INDEX
 from orca_jax.request.tokenizer_config import MORE_TEMPLATES
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -71,7 +72,7 @@ def convert_checkpoint(
     target = Path(destination).expanduser()
     model, parts = find_parameters(directory)
     if to is None:
-        to = "safetensors" if orbax_checkpoint.is_orbax(directory) else "orbax"
+        to = "safetensors" if is_orbax(directory) else "orbax"
     arrays = None if to in ("safetensors", "orbax") else _TrainersArrays(model, to)
     table = parameter_table(model)
     shapes = {name: parameter.shape for name, parameter in table.items()}
@@ -80,7 +81,7 @@ def convert_checkpoint(
     }
     reader = _Reader(parts, table, dtypes, on_bytes)
     try:
-        _check_is_free(target)
+        check_is_free(target)
         target.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
             prefix=f".{target.name}.", dir=target.absolute().parent, ignore_cleanup_errors=True
@@ -114,18 +115,11 @@ def convert_checkpoint(
 
 def _config_json(directory: Path, model: ModelConfig) -> dict[str, Any]:
     """The source's own config.json, or one that describes what its orca.json does; no weight stays packed."""
-    if orbax_checkpoint.is_orbax(directory) and read_description(directory).path.name == ORCA_JSON:
+    if is_orbax(directory) and read_description(directory).path.name == ORCA_JSON:
         return hf_config_of(model)
     hf_config = read_hf_config(directory)
     values = json.loads(hf_config.path.read_text(encoding="utf-8"))
     return {name: value for name, value in values.items() if name != "quantization_config"}
-
-
-def _check_is_free(target: Path) -> None:
-    if target.is_dir() and not any(target.iterdir()):
-        return
-    if target.exists() or target.is_symlink():
-        raise ConfigError(f"{shown(target)} already exists and is not an empty directory; name another")
 
 
 def _own_dtype(parts: Parts) -> np.dtype:

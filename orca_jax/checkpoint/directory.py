@@ -18,10 +18,12 @@ from orca_jax.checkpoint import huggingface as hf_checkpoint
 from orca_jax.checkpoint import orbax as orbax_checkpoint
 from orca_jax.checkpoint.shard_reader import Parts, Place, bytes_read, put
 from orca_jax.errors import ConfigError, UnsupportedModel
-from orca_jax.families.hf_config import read_config, read_hf_config
+from orca_jax.families.hf_config import read_hf_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
 from orca_jax.families.strict_json import shown
+from orca_jax.families.trainers.orca_json import read_description
+from orca_jax.model_files.description import is_orbax
 
 _DTYPES = tuple(np.dtype(dtype) for dtype in (np.float32, ml_dtypes.bfloat16, np.float16))
 
@@ -110,18 +112,11 @@ def find_parameters(
     The model has each K/V head `kv_repeats` times, and with `packed` experts in MXFP4. Raises a
     CheckpointError, or ConfigError for a model that cannot be so.
     """
-    if orbax_checkpoint.is_orbax(directory):
-        if packed or orbax_checkpoint.read_description(directory).model.has_packed_experts:
+    if is_orbax(directory):
+        if packed or read_description(directory).model.has_packed_experts:
             raise UnsupportedModel(f"{shown(directory)} is an Orbax checkpoint, which has no packed experts")
         return orbax_checkpoint.find_parameters(directory, kv_repeats)
     hf_config = read_hf_config(directory)
     model = hf_config.model.with_packed_experts() if packed else hf_config.model
     hf_config = replace(hf_config, model=model.with_kv_heads(kv_repeats))
     return hf_config.model, hf_checkpoint.match(hf_config, hf_checkpoint.find_tensors(directory))
-
-
-def model_config(directory: Path) -> ModelConfig:
-    """The model that a directory's JSON describes, with or without weights. Raises a CheckpointError."""
-    if orbax_checkpoint.is_orbax(directory):
-        return orbax_checkpoint.read_description(directory).model
-    return read_config(directory)

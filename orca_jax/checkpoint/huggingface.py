@@ -1,7 +1,5 @@
 """Finds a Hugging Face directory's tensors, in one or several files, and matches them to our parameters."""
 
-import os.path
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,83 +17,33 @@ from orca_jax.checkpoint.shard_reader import BLOCK, BlockScaled, ComputedArray, 
 from orca_jax.errors import (
     BadModelConfig,
     CheckpointError,
-    CorruptFile,
-    NotACheckpoint,
     TensorMismatch,
-    UnsafeFile,
 )
 from orca_jax.families.hf_config import HFConfig
 from orca_jax.families.parameters import ENCODER, HEAD, TOKEN_EMBEDDING, layers_with, parameter_table
 from orca_jax.families.stored_name import StoredName
-from orca_jax.families.strict_json import read_object, shown
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+from orca_jax.families.strict_json import shown
+from orca_jax.model_files.weight_files import find_weight_files
 
 _SCALES = "_scale_inv"  # after the name of a matrix in FP8
-_MAX_INDEX_BYTES = 100_000_000
-_FILE_NAME = re.compile(r"[\w][\w.-]*\.safetensors", re.ASCII)
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """All tensors of the checkpoint by name, from the single file or from all files in the index."""
-    single, index = directory / SINGLE, directory / INDEX
-    if os.path.exists(single):  # unlike Path.exists, never raises
-        return read_header(single)
-    if os.path.exists(index):
-        return _indexed(directory, index)
-    try:
-        paths = sorted(directory.iterdir())
-    except OSError as error:
-        raise NotACheckpoint(f"{shown(directory)} cannot be read: {error.strerror}") from error
-    pickles = [path for path in paths if path.suffix in PICKLES]
-    others = [path for path in paths if path.suffix == ".safetensors"]
-    if pickles and not others:
-        raise refuse_pickle(pickles[0])
-    hint = f"; it has {', '.join(shown(path.name) for path in others[:3])}, but no index" if others else ""
-    raise NotACheckpoint(
-        f"{shown(directory)} has neither model.safetensors nor model.safetensors.index.json{hint}"
-    )
-
-
-def refuse_pickle(path: Path) -> UnsafeFile:
-    """The error for a pickle, which says what to do instead."""
-    return UnsafeFile(
-        f"{shown(path)} is a pickle: loading it can run any code, so only safetensors files are read. If you "
-        "trust it, load it with transformers and save it with save_pretrained, which writes safetensors"
-    )
-
-
-def _indexed(directory: Path, index: Path) -> dict[str, StoredTensor]:
-    weight_map = read_object(index, _MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptFile(
-            f"{shown(index)}: weight_map: expected an object of tensor and file names, "
-            f"found {shown(weight_map)}"
-        )
-    for name, file in weight_map.items():
-        # Only a file name, so that no index can point outside its directory.
-        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
-            raise CorruptFile(
-                f"{shown(index)}: tensor '{shown(name)}': expected the name of a .safetensors file in "
-                f"the same directory, found {shown(file)}"
-            )
+    files = find_weight_files(directory)
+    if files.index is None:
+        return read_header(files.paths[0])
+    index, file_of = shown(files.index), files.file_of
     tensors: dict[str, StoredTensor] = {}
-    for file in sorted(set(weight_map.values())):
-        if not os.path.exists(directory / file):
-            n = sum(value == file for value in weight_map.values())
-            raise NotACheckpoint(
-                f"{shown(directory / file)} is missing; according to {shown(index)} it holds {n} tensors"
-            )
-        for name, tensor in read_header(directory / file).items():
-            if weight_map.get(name) != file:
-                raise TensorMismatch(f"{tensor}: {shown(index)} puts it in {shown(weight_map.get(name))}")
+    for path in files.paths:
+        for name, tensor in read_header(path).items():
+            if file_of.get(name) != path.name:
+                raise TensorMismatch(f"{tensor}: {index} puts it in {shown(file_of.get(name))}")
             tensors[name] = tensor
-    for name, file in weight_map.items():
+    for name, file in file_of.items():
         if name not in tensors:
             raise TensorMismatch(
-                f"{shown(directory / file)}: tensor '{shown(name)}' is missing; {shown(index)} puts it there"
+                f"{shown(directory / file)}: tensor '{shown(name)}' is missing; {index} puts it there"
             )
     return tensors
 

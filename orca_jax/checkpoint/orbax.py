@@ -33,25 +33,13 @@ from orca_jax.families.trainers.orca_json import (
     ORCA_JSON,
     TREE,
     Description,
-    latest_step,
     read_description,
     same_names,
 )
+from orca_jax.model_files.description import COMMIT, MANIFEST, UNFINISHED
 
-_COMMIT = "_CHECKPOINT_METADATA"
-_MANIFEST = "manifest.ocdbt"
-_UNFINISHED = ".orbax-checkpoint-tmp"  # in a directory's name until Orbax renames it
 _MAX_TREE_BYTES = 100_000_000
 _FLOATS = tuple(np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64))
-
-
-def is_orbax(directory: Path) -> bool:
-    """Whether Orbax wrote this directory or steps below it, or began to, or it has an orca.json."""
-    if any(os.path.exists(directory / name) for name in (ORCA_JSON, TREE, _COMMIT, _MANIFEST)):
-        return True
-    if _UNFINISHED in directory.name or os.path.exists(directory / "ocdbt.process_0"):
-        return True
-    return not any(directory.glob("*.safetensors")) and latest_step(directory) is not None
 
 
 def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, dict[str, Parts]]:
@@ -134,9 +122,9 @@ def _bytes_at_once(description: Description) -> int:
 def _refuse_unfinished(place: Path) -> None:
     half = f"{shown(place)} is an incomplete Orbax checkpoint: "
     for part in (place, place.parent):
-        if _UNFINISHED in part.name:
-            raise CorruptFile(f"{half}Orbax removes '{_UNFINISHED}...' from the name when it is complete")
-        commit = part / _COMMIT
+        if UNFINISHED in part.name:
+            raise CorruptFile(f"{half}Orbax removes '{UNFINISHED}...' from the name when it is complete")
+        commit = part / COMMIT
         if os.path.exists(commit):
             values = read_object(commit, _MAX_TREE_BYTES)
             if "commit_timestamp_nsecs" in values and values["commit_timestamp_nsecs"] is None:
@@ -165,9 +153,9 @@ def _locate(place: Path, about: dict[str, Any]) -> dict[str, Any]:
             raise CorruptFile(
                 f"{shown(place / TREE)}: {shown(name)!r} appears twice or is not a valid array name"
             )
-        if info.is_ocdbt_checkpoint and not os.path.exists(place / _MANIFEST):
+        if info.is_ocdbt_checkpoint and not os.path.exists(place / MANIFEST):
             raise CorruptFile(
-                f"{shown(place)} is incomplete: {_MANIFEST}, which locates the arrays, is missing"
+                f"{shown(place)} is incomplete: {MANIFEST}, which locates the arrays, is missing"
             )
         located[name] = info
     entries = [entry["value_metadata"] for entry in about["tree_metadata"].values()]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from orca_jax.checkpoint.load import FoundModel
 from orca_jax.config import EngineConfig
 from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.execution.programs import OnProgram
@@ -17,6 +16,7 @@ from orca_jax.launch.local_engine import build_engine, chosen_sizes
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.launch.own_model import own_stages
 from orca_jax.launch.stage_weights import load_stages
+from orca_jax.model_files.found_model import FoundModel
 from orca_jax.native.operations import build_all_ahead
 from orca_jax.planning.stage_layers import split_summary
 from orca_jax.sharding.device_group import default_dtype, device_name

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.checkpoint.directory import find_parameters
-from orca_jax.checkpoint.huggingface import SINGLE
 from orca_jax.checkpoint.safetensors_reader import StoredTensor, read_header
 from orca_jax.checkpoint.shard_reader import Parts, put
 from orca_jax.errors import ConfigError, CorruptFile, EngineError, TensorMismatch
@@ -34,6 +33,7 @@ from orca_jax.launch.given_weights import (
     check_replaceable,
     named_arrays,
 )
+from orca_jax.model_files.weight_files import SINGLE
 from orca_jax.sharding.random_parameters import with_repeated_heads
 
 # Of a directory of adapters, beside their arrays in one safetensors file.

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from orca_jax.checkpoint.load import FoundModel, find_model
 from orca_jax.config import EngineConfig
 from orca_jax.errors import ConfigError
 from orca_jax.execution.own_decoder import OwnDecoder, OwnParameters, try_once
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
+from orca_jax.model_files.found_model import FoundModel, find_model
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.sharding.device_group import TENSOR

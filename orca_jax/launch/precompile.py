@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from orca_jax.aot.compiled_stage import placed_parameters
 from orca_jax.aot.memory_plan import alike_stages
-from orca_jax.checkpoint.load import find_config
 from orca_jax.config import EngineConfig
 from orca_jax.errors import ConfigError
 from orca_jax.execution.compile_cache import keep_compiled_programs
@@ -23,6 +22,7 @@ from orca_jax.execution.programs import OnProgram, ToCompile, compile_all
 from orca_jax.execution.worker import Worker, programs_by_stage
 from orca_jax.iteration.flat_batch import batch_sizes
 from orca_jax.launch.local_engine import chosen_sizes
+from orca_jax.model_files.found_model import find_config
 from orca_jax.planning.sizes import engine_shape
 from orca_jax.sharding.device_group import default_dtype, device_name
 from orca_jax.sharding.partition import StagePart, one_stage, split_model

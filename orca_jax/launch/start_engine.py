@@ -4,7 +4,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from orca_jax.checkpoint.load import FoundModel
 from orca_jax.config import EngineConfig
 from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.engine.local_processes import WorkerProcesses
@@ -16,6 +15,7 @@ from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.programs import OnProgram
 from orca_jax.launch.loaded_engine import loaded_engine
 from orca_jax.launch.remote_memory import RemoteMemory
+from orca_jax.model_files.found_model import FoundModel
 
 
 def start_engine(

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orca_jax.checkpoint.load import find_model
 from orca_jax.config import ServingConfig
 from orca_jax.control.bounded_queue import FrameQueue
 from orca_jax.control.handshake import PREVIOUS, JoinTerms, WorkerAbout, model_digest
@@ -36,6 +35,7 @@ from orca_jax.execution.stage_device import JaxStageDevice, News, StageModel
 from orca_jax.launch.host_allocator import keep_large_buffers
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.launch.stage_weights import load_stages
+from orca_jax.model_files.found_model import find_model
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.sharding.collective_link import CollectiveLink, join_job
 from orca_jax.sharding.device_group import DeviceGroup, default_dtype, device_name

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from orca_jax.errors import ConfigError
+from orca_jax.suggestions import did_you_mean
 from server.errors import UsageError
 from server.settings.flags import SERVE_OPTIONS
 from server.settings.option import Option, options_of
 from server.settings.serve_settings import ServeSettings, serve_settings
-from server.settings.settings_file import did_you_mean
 
 Router = Literal["prefix", "ray"]
 _SHORTEST_WINDOW, _LONGEST = 10.0, 86_400.0

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from orca_jax.config import Deadlines, EngineConfig, RestartBound
 from orca_jax.errors import ConfigError
+from orca_jax.suggestions import did_you_mean
 from server.errors import UsageError
 from server.settings import api_keys, control_secret
 from server.settings.api_keys import ApiKeys
@@ -17,7 +18,7 @@ from server.settings.endpoint_options import EndpointOptions
 from server.settings.flags import SERVE_OPTIONS
 from server.settings.options import CompileOptions, EngineOptions, PipelineOptions
 from server.settings.router_options import RouterOptions
-from server.settings.settings_file import did_you_mean, read_settings
+from server.settings.settings_file import read_settings
 
 T = TypeVar("T")
 

@@ -1,13 +1,13 @@
 """The `--config` file of `orca serve`: a YAML mapping of option names to values."""
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from orca_jax.small_files import read_text
+from orca_jax.suggestions import did_you_mean
 from server.errors import UsageError
 from server.settings.option import Option
 
@@ -72,10 +72,3 @@ def _kind(node: yaml.Node) -> str:
     if isinstance(node, yaml.SequenceNode):
         return "a list"
     return "a single value" if node.tag in _SCALAR_TAGS else f"a value with the tag {node.tag!r}"
-
-
-def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """The end of an error message: the known name closest to `name`, compared without their `prefix`."""
-    candidates = [each.removeprefix(prefix) for each in known]
-    closest = difflib.get_close_matches(name.removeprefix(prefix), candidates, n=1)
-    return f"; did you mean {prefix}{closest[0]}?" if closest else ""

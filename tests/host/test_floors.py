@@ -22,6 +22,7 @@ FACE = "__init__"  # orca_jax/__init__.py
 # ones, lowest first. What a room may know, it need not.
 HOST_ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "suggestions": set(),
     "checks": {"errors"},
     "scheduling_config": {"errors", "checks"},
     "config": {"errors", "checks", "scheduling_config"},
@@ -29,6 +30,7 @@ HOST_ROOMS: dict[str, set[str]] = {
     "request": {"errors", "config", "small_files"},
     "families": {"errors", "checks", "config"},
 }
+HOST_ROOMS["model_files"] = {"errors", "config", "suggestions", "request", "families"}
 HOST_ROOMS["grammar"] = {"errors", "config", "request"}
 HOST_ROOMS["iteration"] = {"errors", "checks", "config", "request", "grammar"}
 HOST_ROOMS["scheduling"] = HOST_ROOMS["iteration"] | {"iteration", "families", "scheduling_config"}
@@ -52,7 +54,7 @@ DEVICE_ROOMS["execution"] = {
     *DEVICE_ROOMS,
 }
 DEVICE_ROOMS["aot"] = {"errors", "config", "families", "iteration", "planning", *DEVICE_ROOMS}
-DEVICE_ROOMS["checkpoint"] = {"errors", "config", "request", "families", "model", "sharding"}
+DEVICE_ROOMS["checkpoint"] = {"errors", "config", "request", "families", "model_files", "model", "sharding"}
 # They know both kinds, and each those before it.
 COMPOSITION = ("launch", "llm", "rollout")
 LAZY = {"checkpoint", "launch", "llm"}  # where the face's lazy names are from
@@ -77,6 +79,7 @@ HOST_LIBRARIES = {"numpy", "tokenizers"}
 LIBRARIES_OF = {  # that one or two files of the JAX-free rooms may know besides
     "grammar.grammar": "llguidance",
     "grammar.source": "llguidance",
+    "model_files.locate": "huggingface_hub",
     "control.line": "grpc",
     "control.parsing": "google",
     "control.port": "grpc",

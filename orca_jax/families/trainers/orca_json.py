@@ -83,10 +83,14 @@ def read_description(directory: Path) -> Description:
     """
     path = directory / ORCA_JSON
     if not os.path.exists(path):
-        if not os.path.exists(directory / "config.json"):
+        if not _has_description(directory):
+            described = next((each for each in directory.parents[:2] if _has_description(each)), None)
+            what_to_do = "write one (docs/checkpoints.md), or copy the config.json of its model there"
+            if described is not None:
+                what_to_do = f"name {shown(described)}, which has one"
             raise NotACheckpoint(
                 f"{shown(directory)} is an Orbax checkpoint, but has neither {ORCA_JSON} nor config.json to "
-                "describe its model"
+                f"describe its model; {what_to_do}"
             )
         model = read_config(directory)
         return Description(directory / "config.json", model, latest_step(directory) or directory, None)
@@ -110,6 +114,10 @@ def read_description(directory: Path) -> Description:
     source = path if "model" in values else directory / "config.json"
     interleaved = None if rotary is None else _ROTARY[rotary]
     return Description(source, model, place, names, tuple(ignore), interleaved)
+
+
+def _has_description(directory: Path) -> bool:
+    return any(os.path.exists(directory / name) for name in (ORCA_JSON, "config.json"))
 
 
 def latest_step(directory: Path) -> Path | None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from orca_jax.checkpoint import locate as checkpoint_module
 from orca_jax.checkpoint import safetensors_reader as safetensors_file
 from orca_jax.checkpoint.directory import Checkpoint
 from orca_jax.checkpoint.locate import load_checkpoint
@@ -268,7 +267,7 @@ def test_a_hub_name_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         asked.append((name, options))
         return str(tmp_path)
 
-    monkeypatch.setattr(checkpoint_module, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert load_checkpoint("openai-community/gpt2", dtype=np.float32).directory == tmp_path
     name, options = asked[0]
     assert name == "openai-community/gpt2"
@@ -282,7 +281,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(name: str, **options: Any) -> str:
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(checkpoint_module, "snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(NotACheckpoint, match=r"no directory some/model.*hub.*no route to host"):
         load_checkpoint("some/model", dtype=np.float32)
 

@@ -13,8 +13,6 @@ import pytest
 
 import orca_jax
 from orca_jax import LLM, SamplingParams
-from orca_jax.checkpoint import load
-from orca_jax.checkpoint import locate as checkpoint
 from orca_jax.checkpoint.huggingface import find_tensors
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.config import ParallelConfig, Sizes
@@ -37,6 +35,7 @@ from orca_jax.errors import (
 from orca_jax.execution import capacity
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.model.reference import forward
+from orca_jax.model_files.found_model import DEMO_MODEL
 from orca_jax.planning.sizes import serving_config
 from orca_jax.service.generation import GenerationResult
 from orca_jax.sharding.partition import split_model
@@ -84,7 +83,7 @@ def test_the_demo_model_gives_the_references_tokens() -> None:
         results = demo.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
         assert [result.n_input for result in results] == [len(ids) for ids in encoded]
         assert [result.text for result in results] == [demo.tokenizer.decode(r.token_ids) for r in results]
-        check_against_reference(load.DEMO_MODEL, list(zip(encoded, results, strict=True)))
+        check_against_reference(DEMO_MODEL, list(zip(encoded, results, strict=True)))
 
 
 def test_results_say_how_much_of_the_prompt_was_cached(tiny_directory: Path) -> None:
@@ -340,7 +339,7 @@ def test_a_presets_name_without_dummy_is_explained(monkeypatch: pytest.MonkeyPat
     def offline(*_: object, **__: object) -> str:
         raise OSError("no network")
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", offline)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(NotACheckpoint, match='gpt3-13b is also a preset: load_format="dummy"'):
         LLM("gpt3-13b")
 

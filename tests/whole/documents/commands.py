@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from orca_jax.checkpoint.load import DEMO_MODEL
+from orca_jax.model_files.found_model import DEMO_MODEL
 from tests.places import ROOT
 
 LISTENING = re.compile(r"^loading; (\S+)/ready ", re.MULTILINE)

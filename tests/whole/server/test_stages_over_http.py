@@ -9,9 +9,9 @@ import pytest
 
 from bench.server.server_process import ServerProcess
 from orca_jax import LLM, SamplingParams
-from orca_jax.checkpoint.load import DEMO_MODEL
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.model import reference
+from orca_jax.model_files.found_model import DEMO_MODEL
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.generation import GenerationResult
 from tests.xla_flags import xla_flags

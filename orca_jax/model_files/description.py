@@ -1,0 +1,28 @@
+"""Whether a directory is an Orbax checkpoint, and the model that its JSON describes."""
+
+import os
+from pathlib import Path
+
+from orca_jax.families.hf_config import read_config
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.trainers.orca_json import ORCA_JSON, TREE, latest_step, read_description
+
+COMMIT = "_CHECKPOINT_METADATA"
+UNFINISHED = ".orbax-checkpoint-tmp"  # in a directory's name until Orbax renames it
+MANIFEST = "manifest.ocdbt"
+
+
+def is_orbax(directory: Path) -> bool:
+    """Whether Orbax wrote this directory or steps below it, or began to, or it has an orca.json."""
+    if any(os.path.exists(directory / name) for name in (ORCA_JSON, TREE, COMMIT, MANIFEST)):
+        return True
+    if UNFINISHED in directory.name or os.path.exists(directory / "ocdbt.process_0"):
+        return True
+    return not any(directory.glob("*.safetensors")) and latest_step(directory) is not None
+
+
+def model_config(directory: Path) -> ModelConfig:
+    """The model that a directory's JSON describes, with or without weights. Raises a CheckpointError."""
+    if is_orbax(directory):
+        return read_description(directory).model
+    return read_config(directory)

@@ -1,0 +1,88 @@
+"""Finds a checkpoint's directory by its path or its name on the Hugging Face hub."""
+
+import re
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.constants import HF_HUB_OFFLINE
+
+from orca_jax.errors import ConfigError, NotACheckpoint
+from orca_jax.families.strict_json import shown
+from orca_jax.model_files.other_kinds import check_kind, refuse_file
+from orca_jax.suggestions import closest
+
+_HUB_JSON = ["*.json"]
+_HUB_FILES = [*_HUB_JSON, "*.safetensors", "*.jinja"]
+# Every folder except additional_chat_templates: the patterns match names that do not begin with "add".
+_HUB_FOLDERS = ["[!a]*/*", "a/*", "a[!d]*/*", "ad/*", "ad[!d]*/*"]
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def find_directory(path_or_name: str | Path, *, weights: bool = True) -> Path:
+    """The directory with this path, or one downloaded from the hub with only JSON, templates and safetensors.
+
+    Without `weights` only JSON is downloaded. Raises NotACheckpoint, or the error of `check_kind` for a
+    directory that holds something else.
+    """
+    path = Path(path_or_name).expanduser()
+    try:
+        is_directory, is_file = path.is_dir(), path.exists()
+    except (OSError, ValueError) as error:
+        raise NotACheckpoint(f"{shown(path)} cannot be read: {error}") from error
+    if not is_directory:
+        if is_file:
+            raise refuse_file(path)
+        path = _from_hub(str(path_or_name), weights=weights)
+    check_kind(path)
+    return path
+
+
+def check_is_free(target: Path) -> None:
+    """Raise ConfigError unless `target` does not exist or is an empty directory."""
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"{shown(target)} already exists and is not an empty directory; name another")
+
+
+def _from_hub(name: str, *, weights: bool) -> Path:
+    if not _HUB_NAME.fullmatch(name):
+        raise NotACheckpoint(f"there is no directory {shown(name)}{_nearby(Path(name))}")
+    try:
+        # Looked up when it is called: its import takes longer than all others that a directory needs.
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=_HUB_FILES if weights else _HUB_JSON, ignore_patterns=_HUB_FOLDERS
+            )
+        )
+    except Exception as error:  # the hub's client also raises errors of the network and the disk
+        raise NotACheckpoint(
+            f"there is no directory {shown(name)}{_nearby(Path(name))}, and no model of that name came from "
+            f"the Hugging Face hub: {_hub_problem(name, error)}"
+        ) from error
+
+
+def _hub_problem(name: str, error: Exception) -> str:
+    """What went wrong at the hub, and the next step. The client's classes are known by name."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "GatedRepoError" in kinds:
+        return f"access to {name} must be asked for on its page there; then log in with `hf auth login`"
+    if "RepositoryNotFoundError" in kinds:
+        return f"it has no model {name}, or a private one: check the name, or log in with `hf auth login`"
+    if "LocalEntryNotFoundError" in kinds or "OfflineModeIsEnabled" in kinds:
+        why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "there is no connection to it"
+        return (
+            f"{why}, and {name} is not in the cache. Connect and run `hf download {name}`, or copy the model "
+            "to this machine and name its directory"
+        )
+    return f"{type(error).__name__}: {shown(str(error))}"
+
+
+def _nearby(path: Path) -> str:
+    """The end of a sentence: the directory beside `path` whose name is closest to its name."""
+    try:
+        beside = [each.name for each in path.expanduser().parent.iterdir() if each.is_dir()]
+    except (OSError, ValueError):
+        return ""
+    name = closest(path.name, beside)
+    return "" if name is None else f" (did you mean {shown(path.with_name(name))}?)"

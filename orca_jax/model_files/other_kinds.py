@@ -1,0 +1,213 @@
+"""Says what a path holds that is no checkpoint this engine reads, and what to do about it.
+
+Each error names what was found and the next step. Only names of files are looked at, and the small JSON of an
+adapter.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from orca_jax.errors import CheckpointError, NotACheckpoint, UnsafeFile, UnsupportedModel
+from orca_jax.families.strict_json import read_object, shown
+from orca_jax.model_files.description import is_orbax
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+_ADAPTER = "adapter_config.json"
+_MAX_ADAPTER_BYTES = 1_000_000
+_DESCRIBES_A_MODEL = ("config.json", "orca.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
+_MOST_LISTED = 3
+_MOST_LOOKED_AT = 1000  # entries of a folder
+
+# The formats of other libraries, by a file's ending or name: what it is, and which files to use in its place.
+_OTHER_FORMATS = (
+    (".onnx", "an ONNX model"),
+    (".engine", "a TensorRT engine"),
+    (".plan", "a TensorRT engine"),
+    (".mlmodel", "a Core ML model"),
+    (".mlpackage", "a Core ML model"),
+    (".tflite", "a TensorFlow Lite model"),
+    (".task", "a MediaPipe model"),
+    (".litertlm", "a LiteRT model"),
+    (".npz", "NumPy arrays"),
+    (".h5", "weights for TensorFlow"),
+    (".keras", "a Keras model"),
+    (".msgpack", "weights for Flax as one msgpack file"),
+    (".ot", "weights for Rust"),
+    ("openvino_model.xml", "an OpenVINO model"),
+)
+_ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".xz", ".zst", ".7z")
+
+
+def refuse_file(path: Path) -> CheckpointError:
+    """The error for a file that was named in place of a checkpoint's directory."""
+    name, suffix = path.name, path.suffix.lower()
+    if suffix == ".gguf":
+        return _refuse_gguf(path.parent, [name])
+    if suffix in PICKLES:
+        return refuse_pickle(path)
+    where = shown(path)
+    if suffix in _ARCHIVES:
+        return NotACheckpoint(
+            f"{where} is an archive; unpack it, and name the directory that holds config.json"
+        )
+    for ending, kind in _OTHER_FORMATS:
+        if name.endswith(ending):
+            return _refuse_format(where, kind)
+    directory = path.parent
+    if os.path.exists(directory / "config.json"):
+        return NotACheckpoint(f"{where} is a file; name its directory, {shown(directory)}")
+    return NotACheckpoint(f"{where} is a file; name the directory that holds config.json")
+
+
+def refuse_pickle(path: Path) -> UnsafeFile:
+    """The error for a pickle, with the command that makes safetensors of it."""
+    source = shown(path.parent)
+    target = f"{source.rstrip('/')}-safetensors"
+    return UnsafeFile(
+        f"{shown(path)} is a pickle: loading it can run any code, so only safetensors files are read. If you "
+        'trust it, transformers writes it as safetensors with save_pretrained: python -c "from transformers '
+        f"import AutoModelForCausalLM as M, AutoTokenizer as T; [each.from_pretrained('{source}')"
+        f".save_pretrained('{target}') for each in (M, T)]\""
+    )
+
+
+def check_kind(directory: Path) -> None:
+    """Raise the error for a directory that no config.json, orca.json or Orbax file describes."""
+    if any(os.path.exists(directory / name) for name in _DESCRIBES_A_MODEL) or is_orbax(directory):
+        return
+    names = _names(directory)
+    known = _known_kind(directory, names)
+    if known is not None:
+        raise known
+    where = f"{shown(directory)} has no config.json, so it is not a checkpoint's directory"
+    inner = _checkpoints_below(directory, names)
+    if inner:
+        name = "it" if len(inner) == 1 else "one of them"
+        raise NotACheckpoint(f"{where}; it holds {_listed([*map(shown, inner)])}: name {name}")
+    if not names:
+        raise NotACheckpoint(f"{where}; it is empty")
+    weights = [name for name in names if name.endswith(".safetensors")]
+    if weights:
+        raise NotACheckpoint(
+            f"{where}; it has weights ({_listed(weights)}): copy config.json and the tokenizer's files from "
+            "the model that they belong to"
+        )
+    if any(name in _TOKENIZER_FILES for name in names):
+        raise NotACheckpoint(
+            f"{where}; it holds only a tokenizer: name the directory of the model that it belongs to"
+        )
+    raise NotACheckpoint(f"{where}; it holds {_listed(names)}")
+
+
+def no_weights(directory: Path) -> CheckpointError:
+    """The error for a directory with a config.json, but neither a single safetensors file nor an index."""
+    names = _names(directory)
+    others = [name for name in names if name.endswith(".safetensors") and not name.startswith("adapter_")]
+    known = None if others else _known_kind(directory, names)
+    if known is not None:
+        return known
+    where = f"{shown(directory)} has neither model.safetensors nor model.safetensors.index.json"
+    if others:
+        return NotACheckpoint(
+            f"{where}; it has {_listed(others)}, but no index: copy the index from the model's source"
+        )
+    return NotACheckpoint(
+        f"{where}: the weights are missing. Copy them there, or run with random ones: --load-format dummy"
+    )
+
+
+def _known_kind(directory: Path, names: Sequence[str]) -> CheckpointError | None:
+    """The error for a directory whose files are a format of another program."""
+    where = shown(directory)
+    ggufs = [name for name in names if name.lower().endswith(".gguf")]
+    if _ADAPTER in names:
+        return _refuse_adapter(directory)
+    if ggufs:
+        return _refuse_gguf(directory, ggufs)
+    if "model_index.json" in names:
+        return UnsupportedModel(
+            f"{where} is a pipeline of diffusers, which makes images; this engine serves language models"
+        )
+    if "params.json" in names and any(name.startswith("consolidated") for name in names):
+        return UnsupportedModel(
+            f"{where} has consolidated weights and params.json, the format of its publisher's own code; use "
+            "the version of the model for transformers, which has config.json and model.safetensors"
+        )
+    pickles = [name for name in names if Path(name).suffix in PICKLES and name != "training_args.bin"]
+    if pickles:
+        return refuse_pickle(directory / pickles[0])
+    for ending, kind in _OTHER_FORMATS:
+        if any(name.endswith(ending) for name in names):
+            return _refuse_format(where, kind)
+    return None
+
+
+def _refuse_gguf(directory: Path, names: Sequence[str]) -> UnsupportedModel:
+    source, name = shown(directory), shown(names[0])
+    target = f"{source.rstrip('/')}-safetensors"
+    return UnsupportedModel(
+        f"{shown(directory / names[0])} is a GGUF file, llama.cpp's format, which is not read yet. Use the "
+        'safetensors checkpoint that it was made from, or make one with transformers: python -c "from '
+        "transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+        f"[each.from_pretrained('{source}', gguf_file='{name}').save_pretrained('{target}') "
+        'for each in (M, T)]"'
+    )
+
+
+def _refuse_adapter(directory: Path) -> UnsupportedModel:
+    base = ""
+    try:
+        named = read_object(directory / _ADAPTER, _MAX_ADAPTER_BYTES).get("base_model_name_or_path")
+    except CheckpointError:
+        named = None
+    if isinstance(named, str) and named:
+        base = f" of {shown(named)}"
+    source = shown(directory)
+    target = f"{source.rstrip('/')}-merged"
+    return UnsupportedModel(
+        f"{source} is an adapter (LoRA){base}, not a whole model, and adapters are not applied yet. Merge it "
+        'into its model with peft: python -c "from peft import AutoPeftModelForCausalLM as M; '
+        f"M.from_pretrained('{source}').merge_and_unload().save_pretrained('{target}')\", and copy the "
+        "tokenizer's files there"
+    )
+
+
+def _refuse_format(where: str, kind: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{where} is {kind}; this engine reads a Hugging Face directory with config.json and safetensors, or "
+        "an Orbax checkpoint"
+    )
+
+
+def _checkpoints_below(directory: Path, names: Iterable[str]) -> list[Path]:
+    """The checkpoints in a folder or in a cached hub model's snapshots, a trainer's last step first."""
+    places = [directory / name for name in names]
+    snapshots = directory / "snapshots"
+    if snapshots.is_dir():
+        places = [snapshots / name for name in _names(snapshots)]
+    inner = [place for place in places if any(os.path.exists(place / name) for name in _DESCRIBES_A_MODEL)]
+    return sorted(inner, key=lambda place: (-_last_number(place.name), place.name))
+
+
+def _last_number(name: str) -> int:
+    numbers = re.findall(r"\d{1,18}", name)
+    return int(numbers[-1]) if numbers else -1
+
+
+def _names(directory: Path) -> list[str]:
+    """The names of a directory's entries, sorted. Raises NotACheckpoint."""
+    try:
+        return sorted(
+            entry.name for entry, _ in zip(os.scandir(directory), range(_MOST_LOOKED_AT), strict=False)
+        )
+    except OSError as error:
+        raise NotACheckpoint(f"{shown(directory)} cannot be read: {error.strerror}") from error
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return ", ".join(shown(name) for name in names[:_MOST_LISTED]) + more

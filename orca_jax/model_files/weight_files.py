@@ -1,0 +1,56 @@
+"""The safetensors files of a checkpoint: one, or several with an index that says which tensor is in which."""
+
+import os.path
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from orca_jax.errors import CorruptFile, NotACheckpoint
+from orca_jax.families.strict_json import read_object, shown
+from orca_jax.model_files.other_kinds import no_weights
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_MAX_INDEX_BYTES = 100_000_000
+_FILE_NAME = re.compile(r"[\w][\w.-]*\.safetensors", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The files, all of which exist. With an `index`, `file_of` has the name of each tensor's file."""
+
+    paths: tuple[Path, ...]
+    index: Path | None
+    file_of: Mapping[str, str]
+
+
+def find_weight_files(directory: Path) -> WeightFiles:
+    """The weight files of a Hugging Face directory. Raises NotACheckpoint, UnsafeFile, or CorruptFile."""
+    single, index = directory / SINGLE, directory / INDEX
+    if os.path.exists(single):  # unlike Path.exists, never raises
+        return WeightFiles((single,), None, {})
+    if not os.path.exists(index):
+        raise no_weights(directory)
+    file_of = read_object(index, _MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
+        raise CorruptFile(
+            f"{shown(index)}: weight_map: expected an object of tensor and file names, found {shown(file_of)}"
+        )
+    for name, file in file_of.items():
+        # Only a file name, so that no index can point outside its directory.
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+            raise CorruptFile(
+                f"{shown(index)}: tensor '{shown(name)}': expected the name of a .safetensors file in "
+                f"the same directory, found {shown(file)}"
+            )
+    paths = tuple(directory / file for file in sorted(set(file_of.values())))
+    for path in paths:
+        if not os.path.exists(path):
+            n = sum(file == path.name for file in file_of.values())
+            raise NotACheckpoint(
+                f"{shown(path)} is missing; according to {shown(index)} it holds {n} tensors. Copy it there; "
+                "if a download was cut off, run it again"
+            )
+    return WeightFiles(paths, index, file_of)
