@@ -287,6 +287,7 @@ class EngineConfig:
     model: Any = None
     load_format: LoadFormat = "auto"
     generation_config: str = "auto"
+    tokenizer: str | None = None
     dtype: Dtype | None = None
     seed: int | None = None
     attention: Attention | None = None

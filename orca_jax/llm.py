@@ -51,15 +51,17 @@ class LLM(Operable, BeamSearching, Embedding):
     """A loaded model that continues prompts; a context manager. All methods are thread-safe.
 
     `model` is None for the demo model in the package, a directory, a name on the Hugging Face hub, or with
-    `load_format="dummy"` a preset's name. Dummy weights are random, drawn from `seed` (default 0), and have
-    no tokenizer: prompts are token ids and texts are empty. A model of one's own is an nnx.Module, or
-    "package.file:function" for what makes it (docs/training.md). "packed" keeps experts in MXFP4 (docs/
-    experts.md). `dtype` is float32 on a CPU, else bfloat16. `seed` also seeds requests without their own.
+    `load_format="dummy"` a preset's name. Dummy weights are random, drawn from `seed` (default 0), and
+    have no tokenizer unless `tokenizer` names one: else prompts are token ids and texts are empty. A
+    model of one's own is an nnx.Module, or "package.file:function" for what makes it (docs/training.md).
+    "packed" keeps experts in MXFP4 (docs/ experts.md). `dtype` is float32 on a CPU, else bfloat16. `seed`
+    also seeds requests without their own.
 
-    The attribute `generation_defaults` has the sampling parameters that the model recommends, and the model's
-    end-of-sequence tokens include the recommended ones. `generation_config` says where they come from: "auto"
-    is generation_config.json in the model's directory, "none" nowhere, anything else a directory
-    (docs/generation.md).
+    The attribute `generation_defaults` has the sampling parameters that the model recommends, and the
+    model's end-of-sequence tokens include the recommended ones. `generation_config` says where they come
+    from: "auto" is generation_config.json in the model's directory, "none" nowhere, anything else a
+    directory (docs/generation.md). `tokenizer` is a tokenizer.json, or a directory with one and perhaps a
+    chat template, for a model without one or in place of the model's own.
 
     For `max_batch_size`, `n_slots`, `max_batch_tokens`, `block_size` and the `max_queue` limits see
     ServingConfig. `n_slots` defaults to the largest number that fits into `memory_fraction` of each device's
@@ -111,6 +113,7 @@ class LLM(Operable, BeamSearching, Embedding):
         dtype: Dtype | None = None,
         load_format: LoadFormat = "auto",
         generation_config: str | Path = "auto",
+        tokenizer: str | Path | None = None,
         seed: int | None = None,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
@@ -152,6 +155,7 @@ class LLM(Operable, BeamSearching, Embedding):
             dtype=dtype,
             load_format=load_format,
             generation_config=str(generation_config),
+            tokenizer=None if tokenizer is None else str(tokenizer),
             seed=seed,
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
@@ -210,6 +214,7 @@ class LLM(Operable, BeamSearching, Embedding):
         found = find_any_model(config)
         self.name = found.name
         self.directory = found.directory
+        self.text_directory = found.text_directory
         self.n_parameters = count_parameters(found)
         self.tokenizer = found.tokenizer
         self.generation_defaults = found.generation

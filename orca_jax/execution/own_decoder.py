@@ -104,11 +104,19 @@ def try_once(model: OwnModel) -> None:
 
 
 class OwnParameters(dict[str, jax.Array]):
-    """The weights of one stage by name, where they lie, and the decoder that they are in."""
+    """The weights of one stage by their names in the user's model, and the decoder that has them.
 
-    def __init__(self, decoder: "OwnDecoder", weights: dict[str, jax.Array]) -> None:
+    `names` are the names of all leaves of the decoder's state, in the order of `jax.tree.flatten`; those in
+    `optional` (random keys, counters, statistics) are no parameters, so an update may leave them out.
+    """
+
+    def __init__(
+        self, decoder: "OwnDecoder", weights: dict[str, jax.Array], names: Sequence[str], optional: set[str]
+    ) -> None:
         super().__init__(weights)
         self.decoder = decoder
+        self.names = list(names)
+        self.optional = optional
 
 
 class OwnDecoder(nnx.Module):

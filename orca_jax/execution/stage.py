@@ -66,7 +66,7 @@ class Stage:
     array [T, H] of the stage before; for the first stage last_token [n_rows], each row's newest token. `out`
     is the hidden array [T, H], or Last from the last stage; `routed` are the experts that tokens chose.
 
-    `weights` are the arrays that every call passes, and `names` their names (of a user's own model, numbers).
+    `weights` are the arrays that every call passes, and `names` their names.
     Each may be replaced between two calls by another of its shape, dtype and sharding.
 
     `score(weights, x, cache, buffer, layout=)` is the last stage's: LOGPROBS as words,
@@ -103,8 +103,7 @@ class Stage:
         graph, state = nnx.split(parameters.decoder if own else GPT(config, parameters, part.layers))
         # A flat tuple: each call passes every weight, and a deep tree costs the host more at each.
         self.weights, tree = jax.tree.flatten(state)
-        numbers = [str(i) for i in range(len(self.weights))]
-        self.names = numbers if own else _flat_names(config, parameters, part)
+        self.names = parameters.names if own else _flat_names(config, parameters, part)
         group = part.group
         # XLA partitions what a user wrote; what is written here says itself what one device computes.
         by_hand = len(group) > 1 and not own

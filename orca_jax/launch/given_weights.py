@@ -98,6 +98,25 @@ def check_arrays(
     return {name: partial(_as_it_is, value) for name, value in named.items()}
 
 
+def check_module_arrays(
+    arrays: Mapping[str, Any],
+    held: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    optional: Collection[str],
+    cast: bool,
+) -> dict[str, Any]:
+    """New arrays for a user's own module, by their paths in it.
+
+    `held` are the weights as the engine has them; those in `optional` may be left out. Raises TensorMismatch.
+    """
+    wrong = _absent(held, {**dict.fromkeys(optional), **arrays})
+    for name, value in arrays.items():
+        if name in held:
+            wrong += _differences(name, value, held[name].shape, held[name].dtype, cast=cast)
+    _raise(wrong)
+    return dict(arrays)
+
+
 def _of_trainer(
     arrays: Mapping[str, Any], model: ModelConfig, dtype: jnp.dtype, detected: Detected, *, cast: bool
 ) -> dict[str, Callable[[], Any]]:

@@ -49,10 +49,12 @@ def loaded_engine(
             steady=config.sizes.deterministic,
         )
     parts = split_model(found.config, devices, config.parallel)
+    module = None
     if found.own is None:
         model, parameters = load_stages(found, parts, config, jnp.dtype(dtype), on_load)
     else:
-        model, parameters = found.config, own_stages(found.own, found.config, parts, jnp.dtype(dtype))
+        module = own_stages(found.own, found.config, parts, jnp.dtype(dtype))
+        model, parameters = found.config, module
     n_devices = config.parallel.n_devices
     serving = chosen_sizes(
         model, jnp.dtype(dtype), parts, config.sizes, n_devices=n_devices, attention=config.attention
@@ -78,7 +80,7 @@ def loaded_engine(
             stored=found.config,
             model=model,
             dtype=jnp.dtype(dtype),
-            own=found.own is not None,
+            module=module,
         ),
         model=model,
         serving=serving,

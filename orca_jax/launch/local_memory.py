@@ -17,6 +17,7 @@ from orca_jax.checkpoint.directory import find_parameters
 from orca_jax.checkpoint.safetensors_reader import StoredTensor, read_header
 from orca_jax.checkpoint.shard_reader import Parts, put
 from orca_jax.errors import ConfigError, CorruptFile, EngineError, TensorMismatch
+from orca_jax.execution.own_decoder import OwnParameters
 from orca_jax.execution.stage_weights import StageWeights
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
@@ -30,6 +31,7 @@ from orca_jax.launch.given_weights import (
     adapted_weights,
     check_adapters,
     check_arrays,
+    check_module_arrays,
     check_replaceable,
     named_arrays,
 )
@@ -50,7 +52,7 @@ class LocalMemory:
     `stored` is the model as checkpoints have it, `model` as the devices hold it: with its vocabulary padded
     and K/V heads repeated. Weights are replaced one at a time, so an update takes the memory of one weight
     more than the engine does. The arrays that are handed in are copied: a trainer may donate them.
-    The weights of a user's `own` model cannot be replaced, only given back.
+    The weights of a user's own module are replaced by their paths in it, as it stores them.
     """
 
     def __init__(
@@ -60,14 +62,14 @@ class LocalMemory:
         stored: ModelConfig,
         model: ModelConfig,
         dtype: jnp.dtype,
-        own: bool = False,
+        module: Sequence[OwnParameters] | None = None,
     ) -> None:
         self._workers = workers
         self._stages = [StageWeights(worker.stage) for worker in workers]
         self._stored = stored
         self._model = model
         self._dtype = dtype
-        self._own = own
+        self._module = None if module is None else _ModuleWeights(module)
         self._fits = _Fitting(stored, model, dtype)
         self._without_adapter: dict[str, np.ndarray] = {}  # of weights that have an adapter merged in
         self._has_caches = True
@@ -76,8 +78,14 @@ class LocalMemory:
         self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
     ) -> Callable[[], None]:
         """EngineMemory."""
-        if self._own:
-            raise ConfigError("the weights of a model of one's own cannot be replaced; make a new LLM")
+        if self._module is not None:
+            if layout is not None or isinstance(weights, str | Path):
+                raise ConfigError(
+                    "a model of one's own takes new weights as arrays by their paths in the module: give the "
+                    "module, its nnx.State or a dict"
+                )
+            made = self._module.checked(named_arrays(weights), cast=cast)
+            return partial(self._replace, made, partial(self._module.placed, made))
         check_replaceable(self._model)
         if isinstance(weights, str | Path):
             parts = checked_directory(Path(weights), self._model)
@@ -209,6 +217,41 @@ def _read_whole(tensor: StoredTensor) -> np.ndarray:
     return values.reshape(tensor.shape)
 
 
+class _ModuleWeights:
+    """Shapes and dtypes of the weights of a user's own module, which new ones must have."""
+
+    def __init__(self, stages: Sequence[OwnParameters]) -> None:
+        self._held = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+            for stage in stages
+            for name, array in stage.items()
+        }
+        self._optional = {name for stage in stages for name in stage.optional}
+
+    def checked(self, arrays: Mapping[str, Any], *, cast: bool) -> dict[str, Any]:
+        """The arrays, if they fit. Raises TensorMismatch."""
+        return check_module_arrays(arrays, self._held, optional=self._optional, cast=cast)
+
+    def placed(
+        self, arrays: Mapping[str, Any], name: str, places: Sequence[jax.sharding.Sharding]
+    ) -> Iterator[jax.Array]:
+        """A copy in each place, in the dtype that the engine holds."""
+        return (_copied(arrays[name], self._held[name].dtype, place) for place in places)
+
+
+def _copied(value: Any, dtype: jnp.dtype, place: jax.sharding.Sharding) -> jax.Array:
+    """A copy in `dtype` at `place` that shares no memory with `value`, which its owner may donate or change.
+
+    `may_alias=False` alone is not enough. A CPU's device may use a NumPy array's memory all the same, and
+    JAX (0.10.2) reuses the buffer of a single-device array as one of the copies of a replicated one.
+    """
+    if value.dtype != dtype:
+        value = value.astype(dtype)
+    elif isinstance(value, np.ndarray) or (place.is_fully_replicated and len(place.device_set) > 1):
+        value = value.copy()
+    return jax.device_put(value, place, may_alias=False)
+
+
 class _Fitting:
     """Converts weights as a checkpoint has them to what the devices hold."""
 
@@ -225,14 +268,10 @@ class _Fitting:
     def placed(self, name: str, value: Any, place: jax.sharding.Sharding) -> jax.Array:
         """A copy of the weight in the model's dtype, on the devices of `place`."""
         dtype = self._held[name].held_dtype(self._dtype)
-        if value.dtype != dtype:
-            value = value.astype(dtype)
-        elif isinstance(value, np.ndarray):
-            value = value.copy()  # a CPU's device may use a NumPy array's memory, whatever `may_alias` says
         if not self._differs(name):
-            return jax.device_put(value, place, may_alias=False)
+            return _copied(value, dtype, place)
         whole = jax.sharding.SingleDeviceSharding(min(place.device_set, key=lambda device: device.id))
-        fitted = self._fitted(self._kind(name), whole)(jax.device_put(value, whole))
+        fitted = self._fitted(self._kind(name), whole)(_copied(value, dtype, whole))
         return jax.device_put(fitted, place, may_alias=False)
 
     def merged(self, name: str, base: jax.Array, adapter: Adapter, scale: float) -> jax.Array:

@@ -20,9 +20,8 @@ from orca_jax.errors import ConfigError
 from orca_jax.execution.own_decoder import OwnDecoder, OwnParameters, try_once
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
-from orca_jax.model_files.found_model import FoundModel, find_model
+from orca_jax.model_files.found_model import FoundModel, find_model, with_tokenizer
 from orca_jax.planning.cost_model import parameter_count
-from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.partition import StagePart
 
@@ -40,14 +39,13 @@ def find_any_model(config: EngineConfig) -> FoundModel:
     if isinstance(model, str) and _PLACE.fullmatch(model):
         model = _made(model)
     if model is None or isinstance(model, str | Path):
-        return find_model(model, config.load_format, config.generation_config)
-    _check(model)
-    path = getattr(model, "tokenizer", None)
-    tokenizer = None
-    if path is not None:
-        path = Path(path)
-        tokenizer = Tokenizer.from_file(path / "tokenizer.json" if path.is_dir() else path)
-    return FoundModel(type(model).__name__, _config(model), tokenizer, None, own=model)
+        found = find_model(model, config.load_format, config.generation_config)
+        tokenizer = config.tokenizer
+    else:
+        _check(model)
+        found = FoundModel(type(model).__name__, _config(model), None, None, own=model)
+        tokenizer = config.tokenizer or getattr(model, "tokenizer", None)
+    return found if tokenizer is None else with_tokenizer(found, tokenizer)
 
 
 def count_parameters(found: FoundModel) -> int:
@@ -84,8 +82,13 @@ def _own_stage(
     specs = dict(nnx.to_flat_state(nnx.get_partition_spec(state)))
     placed: dict[str, jax.Array] = {}
     variables: list[tuple[Any, Any]] = []
+    names: list[tuple[Any, Any]] = []
+    optional = set[str]()
     for path, variable in nnx.to_flat_state(state):
-        name, value = ".".join(map(str, path)), variable[...]
+        name, value = _name_in_model(path, part.layers[0]), variable[...]
+        names.append((path, variable.replace(name)))
+        if not isinstance(variable, nnx.Param):
+            optional.add(name)
         spec = _spec(name, specs[path].get_value(), value.shape, len(group))
         if jnp.issubdtype(value.dtype, jnp.floating):
             value = value.astype(dtype)
@@ -93,7 +96,16 @@ def _own_stage(
         variables.append((path, variable.replace(placed[name])))  # the user's module stays as it is
     decoder = nnx.merge(graph, nnx.from_flat_state(variables))
     floating = {name: value for name, value in placed.items() if value.dtype == dtype}  # the first says it
-    return OwnParameters(decoder, floating | placed)
+    ordered = jax.tree.leaves(nnx.from_flat_state(names))
+    return OwnParameters(decoder, floating | placed, ordered, optional)
+
+
+def _name_in_model(path: Sequence[Any], first_layer: int) -> str:
+    """Turn a path in an OwnDecoder into the weight's path in the user's model, joined by dots."""
+    kind, *inside = path
+    if kind == "layers":
+        return ".".join(map(str, (kind, first_layer + inside[0], *inside[1:])))
+    return ".".join(map(str, inside))  # without "rest"
 
 
 def _spec(name: str, spec: Any, shape: tuple[int, ...], n_devices: int) -> PartitionSpec:

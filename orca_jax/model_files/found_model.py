@@ -7,6 +7,7 @@ from orca_jax.config import LoadFormat
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.strict_json import shown
 from orca_jax.model_files.description import model_config
 from orca_jax.model_files.generation_config import read_generation_defaults
 from orca_jax.model_files.locate import find_directory
@@ -14,6 +15,7 @@ from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.request.tokenizer_config import read_tokenizer_config
 
+_TOKENIZER = "tokenizer.json"
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
 
@@ -22,7 +24,8 @@ class FoundModel:
     """A model whose weights are not read yet; a preset has neither tokenizer nor directory.
 
     `config` has all end-of-sequence tokens: config.json's, the generation defaults' and the tokenizer's.
-    `own` is the module of a model that a user wrote (launch/own_model.py).
+    `text_directory` has the files beside the tokenizer: its config and chat templates. `own` is the module of
+    a model that a user wrote (launch/own_model.py).
     """
 
     name: str
@@ -30,6 +33,7 @@ class FoundModel:
     tokenizer: Tokenizer | None
     directory: Path | None
     generation: GenerationDefaults = NO_DEFAULTS
+    text_directory: Path | None = None
     own: object | None = None
 
 
@@ -56,14 +60,28 @@ def find_model(
             raise
         hint = f'{place} is also a preset: load_format="dummy" runs it with random weights'
         raise NotACheckpoint(f"{error}; {hint}") from error
-    tokenizer = _tokenizer(directory)
     generation = read_generation_defaults(directory, generation_config)
-    end = None
-    if tokenizer is not None:
-        end_name = read_tokenizer_config(directory).special_tokens.get("eos_token")
-        end = None if end_name is None else tokenizer.token_id(end_name)
-    config = _with_end_tokens(_held(model_config(directory), load_format), generation, end)
-    return FoundModel(name, config, tokenizer, directory, generation)
+    config = _with_end_tokens(_held(model_config(directory), load_format), generation, None)
+    found = FoundModel(name, config, None, directory, generation, directory)
+    return with_tokenizer(found, directory) if (directory / _TOKENIZER).exists() else found
+
+
+def with_tokenizer(found: FoundModel, place: str | Path) -> FoundModel:
+    """The model with the tokenizer at `place`, a tokenizer.json or the directory that has one.
+
+    Its end-of-sequence token ends the model's outputs too. Raises ConfigError or a CheckpointError.
+    """
+    path = Path(place)
+    path = path / _TOKENIZER if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(
+            f"tokenizer is {shown(str(place))}; it must be a {_TOKENIZER}, or a directory that has one"
+        )
+    tokenizer = Tokenizer.from_file(path)
+    end_name = read_tokenizer_config(path.parent).special_tokens.get("eos_token")
+    end = None if end_name is None else tokenizer.token_id(end_name)
+    config = _with_end_tokens(found.config, found.generation, end)
+    return replace(found, config=config, tokenizer=tokenizer, text_directory=path.parent)
 
 
 def find_config(model: str | Path | None, load_format: LoadFormat = "auto") -> ModelConfig:
@@ -82,11 +100,6 @@ def find_config(model: str | Path | None, load_format: LoadFormat = "auto") -> M
 def _held(model: ModelConfig, load_format: LoadFormat) -> ModelConfig:
     """The model as its devices hold it."""
     return model.with_packed_experts() if load_format == "packed" else model
-
-
-def _tokenizer(directory: Path) -> Tokenizer | None:
-    path = directory / "tokenizer.json"
-    return Tokenizer.from_file(path) if path.exists() else None
 
 
 def _with_end_tokens(config: ModelConfig, generation: GenerationDefaults, end: int | None) -> ModelConfig:

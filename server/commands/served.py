@@ -32,7 +32,7 @@ def load_served(
         load_chat_template(None, options.chat_template)  # report a mistake in it before the slow part
     llm = load(notes, settings.engine_config(), start_workers)
     try:
-        template = load_chat_template(llm.directory, options.chat_template)
+        template = load_chat_template(llm.text_directory, options.chat_template)
         formats = reply_formats(template, options.tool_format, options.reasoning_format)
         llm.service.scheduler.kv.hash_seed = settings.routing.prefix_hash_seed  # before the first request
         if settings.api_keys.weights:

@@ -156,6 +156,7 @@ def for_replicas(
         engine=replace(
             engine,
             generation_config=_absolute(engine.generation_config) or "",
+            tokenizer=_absolute(engine.tokenizer),
             compile_cache=_absolute(engine.compile_cache),
         ),
         endpoint=replace(
@@ -168,8 +169,8 @@ def for_replicas(
 
 
 def _absolute(name: str | None) -> str | None:
-    """The path of a folder here; any other text as it is."""
-    return str(Path(name).resolve()) if name is not None and Path(name).is_dir() else name
+    """The path of a file or folder here; any other text as it is."""
+    return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
 
 
 def _value(option: Option, value: Any) -> Any:

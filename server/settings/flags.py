@@ -28,7 +28,7 @@ _PIPELINE = options_of(PipelineOptions, "workers")
 GENERATE_OPTIONS = (MODEL, *(o for o in _ENGINE if o.group == _ENGINE_GROUP and o.name != "seed"))
 # The options that determine which programs a server needs.
 COMPILE_OPTIONS = (
-    *(o for o in GENERATE_OPTIONS if o.name != "generation_config"),
+    *(o for o in GENERATE_OPTIONS if o.name not in ("generation_config", "tokenizer")),
     *(o for o in _PIPELINE if o.name == "worker_processes"),
 )
 SERVE_OPTIONS = (

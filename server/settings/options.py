@@ -103,6 +103,11 @@ class EngineOptions:
         "where generation_config.json is read for defaults of requests; auto: the model's directory, none: "
         "nowhere, else a directory",
     ] = "auto"
+    tokenizer: Annotated[
+        str | None,
+        "a tokenizer.json, or a directory with one and perhaps a chat template, for a model without its own "
+        "(default: the model's)",
+    ] = None
     policy: Annotated[
         PolicyName,
         "orca: Algorithm 1 of the paper and nothing else; it excludes the flags below",

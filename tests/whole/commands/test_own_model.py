@@ -1,8 +1,10 @@
 """A model of one's own says what it says in training, without cache: on one device, on several, in stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx2
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from examples.own_model import GatedModel
 from orca_jax import LLM, SamplingParams
-from orca_jax.errors import ConfigError
+from orca_jax.checkpoint.load import DEMO_MODEL
+from orca_jax.errors import ConfigError, TensorMismatch
 from orca_jax.launch.function_model import FunctionModel
+from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.generation import GenerationResult
+from tests.places import ROOT
+from tests.whole.documents.commands import serving
 
 ROOM: dict[str, Any] = {"max_batch_size": 4, "max_batch_tokens": 128, "n_slots": 1024, "dtype": "float32"}
 SIZES = ("vocab_size", "n_positions", "hidden_size", "n_heads", "n_kv_heads", "head_size")
@@ -107,6 +113,108 @@ def test_plain_functions() -> None:
     )
     with LLM(functions, **ROOM, deterministic=True, tensor_parallel=2) as llm:
         check(model, llm.generate(prompts(), PARAMS))
+
+
+def trained_further(model: GatedModel) -> GatedModel:
+    """A copy with other weights, as training leaves it."""
+    rng = np.random.default_rng(7)
+    state = jax.tree.map(lambda w: w + 0.02 * rng.standard_normal(w.shape).astype(w.dtype), nnx.state(model))
+    return nnx.merge(nnx.graphdef(model), state)
+
+
+def test_new_weights() -> None:
+    """As the module, its state or a dict of NumPy arrays; on devices that split layers, and in stages."""
+    model = GatedModel()
+    trained = trained_further(model)
+    flat = {
+        ".".join(map(str, path)): np.asarray(value[...])
+        for path, value in nnx.to_flat_state(nnx.state(model))
+    }
+    with LLM(model=model, **ROOM, deterministic=True, tensor_parallel=2, pipeline_parallel=2) as llm:
+        check(model, llm.generate(prompts(), PARAMS))
+        before = [[w.sharding for w in stage] for stage in engine_weights(llm)]
+        assert llm.update_weights(trained) == 1
+        check(trained, llm.generate(prompts(), PARAMS))
+        llm.sleep(2)
+        assert llm.update_weights(flat, version=5) == 5
+        llm.wake_up()
+        check(model, llm.generate(prompts(), PARAMS))
+        assert [[w.sharding for w in stage] for stage in engine_weights(llm)] == before
+        # The trainer may donate its arrays: the engine has copies.
+        llm.update_weights(nnx.state(trained, nnx.Param))
+        for leaf in jax.tree.leaves(nnx.state(trained)):
+            leaf.delete()
+        check(trained_further(model), llm.generate(prompts(), PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: w.pop("layers.1.q.kernel"), "layers.1.q.kernel is missing"),
+        (lambda w: w.update(bias=np.zeros(3, np.float32)), "bias is not a weight of this model"),
+        (lambda w: w.update({"head.kernel": np.zeros((64, 255), np.float32)}), r"expected \[64, 256\]"),
+        (lambda w: w.update({"head.kernel": np.zeros((64, 256), np.float16)}), "cast=True converts it"),
+    ],
+)
+def test_new_weights_that_do_not_fit(
+    own_llm: LLM, change: Callable[[dict[str, Any]], Any], words: str
+) -> None:
+    model = GatedModel()
+    weights = {
+        ".".join(map(str, path)): np.asarray(value[...])
+        for path, value in nnx.to_flat_state(nnx.state(model))
+    }
+    change(weights)
+    with pytest.raises(TensorMismatch, match=words):
+        own_llm.update_weights(weights)
+    assert own_llm.weights_version == 0
+
+
+def test_new_weights_come_as_arrays(own_llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="takes new weights as arrays"):
+        own_llm.update_weights(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def own_llm() -> Iterator[LLM]:
+    with LLM(model=GatedModel(), **ROOM) as llm:
+        yield llm
+
+
+class WithText(GatedModel):
+    """The vocabulary of the demo model's tokenizer."""
+
+    vocab_size = 2048
+
+
+@pytest.mark.parametrize("way", ["attribute", "argument"])
+def test_text_where_a_tokenizer_is_given(way: str) -> None:
+    model, tokenizer = WithText(), Tokenizer.from_file(DEMO_MODEL / "tokenizer.json")
+    options: dict[str, Any] = {}
+    if way == "attribute":
+        model.tokenizer = str(DEMO_MODEL / "tokenizer.json")
+    else:
+        options["tokenizer"] = DEMO_MODEL
+    with LLM(model=model, **ROOM, **options) as llm:
+        (result,) = llm.generate(["In the beginning"], SamplingParams(max_tokens=12, temperature=0))
+        assert result.n_input == len(tokenizer.encode("In the beginning"))
+        assert result.text == tokenizer.decode(result.token_ids) != ""
+
+
+def test_its_text_and_chat_over_http(tmp_path: Path) -> None:
+    command = ["serve", "tests.whole.commands.test_own_model:WithText", "--tokenizer", str(DEMO_MODEL)]
+    with serving(["orca", *command], ROOT) as url:
+        body = {"prompt": "In the beginning", "max_tokens": 8, "temperature": 0}
+        answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["text"]
+        body = {"messages": [{"role": "user", "content": "The king"}], "max_tokens": 8}
+        answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["message"]["content"]
+
+
+def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer is .*; it must be a tokenizer.json"):
+        LLM(model=GatedModel(), **ROOM, tokenizer=tmp_path)
 
 
 class Broken(GatedModel):

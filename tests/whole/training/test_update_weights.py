@@ -85,6 +85,26 @@ def test_the_engine_keeps_copies(llm: LLM, new: Path, expected: Any):
     assert tokens(llm) == expected["new"]
 
 
+def test_devices_that_split_layers_keep_copies(old: Path, new: Path, expected: Any) -> None:
+    """Norms are whole on each device: JAX would take the trainer's buffer as one of their copies."""
+    on_device = jax.device_put(arrays(new))
+    with LLM(old, **SIZES, tensor_parallel=2) as llm:
+        llm.update_weights(on_device)
+        held = {
+            shard.data.unsafe_buffer_pointer()
+            for worker in engine_workers(llm)
+            for weight in worker.stage.weights
+            for shard in weight.addressable_shards
+        }
+        assert not held & {array.unsafe_buffer_pointer() for array in on_device.values()}
+        assert tokens(llm) == expected["new"]
+
+
+def engine_workers(llm: LLM) -> Sequence[Any]:
+    engine: Any = llm.service.scheduler.engine
+    return engine._workers.workers
+
+
 def _without(given: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key != name}
 
