@@ -39,12 +39,16 @@ class _Layer(nnx.Module):
 
 
 class GatedModel(nnx.Module):
-    """Layers whose attention goes through a gate of its own for every element of every head."""
+    """Layers whose attention output is multiplied by a learned gate, element by element.
 
-    vocab_size, n_positions, hidden_size, n_heads, n_kv_heads, head_size = 256, 128, H, N, K, D
+    `tokenizer` is the path of a tokenizer.json, or of its directory; without it prompts are token ids.
+    """
 
-    def __init__(self) -> None:
+    n_positions, hidden_size, n_heads, n_kv_heads, head_size = 128, H, N, K, D
+
+    def __init__(self, vocab_size: int = 256, tokenizer: str | None = None) -> None:
         rngs = nnx.Rngs(0)
+        self.vocab_size, self.tokenizer = vocab_size, tokenizer
         self.tokens = nnx.Embed(self.vocab_size, H, rngs=rngs)
         self.layers = nnx.List([_Layer(rngs) for _ in range(3)])
         self.head = _linear(rngs, H, self.vocab_size, None, "tensor")

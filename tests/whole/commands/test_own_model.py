@@ -12,14 +12,14 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from examples import train_own_model
 from examples.own_model import GatedModel
 from orca_jax import LLM, SamplingParams
-from orca_jax.checkpoint.load import DEMO_MODEL
+from orca_jax.model_files.found_model import DEMO_MODEL
 from orca_jax.errors import ConfigError, TensorMismatch
 from orca_jax.launch.function_model import FunctionModel
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.generation import GenerationResult
-from tests.places import ROOT
 from tests.whole.documents.commands import serving
 
 ROOM: dict[str, Any] = {"max_batch_size": 4, "max_batch_tokens": 128, "n_slots": 1024, "dtype": "float32"}
@@ -181,32 +181,34 @@ def own_llm() -> Iterator[LLM]:
         yield llm
 
 
-class WithText(GatedModel):
-    """The vocabulary of the demo model's tokenizer."""
-
-    vocab_size = 2048
-
-
 @pytest.mark.parametrize("way", ["attribute", "argument"])
 def test_text_where_a_tokenizer_is_given(way: str) -> None:
-    model, tokenizer = WithText(), Tokenizer.from_file(DEMO_MODEL / "tokenizer.json")
-    options: dict[str, Any] = {}
-    if way == "attribute":
-        model.tokenizer = str(DEMO_MODEL / "tokenizer.json")
-    else:
-        options["tokenizer"] = DEMO_MODEL
-    with LLM(model=model, **ROOM, **options) as llm:
+    tokenizer = Tokenizer.from_file(DEMO_MODEL / "tokenizer.json")
+    model = GatedModel(2048, str(DEMO_MODEL / "tokenizer.json") if way == "attribute" else None)
+    with LLM(model, **ROOM, tokenizer=DEMO_MODEL if way == "argument" else None) as llm:
         (result,) = llm.generate(["In the beginning"], SamplingParams(max_tokens=12, temperature=0))
         assert result.n_input == len(tokenizer.encode("In the beginning"))
         assert result.text == tokenizer.decode(result.token_ids) != ""
 
 
-def test_its_text_and_chat_over_http(tmp_path: Path) -> None:
-    command = ["serve", "tests.whole.commands.test_own_model:WithText", "--tokenizer", str(DEMO_MODEL)]
-    with serving(["orca", *command], ROOT) as url:
+def test_trained_saved_and_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example, whole: text and chat over HTTP come from the weights that training left."""
+    monkeypatch.chdir(tmp_path)
+    train_own_model.main(["--steps", "2"])
+    assert "step 2, loss " in capsys.readouterr().out
+    trained, untrained = train_own_model.saved(), train_own_model.new_model()
+    assert not np.array_equal(trained.head.kernel[...], untrained.head.kernel[...])
+    with LLM(trained, dtype="float32") as llm:
+        (expected,) = llm.generate(["In the beginning"], SamplingParams(max_tokens=8, temperature=0))
+    with serving(["orca", "serve", "examples.train_own_model:saved"], tmp_path) as url:
         body = {"prompt": "In the beginning", "max_tokens": 8, "temperature": 0}
         answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
-        assert answer["choices"][0]["text"]
+        assert answer["choices"][0]["text"] == expected.text != ""
+        body = {"messages": [{"role": "user", "content": "The king"}], "max_tokens": 8, "temperature": 0}
+        answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["message"]["content"]  # the tokenizer's folder has the chat template
         body = {"messages": [{"role": "user", "content": "The king"}], "max_tokens": 8}
         answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         assert answer["choices"][0]["message"]["content"]

@@ -18,6 +18,7 @@ NOT_RUN = {
     "/image/programs": "a folder of an image; tests/whole/commands/test_compile_ahead.py",
     "DST": "a form to fill in; tests/whole/commands/test_convert_command.py",
     "my_package.my_file:make_model": "a model to write; tests/whole/commands/test_own_model.py",
+    "examples.train_own_model:saved": "a folder to train; tests/whole/commands/test_own_model.py",
     "serve path/to/checkpoint --pipeline-parallel 2 --tensor-parallel 8": "sixteen devices",
     "gpt2": "measures this machine for 15 seconds; tests/endpoint/settings/test_plan_command.py",
 }
