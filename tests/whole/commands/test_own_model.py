@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from examples import train_own_model
 from examples.own_model import GatedModel
 from orca_jax import LLM, SamplingParams
-from orca_jax.model_files.found_model import DEMO_MODEL
 from orca_jax.errors import ConfigError, TensorMismatch
 from orca_jax.launch.function_model import FunctionModel
+from orca_jax.model_files.found_model import DEMO_MODEL
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.generation import GenerationResult
 from tests.whole.documents.commands import serving
