@@ -11,6 +11,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
+from itertools import count
 from typing import NamedTuple, Self
 
 from orca_jax.errors import (
@@ -72,9 +73,11 @@ class LiveRequest(RequestHandle):
         drop: Callable[[], object],
         *,
         gateway: "Gateway",
+        known_as: "_KnownAs",
         timeout: float | None,
     ) -> None:
         super().__init__(output, end, drop)
+        self.known_as = known_as
         self._gateway = gateway
         # Not an asyncio.Event: that costs several times as much, and this runs for each token.
         self._woken = False
@@ -150,6 +153,13 @@ class LiveRequest(RequestHandle):
         return RequestCancelled("the request was cancelled")
 
 
+class _KnownAs(NamedTuple):
+    """A request as its client names it. Two parties may use the same id."""
+
+    party: str
+    request_id: str
+
+
 class Gateway:
     """Connects both endpoints to the service. Use it only on the event loop where it was made.
 
@@ -162,7 +172,9 @@ class Gateway:
         self._request_timeout = request_timeout
         self._model: ServedModel | None = None
         self._draining = False
-        self._live: dict[str, LiveRequest] = {}
+        self._live: dict[str, LiveRequest] = {}  # by their ids in the service
+        self._known: dict[_KnownAs, LiveRequest] = {}
+        self._numbers = count(1)
         self._empty = asyncio.Event()
         self._empty.set()
         self.loop = asyncio.get_running_loop()
@@ -230,27 +242,33 @@ class Gateway:
         *,
         request_id: str,
         owner: str = "",
+        party: str | None = None,
         timeout: float | None = None,
     ) -> LiveRequest:
         """Submit a request to the service.
 
-        `owner` is the API key or client address whose share of the queue the request uses. `timeout` in
-        seconds applies if it is shorter than the server's own.
+        `owner` is the API key or client address whose share of the queue the request uses. `party` is the
+        only one who can cancel it by its id, which no other request of theirs may have while it lives
+        (default: the owner). `timeout` in seconds applies if it is shorter than the server's own.
 
         Raises a subclass of InvalidRequest, RequestIdTaken, QueueFull, EngineError or NotReady.
         """
         model = self.model()
-        if request_id in self._live:  # the pool may have released the id while its client still reads
+        known_as = _KnownAs(owner if party is None else party, request_id)
+        if known_as in self._known:
             raise RequestIdTaken(f"request_id {request_id!r} is in use by a live request; choose another")
         limits = [limit for limit in (timeout, self._request_timeout) if limit is not None]
-        handle = partial(LiveRequest, gateway=self, timeout=min(limits, default=None))
+        handle = partial(LiveRequest, gateway=self, known_as=known_as, timeout=min(limits, default=None))
+        submit = partial(model.service.submit, prompt, sampling, owner=owner, handle=handle)
         try:
-            live = model.service.submit(prompt, sampling, request_id=request_id, owner=owner, handle=handle)
+            live = submit(request_id=request_id)
         except InvalidRequest as error:
-            if error.param == "request_id":  # its client has left, but the pool has not released the id yet
-                raise RequestIdTaken(str(error)) from error
-            raise
-        self._live[request_id] = live
+            if error.param != "request_id":
+                raise
+            # Another party's request has this id, or one whose client has left while the pool still holds it.
+            # Neither is this client's business: the service gets a name that no client can choose.
+            live = submit(request_id=f"{request_id} #{next(self._numbers)}")
+        self._live[live.request_id] = self._known[known_as] = live
         self._empty.clear()
         return live
 
@@ -258,12 +276,13 @@ class Gateway:
         """Drop a request that its endpoint is done with."""
         if self._live.get(request.request_id) is request:
             del self._live[request.request_id]
+            del self._known[request.known_as]
         if not self._live:
             self._empty.set()
 
-    def cancel(self, request_id: str) -> bool:
-        """Cancel a live request; False if no live request has that id."""
-        live = self._live.get(request_id)
+    def cancel(self, request_id: str, *, party: str = "") -> bool:
+        """Cancel a party's live request; False if it has none of that id, whatever others have."""
+        live = self._known.get(_KnownAs(party, request_id))
         if live is None or live.finish_reason is not None:
             return False
         live.end(FinishReason.CANCELLED)
@@ -346,7 +365,12 @@ class Submission(NamedTuple):
 
 @asynccontextmanager
 async def submitted(
-    gateway: Gateway, submissions: Iterable[Submission], *, owner: str, timeout: float | None = None
+    gateway: Gateway,
+    submissions: Iterable[Submission],
+    *,
+    owner: str,
+    party: str | None = None,
+    timeout: float | None = None,
 ) -> AsyncIterator[list[LiveRequest]]:
     """Submit all requests of one response without blocking the event loop: either all are accepted or none.
 
@@ -357,6 +381,8 @@ async def submitted(
         for i, (prompt, rules, request_id) in enumerate(submissions):
             if i and i % _AT_ONCE == 0:
                 await asyncio.sleep(0)
-            live = gateway.submit(prompt, rules, request_id=request_id, owner=owner, timeout=timeout)
+            live = gateway.submit(
+                prompt, rules, request_id=request_id, owner=owner, party=party, timeout=timeout
+            )
             requests.append(stack.enter_context(live))
         yield requests

@@ -65,6 +65,10 @@ class Calls:
         """The API key of the call, "" if none is needed. Tenants share no keys and values."""
         return self._api_keys.check(_authorization(context.invocation_metadata())) or ""
 
+    def party(self, context: Context) -> str:
+        """The one who may cancel the call's request: the API key, or the connection where none is needed."""
+        return self.tenant(context) or f"connection {context.peer()}"
+
     @asynccontextmanager
     async def answered(self, method: str, context: Context) -> AsyncIterator[dict[str, Any]]:
         """Run one call of `method`: an error raised inside ends the call with that error's status.

@@ -64,6 +64,7 @@ async def choices_of(
     *,
     request_id: str,
     owner: str,
+    party: str,
     timeout: float | None,
 ) -> AsyncIterator[list[Choice]]:
     """The `n` choices that the rules ask for, either all accepted or none. They end when the context exits.
@@ -75,7 +76,7 @@ async def choices_of(
         Submission(prompt, choice_rules, f"{request_id} {i}" if i else request_id)
         for i, choice_rules in enumerate(rules.choices(prompt_once=True))
     ]
-    async with submitted(gateway, submissions, owner=owner, timeout=timeout) as requests:
+    async with submitted(gateway, submissions, owner=owner, party=party, timeout=timeout) as requests:
         yield [Choice(live, request_id, i) for i, live in enumerate(requests)]
 
 

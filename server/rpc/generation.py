@@ -46,7 +46,7 @@ class Generation:
         self._calls = calls
         self._longest = request_timeout + _UNREAD_SECONDS
         self._max_choices = max_choices
-        self._live: dict[str, list[Choice]] = {}
+        self._live: dict[tuple[str, str], list[Choice]] = {}  # by party and request id
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service with `server`; call it before `server` starts."""
@@ -71,7 +71,7 @@ class Generation:
             scheduling.check_policy(model.serving.scheduling.order)
             sampling, prompt_ids = await run_for_request(len(data), partial(self._read, request, model))
             rules = await self._gateway.compiler.rules(model, sampling)
-            tenant = self._calls.tenant(context)
+            tenant, party = self._calls.tenant(context), self._calls.party(context)
             check = partial(model.service.check, prompt_ids, rules, scheduling, tenant=tenant)
             prompt = await run_for_request(len(data), check)
             model.check_routed([prompt], sampling)
@@ -81,10 +81,11 @@ class Generation:
                 rules,
                 request_id=request_id,
                 owner=self._calls.owner(context),
+                party=party,
                 timeout=deadline.seconds,
             ) as choices:
                 facts["prompt_tokens"] = len(prompt_ids)
-                self._live[request_id] = choices
+                self._live[party, request_id] = choices
                 try:
                     await self._write_all(choices, context, request_id)
                 except asyncio.CancelledError:
@@ -92,18 +93,20 @@ class Generation:
                         end_all(choices, FinishReason.TIMEOUT)
                     raise
                 finally:
-                    del self._live[request_id]
+                    del self._live[party, request_id]
                     _note_outcome(choices, facts)
 
     async def cancel(self, data: bytes, context: Context) -> pb.CancelResponse:
-        """End a live request."""
+        """End a live request of the same API key, or without keys of the same connection."""
         async with self._calls.answered("Cancel", context) as facts:
             request = await run_for_request(len(data), partial(messages.parsed, pb.CancelRequest, data))
             facts["request_id"] = request.request_id
-            choices = self._live.get(request.request_id)
+            party = self._calls.party(context)
+            choices = self._live.get((party, request.request_id))
             if choices is not None:
                 return pb.CancelResponse(found=end_all(choices, FinishReason.CANCELLED))
-            return pb.CancelResponse(found=self._gateway.cancel(request.request_id))  # an HTTP request
+            # An HTTP request with the same key.
+            return pb.CancelResponse(found=self._gateway.cancel(request.request_id, party=party))
 
     async def models(self, data: bytes, context: Context) -> pb.ModelsResponse:
         """List the served model."""
