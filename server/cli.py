@@ -51,7 +51,17 @@ def parser() -> argparse.ArgumentParser:
     )
     files = command.add_argument_group("files")
     files.add_argument("--input", metavar="FILE.jsonl", help="continue every line of this file ('-': stdin)")
-    files.add_argument("--output", metavar="FILE.jsonl", help="write the results here (default: stdout)")
+    files.add_argument(
+        "--output",
+        metavar="FILE.jsonl",
+        help="write the results here, or go on with those of an earlier run (default: stdout)",
+    )
+    files.add_argument("--overwrite", action="store_true", help="replace the --output file if there is one")
+    files.add_argument(
+        "--retry-errors",
+        action="store_true",
+        help="with an --output file of an earlier run, also run the lines that had errors again",
+    )
     add_sampling_flags(command.add_argument_group("sampling"))
     add_engine_flags(command.add_argument_group("model and engine"))
     command.set_defaults(run=_generate)

@@ -18,6 +18,7 @@ from server.commands import jsonl, outputs
 from server.commands.loading import load, summary
 from server.commands.logprob_table import logprob_table
 from server.commands.notes import Notes
+from server.commands.request_hash import model_hash
 from server.errors import UsageError
 from server.settings.flags import engine_options
 from server.settings.sampling_flags import sampling_params
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.input is None:
         if args.output is not None:
             raise UsageError("--output needs --input; the text of a PROMPT goes to stdout")
+        _check_output_flags(args)
         prompts = _prompts(args.prompt)
         with _load(args, notes) as llm:
             sampling = sampling_params(args, llm.generation_defaults.sampling)
@@ -45,9 +47,34 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.prompt:
         raise UsageError("give either PROMPTs or --input, not both")
-    with jsonl.open_files(args.input, args.output) as (source, sink), _load(args, notes) as llm:
+    _check_output_flags(args)
+    files = jsonl.open_files(args.input, args.output, overwrite=args.overwrite)
+    with files as (source, answers), _load(args, notes) as llm:
         sampling = sampling_params(args, llm.generation_defaults.sampling)
-        return jsonl.run(llm, source, sink, sampling, notes.console)
+        return jsonl.run(
+            llm,
+            source,
+            answers,
+            sampling,
+            notes.console,
+            model=_model_hash(llm, args),
+            retry_errors=args.retry_errors,
+        )
+
+
+def _check_output_flags(args: argparse.Namespace) -> None:
+    for flag, value in (("--overwrite", args.overwrite), ("--retry-errors", args.retry_errors)):
+        if value and args.output in (None, "-"):
+            raise UsageError(f"{flag} is about the file of --output; give one, or leave it out")
+    if args.overwrite and args.retry_errors:
+        raise UsageError("--overwrite runs every line; leave --retry-errors out")
+
+
+def _model_hash(llm: "LLM", args: argparse.Namespace) -> str:
+    settings: dict[str, object] = {"dtype": llm.dtype, "load_format": args.load_format}
+    if llm.directory is None:
+        settings |= {"name": llm.name, "n_parameters": llm.n_parameters}
+    return model_hash(llm.directory, settings)
 
 
 def _load(args: argparse.Namespace, notes: Notes) -> "LLM":

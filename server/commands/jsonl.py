@@ -1,4 +1,4 @@
-"""Continues a JSONL file of prompts and writes a JSONL file of results in the same order."""
+"""Answers a JSONL file of requests with a JSONL file of records in the same order, or goes on with one."""
 
 import io
 import json
@@ -11,48 +11,46 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from orca_jax.errors import EngineError, InvalidRequest, QueueFull
+from orca_jax.errors import EngineError, InvalidRequest, OutputFailed, QueueFull
 from orca_jax.request.routed_experts import as_base64
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams, with_defaults
 from orca_jax.service.generation import Generation, GenerationResult
 from server.commands import outputs
+from server.commands.answer_file import OTHERWISE, Answers, AnswerStream, Kept, locked_answers
+from server.commands.request_hash import request_hash
+from server.commands.request_lines import BadLine, Line, read_lines
 from server.errors import UsageError
 
 if TYPE_CHECKING:
     from orca_jax import LLM
 
-MAX_LINE_BYTES = 1 << 22
 MAX_MESSAGE = 1000  # characters; a message may quote a long value
 _BATCHES_IN_FLIGHT = 4  # read this many full batches ahead, so that no iteration waits for input
 _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-class BadLine(InvalidRequest):
-    """A line that is not a valid request."""
+NO_MODEL = "0" * 16  # as a model's hash
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A line of the input; `data` is None if the line is too long."""
+class Request:
+    """A line as a request: its object, None with the `error` if it has none, and its hash."""
 
-    number: int
-    end: int  # offset of its end in the input, in bytes
-    data: bytes | None
+    line: Line
+    values: dict[str, Any] | None
+    hash: str
+    error: BadLine | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A line in flight: its running outputs, or its error."""
+    """A request in flight: its running outputs, or its error."""
 
-    line: Line
-    prompt: Any
+    request: Request
     outcome: list[Generation] | InvalidRequest | QueueFull
 
     @property
@@ -67,107 +65,199 @@ class Job:
 
 
 @contextmanager
-def open_files(input_name: str, output_name: str | None) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open both files without truncating the output. `-` means stdin or stdout; no output means stdout.
+def open_files(
+    input_name: str, output_name: str | None, *, overwrite: bool = False
+) -> Iterator[tuple[BinaryIO, Answers]]:
+    """Open both files and read the records that the output has. `-` means stdin or stdout, as no output does.
 
-    Raises UsageError if one cannot be opened or both are the same.
+    Raises UsageError if one cannot be opened, if both are the same, or if the output has something else and
+    may not be overwritten. Changes nothing in it.
     """
     with ExitStack() as opened:
+        source: BinaryIO = sys.stdin.buffer
         try:
-            source: BinaryIO = sys.stdin.buffer
             if input_name != "-":
                 source = opened.enter_context(open(input_name, "rb"))
-            sink: BinaryIO = sys.stdout.buffer
-            if output_name is not None and output_name != "-":
-                descriptor = os.open(output_name, os.O_WRONLY | os.O_CREAT, 0o666)
-                # Unbuffered: each record is written completely, or its error is reported.
-                sink = opened.enter_context(os.fdopen(descriptor, "wb", buffering=0))
+            descriptor = None if output_name in (None, "-") else _open_output(output_name)
         except (OSError, ValueError) as error:
             name = getattr(error, "filename", None)
             raise UsageError(f"cannot open {name}: {getattr(error, 'strerror', error)}") from error
-        input_file, output_file = _regular_file(source), _regular_file(sink)
-        if input_file and output_file and os.path.samestat(input_file, output_file):
+        if output_name is None or descriptor is None:
+            yield source, AnswerStream(sys.stdout.buffer)
+            return
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            # Unbuffered: each record is written completely, or its error is reported.
+            sink = opened.enter_context(os.fdopen(descriptor, "wb", buffering=0))
+            yield source, AnswerStream(sink)
+            return
+        file = opened.enter_context(os.fdopen(descriptor, "r+b", buffering=0))
+        input_status = _regular_file(source)
+        if input_status is not None and os.path.samestat(input_status, status):
             raise UsageError("--output is the same file as --input; name another one")
-        yield source, sink
+        yield source, locked_answers(file, output_name, overwrite=overwrite)
+
+
+def _open_output(name: str) -> int:
+    try:
+        return os.open(name, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:  # such as a pipe's end, which is for writing only
+        return os.open(name, os.O_WRONLY)
 
 
 def _regular_file(file: BinaryIO) -> os.stat_result | None:
     try:
         status = os.fstat(file.fileno())
-    except io.UnsupportedOperation:  # a stand-in for stdin or stdout
+    except io.UnsupportedOperation:  # a stand-in for stdin
         return None
     return status if stat.S_ISREG(status.st_mode) else None
 
 
-def run(llm: "LLM", source: BinaryIO, sink: BinaryIO, defaults: SamplingParams, console: Console) -> int:
-    """Continue every line; returns the exit status: 1 if any line had an error, else 0.
+def run(
+    llm: "LLM",
+    source: BinaryIO,
+    answers: Answers,
+    defaults: SamplingParams,
+    console: Console,
+    *,
+    model: str = NO_MODEL,
+    retry_errors: bool = False,
+) -> int:
+    """Answer every line that has no answer yet; returns the exit status: 1 if any line has an error, else 0.
 
-    Reads only a few batches ahead, and writes each result once the results before it are written. If the
-    engine fails, writes a record for each line in flight, then raises EngineError.
+    Reads only a few batches ahead, and writes each record once those before it are written. `model` is the
+    hash of what answers. An error that an earlier run wrote stays, unless its line has changed or with
+    `retry_errors`.
+
+    Raises UsageError if an answer of an earlier run is to another request or of another model. Raises
+    EngineError if the engine fails; lines in flight then have no records.
     """
-    if _regular_file(sink) is not None and sink is not sys.stdout.buffer:
-        sink.truncate(0)
+    if answers.model_hash not in (None, model):
+        raise UsageError(
+            f"{answers.name} has answers of another model: its weights, tokenizer, chat template, dtype or "
+            f"load format differ; give the model of the first run, {OTHERWISE}"
+        )
+    n_before, last_before, n_met = len(answers), answers.last_line, 0
     most_in_flight = _BATCHES_IN_FLIGHT * llm.serving.max_batch_size
     n_in_flight = 0
     jobs: deque[Job] = deque()
-    with _Report(console, source) as report:
+
+    def finish_first() -> None:
+        nonlocal n_in_flight
+        n_in_flight -= jobs[0].n_outputs
+        _finish(jobs[0], answers, report, model)
+        jobs.popleft()
+
+    with _Report(console, source, answers) as report:
         try:
-            for line in _lines(source):
-                if llm.service.failure is not None:
-                    break
-                try:
-                    jobs.append(_start(llm, line, defaults))
-                except EngineError:  # raised below, after the records of lines in flight
-                    break
-                n_in_flight += jobs[-1].n_outputs
+            for line in read_lines(source):
+                request = _request(line, defaults)
+                kept = answers.kept(line.number) if line.number <= last_before else None
+                if kept is not None:
+                    n_met += 1
+                    if _stands(request, kept, answers.name, retry_errors=retry_errors):
+                        report.keep(line, is_error=kept.is_error)
+                        continue
+                job = _start(llm, request, defaults)
+                while isinstance(job.outcome, QueueFull) and jobs:
+                    finish_first()  # and so make room
+                    job = _start(llm, request, defaults)
+                jobs.append(job)
+                n_in_flight += job.n_outputs
                 while n_in_flight >= most_in_flight or len(jobs) >= most_in_flight:
-                    n_in_flight -= jobs[0].n_outputs
-                    _finish(jobs.popleft(), sink, report)
+                    finish_first()
             while jobs:
-                _finish(jobs.popleft(), sink, report)
+                finish_first()
+            if n_met < n_before:
+                raise UsageError(
+                    f"{answers.name} has answers to {n_before - n_met} lines that the input does not have; "
+                    f"give the input of the first run, {OTHERWISE}"
+                )
+            answers.finish()
+        except EngineError as error:
+            then = f"; the same command goes on after line {answers.last_line}" if answers.name else ""
+            raise EngineError(
+                f"the engine failed; the remaining lines were not run{then}: {error}"
+            ) from error
         finally:
             for job in jobs:
                 job.close()
-    if llm.service.failure is not None:
-        raise EngineError(f"the engine failed; the remaining lines were not run: {llm.service.failure}")
     return 1 if report.n_errors else 0
 
 
-def _start(llm: "LLM", line: Line, defaults: SamplingParams) -> Job:
-    prompt = None
+def _request(line: Line, defaults: SamplingParams) -> Request:
     try:
-        values = _values(line)
+        values = line.values()
+    except BadLine as error:
+        return Request(line, None, request_hash(line, None, defaults), error)
+    return Request(line, values, request_hash(line, values, defaults))
+
+
+def _stands(request: Request, kept: Kept, name: str, *, retry_errors: bool) -> bool:
+    """Whether this record of an earlier run stays."""
+    if kept.is_error:
+        return kept.request_hash == request.hash and not retry_errors
+    if kept.request_hash != request.hash:
+        raise UsageError(
+            f"{name} has an answer to line {request.line.number}, but to another request: the line or a "
+            f"sampling flag has changed; give the input and the flags of the first run, {OTHERWISE}"
+        )
+    return True
+
+
+def _start(llm: "LLM", request: Request, defaults: SamplingParams) -> Job:
+    try:
+        if request.values is None:
+            assert request.error is not None
+            raise request.error
+        values = dict(request.values)
         prompt = values.pop("prompt", None)
         if prompt is None:
             raise BadLine("the line has no prompt", param="prompt")
         if unknown := sorted(values.keys() - _SAMPLING_FIELDS):
             allowed = ", ".join(["prompt", *sorted(_SAMPLING_FIELDS)])
             raise BadLine(f"unknown field {unknown[0]!r}; the fields are {allowed}", param=unknown[0])
-        return Job(line, prompt, outputs.start(llm, prompt, replace(defaults, **with_defaults({}, values))))
-    except (InvalidRequest, QueueFull) as error:  # QueueFull: too many grammars are being compiled
-        return Job(line, prompt, error)
+        sampling = _with_seed(replace(defaults, **with_defaults({}, values)))
+        return Job(request, outputs.start(llm, prompt, sampling))
+    except (InvalidRequest, QueueFull) as error:  # QueueFull: running grammars take all their memory
+        return Job(request, error)
 
 
-def _finish(job: Job, sink: BinaryIO, report: "_Report") -> None:
-    record: dict[str, Any] = {"line": job.line.number}
-    if job.prompt is not None:
-        record["prompt"] = job.prompt
-    n_tokens = 0
+def _with_seed(sampling: SamplingParams) -> SamplingParams:
+    """With a seed where nothing is drawn: a random one would make the records of two runs differ."""
+    draws = sampling.temperature > 0 and not sampling.use_beam_search
+    return sampling if draws or sampling.seed is not None else replace(sampling, seed=0)
+
+
+def _finish(job: Job, answers: Answers, report: "_Report", model: str) -> None:
+    request = job.request
+    error: Exception | None = None
+    results: list[GenerationResult] = []
     try:
         if not isinstance(job.outcome, list):
             raise job.outcome
         results = [result for output in job.outcome for result in output.results()]
-        n_tokens = sum(len(result.token_ids) for result in results)
-        record |= _as_record(results)
-    except (InvalidRequest, QueueFull, EngineError) as error:
+    except (InvalidRequest, QueueFull, OutputFailed) as caught:
         job.close()
-        param = error.param if isinstance(error, InvalidRequest) else None
-        message = str(error)
-        if len(message) > MAX_MESSAGE:
-            message = f"{message[:MAX_MESSAGE]}..."
-        record["error"] = {"type": type(error).__name__, "param": param, "message": message}
-    _write(sink, record)
-    report.add(job.line, n_tokens, is_error="error" in record)
+        error = caught
+    # `answer_file.py` reads these first fields, in this order.
+    record: dict[str, Any] = {"line": request.line.number, "request_hash": request.hash, "model_hash": model}
+    if error is not None:
+        record["error"] = _as_error(error)
+    if request.values is not None and request.values.get("prompt") is not None:
+        record["prompt"] = request.values["prompt"]
+    if error is None:
+        record |= _as_record(results)
+    answers.append(_as_line(record))
+    report.add(request.line, results, is_error=error is not None)
+
+
+def _as_error(error: Exception) -> dict[str, Any]:
+    message = str(error)
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[:MAX_MESSAGE]}..."
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return {"type": type(error).__name__, "param": param, "message": message}
 
 
 def _as_record(results: Sequence[GenerationResult]) -> dict[str, Any]:
@@ -176,7 +266,6 @@ def _as_record(results: Sequence[GenerationResult]) -> dict[str, Any]:
     choices = [_choice(result) for result in results]
     record: dict[str, Any] = choices[0] if len(choices) == 1 else {"choices": choices}
     record["n_input"] = first.n_input
-    record["n_cached"] = first.n_cached
     if first.prompt_logprobs is not None:
         record["prompt_logprobs"] = _logprobs(first.prompt_logprobs)
     return record
@@ -214,72 +303,19 @@ def _finite(logprob: float) -> float | None:
     return logprob if math.isfinite(logprob) else None
 
 
-def _write(sink: BinaryIO, record: dict[str, Any]) -> None:
+def _as_line(record: dict[str, Any]) -> bytes:
     try:
-        data = json.dumps(record, ensure_ascii=False).encode("utf-8")
+        return json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n"
     except UnicodeEncodeError:  # the prompt has lone surrogates: repeat it escaped, as it arrived
-        data = json.dumps(record).encode("ascii")
-    try:
-        data += b"\n"
-        while data:
-            data = data[sink.write(data) :]
-        sink.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise UsageError(f"cannot write the output: {error.strerror}") from error
-
-
-def _lines(source: BinaryIO) -> Iterator[Line]:
-    """The lines that are not blank. Never holds more of a line than MAX_LINE_BYTES."""
-    number = end = 0
-    while data := source.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        end += len(data)
-        too_long = len(data) > MAX_LINE_BYTES
-        while too_long and not data.endswith(b"\n") and (data := source.readline(MAX_LINE_BYTES)):
-            end += len(data)
-        if number == 1 and not too_long:
-            data = data.removeprefix(_BYTE_ORDER_MARK)
-        if too_long or data.strip():
-            yield Line(number, end, None if too_long else data)
-
-
-def _values(line: Line) -> dict[str, Any]:
-    """The JSON object of a line. Raises BadLine for anything else."""
-    if line.data is None:
-        raise BadLine(f"the line has more than {MAX_LINE_BYTES} bytes", param="line")
-    try:
-        text = line.data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadLine(f"the line is not UTF-8: {error.reason} at byte {error.start}", param="line") from error
-    try:
-        values = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
-    except RecursionError as error:
-        raise BadLine("the line is not usable JSON: it is nested too deeply", param="line") from error
-    except ValueError as error:
-        raise BadLine(f"the line is not JSON: {error}", param="line") from error
-    if not isinstance(values, dict):
-        raise BadLine(f"the line holds {type(values).__name__}, not an object", param="line")
-    return values
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("a key appears twice")
-    return values
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON value")
+        return json.dumps(record).encode("ascii") + b"\n"
 
 
 class _Report:
     """A progress bar over the bytes of the input, if stderr is a terminal, and a final line."""
 
-    def __init__(self, console: Console, source: BinaryIO) -> None:
-        self.n_lines = self.n_errors = self.n_tokens = 0
+    def __init__(self, console: Console, source: BinaryIO, answers: Answers) -> None:
+        self.n_lines = self.n_errors = 0
+        self._n_kept = self._n_kept_errors = self._n_tokens = self._n_input = self._n_cached = 0
         self._console = console
         status = _regular_file(source)
         self._progress = Progress(
@@ -295,6 +331,8 @@ class _Report:
         )
         self._task: TaskID = self._progress.add_task("Compiling", total=status and status.st_size)
         self._start = time.monotonic()
+        if len(answers):
+            self._say(f"{answers.name} has {len(answers):,} lines of an earlier run; going on")
 
     def __enter__(self) -> "_Report":
         self._progress.start()
@@ -302,16 +340,36 @@ class _Report:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-        self._console.out(self._so_far(), style="dim", highlight=False)
+        self._say(self._so_far())
+        if self._n_input:
+            self._say(f"{self._n_cached:,} of {self._n_input:,} prompt tokens were in the prefix cache")
+        if self._n_kept_errors:
+            self._say(f"{self._n_kept_errors:,} errors are an earlier run's; --retry-errors runs them again")
 
-    def add(self, line: Line, n_tokens: int, *, is_error: bool) -> None:
+    def keep(self, line: Line, *, is_error: bool) -> None:
+        """Count a record that an earlier run wrote."""
+        self._n_kept += 1
+        self._n_kept_errors += is_error
+        self._count(line, is_error=is_error)
+
+    def add(self, line: Line, results: Sequence[GenerationResult], *, is_error: bool) -> None:
         """Count a written record."""
+        self._n_tokens += sum(len(result.token_ids) for result in results)
+        if results:
+            self._n_input += results[0].n_input
+            self._n_cached += results[0].n_cached
+        self._count(line, is_error=is_error)
+
+    def _count(self, line: Line, *, is_error: bool) -> None:
         self.n_lines += 1
         self.n_errors += is_error
-        self.n_tokens += n_tokens
         self._progress.update(self._task, completed=line.end, description=self._so_far())
 
     def _so_far(self) -> str:
         seconds = max(time.monotonic() - self._start, 1e-9)
-        rate = f"{self.n_tokens:,} tokens in {seconds:.1f} s ({self.n_tokens / seconds:,.0f} tokens/s)"
-        return f"{self.n_lines:,} lines, {self.n_errors:,} with errors, {rate}"
+        kept = f" ({self._n_kept:,} kept)" if self._n_kept else ""
+        rate = f"{self._n_tokens:,} tokens in {seconds:.1f} s ({self._n_tokens / seconds:,.0f} tokens/s)"
+        return f"{self.n_lines:,} lines{kept}, {self.n_errors:,} with errors, {rate}"
+
+    def _say(self, text: str) -> None:
+        self._console.out(text, style="dim", highlight=False)

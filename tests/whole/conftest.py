@@ -2,15 +2,18 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+import orca_jax
 from orca_jax import LLM
 from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from tests.device.checkpoint.tiny_checkpoint import GPT2, gpt2_tensors, write_checkpoint
+from tests.whole.lent import Lent
 
 END = 256
 CONFIG = GPT2 | {
@@ -43,3 +46,11 @@ def tiny(tiny_directory: Path) -> Iterator[LLM]:
     """An engine of TINY_SIZES."""
     with LLM(tiny_directory, **TINY_SIZES, seed=3) as llm:
         yield llm
+
+
+@pytest.fixture
+def lent(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> Lent:
+    """Let the commands run the shared tiny model."""
+    lent = Lent(tiny)
+    monkeypatch.setattr(orca_jax, "LLM", SimpleNamespace(from_config=lambda *_, **__: lent), raising=False)
+    return lent

@@ -1,0 +1,90 @@
+"""Hashes by which a record of `orca generate --output` names its request and the model that answered it.
+
+A run that goes on with an earlier run's file compares them, so that no file has answers to other requests
+than its input's, or of two models.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from orca_jax.request.sampling_params import SamplingParams, with_defaults
+from server.commands.request_lines import Line
+
+_N_BYTES = 8  # of a hash; among a file's lines nobody looks for collisions
+# A larger file is known by its size and samples, so that a model of any size takes seconds at most.
+_WHOLE_BYTES = 1 << 20
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 12
+_MODEL_FILES = (
+    *("config.json", "orca.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja"),
+)
+_DEFAULTS = {
+    field.name: field.default if field.default_factory is MISSING else field.default_factory()
+    for field in fields(SamplingParams)
+}
+
+
+def request_hash(line: Line, values: Mapping[str, Any] | None, defaults: SamplingParams) -> str:
+    """The hash of a line's request: prompt and sampling parameters, whether from the line or from flags.
+
+    `values` is the line's object, None if it is not one: then the hash is of its bytes. Parameters with
+    SamplingParams' default values are left out, so that new ones do not change the hash of old requests.
+    """
+    if values is None:
+        return _hash(b"line", line.data or b"")
+    flags = {field.name: getattr(defaults, field.name) for field in fields(SamplingParams)}
+    request = {
+        name: value
+        for name, value in with_defaults(flags, values).items()
+        if name not in _DEFAULTS or _as_json(value) != _as_json(_DEFAULTS[name])
+    }
+    return _hash(b"request", _as_json(request).encode("ascii"))
+
+
+def model_hash(directory: Path | None, settings: Mapping[str, object]) -> str:
+    """The hash of a model: of its files, and of the settings that change what it computes.
+
+    Where the files are does not matter. Large ones are known by their size and some of their bytes. A model
+    without a directory is known by `settings` alone.
+    """
+    parts = [_as_json(settings).encode("ascii")]
+    for path in _files(directory) if directory is not None else ():
+        parts += [path.name.encode("utf-8", "surrogateescape"), *_contents(path)]
+    return _hash(b"model", *parts)
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _hash(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[: 2 * _N_BYTES]
+
+
+def _files(directory: Path) -> list[Path]:
+    """The files that decide what the model computes."""
+    files = [path for name in _MODEL_FILES for path in sorted(directory.glob(name))]
+    weights = sorted(directory.glob("*.safetensors"))
+    if not weights:  # Orbax's, in folders
+        weights = sorted(
+            path for folder in directory.iterdir() if folder.is_dir() for path in folder.rglob("*")
+        )
+    return [path for path in (*files, *weights) if path.is_file()]
+
+
+def _contents(path: Path) -> Iterable[bytes]:
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= _WHOLE_BYTES:
+            return [file.read()]
+        places = [i * (size - _SAMPLE_BYTES) // (_SAMPLES - 1) for i in range(_SAMPLES)]
+        samples = [os.pread(file.fileno(), _SAMPLE_BYTES, place) for place in places]
+        return [size.to_bytes(8, "little"), *samples]
