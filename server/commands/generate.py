@@ -71,10 +71,10 @@ def _check_output_flags(args: argparse.Namespace) -> None:
 
 
 def _model_hash(llm: "LLM", args: argparse.Namespace) -> str:
-    settings: dict[str, object] = {"dtype": llm.dtype, "load_format": args.load_format}
+    settings: dict[str, object] = {"dtype": args.dtype, "load_format": args.load_format}
     if llm.directory is None:
-        settings |= {"name": llm.name, "n_parameters": llm.n_parameters}
-    return model_hash(llm.directory, settings)
+        settings["model"] = args.model
+    return model_hash(llm.directory, llm.text_directory, settings)
 
 
 def _load(args: argparse.Namespace, notes: Notes) -> "LLM":

@@ -19,8 +19,9 @@ _N_BYTES = 8  # of a hash; among a file's lines nobody looks for collisions
 # A larger file is known by its size and samples, so that a model of any size takes seconds at most.
 _WHOLE_BYTES = 1 << 20
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 12
-_MODEL_FILES = (
-    *("config.json", "orca.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+_MODEL_FILES = ("config.json", "orca.json", "*.safetensors")
+_TEXT_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "additional_chat_templates/*.jinja"),
 )
 _DEFAULTS = {
@@ -46,14 +47,18 @@ def request_hash(line: Line, values: Mapping[str, Any] | None, defaults: Samplin
     return _hash(b"request", _as_json(request).encode("ascii"))
 
 
-def model_hash(directory: Path | None, settings: Mapping[str, object]) -> str:
+def model_hash(model: Path | None, text: Path | None, settings: Mapping[str, object]) -> str:
     """The hash of a model: of its files, and of the settings that change what it computes.
 
-    Where the files are does not matter. Large ones are known by their size and some of their bytes. A model
-    without a directory is known by `settings` alone.
+    `model` and `text` are the directories of its weights and of its tokenizer, if it has them. Where they are
+    does not matter. Large files are known by their size and some of their bytes.
     """
+    files = [] if model is None else _files(model, _MODEL_FILES)
+    if model is not None and all(path.suffix != ".safetensors" for path in files):  # Orbax's, in folders
+        files += _files(model, ["*/**/*"])
+    files += [] if text is None else _files(text, _TEXT_FILES)
     parts = [_as_json(settings).encode("ascii")]
-    for path in _files(directory) if directory is not None else ():
+    for path in files:
         parts += [path.name.encode("utf-8", "surrogateescape"), *_contents(path)]
     return _hash(b"model", *parts)
 
@@ -69,15 +74,9 @@ def _hash(*parts: bytes) -> str:
     return digest.hexdigest()[: 2 * _N_BYTES]
 
 
-def _files(directory: Path) -> list[Path]:
-    """The files that decide what the model computes."""
-    files = [path for name in _MODEL_FILES for path in sorted(directory.glob(name))]
-    weights = sorted(directory.glob("*.safetensors"))
-    if not weights:  # Orbax's, in folders
-        weights = sorted(
-            path for folder in directory.iterdir() if folder.is_dir() for path in folder.rglob("*")
-        )
-    return [path for path in (*files, *weights) if path.is_file()]
+def _files(directory: Path, patterns: Iterable[str]) -> list[Path]:
+    found = [path for pattern in patterns for path in sorted(directory.glob(pattern))]
+    return [path for path in found if path.is_file()]
 
 
 def _contents(path: Path) -> Iterable[bytes]:

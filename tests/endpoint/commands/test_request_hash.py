@@ -67,16 +67,17 @@ def make(directory: Path) -> Path:
 
 
 def test_a_model_is_known_by_its_files_and_settings_wherever_it_is(tmp_path: Path) -> None:
-    here = make(tmp_path / "here")
+    here, there = make(tmp_path / "here"), make(tmp_path / "there")
     settings = {"dtype": "float32"}
-    same = model_hash(here, settings)
-    assert model_hash(make(tmp_path / "there"), settings) == same
+    same = model_hash(here, here, settings)
+    assert model_hash(there, here, settings) == model_hash(here, there, settings) == same
     (here / "README.md").write_text("changes nothing")
     (here / "answers.jsonl").write_text("changes nothing")
-    assert model_hash(here, settings) == same
-    assert model_hash(here, {"dtype": "bfloat16"}) != same
-    assert model_hash(None, settings) not in (same, model_hash(None, {"dtype": "bfloat16"}))
-    seen = {same}
+    (here / "cache").mkdir()
+    (here / "cache" / "file").write_text("changes nothing")
+    assert model_hash(here, here, settings) == same
+    seen = [same, model_hash(here, here, {"dtype": "bfloat16"}), model_hash(here, None, settings)]
+    seen += [model_hash(None, None, settings), model_hash(None, here, settings)]
     for name, data in (
         ("config.json", b"{ }"),
         ("tokenizer.json", b"{ }"),
@@ -89,14 +90,16 @@ def test_a_model_is_known_by_its_files_and_settings_wherever_it_is(tmp_path: Pat
     ):
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).write_bytes(data)
-        seen.add(model_hash(here, settings))
-        assert len(seen) > 1, name
-    assert len(seen) == 9
+        seen.append(model_hash(here, here, settings))
+        assert seen[-1] not in seen[:-1], name
+    (there / "config.json").unlink()
+    assert model_hash(here, there, settings) != model_hash(there, here, settings)
 
 
 def test_weights_in_folders_count_where_there_are_no_safetensors(tmp_path: Path) -> None:
     (tmp_path / "ckpt" / "d").mkdir(parents=True)
-    (tmp_path / "ckpt" / "d" / "shard").write_bytes(b"1")
-    before = model_hash(tmp_path, {})
-    (tmp_path / "ckpt" / "d" / "shard").write_bytes(b"2")
-    assert model_hash(tmp_path, {}) != before
+    for name in ("ckpt/d/shard", "ckpt/shard"):
+        (tmp_path / name).write_bytes(b"1")
+        before = model_hash(tmp_path, None, {})
+        (tmp_path / name).write_bytes(b"2")
+        assert model_hash(tmp_path, None, {}) != before, name
