@@ -3,11 +3,13 @@
 import difflib
 from collections.abc import Iterable
 
+LIKELY = 0.75  # a share of common letters at which one name is probably the other, misspelled
 
-def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `name`, without regard to case; None if none is close."""
+
+def closest(name: str, known: Iterable[str], *, at_least: float = 0.6) -> str | None:
+    """The known name closest to `name`, whatever its case; None if none shares that much with it."""
     by_lower = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.7)
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=at_least)
     return by_lower[found[0]] if found else None
 
 

@@ -6,14 +6,16 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NoReturn
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import NoReturn, get_args
 
 import orca_jax
+from orca_jax.config import Dtype
 from orca_jax.errors import EngineError, OrcaError
-from server.commands import compile as compile_command
-from server.commands import convert, generate, plan, replay, serve, worker
+from orca_jax.families.trainers.formats import FORMATS
 from server.errors import UsageError
+from server.process.by_name import function_named
 from server.settings.flags import COMPILE_OPTIONS, add_engine_flags, add_flags, add_serve_flags
 from server.settings.options import PlanFlags, WorkerFlags
 from server.settings.sampling_flags import add_sampling_flags
@@ -29,7 +31,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands with their flags; `run` in the namespace is the command's function."""
+    """All commands with their flags.
+
+    `run` in the namespace names the command's function, and `quiet` says whether it keeps libraries' warnings
+    and logs off the terminal.
+    """
     top = _Parser(prog="orca", description="ORCA (OSDI 2022) in JAX: a serving engine for language models.")
     top.add_argument("--version", action="version", version=f"orca {orca_jax.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -64,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_sampling_flags(command.add_argument_group("sampling"))
     add_engine_flags(command.add_argument_group("model and engine"))
-    command.set_defaults(run=_generate)
+    command.set_defaults(run="server.commands.generate:run", quiet=True)
 
     command = commands.add_parser(
         "serve",
@@ -82,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_serve_flags(command)
-    command.set_defaults(run=serve.run)
+    command.set_defaults(run="server.commands.serve:run", quiet=False)
 
     command = commands.add_parser(
         "compile",
@@ -98,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_serve_flags(command, COMPILE_OPTIONS)
-    command.set_defaults(run=_compile)
+    command.set_defaults(run="server.commands.compile:run", quiet=True)
 
     command = commands.add_parser(
         "worker",
@@ -114,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_flags(command, WorkerFlags, title="worker")
-    command.set_defaults(run=_worker)
+    command.set_defaults(run="server.commands.worker:run", quiet=True)
 
     command = commands.add_parser(
         "plan",
@@ -137,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
         title="plan",
         model_help="a preset's name, a directory or a name on the Hugging Face hub (default: the demo model)",
     )
-    command.set_defaults(run=_plan)
+    command.set_defaults(run="server.commands.plan:run", quiet=True)
 
     command = commands.add_parser(
         "replay",
@@ -149,8 +155,16 @@ def parser() -> argparse.ArgumentParser:
         "or in FILE; 130 after Ctrl-C.",
         allow_abbrev=False,
     )
-    replay.add_flags(command)
-    command.set_defaults(run=_replay)
+    command.add_argument("file", metavar="FILE", type=Path, help="a file that `orca serve --record` wrote")
+    command.add_argument(
+        "--model", metavar="MODEL", help="where the recorded model is on this machine (default: as recorded)"
+    )
+    command.add_argument(
+        "--simulate",
+        action="store_true",
+        help="repeat the schedule alone, on a simulated engine: needs neither model nor device",
+    )
+    command.set_defaults(run="server.commands.replay:run", quiet=True)
 
     command = commands.add_parser(
         "convert",
@@ -162,8 +176,19 @@ def parser() -> argparse.ArgumentParser:
         "Ctrl-C.",
         allow_abbrev=False,
     )
-    convert.add_flags(command)
-    command.set_defaults(run=_convert)
+    command.add_argument("source", metavar="SRC", help="a directory, or a name on the Hugging Face hub")
+    command.add_argument("destination", metavar="DST", help="a directory that does not exist or is empty")
+    command.add_argument(
+        "--to",
+        choices=FORMATS,
+        help="format of the converted weights (default: Orbax from safetensors, safetensors from all others)",
+    )
+    command.add_argument(
+        "--dtype",
+        choices=get_args(Dtype),
+        help="data type of the converted weights (default: unchanged)",
+    )
+    command.set_defaults(run="server.commands.convert:run", quiet=True)
     return top
 
 
@@ -172,7 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA reads it when loaded
     try:
         args = parser().parse_args(argv)
-        return args.run(args)
+        with _quiet() if args.quiet else nullcontext():
+            return function_named(args.run)(args)
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
     except KeyboardInterrupt:
@@ -183,36 +209,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OrcaError as error:
         print(f"orca: error: {_one_line(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, EngineError) else 2
-
-
-def _generate(args: argparse.Namespace) -> int:
-    with _quiet():
-        return generate.run(args)
-
-
-def _compile(args: argparse.Namespace) -> int:
-    with _quiet():
-        return compile_command.run(args)
-
-
-def _worker(args: argparse.Namespace) -> int:
-    with _quiet():
-        return worker.run(args)
-
-
-def _plan(args: argparse.Namespace) -> int:
-    with _quiet():
-        return plan.run(args)
-
-
-def _replay(args: argparse.Namespace) -> int:
-    with _quiet():
-        return replay.run(args)
-
-
-def _convert(args: argparse.Namespace) -> int:
-    with _quiet():
-        return convert.run(args)
 
 
 def _wide(prog: str) -> argparse.HelpFormatter:

@@ -29,7 +29,8 @@ from orca_jax.families.registry import FAMILIES
 from orca_jax.families.stored_name import StoredName, head_places, heads_of_tensors
 from orca_jax.families.strict_json import shown
 from orca_jax.families.trainers.array_form import EXPERTS, LAYERS, axis_sizes
-from orca_jax.families.trainers.layouts import FORMATS, ITEMS, Format, Layout, written_names
+from orca_jax.families.trainers.formats import FORMATS, Format, Layout
+from orca_jax.families.trainers.layouts import ITEMS, written_names
 from orca_jax.families.trainers.orca_json import ORCA_JSON, read_description
 from orca_jax.model_files.description import is_orbax
 from orca_jax.model_files.locate import check_is_free, find_directory

@@ -24,7 +24,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import own_order
 from orca_jax.families.strict_json import read_object, shown
-from orca_jax.families.trainers.layouts import Layout
+from orca_jax.families.trainers.formats import Layout
 from orca_jax.launch.given_weights import (
     Adapter,
     Change,

@@ -3,7 +3,6 @@
 
 import os
 import pkgutil
-import re
 import reprlib
 import sys
 from collections.abc import Sequence
@@ -20,13 +19,12 @@ from orca_jax.errors import ConfigError
 from orca_jax.execution.own_decoder import OwnDecoder, OwnParameters, try_once
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
-from orca_jax.model_files.found_model import FoundModel, find_model, with_tokenizer
+from orca_jax.model_files.found_model import FoundModel, find_model, is_function, with_tokenizer
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.partition import StagePart
 
 _SIZES = ("vocab_size", "n_positions", "hidden_size", "n_heads", "n_kv_heads", "head_size")
-_PLACE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def find_any_model(config: EngineConfig) -> FoundModel:
@@ -36,7 +34,7 @@ def find_any_model(config: EngineConfig) -> FoundModel:
     ConfigError or a CheckpointError.
     """
     model: Any = config.model
-    if isinstance(model, str) and _PLACE.fullmatch(model):
+    if is_function(model):
         model = _made(model)
     if model is None or isinstance(model, str | Path):
         found = find_model(model, config.load_format, config.generation_config)

@@ -21,7 +21,7 @@ from orca_jax.errors import CheckpointError, ConfigError, WorkerLost
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
-from orca_jax.families.trainers.layouts import Layout
+from orca_jax.families.trainers.formats import Layout
 from orca_jax.families.trainers.orca_json import ORCA_JSON
 from orca_jax.launch.given_weights import check_adapters, check_arrays, check_replaceable, named_arrays
 from orca_jax.launch.local_memory import ADAPTERS_JSON, checked_directory

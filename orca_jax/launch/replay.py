@@ -45,13 +45,13 @@ def recording_header(config: EngineConfig, built: BuiltEngine) -> dict[str, Any]
     }
 
 
-def replay(path: str | Path, *, model: str | Path | None = None) -> ReplayReport:
-    """Repeat a recording on an engine of the same sizes in this process, and compare batches and outputs.
+def replay(of: str | Path | Recording, *, model: str | Path | None = None) -> ReplayReport:
+    """Repeat a recording, read or in a file, on an engine of the same sizes, and compare batches and outputs.
 
-    `model` is where the recorded model is on this machine, if that is elsewhere. Raises BadRecording,
-    ConfigError, a CheckpointError or EngineError.
+    The engine runs in this process. `model` is where the recorded model is on this machine, if that is
+    elsewhere. Raises BadRecording, ConfigError, a CheckpointError or EngineError.
     """
-    recording = read_recording(path)
+    recording = of if isinstance(of, Recording) else read_recording(of)
     config = _engine_config(recording, model)
     found = find_any_model(config)
     header = recording.header

@@ -1,22 +1,27 @@
 """A model by its name: the demo model, a directory, a name on the hub, or a preset with random weights."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from orca_jax.config import LoadFormat
+from orca_jax.config import EngineConfig, LoadFormat
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.families.strict_json import shown
-from orca_jax.model_files.description import model_config
+from orca_jax.model_files.description import is_orbax, model_config
 from orca_jax.model_files.generation_config import read_generation_defaults
 from orca_jax.model_files.locate import find_directory
+from orca_jax.model_files.weight_files import find_weight_files
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.request.tokenizer_config import read_tokenizer_config
+from orca_jax.suggestions import LIKELY, closest
 
 _TOKENIZER = "tokenizer.json"
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +50,12 @@ def find_model(
     `generation_config` is "auto" for the generation_config.json of the model's directory, "none", or another
     directory that has one. Raises ConfigError or a CheckpointError.
     """
-    place = DEMO_MODEL if model is None else model
     name = "the demo model" if model is None else str(model)
-    if not isinstance(place, str | Path):
-        raise ConfigError(f"model is {model!r}; it must be a directory, a name, or None for the demo model")
-    if load_format == "dummy" and str(place) in PRESETS:
+    if load_format == "dummy" and str(model) in PRESETS:
         generation = read_generation_defaults(None, generation_config)
-        config = _with_end_tokens(PRESETS[str(place)], generation, None)
+        config = _with_end_tokens(PRESETS[str(model)], generation, None)
         return FoundModel(name, config, None, None, generation)
-    try:
-        directory = find_directory(place)
-    except NotACheckpoint as error:
-        if str(place) not in PRESETS:
-            raise
-        hint = f'{place} is also a preset: load_format="dummy" runs it with random weights'
-        raise NotACheckpoint(f"{error}; {hint}") from error
+    directory = _directory(model)
     generation = read_generation_defaults(directory, generation_config)
     config = _with_end_tokens(_held(model_config(directory), load_format), generation, None)
     found = FoundModel(name, config, None, directory, generation, directory)
@@ -71,12 +67,7 @@ def with_tokenizer(found: FoundModel, place: str | Path) -> FoundModel:
 
     Its end-of-sequence token ends the model's outputs too. Raises ConfigError or a CheckpointError.
     """
-    path = Path(place)
-    path = path / _TOKENIZER if path.is_dir() else path
-    if not path.is_file():
-        raise ConfigError(
-            f"tokenizer is {shown(str(place))}; it must be a {_TOKENIZER}, or a directory that has one"
-        )
+    path = _tokenizer_file(place)
     tokenizer = Tokenizer.from_file(path)
     end_name = read_tokenizer_config(path.parent).special_tokens.get("eos_token")
     end = None if end_name is None else tokenizer.token_id(end_name)
@@ -93,8 +84,60 @@ def find_config(model: str | Path | None, load_format: LoadFormat = "auto") -> M
     """
     if str(model) in PRESETS and not Path(str(model)).is_dir():
         return _held(PRESETS[str(model)], load_format)
-    found = model_config(find_directory(DEMO_MODEL if model is None else model, weights=False))
-    return _held(found, load_format)
+    return _held(model_config(_directory(model, weights=False)), load_format)
+
+
+def check_model(engine: EngineConfig, *, weights: bool = True) -> None:
+    """Raise what loading this engine's model would raise, as far as names of files and their JSON tell.
+
+    Fetches only JSON from the hub. Without `weights` their files may be missing. A function that makes a
+    model, whose module would import JAX, is not looked at.
+    """
+    model, load_format = engine.model, engine.load_format
+    if engine.tokenizer is not None:
+        _tokenizer_file(engine.tokenizer)
+    if is_function(model):
+        return
+    if load_format == "dummy" and str(model) in PRESETS:
+        read_generation_defaults(None, engine.generation_config)
+        return
+    directory = _directory(model, weights=False)
+    _held(model_config(directory), load_format)
+    read_generation_defaults(directory, engine.generation_config)
+    is_here = model is None or Path(model).expanduser() == directory
+    if weights and is_here and load_format != "dummy" and not is_orbax(directory):
+        find_weight_files(directory)
+
+
+def _tokenizer_file(place: str | Path) -> Path:
+    path = Path(place)
+    path = path / _TOKENIZER if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(
+            f"tokenizer is {shown(str(place))}; it must be a {_TOKENIZER}, or a directory that has one"
+        )
+    return path
+
+
+def is_function(model: object) -> bool:
+    """Whether it is the name of a function that makes a model, "package.file:function"."""
+    return isinstance(model, str) and _FUNCTION.fullmatch(model) is not None
+
+
+def _directory(model: object, *, weights: bool = True) -> Path:
+    """The directory of the model, with a hint where its name is a preset's, or almost."""
+    if model is None:
+        return DEMO_MODEL
+    if not isinstance(model, str | Path):
+        raise ConfigError(f"model is {model!r}; it must be a directory, a name, or None for the demo model")
+    try:
+        return find_directory(model, weights=weights)
+    except NotACheckpoint as error:
+        preset = closest(str(model), PRESETS, at_least=LIKELY)
+        if preset is None:
+            raise
+        is_one = f"{model} is also a preset" if preset == str(model) else f"there is a preset {preset}"
+        raise NotACheckpoint(f'{error}; {is_one}: load_format="dummy" runs it with random weights') from error
 
 
 def _held(model: ModelConfig, load_format: LoadFormat) -> ModelConfig:

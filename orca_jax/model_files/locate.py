@@ -9,7 +9,7 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from orca_jax.errors import ConfigError, NotACheckpoint
 from orca_jax.families.strict_json import shown
 from orca_jax.model_files.other_kinds import check_kind, refuse_file
-from orca_jax.suggestions import closest
+from orca_jax.suggestions import LIKELY, closest
 
 _HUB_JSON = ["*.json"]
 _HUB_FILES = [*_HUB_JSON, "*.safetensors", "*.jinja"]
@@ -84,5 +84,5 @@ def _nearby(path: Path) -> str:
         beside = [each.name for each in path.expanduser().parent.iterdir() if each.is_dir()]
     except (OSError, ValueError):
         return ""
-    name = closest(path.name, beside)
+    name = closest(path.name, beside, at_least=LIKELY)
     return "" if name is None else f" (did you mean {shown(path.with_name(name))}?)"

@@ -1,17 +1,12 @@
-"""Embeddings: how the hidden states of a prompt become one vector, and what is returned of it."""
+"""Embeddings: how the hidden states of a prompt become one vector, and which sizes it may have."""
 
 from typing import Literal, cast, get_args
-
-import numpy as np
-import numpy.typing as npt
 
 from orca_jax.errors import InvalidRequest
 
 # last: the hidden state of the last token. mean: the mean over all tokens.
 Pooling = Literal["last", "mean"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
-
-Vector = npt.NDArray[np.float32]
 
 
 def checked_pooling(pooling: object) -> Pooling:
@@ -28,12 +23,3 @@ def check_dimensions(dimensions: object, size: int) -> None:
     if isinstance(dimensions, bool) or not isinstance(dimensions, int) or not 1 <= dimensions <= size:
         message = f"dimensions is {str(dimensions)[:100]}; it must be from 1 to {size}, the model's size"
         raise InvalidRequest(message, param="dimensions")
-
-
-def embedding(vector: Vector, *, dimensions: int | None = None, normalize: bool = True) -> Vector:
-    """The first `dimensions` numbers of a pooled vector, by default all, and of length 1 if normalized."""
-    cut = vector[:dimensions]
-    if not normalize:
-        return cut
-    length = float(np.linalg.norm(cut.astype(np.float64)))
-    return cut if length == 0 else (cut / length).astype(np.float32)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from orca_jax.families.trainers.layouts import Layout
+from orca_jax.families.trainers.formats import Layout
 from orca_jax.iteration.row import Row
-from orca_jax.request.pooling import Vector
+from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.timeline import IterationRecord

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from orca_jax.errors import InvalidRequest, NotSupported, RequestCancelled, ServiceClosed
-from orca_jax.request.pooling import Pooling, Vector, check_dimensions, checked_pooling, embedding
+from orca_jax.request.pooled_vector import Vector, embedding
+from orca_jax.request.pooling import Pooling, check_dimensions, checked_pooling
 from orca_jax.request.prompts import listed_prompts, prompt_token_ids
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams

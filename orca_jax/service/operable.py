@@ -1,6 +1,6 @@
 """The methods of `LLM` that replace its weights, give its memory back, and pause it."""
 
-from orca_jax.families.trainers.layouts import Layout
+from orca_jax.families.trainers.formats import Layout
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.interludes import Running
 

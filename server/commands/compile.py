@@ -5,6 +5,7 @@ import os
 import time
 
 import orca_jax
+from orca_jax.model_files.found_model import find_config
 from orca_jax.planning.known_devices import MEMORY_FRACTION
 from orca_jax.workers.environment import hold_memory
 from server.commands.compile_bar import programs_bar
@@ -16,6 +17,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
     notes, start = Notes(), time.monotonic()
     config = compile_config(args, os.environ)
+    find_config(config.model, config.load_format)  # a mistake in it is reported before JAX is imported
     hold_memory(os.environ, config.sizes.memory_fraction or MEMORY_FRACTION)
     with programs_bar(notes) as show:
         compiled = orca_jax.compile_engine(config, on_program=show)

@@ -1,33 +1,20 @@
 """`orca convert`: converts a checkpoint between safetensors, Orbax and what trainers save."""
 
 import argparse
-from typing import get_args
+from pathlib import Path
 
 import orca_jax
-from orca_jax.config import Dtype
-from orca_jax.families.trainers.layouts import FORMATS
+from orca_jax.config import EngineConfig
+from orca_jax.model_files.found_model import check_model
+from orca_jax.model_files.locate import check_is_free
 from server.commands.loading import bytes_bar
 from server.commands.notes import Notes
 
 
-def add_flags(command: argparse.ArgumentParser) -> None:
-    """Add SRC, DST, --to and --dtype."""
-    command.add_argument("source", metavar="SRC", help="a directory, or a name on the Hugging Face hub")
-    command.add_argument("destination", metavar="DST", help="a directory that does not exist or is empty")
-    command.add_argument(
-        "--to",
-        choices=FORMATS,
-        help="format of the converted weights (default: Orbax from safetensors, safetensors from all others)",
-    )
-    command.add_argument(
-        "--dtype",
-        choices=get_args(Dtype),
-        help="data type of the converted weights (default: unchanged)",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
+    check_model(EngineConfig.of(model=args.source, generation_config="none"))
+    check_is_free(Path(args.destination).expanduser())
     notes = Notes()
     with bytes_bar(notes, "Converting") as show:
         to = orca_jax.convert_checkpoint(

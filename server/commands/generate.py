@@ -11,6 +11,7 @@ from rich.console import Console
 
 from orca_jax.config import EngineConfig
 from orca_jax.errors import InvalidPrompt
+from orca_jax.model_files.found_model import check_model
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.generation import Generation
@@ -34,14 +35,17 @@ _NO_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
-    sampling_params(args)  # report a mistake in the flags before the model is loaded
+    # Mistakes in the flags and in the model's files are reported before JAX is imported.
+    sampling_params(args)
+    engine = EngineConfig.of(**engine_options(args))
+    check_model(engine)
     notes = Notes()
     if args.input is None:
         if args.output is not None:
             raise UsageError("--output needs --input; the text of a PROMPT goes to stdout")
         _check_output_flags(args)
         prompts = _prompts(args.prompt)
-        with _load(args, notes) as llm:
+        with _load(engine, notes) as llm:
             sampling = sampling_params(args, llm.generation_defaults.sampling)
             _stream_all(llm, prompts, sampling, notes)
         return 0
@@ -49,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("give either PROMPTs or --input, not both")
     _check_output_flags(args)
     files = jsonl.open_files(args.input, args.output, overwrite=args.overwrite)
-    with files as (source, answers), _load(args, notes) as llm:
+    with files as (source, answers), _load(engine, notes) as llm:
         sampling = sampling_params(args, llm.generation_defaults.sampling)
         return jsonl.run(
             llm,
@@ -77,8 +81,8 @@ def _model_hash(llm: "LLM", args: argparse.Namespace) -> str:
     return model_hash(llm.directory, llm.text_directory, settings)
 
 
-def _load(args: argparse.Namespace, notes: Notes) -> "LLM":
-    llm = load(notes, EngineConfig.of(**engine_options(args)))
+def _load(engine: EngineConfig, notes: Notes) -> "LLM":
+    llm = load(notes, engine)
     notes(summary(llm))
     if llm.generation_defaults.source:
         notes(f"sampling defaults: {llm.generation_defaults}")

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-import orca_jax
 from orca_jax.config import Dtype, ParallelConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.model_files.found_model import find_config
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.planning.known_devices import CPU, KnownDevice, cpu_device, gpu_named
 from orca_jax.planning.plan import Plan, PlanTarget, make_plan
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit status: 0, or 1 if something does not fit."""
     notes, flags = Notes(), read_flags(args, PlanFlags)
     budget = None if flags.latency_budget is None else seconds_of(flags.latency_budget)
-    config = orca_jax.find_config(args.model, flags.load_format)
+    config = find_config(args.model, flags.load_format)
     target = _target(config, flags, notes)
     plan = make_plan(target, latency_budget=budget)
     why_arithmetic = "XLA was not run" if plan.fits else "XLA is not run for a plan that does not fit"

@@ -2,11 +2,13 @@
 
 import argparse
 import os
-from pathlib import Path
+from typing import get_args
 
 import orca_jax
+from orca_jax.config import EngineConfig, LoadFormat
+from orca_jax.model_files.found_model import check_model
 from orca_jax.planning.known_devices import MEMORY_FRACTION
-from orca_jax.service.recording import read_recording
+from orca_jax.service.recording import Recording, read_recording
 from orca_jax.service.replay import ReplayReport
 from orca_jax.simulation.replay import simulated_replay
 from orca_jax.workers.environment import hold_memory
@@ -16,30 +18,27 @@ from server.errors import UsageError
 _MOST_SHOWN = 10  # outputs that differ
 
 
-def add_flags(command: argparse.ArgumentParser) -> None:
-    """Add FILE, --model and --simulate."""
-    command.add_argument("file", metavar="FILE", type=Path, help="a file that `orca serve --record` wrote")
-    command.add_argument(
-        "--model", metavar="MODEL", help="where the recorded model is on this machine (default: as recorded)"
-    )
-    command.add_argument(
-        "--simulate",
-        action="store_true",
-        help="repeat the schedule alone, on a simulated engine: needs neither model nor device",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 1 if the replay differs from the recording."""
+    if args.simulate and args.model is not None:
+        raise UsageError("--simulate runs no model; leave MODEL out")
+    recording = read_recording(args.file)
     if args.simulate:
-        if args.model is not None:
-            raise UsageError("--simulate runs no model; leave --model out")
-        report = simulated_replay(read_recording(args.file))
+        report = simulated_replay(recording)
     else:
+        _check_model(recording, args.model)
         hold_memory(os.environ, MEMORY_FRACTION)
-        report = orca_jax.replay(args.file, model=args.model)
+        report = orca_jax.replay(recording, model=args.model)
     _show(report, Notes())
     return 0 if report.same else 1
+
+
+def _check_model(recording: Recording, model: str | None) -> None:
+    """Raise what loading the model would raise, before JAX is imported. The replay checks the header."""
+    header = recording.header
+    if header.get("load_format") in get_args(LoadFormat):
+        named = header.get("model") if model is None else model
+        check_model(EngineConfig.of(model=named, load_format=header["load_format"]))
 
 
 def _show(report: ReplayReport, notes: Notes) -> None:

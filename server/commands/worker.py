@@ -7,6 +7,7 @@ from functools import partial
 import orca_jax
 from orca_jax.config import EngineConfig
 from orca_jax.control.handshake import control_address
+from orca_jax.model_files.found_model import check_model
 from orca_jax.planning.known_devices import MEMORY_FRACTION
 from orca_jax.workers.environment import hold_memory
 from orca_jax.workers.worker_options import WorkerOptions, check_stages
@@ -22,6 +23,7 @@ def run(args: argparse.Namespace) -> int:
     notes = Notes()
     secret = read_secret(args.control_secret_file, os.environ)
     options = worker_options(args.model, read_flags(args, WorkerFlags), secret)
+    check_model(options.engine)
     hold_memory(os.environ, options.engine.sizes.memory_fraction or MEMORY_FRACTION)
     loading = partial(bytes_bar, notes, "Loading the stage")
     status = orca_jax.run_worker(options, note=notes, loading=loading)

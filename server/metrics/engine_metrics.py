@@ -24,8 +24,9 @@ from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 from server.gateway.served_model import CompileCounts, ServedModel
 from server.metrics.engine_load import batch_load, engine_load
 from server.metrics.histogram import Histogram
-from server.metrics.metric_names import MetricName, MetricNames, metric_name
+from server.metrics.metric_names import MetricName, metric_name
 from server.metrics.worker_metrics import WorkerMetrics
+from server.settings.router_options import MetricNames
 
 _LABELS = ("model_name",)
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)

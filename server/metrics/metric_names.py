@@ -6,11 +6,9 @@ counts the tokens that come out of an iteration besides those that go in.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from orca_jax.request.request import FinishReason
-
-MetricNames = Literal["orca", "vllm"]
+from server.settings.router_options import MetricNames
 
 _SAME_IN_VLLM = frozenset(
     (

@@ -20,7 +20,7 @@ import orca_jax
 from server.gateway.gateway import Gateway, Phase
 from server.gateway.served_model import ServedModel
 from server.metrics.engine_metrics import EngineMetrics
-from server.metrics.metric_names import MetricNames
+from server.settings.router_options import MetricNames
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import grpc
 
 from orca_jax.errors import EngineError, InvalidRequest, OrcaError, OutputFailed, QueueFull
-from server.errors import Unauthorized, meaning
+from server.errors import Unauthorized
 from server.gateway.gateway import Gateway
 from server.gateway.retry_after import retry_after_seconds
 from server.metrics.access_log import log_access
@@ -20,6 +20,7 @@ from server.process.addresses import owner_at
 from server.rpc.deadline import Deadline
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import AccessLog
+from server.statuses import meaning
 from server.tracing import attributes
 from server.tracing.call import AttributeValue, Call
 from server.tracing.tracing import Tracing

@@ -4,7 +4,8 @@ import uuid
 from functools import partial
 
 from orca_jax.errors import InvalidPrompt, RequestCancelled
-from orca_jax.request.pooling import check_dimensions, embedding
+from orca_jax.request.pooled_vector import embedding
+from orca_jax.request.pooling import check_dimensions
 from orca_jax.service.embeddings import pooled_prompt
 from server.gateway.gateway import Gateway, LiveRequest, Submission
 from server.gateway.many_requests import all_ended, check_embeddings, check_inputs

@@ -1,10 +1,11 @@
 """The options of `orca serve` for what routers and autoscalers see of it."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from orca_jax.errors import ConfigError
-from server.metrics.metric_names import MetricNames
+
+MetricNames = Literal["orca", "vllm"]  # of what the engine measures: server/metrics/metric_names.py
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,20 +3,17 @@
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 from orca_jax.errors import UnsupportedModel
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
 from orca_jax.families.stored_name import StoredName
+from orca_jax.families.trainers.formats import Layout
 from orca_jax.families.trainers.gemma import gemma_names, published
 from orca_jax.families.trainers.maxtext import maxtext_names
 from orca_jax.families.trainers.names import is_gemma
 from orca_jax.families.trainers.tunix import tunix_names
 
-Layout = Literal["tunix", "maxtext", "maxtext-scanned", "gemma"]
-Format = Literal["safetensors", "orbax", Layout]  # what `orca convert` writes
-FORMATS: tuple[Format, ...] = get_args(Format)
 # Where each trainer keeps the weights of a step, and what the names of their arrays begin with and end in.
 ITEMS: dict[Layout, str] = {
     "tunix": "0/model_params",

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from orca_jax.errors import InvalidRequest, OrcaError, QueueFull, ServiceClosed
-from server.errors import NotReady, Unauthorized, UnknownModel, UnknownResponse, meaning
+from server.errors import NotReady, Unauthorized, UnknownModel, UnknownResponse
 from server.gateway.gateway import Gateway
 from server.gateway.retry_after import retry_after_seconds
 from server.http.bodies.error_forms import (
@@ -21,6 +21,7 @@ from server.http.bodies.error_forms import (
     openai_body,
 )
 from server.http.fields.validation import fault
+from server.statuses import meaning
 
 NOT_READY_SECONDS = 5  # the Retry-After while the server is not ready
 

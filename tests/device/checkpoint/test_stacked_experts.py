@@ -18,7 +18,8 @@ from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.errors import BadModelConfig, TensorMismatch, UnsupportedModel
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.parameters import in_layers
-from orca_jax.families.trainers.layouts import ITEMS, Layout, written_names
+from orca_jax.families.trainers.formats import Layout
+from orca_jax.families.trainers.layouts import ITEMS, written_names
 from orca_jax.launch.given_weights import check_arrays
 from orca_jax.sharding.device_group import DeviceGroup
 from orca_jax.sharding.partition import StagePart

@@ -25,7 +25,8 @@ from orca_jax.families.hf_config import read_config
 from orca_jax.families.parameters import parameter_shapes
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.families.stored_name import StoredName
-from orca_jax.families.trainers.layouts import ITEMS, Format, detect, written_names
+from orca_jax.families.trainers.formats import Format
+from orca_jax.families.trainers.layouts import ITEMS, detect, written_names
 from orca_jax.families.trainers.orca_json import read_description
 from orca_jax.model import reference
 from tests.device.harness import greedy_request, harness

@@ -10,9 +10,9 @@ import pytest
 from orca_jax.config import ServingConfig
 from orca_jax.errors import OutputFailed
 from orca_jax.request.request import FinishReason, Request
-from server.errors import meaning
 from server.rpc import generation_pb2 as pb
 from server.settings.endpoint_options import EndpointOptions
+from server.statuses import meaning
 from tests.endpoint.harness import END, Server, serving, until
 from tests.endpoint.log_lines import Lines
 from tests.endpoint.rpc_client import answer, asking, client, connect, refusal

@@ -14,9 +14,9 @@ from orca_jax.request.request import Request
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.simulation.engine import simulated_logprobs
-from server.errors import meaning
 from server.rpc import generation_pb2 as pb
 from server.rpc.generation_pb2_grpc import GenerationStub
+from server.statuses import meaning
 from tests.endpoint.harness import END, serving
 from tests.endpoint.rpc_client import Answer, answer, asking, client, refusal
 from tests.host.engines import SOON, GatedEngine, counting, simulated, writing

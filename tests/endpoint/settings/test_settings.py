@@ -60,6 +60,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "host": ("0.0.0.0", "::1", "localhost", "10.1.2.3"),
     "port": (0, 1111, 2222, 3333),
     "grpc_port": (0, 4444, 5555, None),
+    "tokenizer": ("a.json", "/b", "c d", None),
     "served_model_name": ("a", "naïve ☃", "7", None),
     "chat_template": (Path("a.jinja"), Path("/b"), Path("c d"), None),
     "tool_format": ("none", "hermes", "llama3", "auto"),

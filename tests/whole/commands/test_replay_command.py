@@ -88,7 +88,7 @@ def test_the_schedule_alone_needs_no_jax(recording: Path) -> None:
     ("arguments", "words"),
     [
         (["missing"], "cannot be read"),
-        (["{file}", "--simulate", "--model", "x"], "leave --model out"),
+        (["{file}", "--simulate", "--model", "x"], "leave MODEL out"),
         (["{file}", "--model", "{demo}"], "name the recorded one"),
     ],
 )

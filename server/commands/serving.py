@@ -1,0 +1,90 @@
+"""Starts the server of `orca serve`, waits for a signal, and drains."""
+
+import asyncio
+import logging
+import os
+import sys
+from contextlib import closing, nullcontext
+
+import uvloop
+
+from server.commands import banner
+from server.commands.endpoints import Endpoints
+from server.commands.notes import Notes
+from server.commands.router_view import RouterView
+from server.commands.served import load_served
+from server.commands.stop_signals import Stopped, StopSignals, in_daemon_thread
+from server.gateway.gateway import Gateway
+from server.metrics.access_log import configure_access_log
+from server.metrics.metrics import Metrics
+from server.settings.serve_settings import ServeSettings
+from server.tracing.start import tracing_to
+from server.web.live_view import LiveView
+
+
+def serve_until_stopped(settings: ServeSettings, notes: Notes) -> int:
+    """Serve until a signal; returns 0 after a drain, even if requests had to be ended."""
+    _configure_logging(settings)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            return runner.run(_serve(settings, notes))
+        except Stopped as stopped:
+            notes("stopped while the model was loading")
+            sys.stderr.flush()
+            os._exit(128 + stopped.signal)  # the loading thread cannot be stopped
+
+
+async def _serve(settings: ServeSettings, notes: Notes) -> int:
+    options = settings.endpoint
+    stop = StopSignals()
+    gateway = Gateway(request_timeout=options.request_timeout)
+    metrics = Metrics(gateway, settings.routing.metric_names)
+    tracing = tracing_to(options.otlp_traces_endpoint, os.environ)
+    endpoints = Endpoints(
+        gateway,
+        options,
+        api_keys=settings.api_keys,
+        admin_keys=settings.admin_keys,
+        metrics=metrics,
+        live_view=LiveView.of(gateway, settings),
+        tracing=tracing,
+    )
+    with closing(tracing) if tracing is not None else nullcontext(), closing(RouterView(settings)) as view:
+        # Before reading the weights, so that a port in use is reported at once; as for those of the view.
+        await endpoints.start()
+        try:
+            notes(f"loading; {endpoints.http_url}/ready answers 200 when done")
+            llm, model = await stop.unless(in_daemon_thread(lambda: load_served(settings, notes)))
+            await stop.unless(in_daemon_thread(lambda: view.open(llm, model, metrics, notes)))
+            if tracing is not None:
+                tracing.start(model)
+            gateway.open(model)
+            banner.show(notes, llm, model, endpoints, keyed=settings.api_keys.required)
+            await stop.first.wait()
+            await _drain(gateway, options.drain_timeout, stop, notes)
+        finally:
+            await endpoints.stop()
+    await asyncio.to_thread(llm.close)
+    return 0
+
+
+def _configure_logging(settings: ServeSettings) -> None:
+    """The access log as configured, and warnings and errors from everything else on stderr."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_access_log(settings.endpoint.access_log)
+
+
+async def _drain(gateway: Gateway, timeout: float, stop: StopSignals, notes: Notes) -> None:
+    if gateway.n_live:
+        running = f"{gateway.n_live} requests are running and have up to {timeout:g} seconds"
+        notes(f"shutting down; {running} (signal again to end them now)")
+    drain = asyncio.create_task(gateway.drain(timeout))
+    hurry = asyncio.create_task(stop.second.wait())
+    await asyncio.wait([drain, hurry], return_when=asyncio.FIRST_COMPLETED)
+    hurry.cancel()
+    if not drain.done():
+        drain.cancel()
+        await asyncio.wait([drain])
+        drain = asyncio.create_task(gateway.drain(0))
+    n_ended = await drain
+    notes(f"{n_ended} requests had to be ended" if n_ended else "all requests are done")
