@@ -2,11 +2,11 @@
 """The offline API."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from flax import nnx
@@ -29,6 +29,8 @@ from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
 from orca_jax.launch.own_model import count_parameters, find_any_model
 from orca_jax.launch.replay import recording_header
 from orca_jax.launch.start_engine import start_engine
+from orca_jax.request.chat.chat_prompts import ChatPrompts
+from orca_jax.request.chat.template_files import load_chat_template
 from orca_jax.request.prompts import decoder_token_ids, listed_pairs, one_for_each, prompt_token_ids
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
@@ -45,6 +47,7 @@ from orca_jax.service.recorder import Recorder
 from orca_jax.service.scores import listed_token_ids, scores
 
 Prompt = str | Sequence[int] | np.ndarray
+Message = Mapping[str, Any]
 
 
 class LLM(Operable, BeamSearching, Embedding):
@@ -309,6 +312,68 @@ class LLM(Operable, BeamSearching, Embedding):
                 if on_result is not None:
                     on_result(len(results) - 1, result)
         return results
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | Path | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        on_result: Callable[[int, GenerationResult], object] | None = None,
+    ) -> list[GenerationResult]:
+        """Reply to a conversation, or to each of a list of them, with the model's chat template.
+
+        Messages and tools have the form of OpenAI's chat API: `[{"role": "user", "content": "Hello"}]`. The
+        results are those of `generate`; a tool call is text, as the model writes it. A reply may be as long
+        as the model allows unless `sampling_params` say otherwise.
+
+        The prompt ends with the beginning of a reply; with `continue_final_message` the output continues the
+        last message, and with `add_generation_prompt` false the prompt ends after it. `chat_template` is the
+        text of a template, the Path of a file, or the name of one of the model's; `chat_template_kwargs` are
+        further variables of it. The other arguments and the errors are those of `generate`.
+
+        Raises NotSupported for a model without a chat template, and BadConversation for messages that the
+        template rejects; InvalidRequest has the field at fault in `param`.
+        """
+        prompts = self._chat_prompts.listed(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        if sampling_params is None:
+            sampling_params = [self._reply_params(len(prompt)) for prompt in prompts]
+        return self.generate(
+            prompts, sampling_params, priority=priority, cache_salt=cache_salt, on_result=on_result
+        )
+
+    @cached_property
+    def _chat_prompts(self) -> ChatPrompts:
+        return ChatPrompts(
+            model=self.name,
+            tokenizer=self.tokenizer,
+            templates=load_chat_template(self.text_directory, None),
+            directory=self.text_directory,
+            has_encoder=self.config.encoder is not None,
+        )
+
+    def _reply_params(self, n_input: int) -> SamplingParams:
+        """The model's recommendations for a reply that nobody limits."""
+        defaults = self.generation_defaults
+        longest = self.service.most_output(n_input)
+        # Without room for a token `generate` rejects the prompt, which these parameters must not forestall.
+        n = max(1, min(defaults.max_tokens or longest, longest))
+        return SamplingParams(**{**defaults.sampling, "max_tokens": n})
 
     def stream(
         self,

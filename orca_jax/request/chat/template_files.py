@@ -18,12 +18,12 @@ def load_chat_template(directory: Path | None, file: Path | None) -> Templates |
     or in tokenizer_config.json, as the only one or as a list with names. The text of special tokens comes
     from tokenizer_config.json and special_tokens_map.json. Raises CorruptFile, which names the file at fault.
     """
-    config = None if directory is None else read_tokenizer_config(directory)
-    tokens = {} if config is None else config.special_tokens
     if file is not None:
-        return ChatTemplate(_read(file), special_tokens=tokens, origin=str(file))
-    if directory is None or config is None:
+        return template_from(file, directory)
+    if directory is None:
         return None
+    config = read_tokenizer_config(directory)
+    tokens = config.special_tokens
     files = _template_files(directory)
     if files:
         sources = {name: (_read(path), str(path)) for name, path in files.items()}
@@ -37,6 +37,14 @@ def load_chat_template(directory: Path | None, file: Path | None) -> Templates |
     if templates.keys() == {_DEFAULT}:
         return templates[_DEFAULT]
     return NamedTemplates(templates) if templates else None
+
+
+def template_from(given: str | Path, directory: Path | None) -> ChatTemplate:
+    """The template in a file, or of this text, for a tokenizer's `directory`. Raises CorruptFile."""
+    tokens = {} if directory is None else read_tokenizer_config(directory).special_tokens
+    if isinstance(given, str):
+        return ChatTemplate(given, special_tokens=tokens)
+    return ChatTemplate(_read(given), special_tokens=tokens, origin=str(given))
 
 
 def _template_files(directory: Path) -> dict[str, Path]:
