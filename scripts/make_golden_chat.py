@@ -4,6 +4,7 @@ Runs in an environment of its own, with transformers: tests/endpoint/data/chat_t
 """
 
 import json
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,27 +26,64 @@ class FixedDate(datetime):
 
 
 def main() -> None:
-    """Write golden.json."""
+    """Write golden.json and golden_openai.json."""
     chat_template_utils.datetime = FixedDate
-    conversations = json.loads((DATA / "conversations.json").read_text("utf-8"))
     special_tokens = json.loads((DATA / "special_tokens.json").read_text("utf-8"))
-    golden: dict[str, dict[str, Any]] = {}
-    for family, tokens in special_tokens.items():
-        tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()), **tokens
-        )
-        tokenizer.chat_template = templates_of(family)
-        for conversation in conversations:
-            if family in conversation.get("families", [family]):
-                golden.setdefault(family, {})[conversation["name"]] = rendered(tokenizer, conversation)
+    tokenizers_of = {family: tokenizer_of(family, tokens) for family, tokens in special_tokens.items()}
+    write("golden.json", tokenizers_of, "conversations.json", rendered)
+    write("golden_openai.json", tokenizers_of, "openai_conversations.json", rendered_twice)
+
+
+def tokenizer_of(family: str, special_tokens: dict[str, str]) -> Any:
+    """A tokenizer that has the family's templates and special tokens, and no vocabulary."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()), **special_tokens
+    )
+    tokenizer.chat_template = templates_of(family)
+    return tokenizer
+
+
+def write(
+    name: str,
+    tokenizers_of: dict[str, Any],
+    conversations: str,
+    render: Callable[[Any, dict[str, Any]], dict[str, Any]],
+) -> None:
+    """Write a file with what each family's tokenizer renders of the conversations."""
+    cases = json.loads((DATA / conversations).read_text("utf-8"))
+    golden = {
+        family: {
+            case["name"]: render(tokenizer, case)
+            for case in cases
+            if family in case.get("families", [family])
+        }
+        for family, tokenizer in tokenizers_of.items()
+    }
     lines = [
         f"{json.dumps(family)}: {{\n"
-        + ",\n".join(f"{json.dumps(name)}: {json.dumps(case)}" for name, case in cases.items())
+        + ",\n".join(f"{json.dumps(case)}: {json.dumps(text)}" for case, text in texts.items())
         + "\n}"
-        for family, cases in golden.items()
+        for family, texts in golden.items()
     ]
-    (DATA / "golden.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
-    print(f"{sum(map(len, golden.values()))} renderings by transformers {transformers.__version__}")
+    (DATA / name).write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+    print(f"{name}: {sum(map(len, golden.values()))} renderings by transformers {transformers.__version__}")
+
+
+def rendered_twice(tokenizer: Any, conversation: dict[str, Any]) -> dict[str, Any]:
+    """What transformers renders of a conversation as OpenAI's clients hold it.
+
+    And, as `objects`, with arguments of tool calls as objects, where that differs: as transformers documents.
+    """
+    as_held = rendered(tokenizer, conversation)
+    parsed = json.loads(json.dumps(conversation))
+    for message in parsed["messages"]:
+        for call in message.get("tool_calls") or ():
+            try:
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+            except ValueError:
+                pass  # a reply that ended within a call
+    with_objects = rendered(tokenizer, parsed)
+    return as_held if with_objects == as_held else {**as_held, "objects": with_objects}
 
 
 def templates_of(family: str) -> str | dict[str, str]:

@@ -1,11 +1,14 @@
 """Chat templates: the checkpoint's Jinja template turns a conversation into the prompt the model expects."""
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jinja2
 
 from orca_jax.errors import CorruptFile, InvalidRequest
+from orca_jax.request.chat.template_probe import probe
+from orca_jax.request.chat.template_reading import Message, TemplateReading
 from orca_jax.request.chat.template_sandbox import Refusal, Sandbox, run
 
 MAX_SOURCE = 1_000_000  # characters of a template, and bytes of its file
@@ -19,8 +22,6 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
 _RESERVED = (*_FIELDS, "continue_final_message", "chat_template")
-
-Message = Mapping[str, Any]
 
 
 class BadConversation(InvalidRequest):
@@ -93,8 +94,7 @@ class ChatTemplate:
         self._variables = compiled.variables - {*_FIELDS}
         self._special_tokens = dict(special_tokens or {})
         self._max_seconds = max_seconds
-        self.reads_parts = compiled.reads_parts  # of a message's content; else it must be one text
-        self.knows_developer = "developer" in source  # the role
+        self._readings = dict[bool, TemplateReading]()
 
     @property
     def sources(self) -> Sequence[str]:
@@ -104,6 +104,22 @@ class ChatTemplate:
     def reads(self, variable: str) -> bool:
         """Whether the template has this variable."""
         return variable in self._reads
+
+    def reading(self, *, has_tools: bool) -> TemplateReading:
+        """The form in which it reads conversations with or without tools whole.
+
+        Found by rendering small ones when it is first asked for, in at most `max_seconds`.
+        """
+        known = self._readings.get(has_tools)
+        if known is None:
+            deadline = time.monotonic() + self._max_seconds
+
+            def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+                return self._run(self._values(messages, tools), deadline - time.monotonic())
+
+            known = probe(render, has_tools=has_tools, names_developer="developer" in self._source)
+            self._readings[has_tools] = known
+        return known
 
     def choose(self, name: str | None = None, *, has_tools: bool = False) -> "ChatTemplate":
         """This template, which is the only one. Raises UnknownTemplate for another name than `default`."""
@@ -134,15 +150,12 @@ class ChatTemplate:
         final = ""
         if continue_final_message:
             final = _mark(conversation)
-        values = {
-            **self._special_tokens,
+        values = self._values(conversation, tools) | {
             **(variables or {}),
-            "messages": conversation,
-            "tools": None if tools is None else list(tools),
             "documents": None if documents is None else list(documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._run(values)
+        text = self._run(values, self._max_seconds)
         return _until_mark(text, final) if continue_final_message else text
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
@@ -155,11 +168,22 @@ class ChatTemplate:
                 message = f"chat_template_kwargs has {name[:80]!r}, which the model's chat template does not "
                 raise BadTemplateVariable(f"{message}read; its variables: {known}", name[:80])
 
-    def _run(self, variables: dict[str, Any]) -> str:
+    def _values(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> dict[str, Any]:
+        return {
+            **self._special_tokens,
+            "messages": messages,
+            "tools": None if tools is None else list(tools),
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+
+    def _run(self, variables: dict[str, Any], max_seconds: float) -> str:
         pieces = list[str]()
         length = 0
         try:
-            for piece in run(self._template, variables, self._max_seconds):
+            for piece in run(self._template, variables, max_seconds):
                 pieces.append(piece)
                 length += len(piece)
                 if length > MAX_OUTPUT:
@@ -199,8 +223,8 @@ def _no_template(name: str | None, known: Sequence[str]) -> str:
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
-    """A copy without null fields, whose reasoning has every name that a template may read it by."""
-    copy = {key: value for key, value in message.items() if value is not None}
+    """A copy without null fields but content, whose reasoning has every name that templates read it by."""
+    copy = {key: value for key, value in message.items() if value is not None or key == "content"}
     reasoning = next((copy[name] for name in _REASONING if name in copy), None)
     if reasoning is not None:
         copy = {"thinking": reasoning, **copy, "reasoning_content": reasoning}

@@ -1,11 +1,13 @@
 """Turns a conversation in OpenAI's form into the prompt's text, with the model's chat template."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orca_jax.errors import InvalidRequest, NotSupported
-from orca_jax.request.chat.chat_template import ChatTemplate, Message
+from orca_jax.request.chat.chat_template import ChatTemplate
+from orca_jax.request.chat.template_reading import Message, TemplateReading, fitted, fitted_tools
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def prompt_text(
@@ -22,18 +24,25 @@ def prompt_text(
     """The prompt's text, special tokens included.
 
     `messages` and `tools` have the form of OpenAI's chat API, as parsed JSON: content is a text, a list of
-    text parts or None, and arguments of tool calls are an object or its text. By default
-    the text ends with the start of the model's reply; with `continue_final_message`
-    it ends with the last message's content. `reasoning_effort` and `variables` are variables of the template,
-    the former refused if it does not read them.
+    text parts or None, and arguments of tool calls are an object or its text. The template gets them in the
+    form that it reads whole. By default the text ends with the start of the model's reply; with
+    `continue_final_message` it ends with the last message's content. `reasoning_effort` and `variables` are
+    variables of the template, the former refused if it does not read them.
 
     Raises InvalidRequest, which names the field, and its subclasses BadConversation and NotSupported.
     """
+    if add_generation_prompt and continue_final_message:
+        message = "add_generation_prompt and continue_final_message are both true; set one of them"
+        raise InvalidRequest(message, param="continue_final_message")
+    reading = template.reading(has_tools=bool(tools))
+    for i, message in enumerate(messages):
+        _check(message, f"messages.{i}")
+        _check_shown(message, f"messages.{i}", reading)
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     return template.render(
-        [_plain(message, i, template) for i, message in enumerate(messages)],
-        tools=tools or None,
+        fitted(messages, reading),
+        tools=fitted_tools(tools, reading) if tools else None,
         documents=documents or None,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
@@ -58,38 +67,50 @@ def _effort(template: ChatTemplate, effort: str | None) -> dict[str, Any]:
     raise NotSupported(message, param="reasoning_effort")
 
 
-def _plain(message: Message, index: int, template: ChatTemplate) -> dict[str, Any]:
-    """A message for the template, as a JSON object without null fields.
+def _check(message: Any, path: str) -> None:
+    """Raise InvalidRequest, which names the field, unless the message has the form of OpenAI's chat API."""
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{path} is not an object with a role and a content", param=path)
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if role not in ROLES:
+        text = f"{path}.role is {str(role)[:80]!r}; it must be one of {', '.join(ROLES)}"
+        raise InvalidRequest(text, param=f"{path}.role")
+    if content is None and role != "assistant":
+        text = f"{path}.content is missing; give a text, or a list of parts of type text"
+        raise InvalidRequest(text, param=f"{path}.content")
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str | None):
+            text = f'{path}.content.{i} is no part of type text: {{"type": "text", "text": ...}}'
+            raise InvalidRequest(text, param=f"{path}.content.{i}")
+        if part.get("type") != "text":
+            text = f"{path}.content.{i} is of type {str(part.get('type'))[:80]!r}; only text is supported"
+            raise NotSupported(text, param=f"{path}.content.{i}.type")
+    if not isinstance(content, str | list | None):
+        text = f"{path}.content must be a text, or a list of parts of type text"
+        raise InvalidRequest(text, param=f"{path}.content")
+    for field, of_role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if message.get(field) and role != of_role:
+            text = f"{path}.{field} is for the role {of_role}, and this message's role is {role}"
+            raise InvalidRequest(f"{text}; leave it out", param=f"{path}.{field}")
+    if not isinstance(calls, list | None):
+        raise InvalidRequest(f"{path}.tool_calls must be a list of calls", param=f"{path}.tool_calls")
+    for i, call in enumerate(calls or ()):
+        _check_call(call, f"{path}.tool_calls.{i}")
 
-    A content of several parts stays a list only if the template reads lists; otherwise the texts are joined
-    by line breaks. The role "developer" becomes "system" unless the template knows it: it is OpenAI's newer
-    name for that role.
-    """
-    plain = {key: value for key, value in message.items() if value is not None}
-    if message.get("role") == "developer" and not template.knows_developer:
-        plain["role"] = "system"
-    content = plain.get("content")
-    if isinstance(content, list):
-        texts = [part.get("text") or "" for part in content]
-        plain["content"] = "\n".join(texts)
-        if template.reads_parts:
-            plain["content"] = [{"type": "text", "text": text} for text in texts]
-    if calls := plain.pop("tool_calls", None):
-        path = f"messages.{index}.tool_calls"
-        plain["tool_calls"] = [_call(call, f"{path}.{i}") for i, call in enumerate(calls)]
-    return plain
+
+def _check_call(call: Any, path: str) -> None:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{path} must have a function with a name and arguments", param=path)
+    if not isinstance(function.get("arguments"), str | Mapping | None):
+        path = f"{path}.function.arguments"
+        raise InvalidRequest(f"{path} must be a JSON object, or its text", param=path)
+    if not isinstance(call.get("id"), str | None):
+        raise InvalidRequest(f"{path}.id must be a text", param=f"{path}.id")
 
 
-def _call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object, which templates expect; OpenAI's API has them as text."""
-    arguments = call["function"]["arguments"]
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            path = f"{path}.function.arguments"
-            raise InvalidRequest(f"{path} is not the text of a JSON object", param=path)
-    plain = {key: value for key, value in call.items() if value is not None}
-    return {**plain, "function": {"name": call["function"]["name"], "arguments": arguments}}
+def _check_shown(message: Message, path: str, reading: TemplateReading) -> None:
+    """Raise NotSupported for what the template would leave out of the prompt without a word."""
+    if message["role"] == "tool" and reading.hides_results:
+        text = f"{path}: the model's chat template leaves messages of the role tool out of the prompt; send "
+        raise NotSupported(f"{text}the result in a message of the role user", param=path)

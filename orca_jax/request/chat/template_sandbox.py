@@ -21,11 +21,10 @@ class Refusal(jinja2.TemplateError):
 
 
 class Compiled(NamedTuple):
-    """A template, its variables, and whether it goes through the parts of a message's content."""
+    """A template and its variables."""
 
     template: jinja2.Template
     variables: frozenset[str]
-    reads_parts: bool
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -41,12 +40,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def compiled(self, source: str) -> Compiled:
         """Compile `source`. Raises TemplateSyntaxError, and any error of Python's compiler."""
         tree = self.parse(source)
-        loops = list(tree.find_all(nodes.For))
         variables = frozenset(meta.find_undeclared_variables(tree)) - self.globals.keys()
-        reads_parts = any(_is_content(loop.iter) for loop in loops)
-        for loop in loops:
+        for loop in list(tree.find_all(nodes.For)):
             loop.iter = nodes.Filter(loop.iter, "in_steps", [], [], None, None, lineno=loop.lineno)
-        return Compiled(self.from_string(tree), variables, reads_parts)
+        return Compiled(self.from_string(tree), variables)
 
     # A template cannot use the names of the first three parameters for keyword arguments.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,15 +64,6 @@ def run(template: jinja2.Template, variables: dict[str, Any], max_seconds: float
 
     ticking: dict[str, Callable[[], None]] = {_TICK: tick}
     return template.generate(variables | ticking)
-
-
-def _is_content(items: nodes.Node) -> bool:
-    """Whether a loop goes through `message.content`, `message["content"]` or a variable named after it."""
-    if isinstance(items, nodes.Getattr):
-        return items.attr == "content"
-    if isinstance(items, nodes.Getitem):
-        return isinstance(items.arg, nodes.Const) and items.arg.value == "content"
-    return isinstance(items, nodes.Name) and "content" in items.name
 
 
 class _Generation(Extension):

@@ -5,10 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WrapValidator
 
-from orca_jax.errors import InvalidRequest
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.strict import FirstFault, Strict
-from server.http.fields.tools import check_tools
 
 
 class ContentPart(Strict):
@@ -110,19 +108,3 @@ class ConversationFields(Strict):
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, Field(description="an extension: variables of the chat template")
     ] = None
-
-    def check_conversation(self) -> None:
-        """Raise InvalidRequest, which names the field, for what the types above cannot say."""
-        if self.add_generation_prompt and self.continue_final_message:
-            message = "add_generation_prompt and continue_final_message are both true; set one of them"
-            raise InvalidRequest(message, param="continue_final_message")
-        for i, message in enumerate(self.messages):
-            if message.content is None and not (message.role == "assistant" and message.tool_calls):
-                text = f"messages.{i}.content is missing; give a text, or null with tool_calls"
-                raise InvalidRequest(text, param=f"messages.{i}.content")
-            for field, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
-                if getattr(message, field) and message.role != role:
-                    path = f"messages.{i}.{field}"
-                    text = f"{path} is for the role {role}, and this message's role is {message.role}"
-                    raise InvalidRequest(f"{text}; leave it out", param=path)
-        check_tools(self.tools or ())

@@ -7,6 +7,7 @@ from orca_jax.request.chat.conversation import prompt_text
 from server.gateway.chat_template import template_for
 from server.gateway.served_model import ServedModel
 from server.http.fields.conversation import ChatMessage, ConversationFields
+from server.http.fields.tools import check_tools
 
 
 def text_of(
@@ -44,7 +45,7 @@ def rendered(
 def _rendered(
     template: ChatTemplate, conversation: ConversationFields, use_tools: bool, reasoning_effort: str | None
 ) -> str:
-    conversation.check_conversation()
+    check_tools(conversation.tools or ())
     return prompt_text(
         template,
         [_as_json(message) for message in conversation.messages],

@@ -98,7 +98,8 @@ def _add(messages: list[ChatMessage], message: InputMessage, path: str, called: 
         return
     last = messages[-1] if messages else None
     if last is not None and last.role == message.role and not (last.tool_calls or calls or thinking):
-        last.content = _parts([*texts_of(last.content), *texts])
+        merged: Any = "\n".join([*texts_of(last.content), *texts])
+        last.content = merged
         return
     chat = _message(message.role, texts, tool_calls=calls or None)
     chat.reasoning_content = "".join(thinking) or None

@@ -1,6 +1,5 @@
 """Turns kept items into the messages that the chat template renders."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +37,7 @@ def messages_of(instructions: str | None, items: Sequence[Item], n_earlier: int)
             case "function_call":
                 calls.add(item["call_id"])
                 last = _open_turn(messages)
-                last.tool_calls = [*(last.tool_calls or ()), _call(item, param)]
+                last.tool_calls = [*(last.tool_calls or ()), _call(item)]
             case _:
                 if item["call_id"] not in calls:
                     message = (
@@ -46,9 +45,6 @@ def messages_of(instructions: str | None, items: Sequence[Item], n_earlier: int)
                     )
                     raise InvalidRequest(message, param=f"{param}.call_id")
                 messages.append(_message("tool", item["output"], tool_call_id=item["call_id"]))
-    for message in messages:
-        if message.content is None and not message.tool_calls:  # only reasoning
-            message.content = []
     return messages
 
 
@@ -70,12 +66,6 @@ def _content(item: Item) -> Any:
     return [ContentPart(type="text", text=text) for text in texts]
 
 
-def _call(item: Item, param: str) -> ToolCall:
-    try:
-        arguments = json.loads(item["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        path = param if param == "previous_response_id" else f"{param}.arguments"
-        raise InvalidRequest(f"{path}: a call's arguments are not the text of a JSON object", param=path)
-    return ToolCall(id=item["call_id"], function=CalledFunction(name=item["name"], arguments=arguments))
+def _call(item: Item) -> ToolCall:
+    function = CalledFunction(name=item["name"], arguments=item["arguments"])
+    return ToolCall(id=item["call_id"], function=function)

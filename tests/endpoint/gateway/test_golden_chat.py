@@ -101,17 +101,33 @@ def test_golden_covers_what_it_should() -> None:
 
 @pytest.mark.parametrize("family", GOLDEN)
 def test_a_conversation_over_http_renders_alike(family: str, templates: dict[str, Templates]) -> None:
-    """The fields of a request hold every conversation, with arguments of tool calls as OpenAI has them."""
+    """The fields of a request hold every conversation, with arguments of tool calls as OpenAI has them.
+
+    Conversations that the template does not show whole are rendered otherwise: test_openai_conversations.py.
+    """
     for name, golden in GOLDEN[family].items():
         conversation = json.loads(json.dumps(CONVERSATIONS[name]))
+        if not is_whole(conversation, golden.get("text", "")) or name in ("parts", "continue parts"):
+            continue
+        if (family, name) == ("gpt-oss", "two tool calls"):  # its template leaves the second out
+            continue
         fields = {
             key: conversation.pop(key) for key in ("name", "families", "variables") if key in conversation
         }
         for message in conversation["messages"]:
             for call in message.get("tool_calls") or ():
-                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-        if "text" in golden and name != "parts" and name != "continue parts":
-            body = ConversationFields.model_validate(
-                {**conversation, "chat_template_kwargs": fields.get("variables")}
-            )
-            assert rendered(templates[family], body) == golden["text"], name
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        body = ConversationFields.model_validate(
+            {**conversation, "chat_template_kwargs": fields.get("variables")}
+        )
+        assert rendered(templates[family], body) == golden["text"], name
+
+
+def is_whole(conversation: dict[str, Any], prompt: str) -> bool:
+    """Whether the prompt has the texts of users and tools, and the names of called tools."""
+    texts = list[str]()
+    for message in conversation["messages"]:
+        texts += [call["function"]["name"] for call in message.get("tool_calls") or ()]
+        if message["role"] in ("user", "tool"):
+            texts.append(str(message["content"]))
+    return all(text.strip() in prompt or json.dumps(text)[1:-1] in prompt for text in texts)
