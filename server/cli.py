@@ -16,9 +16,16 @@ from orca_jax.errors import EngineError, OrcaError
 from orca_jax.families.trainers.formats import FORMATS
 from server.errors import UsageError
 from server.process.by_name import function_named
-from server.settings.flags import COMPILE_OPTIONS, add_engine_flags, add_flags, add_serve_flags
+from server.settings.flags import (
+    COMPILE_OPTIONS,
+    add_chat_flags,
+    add_engine_flags,
+    add_flags,
+    add_serve_flags,
+    argparse_type,
+)
 from server.settings.options import PlanFlags, WorkerFlags
-from server.settings.sampling_flags import add_sampling_flags
+from server.settings.sampling_flags import add_chat_sampling_flags, add_sampling_flags, text_or_file
 
 INTERRUPTED = 130  # the shells' convention: 128 + SIGINT
 
@@ -71,6 +78,27 @@ def parser() -> argparse.ArgumentParser:
     add_sampling_flags(command.add_argument_group("sampling"))
     add_engine_flags(command.add_argument_group("model and engine"))
     command.set_defaults(run="server.commands.generate:run", quiet=True)
+
+    command = commands.add_parser(
+        "chat",
+        help="talk with a model in the terminal",
+        usage="orca chat [MODEL] [FLAGS]",
+        description="Talk with MODEL: each line is a message, and the reply is streamed. /help lists the "
+        "commands, such as /retry and /set temperature 0.7. Ctrl-C stops a reply, Ctrl-D ends.",
+        epilog="If stdin is a pipe, each line of it is a message, and stdout holds only the replies. Exit "
+        "status: 0; 1 if the engine failed; 2 for a mistake in the command line or, from a pipe, in a "
+        "message; 130 after Ctrl-C.",
+        allow_abbrev=False,
+    )
+    command.add_argument(
+        "--system",
+        metavar="TEXT",
+        type=argparse_type(text_or_file),
+        help="the system prompt; @FILE reads it from a file (default: none)",
+    )
+    add_chat_sampling_flags(command.add_argument_group("sampling"))
+    add_chat_flags(command)
+    command.set_defaults(run="server.commands.chat:run", quiet=True)
 
     command = commands.add_parser(
         "serve",

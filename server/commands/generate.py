@@ -19,6 +19,7 @@ from server.commands import jsonl, outputs
 from server.commands.loading import load, summary
 from server.commands.logprob_table import logprob_table
 from server.commands.notes import Notes
+from server.commands.printable import printable
 from server.commands.request_hash import model_hash
 from server.errors import UsageError
 from server.settings.flags import engine_options
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from orca_jax import LLM
 
 _MAX_STDIN_BYTES = 1 << 24
-
-# Generated text may contain control characters, which a terminal would execute.
-_NO_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,9 +138,9 @@ def _show(
     first = time.monotonic()
     if console.is_terminal:
         end = "\n" if reads_apart else ""  # an encoder's input, which the output does not continue
-        console.out(prompt.translate(_NO_CONTROLS), style="dim", end=end, highlight=False)
+        console.out(printable(prompt), style="dim", end=end, highlight=False)
     while piece is not None:
-        print(piece.text.translate(_NO_CONTROLS) if console.is_terminal else piece.text, end="", flush=True)
+        print(printable(piece.text) if console.is_terminal else piece.text, end="", flush=True)
         piece = stream.next_piece()
     print(flush=True)
     seconds = time.monotonic() - first
@@ -161,7 +159,7 @@ def _show(
     for other in stream.results()[1:]:
         notes(f"score {result.score:.4f}")
         result = other
-        print(f"\n{other.text.translate(_NO_CONTROLS) if console.is_terminal else other.text}", flush=True)
+        print(f"\n{printable(other.text) if console.is_terminal else other.text}", flush=True)
     score = "" if result.score is None else f", score {result.score:.4f}"
     end = f"finish reason {result.finish_reason}, seed {result.seed}{score}"
     notes(f"{result.n_input} + {n_tokens} tokens{times}; {end}")

@@ -31,9 +31,11 @@ COMPILE_OPTIONS = (
     *(o for o in GENERATE_OPTIONS if o.name not in ("generation_config", "tokenizer")),
     *(o for o in _PIPELINE if o.name == "worker_processes"),
 )
+_ENDPOINT = options_of(EndpointOptions, "limits")
+CHAT_OPTIONS = tuple(o for o in _ENDPOINT if o.name in ("chat_template", "reasoning_format"))
 SERVE_OPTIONS = (
     MODEL,
-    *options_of(EndpointOptions, "limits"),
+    *_ENDPOINT,
     *_ENGINE,
     *options_of(CompileOptions, _ENGINE_GROUP),
     *_PIPELINE,
@@ -47,6 +49,15 @@ def add_engine_flags(parser: argparse._ArgumentGroup) -> None:
     """Add the flags of a command that builds its own engine."""
     for option in GENERATE_OPTIONS:
         add_flag(parser, option, option.default)
+
+
+def add_chat_flags(command: argparse.ArgumentParser) -> None:
+    """Add the model, and the flags of a command that talks with it."""
+    _add_model(command, MODEL.help, None)
+    group = command.add_argument_group(_ENGINE_GROUP)
+    for option in (*CHAT_OPTIONS, *GENERATE_OPTIONS):
+        if option is not MODEL:
+            add_flag(group, option, option.default)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -95,7 +106,7 @@ def _add_model(parser: argparse._ActionsContainer, text: str, default: Any) -> N
     )
 
 
-def add_flag(parser: argparse._ArgumentGroup, option: Option, default: Any) -> None:
+def add_flag(parser: argparse._ActionsContainer, option: Option, default: Any) -> None:
     """Add one flag; required if `default` is MISSING."""
     text = option.help if default is MISSING else option.full_help
     if option.kind is bool:

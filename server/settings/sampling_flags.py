@@ -1,9 +1,9 @@
-"""The flags of `orca generate` for SamplingParams."""
+"""The flags of `orca generate` and `orca chat` for SamplingParams."""
 
 import argparse
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -15,6 +15,13 @@ from server.settings.option import option
 
 # Where the command line's defaults differ from SamplingParams', to suit a person who reads the output.
 GENERATE_DEFAULTS = {"max_tokens": 128, "temperature": 0.8}
+# One reply is a conversation's next message: it has one text, which is as long as it needs to be.
+CHAT_FIELDS = tuple(
+    field.name
+    for field in fields(SamplingParams)
+    if field.name not in {"n", "logprobs", "prompt_logprobs", "return_routed_experts", "use_beam_search"}
+    and field.name not in {"best_of", "length_penalty", "early_stopping"}
+)
 # A model may recommend other defaults for these.
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -51,6 +58,7 @@ _HELP = {
     "(default: false)",
     "guided_grammar": "make the output follow this grammar in Lark syntax; @FILE reads it from a file",
 }
+_TYPES = get_type_hints(SamplingParams)
 _MAX_FILE_BYTES = 1 << 20  # more than SamplingParams accepts
 
 
@@ -70,7 +78,8 @@ def _bias(text: str) -> tuple[int, float]:
         raise ValueError(f"{text!r} is not of the form ID=VALUE, as in 50256=-100") from error
 
 
-def _text_or_file(text: str) -> str:
+def text_or_file(text: str) -> str:
+    """A flag's text, or that of the file in @FILE. Raises ValueError."""
     return read_text(Path(text[1:]), _MAX_FILE_BYTES) if text.startswith("@") else text
 
 
@@ -94,32 +103,52 @@ _FORMS = {
     "stop_token_ids": _Form(_token_ids, "ID,ID...", repeatable=True),
     "allowed_token_ids": _Form(_token_ids, "ID,ID...", repeatable=True),
     "bad_words": _Form(str, "TEXT", repeatable=True),
-    "guided_json": _Form(_text_or_file, "SCHEMA"),
+    "guided_json": _Form(text_or_file, "SCHEMA"),
     "guided_regex": _Form(str, "REGEX"),
     "guided_choice": _Form(str, "TEXT", repeatable=True),
-    "guided_grammar": _Form(_text_or_file, "GRAMMAR"),
+    "guided_grammar": _Form(text_or_file, "GRAMMAR"),
     "early_stopping": _Form(_early_stopping, "WHEN"),
 }
 
 
 def add_sampling_flags(parser: argparse._ArgumentGroup) -> None:
     """Add a flag for each field of SamplingParams."""
-    hints = get_type_hints(SamplingParams)
     for field in fields(SamplingParams):
-        name, text = field.name, _HELP[field.name]
-        form = _FORMS.get(name)
-        if form is None:
-            default = GENERATE_DEFAULTS.get(name, field.default)
-            absent = SUPPRESS if name in _RECOMMENDED else default
-            add_flag(parser, option(name, hints[name], default, text), absent)
-        else:
-            parser.add_argument(
-                "--" + name.replace("_", "-"),
-                action="append" if form.repeatable else "store",
-                type=argparse_type(form.parse),
-                metavar=form.metavar,
-                help=escaped(text),
-            )
+        _add(parser, field)
+
+
+def add_chat_sampling_flags(parser: argparse._ActionsContainer) -> None:
+    """Add a flag for each of CHAT_FIELDS. Without `--max-tokens` the namespace lacks it."""
+    for field in fields(SamplingParams):
+        if field.name == "max_tokens":
+            most = option("max_tokens", int, None, "maximum number of tokens of a reply (default: all room)")
+            add_flag(parser, most, SUPPRESS)
+        elif field.name in CHAT_FIELDS:
+            _add(parser, field)
+
+
+def chat_flags() -> argparse.ArgumentParser:
+    """A parser of these flags alone. It raises argparse.ArgumentError."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_chat_sampling_flags(parser)
+    return parser
+
+
+def _add(parser: argparse._ActionsContainer, field: Field[Any]) -> None:
+    name, text = field.name, _HELP[field.name]
+    form = _FORMS.get(name)
+    if form is None:
+        default = GENERATE_DEFAULTS.get(name, field.default)
+        absent = SUPPRESS if name in _RECOMMENDED else default
+        add_flag(parser, option(name, _TYPES[name], default, text), absent)
+    else:
+        parser.add_argument(
+            "--" + name.replace("_", "-"),
+            action="append" if form.repeatable else "store",
+            type=argparse_type(form.parse),
+            metavar=form.metavar,
+            help=escaped(text),
+        )
 
 
 def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
@@ -128,7 +157,8 @@ def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None
     Raises InvalidSamplingParameter, or UsageError for a duplicate bias.
     """
     defaults = with_defaults(
-        {**GENERATE_DEFAULTS, **(defaults or {})}, {"use_beam_search": args.use_beam_search}
+        {**GENERATE_DEFAULTS, **(defaults or {})},
+        {"use_beam_search": getattr(args, "use_beam_search", False)},
     )
     values = {
         field.name: getattr(args, field.name, defaults.get(field.name, field.default))

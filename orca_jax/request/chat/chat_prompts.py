@@ -14,13 +14,17 @@ from orca_jax.request.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatPrompts:
-    """A model's name, tokenizer and chat templates, and the directory of its tokenizer's files."""
+    """A model's name, tokenizer and chat templates, and the directory of its tokenizer's files.
+
+    `advice` is what the user of a model without templates should do.
+    """
 
     model: str
     tokenizer: Tokenizer | None
     templates: Templates | None
     directory: Path | None = None
     has_encoder: bool = False
+    advice: str = "give one as chat_template, or prompts instead of messages"
 
     def template(self, given: str | Path | None = None, *, has_tools: bool = False) -> ChatTemplate:
         """The template that is `given` (its text, a file, or the name of one of the model's), or the model's.
@@ -37,8 +41,7 @@ class ChatPrompts:
         if isinstance(given, Path) or (given is not None and "{" in given):
             template = template_from(given, self.directory)
         elif self.templates is None:
-            message = f"{self.model} has no chat template; give one as chat_template, or prompts instead of "
-            raise NotSupported(f"{message}messages", param="messages")
+            raise NotSupported(f"{self.model} has no chat template; {self.advice}", param="messages")
         else:
             template = self.templates.choose(given, has_tools=has_tools)
         if has_tools and not template.reads("tools"):

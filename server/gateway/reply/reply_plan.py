@@ -8,6 +8,7 @@ from orca_jax.errors import InvalidSamplingParameter, NotSupported
 from orca_jax.grammar.source import check_schemas
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.service.orca import Orca
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway
 from server.gateway.reply.call_grammar import ReplyGrammar, Special, Thinking
@@ -83,6 +84,16 @@ async def reply_rules(
         if plan.loose_form is None or error.param != plan.form.field:
             raise
     return await gateway.compiler.rules(model, sampling, plan.loose_form)
+
+
+def compiled_rules(service: Orca, sampling: SamplingParams, plan: ReplyPlan) -> OutputRules:
+    """As `reply_rules`, on this thread."""
+    try:
+        return service.rules(sampling, plan.form)
+    except InvalidSamplingParameter as error:
+        if plan.loose_form is None or error.param != plan.form.field:
+            raise
+    return service.rules(sampling, plan.loose_form)
 
 
 def _thinking(reasoning: ReasoningFormat | None, prompt: str) -> Thinking:

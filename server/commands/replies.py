@@ -1,0 +1,111 @@
+"""Replies to conversations, for commands that hold the model: from messages to running requests and back."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orca_jax.request.chat.chat_prompts import ChatPrompts
+from orca_jax.request.chat.conversation import prompt_text
+from orca_jax.request.chat.template_files import load_chat_template
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.admission import CheckedPrompt
+from orca_jax.service.generation import Generation
+from orca_jax.service.prepared_params import OutputRules
+from server.gateway.reply.offered_tools import NO_TOOLS, ToolWish
+from server.gateway.reply.reply_plan import ReplyPlan, compiled_rules, plan_reply
+from server.gateway.reply.reply_reader import ReplyReader
+from server.gateway.served_model import ServedModel
+from server.gateway.tool_formats.table import AUTO, reply_formats
+
+if TYPE_CHECKING:
+    from orca_jax import LLM
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A reply that can be generated: its prompt, the output's rules, and how the output is read."""
+
+    prompt: CheckedPrompt
+    rules: OutputRules
+    plan: ReplyPlan
+
+    def reader(self) -> ReplyReader:
+        """A reader of one output."""
+        return ReplyReader(self.plan, self.rules, continuing=self.rules.follow_text(self.prompt.token_ids))
+
+
+class Replies:
+    """A model's replies, with its chat template or the one in `chat_template`.
+
+    `advice` is what to do without a template. Raises CorruptFile or ConfigError.
+    """
+
+    def __init__(
+        self,
+        llm: "LLM",
+        *,
+        chat_template: Path | None = None,
+        tool_format: str = AUTO,
+        reasoning_format: str = AUTO,
+        advice: str,
+    ) -> None:
+        templates = load_chat_template(llm.text_directory, chat_template)
+        formats = reply_formats(templates, tool_format, reasoning_format)
+        self._service = llm.service
+        self.prompts = ChatPrompts(
+            model=llm.name,
+            tokenizer=llm.tokenizer,
+            templates=templates,
+            directory=llm.text_directory,
+            has_encoder=llm.config.encoder is not None,
+            advice=advice,
+        )
+        self._model = ServedModel(
+            name=llm.name,
+            service=llm.service,
+            config=llm.config,
+            serving=llm.serving,
+            tokenizer=llm.tokenizer,
+            chat_template=templates,
+            tool_format=formats.tools,
+            reasoning_format=formats.reasoning,
+        )
+
+    def prepare(
+        self,
+        messages: Sequence[Message],
+        sampling: Callable[[int], SamplingParams],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        wish: ToolWish = NO_TOOLS,
+        chat_template: str | None = None,
+        **rendering: Any,
+    ) -> Prepared:
+        """Render and check a conversation; `rendering` are arguments of `prompt_text`.
+
+        `sampling` takes how many tokens the reply may have at most, below 1 if there is no room.
+
+        Raises a leaf of InvalidRequest.
+        """
+        template = self.prompts.template(chat_template, has_tools=bool(tools))
+        text = prompt_text(template, messages, tools=tools, **rendering)
+        token_ids = self.prompts.token_ids(text)
+        params = sampling(self._service.most_output(len(token_ids)))
+        plan = plan_reply(self._model, text, params, wish)
+        rules = compiled_rules(self._service, params, plan)
+        return Prepared(self._service.check(token_ids, rules), rules, plan)
+
+    def start(self, prepared: Prepared) -> list[Generation]:
+        """Start the outputs of a reply; if one cannot start, none is left running."""
+        started = list[Generation]()
+        try:
+            for rules in prepared.rules.choices():
+                started.append(self._service.submit(prepared.prompt, rules))
+        except BaseException:
+            for generation in started:
+                generation.close()
+            raise
+        return started
