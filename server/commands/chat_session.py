@@ -15,12 +15,10 @@ from server.commands.notes import Notes
 from server.commands.printable import printable
 from server.commands.replies import Prepared, Replies
 from server.gateway.reply.events import Reasoning, ReplyEvent, Text, whole_reply
-from server.settings.sampling_flags import sampling_params
+from server.settings.sampling_flags import chat_params
 
 if TYPE_CHECKING:
     from orca_jax import LLM
-
-UNLIMITED = 1 << 30  # tokens of a reply, which its conversation's room limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +61,7 @@ class Chat:
 
     def sampling(self) -> SamplingParams:
         """The parameters of the next reply; `max_tokens` is limited by the room for it."""
-        defaults = {**self._llm.generation_defaults.sampling, "max_tokens": UNLIMITED}
-        return sampling_params(self.flags, defaults)
+        return chat_params(self.flags, self._llm.generation_defaults.sampling)
 
     def say(self, text: str) -> None:
         """Send a message and show the reply. Without a reply the message is taken back."""

@@ -58,6 +58,7 @@ _HELP = {
     "(default: false)",
     "guided_grammar": "make the output follow this grammar in Lark syntax; @FILE reads it from a file",
 }
+_UNLIMITED = 1 << 30  # tokens; SamplingParams' limit
 _TYPES = get_type_hints(SamplingParams)
 _MAX_FILE_BYTES = 1 << 20  # more than SamplingParams accepts
 
@@ -173,6 +174,11 @@ def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None
     return SamplingParams(
         **{name: value for name, value in values.items() if name not in _FORMS or value is not None}
     )
+
+
+def chat_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+    """As `sampling_params`, for a reply whose length only its conversation's room limits."""
+    return sampling_params(args, {**(defaults or {}), "max_tokens": _UNLIMITED})
 
 
 def _without_duplicates(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:

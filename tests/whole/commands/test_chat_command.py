@@ -313,7 +313,7 @@ def test_ctrl_c_in_a_pipe_ends_the_command(piped: Talk, monkeypatch: pytest.Monk
 def test_a_model_without_a_template_is_refused_before_it_is_loaded(
     tiny_directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.commands.chat.load", None)
+    monkeypatch.setattr("server.commands.chat.function_named", None)
     assert cli.main(["chat", str(tiny_directory)]) == 2
     err = capsys.readouterr().err
     assert (

@@ -14,7 +14,7 @@ from scripts.site.metrics import metrics_page
 
 def test_a_page_has_every_flag_of_its_command() -> None:
     pages = dict(command_pages())
-    assert set(pages) == {"generate", "serve", "compile", "worker", "plan", "replay", "convert"}
+    assert set(pages) == {"generate", "chat", "serve", "compile", "worker", "plan", "replay", "convert"}
     for name, command in command_parsers().items():
         flags = [flag for flag in command._option_string_actions if flag not in ("-h", "--help")]
         assert flags and not [flag for flag in flags if f"`{flag}`" not in pages[name]]
