@@ -56,11 +56,13 @@ class _Probe:
     def __init__(self, render: Render, *, has_tools: bool) -> None:
         self._render = render
         self._tools = [_tool(_FULL_TOOL)] if has_tools else None
+        self._history_length = len(_history())
 
     def reading(self, *, names_developer: bool) -> TemplateReading:
-        known = TemplateReading()
-        if names_developer and self._shows([_message("developer", _SYSTEM), _user()], known, _SYSTEM, _USER):
-            known = replace(known, knows_developer=True)
+        known = TemplateReading(knows_developer=True)
+        developer = [_message("developer", _SYSTEM), _user()]
+        if not (names_developer and self._shows(developer, known, _SYSTEM, _USER)):
+            known = replace(known, knows_developer=False)
         if self._needs_list([_user()], 0, known):
             known = replace(known, only_lists=frozenset(_ROLES))
         known = self._with_calls(known)
@@ -95,16 +97,17 @@ class _Probe:
     # Tool calls
 
     def _with_calls(self, known: TemplateReading) -> TemplateReading:
+        forms = [replace(known, null=null) for null in _NULLS]
+        if all(self._refuses(_history(), form) for form in forms):
+            self._history_length = 3  # some templates take no reply after a tool's result
+        called = self._history()
         fits = self._call_form(known)
         if fits is None:
-            known = self._least_bad_form(known)
-            return replace(
-                known,
-                hides_calls=self._hides(_history(), known, _CALLED),
-                hides_results=self._hides(_history(), known, _RESULT),
-            )
+            known = max(forms, key=self._merit)
+            hides_calls = self._hides(called, known, _CALLED)
+            return replace(known, hides_calls=hides_calls, hides_results=self._hides(called, known, _RESULT))
         known = fits
-        beside = _history(content=_SAID)
+        beside = self._history(content=_SAID)
         if not self._shows(beside, known, _CALLED):
             alone = replace(known, calls_alone=True)
             known = alone if self._shows(beside, alone, _CALLED, _SAID) else known
@@ -112,47 +115,48 @@ class _Probe:
         if not self._shows(_two_calls(), known, *both):
             one = replace(known, one_call=True)
             known = one if self._shows(_two_calls(), one, *both) else known
-        if not self._shows(_history(call_id=_LONG_ID), known, _CALLED):
+        with_long_id = self._history(call_id=_LONG_ID)
+        if not self._shows(with_long_id, known, _CALLED):
             short = replace(known, short_ids=True)
-            known = short if self._shows(_history(call_id=_LONG_ID), short, _CALLED) else known
-        return replace(known, hides_results=self._hides(_history(), known, _RESULT))
+            known = short if self._shows(with_long_id, short, _CALLED) else known
+        return replace(known, hides_results=self._hides(called, known, _RESULT))
+
+    def _history(self, **changes: str) -> list[dict[str, Any]]:
+        return _history(**changes)[: self._history_length]
 
     def _call_form(self, known: TemplateReading) -> TemplateReading | None:
         """The form in which a call is shown whole, if there is one."""
-        n_nones = self._n_nones(known)
-        arguments: Arguments
         null: NullContent
         for names_results, null in itertools.product((False, True), _NULLS):
             form = replace(known, null=null, names_results=names_results)
-            as_text = self._call_shown(replace(form, arguments="text"), (_ARGUMENTS,), n_nones)
-            as_object = self._call_shown(replace(form, arguments="object"), (_KEY, _VALUE), n_nones)
-            if as_text or as_object:
-                arguments = "either" if as_text and as_object else "text" if as_text else "object"
-                form = replace(form, arguments=arguments)
-                takes_cut = self._out(_history(arguments=_CUT), form)
-                shown = takes_cut is not None and (_CUT in takes_cut or json.dumps(_CUT) in takes_cut)
-                return replace(form, text_for_object=shown)
+            as_text = self._call_shown(replace(form, arguments="text"), _ARGUMENTS)
+            as_object = self._call_shown(replace(form, arguments="object"), _KEY, _VALUE)
+            if as_text is None and as_object is None:
+                continue
+            # Where both are shown, but not alike, the object is in the model's form and the text as it came.
+            arguments: Arguments = "object" if as_text is None else "text"
+            if as_text is not None and as_object is not None:
+                arguments = "either" if as_text == as_object else "object"
+            form = replace(form, arguments=arguments)
+            takes_cut = self._out(self._history(arguments=_CUT), form)
+            shown = takes_cut is not None and (_CUT in takes_cut or json.dumps(_CUT) in takes_cut)
+            return replace(form, text_for_object=shown)
         return None
 
-    def _least_bad_form(self, known: TemplateReading) -> TemplateReading:
-        """A form that the template takes where it shows no call whole: if it can be, with the tool's name."""
-        n_nones = self._n_nones(known)
+    def _call_shown(self, form: TemplateReading, *texts: str) -> str | None:
+        """What is rendered if the call is shown, as JSON or in a form of the model's, not as Python's objects."""
+        out = self._out(self._history(), form)
+        if out is None or self._says_none(out, form) or f"{{'{_KEY}'" in out:
+            return None
+        return out if all(text in out for text in (_CALLED, *texts)) else None
 
-        def merit(form: TemplateReading) -> tuple[bool, bool, bool]:
-            out = self._out(_history(), form)
-            return out is not None, _CALLED in (out or ""), (out or "").count("None") <= n_nones
+    def _says_none(self, out: str, form: TemplateReading) -> bool:
+        return out.count("None") > (self._out([_user()], form) or "").count("None")
 
-        return max((replace(known, null=null) for null in _NULLS), key=merit)
-
-    def _n_nones(self, known: TemplateReading) -> int:
-        return (self._out([_user()], known) or "").count("None")
-
-    def _call_shown(self, form: TemplateReading, texts: Sequence[str], n_nones: int) -> bool:
-        """Whether the call is shown as JSON or in a form of the model's, and not as Python's objects are."""
-        out = self._out(_history(), form)
-        if out is None or out.count("None") > n_nones or f"{{'{_KEY}'" in out:
-            return False
-        return all(text in out for text in (_CALLED, *texts))
+    def _merit(self, form: TemplateReading) -> tuple[bool, bool, bool]:
+        """How well a form fits a template that shows no call whole."""
+        out = self._out(self._history(), form)
+        return out is not None, _CALLED in (out or ""), out is not None and not self._says_none(out, form)
 
     # System messages
 
@@ -169,7 +173,7 @@ class _Probe:
             form = replace(known, systems="user")
             if self._hides(leading[1:], known, _MORE) and self._shows(later, form, _SYSTEM, _MORE):
                 known = form
-        ends_with_result = [_message("system", _SYSTEM), *_history()[:-2]]
+        ends_with_result = [_message("system", _SYSTEM), *_history()[:3]]
         if self._hides(ends_with_result, known, _SYSTEM):
             form = replace(known, system_in_user=True)
             known = form if self._shows(ends_with_result, form, _SYSTEM) else known
@@ -184,7 +188,7 @@ class _Probe:
             [_user(), _reply(), _user(_LAST)],
             _history(),
             _history(content=_SAID),
-            _history()[:-2],
+            _history()[:3],
         ]
         if known.knows_developer:
             samples.append([_message("developer", _SYSTEM), _user(), _reply(), _user(_LAST)])

@@ -106,6 +106,19 @@ FIRST_SYSTEM = (
     "{% set rest = messages %}{% endif %}"
     "{% for m in rest %}{% if m.role in ('user', 'assistant') %}<{{ m.content }}>{% endif %}{% endfor %}"
 )
+# Gemma 4's first: an object is written in the model's form, and a text as it comes.
+OWN_FORM = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{% set a = c.function.arguments %}[{{ c.function.name }}"
+    "{% if a is mapping %}{% for key in a %} {{ key }}={{ a[key] }}{% endfor %}{% else %} {{ a }}{% endif %}]"
+    "{% endfor %}<{{ m.content or '' }}>{% endfor %}"
+)
+# Cohere's: no reply after a tool's result.
+FIRST_RESULT = (
+    "{% for m in messages %}"
+    "{% if not loop.last and m.role == 'tool' %}{{ raise_exception('alternate') }}{% endif %}"
+    "<{{ m.content or (m.tool_calls | tojson) }}>{% endfor %}"
+)
 NO_SYSTEM = "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.content }}>{% endfor %}"
 ALTERNATE = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -148,6 +161,7 @@ DESCRIBED = (
             [USER, calls(call(), call("g", "{}", "c2")), result("?", "c9"), result()],
             '<w?>[f {"a": 1}]<3>[g {}]<?>',
         ),
+        (OWN_FORM, [USER, calls(call()), result()], "<w?>[f a=1]<><3>"),
         (NAMED_RESULTS, [USER, calls(call()), result()], '<w?>[f{"a": 1}](f: 3)'),
         (FIRST_SYSTEM, [message("system", "a"), message("developer", "b"), USER], "S:a\n\nb<w?>"),
         (FIRST_SYSTEM, [message("system", "a"), USER, message("system", "b"), USER], "S:a\n\nb<w?><w?>"),
@@ -156,6 +170,12 @@ DESCRIBED = (
         (NO_SYSTEM, [message("system", "a"), USER, message("assistant", "b"), USER], "<w?><b><a\n\nw?>"),
         (ALTERNATE, [USER, USER, message("assistant", "b")], "<w?\n\nw?><b>"),
         (CHATML, [message("developer", "a"), USER], "<system>a<user>w?"),
+        (FIRST_SYSTEM + "{# developer #}", [message("developer", "a"), USER], "S:a<w?>"),
+        (
+            FIRST_RESULT,
+            [USER, calls(call(arguments={"a": "é"}))],
+            '<w?><[{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}]>',
+        ),
         (CHATML + "{# developer #}", [message("developer", "a"), USER], "<developer>a<user>w?"),
         (CHATML, [USER, message("assistant", None), USER], "<user>w?<assistant><user>w?"),
     ],
@@ -199,6 +219,14 @@ def test_results_that_would_be_lost_are_refused() -> None:
     with pytest.raises(NotSupported, match="leaves messages of the role tool out") as caught:
         shown(source, USER, calls(call()), result())
     assert caught.value.param == "messages.2"
+
+
+def test_results_that_would_be_lost_at_the_end_are_refused() -> None:
+    refusal = "{% if not loop.last %}{{ raise_exception('alternate') }}{% endif %}"
+    shows = "<{{ m.content or 'call' }}>"
+    source = "{% for m in messages %}{% if m.role == 'tool' %}" + refusal + "{% else %}" + shows
+    with pytest.raises(NotSupported, match="leaves messages of the role tool out"):
+        shown(source + "{% endif %}{% endfor %}", USER, calls(call()), result())
 
 
 def test_a_slow_template_is_read_in_bounded_time() -> None:
