@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from orca_jax.engine.owned_pipeline import StartWorkers
+from orca_jax.request.chat.conversation import left_out
 from orca_jax.request.chat.template_files import load_chat_template
 from orca_jax.request.sampling_params import SamplingParams
 from server.commands.loading import load
@@ -33,6 +34,9 @@ def load_served(
     llm = load(notes, settings.engine_config(), start_workers)
     try:
         template = load_chat_template(llm.text_directory, options.chat_template)
+        note = None if template is None else left_out(template)
+        if note is not None:
+            notes(note)
         formats = reply_formats(template, options.tool_format, options.reasoning_format)
         llm.service.scheduler.kv.hash_seed = settings.routing.prefix_hash_seed  # before the first request
         if settings.api_keys.weights:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orca_jax.errors import InvalidRequest, NotSupported
-from orca_jax.request.chat.chat_template import ChatTemplate
+from orca_jax.request.chat.chat_template import ChatTemplate, Templates, UnknownTemplate
 from orca_jax.request.chat.template_reading import Message, TemplateReading, fitted, fitted_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -48,6 +48,26 @@ def prompt_text(
         continue_final_message=continue_final_message,
         variables={**_effort(template, reasoning_effort), **(variables or {})},
     )
+
+
+def left_out(templates: Templates) -> str | None:
+    """What the model's template leaves out of a conversation with tools, in words; None if nothing is."""
+    try:
+        template = templates.choose(None, has_tools=True)
+    except UnknownTemplate:
+        return None
+    if not template.reads("tools"):
+        return None
+    reading = template.reading(has_tools=True)
+    hidden = [
+        what
+        for what, is_hidden in (
+            ("the calls of earlier replies", reading.hides_calls),
+            ("the results of tools", reading.hides_results),
+        )
+        if is_hidden
+    ]
+    return f"the chat template shows tools to the model, but not {' and '.join(hidden)}" if hidden else None
 
 
 def _effort(template: ChatTemplate, effort: str | None) -> dict[str, Any]:

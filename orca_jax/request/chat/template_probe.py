@@ -144,7 +144,7 @@ class _Probe:
         return None
 
     def _call_shown(self, form: TemplateReading, *texts: str) -> str | None:
-        """What is rendered if the call is shown, as JSON or in a form of the model's, not as Python's objects."""
+        """The text if it has the call, as JSON or in the model's form, and not as Python's objects."""
         out = self._out(self._history(), form)
         if out is None or self._says_none(out, form) or f"{{'{_KEY}'" in out:
             return None
@@ -173,10 +173,15 @@ class _Probe:
             form = replace(known, systems="user")
             if self._hides(leading[1:], known, _MORE) and self._shows(later, form, _SYSTEM, _MORE):
                 known = form
-        ends_with_result = [_message("system", _SYSTEM), *_history()[:3]]
-        if self._hides(ends_with_result, known, _SYSTEM):
-            form = replace(known, system_in_user=True)
-            known = form if self._shows(ends_with_result, form, _SYSTEM) else known
+        endings = [[_user(), _reply()], _history()[:3]]
+        hiding = [
+            sample
+            for sample in ([_message("system", _SYSTEM), *ending] for ending in endings)
+            if self._hides(sample, known, _SYSTEM)
+        ]
+        form = replace(known, system_in_user=True)
+        if hiding and all(self._shows(sample, form, _SYSTEM) for sample in hiding):
+            known = form
         return known
 
     # Content

@@ -40,7 +40,7 @@ class TemplateReading:
     `short_ids`: ids of calls have nine letters and digits, as Mistral's. `names_results`: results of tools
     have the tool's name. Without `knows_developer` that role is `system`. `systems`: each system message is
     shown where it stands; or only when the leading ones, or all, are one; or none is, and a user's message
-    has its text, as it does with `system_in_user` where the last message is a tool's. `one_user`: users'
+    has its text, as it does with `system_in_user` where the last message is not a user's. `one_user`: users'
     messages without a reply between them become one. `tool_gaps` are the fields that every tool must have.
 
     A template with `hides_calls` shows no tool calls, and one with `hides_results` no results of tools.
@@ -105,8 +105,9 @@ def _with_systems(messages: list[JSONObject], reading: TemplateReading) -> list[
         return messages
     others = [message for message in messages if message["role"] not in _SYSTEM]
     last_user = next((message for message in reversed(others) if message["role"] == "user"), None)
-    ends_with_result = messages[-1]["role"] == "tool"
-    if last_user is not None and (reading.systems == "user" or (reading.system_in_user and ends_with_result)):
+    if last_user is not None and (
+        reading.systems == "user" or (reading.system_in_user and messages[-1]["role"] != "user")
+    ):
         last_user["content"] = _joined([*systems, last_user])
         return others
     if reading.systems == "leading":

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orca_jax.errors import InvalidRequest, NotSupported
-from orca_jax.request.chat.chat_template import BadConversation, ChatTemplate
-from orca_jax.request.chat.conversation import prompt_text
+from orca_jax.request.chat.chat_template import BadConversation, ChatTemplate, NamedTemplates
+from orca_jax.request.chat.conversation import left_out, prompt_text
 from orca_jax.request.chat.template_reading import TemplateReading
 
 USER = {"role": "user", "content": "w?"}
@@ -43,6 +43,8 @@ def shown(source: str, *messages: dict[str, Any], **options: Any) -> str:
 def reading(source: str, *, has_tools: bool = False) -> TemplateReading:
     return ChatTemplate(source).reading(has_tools=has_tools)
 
+
+TOOL_CALLS = json.dumps([call("f", {})])
 
 # Fragments of templates as published, each with what matters of it.
 CHATML = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
@@ -79,6 +81,20 @@ ITEMS = (
     "{% for key, value in c.function.arguments.items() %} {{ key }}={{ value | tojson }}{% endfor %}]"
     "{% endfor %}"
     "{% else %}<{{ m.content }}>{% endif %}{% endfor %}"
+)
+# gpt-oss, Qwen 3's first: content is searched, so it must not be null.
+SEARCHED = (
+    "{% for m in messages %}{% if 'content' in m and '<think>' in m.content %}!{% endif %}"
+    "<{{ m.content or (m.tool_calls | tojson) }}>{% endfor %}"
+)
+# Llama 3: whatever content is, it is printed.
+PRINTED = "{% for m in messages %}<{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}>{% endfor %}"
+# Mistral's: the system message is shown with the last user's, if no message comes after that.
+SYSTEM_AT_END = (
+    "{% set system = messages[0].content if messages[0].role == 'system' %}"
+    "{% for m in messages if m.role != 'system' %}<"
+    "{{ system + ' ' if system and loop.last and m.role == 'user' }}"
+    "{{ m.content or (m.tool_calls | tojson) }}>{% endfor %}"
 )
 # Llama 3.1: one call a message.
 ONE_CALL = (
@@ -161,6 +177,15 @@ DESCRIBED = (
             [USER, calls(call(), call("g", "{}", "c2")), result("?", "c9"), result()],
             '<w?>[f {"a": 1}]<3>[g {}]<?>',
         ),
+        (SEARCHED, [USER, calls(call("f", {})), result()], f"<w?><{TOOL_CALLS}><3>"),
+        (PRINTED, [USER, calls(call("f", {})), result()], f"<w?><{TOOL_CALLS}><3>"),
+        (SYSTEM_AT_END, [message("system", "s"), USER], "<s w?>"),
+        (SYSTEM_AT_END, [message("system", "s"), USER, message("assistant", "a")], "<s\n\nw?><a>"),
+        (
+            SYSTEM_AT_END,
+            [message("system", "s"), USER, calls(call("f", {})), result()],
+            f"<s\n\nw?><{TOOL_CALLS}><3>",
+        ),
         (OWN_FORM, [USER, calls(call()), result()], "<w?>[f a=1]<><3>"),
         (NAMED_RESULTS, [USER, calls(call()), result()], '<w?>[f{"a": 1}](f: 3)'),
         (FIRST_SYSTEM, [message("system", "a"), message("developer", "b"), USER], "S:a\n\nb<w?>"),
@@ -171,11 +196,7 @@ DESCRIBED = (
         (ALTERNATE, [USER, USER, message("assistant", "b")], "<w?\n\nw?><b>"),
         (CHATML, [message("developer", "a"), USER], "<system>a<user>w?"),
         (FIRST_SYSTEM + "{# developer #}", [message("developer", "a"), USER], "S:a<w?>"),
-        (
-            FIRST_RESULT,
-            [USER, calls(call(arguments={"a": "é"}))],
-            '<w?><[{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}]>',
-        ),
+        (FIRST_RESULT, [USER, calls(call("f", {}))], f"<w?><{TOOL_CALLS}>"),
         (CHATML + "{# developer #}", [message("developer", "a"), USER], "<developer>a<user>w?"),
         (CHATML, [USER, message("assistant", None), USER], "<user>w?<assistant><user>w?"),
     ],
@@ -235,6 +256,21 @@ def test_a_slow_template_is_read_in_bounded_time() -> None:
     assert slow.reading(has_tools=False) == TemplateReading()
     with pytest.raises(BadConversation, match=r"more than 0\.05 seconds"):
         prompt_text(slow, [USER])
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (CHATML, None),  # it shows no tools, so requests with tools are refused
+        (HERMES + "{{ tools }}", None),
+        (CHATML + "{{ tools }}", "but not the calls of earlier replies"),
+        (NO_SYSTEM + "{{ tools }}", "but not the calls of earlier replies and the results of tools"),
+    ],
+)
+def test_what_a_template_leaves_out_is_said(source: str, expected: str | None) -> None:
+    found = left_out(ChatTemplate(source))
+    assert found is expected is None or (expected is not None and expected in (found or ""))
+    assert left_out(NamedTemplates({"rag": ChatTemplate(source)})) is None
 
 
 def test_a_reading_is_kept() -> None:
