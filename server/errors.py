@@ -55,6 +55,14 @@ class StoreFull(OrcaError):
     """The server's folder of files, or this API key's share of it, is full."""
 
 
+class StoreFailed(OrcaError):
+    """The disk under the server's folder of files failed. Nothing was changed; it may work again later."""
+
+
+class DiskFull(StoreFailed):
+    """The disk under the server's folder of files is full."""
+
+
 class TooManyViewers(OrcaError):
     """As many people watch the live view as it has places for."""
 

@@ -21,9 +21,11 @@ from orca_jax.errors import (
 )
 from server.errors import (
     BatchesOff,
+    DiskFull,
     NotPermitted,
     NotReady,
     RequestIdTaken,
+    StoreFailed,
     StoreFull,
     TooManyConnections,
     TooManyFromAddress,
@@ -58,6 +60,8 @@ _MEANINGS: dict[type[OrcaError], Meaning] = {
     UnknownBatch: Meaning(404, "invalid_request_error", "unknown_batch", grpc.StatusCode.NOT_FOUND),
     BatchesOff: Meaning(404, "invalid_request_error", "batches_off", grpc.StatusCode.UNIMPLEMENTED),
     StoreFull: Meaning(429, "rate_limit_error", "store_full", grpc.StatusCode.RESOURCE_EXHAUSTED),
+    StoreFailed: Meaning(503, "server_error", "store_failed", grpc.StatusCode.UNAVAILABLE),
+    DiskFull: Meaning(507, "server_error", "disk_full", grpc.StatusCode.RESOURCE_EXHAUSTED),
     TooManyViewers: Meaning(429, "rate_limit_error", "too_many_viewers", grpc.StatusCode.RESOURCE_EXHAUSTED),
     RequestIdTaken: Meaning(409, "invalid_request_error", "request_id", grpc.StatusCode.ALREADY_EXISTS),
     CheckpointError: Meaning(400, "invalid_request_error", "weights", grpc.StatusCode.INVALID_ARGUMENT),

@@ -24,8 +24,7 @@ _WINDOW_SECONDS = 24 * 3600
 class Batch:
     """`tenant` is the fingerprint of the API key, and `owner` whose share of the queue its requests use.
 
-    `times` has when it reached each status, in seconds since 1970. `output_id` and `error_id` are its files
-    while they grow. `errors` say why it failed.
+    `times` has when it reached each status, in seconds since 1970. `errors` say why it failed.
     """
 
     id: str
@@ -41,8 +40,6 @@ class Batch:
     total: int = 0
     completed: int = 0
     failed: int = 0
-    output_id: str | None = None
-    error_id: str | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None
     errors: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -64,6 +61,13 @@ class Batch:
     def stored(self) -> dict[str, Any]:
         """As JSON for the folder; Batch(**stored) is it again."""
         return asdict(self)
+
+    def become_like(self, other: "Batch") -> None:
+        """Take over all values; the status last, for readers on other threads."""
+        for name, value in other.stored().items():
+            if name != "status":
+                setattr(self, name, value)
+        self.status = other.status
 
     def shown(self) -> dict[str, Any]:
         """OpenAI's object."""

@@ -1,22 +1,29 @@
 """The files of clients in a folder: bounded in bytes and number, and seen only by their own API key.
 
-Methods read and write the disk, so call them on the batches' own thread (service.py).
+A file's row in the database comes before its content and goes after it, so whatever is on the disk has a row,
+and nothing is ever deleted that has none. Methods read and write the disk, so call them on the batches'
+thread (service.py); `get` alone reads memory only.
 """
 
-import json
+import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import IO
+from sqlite3 import Connection
+from typing import IO, Any, NamedTuple
 
+from orca_jax.errors import ConfigError
+from server.batches.database import Database
 from server.errors import StoreFull, UnknownFile
 
 MAX_FILES = 4096  # of all API keys together
+_LOGGER = logging.getLogger("orca")
 _MAX_NAME = 255
-_META, _DATA, _GROWING = ".json", ".data", ".growing"
+_DATA, _GROWING = ".data", ".growing"
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,75 +39,86 @@ class StoredFile:
 
 
 class GrowingFile:
-    """A file that is being written; others see it once it is finished. For one thread."""
+    """A file that is being written; others see it once it is finished. For one thread.
 
-    def __init__(
-        self, store: "FileStore", file_id: str, tenant: str, handle: IO[bytes], n_bytes: int
-    ) -> None:
+    A file that is not `counted` takes no room of its tenant's while it grows, because what it is made from
+    does.
+    """
+
+    def __init__(self, store: "FileStore", file_id: str, tenant: str, file: int, *, counted: bool) -> None:
         self.id = file_id
-        self.n_bytes = n_bytes
-        self._store, self._tenant, self._handle = store, tenant, handle
-        self._is_over = False  # finished or abandoned
+        self.tenant = tenant
+        self.n_bytes = 0
+        self.counted = counted
+        self._store = store
+        self._file: int | None = file
 
     def write(self, data: bytes) -> None:
-        """Append. Raises StoreFull, and then nothing was written."""
-        self._store.take_bytes(self._tenant, len(data))
+        """Append. Raises StoreFull, and then nothing was written; after OSError, abandon it."""
+        assert self._file is not None
+        if self.counted:
+            self._store.take_bytes(self.tenant, len(data))
         self.n_bytes += len(data)
-        self._handle.write(data)
+        write_all(self._file, data)
 
-    def flush(self) -> None:
-        self._handle.flush()
+    def close(self, *, durable: bool = False) -> None:
+        """Close it, with `durable` once its bytes are on the disk."""
+        if self._file is None:
+            return
+        try:
+            if durable:
+                os.fsync(self._file)
+        finally:
+            file, self._file = self._file, None
+            os.close(file)
 
     def finish(self, filename: str, purpose: str) -> StoredFile:
-        """Close it, and let others see it. Raises OSError, and then it is abandoned."""
-        stored = StoredFile(
-            self.id, self._tenant, filename[:_MAX_NAME], purpose, self.n_bytes, int(time.time())
-        )
-        try:
-            self._handle.close()
-            self._store.finished(stored)
-        except OSError:
-            self.abandon()
-            raise
-        self._is_over = True
-        return stored
+        """Let others see it. Raises OSError or sqlite3.Error, and then it is abandoned."""
+        return self._store.finish([Finished(self, filename, purpose)])[0]
 
     def abandon(self) -> None:
-        """Close it and remove it; nothing if it is finished."""
-        if self._is_over:
-            return
-        self._is_over = True
-        self._handle.close()
-        self._store.abandoned(self.id, self._tenant, self.n_bytes)
+        """Remove it; nothing if it is finished or abandoned already."""
+        self._store.abandon(self)
 
-    def close(self) -> None:
-        """Close it; it goes on with `FileStore.reopen`, also after a restart."""
-        self._handle.close()
+
+class Finished(NamedTuple):
+    """A file with all of its content, and the name under which others are to see it."""
+
+    file: GrowingFile
+    filename: str
+    purpose: str
 
 
 class FileStore:
     """All files in `folder`: up to `max_bytes`, of which one tenant may have `max_each`."""
 
-    def __init__(self, folder: Path, *, max_bytes: int, max_each: int) -> None:
-        """Read what is there. Raises OSError."""
+    def __init__(self, folder: Path, database: Database, *, max_bytes: int, max_each: int) -> None:
+        """Read what is there, and remove what uploads and deletions left.
+
+        Raises OSError and sqlite3.Error.
+        """
         self.max_bytes, self.max_each = max_bytes, max_each
-        self._folder = folder
+        self._folder, self._database = folder, database
         self._files: dict[str, StoredFile] = {}
         self._n_bytes: dict[str, int] = {}  # by tenant, with what is being written
-        self._n_growing = 0
+        self._growing: dict[str, GrowingFile] = {}
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for path in sorted(folder.glob(f"*{_META}")):
-            try:
-                stored = StoredFile(**json.loads(path.read_text("utf-8")))
-                size = self._path(stored.id, _DATA).stat().st_size
-            except (ValueError, TypeError, OSError):  # of a server that died while it wrote this
-                path.unlink()
+        unknown = {path.name for path in folder.iterdir()}
+        columns = "id, tenant, filename, purpose, n_bytes, created_at"
+        for state, *values in database.read(f"SELECT state, {columns} FROM files ORDER BY created_at, id"):
+            stored = StoredFile(*values)
+            unknown -= {f"{stored.id}{kind}" for kind in (_DATA, _GROWING)}
+            if state != "whole":
+                self._remove(stored.id)
                 continue
             self._files[stored.id] = stored
-            self._count(stored.tenant, size)
-        for path in folder.glob(f"*{_DATA}"):
-            if path.name.removesuffix(_DATA) not in self._files:
-                path.unlink()
+            self.count_bytes(stored.tenant, stored.n_bytes)
+            self._check(stored)
+        if unknown:
+            _LOGGER.warning(
+                "%s has %d files that the store does not know, %s among them; they are left as they are",
+                *(folder, len(unknown), min(unknown)),
+            )
 
     @property
     def n_bytes(self) -> int:
@@ -108,7 +126,7 @@ class FileStore:
         return sum(self._n_bytes.values())
 
     def __len__(self) -> int:
-        return len(self._files) + self._n_growing
+        return len(self._files) + len(self._growing)
 
     def of(self, tenant: str) -> list[StoredFile]:
         """A tenant's files, the newest first."""
@@ -123,48 +141,83 @@ class FileStore:
         return stored
 
     def open(self, stored: StoredFile) -> IO[bytes]:
-        """For reading."""
-        return self._path(stored.id, _DATA).open("rb")
+        """For reading. Raises UnknownFile where an operator has removed the content."""
+        try:
+            return self._path(stored.id, _DATA).open("rb")
+        except FileNotFoundError as error:
+            raise UnknownFile(f"the content of file {stored.id} is missing on the server's disk") from error
 
     def delete(self, stored: StoredFile) -> None:
         """Remove a file. A reader that has it open may read on."""
+        with self._database.change() as change:
+            change.execute("UPDATE files SET state = 'deleted' WHERE id = ?", (stored.id,))
         del self._files[stored.id]
-        self._path(stored.id, _META).unlink(missing_ok=True)
-        self._path(stored.id, _DATA).unlink(missing_ok=True)
-        self._count(stored.tenant, -stored.n_bytes)
+        self.count_bytes(stored.tenant, -stored.n_bytes)
+        self._remove_later(stored.id)
 
-    def begin(self, tenant: str) -> GrowingFile:
+    def begin(self, tenant: str, *, counted: bool = True) -> GrowingFile:
         """A new file. Raises StoreFull if there are too many."""
         if len(self) >= MAX_FILES:
             raise StoreFull(f"the server keeps {MAX_FILES} files, the limit; delete some")
         file_id = f"file-{uuid.uuid4().hex}"
-        handle = os.fdopen(os.open(self._path(file_id, _GROWING), _NEW, 0o600), "wb")
-        self._n_growing += 1
-        return GrowingFile(self, file_id, tenant, handle, 0)
+        row = (file_id, tenant, "growing", "", "", 0, int(time.time()))
+        with self._database.change() as change:
+            change.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        try:
+            file = os.open(self._path(file_id, _GROWING), _NEW, 0o600)
+        except OSError:
+            self._remove_later(file_id)
+            raise
+        growing = self._growing[file_id] = GrowingFile(self, file_id, tenant, file, counted=counted)
+        return growing
 
-    def reopen(self, file_id: str, tenant: str) -> tuple[GrowingFile, Iterator[bytes]]:
-        """Go on with a file of lines, and what it has so far; a last line that was cut off is gone."""
-        path = self._path(file_id, _GROWING)
-        n_whole = 0
-        with path.open("ab+") as file:
-            file.seek(0)
-            for line in file:
-                n_whole += len(line) if line.endswith(b"\n") else 0
-            file.truncate(n_whole)
-        self._count(tenant, n_whole)
-        self._n_growing += 1
-        return GrowingFile(self, file_id, tenant, path.open("ab"), n_whole), _lines(path, n_whole)
+    def finish(
+        self, files: Sequence[Finished], also: Callable[[Connection], object] = lambda _: None
+    ) -> list[StoredFile]:
+        """Let others see all of these files at once; `also` makes further changes in the same transaction.
 
-    def forget_growing(self, known: set[str]) -> None:
-        """Remove what was being written when the server ended, other than the `known` ones."""
-        for path in self._folder.glob(f"*{_GROWING}"):
-            if path.name.removesuffix(_GROWING) not in known:
-                path.unlink()
+        Raises OSError or sqlite3.Error, and then the files are abandoned and nothing else has changed.
+        """
+        now = int(time.time())
+        stored = [
+            StoredFile(file.id, file.tenant, name[:_MAX_NAME], purpose, file.n_bytes, now)
+            for file, name, purpose in files
+        ]
+        try:
+            for file, _, _ in files:
+                file.close(durable=True)
+                os.rename(self._path(file.id, _GROWING), self._path(file.id, _DATA))
+            if files:
+                sync_folder(self._folder)
+            with self._database.change() as change:
+                for one in stored:
+                    change.execute("REPLACE INTO files VALUES (?, ?, 'whole', ?, ?, ?, ?)", astuple(one))
+                also(change)
+        except BaseException:
+            for file, _, _ in files:
+                self.abandon(file)
+            raise
+        for one, (file, _, _) in zip(stored, files, strict=True):
+            del self._growing[one.id]
+            self._files[one.id] = one
+            if not file.counted:
+                self.count_bytes(one.tenant, one.n_bytes)
+        return stored
 
-    # For GrowingFile.
+    def abandon(self, file: GrowingFile) -> None:
+        """Remove a file that is being written, at the next start if the disk fails now."""
+        if self._growing.pop(file.id, None) is None:
+            return
+        if file.counted:
+            self.count_bytes(file.tenant, -file.n_bytes)
+        try:
+            file.close()
+        except OSError:
+            _LOGGER.warning("an abandoned file could not be closed", exc_info=True)
+        self._remove_later(file.id)
 
     def take_bytes(self, tenant: str, n: int) -> None:
-        """Raises StoreFull."""
+        """Count bytes that are about to be written. Raises StoreFull."""
         for have, most, whose in (
             (self._n_bytes.get(tenant, 0), self.max_each, "your API key's files"),
             (self.n_bytes, self.max_bytes, "all files"),
@@ -172,42 +225,63 @@ class FileStore:
             if have + n > most:
                 message = f"{whose} have {have} bytes, and {most} are allowed (orca serve --batch-bytes)"
                 raise StoreFull(f"{message}; delete some")
-        self._count(tenant, n)
+        self.count_bytes(tenant, n)
 
-    def finished(self, stored: StoredFile) -> None:
-        os.replace(self._path(stored.id, _GROWING), self._path(stored.id, _DATA))
-        write_whole(self._path(stored.id, _META), asdict(stored))
-        self._n_growing -= 1
-        self._files[stored.id] = stored
-
-    def abandoned(self, file_id: str, tenant: str, n_bytes: int) -> None:
-        self._n_growing -= 1
-        self._count(tenant, -n_bytes)
-        for kind in (_GROWING, _DATA):  # the second where the disk failed after it was moved
-            self._path(file_id, kind).unlink(missing_ok=True)
-
-    def _count(self, tenant: str, n: int) -> None:
+    def count_bytes(self, tenant: str, n: int) -> None:
+        """Count bytes that are there whatever the limits say, or with a negative `n` count them no more."""
         left = self._n_bytes.get(tenant, 0) + n
         self._n_bytes[tenant] = left
         if not left:
             del self._n_bytes[tenant]
 
+    def _check(self, stored: StoredFile) -> None:
+        """Log a file whose content is not what it was. It is kept: an operator may have it in a backup."""
+        try:
+            n_bytes = self._path(stored.id, _DATA).stat().st_size
+        except OSError as error:
+            _LOGGER.error("the content of %s cannot be read: %s; it is kept", stored.id, error)
+        else:
+            if n_bytes != stored.n_bytes:
+                _LOGGER.error("%s has %d bytes and should have %d", stored.id, n_bytes, stored.n_bytes)
+
+    def _remove_later(self, file_id: str) -> None:
+        """Remove a file that nobody sees any more, at the next start if the disk fails now."""
+        try:
+            self._remove(file_id)
+        except Exception:  # OSError and sqlite3.Error: the file's row stays, and the next start reads it
+            _LOGGER.warning("%s is removed at the next start", file_id, exc_info=True)
+
+    def _remove(self, file_id: str) -> None:
+        for kind in (_GROWING, _DATA):
+            self._path(file_id, kind).unlink(missing_ok=True)
+        with self._database.change() as change:
+            change.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
     def _path(self, file_id: str, kind: str) -> Path:
         return self._folder / f"{file_id}{kind}"
 
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+def write_all(file: int, data: bytes) -> None:
+    """Write all bytes; one call of the system may take some only."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
 
 
-def write_whole(path: Path, value: object) -> None:
-    """Write JSON so that a reader sees all of it or what was there before."""
-    new = path.with_name(f".{path.name}.new")
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-        json.dump(value, file)
-    os.replace(new, path)
+def sync_folder(folder: Path) -> None:
+    """Wait until the folder's names are on the disk."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
-def _lines(path: Path, n_bytes: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while file.tell() < n_bytes:
-            yield file.readline()
+def refuse_older_form(folder: Path, names: Sequence[str]) -> None:
+    """Raise ConfigError for a folder of version 0.2, which kept JSON files and no database."""
+    old: list[Any] = [path for name in names for path in sorted((folder / name).glob("*.json"))[:1]]
+    if old:
+        raise ConfigError(
+            f"batch_dir is {str(folder)!r}, where {old[0].name} is of orca_jax 0.2; let that version finish "
+            "its batches and download their files, then give a new folder. Nothing was changed"
+        )

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container
 from typing import IO, Any, NamedTuple
 
 MAX_LINES = 50_000  # OpenAI's
@@ -12,11 +12,26 @@ _MOST_ERRORS = 20  # of an input that are reported
 _NAMES = ("custom_id", "method", "url", "body")
 
 
-class InputLine(NamedTuple):
-    """A request of a batch; `body` is JSON."""
+# Parses a JSON object within the limits of a request's body: each member's value, and its text. Raises
+# ValueError.
+ReadMembers = Callable[[bytes], dict[str, tuple[Any, bytes]]]
+# Fields of a body that a line cannot have, unless they ask for nothing (null, false or 0).
+REFUSED = ("stream", "priority")
 
+
+class InputLine(NamedTuple):
+    """A request of a batch.
+
+    `number` counts the input's lines from 0, without blank ones. `body` is the request's JSON, as it came.
+    `refused` are the names of REFUSED that it has. A line that cannot be read any more has a `problem`
+    instead.
+    """
+
+    number: int
     custom_id: str
     body: bytes
+    refused: tuple[str, ...] = ()
+    problem: "LineError | None" = None
 
 
 class LineError(ValueError):
@@ -27,40 +42,45 @@ class LineError(ValueError):
         self.code, self.param = code, param
 
 
-def read_line(text: bytes, endpoint: str) -> InputLine:
+def read_line(text: bytes, number: int, endpoint: str, members: ReadMembers) -> InputLine:
     """Raises LineError."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise LineError("invalid_json_line", f"it is not JSON: {error!s:.200}") from error
-    if not isinstance(value, dict):
-        raise LineError("invalid_json_line", "it is not a JSON object")
-    line: dict[str, Any] = value
+        line = members(text)
+    except ValueError as error:
+        raise LineError("invalid_json_line", f"it cannot be read: {error!s:.200}") from error
     for name in line:
         if name not in _NAMES:
             message = f"{name[:100]!r} is not known; a line has {', '.join(_NAMES)}"
             raise LineError("invalid_request", message, name[:100])
-    custom_id, body = line.get("custom_id"), line.get("body")
+    (custom_id, _), (method, _), (url, _), (body, body_text) = (
+        line.get(name, (None, b"")) for name in _NAMES
+    )
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= _MAX_ID:
         message = f"custom_id must be a text of 1 to {_MAX_ID} characters"
         raise LineError("missing_required_parameter", message, "custom_id")
-    if line.get("method") != "POST":
+    if method != "POST":
         raise LineError("invalid_method", 'method must be "POST"', "method")
-    if line.get("url") != endpoint:
-        message = f"url is {line.get('url')!r:.100}; the batch's endpoint is {endpoint!r}"
+    if url != endpoint:
+        message = f"url is {url!r:.100}; the batch's endpoint is {endpoint!r}"
         raise LineError("mismatched_endpoint", message, "url")
     if not isinstance(body, dict):
         raise LineError("missing_required_parameter", "body must be a JSON object", "body")
-    return InputLine(custom_id, json.dumps(body).encode())
+    fields: dict[str, Any] = body
+    refused = tuple(name for name in REFUSED if fields.get(name))
+    if not refused and any(name in fields for name in REFUSED):
+        body_text = json.dumps(
+            {name: value for name, value in fields.items() if name not in REFUSED}
+        ).encode()
+    return InputLine(number, custom_id, body_text, refused)
 
 
 class Validation:
     """Reads an input a few lines at a time; `errors` are those of the first wrong lines."""
 
-    def __init__(self, file: IO[bytes], endpoint: str, max_line: int) -> None:
+    def __init__(self, file: IO[bytes], endpoint: str, max_line: int, members: ReadMembers) -> None:
         self.n_lines = 0
         self.errors: list[dict[str, Any]] = []
-        self._file, self._endpoint, self._max_line = file, endpoint, max_line
+        self._file, self._endpoint, self._max_line, self._members = file, endpoint, max_line, members
         self._seen: set[bytes] = set()
 
     def read(self, n: int) -> bool:
@@ -81,7 +101,7 @@ class Validation:
                 self._wrong("too_many_requests", f"a batch may have {MAX_LINES} lines", None)
                 return False
             try:
-                line = read_line(text, self._endpoint)
+                line = read_line(text, self.n_lines - 1, self._endpoint, self._members)
             except LineError as error:
                 self._wrong(error.code, str(error), error.param)
             else:
@@ -100,17 +120,24 @@ class Validation:
         self.errors.append({"code": code, "line": self.n_lines or None, "message": message, "param": param})
 
 
-def next_line(file: IO[bytes], endpoint: str, done: Callable[[str], bool]) -> InputLine | None:
-    """The next line of a valid input that has no result yet; None at the end."""
-    for text in _not_blank(file):
-        line = read_line(text, endpoint)
-        if not done(line.custom_id):
-            return line
-    return None
+def next_line(
+    file: IO[bytes], endpoint: str, n_read: int, done: Container[int], members: ReadMembers
+) -> tuple[InputLine | None, int]:
+    """The next line of a valid input that is not `done`, None at the end; and how many have been read then.
 
-
-def _not_blank(file: IO[bytes]) -> Iterator[bytes]:
-    return (text for text in iter(file.readline, b"") if text.strip())
+    `n_read` lines have been read before. The input was valid once; a line that is wrong now has a `problem`.
+    """
+    for text in iter(file.readline, b""):
+        if not text.strip():
+            continue
+        number, n_read = n_read, n_read + 1
+        if number in done:
+            continue
+        try:
+            return read_line(text, number, endpoint, members), n_read
+        except LineError as error:
+            return InputLine(number, f"line {number + 1}", b"", problem=error), n_read
+    return None, n_read
 
 
 def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
@@ -129,8 +156,3 @@ def error_line(custom_id: str, code: str, message: str) -> bytes:
         "error": {"code": code, "message": message},
     }
     return json.dumps(line).encode() + b"\n"
-
-
-def done_in(lines: Iterator[bytes]) -> Iterator[str]:
-    """The custom ids of result lines."""
-    return (json.loads(line)["custom_id"] for line in lines)

@@ -1,28 +1,33 @@
 """Runs batches: a few lines at a time, and none while any request waits for the engine.
 
-One task owns everything: it opens batches, starts lines, and ends both. Lines of several batches take turns.
-A line that was refused because the engine is busy or stops runs again; whatever has no result when the server
-ends runs after the next start.
+Each batch has a task of its own, so that what is wrong with one stops no other. Their lines take turns. A
+line that was refused because the engine is busy or stops runs again; whatever has no result when the server
+ends runs after the next start. While the disk fails, a batch waits and tries again.
 """
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import NamedTuple, TypeVar
 
 from orca_jax.errors import OrcaError
 from server.batches.batch import Batch, Status
+from server.batches.database import store_error
 from server.batches.lines import InputLine, error_line, result_line
+from server.batches.results import Result
 from server.batches.running import RunningBatch
-from server.errors import StoreFull
+from server.batches.table import BatchTable
+from server.errors import StoreFailed, StoreFull
 
 _LOGGER = logging.getLogger("orca")
 _POLL_SECONDS = 0.05  # between two looks whether the engine has room
-_AGAIN_SECONDS = 1.0  # before a refused line runs again
-_AT_ONCE = 200  # lines read in one turn of the thread
+AGAIN_SECONDS = 1.0  # before a refused line, or work that the disk did not do, runs again
+_MOST_SECONDS = 60.0
 _BUSY = frozenset((429, 503))
 
 T = TypeVar("T")
@@ -39,27 +44,11 @@ class Answered(NamedTuple):
 Answer = Callable[[Batch, InputLine], Awaitable[Answered]]
 
 
-class _Running:
-    """A batch with its lines in flight."""
-
-    def __init__(self, opened: RunningBatch) -> None:
-        self.opened = opened
-        self.batch = opened.batch
-        self.lines: set[asyncio.Task[None]] = set()
-        self.is_read = False  # no line is left to start, unless one is given back
-        self.ending: Status | None = None  # why no more of its lines are to start
-
-    def fail(self, error: Exception) -> None:
-        """No more of its lines are to start, because a result could not be kept."""
-        self.batch.errors = [{"code": "store_full", "line": None, "message": str(error), "param": None}]
-        self.ending = "failed"
-
-
 class BatchRunner:
     """`run` is the task; cancelling it ends every line, and leaves the batches for the next start.
 
     `answer` answers a line, `room` says how many lines may run now, and `stopping` whether the server ends.
-    `open_batch` and `save`, of a batch's state, run on `thread`, where the disk is used.
+    `open_batch` runs on `thread`, where the disk is used. `again_seconds` pass before work is tried again.
     """
 
     def __init__(
@@ -67,177 +56,280 @@ class BatchRunner:
         answer: Answer,
         *,
         open_batch: Callable[[Batch], RunningBatch],
-        save: Callable[[Batch], None],
+        table: BatchTable,
         room: Callable[[], int],
         stopping: Callable[[], bool],
         thread: ThreadPoolExecutor,
         clock: Callable[[], float] = time.time,
+        again_seconds: float = AGAIN_SECONDS,
     ) -> None:
-        self._answer, self._open, self._save = answer, open_batch, save
-        self._room, self._stopping = room, stopping
-        self._thread, self._clock = thread, clock
+        self.answer, self.open, self.table = answer, open_batch, table
+        self.stopping, self.clock, self.again_seconds = stopping, clock, again_seconds
+        self._room = room
+        self._thread = thread
         self._new: deque[Batch] = deque()
-        self._running: dict[str, _Running] = {}
+        self._works: dict[str, _BatchWork] = {}
         self._opened: set[RunningBatch] = set()  # with open files; used on the thread alone
+        self._turns: deque[asyncio.Future[None]] = deque()  # of batches that have a line to start
         self._changed = asyncio.Event()
-
-    @property
-    def n_lines(self) -> int:
-        """Lines in flight."""
-        return sum(len(running.lines) for running in self._running.values())
+        self.n_lines = 0  # that have a turn
 
     def add(self, batches: Iterable[Batch]) -> None:
-        """Run these batches too, the oldest first."""
+        """Run these batches too."""
         self._new.extend(batches)
         self._changed.set()
 
-    def cancel(self, batch: Batch) -> None:
-        """End the batch's lines now; what has a result is kept."""
-        if not batch.ended and batch.status != "cancelling":
-            batch.become("cancelling")
-            self._changed.set()
+    def cancelled(self, batch: Batch) -> None:
+        """Look at a batch that is `cancelling` now: its lines end, and what has a result is kept."""
+        work = self._works.get(batch.id)
+        if work is not None:
+            work.changed.set()
 
     async def run(self) -> None:
         """Run until the server stops."""
         try:
-            while not self._stopping():
+            while not self.stopping():
                 self._changed.clear()
-                if not await self._turn():
-                    try:
-                        async with asyncio.timeout(_POLL_SECONDS):
-                            await self._changed.wait()
-                    except TimeoutError:
-                        pass
+                while self._new:
+                    batch = self._new.popleft()
+                    self._works[batch.id] = _BatchWork(self, batch)
+                self._give_turns()
+                try:
+                    async with asyncio.timeout(_POLL_SECONDS if self._works else None):
+                        await self._changed.wait()
+                except TimeoutError:
+                    pass
         finally:
-            for running in self._running.values():
-                await self._end_lines(running)
-            self._running.clear()
+            tasks = [work.task for work in self._works.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             # After whatever the thread still does for a step that was cancelled, such as opening a batch.
-            await self._on_thread(self._close_all)
+            await self.on_thread(self._close_all)
 
-    async def _turn(self) -> bool:
-        """One step of each batch; whether there may be more to do at once."""
-        if self._new:
-            await self._begin(self._new.popleft())
-            return True
-        busy = False
-        for running in list(self._running.values()):
-            busy = await self._step(running) or busy
-        return busy
+    def _give_turns(self) -> None:
+        while self._turns and self._room() > self.n_lines:
+            turn = self._turns.popleft()
+            if not turn.done():
+                self.n_lines += 1
+                turn.set_result(None)
 
-    async def _begin(self, batch: Batch) -> None:
+    # For the works.
+
+    async def turn(self) -> None:
+        """Wait until one more line may run; `end_turn` gives the place back."""
+        turn = asyncio.get_running_loop().create_future()
+        self._turns.append(turn)
+        self._changed.set()
         try:
-            opened = await self._on_thread(lambda: self._open_files(batch))
-        except (OrcaError, OSError) as error:
-            batch.errors = [{"code": "input_gone", "line": None, "message": str(error), "param": None}]
-            batch.become("failed")
-            await self._on_thread(lambda: self._save(batch))
-            return
-        self._running[batch.id] = _Running(opened)
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.end_turn()
+            raise
 
-    async def _step(self, running: _Running) -> bool:
-        batch, opened = running.batch, running.opened
+    def end_turn(self) -> None:
+        """A line is over."""
+        self.n_lines -= 1
+        self._changed.set()
+
+    def ended(self, batch: Batch) -> None:
+        """Forget a batch."""
+        self._works.pop(batch.id, None)
+
+    async def on_thread(self, work: Callable[[], T]) -> T:
+        """The result of work on the disk. Raises StoreFailed where the disk fails."""
         try:
-            if batch.status == "cancelling":
-                running.ending = "cancelled"
-            elif running.ending is None and self._clock() >= batch.expires_at:
-                running.ending = "expired"
-            if running.ending is not None:
-                await self._end_lines(running)
-                if running.ending == "expired" and batch.status == "in_progress":
-                    while await self._on_thread(lambda: opened.expire(_AT_ONCE)):
-                        pass
-                return await self._finish(running, running.ending)
-            if batch.status == "validating":
-                return await self._validate(running)
-            if running.is_read and not running.lines:
-                return await self._finish(running, "completed")
-            return await self._start_line(running)
-        except (StoreFull, OSError) as error:
-            running.fail(error)
-            await self._end_lines(running)
-            return await self._finish_failed(running)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except (OSError, sqlite3.Error) as error:
+            raise store_error(error) from error
 
-    async def _validate(self, running: _Running) -> bool:
-        if await self._on_thread(lambda: running.opened.validate(_AT_ONCE)):
-            return True
-        if running.batch.ended:
-            return await self._finish(running, "failed")
-        return True
-
-    async def _start_line(self, running: _Running) -> bool:
-        if running.is_read or self._room() <= self.n_lines:
-            return False
-        line = await self._on_thread(running.opened.next_line)
-        if line is None:
-            running.is_read = True
-            return True
-        task = asyncio.create_task(self._line(running, line), name=f"line of {running.batch.id}")
-        running.lines.add(task)
-        task.add_done_callback(running.lines.discard)
-        task.add_done_callback(lambda _: self._changed.set())
-        return True
-
-    async def _line(self, running: _Running, line: InputLine) -> None:
-        try:
-            status, request_id, body = await self._answer(running.batch, line)
-        except Exception:
-            _LOGGER.exception("a line of batch %s failed", running.batch.id)
-            result = error_line(line.custom_id, "server_error", "the server failed in an unexpected way")
-            success = False
-        else:
-            if status in _BUSY:
-                await asyncio.sleep(_AGAIN_SECONDS)
-                await self._on_thread(lambda: running.opened.give_back(line))
-                running.is_read = False
-                return
-            success = status < 400
-            result = result_line(line.custom_id, status, request_id, body)
-        try:
-            await self._on_thread(lambda: running.opened.record(result, success=success))
-        except (StoreFull, OSError) as error:
-            running.fail(error)
-
-    async def _end_lines(self, running: _Running) -> None:
-        lines = list(running.lines)
-        for line in lines:
-            line.cancel()
-        await asyncio.gather(*lines, return_exceptions=True)
-
-    async def _finish(self, running: _Running, status: Status) -> bool:
-        batch = running.batch
-        if status == "completed":
-            batch.become("finalizing")
-        await self._on_thread(lambda: self._finish_files(running.opened, status))
-        del self._running[batch.id]
-        return True
-
-    async def _finish_failed(self, running: _Running) -> bool:
-        try:
-            return await self._finish(running, "failed")
-        except OSError:
-            name = running.batch.id
-            _LOGGER.exception("batch %s cannot be written; it goes on after the next start", name)
-            await self._on_thread(lambda: self._close_files(running.opened))
-            del self._running[name]
-            return True
-
-    def _open_files(self, batch: Batch) -> RunningBatch:
-        opened = self._open(batch)
+    def open_files(self, batch: Batch) -> RunningBatch:
+        """Open a batch, and remember that it is. On the thread."""
+        opened = self.open(batch)
         self._opened.add(opened)
         return opened
 
-    def _finish_files(self, opened: RunningBatch, status: Status) -> None:
+    def finish_files(self, opened: RunningBatch, status: Status) -> None:
+        """Finish a batch, which then has no open files. On the thread."""
         opened.finish(status)
-        self._opened.remove(opened)
-
-    def _close_files(self, opened: RunningBatch) -> None:
-        opened.close()
         self._opened.remove(opened)
 
     def _close_all(self) -> None:
         for opened in list(self._opened):
-            self._close_files(opened)
+            opened.close()
+            self._opened.remove(opened)
 
-    async def _on_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+class _BatchWork:
+    """The task of one batch."""
+
+    def __init__(self, runner: BatchRunner, batch: Batch) -> None:
+        self._runner, self._batch = runner, batch
+        self._lines: set[asyncio.Task[None]] = set()
+        self._unkept: list[Result] = []  # results that wait to be written, all at once
+        self._writing = asyncio.Lock()
+        self._failure: Exception | None = None  # why no more of its lines are to start
+        self.changed = asyncio.Event()
+        self.task = asyncio.create_task(self._run(), name=f"batch {batch.id}")
+        self.task.add_done_callback(self._is_over)
+
+    async def _run(self) -> None:
+        opened: RunningBatch | None = None
+        try:
+            opened = await self._until_done(lambda: self._runner.open_files(self._batch))
+            await self._work(opened)
+        except asyncio.CancelledError:
+            await self._end_lines()
+            raise
+        except Exception as error:
+            await self._end_lines()
+            await self._fail(opened, error)
+
+    def _is_over(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOGGER.error("the task of batch %s ended", self._batch.id, exc_info=error)
+        self._runner.ended(self._batch)
+
+    async def _work(self, opened: RunningBatch) -> None:
+        batch = self._batch
+        while batch.status == "validating":
+            await self._until_done(opened.validate)
+        if batch.ended:
+            await self._until_done(lambda: self._runner.finish_files(opened, "failed"))
+            return
+        status = await self._run_lines(opened)
+        await self._end_lines()
+        if status == "expired":
+            await self._until_done(opened.rewind)
+            while await self._until_done(opened.expire):
+                pass
+        if status == "completed":
+            await self._until_done(opened.finalize)
+        await self._until_done(lambda: self._runner.finish_files(opened, status))
+
+    async def _run_lines(self, opened: RunningBatch) -> Status:
+        """Start lines until there is a reason to end; the reason."""
+        runner, batch = self._runner, self._batch
+        is_read = False
+        while True:
+            self.changed.clear()
+            if self._failure is not None:
+                raise self._failure
+            if batch.status == "cancelling":
+                return "cancelled"
+            if runner.clock() >= batch.expires_at:
+                return "expired"
+            if is_read and opened.has_more:
+                is_read = False
+            if is_read and not self._lines:
+                return "completed"
+            if is_read or not await self._turn_or_change():
+                await self._wait()
+                continue
+            try:
+                line = await self._until_done(opened.next_line)
+            except BaseException:
+                runner.end_turn()
+                raise
+            if line is None:
+                runner.end_turn()
+                is_read = True
+                continue
+            task = asyncio.create_task(self._line(opened, line), name=f"line of {batch.id}")
+            self._lines.add(task)
+            task.add_done_callback(self._line_is_over)
+
+    async def _turn_or_change(self) -> bool:
+        """Wait for this batch's turn; False if something else happened first."""
+        turn = asyncio.create_task(self._runner.turn())
+        change = asyncio.create_task(self.changed.wait())
+        seconds = max(0.0, self._batch.expires_at - self._runner.clock())
+        try:
+            await asyncio.wait([turn, change], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            change.cancel()
+            if not turn.done():
+                turn.cancel()
+                await asyncio.wait([turn])
+        return not turn.cancelled()
+
+    async def _wait(self) -> None:
+        seconds = max(0.0, self._batch.expires_at - self._runner.clock())
+        try:
+            async with asyncio.timeout(seconds):
+                await self.changed.wait()
+        except TimeoutError:
+            pass
+
+    def _line_is_over(self, task: asyncio.Task[None]) -> None:
+        self._lines.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            assert isinstance(error, Exception)
+            self._failure = error
+        self._runner.end_turn()
+        self.changed.set()
+
+    async def _line(self, opened: RunningBatch, line: InputLine) -> None:
+        if line.problem is not None:
+            text = error_line(line.custom_id, line.problem.code, str(line.problem))
+            await self._keep(opened, Result(line.number, False, text))
+            return
+        try:
+            status, request_id, body = await self._runner.answer(self._batch, line)
+        except Exception:
+            _LOGGER.exception("a line of batch %s failed", self._batch.id)
+            text = error_line(line.custom_id, "server_error", "the server failed in an unexpected way")
+            await self._keep(opened, Result(line.number, False, text))
+            return
+        if status in _BUSY:
+            await asyncio.sleep(self._runner.again_seconds)
+            await self._runner.on_thread(lambda: opened.give_back(line))
+            return
+        text = result_line(line.custom_id, status, request_id, body)
+        await self._keep(opened, Result(line.number, status < 400, text))
+
+    async def _keep(self, opened: RunningBatch, result: Result) -> None:
+        """Write a result, together with those that came while others were written."""
+        self._unkept.append(result)
+        async with self._writing:
+            results, self._unkept = self._unkept, []
+            if results:
+                await self._until_done(lambda: opened.record(results))
+
+    async def _until_done(self, work: Callable[[], T]) -> T:
+        """The result of work on the disk, which is tried again, ever more rarely, while the disk fails."""
+        for n_failed in count():
+            try:
+                return await self._runner.on_thread(work)
+            except StoreFailed as error:
+                seconds = min(self._runner.again_seconds * 2**n_failed, _MOST_SECONDS)
+                _LOGGER.warning("batch %s tries again in %g seconds: %s", self._batch.id, seconds, error)
+                await asyncio.sleep(seconds)
+        raise AssertionError("count() ended")
+
+    async def _end_lines(self) -> None:
+        lines = list(self._lines)
+        for line in lines:
+            line.cancel()
+        await asyncio.gather(*lines, return_exceptions=True)
+
+    async def _fail(self, opened: RunningBatch | None, error: Exception) -> None:
+        """End the batch as failed, with what is answered."""
+        if isinstance(error, OrcaError):
+            code = "store_full" if isinstance(error, StoreFull) else "input_gone"
+            message = str(error)
+        else:
+            _LOGGER.error("batch %s failed in an unexpected way", self._batch.id, exc_info=error)
+            code, message = "server_error", "the server failed in an unexpected way; its log has more"
+        faults = [{"code": code, "line": None, "message": message, "param": None}]
+
+        def end() -> None:
+            self._batch.errors = faults
+            if opened is None:
+                with self._runner.table.changing(self._batch) as changed:
+                    changed.become("failed")
+            else:
+                self._runner.finish_files(opened, "failed")
+
+        await self._until_done(end)

@@ -1,114 +1,126 @@
 """A batch that runs: its open files, and which of its lines have a result. For the batches' thread."""
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import IO
 
 from server.batches.batch import Batch, Status
-from server.batches.files import FileStore, GrowingFile, write_whole
-from server.batches.lines import InputLine, Validation, done_in, error_line, next_line
+from server.batches.files import FileStore, Finished, GrowingFile
+from server.batches.lines import InputLine, ReadMembers, Validation, error_line, next_line
+from server.batches.results import Result
+from server.batches.table import BatchTable
 
-_KINDS = ("output", "error")  # of results: of requests that were answered, and of those that failed
+_AT_ONCE = 200  # lines in one turn of the thread
 _EXPIRED = "the batch expired before this request ran"
 
 
 class RunningBatch:
     """Opened once its input is known to be there; `close` leaves all for the next start of the server."""
 
-    def __init__(self, batch: Batch, store: FileStore, path: Path, *, max_line: int) -> None:
-        """Raises UnknownFile and OSError."""
+    def __init__(
+        self, batch: Batch, store: FileStore, table: BatchTable, *, max_line: int, members: ReadMembers
+    ) -> None:
+        """Raises UnknownFile, StoreFull, OSError and sqlite3.Error."""
         self.batch = batch
-        self._store, self._path = store, path
-        self._input: IO[bytes] = store.open(store.get(batch.input_file_id, batch.tenant))
-        self._validation = Validation(self._input, batch.endpoint, max_line)
-        self._done: set[str] = set()
+        self._store, self._table, self._members = store, table, members
         self._again: list[InputLine] = []
-        self._results: dict[str, GrowingFile] = {}  # by _KINDS, while results may come
-        if batch.output_id is not None:
-            self._reopen()
+        self._n_read = 0  # lines of the input that were read to run them
+        self._input: IO[bytes] = store.open(store.get(batch.input_file_id, batch.tenant))
+        try:
+            self._validation = Validation(self._input, batch.endpoint, max_line, members)
+            self._results = table.results_of(batch)
+        except BaseException:
+            self._input.close()
+            raise
+        self._count()
 
-    def validate(self, n: int) -> bool:
-        """Read `n` lines of the input; False when it is read."""
-        if self._validation.read(n):
+    def validate(self) -> bool:
+        """Read some lines of the input; False when it is read."""
+        if self._validation.read(_AT_ONCE):
             return True
-        batch = self.batch
-        batch.errors = self._validation.errors
-        if batch.errors:
-            batch.become("failed")
-        else:
-            batch.total = self._validation.n_lines
-            for kind in _KINDS:
-                self._results[kind] = self._store.begin(batch.tenant)
-            batch.output_id, batch.error_id = (self._results[kind].id for kind in _KINDS)
-            batch.become("in_progress")
-            self._input.seek(0)
-        self.save()
+        with self._table.changing(self.batch) as batch:
+            batch.errors = self._validation.errors
+            if batch.errors:
+                batch.become("failed")
+            else:
+                batch.total = self._validation.n_lines
+                batch.become("in_progress")
+        self.rewind()
         return False
 
     def next_line(self) -> InputLine | None:
         """The next line to run; None if none is left."""
         if self._again:
             return self._again.pop()
-        return next_line(self._input, self.batch.endpoint, self._done.__contains__)
+        line, self._n_read = next_line(
+            self._input, self.batch.endpoint, self._n_read, self._results.done, self._members
+        )
+        return line
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a line was given back."""
+        return bool(self._again)
+
+    def rewind(self) -> None:
+        """Read the lines again from the first that has no result."""
+        self._again.clear()
+        self._input.seek(0)
+        self._n_read = 0
 
     def give_back(self, line: InputLine) -> None:
         """Let a line run again later."""
         self._again.append(line)
 
-    def record(self, result: bytes, *, success: bool) -> None:
-        """Write a result. Raises StoreFull."""
-        file = self._results["output" if success else "error"]
-        file.write(result)
-        file.flush()
-        if success:
-            self.batch.completed += 1
-        else:
-            self.batch.failed += 1
+    def record(self, results: Sequence[Result]) -> None:
+        """Keep results. Raises StoreFull, OSError or sqlite3.Error, and then keeps none."""
+        self._results.record(results)
+        self._count()
 
-    def expire(self, n: int) -> bool:
-        """Give `n` lines that have not run an error each; False when none is left. Raises StoreFull."""
-        for _ in range(n):
-            line = self.next_line()
-            if line is None:
-                return False
-            self.record(error_line(line.custom_id, "batch_expired", _EXPIRED), success=False)
-        return True
+    def expire(self) -> bool:
+        """Give some lines that have not run an error each; False when none is left. Raises as `record`."""
+        lines = [line for _ in range(_AT_ONCE) if (line := self.next_line()) is not None]
+        self.record(
+            [
+                Result(line.number, False, error_line(line.custom_id, "batch_expired", _EXPIRED))
+                for line in lines
+            ]
+        )
+        return len(lines) == _AT_ONCE
+
+    def finalize(self) -> None:
+        """Show that every line has a result. Raises sqlite3.Error."""
+        with self._table.changing(self.batch) as batch:
+            batch.become("finalizing")
 
     def finish(self, status: Status) -> None:
-        """Let the client see the files, but no empty one, and then that the batch has ended.
+        """Let the client see the files, but no empty one, and that the batch has ended: all at once.
 
-        Raises OSError.
+        Raises OSError, sqlite3.Error and StoreFull, and then nothing has changed, so that it can be tried
+        again.
         """
-        batch = self.batch
-        self._input.close()
-        for kind in _KINDS:
-            # Each once: the disk may fail, and then this runs again, to end the batch as "failed".
-            file = self._results.pop(kind, None)
-            if file is None:
-                continue
-            if not file.n_bytes:
+        growing: list[GrowingFile] = []
+        try:
+            files: dict[str, Finished] = {}
+            for kind in ("output", "error"):
+                places = self._results.places(ok=kind == "output")
+                if not places:
+                    continue
+                file = self._store.begin(self.batch.tenant, counted=False)
+                growing.append(file)
+                self._results.copy(places, file)
+                files[kind] = Finished(file, f"{self.batch.id}_{kind}.jsonl", "batch_output")
+            self._table.finish(self.batch, status, files)
+        except BaseException:
+            for file in growing:
                 file.abandon()
-                continue
-            stored = file.finish(f"{batch.id}_{kind}.jsonl", "batch_output")
-            setattr(batch, f"{kind}_file_id", stored.id)
-        batch.output_id = batch.error_id = None
-        if batch.status != status:
-            batch.become(status)
-        self.save()
+            raise
+        self.close()
+        self._table.remove_results([self.batch.id])
 
     def close(self) -> None:
         """Close the files; the batch goes on when it is opened again."""
-        for file in (self._input, *self._results.values()):
-            file.close()
+        self._input.close()
+        self._results.close()
 
-    def save(self) -> None:
-        """Write the batch's state."""
-        write_whole(self._path, self.batch.stored())
-
-    def _reopen(self) -> None:
-        batch = self.batch
-        assert batch.output_id is not None and batch.error_id is not None
-        self._results["output"], output = self._store.reopen(batch.output_id, batch.tenant)
-        self._results["error"], errors = self._store.reopen(batch.error_id, batch.tenant)
-        completed, failed = set(done_in(output)), set(done_in(errors))
-        batch.completed, batch.failed = len(completed), len(failed)
-        self._done = completed | failed
+    def _count(self) -> None:
+        self.batch.completed, self.batch.failed = self._results.n_ok, self._results.n_failed

@@ -1,7 +1,7 @@
 """All of a server's batches and files: what its routes use, and the task that runs the batches."""
 
 import asyncio
-import json
+import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,16 +9,20 @@ from typing import TypeVar
 
 from orca_jax.errors import ConfigError, InvalidRequest
 from server.batches.batch import Batch, new_batch
-from server.batches.files import FileStore, StoredFile, write_whole
-from server.batches.runner import Answer, BatchRunner
+from server.batches.database import Database, store_error
+from server.batches.files import FileStore, StoredFile, refuse_older_form
+from server.batches.lines import ReadMembers
+from server.batches.runner import AGAIN_SECONDS, Answer, BatchRunner
 from server.batches.running import RunningBatch
-from server.errors import StoreFull, UnknownBatch
+from server.batches.table import BatchTable
+from server.errors import StoreFull
 from server.gateway.gateway import Gateway, Phase
 
 MAX_BATCHES = 256  # unfinished, of all API keys
 MAX_EACH = 32  # unfinished, of one
 _MAX_ENDED = 1000  # remembered, of one
 _STOP_SECONDS = 5.0
+_FILES, _RESULTS = "files", "batches"
 
 T = TypeVar("T")
 
@@ -27,26 +31,42 @@ class Batches:
     """Batches and files in `folder`, of at most `max_bytes`; `shared` says that there are several API keys.
 
     Use it on the gateway's loop. A line is at most `max_line` bytes. With several keys each may fill half.
+    Work that the disk or the engine did not do is tried again after `again_seconds`.
     """
 
     def __init__(
-        self, gateway: Gateway, folder: Path, *, max_bytes: int, max_line: int, shared: bool
+        self,
+        gateway: Gateway,
+        folder: Path,
+        *,
+        max_bytes: int,
+        max_line: int,
+        shared: bool,
+        again_seconds: float = AGAIN_SECONDS,
     ) -> None:
-        """Read what is there. Raises ConfigError."""
+        """Read what is there. Raises ConfigError, and then nothing there has changed."""
         self.max_line = max_line
+        self._again_seconds = again_seconds
         self._gateway = gateway
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._folder = folder / "batches"
         max_each = max_bytes // 2 if shared else max_bytes
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.files = FileStore(folder / "files", max_bytes=max_bytes, max_each=max_each)
-            self._batches = {batch.id: batch for batch in self._read()}
-            growing = {name for one in self._unfinished() for name in (one.output_id, one.error_id) if name}
-            self.files.forget_growing(growing)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            refuse_older_form(folder, (_FILES, _RESULTS))
+            self._database = Database(folder)
         except OSError as error:
-            raise ConfigError(f"batch_dir is {str(folder)!r}, which cannot be used: {error}") from error
-        self.answer: Answer | None = None  # of lines; set before `start`
+            raise _unusable(folder, error) from error
+        try:
+            self.files = FileStore(folder / _FILES, self._database, max_bytes=max_bytes, max_each=max_each)
+            self.table = BatchTable(folder / _RESULTS, self._database, self.files)
+        except (OSError, sqlite3.Error) as error:
+            self._database.close()
+            raise _unusable(folder, error) from error
+        except ConfigError:
+            self._database.close()
+            raise
+        self.answer: Answer | None = None  # of lines; set before `start`, as is the next
+        self.read_members: ReadMembers | None = None
         self._runner: BatchRunner | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -56,12 +76,13 @@ class Batches:
         self._runner = BatchRunner(
             self.answer,
             open_batch=self._open,
-            save=self._save,
+            table=self.table,
             room=self._room,
             stopping=lambda: self._gateway.phase is Phase.DRAINING,
             thread=self._thread,
+            again_seconds=self._again_seconds,
         )
-        self._runner.add(self._unfinished())
+        self._runner.add(self.table.unfinished())
         self._task = asyncio.create_task(self._runner.run(), name="batches")
 
     async def stop(self) -> None:
@@ -69,23 +90,16 @@ class Batches:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task], timeout=_STOP_SECONDS)
+        closed = asyncio.get_running_loop().run_in_executor(self._thread, self._database.close)
+        await asyncio.wait([closed], timeout=_STOP_SECONDS)
         self._thread.shutdown(wait=False)
 
     async def on_disk(self, work: Callable[[], T]) -> T:
-        """The result of work on the files, on their thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    def of(self, tenant: str) -> list[Batch]:
-        """A tenant's batches, the newest first."""
-        own = [batch for batch in self._batches.values() if batch.tenant == tenant]
-        return sorted(own, key=lambda batch: (batch.created_at, batch.id), reverse=True)
-
-    def get(self, batch_id: str, tenant: str) -> Batch:
-        """Raises UnknownBatch, also for a batch of another tenant."""
-        batch = self._batches.get(batch_id)
-        if batch is None or batch.tenant != tenant:
-            raise UnknownBatch(f"there is no batch {batch_id[:100]!r}")
-        return batch
+        """The result of work on the files, on their thread. Raises StoreFailed where the disk fails."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except (OSError, sqlite3.Error) as error:
+            raise store_error(error) from error
 
     async def create(
         self,
@@ -96,47 +110,53 @@ class Batches:
         input_file: StoredFile,
         metadata: dict[str, str] | None,
     ) -> Batch:
-        """Raises StoreFull if too many are unfinished."""
+        """Raises StoreFull if too many are unfinished, and StoreFailed; then there is no such batch."""
         assert self._runner is not None
-        unfinished = self._unfinished()
-        own = [batch for batch in unfinished if batch.tenant == tenant]
-        if len(own) >= MAX_EACH or len(unfinished) >= MAX_BATCHES:
-            message = (
-                f"{len(own)} batches are unfinished, and {len(unfinished)} of all clients; {MAX_EACH} and "
-            )
-            raise StoreFull(f"{message}{MAX_BATCHES} are allowed; wait until one has ended")
         names = {"tenant": tenant, "owner": owner, "endpoint": endpoint}
         batch = new_batch(**names, input_file_id=input_file.id, metadata=metadata)
-        self._batches[batch.id] = batch
-        ended = [one for one in self.of(tenant) if one.ended][_MAX_ENDED:]
 
-        def write() -> None:
-            self._save(batch)
-            for old in ended:
-                self._path(old).unlink(missing_ok=True)
+        def add() -> None:  # on the thread, where batches are added one after the other
+            unfinished = self.table.unfinished()
+            own = sum(batch.tenant == tenant for batch in unfinished)
+            if own >= MAX_EACH or len(unfinished) >= MAX_BATCHES:
+                message = (
+                    f"{own} batches are unfinished, and {len(unfinished)} of all clients; {MAX_EACH} and "
+                )
+                raise StoreFull(f"{message}{MAX_BATCHES} are allowed; wait until one has ended")
+            self.files.get(input_file.id, tenant)  # it may have been deleted meanwhile
+            ended = [one for one in self.table.of(tenant) if one.ended][_MAX_ENDED:]
+            self.table.add(batch, instead_of=ended)
 
-        for old in ended:
-            del self._batches[old.id]
-        await self.on_disk(write)
+        await self.on_disk(add)
         self._runner.add([batch])
         return batch
 
     async def cancel(self, batch: Batch) -> None:
-        """End the batch's lines now. Raises InvalidRequest for one that has ended."""
+        """End the batch's lines now. Raises InvalidRequest for one that has ended, and StoreFailed."""
         assert self._runner is not None
-        if batch.ended:
-            message = f"the batch has ended: it is {batch.status}, and cannot be cancelled"
-            raise InvalidRequest(message, param="batch_id")
-        self._runner.cancel(batch)
-        await self.on_disk(lambda: self._save(batch))
+
+        def change() -> None:
+            if batch.ended:
+                message = f"the batch has ended: it is {batch.status}, and cannot be cancelled"
+                raise InvalidRequest(message, param="batch_id")
+            if batch.status != "cancelling":
+                with self.table.changing(batch) as changed:
+                    changed.become("cancelling")
+
+        await self.on_disk(change)
+        self._runner.cancelled(batch)
 
     async def delete_file(self, stored: StoredFile) -> None:
-        """Raises InvalidRequest for the input of a batch that has not ended."""
-        user = next((one for one in self._unfinished() if one.input_file_id == stored.id), None)
-        if user is not None:
-            message = f"the file is the input of batch {user.id}, which has not ended; cancel it first"
-            raise InvalidRequest(message, param="file_id")
-        await self.on_disk(lambda: self.files.delete(stored))
+        """Raises InvalidRequest for the input of a batch that has not ended, and StoreFailed."""
+
+        def delete() -> None:
+            user = next((one for one in self.table.unfinished() if one.input_file_id == stored.id), None)
+            if user is not None:
+                message = f"the file is the input of batch {user.id}, which has not ended; cancel it first"
+                raise InvalidRequest(message, param="file_id")
+            self.files.delete(self.files.get(stored.id, stored.tenant))
+
+        await self.on_disk(delete)
 
     def _room(self) -> int:
         """How many lines may run: half of an iteration's places, and none while any request waits."""
@@ -146,23 +166,12 @@ class Batches:
         return max(1, model.serving.max_batch_size // 2)
 
     def _open(self, batch: Batch) -> RunningBatch:
-        return RunningBatch(batch, self.files, self._path(batch), max_line=self.max_line)
+        assert self.read_members is not None
+        return RunningBatch(batch, self.files, self.table, max_line=self.max_line, members=self.read_members)
 
-    def _save(self, batch: Batch) -> None:
-        write_whole(self._path(batch), batch.stored())
 
-    def _unfinished(self) -> list[Batch]:
-        left = [batch for batch in self._batches.values() if not batch.ended]
-        return sorted(left, key=lambda batch: (batch.created_at, batch.id))
-
-    def _path(self, batch: Batch) -> Path:
-        return self._folder / f"{batch.id}.json"
-
-    def _read(self) -> list[Batch]:
-        batches: list[Batch] = []
-        for path in sorted(self._folder.glob("batch_*.json")):
-            try:
-                batches.append(Batch(**json.loads(path.read_text("utf-8"))))
-            except (ValueError, TypeError):  # of another version
-                continue
-        return batches
+def _unusable(folder: Path, error: OSError | sqlite3.Error) -> ConfigError:
+    return ConfigError(
+        f"batch_dir is {str(folder)!r}, which cannot be used: {error}. Check the disk and who may read and "
+        "write there, or give another folder. Nothing was deleted"
+    )

@@ -15,6 +15,7 @@ from server.http.batches import batches as batch_routes
 from server.http.batches import files
 from server.http.batches.in_process import InProcess
 from server.http.batches.state import off_router
+from server.http.bodies import json_text
 from server.http.bodies.errors import handle_errors
 from server.http.connections.body_limit import BodyLimit, Upload
 from server.http.generation import chat, completions
@@ -87,6 +88,7 @@ def create_app(
         _include(app, off_router())
     else:
         app.state.batches, app.state.fingerprint = batches, api_keys.fingerprint
+        batches.read_members = json_text.members
         batches.answer = InProcess(app, gateway, tenant_of=api_keys.name_of).answer
         _include(app, files.router)
         _include(app, batch_routes.router)

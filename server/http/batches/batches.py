@@ -2,12 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest
 from server.batches.batch import WINDOW, Batch
-from server.http.batches.state import After, BatchesOf, FingerprintOf, Limit, as_list, page
+from server.http.batches.state import After, BatchesOf, FingerprintOf, Limit, listing, page
 from server.http.bodies.errors import error_responses
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.not_built import NotBuilt
@@ -115,24 +115,28 @@ async def create_batch(
     return _shown(batch)
 
 
-@router.get("", responses=error_responses(400))
+@router.get("", response_model=BatchList, responses=error_responses(400))
 async def list_batches(
     batches: BatchesOf, tenant: FingerprintOf, limit: Limit = 20, after: After = None
-) -> BatchList:
+) -> Response:
     """List your batches, the newest first."""
-    some, has_more = page(batches.of(tenant), after, limit)
-    return BatchList(**as_list([one.shown() for one in some], has_more))
+
+    def body() -> bytes:
+        some, has_more = page(batches.table.of(tenant), after, limit)
+        return listing([one.shown() for one in some], has_more)
+
+    return Response(await batches.on_disk(body), media_type="application/json")
 
 
 @router.get("/{batch_id}", responses=error_responses(404))
 async def get_batch(batches: BatchesOf, tenant: FingerprintOf, batch_id: str) -> BatchObject:
     """Describe a batch: how far it is, and its files."""
-    return _shown(batches.get(batch_id, tenant))
+    return _shown(batches.table.get(batch_id, tenant))
 
 
 @router.post("/{batch_id}/cancel", responses=error_responses(400, 404))
 async def cancel_batch(batches: BatchesOf, tenant: FingerprintOf, batch_id: str) -> BatchObject:
     """End a batch; what has been answered is kept."""
-    batch = batches.get(batch_id, tenant)
+    batch = batches.table.get(batch_id, tenant)
     await batches.cancel(batch)
     return _shown(batch)

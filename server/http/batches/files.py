@@ -13,7 +13,7 @@ from orca_jax.errors import InvalidRequest
 from server.batches.files import GrowingFile, StoredFile
 from server.batches.service import Batches
 from server.http.batches.multipart import read_form
-from server.http.batches.state import After, BatchesOf, FingerprintOf, Limit, Order, as_list, page
+from server.http.batches.state import After, BatchesOf, FingerprintOf, Limit, Order, listing, page
 from server.http.bodies.errors import error_responses
 
 UPLOAD_SECONDS = 600.0  # for a whole file to come
@@ -153,7 +153,7 @@ async def create_file(request: Request, batches: BatchesOf, tenant: FingerprintO
         raise
 
 
-@router.get("", responses=error_responses(400))
+@router.get("", response_model=Files, responses=error_responses(400))
 async def list_files(
     batches: BatchesOf,
     tenant: FingerprintOf,
@@ -161,14 +161,18 @@ async def list_files(
     limit: Limit = 10_000,
     after: After = None,
     order: Order = "desc",
-) -> Files:
+) -> Response:
     """List your files, the newest first."""
     if purpose is not None and purpose not in _PURPOSES:
         message = f"purpose is {purpose!r}; it must be one of {', '.join(_PURPOSES)}"
         raise InvalidRequest(message, param="purpose")
-    own = [one for one in batches.files.of(tenant) if purpose in (None, one.purpose)]
-    some, has_more = page(own if order == "desc" else own[::-1], after, limit)
-    return Files(**as_list([_shown(one).model_dump() for one in some], has_more))
+
+    def body() -> bytes:
+        own = [one for one in batches.files.of(tenant) if purpose in (None, one.purpose)]
+        some, has_more = page(own if order == "desc" else own[::-1], after, limit)
+        return listing([_shown(one).model_dump() for one in some], has_more)
+
+    return Response(await batches.on_disk(body), media_type="application/json")
 
 
 @router.get("/{file_id}", responses=error_responses(404))

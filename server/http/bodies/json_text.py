@@ -7,6 +7,7 @@ milliseconds. One long string costs almost nothing.
 
 import json
 import math
+import re
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,6 +21,7 @@ MAX_VALUES = 1_000_000
 MAX_NAMES = 60_000  # of all objects together
 MAX_NAMES_OF_ONE = 5_000  # pydantic reports every invalid one; logit_bias has up to 4,096
 MAX_CONTAINERS = 5_000  # lists and objects
+_SPACE = re.compile(r"[ \t\n\r]*")
 MAX_DIGITS = 1_000  # of an integer; the cost of parsing one is quadratic in its digits
 
 
@@ -31,13 +33,7 @@ def parse(data: bytes) -> Any:
     _check_size(data)
     try:
         text = data.decode("utf-8")
-        value = json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_constant=_no_constant,
-            parse_float=_number,
-            parse_int=_whole_number,
-        )
+        value = _DECODER.decode(text)
         if "\\ud" in text or "\\uD" in text:
             _check_surrogates(value)
         return value
@@ -52,6 +48,63 @@ def parse(data: bytes) -> Any:
     except RecursionError:
         message = "the body is nested too deeply"
     raise HTTPException(400, message)
+
+
+def members(data: bytes) -> dict[str, tuple[Any, bytes]]:
+    """The members of a JSON object: each value, and its text as it came.
+
+    Raises ValueError for what `parse` refuses, and for JSON that is not an object.
+    """
+    excess = excess_of(data)
+    if excess is not None:
+        raise ValueError(f"it has {excess}")
+    text = data.decode("utf-8")
+    try:
+        found, end = _members(text)
+    except (IndexError, StopIteration) as error:
+        raise ValueError("it ends before the JSON object does") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if _space(text, end) != len(text):
+        raise ValueError("something follows the JSON object")
+    if "\\ud" in text or "\\uD" in text:
+        _check_surrogates({name: value for name, (value, _) in found.items()})
+    return found
+
+
+def _members(text: str) -> tuple[dict[str, tuple[Any, bytes]], int]:
+    found: dict[str, tuple[Any, bytes]] = {}
+    at = _space(text, 0)
+    if text[at : at + 1] != "{":
+        raise ValueError("it is not a JSON object")
+    at = _space(text, at + 1)
+    while text[at] != "}":
+        if found:
+            if text[at] != ",":
+                raise ValueError(f"a comma is missing at character {at}")
+            at = _space(text, at + 1)
+        if text[at] != '"':
+            raise ValueError(f"a name is missing at character {at}")
+        name, at = _DECODER.scan_once(text, at)
+        at = _space(text, at)
+        if text[at] != ":":
+            raise ValueError(f"a colon is missing at character {at}")
+        start = _space(text, at + 1)
+        value, at = _DECODER.scan_once(text, start)
+        if name in found:
+            raise ValueError(f"{name[:100]!r} stands twice in one object")
+        found[name] = value, text[start:at].encode("utf-8")
+        if len(found) > MAX_NAMES_OF_ONE:
+            raise ValueError(f"an object has over {MAX_NAMES_OF_ONE} names")
+        at = _space(text, at)
+    return found, at + 1
+
+
+def _space(text: str, at: int) -> int:
+    """The first character from `at` on that is no white space."""
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()
 
 
 def _check_size(data: bytes) -> None:
@@ -132,3 +185,11 @@ def _number(text: str) -> float | int:
 
 def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a JSON number")
+
+
+_DECODER: Any = json.JSONDecoder(
+    object_pairs_hook=_object,
+    parse_constant=_no_constant,
+    parse_float=_number,
+    parse_int=_whole_number,
+)

@@ -151,8 +151,8 @@ def test_other_endpoints(client: OpenAI, server: Server, endpoint: str, body: di
     ("content", "code", "line", "message"),
     [
         (b"", "empty_file", None, "has no line"),
-        (b"{\n", "invalid_json_line", 1, "not JSON"),
-        (lines_of(COMPLETIONS, [{}]) + b"[]\n", "invalid_json_line", 2, "not a JSON object"),
+        (b"{\n", "invalid_json_line", 1, "it ends before the JSON object does"),
+        (lines_of(COMPLETIONS, [{}]) + b"[]\n", "invalid_json_line", 2, "it is not a JSON object"),
         (lines_of(CHAT, [{}]), "mismatched_endpoint", 1, "the batch's endpoint is '/v1/completions'"),
         (lines_of(COMPLETIONS, [{}]) * 2, "duplicate_custom_id", 2, "stands in two lines"),
         (lines_of(COMPLETIONS, [{}]).replace(b"POST", b"GET"), "invalid_method", 1, "POST"),
@@ -276,7 +276,7 @@ def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
         drained = asyncio.run_coroutine_threadsafe(server.gateway.drain(SOON), server.loop)
         assert drained.result(SOON) == 0
         assert client.batches.retrieve(batch_id).status == "in_progress"
-    (growing, *_) = [path for path in (tmp_path / "files").glob("*.growing") if path.stat().st_size]
+    (growing,) = (tmp_path / "batches").glob("*.results")
     with growing.open("ab") as file:
         file.write(b'{"custom_id": "line 149", "resp')  # cut off, as by a crash
     with serving(by_seed, options=options) as server, client_of(server) as client:
@@ -288,7 +288,9 @@ def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
         assert len(texts) == 1
         n_here = len({name for record in server.service.timeline.iterations for name in record.request_ids})
         assert n_here <= 150 - n_before
-        assert len(list((tmp_path / "files").glob("*.growing"))) == 0
+        assert list((tmp_path / "batches").iterdir()) == []
+        assert {path.suffix for path in (tmp_path / "files").iterdir()} == {".data"}
+        assert list(found) == [f"line {i}" for i in range(150)], "it is not the input's order"
 
 
 def test_each_api_key_sees_its_own_and_fills_its_share(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""The task that runs batches and an upload, cancelled at any work on the disk, and with a disk that fails."""
+"""The tasks that run batches and uploads: cancelled at any work on the disk, and with one that goes wrong."""
 
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -12,13 +12,16 @@ from typing import Any, cast
 
 import pytest
 
-from server.batches import files
 from server.batches.batch import Batch, new_batch
+from server.batches.database import Database
 from server.batches.files import FileStore
 from server.batches.lines import InputLine
-from server.batches.runner import Answered, BatchRunner
+from server.batches.runner import Answer, Answered, BatchRunner
 from server.batches.running import RunningBatch
+from server.batches.table import BatchTable
+from server.errors import StoreFailed
 from server.http.batches.files import _Upload
+from server.http.bodies.json_text import members
 from tests.endpoint.batches.test_batches import COMPLETIONS, lines_of
 from tests.endpoint.harness import until_here
 
@@ -26,70 +29,75 @@ SECONDS = 20.0  # for everything here
 
 
 class Disk:
-    """A store with an input of one line, and what the runner opened."""
+    """A store with an input, and what the runner opened."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.store = FileStore(folder / "files", max_bytes=1 << 20, max_each=1 << 20)
-        growing = self.store.begin("")
-        growing.write(lines_of(COMPLETIONS, [{}]))
-        self.input = growing.finish("in.jsonl", "batch")
+        self.database = Database(folder)
+        self.store = FileStore(folder / "files", self.database, max_bytes=1 << 20, max_each=1 << 20)
+        self.table = BatchTable(folder / "batches", self.database, self.store)
         self.opened: list[RunningBatch] = []
 
-    def batch(self) -> Batch:
+    def batch(self, n_lines: int = 1) -> Batch:
+        growing = self.store.begin("")
+        growing.write(lines_of(COMPLETIONS, [{}] * n_lines))
         names = {"tenant": "", "owner": "", "endpoint": COMPLETIONS}
-        return new_batch(**names, input_file_id=self.input.id, metadata=None)
+        batch = new_batch(**names, input_file_id=growing.finish("in.jsonl", "batch").id, metadata=None)
+        self.table.add(batch)
+        return batch
 
     def open(self, batch: Batch) -> RunningBatch:
-        self.opened.append(
-            RunningBatch(batch, self.store, self.folder / f"{batch.id}.json", max_line=1 << 20)
-        )
+        self.opened.append(RunningBatch(batch, self.store, self.table, max_line=1 << 20, members=members))
         return self.opened[-1]
 
 
-def sizes(store: FileStore, folder: Path) -> tuple[int, int]:
-    """Files and bytes as the store counts them, which must be those on the disk."""
-    on_disk = [path.stat().st_size for path in (folder / "files").iterdir() if path.suffix != ".json"]
-    assert (len(store), store.n_bytes) == (len(on_disk), sum(on_disk))
-    return len(store), store.n_bytes
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(tmp_path)
+    yield disk
+    disk.database.close()
 
 
-def open_below(folder: Path) -> list[str]:
-    """The files below `folder` that this process has open."""
-    names: list[str] = []
+def open_below(folder: Path) -> set[str]:
+    """The files of contents that this process has open."""
+    names = set[str]()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # of another thread, closed meanwhile
-            names.append(os.readlink(entry))
-    return [name for name in names if name.startswith(f"{folder}/")]
+            names.add(os.readlink(entry))
+    return {name for name in names if name.startswith((f"{folder}/files", f"{folder}/batches"))}
 
 
 async def answered(_batch: Batch, line: InputLine) -> Answered:
     return Answered(200, "id", b"{}")
 
 
-def runner_of(thread: ThreadPoolExecutor, open_batch: Callable[[Batch], RunningBatch]) -> BatchRunner:
+def runner_of(
+    disk: Disk, thread: ThreadPoolExecutor, answer: Answer = answered, room: int = 1
+) -> BatchRunner:
     return BatchRunner(
-        answered,
-        open_batch=open_batch,
-        save=lambda batch: None,
-        room=lambda: 1,
+        answer,
+        open_batch=disk.open,
+        table=disk.table,
+        room=lambda: room,
         stopping=lambda: False,
         thread=thread,
+        again_seconds=0.01,
     )
 
 
-def run_all(disk: Disk, batches: list[Batch]) -> None:
-    """Run them until the last is completed, and stop."""
+def run_all(disk: Disk, batches: list[Batch], answer: Answer = answered, room: int = 1) -> None:
+    """Run them until all have ended, and stop."""
 
     async def scenario() -> None:
         with ThreadPoolExecutor(1) as thread:
-            runner = runner_of(thread, disk.open)
+            runner = runner_of(disk, thread, answer, room)
             task = asyncio.create_task(runner.run())
             runner.add(batches)
-            await until_here(lambda: batches[-1].status == "completed" or task.done())
+            await until_here(lambda: all(batch.ended for batch in batches) or task.done())
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            assert runner.n_lines == 0
 
     asyncio.run(asyncio.wait_for(scenario(), SECONDS))
 
@@ -123,16 +131,13 @@ class Gated(ThreadPoolExecutor):
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
-@pytest.mark.parametrize("n_held", range(6))
-def test_a_stop_at_any_work_on_the_disk_leaves_no_file_open(
-    tmp_path: Path, n_held: int, is_begun: bool
-) -> None:
-    """It opens the batch, validates it, reads a line, records its result, finds no other, and finishes."""
-    disk = Disk(tmp_path)
+@pytest.mark.parametrize("n_held", range(7))
+def test_a_stop_at_any_work_on_the_disk_leaves_no_file_open(disk: Disk, n_held: int, is_begun: bool) -> None:
+    """Its works: open, validate twice, read a line, record its result, find no other, finalize, finish."""
 
     async def scenario() -> None:
         with Gated(n_held, is_begun=is_begun) as thread:
-            runner = runner_of(thread, disk.open)
+            runner = runner_of(disk, thread)
             task = asyncio.create_task(runner.run())
             runner.add([disk.batch()])
             await until_here(thread.reached.is_set)
@@ -144,59 +149,99 @@ def test_a_stop_at_any_work_on_the_disk_leaves_no_file_open(
 
     asyncio.run(asyncio.wait_for(scenario(), SECONDS))
     assert len(disk.opened) == (n_held > 0 or is_begun)
-    assert not open_below(tmp_path)
+    assert not open_below(disk.folder)
 
 
-def test_a_disk_that_fails_at_the_end_of_a_batch_fails_this_batch_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_fails_for_a_while_delays_its_batch_alone(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = Disk(tmp_path)
-    first, second, third = disk.batch(), disk.batch(), disk.batch()
-    n_left = {first.id: 1, second.id: 9, third.id: 0}  # failures, of what follows the validation
-    save = RunningBatch.save
+    first, second = disk.batch(3), disk.batch(3)
+    n_left = {first.id: 5, second.id: 0}  # failures, of any work on results
+    record = RunningBatch.record
 
-    def failing(self: RunningBatch) -> None:
-        if self.batch.ended and n_left[self.batch.id]:
+    def failing(self: RunningBatch, results: Any) -> None:
+        if n_left[self.batch.id]:
             n_left[self.batch.id] -= 1
             raise OSError("No space left on device")
-        save(self)
+        record(self, results)
 
-    monkeypatch.setattr(RunningBatch, "save", failing)
-    run_all(disk, [first, second, third])
-    assert first.status == second.status == "failed"
-    assert first.errors[0]["message"] == "No space left on device"
-    assert third.status == "completed" and third.output_file_id is not None
-    assert n_left == {first.id: 0, second.id: 7, third.id: 0}
-
-
-def test_a_result_file_that_cannot_be_kept_is_removed_and_counted_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(tmp_path)
-    before = sizes(disk.store, tmp_path)
-    write, n_left = files.write_whole, 1
-
-    def failing(path: Path, value: object) -> None:
-        nonlocal n_left
-        if n_left:
-            n_left -= 1
-            raise OSError("No space left on device")
-        write(path, value)
-
-    monkeypatch.setattr(files, "write_whole", failing)
-    first, second = disk.batch(), disk.batch()
+    monkeypatch.setattr(RunningBatch, "record", failing)
     run_all(disk, [first, second])
-    assert (first.status, first.output_file_id, second.status) == ("failed", None, "completed")
-    n_files, n_bytes = sizes(disk.store, tmp_path)
-    kept = disk.store.get(second.output_file_id or "", "")
-    assert (n_files, n_bytes) == (before[0] + 1, before[1] + kept.n_bytes)
+    assert (first.status, first.completed, second.status, second.completed) == (*("completed", 3) * 2,)
+    assert n_left == {first.id: 0, second.id: 0}
+
+
+def test_a_mistake_in_one_batch_ends_it_alone(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = disk.batch(), disk.batch(2)
+    following = RunningBatch.next_line
+
+    def broken(self: RunningBatch) -> InputLine | None:
+        if self.batch is first:
+            raise RuntimeError("a mistake")
+        return following(self)
+
+    monkeypatch.setattr(RunningBatch, "next_line", broken)
+    run_all(disk, [first, second])
+    assert (first.status, second.status, second.completed) == ("failed", "completed", 2)
+    assert first.errors[0]["code"] == "server_error" and "a mistake" in caplog.text
+
+
+def test_a_line_that_cannot_be_read_any_more_is_an_error_of_its_own(disk: Disk) -> None:
+    """As a power cut leaves a page of zeros in an input that was valid."""
+    batch = disk.batch(3)
+    (content,) = (disk.folder / "files").glob("*.data")
+
+    async def damaged(batch: Batch, line: InputLine) -> Answered:
+        if line.number == 0:
+            lines = content.read_bytes().splitlines(keepends=True)
+            lines[1] = b"\0" * (len(lines[1]) - 1) + b"\n"
+            content.write_bytes(b"".join(lines))
+        return Answered(200, "id", b"{}")
+
+    spaces = b" " * (1 << 16)  # more than a reader's buffer
+    content.write_bytes(content.read_bytes().replace(b"}\n", b"}" + spaces + b"\n"))
+    run_all(disk, [batch], damaged)
+    assert (batch.status, batch.completed, batch.failed) == ("completed", 2, 1)
+    assert batch.error_file_id is not None
+    with disk.store.open(disk.store.get(batch.error_file_id, "")) as file:
+        assert b'"invalid_json_line"' in file.read()
+
+
+def test_an_expired_batch_has_a_result_for_each_line(disk: Disk) -> None:
+    """Also for lines that were running as it expired."""
+    batch = disk.batch(7)
+    begun = asyncio.Event()
+
+    async def slow(batch: Batch, line: InputLine) -> Answered:
+        if line.number == 0:
+            return Answered(200, "id", b"{}")
+        batch.expires_at = 0
+        begun.set()
+        await asyncio.sleep(SECONDS)
+        raise AssertionError
+
+    run_all(disk, [batch], slow, room=3)
+    assert (batch.status, batch.completed, batch.failed) == ("expired", 1, 6)
+
+
+def test_lines_of_several_batches_take_turns(disk: Disk) -> None:
+    batches = [disk.batch(6), disk.batch(6), disk.batch(6)]
+    order: list[int] = []
+
+    async def noted(batch: Batch, line: InputLine) -> Answered:
+        order.append(batches.index(batch))
+        return Answered(200, "id", b"{}")
+
+    run_all(disk, batches, noted)
+    for n in range(3, 16):
+        counts = [order[:n].count(i) for i in range(3)]
+        assert max(counts) - min(counts) <= 3, order
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
-def test_an_upload_that_is_cancelled_as_it_begins_leaves_no_file(tmp_path: Path, is_begun: bool) -> None:
-    disk = Disk(tmp_path)
-    before = sizes(disk.store, tmp_path)
-
+def test_an_upload_that_is_cancelled_as_it_begins_leaves_no_file(disk: Disk, is_begun: bool) -> None:
     async def scenario() -> None:
         with Gated(0, is_begun=is_begun) as thread:
 
@@ -213,5 +258,23 @@ def test_an_upload_that_is_cancelled_as_it_begins_leaves_no_file(tmp_path: Path,
             assert task.cancelled()
 
     asyncio.run(asyncio.wait_for(scenario(), SECONDS))
-    assert sizes(disk.store, tmp_path) == before
-    assert not [path for path in (tmp_path / "files").iterdir() if path.suffix == ".growing"]
+    assert (len(disk.store), disk.store.n_bytes) == (0, 0)
+    assert not list((disk.folder / "files").iterdir())
+
+
+def test_a_disk_that_fails_is_an_error_of_the_request(tmp_path: Path) -> None:
+    """And the batch of which it could not be written does not exist."""
+
+    async def scenario() -> None:
+        disk = Disk(tmp_path)
+        with ThreadPoolExecutor(1) as thread:
+            runner = runner_of(disk, thread)
+
+            def failing() -> None:
+                raise OSError(28, "No space left on device")
+
+            with pytest.raises(StoreFailed, match="No space left on device"):
+                await runner.on_thread(failing)
+        disk.database.close()
+
+    asyncio.run(scenario())
