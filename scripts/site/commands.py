@@ -32,7 +32,8 @@ def _page(name: str, command: argparse.ArgumentParser) -> str:
         usage = f"orca {name} [PROMPT ...] [FLAGS]" if "PROMPT" in usage else f"orca {name} [FLAGS]"
     parts = [f"# orca {name}\n", f"```text\n{usage}\n```\n", _prose(command.description), ""]
     for group in getattr(command, _GROUPS):
-        rows = [_row(action) for action in getattr(group, _ACTIONS) if action.dest != "help"]
+        shown = [each for each in getattr(group, _ACTIONS) if each.help != argparse.SUPPRESS]
+        rows = [_row(action) for action in shown if action.dest != "help"]
         if rows:
             parts += [f"## {str(group.title).capitalize()}\n", table(("flag", "value", "meaning"), rows)]
     parts.append(_prose(command.epilog))

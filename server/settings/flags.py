@@ -53,7 +53,7 @@ def add_engine_flags(parser: argparse._ArgumentGroup) -> None:
 
 def add_chat_flags(command: argparse.ArgumentParser) -> None:
     """Add the model, and the flags of a command that talks with it."""
-    _add_model(command, MODEL.help, None)
+    add_model(command, MODEL.help)
     group = command.add_argument_group(_ENGINE_GROUP)
     for option in (*CHAT_OPTIONS, *GENERATE_OPTIONS):
         if option is not MODEL:
@@ -80,7 +80,7 @@ def add_serve_flags(command: argparse.ArgumentParser, options: Sequence[Option] 
     parsers = {group: command.add_argument_group(group) for group in groups}
     for option in options:
         if option is MODEL:
-            _add_model(parsers[option.group], MODEL.help, argparse.SUPPRESS)
+            _add_model(parsers[option.group], MODEL.help)
         else:
             add_flag(parsers[option.group], option, argparse.SUPPRESS)
 
@@ -89,7 +89,7 @@ def add_flags(
     command: argparse.ArgumentParser, config: type, *, title: str, model_help: str = MODEL.help
 ) -> None:
     """Add the model and a flag for each field of `config`, in one group. Absent flags get their defaults."""
-    _add_model(command, model_help, None)
+    add_model(command, model_help)
     group = command.add_argument_group(title)
     for option in options_of(config):
         add_flag(group, option, option.default)
@@ -100,10 +100,38 @@ def read_flags(args: argparse.Namespace, config: type[T]) -> T:
     return config(**{option.name: getattr(args, option.name) for option in options_of(config)})
 
 
-def _add_model(parser: argparse._ActionsContainer, text: str, default: Any) -> None:
+def add_model(command: argparse.ArgumentParser, text: str) -> None:
+    """Add the model, None if it is absent."""
+    command.set_defaults(model=None)
+    _add_model(command, text)
+
+
+def _add_model(parser: argparse._ActionsContainer, text: str) -> None:
+    """Add the model, absent from the namespace if it is not given."""
     parser.add_argument(
-        "model", nargs="?", type=argparse_type(MODEL.parse), default=default, metavar="MODEL", help=text
+        "model",
+        nargs="?",
+        action=GivenModel,
+        type=argparse_type(MODEL.parse),
+        default=argparse.SUPPRESS,
+        metavar="MODEL",
+        help=text,
     )
+
+
+class GivenModel(argparse.Action):
+    """Takes the model, as an argument or by a flag, once."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest, None) is not None:
+            parser.error("the model is given twice; give it once")
+        setattr(namespace, self.dest, values)
 
 
 def add_flag(parser: argparse._ActionsContainer, option: Option, default: Any) -> None:

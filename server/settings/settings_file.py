@@ -9,6 +9,7 @@ import yaml
 from orca_jax.small_files import read_text
 from orca_jax.suggestions import did_you_mean
 from server.errors import UsageError
+from server.settings.foreign_flags import about
 from server.settings.option import Option
 
 _MAX_BYTES = 1_000_000
@@ -29,7 +30,7 @@ def read_settings(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
         where = f"{path}, line {key.start_mark.line + 1}"
         if name not in options:
             shown = repr(key.value) if isinstance(key, yaml.ScalarNode) else _kind(key)
-            raise UsageError(f"{where}: {shown} is not a setting{did_you_mean(name, options)}")
+            raise UsageError(f"{where}: {shown} is not a setting{about(name) or did_you_mean(name, options)}")
         if name in values:
             raise UsageError(f"{where}: {name} appears twice; give it once")
         try:

@@ -65,6 +65,14 @@ ON_DEMAND = {
     "server/tracing/start.py": "server.tracing.otlp",
 }
 
+# Functions that import by name, and the files that may call them: a user's own function, a command's module.
+HIDES_IMPORTS = {
+    "import_module": set[str](),
+    "__import__": set[str](),
+    "resolve_name": {"orca_jax/launch/own_model.py", "server/process/by_name.py"},
+    "function_named": {"server/cli.py", "server/commands/chat.py", "server/commands/serve.py"},
+}
+
 MAY_IMPORT: dict[str, set[str]] = {
     **HOST_ROOMS,
     **DEVICE_ROOMS,
@@ -124,7 +132,7 @@ def imports(tree: ast.AST, modules: Mapping[str, object]) -> Iterator[Import]:
                 for name in child.names:
                     full = f"{base}.{name.name}"
                     yield Import(full if full in modules else base, child.lineno, inside)
-            elif isinstance(child, ast.Call) and _name(child.func) in ("import_module", "__import__"):
+            elif isinstance(child, ast.Call) and _name(child.func) in HIDES_IMPORTS:
                 yield Import(f"{_name(child.func)}()", child.lineno, inside)
                 yield from walk(child, inside)
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
@@ -181,7 +189,8 @@ def _why_not(path: str, here: str, item: Import) -> str | None:
     if item.target.startswith("."):
         return "relative import"
     if item.target.endswith("()"):
-        return f"{item.target} hides an import" if top in ("orca_jax", "server") else None
+        allowed = path in HIDES_IMPORTS[item.target.removesuffix("()")]
+        return f"{item.target} hides an import" if top in ("orca_jax", "server") and not allowed else None
     lazy_face = path == "orca_jax/__init__.py" and item.inside in ("__getattr__", "TYPE_CHECKING")
     lazy = lazy_face or ON_DEMAND.get(path) == item.target
     if item.inside not in (None, "TYPE_CHECKING") and not lazy:
@@ -356,6 +365,8 @@ def test_rooms_without_jax_import_where_there_is_none() -> None:
             "import_module() hides an import",
         ),
         ("orca_jax/scheduling/scheduler.py", "x = __import__('jax')", "__import__() hides an import"),
+        ("server/http/app.py", "pkgutil.resolve_name('jax:jit')", "resolve_name() hides an import"),
+        ("server/http/app.py", "function_named('server.rpc.server:run')", "function_named() hides an import"),
         ("orca_jax/model/gpt.py", "from . import layers", "relative import"),
         ("orca_jax/model/gpt.py", "from ..config import ServingConfig", "relative import"),
         # files

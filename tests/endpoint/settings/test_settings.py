@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from orca_jax.errors import ConfigError
 from server import cli
 from server.errors import UsageError
+from server.settings.command_parser import CommandParser
 from server.settings.endpoint_options import EndpointOptions
 from server.settings.flags import MODEL, SERVE_OPTIONS, add_engine_flags, add_serve_flags
 from server.settings.option import options_of
@@ -113,7 +114,7 @@ def settings(
     *arguments: str, environ: Mapping[str, str] | None = None, file: Path | None = None
 ) -> ServeSettings:
     """The settings with which `orca serve ARGUMENTS` would start."""
-    parser = cli._Parser(prog="orca serve", allow_abbrev=False)
+    parser = CommandParser(prog="orca serve", allow_abbrev=False)
     add_serve_flags(parser)
     config = () if file is None else ("--config", str(file))
     return serve_settings(parser.parse_args([*arguments, *config]), environ or {})
@@ -189,7 +190,7 @@ def test_generate_waits_instead_of_rejecting(capsys: pytest.CaptureFixture[str])
     add_engine_flags(parser.add_argument_group())
     assert "max_queue" not in vars(parser.parse_args([]))
     assert cli.main(["generate", "x", "--max-queue", "3"]) == 2
-    assert "unrecognized arguments: --max-queue" in capsys.readouterr().err
+    assert "--max-queue is a flag of `orca serve`, not of `orca generate`" in capsys.readouterr().err
 
 
 # Precedence of layers
@@ -501,8 +502,8 @@ def test_other_kubernetes_variables_are_ignored(service: str) -> None:
         (["--served-model-name", ""], "served_model_name is ''; it must be 1 to 256 printable characters"),
         (["--served-model-name", "a\nb"], "served_model_name is 'a\\nb'; it must be 1 to 256 printable"),
         ([""], "the model's name is empty; leave it out for the demo model"),
-        (["--api-key", "secret"], "unrecognized arguments: --api-key"),
-        (["--max-q", "5"], "unrecognized arguments: --max-q"),
+        (["--api-key", "secret"], "--api-key is not a flag of `orca serve`"),
+        (["--max-q", "5"], "--max-q is not a flag of `orca serve`"),
     ],
 )
 def test_an_error_on_the_command_line(arguments: list[str], message: str) -> None:

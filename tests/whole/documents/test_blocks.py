@@ -12,7 +12,7 @@ from tests.documents import DOCUMENTS, Block, blocks, orca_arguments, relative
 from tests.places import ROOT
 
 LANGUAGES = {"python", "sh", "console", "json", "yaml", "text", "mermaid", "promql"}
-_INLINE = re.compile(r"`(?:\.venv/bin/)?orca (generate|serve|worker|convert|compile|plan|replay)\b([^`]*)`")
+_INLINE = re.compile(rf"`(?:\.venv/bin/)?orca ({'|'.join(command_parsers())})\b([^`]*)`")
 
 
 def test_every_block_says_its_language() -> None:

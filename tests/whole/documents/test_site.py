@@ -10,14 +10,18 @@ from scripts.site.foreign import foreign
 from scripts.site.http import http_page
 from scripts.site.links import site_links
 from scripts.site.metrics import metrics_page
+from server.settings.command_parser import shown_flags
 
 
 def test_a_page_has_every_flag_of_its_command() -> None:
     pages = dict(command_pages())
-    assert set(pages) == {"generate", "chat", "serve", "compile", "worker", "plan", "replay", "convert"}
+    commands = ("generate", "chat", "serve", "compile", "worker", "plan", "replay", "convert", "completion")
+    assert tuple(pages) == commands
     for name, command in command_parsers().items():
-        flags = [flag for flag in command._option_string_actions if flag not in ("-h", "--help")]
-        assert flags and not [flag for flag in flags if f"`{flag}`" not in pages[name]]
+        flags = shown_flags(command) - {"-h", "--help"}
+        assert not [flag for flag in flags if f"`{flag}`" not in pages[name]]
+        assert flags or name == "completion"
+    assert "SUPPRESS" not in "".join(pages.values())
 
 
 def test_a_route_has_its_fields_and_bounds() -> None:

@@ -1,0 +1,33 @@
+"""`orca completion`: prints a shell's script, made from the commands' parsers."""
+
+import argparse
+
+import shtab
+
+from server.parser import parser
+
+_FILES = ("FILE", "SRC", "DST", "MODEL")  # how metavars of paths begin
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns its exit status."""
+    print(script(args.shell))
+    return 0
+
+
+def script(shell: str) -> str:
+    """The completion script for bash, zsh or fish."""
+    top = parser()
+    for command in top.commands.values():
+        for action in command._actions:
+            _describe(action)
+    return shtab.complete(top, shell)
+
+
+def _describe(action: argparse.Action) -> None:
+    """Say which values an argument takes, which our parsers' own conversions hide from the library."""
+    shown = action.metavar if isinstance(action.metavar, str) else ""
+    if shown.startswith("{"):
+        action.choices = shown.strip("{}").split(",")
+    elif shown.startswith(_FILES):
+        setattr(action, "complete", shtab.FILE)  # noqa: B010

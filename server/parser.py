@@ -1,0 +1,231 @@
+"""The commands of `orca` with their flags. Imports none of them, so that a mistake is reported at once."""
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+import orca_jax
+from orca_jax.config import Dtype
+from orca_jax.families.trainers.formats import FORMATS
+from server.settings.command_parser import CommandParser
+from server.settings.flags import (
+    COMPILE_OPTIONS,
+    add_chat_flags,
+    add_engine_flags,
+    add_flags,
+    add_model,
+    add_serve_flags,
+    argparse_type,
+)
+from server.settings.foreign_flags import add_foreign_flags
+from server.settings.options import PlanFlags, WorkerFlags
+from server.settings.sampling_flags import add_chat_sampling_flags, add_sampling_flags, text_or_file
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def parser() -> CommandParser:
+    """All commands with their flags.
+
+    `run` in the namespace names the command's function, and `quiet` says whether it keeps libraries' warnings
+    and logs off the terminal.
+    """
+    top = CommandParser(
+        prog="orca",
+        description="ORCA (OSDI 2022) in JAX: a serving engine for language models.",
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"orca {orca_jax.__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    command = commands.add_parser(
+        "generate",
+        help="continue prompts, on the terminal or from a file",
+        description="Continue each PROMPT and stream the text to the terminal, or continue every line of a "
+        "JSONL file. Notes go to stderr, so that stdout holds only the text.",
+        epilog='A line of FILE.jsonl is {"prompt": a text or a list of token ids} and may have its own '
+        'sampling parameters, as in {"prompt": "In the", "max_tokens": 8, "stop": ["."]}. The output has one '
+        "line for each, in order, with the text and the finish reason, or with an error. Blank lines are "
+        "ignored. Exit status: 0; 1 if some lines had errors or the engine failed; 2 for a mistake in the "
+        "command line; 130 after Ctrl-C.",
+        allow_abbrev=False,
+    )
+    command.add_argument(
+        "prompt", nargs="*", metavar="PROMPT", help="'-', or no PROMPT if stdin is a pipe: read stdin"
+    )
+    files = command.add_argument_group("files")
+    files.add_argument("--input", metavar="FILE.jsonl", help="continue every line of this file ('-': stdin)")
+    files.add_argument(
+        "--output",
+        metavar="FILE.jsonl",
+        help="write the results here, or go on with those of an earlier run (default: stdout)",
+    )
+    files.add_argument("--overwrite", action="store_true", help="replace the --output file if there is one")
+    files.add_argument(
+        "--retry-errors",
+        action="store_true",
+        help="with an --output file of an earlier run, also run the lines that had errors again",
+    )
+    add_sampling_flags(command.add_argument_group("sampling"))
+    add_engine_flags(command.add_argument_group("model and engine"))
+    command.set_defaults(run="server.commands.generate:run", quiet=True)
+
+    command = commands.add_parser(
+        "chat",
+        help="talk with a model in the terminal",
+        usage="orca chat [MODEL] [FLAGS]",
+        description="Talk with MODEL: each line is a message, and the reply is streamed. /help lists the "
+        "commands, such as /retry and /set temperature 0.7. Ctrl-C stops a reply, Ctrl-D ends.",
+        epilog="If stdin is a pipe, each line of it is a message, and stdout holds only the replies. Exit "
+        "status: 0; 1 if the engine failed; 2 for a mistake in the command line or, from a pipe, in a "
+        "message; 130 after Ctrl-C.",
+        allow_abbrev=False,
+    )
+    command.add_argument(
+        "--system",
+        metavar="TEXT",
+        type=argparse_type(text_or_file),
+        help="the system prompt; @FILE reads it from a file (default: none)",
+    )
+    add_chat_sampling_flags(command.add_argument_group("sampling"))
+    add_chat_flags(command)
+    command.set_defaults(run="server.commands.chat:run", quiet=True)
+
+    command = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP (OpenAI's API) and gRPC",
+        usage="orca serve [MODEL] [--config FILE.yaml] [FLAGS]",
+        description="Serve MODEL over OpenAI's HTTP API and over gRPC. SIGTERM or Ctrl-C lets running "
+        "requests finish and stops the server.",
+        epilog="A setting can come from four sources, in this order of precedence: flag; environment "
+        "variable, as in ORCA_MAX_QUEUE=64 (also ORCA_MODEL and ORCA_CONFIG; an empty variable counts as not "
+        "set); --config file, a YAML mapping such as 'max_queue: 64'; default. 'none' unsets an optional "
+        "setting. Paths are relative to the working directory, in the file too. API keys are never flags, "
+        "because other users of the machine can read those. Exit status: 0 after a drain; 1 if the engine "
+        "failed; 2 for a mistake in the settings.",
+        formatter_class=_wide,
+        allow_abbrev=False,
+    )
+    add_serve_flags(command)
+    command.set_defaults(run="server.commands.serve:run", quiet=False)
+
+    command = commands.add_parser(
+        "compile",
+        help="compile a model's programs ahead of time",
+        usage="orca compile [MODEL] [--config FILE.yaml] [FLAGS]",
+        description="Compile every program that `orca serve` needs with the same settings, for the devices "
+        "of this machine, and keep them in the folder of compiled programs, so that a server starts much "
+        "faster. Reads no weights.",
+        epilog="Settings come from the same sources as those of `orca serve`: flags, variables, a --config "
+        "file. A program is reused for the same code, version of JAX, kind of device and sizes. Exit status: "
+        "0; 2 for a mistake in the settings; 130 after Ctrl-C.",
+        formatter_class=_wide,
+        allow_abbrev=False,
+    )
+    add_serve_flags(command, COMPILE_OPTIONS)
+    command.set_defaults(run="server.commands.compile:run", quiet=True)
+
+    command = commands.add_parser(
+        "worker",
+        help="run one stage of a pipeline, for an `orca serve --workers` elsewhere",
+        usage="orca worker [MODEL] --stage I --of N --listen HOST:PORT [FLAGS]",
+        description="Load stage I of MODEL's N stages and compute its part of each iteration that a server "
+        "asks for. Start one for each stage, in any order, and then `orca serve [MODEL] --workers "
+        "HOST:PORT,HOST:PORT...` with their addresses.",
+        epilog="A lost worker can be restarted at any time: the server waits for it, and requests resume. "
+        "Exit status: 0 after SIGTERM or Ctrl-C; 1 if the device hangs; 2 for a mistake in the flags or the "
+        "checkpoint.",
+        formatter_class=_wide,
+        allow_abbrev=False,
+    )
+    add_flags(command, WorkerFlags, title="worker")
+    command.set_defaults(run="server.commands.worker:run", quiet=True)
+
+    command = commands.add_parser(
+        "plan",
+        help="show a model's memory and speed on given devices",
+        usage="orca plan [MODEL] --device DEVICE [FLAGS]",
+        description="Show the memory of each stage's devices (weights, tables, temporaries, and the slots "
+        "for keys and values that still fit), the least time of an iteration by batch size and phase, and "
+        "the tokens per second at that floor; and what does not fit, and why. Needs neither the devices nor "
+        "the weights.",
+        epilog="The size of temporaries comes from XLA if its compiler is installed (for GPUs: pip install "
+        "'orca_jax[cuda]'), which takes minutes for large models; otherwise it is estimated. Floors use the "
+        "data sheets' rates; a CPU's are measured. Exit status: 0; 1 if something does not fit; 2 for a "
+        "mistake in the flags.",
+        formatter_class=_wide,
+        allow_abbrev=False,
+    )
+    add_flags(
+        command,
+        PlanFlags,
+        title="plan",
+        model_help="a preset's name, a directory or a name on the Hugging Face hub (default: the demo model)",
+    )
+    command.set_defaults(run="server.commands.plan:run", quiet=True)
+
+    command = commands.add_parser(
+        "replay",
+        help="repeat a recording of `orca serve --record`",
+        description="Submit the requests of FILE again, each to the same iteration, on an engine of the same "
+        "sizes in this process, and compare all batches and outputs with the recorded ones.",
+        epilog="An output ends where it ended before, so the batches are the same even where tokens differ. "
+        "Exit status: 0; 1 if batches or outputs differ, or the engine failed; 2 for a mistake in the flags "
+        "or in FILE; 130 after Ctrl-C.",
+        allow_abbrev=False,
+    )
+    command.add_argument("file", metavar="FILE", type=Path, help="a file that `orca serve --record` wrote")
+    add_model(command, "where the recorded model is on this machine (default: as recorded)")
+    command.add_argument(
+        "--simulate",
+        action="store_true",
+        help="repeat the schedule alone, on a simulated engine: needs neither model nor device",
+    )
+    command.set_defaults(run="server.commands.replay:run", quiet=True)
+
+    command = commands.add_parser(
+        "convert",
+        help="convert a checkpoint from safetensors to Orbax, or back",
+        description="Read the checkpoint SRC and write it to DST in the other format: a Hugging Face "
+        "directory of safetensors becomes an Orbax checkpoint, and the reverse. Copies the tokenizer and the "
+        "other files next to the weights too. `orca serve` takes both formats.",
+        epilog="DST appears only when complete. Exit status: 0; 2 for a mistake, also in SRC; 130 after "
+        "Ctrl-C.",
+        allow_abbrev=False,
+    )
+    command.add_argument("source", metavar="SRC", help="a directory, or a name on the Hugging Face hub")
+    command.add_argument("destination", metavar="DST", help="a directory that does not exist or is empty")
+    command.add_argument(
+        "--to",
+        choices=FORMATS,
+        help="format of the converted weights (default: Orbax from safetensors, safetensors from all others)",
+    )
+    command.add_argument(
+        "--dtype",
+        choices=get_args(Dtype),
+        help="data type of the converted weights (default: unchanged)",
+    )
+    command.set_defaults(run="server.commands.convert:run", quiet=True)
+
+    command = commands.add_parser(
+        "completion",
+        help="print a script that completes commands and flags in a shell",
+        description="Print a script with which bash, zsh or fish complete the commands, flags and files of "
+        "orca.",
+        epilog="For bash: orca completion bash > ~/.local/share/bash-completion/completions/orca. For zsh: "
+        "orca completion zsh > DIRECTORY/_orca, where fpath has DIRECTORY. For fish: orca completion fish > "
+        "~/.config/fish/completions/orca.fish. Then start the shell again.",
+        allow_abbrev=False,
+    )
+    command.add_argument("shell", choices=SHELLS, help="the shell")
+    command.set_defaults(run="server.commands.completion:run", quiet=True)
+
+    for command in commands.choices.values():
+        add_foreign_flags(command)
+        command.commands = commands.choices
+    top.commands, top.is_command = commands.choices, False
+    return top
+
+
+def _wide(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=32)
