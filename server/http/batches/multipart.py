@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from orca_jax.errors import InvalidRequest
 
 _MAX_FIELD = 4096  # bytes of a field other than the file
+_MAX_PARTS = 16  # the parser bounds each part's headers
 
 
 class Part(NamedTuple):
@@ -31,6 +32,7 @@ class _Reader:
         self._name = ""
         self._filename: str | None = None
         self._field = bytearray()
+        self._n_parts = 0
 
     def header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
@@ -50,6 +52,9 @@ class _Reader:
     def part_begin(self) -> None:
         self._name, self._filename = "", None
         self._field.clear()
+        self._n_parts += 1
+        if self._n_parts > _MAX_PARTS:
+            raise InvalidRequest(f"the form has over {_MAX_PARTS} parts; send purpose and file", param="file")
 
     def headers_finished(self) -> None:
         if self._filename is not None:

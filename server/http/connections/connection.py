@@ -116,6 +116,10 @@ class Connection(HttpToolsProtocol):
         if len(self.headers) >= _MOST_FIELDS:
             self._refusal = (431, f"the request has more than {_MOST_FIELDS} headers; send fewer")
             raise _Stop
+        if len(name) == len(b"host") and name.lower() == b"host" and _has_host(self.headers):
+            # RFC 9112, 3.2: whoever routed this request by one of them may have meant another server.
+            self._refusal = (400, "the request has two Host headers; send one")
+            raise _Stop
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -239,6 +243,10 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _has_host(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"host" for name, _ in headers)
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:

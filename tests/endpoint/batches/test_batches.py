@@ -352,6 +352,21 @@ def test_mistakes_in_a_form_are_named(
     until(lambda: not list(server.gateway._live), "rest")
 
 
+def test_a_form_has_few_parts_and_short_headers(server: Server, tmp_path: Path) -> None:
+    field = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    long_header = b"--b\r\nX-Long: " + b"x" * 9000 + b"\r\n\r\n"
+    many_headers = b"--b\r\n" + b"X: x\r\n" * 20 + b"\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    for body, words in (
+        (field * 20, "over 16 parts"),
+        (long_header, "header size exceeded"),
+        (many_headers, "header count exceeded"),
+    ):
+        answer = httpx2.post(f"{server.url}/v1/files", content=body + b"--b--", headers=headers)
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+    assert list((tmp_path / "files").iterdir()) == []
+
+
 def test_a_form_that_breaks_off_leaves_nothing(server: Server, tmp_path: Path) -> None:
     head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nsome'
     for body in (head, head + b"\r\n--b\r\n", b"junk", b""):

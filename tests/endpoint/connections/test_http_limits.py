@@ -139,6 +139,13 @@ def test_too_many_headers() -> None:
                 assert connection.recv(65536).startswith(b"HTTP/1.1 %d " % status)
 
 
+@pytest.mark.parametrize("second", [b"Host: there", b"hOsT: here"])
+def test_two_host_headers(second: bytes) -> None:
+    with limited() as server, raw(server, GET[:-2], second, b"\r\n\r\n") as connection:
+        status, message = refused(received(connection))
+        assert (status, message) == (400, "the request has two Host headers; send one")
+
+
 def test_trailers_are_not_headers() -> None:
     """Trailers arrive after the headers were processed, so they must not change them."""
     body = b'f\r\n{"prompt": "a"}\r\n0\r\nX-Request-Id: trailing\r\n\r\n'

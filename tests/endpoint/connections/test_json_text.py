@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from starlette.exceptions import HTTPException
 
 from server.http.bodies import json_text
-from server.http.bodies.json_text import parse
+from server.http.bodies.json_text import members, parse
 
 marks = st.text('",:[]{}\\/\x7fé\n\U0001f600ab', max_size=12)
 values: Any = st.recursive(
@@ -57,6 +57,28 @@ def test_json_written_by_python_round_trips(value: Any, ascii: bool) -> None:
 surrogates = st.lists(
     st.sampled_from([r"\ud83d", r"\uDE00", r"\\", r"\"", "a", r"\ud7ff", "😀", r"\uD83d\ude00"])
 )
+
+
+@given(
+    value=st.dictionaries(marks, values, max_size=3),
+    indent=st.sampled_from([None, 0, 3]),
+)
+def test_members_are_the_object_and_their_texts_its_parts(value: dict[str, Any], indent: int | None) -> None:
+    data = json.dumps(value, indent=indent).encode()
+    found = members(b" " + data + b"\n")
+    assert {name: one for name, (one, _) in found.items()} == value
+    assert all(parse(text) == value[name] for name, (_, text) in found.items())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b" ", b"[]", b"1", b"{", b'{"a"', b'{"a":', b'{"a":1', b'{"a":1,', b'{"a":1,}', b'{"a":1 "b":2}']
+    + [b'{"a" 1}', b"{a:1}", b'{"a":1}x', b'{"a":1,"a":2}', b'{"a":nan}', b'{"a":"\xff"}', b'{"a":"\\ud800"}']
+    + [b'{"a":' + b"[" * 100_000, b'{"a":' + b"[1]" * 6000 + b"}", b'{,"a":1}', b'{"a":{"b":1,"b":2}}'],
+)
+def test_members_of_what_is_no_object_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="."):
+        members(data)
 
 
 @given(surrogates, surrogates)
