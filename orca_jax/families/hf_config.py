@@ -18,6 +18,7 @@ from orca_jax.families.family import Family
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.strict_json import read_object, shown
+from orca_jax.families.unsupported import about_model_type, about_quantisation
 
 _MAX_CONFIG_BYTES = 1_000_000
 _MAX_TOKENIZER_BYTES = 100_000_000
@@ -52,6 +53,7 @@ def read_hf_config(directory: Path) -> HFConfig:
     if model_type not in FAMILIES:
         raise UnsupportedModel(
             f"{shown(path)}: model_type: expected one of {', '.join(FAMILIES)}, found '{shown(model_type)}'"
+            f"{about_model_type(model_type, values, FAMILIES)}"
         )
     family = FAMILIES[model_type]
     _refuse_other_models(fields, family)
@@ -99,7 +101,10 @@ def _refuse_other_models(fields: ConfigFields, family: Family) -> None:
     ):
         known = {"auto_map": _names_known_code, "quantization_config": _is_known_quantization}.get(name)
         if fields.raw(name) and not (known is not None and known(fields, family)):
-            raise UnsupportedModel(f"{shown(fields.path)}: {name} is set: {meaning} is not supported")
+            why = f"{name} is set: {meaning} is not supported"
+            if name == "quantization_config" and isinstance(section := fields.raw(name), dict):
+                why = about_quantisation(section)
+            raise UnsupportedModel(f"{shown(fields.path)}: {why}")
     meaning = "a decoder alone" if family.has_encoder else "an encoder"
     fields.must_be("is_encoder_decoder", family.has_encoder, meaning)
 
@@ -117,7 +122,9 @@ def _is_known_quantization(fields: ConfigFields, family: Family) -> bool:
     section = fields.section("quantization_config") if family.quantized else None
     if section is None:
         return False
-    method = section.choice("quant_method", {name: name for name in family.quantized}, "")
+    method = section.text("quant_method", "")
+    if method not in family.quantized:
+        return False
     if method == "fp8":
         _check_fp8(section)
     section.refuse_others(("modules_to_not_convert", "dequantize"))

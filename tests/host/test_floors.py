@@ -28,7 +28,7 @@ HOST_ROOMS: dict[str, set[str]] = {
     "config": {"errors", "checks", "scheduling_config"},
     "small_files": set(),
     "request": {"errors", "config", "small_files"},
-    "families": {"errors", "checks", "config"},
+    "families": {"errors", "checks", "config", "suggestions"},
 }
 HOST_ROOMS["model_files"] = {"errors", "config", "suggestions", "request", "families"}
 HOST_ROOMS["grammar"] = {"errors", "config", "request"}

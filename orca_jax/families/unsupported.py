@@ -1,0 +1,203 @@
+"""Says what a checkpoint is that no family reads, and what to do: other kinds of models, quantised weights.
+
+The names are transformers' `model_type` and `quant_method`.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from orca_jax.families.strict_json import shown
+from orca_jax.suggestions import LIKELY, closest
+
+_OF_IMAGES_AND_TEXT = "a model of images and text, and only the text of a few such models is served here"
+_ENCODER = (
+    "an encoder, which writes no text; for embeddings and rankings use a decoder, such as Qwen3-Embedding"
+)
+_OF_SPEECH = "a model of speech or sound; language models are served here"
+_OF_IMAGES = "a model of images; language models are served here"
+_RECURRENT = "a language model with recurrent layers, which are not built yet"
+
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    _OF_IMAGES_AND_TEXT: (
+        *("aya_vision", "blip-2", "chameleon", "cohere2_vision", "deepseek_vl", "deepseek_vl_v2", "emu3"),
+        *(
+            "ernie4_5_vl_moe",
+            "florence2",
+            "fuyu",
+            "gemma3",
+            "gemma3n",
+            "glm4v",
+            "glm4v_moe",
+            "got_ocr2",
+            "idefics",
+        ),
+        *(
+            "idefics2",
+            "idefics3",
+            "instructblip",
+            "internvl",
+            "internvl_chat",
+            "janus",
+            "kimi_vl",
+            "kosmos-2",
+        ),
+        *("llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpmv", "minicpmo"),
+        *("mistral3", "mllama", "molmo", "ovis2", "paligemma", "phi3_v", "phi4_multimodal", "pixtral"),
+        *("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "smolvlm"),
+        *("video_llava", "vipllava"),
+    ),
+    _ENCODER: (
+        *("albert", "bert", "camembert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra"),
+        *(
+            "ernie",
+            "esm",
+            "eurobert",
+            "flaubert",
+            "gte",
+            "ibert",
+            "longformer",
+            "luke",
+            "mobilebert",
+        ),
+        *(
+            "modernbert",
+            "mpnet",
+            "new",
+            "nomic_bert",
+            "roberta",
+            "roformer",
+            "splinter",
+            "squeezebert",
+            "xlm",
+        ),
+        *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+    ),
+    _OF_SPEECH: (
+        *(
+            "audio-spectrogram-transformer",
+            "bark",
+            "clap",
+            "csm",
+            "encodec",
+            "granite_speech",
+            "hubert",
+            "kyutai",
+        ),
+        *("mimi", "moonshine", "musicgen", "parakeet_ctc", "qwen2_audio", "seamless_m4t", "seamless_m4t_v2"),
+        *("speech_to_text", "speecht5", "ultravox", "vits", "voxtral", "wav2vec2", "wav2vec2-bert", "wavlm"),
+        "whisper",
+    ),
+    _OF_IMAGES: (
+        *(
+            "align",
+            "beit",
+            "blip",
+            "clip",
+            "clipseg",
+            "convnext",
+            "convnextv2",
+            "deit",
+            "depth_anything",
+            "detr",
+        ),
+        *(
+            "dinov2",
+            "dinov3_vit",
+            "dpt",
+            "efficientnet",
+            "mask2former",
+            "mobilenet_v2",
+            "mobilevit",
+            "owlvit",
+        ),
+        *(
+            "owlv2",
+            "resnet",
+            "rt_detr",
+            "sam",
+            "sam2",
+            "segformer",
+            "siglip",
+            "siglip2",
+            "swin",
+            "swinv2",
+            "trocr",
+        ),
+        *("vit", "vit_mae", "vitdet", "vitpose", "yolos"),
+    ),
+    _RECURRENT: (
+        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba"),
+        *(
+            "mamba2",
+            "minimax",
+            "nemotron_h",
+            "qwen3_next",
+            "recurrent_gemma",
+            "rwkv",
+            "xlstm",
+            "zamba",
+            "zamba2",
+        ),
+    ),
+}
+_KIND_OF = {model_type: kind for kind, types in _KINDS.items() for model_type in types}
+
+_METHODS: Mapping[str, str] = {
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors (llm-compressor)",
+    "fp8": "FP8",
+    "fbgemm_fp8": "FBGEMM's FP8",
+    "mxfp4": "MXFP4",
+    "modelopt": "NVIDIA's Model Optimizer",
+    "torchao": "torchao",
+    "quanto": "Quanto",
+    "hqq": "HQQ",
+    "eetq": "EETQ",
+    "aqlm": "AQLM",
+    "vptq": "VPTQ",
+    "higgs": "HIGGS",
+    "spqr": "SpQR",
+    "bitnet": "BitNet",
+    "auto-round": "AutoRound",
+    "quark": "AMD's Quark",
+}
+# The configuration with which transformers loads these as bfloat16.
+_DEQUANTISED: Mapping[str, str] = {
+    "mxfp4": "Mxfp4Config",
+    "fp8": "FineGrainedFP8Config",
+    "compressed-tensors": "CompressedTensorsConfig",
+}
+
+
+def about_model_type(model_type: str, values: Mapping[str, Any], known: Collection[str]) -> str:
+    """The end of an error about a model_type that no family has, empty if nothing is known of it."""
+    kind = _KIND_OF.get(model_type)
+    if kind is None:
+        name = closest(model_type, known, at_least=LIKELY)
+        return f"; the closest of these is {name}" if name else ""
+    section = values.get("text_config")
+    text = section.get("model_type") if isinstance(section, dict) else None
+    inner = (
+        f"; its text part is a {shown(text)}" if kind is _OF_IMAGES_AND_TEXT and isinstance(text, str) else ""
+    )
+    return f", {kind}{inner}"
+
+
+def about_quantisation(section: Mapping[str, Any]) -> str:
+    """An error's words about weights that are quantised in a way that is not read."""
+    method, bits = section.get("quant_method"), section.get("bits")
+    name = (
+        _METHODS.get(method, shown(method)) if isinstance(method, str) else "a method that it does not name"
+    )
+    size = f" in {shown(bits)} bits" if bits is not None else ""
+    config = _DEQUANTISED.get(method) if isinstance(method, str) else None
+    more = ""
+    if config is not None:
+        more = f", or load these with transformers and {config}(dequantize=True) and save them"
+    return (
+        f"quantization_config is set: its weights are quantised by {name}{size} (quant_method "
+        f"{shown(method)}), and such weights of this model are not read yet. Use the model with its original "
+        f"weights{more}"
+    )
