@@ -36,6 +36,11 @@ _GAPS: dict[ToolGap, dict[str, Any]] = {
     "description": {"name": "zqtool", "parameters": _FULL_TOOL["parameters"]},
     "parameters": {"name": "zqtool", "description": "A tool."},
     "properties": {"name": "zqtool", "description": "A tool.", "parameters": {"type": "object"}},
+    "properties' descriptions": {
+        "name": "zqtool",
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
+    },
 }
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")

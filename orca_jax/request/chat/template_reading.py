@@ -25,7 +25,7 @@ _NO_PARAMETERS: JSONObject = {"type": "object", "properties": {}}
 NullContent = Literal["null", "absent", "empty"]
 Arguments = Literal["either", "text", "object"]
 Systems = Literal["each", "leading", "all", "user"]
-ToolGap = Literal["description", "parameters", "properties"]
+ToolGap = Literal["description", "parameters", "properties", "properties' descriptions"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,4 +249,12 @@ def _tool(tool: Message, gaps: frozenset[ToolGap]) -> JSONObject:
         filled.setdefault("parameters", _NO_PARAMETERS)
     if "properties" in gaps and isinstance(filled.get("parameters"), dict):
         filled["parameters"] = {**_NO_PARAMETERS, **filled["parameters"]}
+    if "properties' descriptions" in gaps and isinstance(filled.get("parameters"), dict):
+        properties: Any = filled["parameters"].get("properties")
+        if isinstance(properties, dict):
+            described = {
+                name: {"description": "", **value} if isinstance(value, dict) else value
+                for name, value in properties.items()
+            }
+            filled["parameters"] = {**filled["parameters"], "properties": described}
     return {**tool, "function": filled}

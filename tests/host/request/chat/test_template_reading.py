@@ -143,7 +143,8 @@ ALTERNATE = (
 PARTS_ALONE = "{% for m in messages %}<{% for part in m.content %}{{ part.text }}{% endfor %}>{% endfor %}"
 DESCRIBED = (
     "{% for tool in tools or [] %}{{ '// ' + tool.function.description }}"
-    "{% for name in tool.function.parameters.properties %} {{ name }}{% endfor %};{% endfor %}"
+    "{% for name, value in tool.function.parameters.properties.items() %} {{ name + value.description }}"
+    "{% endfor %};{% endfor %}"
     "{% for m in messages %}<{{ m.content }}>{% endfor %}"
 )
 
@@ -221,7 +222,8 @@ def test_ids_of_calls_are_shortened_alike_in_calls_and_results() -> None:
     [
         ({"name": "f"}, "// ;<w?>"),
         ({"name": "f", "description": "Does.", "parameters": None}, "// Does.;<w?>"),
-        ({"name": "f", "parameters": {"properties": {"a": {}}}}, "//  a;<w?>"),
+        ({"name": "f", "description": "Does.", "parameters": {"type": "object"}}, "// Does.;<w?>"),
+        ({"name": "f", "parameters": {"properties": {"a": {}, "b": {"description": "!"}}}}, "//  a b!;<w?>"),
     ],
 )
 def test_a_tool_may_leave_out_what_openai_leaves_optional(function: dict[str, Any], expected: str) -> None:
