@@ -124,10 +124,10 @@ def test_a_conversation_over_http_renders_alike(family: str, templates: dict[str
 
 
 def is_whole(conversation: dict[str, Any], prompt: str) -> bool:
-    """Whether the prompt has the texts of users and tools, and the names of called tools."""
+    """Whether the prompt has all texts but the model's, and the names of called tools."""
     texts = list[str]()
     for message in conversation["messages"]:
         texts += [call["function"]["name"] for call in message.get("tool_calls") or ()]
-        if message["role"] in ("user", "tool"):
+        if message["role"] in ("system", "user", "tool"):
             texts.append(str(message["content"]))
     return all(text.strip() in prompt or json.dumps(text)[1:-1] in prompt for text in texts)
