@@ -34,9 +34,10 @@ def load_served(
     llm = load(notes, settings.engine_config(), start_workers)
     try:
         template = load_chat_template(llm.text_directory, options.chat_template)
-        note = None if template is None else left_out(template)
-        if note is not None:
-            notes(note)
+        if template is not None:
+            template.read_ahead()
+            if note := left_out(template):
+                notes(note)
         formats = reply_formats(template, options.tool_format, options.reasoning_format)
         llm.service.scheduler.kv.hash_seed = settings.routing.prefix_hash_seed  # before the first request
         if settings.api_keys.weights:

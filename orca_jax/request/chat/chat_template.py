@@ -57,6 +57,10 @@ class Templates(Protocol):
         """The template called `name`, or the model's choice. Raises UnknownTemplate."""
         ...
 
+    def read_ahead(self) -> None:
+        """Find how they read conversations now, so that no request waits for it."""
+        ...
+
 
 class ChatTemplate:
     """A Jinja chat template in the form of Hugging Face's tokenizers, run in a sandbox. Thread-safe.
@@ -120,6 +124,12 @@ class ChatTemplate:
             known = probe(render, has_tools=has_tools, names_developer="developer" in self._source)
             self._readings[has_tools] = known
         return known
+
+    def read_ahead(self) -> None:
+        """Find how it reads conversations now, so that no request waits for it."""
+        self.reading(has_tools=False)
+        if self.reads("tools"):
+            self.reading(has_tools=True)
 
     def choose(self, name: str | None = None, *, has_tools: bool = False) -> "ChatTemplate":
         """This template, which is the only one. Raises UnknownTemplate for another name than `default`."""
@@ -206,6 +216,11 @@ class NamedTemplates:
     def sources(self) -> Sequence[str]:
         """The texts of all."""
         return [source for template in self._templates.values() for source in template.sources]
+
+    def read_ahead(self) -> None:
+        """Find how they read conversations now, so that no request waits for it."""
+        for template in self._templates.values():
+            template.read_ahead()
 
     def choose(self, name: str | None = None, *, has_tools: bool = False) -> ChatTemplate:
         """The template called `name`; else `tool_use` if there are tools, else `default`."""

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orca_jax.errors import InvalidRequest, NotSupported
+from orca_jax.request.chat import chat_template
 from orca_jax.request.chat.chat_template import BadConversation, ChatTemplate, NamedTemplates
 from orca_jax.request.chat.conversation import left_out, prompt_text
 from orca_jax.request.chat.template_reading import TemplateReading
@@ -275,9 +276,13 @@ def test_what_a_template_leaves_out_is_said(source: str, expected: str | None) -
     assert left_out(NamedTemplates({"rag": ChatTemplate(source)})) is None
 
 
-def test_a_reading_is_kept() -> None:
-    template = ChatTemplate(CHATML)
-    assert template.reading(has_tools=False) is template.reading(has_tools=False)
+def test_a_reading_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate(HERMES + "{{ tools }}")
+    NamedTemplates({"default": template}).read_ahead()
+    monkeypatch.setattr(chat_template, "probe", None)
+    assert (
+        template.reading(has_tools=False).arguments == template.reading(has_tools=True).arguments == "object"
+    )
 
 
 @pytest.mark.parametrize(
