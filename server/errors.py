@@ -23,6 +23,10 @@ class UnknownResponse(OrcaError):
         self.param = param
 
 
+class UnknownThread(OrcaError):
+    """The server holds no conversation that the request could go on from."""
+
+
 class Unauthorized(OrcaError):
     """An API key is missing or wrong."""
 

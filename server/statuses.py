@@ -36,6 +36,7 @@ from server.errors import (
     UnknownModel,
     UnknownRecording,
     UnknownResponse,
+    UnknownThread,
 )
 
 
@@ -54,6 +55,7 @@ _MEANINGS: dict[type[OrcaError], Meaning] = {
     Unauthorized: Meaning(401, "invalid_request_error", "invalid_api_key", grpc.StatusCode.UNAUTHENTICATED),
     UnknownModel: Meaning(404, "invalid_request_error", "model_not_found", grpc.StatusCode.NOT_FOUND),
     UnknownResponse: Meaning(404, "invalid_request_error", "response_not_found", grpc.StatusCode.NOT_FOUND),
+    UnknownThread: Meaning(404, "invalid_request_error", "thread_not_found", grpc.StatusCode.NOT_FOUND),
     NotPermitted: Meaning(403, "invalid_request_error", "not_permitted", grpc.StatusCode.PERMISSION_DENIED),
     UnknownRecording: Meaning(404, "invalid_request_error", "unknown_recording", grpc.StatusCode.NOT_FOUND),
     UnknownFile: Meaning(404, "invalid_request_error", "unknown_file", grpc.StatusCode.NOT_FOUND),

@@ -4,6 +4,7 @@ from functools import cache, partial
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import orca_jax
@@ -18,6 +19,7 @@ from server.http.batches.state import off_router
 from server.http.bodies import json_text
 from server.http.bodies.errors import handle_errors
 from server.http.connections.body_limit import BodyLimit, Upload
+from server.http.fields.unused import HEADER
 from server.http.generation import chat, completions
 from server.http.messages import messages
 from server.http.observation import Observation
@@ -97,8 +99,16 @@ def create_app(
     app.openapi = cache(partial(describe, app, keyed=api_keys.required))
     bounds = {"max_bytes": options.max_body_bytes, "seconds": options.body_timeout}
     limited = BodyLimit(app, **bounds, uploads=uploads)
-    authenticated = Authentication(limited, api_keys=api_keys, admin_keys=admin_keys)
-    return Observation(authenticated, access_log=options.access_log, metrics=metrics, tracing=tracing)
+    open_app: ASGIApp = Authentication(limited, api_keys=api_keys, admin_keys=admin_keys)
+    if options.origins:  # outside authentication: a browser asks leave (preflight) without the key
+        open_app = CORSMiddleware(
+            open_app,
+            allow_origins=options.origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=[HEADER, "x-request-id", "request-id", "retry-after"],
+        )
+    return Observation(open_app, access_log=options.access_log, metrics=metrics, tracing=tracing)
 
 
 def _include(app: FastAPI, router: APIRouter) -> None:

@@ -1,5 +1,6 @@
 """The options of `orca serve` for its endpoints, as fields of a dataclass (options.py says how)."""
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -8,6 +9,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.request.pooling import POOLINGS, Pooling
 from server.settings.options import PORT, Bounds
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
 _MAX_NAME = 256  # characters of served_model_name
 AccessLog = Literal["text", "json", "off"]
 
@@ -121,6 +123,17 @@ class EndpointOptions:
         "maximum open gRPC streams of the health and reflection services, which need no key",
         Bounds(0, 1 << 16),
     ] = 64
+    strict: Annotated[
+        bool,
+        "refuse fields of a request that are not used, such as prompt_cache_key; otherwise the response's "
+        "header x-orca-ignored names them",
+    ] = False
+    allow_origins: Annotated[
+        str | None,
+        "comma-separated origins, such as https://chat.example.org, whose web pages may call the API from a "
+        "browser (CORS); '*' for all (default: none)",
+        "security",
+    ] = None
     pages: Annotated[
         bool, "serve the pages for people: the playground at /, the live view at /live, /docs"
     ] = True
@@ -156,9 +169,22 @@ class EndpointOptions:
                 f"otlp_traces_endpoint is {url!r}; it must be a URL that begins with http:// or https://"
             )
             raise ConfigError(message)
+        for origin in self.origins:
+            if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+                message = (
+                    f"allow_origins has {origin!r}; it must be '*', or origins separated by commas, such as "
+                )
+                raise ConfigError(
+                    f"{message}https://chat.example.org or http://localhost:3000, without a path"
+                )
         if self.access_log not in get_args(AccessLog):
             allowed = ", ".join(get_args(AccessLog))
             raise ConfigError(f"access_log is {self.access_log!r}; it must be one of {allowed}")
+
+    @property
+    def origins(self) -> list[str]:
+        """The elements of `allow_origins`."""
+        return [one.strip() for one in self.allow_origins.split(",")] if self.allow_origins else []
 
     def _check_bounds(self, name: str, kind: type, *metadata: object) -> None:
         value = getattr(self, name)

@@ -70,6 +70,11 @@ def left_out(templates: Templates) -> str | None:
     return f"the chat template shows tools to the model, but not {' and '.join(hidden)}" if hidden else None
 
 
+def reads_effort(template: ChatTemplate, effort: str) -> bool:
+    """Whether `prompt_text` takes this effort: "none" is always taken."""
+    return effort == "none" or template.reads("reasoning_effort")
+
+
 def _effort(template: ChatTemplate, effort: str | None) -> dict[str, Any]:
     """The template's variables for this effort: of its own name, or for "none" the one that turns reasoning
     off.

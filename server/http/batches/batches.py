@@ -34,7 +34,9 @@ class BatchRequest(Strict):
         dict[str, Annotated[str, Field(max_length=512)]] | None,
         Field(description="returned with the batch; up to 16 entries", max_length=_MAX_METADATA),
     ] = None
-    output_expires_after: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    output_expires_after: Annotated[
+        dict[str, Any] | None, NotBuilt(why="the files stay until they are deleted")
+    ] = None
 
 
 class RequestCounts(BaseModel):

@@ -1,12 +1,13 @@
 """The form of an error's body: OpenAI's, and Anthropic's for the paths of its protocol."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 MESSAGES = "/v1/messages"  # Anthropic's protocol: this path and those below it
 
 _MOST_CHARACTERS = 600  # of a message, which may quote what the client sent, and that may be megabytes
+_THREAD_NOT_FOUND = "thread_not_found"  # Anthropic's clients send the whole conversation after it
 _BELOW_500 = "invalid_request_error"
 _TYPES = {
     401: "authentication_error",
@@ -41,6 +42,7 @@ class MessagesErrorDetail(BaseModel):
 
     type: str
     message: str
+    details: Annotated[dict[str, str] | None, Field(description="of an unknown thread; else left out")] = None
 
 
 class MessagesErrorBody(BaseModel):
@@ -77,7 +79,10 @@ def anthropic_body(trouble: Trouble) -> dict[str, Any]:
     kind = _TYPES.get(trouble.status, _BELOW_500 if trouble.status < 500 else "api_error")
     if trouble.code == "engine_failed":  # no retry helps
         kind = "api_error"
-    return {"type": "error", "error": {"type": kind, "message": _readable(trouble.message)}}
+    error: dict[str, Any] = {"type": kind, "message": _readable(trouble.message)}
+    if trouble.code == _THREAD_NOT_FOUND:
+        error["details"] = {"error_code": _THREAD_NOT_FOUND}
+    return {"type": "error", "error": error}
 
 
 def body_at(path: str, trouble: Trouble) -> dict[str, Any]:

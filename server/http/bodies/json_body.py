@@ -10,13 +10,13 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_text import parse
-from server.http.fields.not_built import refuse_unsupported
+from server.http.fields.strict import Strict
+from server.http.fields.unused import HEADER, Unused
 
 _MOST_ERRORS = 64  # enough for the first field at fault, whose errors come first; only that one is reported
 
@@ -25,7 +25,8 @@ class JsonRoute(APIRoute):
     """A route whose body, if it has one, must be valid JSON with a JSON `Content-Type`.
 
     Requiring the header keeps web pages from making a visitor's browser send requests here (CSRF). Fields
-    that are not supported yet are also rejected here, because that check visits the whole body.
+    that are unknown or not built are rejected here, and those that are not used are named in the response's
+    header `x-orca-ignored`. A request's `Unused` is in the scope's state, for generation/state.py.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -36,28 +37,33 @@ class JsonRoute(APIRoute):
         async def handle(request: Request) -> Response:
             _check_content_type(request.headers.get("content-type"))
             read = _ReadRequest(request.scope, request.receive)
+            unused = Unused(refuse=request.app.state.options.strict)
+            request.scope["state"]["unused"] = unused
             try:
                 data = await read.body()
             except ClientDisconnect as error:
                 raise HTTPException(400, "the client left before its body was complete") from error
             if data:
-                read.value = await run_for_request(len(data), partial(self._value, data))
-            return await handler(read)
+                read.value = await run_for_request(len(data), partial(self._value, data, unused))
+            response = await handler(read)
+            if names := unused.header():
+                response.headers[HEADER] = names
+            return response
 
         return handle
 
-    def _value(self, data: bytes) -> Any:
+    def _value(self, data: bytes, unused: Unused) -> Any:
         """The validated body. FastAPI validates again, but accepts an instance of the model unchanged.
 
-        Raises HTTPException, RequestValidationError in FastAPI's form, and NotSupported.
+        Raises HTTPException, RequestValidationError in FastAPI's form, and what `Strict.take` raises.
         """
         body = parse(data)
         assert self.body_field is not None
         value, errors = self.body_field.validate(body, loc=("body",))
         if errors:
             raise RequestValidationError(errors[:_MOST_ERRORS], body=body)
-        if isinstance(value, BaseModel):
-            refuse_unsupported(value)
+        if isinstance(value, Strict):
+            value.take(unused)
         return value
 
 

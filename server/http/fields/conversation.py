@@ -1,28 +1,32 @@
 """The request fields that describe a conversation: its messages and how the chat template renders them."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WrapValidator
 
 from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.strict import FirstFault, Strict, null_is
+from server.http.fields.tools import taken_tools
+from server.http.fields.unused import Unused
 
 
 class ContentPart(Strict):
     """A part of a message's content."""
 
+    place: ClassVar = "content parts of chat"
+
     type: Annotated[
-        Literal["text", "refusal", "image_url", "input_audio", "video_url", "file"], NotBuilt("text")
+        Literal["text", "refusal", "image_url", "input_audio", "video_url", "file"],
+        NotBuilt("text", why="the model reads text alone"),
     ]
     text: str | None = None
 
-    refusal: Annotated[str | None, NotBuilt()] = None
-    image_url: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    input_audio: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    video_url: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    file: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    prompt_cache_breakpoint: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    refusal: Annotated[str | None, NotBuilt(why="chat templates have no place for it")] = None
+    image_url: Annotated[dict[str, Any] | None, NotBuilt(why="the model reads text alone")] = None
+    input_audio: Annotated[dict[str, Any] | None, NotBuilt(why="the model reads text alone")] = None
+    video_url: Annotated[dict[str, Any] | None, NotBuilt(why="the model reads text alone")] = None
+    file: Annotated[dict[str, Any] | None, NotBuilt(why="the model reads text alone")] = None
 
 
 def _text_or_parts(content: Any, parts: Callable[[Any], Any]) -> Any:
@@ -38,6 +42,8 @@ Content = Annotated[
 class CalledFunction(Strict):
     """The function of a tool call."""
 
+    place: ClassVar = "tool_calls.function of chat"
+
     name: str
     arguments: Annotated[
         str | dict[str, Any], Field(description="a JSON object, or its text as OpenAI's API has it")
@@ -47,17 +53,21 @@ class CalledFunction(Strict):
 class ToolCall(Strict):
     """A tool call of an earlier reply."""
 
+    place: ClassVar = "tool_calls of chat"
+
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Annotated[Literal["function"], null_is("function")] = "function"
     function: CalledFunction
 
 
 class ChatMessage(Strict):
     """A message. The template sees the role `developer` as `system` unless it mentions that role."""
 
+    place: ClassVar = "messages of chat"
+
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool", "function"],
-        NotBuilt("system", "developer", "user", "assistant", "tool"),
+        NotBuilt("system", "developer", "user", "assistant", "tool", why="chat templates do not know it"),
     ]
     content: Annotated[
         Content | None, Field(description="a text, or parts of type text; null with tool_calls")
@@ -70,11 +80,11 @@ class ChatMessage(Strict):
     reasoning_content: Annotated[
         str | None, Field(description="an extension: the reasoning of an assistant's message")
     ] = None
+    reasoning: Annotated[str | None, Field(description="another name of reasoning_content")] = None
 
-    refusal: Annotated[str | None, NotBuilt()] = None
-    audio: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    annotations: Annotated[list[Any] | None, NotBuilt([])] = None
-    function_call: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    refusal: Annotated[str | None, NotBuilt(why="chat templates have no place for it")] = None
+    audio: Annotated[dict[str, Any] | None, NotBuilt(why="the model reads text alone")] = None
+    function_call: Annotated[dict[str, Any] | None, NotBuilt(why="chat templates know tool_calls")] = None
 
 
 Messages = Annotated[list[ChatMessage], FirstFault()]
@@ -108,3 +118,13 @@ class ConversationFields(Strict):
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, Field(description="an extension: variables of the chat template")
     ] = None
+
+    def take(self, unused: Unused) -> None:
+        """Check the fields, and drop what the chat template should not see."""
+        super().take(unused)
+        for message in self.messages:
+            if message.reasoning is not None:
+                message.reasoning_content = message.reasoning_content or message.reasoning
+                message.reasoning = None
+        if self.tools is not None:
+            self.tools = taken_tools(self.tools, unused)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
@@ -242,11 +242,12 @@ class SamplingFields(SharedSamplingFields):
 class StreamOptions(Strict):
     """`stream_options`."""
 
+    place: ClassVar = "stream_options"
+
     include_usage: Annotated[bool | None, Field(description="send a final chunk with the usage")] = None
     continuous_usage_stats: Annotated[
         bool | None, Field(description="an extension: every chunk has the usage so far")
     ] = None
-    include_obfuscation: Annotated[bool | None, NotBuilt(False)] = None
 
 
 class GenerationRequest(SamplingFields, SchedulingFields):
@@ -256,14 +257,26 @@ class GenerationRequest(SamplingFields, SchedulingFields):
     stream: Annotated[bool | None, Field(description="respond with server-sent events")] = None
     stream_options: StreamOptions | None = None
     user: Annotated[str | None, Field(description="written to the access log")] = None
-    prompt_logprobs: Annotated[int | None, NotBuilt(instead="use echo with logprobs (/v1/completions)")] = (
+    return_token_ids: Annotated[
+        bool | None,
+        Field(
+            description="an extension, as in vLLM: token_ids of each choice, and prompt_token_ids; a stream "
+            "has the latter in a choice's first chunk"
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None, NotBuilt(why="they would be missing", instead="use echo with logprobs (/v1/completions)")
+    ] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, NotBuilt(False, why="the text would end before it")
+    ] = None
+    skip_special_tokens: Annotated[bool | None, NotBuilt(True, why="special tokens would have no text")] = (
         None
     )
-    include_stop_str_in_output: Annotated[bool | None, NotBuilt(False)] = None
-    skip_special_tokens: Annotated[bool | None, NotBuilt(True)] = None
-    spaces_between_special_tokens: Annotated[bool | None, NotBuilt(True)] = None
-    truncate_prompt_tokens: Annotated[int | None, NotBuilt()] = None
-    return_token_ids: Annotated[bool | None, NotBuilt(False)] = None
+    spaces_between_special_tokens: Annotated[
+        bool | None, NotBuilt(True, why="special tokens have no text")
+    ] = None
+    truncate_prompt_tokens: Annotated[int | None, NotBuilt(why="the prompt would be whole")] = None
 
     def check_stream_options(self) -> None:
         """Raise InvalidRequest for `stream_options` without `stream`, or a stream of a beam search."""

@@ -6,15 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from orca_jax.errors import InvalidRequest
+from orca_jax.errors import InvalidRequest, NotSupported
 from server.gateway.reply.offered_tools import NO_TOOLS, OfferedTool, ToolWish
-from server.http.fields.strict import Strict
+from server.http.fields.hints import HINTS
+from server.http.fields.strict import Strict, take_extra
+from server.http.fields.unused import Unused
 from server.http.fields.validation import shown
 
 MAX_TOOLS = 128
 MAX_SCHEMAS = 1 << 16  # characters of all parameters together, as JSON
-_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,64}")
-_FUNCTION = {"name", "description", "parameters", "strict"}
+_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
+_TOOL = ("type", "function")
+_FUNCTION = ("name", "description", "parameters", "strict")
 
 
 class NamedFunction(Strict):
@@ -40,15 +43,19 @@ class ToolChoice(Strict):
     allowed_tools: Annotated[AllowedTools | None, Field(description="only these may be called")] = None
 
 
-def check_tools(tools: Sequence[dict[str, Any]]) -> list[OfferedTool]:
-    """The tools of a request. Raises InvalidRequest, which names the field at fault."""
+def check_tools(tools: Sequence[dict[str, Any]], paths: Sequence[str] | None = None) -> list[OfferedTool]:
+    """The tools of a request, which stand at these paths in it, by default in a list `tools`.
+
+    Raises InvalidRequest, which names the field at fault.
+    """
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(tools)} tools; {MAX_TOOLS} are allowed", param="tools")
     offered = dict[str, OfferedTool]()
     for i, tool in enumerate(tools):
-        one = _tool(tool, f"tools.{i}")
+        place = f"tools.{i}" if paths is None else paths[i]
+        one = _tool(tool, place)
         if one.name in offered:
-            path = f"tools.{i}.function.name"
+            path = f"{place}.function.name"
             raise InvalidRequest(f"{path} is {one.name!r}, which another tool has; rename it", param=path)
         offered[one.name] = one
     n = sum(tool.n_characters for tool in offered.values())
@@ -56,6 +63,42 @@ def check_tools(tools: Sequence[dict[str, Any]]) -> list[OfferedTool]:
         message = f"the parameters of tools have {n} characters as JSON; {MAX_SCHEMAS} are allowed"
         raise InvalidRequest(message, param="tools")
     return list(offered.values())
+
+
+def taken_tools(tools: Sequence[dict[str, Any]], unused: Unused) -> list[dict[str, Any]]:
+    """The tools of a chat request as the chat template sees them: without nulls and what is not used.
+
+    Raises InvalidRequest for an unknown field. `check_tools` checks the others.
+    """
+    taken = list[dict[str, Any]]()
+    for i, tool in enumerate(tools):
+        function = tool.get("function")
+        if isinstance(function, dict):
+            tool = _known(tool, _TOOL, unused, f"tools.{i}.", "tools.")
+            path = f"tools.{i}.function."
+            tool["function"] = _known(function, _FUNCTION, unused, path, "tools.function.")
+        taken.append(tool)
+    return taken
+
+
+def _known(
+    fields: dict[str, Any], names: tuple[str, ...], unused: Unused, path: str, place: str
+) -> dict[str, Any]:
+    others = {name: value for name, value in fields.items() if name not in names}
+    take_extra(others, names, HINTS["tools of chat"], unused, path, place)
+    return {name: value for name, value in fields.items() if name in names and value is not None}
+
+
+def check_left_out(tools: Sequence[Strict] | None, left_out: type[Strict], *, forced: bool) -> None:
+    """Check that a request can do without those of its tools that are `left_out`.
+
+    Raises NotSupported if the model must call a tool, which might have been one of them, or has no other.
+    """
+    for i, tool in enumerate(tools or ()):
+        if isinstance(tool, left_out) and (forced or all(isinstance(each, left_out) for each in tools or ())):
+            why = "the model must call a tool" if forced else "the request has no other tool"
+            message = f"tools.{i}.type is not built yet, and {why}; leave it out, or offer a function"
+            raise NotSupported(message, param=f"tools.{i}.type")
 
 
 def tool_wish(
@@ -111,11 +154,10 @@ def _tool(tool: dict[str, Any], path: str) -> OfferedTool:
     name, parameters, strict = parts.get("name"), parts.get("parameters"), parts.get("strict")
     is_name = isinstance(name, str) and _NAME.fullmatch(name) is not None
     is_schema = isinstance(parameters, dict | None) and _is_of_objects(parameters)
-    unknown = next(iter(parts.keys() - _FUNCTION), None)
     for field, value, is_valid, rule in (
         ("type", tool.get("type"), tool.get("type") == "function", "'function'"),
         ("function", function, isinstance(function, dict), "an object with a name"),
-        ("function.name", name, is_name, "a text of 1 to 64 letters, digits and _ - . : /"),
+        ("function.name", name, is_name, "a text of 1 to 128 letters, digits and _ - . : /"),
         (
             "function.description",
             parts.get("description"),
@@ -124,7 +166,6 @@ def _tool(tool: dict[str, Any], path: str) -> OfferedTool:
         ),
         ("function.parameters", parameters, is_schema, "a JSON schema of an object"),
         ("function.strict", strict, isinstance(strict, bool | None), "true or false"),
-        (f"function.{unknown}", parts.get(unknown or ""), unknown is None, "left out: it is not known here"),
     ):
         if not is_valid:
             message = f"{path}.{field} is {shown(value)}; it must be {rule}"

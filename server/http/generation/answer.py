@@ -137,6 +137,10 @@ async def answer(
     complete = await choices.complete(receive)
     n = sum(n_characters(choice.tokens) + len(choice.text) for choice in complete)
     n += sum(map(choices.routed_size, range(len(complete))))
+    if choices.tells_token_ids:
+        n += sum(
+            6 * (len(choice.token_ids) + len(choices.prompt_ids(i))) for i, choice in enumerate(complete)
+        )
 
     def write() -> bytes:
         usage = choices.tally.usage().model_dump(exclude_none=True)
@@ -148,6 +152,13 @@ async def answer(
             if (experts := choices.routed_experts(i)) is not None:
                 choice["routed_experts"] = experts
         whole = {**head, "object": object_name, "choices": written, "usage": usage}
+        if choices.tells_token_ids:
+            for i, (choice, done) in enumerate(zip(written, complete, strict=True)):
+                choice["token_ids"] = [*done.token_ids]
+                if shape.prompt_ids_by_choice:
+                    choice["prompt_token_ids"] = [*choices.prompt_ids(i)]
+            if not shape.prompt_ids_by_choice:
+                whole["prompt_token_ids"] = [*choices.prompt_ids(0)]
         return as_json(whole, n, ascii=False).encode()
 
     return Response(await run_for_response(n, write), media_type="application/json")

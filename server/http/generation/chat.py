@@ -1,6 +1,6 @@
 """`POST /v1/chat/completions`: the model replies to a conversation."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
@@ -20,6 +20,7 @@ from server.http.fields.generation import (
 )
 from server.http.fields.logprobs import ChatLogprobs, chat_logprobs
 from server.http.fields.not_built import NotBuilt
+from server.http.fields.strict import Strict
 from server.http.fields.token_names import TokenNames
 from server.http.fields.tools import ToolChoice, check_tools, tool_wish
 from server.http.generation.answer import (
@@ -34,11 +35,24 @@ from server.http.generation.choice_output import OutputExtras
 from server.http.generation.choices import Choices, CompleteChoice, scored
 from server.http.generation.chunks import CHAT_CHUNK
 from server.http.generation.prepared_reply import ReplyRequest, prepared
-from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
+from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf, UnusedOf
+
+
+class ReasoningWish(Strict):
+    """`reasoning`: OpenRouter's form of reasoning_effort, which some clients send to any server."""
+
+    place: ClassVar = "reasoning of chat"
+
+    effort: Annotated[str | None, Field(description="as reasoning_effort")] = None
+    enabled: Annotated[bool | None, Field(description="false: as reasoning_effort none")] = None
+
+    exclude: Annotated[bool | None, NotBuilt(False, why="the reply would have its reasoning")] = None
 
 
 class ChatCompletionRequest(GenerationRequest, ConversationFields):
     """POST /v1/chat/completions. Without `max_tokens`, a choice may be as long as the model allows."""
+
+    place: ClassVar = "/v1/chat/completions"
 
     logprobs: Annotated[bool | None, Field(description="return the tokens' log-probabilities")] = None
     top_logprobs: Annotated[
@@ -55,29 +69,31 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
     parallel_tool_calls: Annotated[
         bool | None, Field(description="whether a reply may have several calls; default true")
     ] = None
-    functions: Annotated[list[Any] | None, NotBuilt([])] = None
-    function_call: Annotated[str | dict[str, Any] | None, NotBuilt("none", "auto")] = None
-    modalities: Annotated[list[str] | None, NotBuilt(["text"])] = None
-    audio: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    prediction: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    reasoning_effort: Annotated[
-        str | None, Field(description="a variable of the chat template; refused if it does not have it")
+    functions: Annotated[list[Any] | None, NotBuilt([], why="the model would not know them")] = None
+    function_call: Annotated[
+        str | dict[str, Any] | None, NotBuilt("none", "auto", why="the call would not be forced")
     ] = None
-    verbosity: Annotated[str | None, NotBuilt("medium")] = None
-    web_search_options: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    moderation: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    service_tier: Annotated[str | None, NotBuilt("auto", "default")] = None
-    store: Annotated[bool | None, NotBuilt(False)] = None
-    metadata: Annotated[dict[str, str] | None, NotBuilt({})] = None
-    safety_identifier: Annotated[str | None, NotBuilt()] = None
-    prompt_cache_key: Annotated[str | None, NotBuilt()] = None
-    prompt_cache_options: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    prompt_cache_retention: Annotated[str | None, NotBuilt()] = None
+    modalities: Annotated[list[str] | None, NotBuilt(["text"], why="the reply would be text")] = None
+    audio: Annotated[dict[str, Any] | None, NotBuilt(why="the reply would be text")] = None
+    reasoning_effort: Annotated[
+        str | None, Field(description="a variable of the chat template; not used if it does not read it")
+    ] = None
+    reasoning: Annotated[ReasoningWish | None, Field(description="an extension")] = None
+    web_search_options: Annotated[dict[str, Any] | None, NotBuilt(why="nothing is searched")] = None
+    moderation: Annotated[dict[str, Any] | None, NotBuilt(why="nothing is checked")] = None
+
+    @property
+    def effort(self) -> str | None:
+        """The effort of the model's reasoning, under either name."""
+        if self.reasoning_effort is not None or self.reasoning is None:
+            return self.reasoning_effort
+        return "none" if self.reasoning.enabled is False else self.reasoning.effort
 
     @property
     def client_names(self) -> dict[str, str]:
         """The client's names for fields of `SamplingParams` and for the prompt; see `renamed_fields`."""
-        return {**super().client_names, "logprobs": "top_logprobs", "prompt": "messages"}
+        names = {**super().client_names, "logprobs": "top_logprobs", "prompt": "messages"}
+        return names if self.reasoning_effort else {**names, "reasoning_effort": "reasoning.effort"}
 
     def sampling(self, defaults: GenerationDefaults, *, longest: int) -> SamplingParams:
         """The sampling parameters, with the model's `defaults`; a reply may have up to `longest` tokens.
@@ -135,6 +151,9 @@ class ChatChoice(BaseModel):
     weights_version: Annotated[
         int | None, Field(description="of the weights that computed it, if the operator may replace them")
     ] = None
+    token_ids: Annotated[
+        list[int] | None, Field(description="with return_token_ids: the output's tokens")
+    ] = None
     score: Annotated[float | None, Field(description="of an output of use_beam_search")] = None
     routed_experts: Annotated[
         RoutedExperts | None, Field(description="with return_routed_experts; in a stream in the last chunk")
@@ -150,6 +169,7 @@ class ChatCompletion(BaseModel):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
+    prompt_token_ids: Annotated[list[int] | None, Field(description="with return_token_ids")] = None
     usage: Usage
 
 
@@ -169,6 +189,7 @@ async def create_chat_completion(
     owner: OwnerOf,
     tenant: TenantOf,
     facts: FactsOf,
+    unused: UnusedOf,
 ) -> Response:
     """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
     body.check_stream_options()
@@ -186,16 +207,21 @@ async def create_chat_completion(
             check_tools(tools), body.tool_choice, parallel=body.parallel_tool_calls is not False
         ),
         use_tools=body.tool_choice != "none",
-        effort=body.reasoning_effort,
+        effort=body.effort,
         names=body.client_names,
+        unused=unused,
     )
     n_bytes = len(await request.body())
     ready = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
     model.check_routed([ready.prompt], ready.rules.sampling)
     extras = None
-    if body.logprobs or body.return_routed_experts:
-        names, write_logprobs = TokenNames(model.tokenizer), chat_logprobs if body.logprobs else None
-        extras = OutputExtras(names=names, shown=ready.rules.shown, write_logprobs=write_logprobs)
+    if body.logprobs or body.return_routed_experts or body.return_token_ids:
+        extras = OutputExtras(
+            names=TokenNames(model.tokenizer),
+            shown=ready.rules.shown,
+            write_logprobs=chat_logprobs if body.logprobs else None,
+            token_ids=bool(body.return_token_ids),
+        )
     response_id = new_response_id("chatcmpl")
     choices = Choices(
         gateway,
@@ -230,5 +256,5 @@ def _choices(choices: Choices, complete: list[CompleteChoice]) -> list[dict[str,
             },
             score,
         )
-        for i, (text, tokens, score, events) in enumerate(complete)
+        for i, (text, tokens, _, score, events) in enumerate(complete)
     ]

@@ -1,4 +1,4 @@
-"""What a response adds to a choice's text: the echoed prompt and log-probabilities."""
+"""What a response adds to a choice's text: the echoed prompt, log-probabilities and token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ class OutputExtras:
     `shown` has the text of special tokens that are part of the output text. `write_logprobs` writes
     log-probabilities, None if they were not requested. `prompts` are the prompts' texts if they are to be
     echoed before the output. With `only_prompts` nothing else is shown: the one token that was generated is
-    left out.
+    left out. With `token_ids` those of the prompt and of the output are returned.
     """
 
     names: TokenNames
@@ -28,6 +28,7 @@ class OutputExtras:
     write_logprobs: LogprobsWriter | None = None
     prompts: Sequence[str] | None = None
     only_prompts: bool = False
+    token_ids: bool = False
 
     def logprobs(self, tokens: Sequence[PlacedToken]) -> Logprobs | None:
         """The log-probabilities of these tokens in the response's form, if they were requested."""

@@ -91,6 +91,7 @@ class CompleteChoice(NamedTuple):
 
     text: str
     tokens: list[PlacedToken]
+    token_ids: Sequence[int] = ()
     score: float | None = None  # of a beam search
     events: Sequence[ReplyEvent] = ()
 
@@ -153,6 +154,7 @@ class Choices:
                 for prompt in prompts
                 for _ in range(self._n_each)
             ]
+        self._prompts = prompts
         self._gateway = gateway
         self._facts = facts
         choices = [(prompt, choice_rules) for prompt in prompts for choice_rules in rules_each]
@@ -223,6 +225,15 @@ class Choices:
         """Log-probabilities of a choice's tokens in its route's form; None if they were not requested."""
         return None if self.extras is None else self.extras.logprobs(tokens)
 
+    @property
+    def tells_token_ids(self) -> bool:
+        """Whether the client asked for token ids."""
+        return self.extras is not None and self.extras.token_ids
+
+    def prompt_ids(self, index: int) -> Sequence[int]:
+        """The tokens of the prompt of choice `index`."""
+        return self._prompts[index // self._n_each].token_ids
+
     def routed_experts(self, index: int) -> EncodedIds | None:
         """Those of the tokens of choice `index`, which must be complete; None if they were not requested."""
         ids = self._requests[index].routed_experts if self._tells_experts else None
@@ -256,18 +267,19 @@ class Choices:
             shown, tokens = await self.take(index, piece)
             self.tally.take(index, shown)
             events = await self.events(index, piece)
-            choices.append(CompleteChoice(shown.text, tokens, piece.score, events))
+            choices.append(CompleteChoice(shown.text, tokens, shown.token_ids, piece.score, events))
         return choices
 
     async def _complete(self, index: int, request: LiveRequest) -> CompleteChoice:
         """Wait for one choice. The others run on meanwhile, and their output is kept for them."""
-        text, tokens, score = list[str](), list[PlacedToken](), None
+        text, tokens, token_ids, score = list[str](), list[PlacedToken](), list[int](), None
         events = list[ReplyEvent]()
         async for piece in request:
             score = piece.score
             shown, shown_tokens = await self.take(index, piece)
             tokens += shown_tokens
+            token_ids += shown.token_ids
             self.tally.take(index, shown)
             text.append(shown.text)
             events += await self.events(index, piece)
-        return CompleteChoice("".join(text), tokens, score, events)
+        return CompleteChoice("".join(text), tokens, token_ids, score, events)

@@ -23,18 +23,45 @@ TOOL_CALLS = "tool_calls"  # the finish reason of a reply with calls
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """The JSON around a choice's text in a chunk: `before` (`first` in the first chunk) and `after`."""
+    """The JSON around a choice's text in a chunk: `before` (`first` in the first chunk) and `after`.
+
+    `prompt_ids_by_choice` says where a prompt's token ids are returned: in each choice, or once beside them.
+    """
 
     object: str
     first: str
     before: str
     after: str
+    prompt_ids_by_choice: bool
 
 
-TEXT_CHUNK = ChunkShape("text_completion", '"text":', '"text":', "")
+TEXT_CHUNK = ChunkShape("text_completion", '"text":', '"text":', "", prompt_ids_by_choice=True)
 CHAT_CHUNK = ChunkShape(
-    "chat.completion.chunk", '"delta":{"role":"assistant","content":', '"delta":{"content":', "}"
+    "chat.completion.chunk",
+    '"delta":{"role":"assistant","content":',
+    '"delta":{"content":',
+    "}",
+    prompt_ids_by_choice=False,
 )
+
+
+class PieceExtras(NamedTuple):
+    """What the chunks of a piece have besides its text, as JSON: log-probabilities, the tokens' ids, those of
+    the prompt with a choice's first piece, and routed experts with its last.
+    """
+
+    logprobs: str | None = None
+    token_ids: str | None = None
+    prompt_ids: str | None = None
+    routed: str | None = None
+
+    @property
+    def need_chunk(self) -> bool:
+        """Whether a piece without text has a chunk for these."""
+        return self.logprobs is not None or self.token_ids is not None
+
+
+NO_EXTRAS = PieceExtras()
 
 
 class ChoiceEnd(NamedTuple):
@@ -72,26 +99,23 @@ class ChunkWriter:
         self._logprobs = f'{shape.after},"logprobs":'
         self._after = {reason: f"{self._logprobs}null{end}" for reason, end in self._reason.items()}
         self._versions = versions
+        self._prompt_ids_by_choice = shape.prompt_ids_by_choice
         self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
 
     def chunk(
-        self,
-        index: int,
-        piece: Piece,
-        usage: Usage | None = None,
-        logprobs: str | None = None,
-        routed: str | None = None,
+        self, index: int, piece: Piece, usage: Usage | None = None, extras: PieceExtras = NO_EXTRAS
     ) -> bytes:
-        """The chunk for a piece of choice `index`. `logprobs` and `routed`, of the last one, are JSON."""
+        """The chunk for a piece of choice `index`."""
         before = self._before[index]
         self._before[index] = self._before_later[index]
-        after = self._after[piece.finish_reason]
-        if logprobs is not None:
-            after = f"{self._logprobs}{logprobs}{self._reason[piece.finish_reason]}"
-        if self._versions and piece.finish_reason is not None:
-            after = f'{after.removesuffix("}]")},"weights_version":{piece.weights_version}}}]'
-        if routed is not None:
-            after = f'{after.removesuffix("}]")},"routed_experts":{routed}}}]'
+        if extras is NO_EXTRAS and (piece.finish_reason is None or not self._versions):
+            after = self._after[piece.finish_reason]
+        else:
+            fields = self._first_fields(extras)
+            if piece.finish_reason is not None:
+                fields += self._last_fields(piece.weights_version, extras)
+            end = self._reason[piece.finish_reason].removesuffix("}]")
+            after = f"{self._logprobs}{extras.logprobs or 'null'}{end}{fields}}}]{self._beside(extras)}"
         end = self._no_usage if usage is None else _usage_end(usage)
         return f"{before}{as_json(piece.text)}{after}{end}".encode("ascii")
 
@@ -101,29 +125,47 @@ class ChunkWriter:
         deltas: Sequence[Mapping[str, object]],
         end: ChoiceEnd | None,
         usage: Usage | None = None,
-        logprobs: str | None = None,
-        routed: str | None = None,
+        extras: PieceExtras = NO_EXTRAS,
     ) -> bytes:
         """A chunk for each of a chat choice's deltas, the first with its role and the first of these with
-        `logprobs`, and one for its `end`, with `routed`.
+        `extras`, and one for its `end`, with the routed experts.
         """
-        shown = [*deltas] if deltas or logprobs is None else [{}]
+        shown = [*deltas] if deltas or not extras.need_chunk else [{}]
         if shown and not self._n_deltas[index]:
             shown[0] = {"role": "assistant", "content": None, **shown[0]}
         self._n_deltas[index] += len(shown)
         usage_end = self._no_usage if usage is None else _usage_end(usage)
         chunks = list[str]()
+        now = extras
         for delta in shown:
-            chunks.append(self._delta(index, delta, logprobs, f"{self._reason[None]}{usage_end}"))
-            logprobs = None
+            after = f"{self._reason[None].removesuffix('}]')}{self._first_fields(now)}}}]{self._beside(now)}"
+            chunks.append(self._delta(index, delta, now.logprobs, f"{after}{usage_end}"))
+            now = NO_EXTRAS
         if end is not None:
-            after = self._reason[end.reason]
-            if self._versions:
-                after = f'{after.removesuffix("}]")},"weights_version":{end.weights_version}}}]'
-            if routed is not None:
-                after = f'{after.removesuffix("}]")},"routed_experts":{routed}}}]'
+            fields = self._last_fields(end.weights_version, extras)
+            after = f"{self._reason[end.reason].removesuffix('}]')}{fields}}}]"
             chunks.append(self._delta(index, {}, None, f"{after}{usage_end}"))
         return "".join(chunks).encode("ascii")
+
+    def _first_fields(self, extras: PieceExtras) -> str:
+        """The fields of the choice that come with the first chunk of a piece."""
+        fields = ""
+        if extras.prompt_ids is not None and self._prompt_ids_by_choice:
+            fields = f',"prompt_token_ids":{extras.prompt_ids}'
+        if extras.token_ids is not None:
+            fields += f',"token_ids":{extras.token_ids}'
+        return fields
+
+    def _last_fields(self, weights_version: int | None, extras: PieceExtras) -> str:
+        """The fields of the choice that come with its last chunk."""
+        fields = f',"weights_version":{weights_version}' if self._versions else ""
+        return fields if extras.routed is None else f'{fields},"routed_experts":{extras.routed}'
+
+    def _beside(self, extras: PieceExtras) -> str:
+        """The fields beside the choices."""
+        if extras.prompt_ids is None or self._prompt_ids_by_choice:
+            return ""
+        return f',"prompt_token_ids":{extras.prompt_ids}'
 
     def _delta(self, index: int, delta: Mapping[str, object], logprobs: str | None, end: str) -> str:
         return f'{self._starts[index]}{as_json(delta)},"logprobs":{logprobs or "null"}{end}'

@@ -74,7 +74,7 @@ class CompletionRequest(GenerationRequest):
         ),
     ] = None
 
-    suffix: Annotated[str | None, NotBuilt()] = None
+    suffix: Annotated[str | None, NotBuilt(why="the output would not lead up to it")] = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -119,6 +119,10 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason
     weights_version: Annotated[
         int | None, Field(description="of the weights that computed it, if the operator may replace them")
+    ] = None
+    prompt_token_ids: Annotated[list[int] | None, Field(description="with return_token_ids")] = None
+    token_ids: Annotated[
+        list[int] | None, Field(description="with return_token_ids: the output's tokens")
     ] = None
     score: Annotated[float | None, Field(description="of an output of use_beam_search")] = None
     routed_experts: Annotated[
@@ -183,12 +187,13 @@ async def create_completion(
         rules = await gateway.compiler.rules(model, sampling)
         checked, prompt_texts = await run_for_request(n_bytes, check_prompts)
     extras = None
-    if body.echo or body.logprobs is not None or body.return_routed_experts:
+    if body.echo or body.logprobs is not None or body.return_routed_experts or body.return_token_ids:
         extras = OutputExtras(
             names=TokenNames(model.tokenizer),
             write_logprobs=None if body.logprobs is None else completion_logprobs,
             prompts=prompt_texts,
             only_prompts=body.only_prompt,
+            token_ids=bool(body.return_token_ids),
         )
     response_id = new_response_id("cmpl")
     choices = Choices(
@@ -217,5 +222,5 @@ def _choices(choices: Choices, complete: list[CompleteChoice]) -> list[dict[str,
             },
             score,
         )
-        for i, (text, tokens, score, _) in enumerate(complete)
+        for i, (text, tokens, _, score, _) in enumerate(complete)
     ]

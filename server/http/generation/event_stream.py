@@ -16,10 +16,11 @@ from server.http.fields.generation import StreamOptions
 from server.http.fields.token_places import n_characters
 from server.http.generation.chat_reply import deltas_of
 from server.http.generation.choices import Choices
-from server.http.generation.chunks import DONE, ChoiceEnd, ChunkWriter, error_event
+from server.http.generation.chunks import DONE, NO_EXTRAS, ChoiceEnd, ChunkWriter, PieceExtras, error_event
 
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # keep proxies from buffering events
 
+_DIGITS = 6  # roughly, of a token id with its comma
 _Write = Callable[[bytes], Awaitable[None]]
 
 
@@ -45,6 +46,7 @@ class EventStream(Response):
         self._final_usage = bool(options.include_usage)
         self._running_usage = bool(options.continuous_usage_stats)
         self._has_text = has_text
+        self._begun = set[int]()  # choices that have sent the ids of their prompt
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(events: bytes) -> None:
@@ -102,24 +104,17 @@ class EventStream(Response):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _chunk(
-        self, index: int, piece: Piece, logprobs: str | None = None, routed: str | None = None
-    ) -> bytes:
+    def _chunk(self, index: int, piece: Piece, extras: PieceExtras = NO_EXTRAS) -> bytes:
         """The chunk for a piece; empty if there is nothing to show yet, as in the middle of a character."""
         tally = self._choices.tally
         tally.take(index, piece)
-        if not piece.text and piece.finish_reason is None and self._has_text and logprobs is None:
+        if not piece.text and piece.finish_reason is None and self._has_text and not extras.need_chunk:
             return b""
         usage = tally.usage() if self._running_usage else None
-        return self._chunks.chunk(index, piece, usage, logprobs, routed)
+        return self._chunks.chunk(index, piece, usage, extras)
 
     def _reply_chunks(
-        self,
-        index: int,
-        piece: Piece,
-        events: Sequence[ReplyEvent],
-        logprobs: str | None,
-        routed: str | None,
+        self, index: int, piece: Piece, events: Sequence[ReplyEvent], extras: PieceExtras
     ) -> bytes:
         """The chunks for a piece of a chat whose replies are more than text."""
         tally = self._choices.tally
@@ -129,24 +124,31 @@ class EventStream(Response):
         if piece.finish_reason is not None:
             end = ChoiceEnd(tally.finish_reason(index), piece.weights_version)
         usage = tally.usage() if self._running_usage else None
-        return self._chunks.deltas(index, deltas, end, usage, logprobs, routed)
+        return self._chunks.deltas(index, deltas, end, usage, extras)
 
     async def _rich_chunk(self, index: int, piece: Piece) -> bytes:
-        """Like `_chunk`, with the echoed prompt, log-probabilities and experts, or a chat's reasoning and
-        calls.
+        """Like `_chunk`, with the echoed prompt, log-probabilities, token ids and experts, or a chat's
+        reasoning and calls.
         """
         events = await self._choices.events(index, piece)
         piece, tokens = await self._choices.take(index, piece)
-        logprobs = None
+        logprobs = routed = token_ids = prompt_ids = None
         if tokens:
             n = n_characters(tokens)
             logprobs = await run_for_response(n, lambda: as_json(self._choices.logprobs(tokens), n))
-        routed = None
         if piece.finish_reason is not None and (n := self._choices.routed_size(index)):
             routed = await run_for_response(n, lambda: as_json(self._choices.routed_experts(index), n))
+        if self._choices.tells_token_ids:
+            token_ids = as_json(piece.token_ids)
+            if index not in self._begun:
+                self._begun.add(index)
+                ids = [*self._choices.prompt_ids(index)]
+                n = _DIGITS * len(ids)
+                prompt_ids = await run_for_response(n, lambda: as_json(ids, n))
+        extras = PieceExtras(logprobs, token_ids, prompt_ids, routed)
         if self._choices.tally.readers:
-            return self._reply_chunks(index, piece, events, logprobs, routed)
-        return self._chunk(index, piece, logprobs, routed)
+            return self._reply_chunks(index, piece, events, extras)
+        return self._chunk(index, piece, extras)
 
     def _end(self) -> bytes:
         if not self._final_usage:

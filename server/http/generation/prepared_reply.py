@@ -6,10 +6,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from orca_jax.errors import NotSupported
+from orca_jax.request.chat.conversation import reads_effort
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.prepared_params import OutputRules
+from server.gateway.chat_template import template_for
 from server.gateway.gateway import Gateway
 from server.gateway.reply.offered_tools import ToolWish
 from server.gateway.reply.reply_plan import ReplyPlan, plan_reply, reply_rules
@@ -17,6 +19,7 @@ from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_request
 from server.http.fields.conversation import ConversationFields
 from server.http.fields.generation import renamed_fields
+from server.http.fields.unused import Unused
 from server.http.generation.answer import check
 from server.http.generation.conversation import text_of
 
@@ -27,7 +30,8 @@ class ReplyRequest:
 
     The functions may raise a subclass of InvalidRequest; their cost may grow with the request. `sampling`
     takes how many tokens the reply may have at most, 0 or less if the prompt leaves no room; `wish` takes the
-    conversation's tools. Without `use_tools` the prompt has none. `effort` is that of the model's reasoning.
+    conversation's tools. Without `use_tools` the prompt has none. `effort` is that of the model's reasoning,
+    which `unused` names if the chat template does not read it.
     `names` are the client's names of fields, see `renamed_fields`.
     """
 
@@ -35,6 +39,7 @@ class ReplyRequest:
     sampling: Callable[[int], SamplingParams]
     scheduling: SchedulingParams
     wish: Callable[[Sequence[dict[str, Any]]], ToolWish]
+    unused: Unused
     use_tools: bool = True
     effort: str | None = None
     names: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -54,6 +59,8 @@ def prompt_of(
     *,
     use_tools: bool = True,
     effort: str | None = None,
+    names: Mapping[str, str],
+    unused: Unused,
 ) -> tuple[str, list[int]]:
     """The conversation's text and tokens. Call it in `run_for_request`: its cost grows with the messages.
 
@@ -62,6 +69,12 @@ def prompt_of(
     if model.has_encoder:
         message = "this model reads a prompt with its encoder and knows no conversations; use /v1/completions"
         raise NotSupported(message, param="messages")
+    has_tools = use_tools and bool(conversation.tools)
+    template = template_for(model, conversation.chat_template, has_tools=has_tools)
+    if effort is not None and not reads_effort(template, effort):
+        field = names.get("reasoning_effort", "reasoning_effort")
+        unused.note(field, f"it is {effort[:80]!r}, and the model's chat template does not read it")
+        effort = None
     text = text_of(model, conversation, use_tools=use_tools, reasoning_effort=effort)
     # The chat template writes the special tokens, so by default the tokenizer does not add any.
     special = bool(conversation.add_special_tokens)
@@ -81,7 +94,14 @@ async def prepared(
         asked.sampling(service.most_output(1))  # reject invalid parameters before the expensive work
         conversation = asked.conversation()
         wish = asked.wish(conversation.tools or ())
-        text, prompt = prompt_of(model, conversation, use_tools=asked.use_tools, effort=asked.effort)
+        text, prompt = prompt_of(
+            model,
+            conversation,
+            use_tools=asked.use_tools,
+            effort=asked.effort,
+            names=asked.names,
+            unused=asked.unused,
+        )
         sampling = asked.sampling(service.most_output(len(prompt)))
         return sampling, prompt, plan_reply(model, text, sampling, wish)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from server.gateway.gateway import Gateway
+from server.http.fields.unused import Unused
 from server.settings.endpoint_options import EndpointOptions
 
 
@@ -26,6 +27,10 @@ async def _facts(request: Request) -> dict[str, Any]:
     return request.scope["state"]["facts"]
 
 
+async def _unused(request: Request) -> Unused:
+    return request.scope["state"]["unused"]
+
+
 async def _owner(request: Request) -> str:
     return request.scope["state"]["owner"]
 
@@ -38,4 +43,5 @@ GatewayOf = Annotated[Gateway, Depends(_gateway)]
 OptionsOf = Annotated[EndpointOptions, Depends(_options)]
 OwnerOf = Annotated[str, Depends(_owner)]  # the API key or address whose share of the queue the request uses
 TenantOf = Annotated[str, Depends(_tenant)]  # the API key, "" without keys; tenants share no keys and values
+UnusedOf = Annotated[Unused, Depends(_unused)]  # of a route with a JSON body: fields that are not used
 FactsOf = Annotated[dict[str, Any], Depends(_facts)]  # for the access log; never prompts or output text

@@ -1,58 +1,54 @@
 """The messages of Anthropic's protocol and the blocks of their content, as clients may send them."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, WrapValidator
+from pydantic import Discriminator, Field, Tag, WrapValidator
 
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.strict import FirstFault, Strict
 
-
-class CacheControl(Strict):
-    """`cache_control`: has no effect, because all prompts that begin alike share keys and values anyway."""
-
-    type: Literal["ephemeral"]
-    ttl: Annotated[str | None, NotBuilt("5m")] = None
+_PLACE = "blocks of messages"
 
 
 class TextBlock(Strict):
     """A text."""
 
+    place: ClassVar = _PLACE
+
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = None
-
-    citations: Annotated[list[Any] | None, NotBuilt([])] = None
 
 
 class ThinkingBlock(Strict):
     """Reasoning of an earlier reply."""
 
+    place: ClassVar = _PLACE
+
     type: Literal["thinking"]
     thinking: str
-    signature: Annotated[str | None, Field(description="has no effect")] = None
 
 
 class ToolUseBlock(Strict):
     """A call that the model made."""
 
+    place: ClassVar = _PLACE
+
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
-
-    caller: Annotated[dict[str, Any] | None, NotBuilt({"type": "direct"})] = None
-    toolset_name: Annotated[str | None, NotBuilt()] = None
 
 
 class OtherBlock(Strict):
-    """A block of a feature that is not built, such as an image."""
+    """A block that is left out, or one of a feature that is not built, such as an image."""
 
-    model_config = ConfigDict(extra="allow")
+    types: ClassVar = "types of blocks of messages"
 
-    type: Annotated[str, NotBuilt(instead="send text, thinking, tool_use or tool_result")]
+    type: Annotated[
+        str,
+        NotBuilt(why="the model would not read it", instead="send text, thinking, tool_use or tool_result"),
+    ]
 
 
 def _tag_of(*known: str) -> Callable[[Any], str]:
@@ -81,15 +77,14 @@ Texts = Annotated[
 class ToolResultBlock(Strict):
     """What the client's tool returned."""
 
+    place: ClassVar = _PLACE
+
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1)]
     content: Texts | None = None
     is_error: Annotated[
         bool | None, Field(description='the tool failed: the model reads "Error: " before the content')
     ] = None
-    cache_control: CacheControl | None = None
-
-    toolset_name: Annotated[str | None, NotBuilt()] = None
 
 
 Block = Annotated[
@@ -111,6 +106,11 @@ class InputMessage(Strict):
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
+
+    clear_at: Annotated[str | None, NotBuilt("never", why="the model would read the message longer")] = None
+    output_config: Annotated[
+        dict[str, Any] | None, NotBuilt({}, why="the turn would have the request's effort")
+    ] = None
 
 
 def texts_of(content: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from orca_jax.errors import InvalidRequest, NotSupported
+from orca_jax.errors import InvalidRequest
 from server.gateway.served_model import ServedModel
 from server.http.fields.conversation import (
     CalledFunction,
@@ -11,6 +11,7 @@ from server.http.fields.conversation import (
     ConversationFields,
     ToolCall,
 )
+from server.http.fields.unused import Unused
 from server.http.messages.blocks import (
     InputMessage,
     TextBlock,
@@ -25,14 +26,19 @@ from server.http.messages.fields import PromptFields, Thinking, Tool
 _SWITCHES = ("enable_thinking", "thinking")
 
 
-def conversation_of(body: PromptFields, model: ServedModel) -> ConversationFields:
-    """The conversation. Raises InvalidRequest, which names the field, and NotSupported."""
+def conversation_of(body: PromptFields, model: ServedModel, unused: Unused) -> ConversationFields:
+    """The conversation; `unused` names `thinking` where the model has no choice.
+
+    Raises InvalidRequest, which names the field, and NotSupported.
+    """
     messages = list[ChatMessage]()
     if body.system is not None:
         messages.append(_message("system", texts_of(body.system)))
     called = set[str]()
     for index, message in enumerate(body.messages):
         _add(messages, message, f"messages.{index}", called)
+    if not messages:
+        raise InvalidRequest("messages has nothing that the model reads; add a text", param="messages")
     if messages[-1].tool_calls:
         text = "the last message has a tool_use; add a user's message with its tool_result"
         raise InvalidRequest(text, param=f"messages.{len(body.messages) - 1}")
@@ -42,11 +48,13 @@ def conversation_of(body: PromptFields, model: ServedModel) -> ConversationField
         messages=messages,
         tools=tools or None,
         continue_final_message=messages[-1].role == "assistant" or None,
-        chat_template_kwargs=_variables(body.thinking, model, has_tools=has_tools),
+        chat_template_kwargs=_variables(body.thinking, model, unused, has_tools=has_tools),
     )
 
 
-def _variables(thinking: Thinking | None, model: ServedModel, *, has_tools: bool) -> dict[str, Any] | None:
+def _variables(
+    thinking: Thinking | None, model: ServedModel, unused: Unused, *, has_tools: bool
+) -> dict[str, Any] | None:
     templates = model.chat_template
     if thinking is None or templates is None:  # without one every conversation is refused
         return None
@@ -55,8 +63,7 @@ def _variables(thinking: Thinking | None, model: ServedModel, *, has_tools: bool
     wanted = thinking.type != "disabled"
     if switch is None:
         if wanted and model.reasoning_format is None:  # with one it always reasons
-            message = f"thinking is {thinking.type!r}, but the chat template of {model.name} has no choice; "
-            raise NotSupported(f"{message}leave it out", param="thinking")
+            unused.note("thinking", f"it is {thinking.type!r}, and the model's chat template has no choice")
         return None
     return {switch: wanted}
 
@@ -90,7 +97,7 @@ def _add(messages: list[ChatMessage], message: InputMessage, path: str, called: 
                     raise InvalidRequest(f"{text}has no tool_use of that id", param=f"{where}.tool_use_id")
                 messages.append(_result(block))
             case _:
-                raise AssertionError("such blocks are refused before")
+                pass  # a block that is left out: others are refused before
     if message.role == "assistant":
         called.clear()
         called.update(call.id or "" for call in calls)

@@ -1,21 +1,23 @@
 """The fields of POST /v1/messages and /v1/messages/count_tokens."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from orca_jax.errors import InvalidRequest
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import SamplingParams, with_defaults
+from server.errors import UnknownThread
 from server.gateway.reply.offered_tools import ToolWish
 from server.http.fields.generation import SchedulingFields, SharedSamplingFields, renamed_tool_fields
 from server.http.fields.generation import Texts as StopTexts
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.strict import FirstFault, Strict
-from server.http.fields.tools import NamedFunction, check_tools, tool_wish
+from server.http.fields.tools import NamedFunction, check_left_out, check_tools, tool_wish
 from server.http.fields.tools import ToolChoice as ChatToolChoice
-from server.http.messages.blocks import CacheControl, InputMessage, Texts
+from server.http.fields.unused import Unused
+from server.http.messages.blocks import InputMessage, Texts
 
 LEAST_BUDGET = 1024
 
@@ -23,17 +25,18 @@ LEAST_BUDGET = 1024
 class Tool(Strict):
     """A tool that the model may use."""
 
+    place: ClassVar = "tools of messages"
+
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     input_schema: dict[str, Any]
     strict: Annotated[bool | None, Field(description="whether the input must follow its schema")] = None
-    cache_control: CacheControl | None = None
 
-    defer_loading: Annotated[bool | None, NotBuilt(False)] = None
-    allowed_callers: Annotated[list[str] | None, NotBuilt(["direct"])] = None
-    eager_input_streaming: Annotated[bool | None, NotBuilt(False)] = None
-    input_examples: Annotated[list[Any] | None, NotBuilt([])] = None
+    allowed_callers: Annotated[
+        list[str] | None, NotBuilt(["direct"], why="the model would call it directly")
+    ] = None
+    input_examples: Annotated[list[Any] | None, NotBuilt([], why="the model would not see them")] = None
 
     def for_chat(self) -> dict[str, Any]:
         """As the chat template sees it."""
@@ -46,11 +49,11 @@ class Tool(Strict):
 
 
 class ServerTool(Strict):
-    """A tool that Anthropic runs itself."""
+    """A tool that Anthropic runs itself, or whose schema its models know."""
 
-    model_config = ConfigDict(extra="allow")
+    types: ClassVar = "types of tools of messages"
 
-    type: Annotated[str, NotBuilt("custom")]
+    type: Annotated[str, NotBuilt("custom", why="the model would not know the tool")]
 
 
 def _tool_kind(tool: Any) -> str:
@@ -76,13 +79,13 @@ class ToolChoice(Strict):
 class Thinking(Strict):
     """`thinking`: whether the model reasons before it replies, where the chat template has a choice."""
 
+    place: ClassVar = "thinking"
+
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[
         int | None,
         Field(description="with enabled, a target below max_tokens; only max_tokens ends the reasoning"),
     ] = None
-
-    display: Annotated[str | None, NotBuilt()] = None
 
 
 class OutputFormat(Strict):
@@ -95,9 +98,11 @@ class OutputFormat(Strict):
 class OutputConfig(Strict):
     """`output_config`."""
 
+    place: ClassVar = "output_config"
+
     format: OutputFormat | None = None
     effort: Annotated[
-        str | None, Field(description="a variable of the chat template; refused if it does not have it")
+        str | None, Field(description="a variable of the chat template; not used if it does not read it")
     ] = None
 
 
@@ -107,8 +112,21 @@ class Metadata(Strict):
     user_id: Annotated[str | None, Field(description="written to the access log")] = None
 
 
+class Thread(Strict):
+    """`thread`: a conversation that the server would hold, so that the client sends only what is new.
+
+    None is held: the first request of a thread is answered, and one that goes on from it gets a 404, after
+    which Anthropic's clients send the whole conversation.
+    """
+
+    type: Literal["create", "continue"]
+    previous_message_id: Annotated[str | None, Field(description="with continue")] = None
+
+
 class PromptFields(Strict):
     """What makes the prompt."""
+
+    place: ClassVar = "/v1/messages"
 
     model: Annotated[str | None, Field(description="default: the served model")] = None
     messages: Annotated[Annotated[list[InputMessage], FirstFault()], Field(min_length=1)]
@@ -117,13 +135,24 @@ class PromptFields(Strict):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
 
-    context_management: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    mcp_servers: Annotated[list[Any] | None, NotBuilt([])] = None
-    speed: Annotated[str | None, NotBuilt("standard")] = None
-    user_profile_id: Annotated[str | None, NotBuilt()] = None
-    workspace_id: Annotated[str | None, NotBuilt()] = None
+    compaction: Annotated[dict[str, Any] | None, NotBuilt(why="nothing is summarised")] = None
+    mcp_servers: Annotated[list[Any] | None, NotBuilt([], why="their tools would be missing")] = None
+    thread: Thread | None = None
+
+    def take(self, unused: Unused) -> None:
+        """Check the fields. Raises a subclass of InvalidRequest, and UnknownThread."""
+        super().take(unused)
+        if self.thread is not None:
+            if self.thread.type == "continue":
+                message = "no conversation is held under thread.previous_message_id; send all of its messages"
+                raise UnknownThread(message)
+            unused.note("thread", "conversations are not held; send all messages each time")
+        check_left_out(self.tools, ServerTool, forced=self._must_call)
+
+    @property
+    def _must_call(self) -> bool:
+        return self.tool_choice is not None and self.tool_choice.type == "any"
 
     @property
     def client_names(self) -> dict[str, str]:
@@ -177,10 +206,9 @@ class MessageRequest(PromptFields, SharedSamplingFields, SchedulingFields):
     stream: Annotated[bool | None, Field(description="respond with server-sent events")] = None
     metadata: Metadata | None = None
 
-    container: Annotated[str | dict[str, Any] | None, NotBuilt()] = None
-    diagnostics: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    inference_geo: Annotated[str | None, NotBuilt()] = None
-    service_tier: Annotated[str | None, NotBuilt("auto", "standard_only")] = None
+    container: Annotated[
+        str | dict[str, Any] | None, NotBuilt(why="its files and skills would be missing")
+    ] = None
 
     @property
     def client_names(self) -> dict[str, str]:

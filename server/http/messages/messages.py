@@ -18,7 +18,7 @@ from server.http.generation.answer import accept, new_id
 from server.http.generation.choices import Choices
 from server.http.generation.prepared_reply import ReplyRequest, prepared, prompt_of
 from server.http.generation.reply_stream import Reply, ReplyStream
-from server.http.generation.state import FactsOf, GatewayOf, OwnerOf, TenantOf
+from server.http.generation.state import FactsOf, GatewayOf, OwnerOf, TenantOf, UnusedOf
 from server.http.messages.conversation import conversation_of
 from server.http.messages.fields import CountTokensRequest, MessageRequest
 from server.http.messages.writer import MessageWriter
@@ -71,18 +71,20 @@ async def create_message(
     owner: OwnerOf,
     tenant: TenantOf,
     facts: FactsOf,
+    unused: UnusedOf,
 ) -> Response:
     """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
     body.check()
     model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
     asked = ReplyRequest(
-        conversation=lambda: conversation_of(body, model),
+        conversation=lambda: conversation_of(body, model, unused),
         sampling=lambda longest: body.sampling(model.defaults, longest=longest),
         scheduling=body.scheduling,
         wish=body.wish,
         use_tools=body.uses_tools,
         effort=body.effort,
         names=body.client_names,
+        unused=unused,
     )
     n_bytes = len(await request.body())
     ready = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
@@ -108,16 +110,25 @@ async def create_message(
 
 
 @router.post(f"{MESSAGES}/count_tokens", responses=error_responses(404, 429, 503, form=MessagesErrorBody))
-async def count_tokens(body: CountTokensRequest, request: Request, gateway: GatewayOf) -> TokenCount:
+async def count_tokens(
+    body: CountTokensRequest, request: Request, gateway: GatewayOf, unused: UnusedOf
+) -> TokenCount:
     """The number of tokens that a message's prompt has."""
     body.check()
     model = gateway.model(body.model)
 
     def count() -> int:
         with renamed_fields(**body.client_names):
-            conversation = conversation_of(body, model)
+            conversation = conversation_of(body, model, unused)
             body.wish(conversation.tools or ())  # it names the tools' fields
-            _, prompt = prompt_of(model, conversation, use_tools=body.uses_tools, effort=body.effort)
+            _, prompt = prompt_of(
+                model,
+                conversation,
+                use_tools=body.uses_tools,
+                effort=body.effort,
+                names=body.client_names,
+                unused=unused,
+            )
         return len(prompt)
 
     return TokenCount(input_tokens=await run_for_request(len(await request.body()), count))

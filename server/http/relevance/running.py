@@ -19,7 +19,7 @@ class RelevanceRequest(SchedulingFields):
 
     model: Annotated[str | None, Field(description="default: the served model")] = None
     user: Annotated[str | None, Field(description="written to the access log")] = None
-    truncate_prompt_tokens: Annotated[int | None, NotBuilt()] = None
+    truncate_prompt_tokens: Annotated[int | None, NotBuilt(why="the prompt would be whole")] = None
 
 
 class PromptUsage(BaseModel):

@@ -6,6 +6,7 @@ from typing import Any
 from orca_jax.errors import InvalidRequest
 from server.http.fields.conversation import CalledFunction, ChatMessage, ContentPart, ToolCall
 from server.http.responses.items import Item
+from server.http.responses.tools import CUSTOM_INPUT, joined_name
 
 
 def messages_of(instructions: str | None, items: Sequence[Item], n_earlier: int) -> list[ChatMessage]:
@@ -34,7 +35,7 @@ def messages_of(instructions: str | None, items: Sequence[Item], n_earlier: int)
                 texts = [part["text"] for part in item["content"]]
                 last = _open_turn(messages, new=True)
                 last.reasoning_content = "".join(texts) or None
-            case "function_call":
+            case "function_call" | "custom_tool_call":
                 calls.add(item["call_id"])
                 last = _open_turn(messages)
                 last.tool_calls = [*(last.tool_calls or ()), _call(item)]
@@ -67,5 +68,7 @@ def _content(item: Item) -> Any:
 
 
 def _call(item: Item) -> ToolCall:
-    function = CalledFunction(name=item["name"], arguments=item["arguments"])
+    custom = item["type"] == "custom_tool_call"
+    arguments = {CUSTOM_INPUT: item["input"]} if custom else item["arguments"]
+    function = CalledFunction(name=joined_name(item.get("namespace"), item["name"]), arguments=arguments)
     return ToolCall(id=item["call_id"], function=function)

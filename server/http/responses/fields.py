@@ -1,21 +1,34 @@
 """The fields of POST /v1/responses."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Field
 
 from orca_jax.errors import InvalidRequest
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, with_defaults
 from server.gateway.reply.offered_tools import ToolWish
 from server.http.fields.generation import SchedulingFields, SharedSamplingFields, ranged, renamed_tool_fields
+from server.http.fields.hints import HINTS
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.strict import FirstFault, Strict
-from server.http.fields.tools import AllowedTools, NamedFunction, ToolChoice, check_tools, tool_wish
+from server.http.fields.tools import (
+    AllowedTools,
+    NamedFunction,
+    ToolChoice,
+    check_left_out,
+    check_tools,
+    tool_wish,
+)
+from server.http.fields.unused import Unused
 from server.http.responses.items import Input
+from server.http.responses.tools import HostedTool, OfferedTools, ResponseTool, joined_name
 
 LOGPROBS = "message.output_text.logprobs"
+_GRAMMAR = HINTS["custom tools"]["format"]
+_INCLUDES = HINTS["include"]
 MAX_METADATA = 16
 MAX_KEY, MAX_VALUE = 64, 512  # characters in metadata
 
@@ -51,59 +64,22 @@ class TextFormat(Strict):
 class TextConfig(Strict):
     """`text`."""
 
+    place: ClassVar = "text"
+
     format: Annotated[TextFormat | None, Field(description="default: any text")] = None
-    verbosity: Annotated[str | None, NotBuilt("medium")] = None
-
-
-class FunctionTool(Strict):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, Field(description="the JSON schema of its arguments")] = None
-    strict: Annotated[bool | None, Field(description="whether arguments must follow their schema")] = None
-
-    defer_loading: Annotated[bool | None, NotBuilt(False)] = None
-    allowed_callers: Annotated[list[str] | None, NotBuilt(["direct"])] = None
-    output_schema: Annotated[dict[str, Any] | None, NotBuilt()] = None
-
-    def for_chat(self) -> dict[str, Any]:
-        """As the chat template sees it."""
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-            "strict": self.strict,
-        }
-        given = {name: value for name, value in function.items() if value is not None}
-        return {"type": "function", "function": given}
-
-
-class HostedTool(Strict):
-    """A tool that OpenAI runs itself."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Annotated[str, NotBuilt("function")]
-
-
-def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "function" if kind == "function" else "hosted"
-
-
-ResponseTool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[HostedTool, Tag("hosted")],
-    Discriminator(_tool_kind),
-]
 
 
 class NamedTool(Strict):
-    """A function of `tools`."""
+    """A function or a custom tool of `tools`."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
+
+    @property
+    def joined(self) -> str:
+        """The name by which the model knows the tool."""
+        return joined_name(self.namespace, self.name)
 
 
 class AllowedToolNames(Strict):
@@ -117,23 +93,25 @@ class AllowedToolNames(Strict):
 class ReasoningConfig(Strict):
     """`reasoning`."""
 
+    place: ClassVar = "reasoning"
+
     effort: Annotated[
-        str | None, Field(description="a variable of the chat template; refused if it does not have it")
+        str | None, Field(description="a variable of the chat template; not used if it does not read it")
     ] = None
-    summary: Annotated[str | None, NotBuilt()] = None
-    generate_summary: Annotated[str | None, NotBuilt()] = None
-    context: Annotated[str | None, NotBuilt("auto")] = None
-    mode: Annotated[str | None, NotBuilt("standard")] = None
+
+    mode: Annotated[str | None, NotBuilt("standard", why="the model would think no longer")] = None
 
 
 class ResponseStreamOptions(Strict):
     """`stream_options`."""
 
-    include_obfuscation: Annotated[bool | None, NotBuilt(False)] = None
+    place: ClassVar = "stream_options"
 
 
 class ResponseRequest(SharedSamplingFields, SchedulingFields):
     """POST /v1/responses. Null means the default for every field."""
+
+    place: ClassVar = "/v1/responses"
 
     model: Annotated[str | None, Field(description="default: the served model")] = None
     input: Annotated[Input, Field(description="a text, or items")]
@@ -167,25 +145,47 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
         dict[str, str] | None,
         Field(description=f"up to {MAX_METADATA} texts, which the response has as well"),
     ] = None
-    include: Annotated[list[str] | None, Field(description=f'["{LOGPROBS}"], or nothing')] = None
+    include: Annotated[
+        list[str] | None,
+        Field(description=f"{LOGPROBS}; others of the API are taken and not used: {', '.join(_INCLUDES)}"),
+    ] = None
     top_logprobs: Annotated[
         int | None,
         ranged("with log-probabilities: also of this many of the most likely tokens", 0, MAX_TOP_LOGPROBS),
     ] = None
     user: Annotated[str | None, Field(description="written to the access log")] = None
 
-    truncation: Annotated[str | None, NotBuilt("disabled")] = None
-    background: Annotated[bool | None, NotBuilt(False)] = None
-    conversation: Annotated[str | dict[str, Any] | None, NotBuilt(instead="use previous_response_id")] = None
-    prompt: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    max_tool_calls: Annotated[int | None, NotBuilt()] = None
-    service_tier: Annotated[str | None, NotBuilt("auto", "default")] = None
-    safety_identifier: Annotated[str | None, NotBuilt()] = None
-    prompt_cache_key: Annotated[str | None, NotBuilt()] = None
-    prompt_cache_options: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    prompt_cache_retention: Annotated[str | None, NotBuilt()] = None
-    context_management: Annotated[list[Any] | None, NotBuilt([])] = None
-    moderation: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    truncation: Annotated[
+        str | None,
+        NotBuilt("disabled", why="a conversation that is too long would be refused, not shortened"),
+    ] = None
+    background: Annotated[
+        bool | None, NotBuilt(False, why="the response would not outlive its connection")
+    ] = None
+    conversation: Annotated[
+        str | dict[str, Any] | None,
+        NotBuilt(why="its items would be missing", instead="use previous_response_id"),
+    ] = None
+    prompt: Annotated[dict[str, Any] | None, NotBuilt(why="its text would be missing")] = None
+    moderation: Annotated[dict[str, Any] | None, NotBuilt(why="nothing is checked")] = None
+
+    def take(self, unused: Unused) -> None:
+        """Check the fields. Raises a subclass of InvalidRequest."""
+        super().take(unused)
+        for name in self.include or ():
+            if name in _INCLUDES:
+                unused.note(f"include.{name}", _INCLUDES[name].reason, param="include")
+            elif name != LOGPROBS:
+                values = ", ".join((LOGPROBS, *_INCLUDES))
+                raise InvalidRequest(f"include has {name[:80]!r}; it can have {values}", param="include")
+        for path in self.offered.grammars:
+            unused.note("tools.format", _GRAMMAR.reason, param=f"{path}.format")
+        check_left_out(self.tools, HostedTool, forced=self.tool_choice == "required")
+
+    @cached_property
+    def offered(self) -> OfferedTools:
+        """The tools that the model is offered."""
+        return OfferedTools(self.tools or ())
 
     @property
     def client_names(self) -> dict[str, str]:
@@ -212,19 +212,18 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
         """Which of the `tools` may and must be called. Raises InvalidRequest."""
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
-            choice = ToolChoice(type="function", function=NamedFunction(name=choice.name))
+            choice = ToolChoice(type="function", function=NamedFunction(name=choice.joined))
         elif isinstance(choice, AllowedToolNames):
-            named = [{"function": {"name": tool.name}} for tool in choice.tools]
+            named = [{"function": {"name": tool.joined}} for tool in choice.tools]
             allowed = AllowedTools(mode=choice.mode, tools=named)
             choice = ToolChoice(type="allowed_tools", allowed_tools=allowed)
         with renamed_tool_fields():
-            return tool_wish(check_tools(tools), choice, parallel=self.parallel_tool_calls is not False)
+            return tool_wish(
+                check_tools(tools, self.offered.paths), choice, parallel=self.parallel_tool_calls is not False
+            )
 
     def check(self) -> None:
         """Raise a subclass of InvalidRequest, which names the field, for what the types cannot say."""
-        for name in self.include or ():
-            if name != LOGPROBS:
-                raise InvalidRequest(f"include has {name[:80]!r}; it can have {LOGPROBS}", param="include")
         if self.top_logprobs and not self.with_logprobs:
             message = (
                 f"top_logprobs is {self.top_logprobs} without log-probabilities; add {LOGPROBS} to include"

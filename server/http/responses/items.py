@@ -3,14 +3,16 @@
 `kept` gives each the form that the store, GET input_items and the next request see.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, WrapValidator
+from pydantic import Discriminator, Field, Tag, WrapValidator
 
 from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.strict import FirstFault, Strict, null_is
 from server.http.generation.answer import new_id
+from server.http.responses.tools import CUSTOM_INPUT
 
 Item = dict[str, Any]  # an item as it is kept
 _Status = Literal["in_progress", "completed", "incomplete"]
@@ -19,25 +21,22 @@ _Status = Literal["in_progress", "completed", "incomplete"]
 class InputPart(Strict):
     """A part of a message's content, or of a tool's output."""
 
+    place: ClassVar = "content parts of responses"
+
     type: Annotated[
         Literal["input_text", "output_text", "refusal", "input_image", "input_file", "input_audio"],
-        NotBuilt("input_text", "output_text"),
+        NotBuilt("input_text", "output_text", why="the model reads text alone"),
     ]
     text: str | None = None
-    annotations: Annotated[list[Any] | None, NotBuilt([])] = None
-    logprobs: Annotated[
-        list[Any] | None, Field(description="of an earlier reply that is sent back; has no effect")
-    ] = None
 
-    refusal: Annotated[str | None, NotBuilt()] = None
-    image_url: Annotated[str | None, NotBuilt()] = None
-    detail: Annotated[str | None, NotBuilt()] = None
-    file_id: Annotated[str | None, NotBuilt()] = None
-    file_data: Annotated[str | None, NotBuilt()] = None
-    file_url: Annotated[str | None, NotBuilt()] = None
-    filename: Annotated[str | None, NotBuilt()] = None
-    input_audio: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    prompt_cache_breakpoint: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    refusal: Annotated[str | None, NotBuilt(why="the model reads text alone")] = None
+    image_url: Annotated[str | None, NotBuilt(why="the model reads text alone")] = None
+    detail: Annotated[str | None, NotBuilt(why="the model reads text alone")] = None
+    file_id: Annotated[str | None, NotBuilt(why="the model reads text alone")] = None
+    file_data: Annotated[str | None, NotBuilt(why="the model reads text alone")] = None
+    file_url: Annotated[str | None, NotBuilt(why="the model reads text alone")] = None
+    filename: Annotated[str | None, NotBuilt(why="the model reads text alone")] = None
+    input_audio: Annotated[dict[str, Any] | None, NotBuilt(why="the model reads text alone")] = None
 
 
 def _text_or_list(content: Any, parts: Callable[[Any], Any]) -> Any:
@@ -54,15 +53,20 @@ def _texts(content: Any) -> list[str]:
     return [content] if isinstance(content, str) else [part.text or "" for part in content]
 
 
-class MessageItem(Strict):
+class _InputItem(Strict):
+    """An item."""
+
+    place: ClassVar = "input items"
+
+
+class MessageItem(_InputItem):
     """A message: a new one, or one of an earlier response's output."""
 
-    type: Literal["message"] = "message"
+    type: Annotated[Literal["message"], null_is("message")] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
     id: str | None = None
     status: _Status | None = None
-    phase: Annotated[str | None, NotBuilt()] = None
 
     def kept(self) -> Item:
         """The message with an id, and its content as parts."""
@@ -78,7 +82,7 @@ class MessageItem(Strict):
         }
 
 
-class CallItem(Strict):
+class CallItem(_InputItem):
     """A call that the model made."""
 
     type: Literal["function_call"]
@@ -88,12 +92,11 @@ class CallItem(Strict):
     id: str | None = None
     status: _Status | None = None
 
-    namespace: Annotated[str | None, NotBuilt()] = None
-    caller: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    namespace: Annotated[str | None, Field(description="of a tool in a namespace")] = None
 
     def kept(self) -> Item:
         """The call with an id."""
-        return {
+        item = {
             "type": "function_call",
             "id": self.id or new_id("fc"),
             "call_id": self.call_id,
@@ -101,25 +104,48 @@ class CallItem(Strict):
             "arguments": self.arguments,
             "status": self.status or "completed",
         }
+        return item if self.namespace is None else {**item, "namespace": self.namespace}
 
 
-class CallOutputItem(Strict):
-    """What the client's function returned."""
+class CustomCallItem(_InputItem):
+    """A call of a custom tool that the model made."""
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
+    call_id: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1)]
+    input: str
+    id: str | None = None
+    status: _Status | None = None
+    namespace: Annotated[str | None, Field(description="of a tool in a namespace")] = None
+
+    def kept(self) -> Item:
+        """The call with an id."""
+        item = {
+            "type": "custom_tool_call",
+            "id": self.id or new_id("ctc"),
+            "call_id": self.call_id,
+            "name": self.name,
+            "input": self.input,
+            "status": self.status or "completed",
+        }
+        return item if self.namespace is None else {**item, "namespace": self.namespace}
+
+
+class CallOutputItem(_InputItem):
+    """What the client's function or custom tool returned."""
+
+    place: ClassVar = "outputs among input items"
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
     output: Content
     id: str | None = None
     status: _Status | None = None
 
-    name: Annotated[str | None, NotBuilt()] = None
-    namespace: Annotated[str | None, NotBuilt()] = None
-    caller: Annotated[dict[str, Any] | None, NotBuilt()] = None
-
     def kept(self) -> Item:
         """The output with an id, as one text."""
         return {
-            "type": "function_call_output",
+            "type": self.type,
             "id": self.id or new_id("fco"),
             "call_id": self.call_id,
             "output": "\n".join(_texts(self.output)),
@@ -130,22 +156,17 @@ class CallOutputItem(Strict):
 class ReasoningPart(Strict):
     """A part of a reasoning item."""
 
-    type: Literal["reasoning_text", "summary_text"]
+    type: Literal["reasoning_text", "summary_text", "text"]
     text: str
 
 
-class ReasoningItem(Strict):
+class ReasoningItem(_InputItem):
     """Reasoning of an earlier response."""
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: Annotated[
-        Annotated[list[ReasoningPart], FirstFault()] | None, NotBuilt([], instead="send content")
-    ] = None
     content: Annotated[list[ReasoningPart], FirstFault()] | None = None
     status: _Status | None = None
-
-    encrypted_content: Annotated[str | None, NotBuilt(instead="send content")] = None
 
     def kept(self) -> Item:
         """The reasoning with an id."""
@@ -158,22 +179,33 @@ class ReasoningItem(Strict):
         }
 
 
+class ItemReference(Strict):
+    """An item of a stored response's conversation, by its id."""
+
+    type: Literal["item_reference"] | None = None
+    id: Annotated[str, Field(min_length=1)]
+
+
 class OtherItem(Strict):
-    """An item of a feature that is not built."""
+    """An item that is left out, or one of a feature that is not built."""
 
-    model_config = ConfigDict(extra="allow")
+    types: ClassVar = "types of input items"
 
-    type: Annotated[str, NotBuilt(instead="send message, function_call, function_call_output or reasoning")]
-
-    def kept(self) -> Item:
-        """Never called: such an item is refused."""
-        raise NotImplementedError
+    type: Annotated[
+        str,
+        NotBuilt(
+            why="the model would not read it", instead="send message, reasoning, or calls and their outputs"
+        ),
+    ]
 
 
 _KINDS = {
     "function_call": "function_call",
     "function_call_output": "function_call_output",
+    "custom_tool_call": "custom_tool_call",
+    "custom_tool_call_output": "function_call_output",
     "reasoning": "reasoning",
+    "item_reference": "item_reference",
     "message": "message",
     None: "message",
 }
@@ -181,14 +213,18 @@ _KINDS = {
 
 def _kind(item: Any) -> str:
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    if kind is None and isinstance(item, dict) and "role" not in item and "id" in item:
+        return "item_reference"
     return _KINDS.get(kind, "other") if isinstance(kind, str | None) else "other"
 
 
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")]
     | Annotated[OtherItem, Tag("other")],
     Discriminator(_kind),
 ]
@@ -199,8 +235,25 @@ Input = Annotated[
 ]
 
 
-def kept_items(given: Any) -> list[Item]:
-    """The items of an `input`; a text is a user's message."""
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool in the arguments of its function; the text itself of a call that was cut."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    given = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
+    return given if isinstance(given, str) else arguments
+
+
+def kept_items(given: Any, referred: Mapping[str, Item]) -> list[Item]:
+    """The items of an `input` that the model reads; a text is a user's message.
+
+    `referred` are the items that references name.
+    """
     if isinstance(given, str):
         return [MessageItem(role="user", content=given).kept()]  # pyright: ignore[reportArgumentType]
-    return [item.kept() for item in given]
+    return [
+        referred[item.id] if isinstance(item, ItemReference) else item.kept()
+        for item in given
+        if not isinstance(item, OtherItem)
+    ]

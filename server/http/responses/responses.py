@@ -23,13 +23,14 @@ from server.http.generation.choices import Choices
 from server.http.generation.chunks import RESPONSES
 from server.http.generation.prepared_reply import ReplyRequest, prepared
 from server.http.generation.reply_stream import Reply, ReplyStream
-from server.http.generation.state import FactsOf, GatewayOf, OwnerOf, TenantOf
+from server.http.generation.state import FactsOf, GatewayOf, OwnerOf, TenantOf, UnusedOf
 from server.http.responses.conversation import messages_of
-from server.http.responses.fields import FunctionTool, ResponseRequest
-from server.http.responses.items import Item, kept_items
+from server.http.responses.fields import ResponseRequest
+from server.http.responses.items import Item, ItemReference, kept_items
 from server.http.responses.objects import ResponseObject
 from server.http.responses.store import ResponseStore, StoredResponse
 from server.http.responses.stored import StoreOf
+from server.http.responses.tools import FunctionTool
 from server.http.responses.writer import ResponseWriter
 
 router = APIRouter(route_class=JsonRoute, tags=["responses"])
@@ -47,6 +48,7 @@ async def create_response(
     owner: OwnerOf,
     tenant: TenantOf,
     facts: FactsOf,
+    unused: UnusedOf,
     store: StoreOf,
 ) -> Response:
     """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
@@ -62,6 +64,7 @@ async def create_response(
         use_tools=body.tool_choice != "none",
         effort=None if body.reasoning is None else body.reasoning.effort,
         names=body.client_names,
+        unused=unused,
     )
     n_bytes = n_body + exchange.n_earlier_bytes
     ready = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
@@ -84,7 +87,7 @@ async def create_response(
         plan=ready.plan,
     )
     head = _head(body, model, exchange, ready.rules.sampling)
-    writer = ResponseWriter(head, n_body, write_logprobs, exchange.keep)
+    writer = ResponseWriter(head, n_body, write_logprobs, exchange.keep, body.offered.called)
     reply = Reply(choices, writer)
     if body.stream:
         return ReplyStream(reply)
@@ -113,23 +116,36 @@ class _Exchange:
                 raise InvalidRequest(f"{message} as input", param=name)
         if previous is not None:
             self._earlier = store.get(previous, tenant, param="previous_response_id")
+        self._referred = dict[str, StoredResponse]()  # by response, those that have items the input refers to
+        given: Any = body.input if isinstance(body.input, list) else ()
+        for i, item in enumerate(given):
+            if isinstance(item, ItemReference):
+                found = store.holding(item.id, tenant, param=f"input.{i}.id")
+                self._referred[found.response_id] = found
+        n = sum(len(found.items) for found in self._referred.values())
+        if n > store.largest:
+            message = f"the items that input refers to stand in conversations of {n} bytes; at most "
+            raise InvalidRequest(
+                f"{message}{store.largest} are read, so send the items themselves", param="input"
+            )
 
     @property
     def n_earlier_bytes(self) -> int:
-        return 0 if self._earlier is None else len(self._earlier.items)
+        read = [*self._referred.values(), *([] if self._earlier is None else [self._earlier])]
+        return sum(len(entry.items) for entry in read)
 
     def conversation(self) -> ConversationFields:
         """Raises InvalidRequest."""
         earlier: list[Item] = [] if self._earlier is None else parse(self._earlier.items)
-        own = kept_items(self._body.input)
+        referred = {item["id"]: item for entry in self._referred.values() for item in parse(entry.items)}
+        own = kept_items(self._body.input, referred)
         if not own:
             raise InvalidRequest("input is an empty list; give at least one item", param="input")
         self._items = [*earlier, *own]
         if self.stores:
             self._check_size()
         messages = messages_of(self._body.instructions, self._items, len(earlier))
-        tools = [tool.for_chat() for tool in self._body.tools or () if isinstance(tool, FunctionTool)]
-        return ConversationFields(messages=messages, tools=tools or None)
+        return ConversationFields(messages=messages, tools=self._body.offered.functions or None)
 
     async def keep(self, response: dict[str, Any], n: int) -> bool:
         """Store the complete response of about `n` characters, if it is to be and there is room."""
@@ -138,13 +154,15 @@ class _Exchange:
 
         def entry() -> StoredResponse:
             output = [_without_logprobs(item) for item in response["output"]]
+            items = [*self._items, *output]
             return StoredResponse(
                 response_id=self.response_id,
                 tenant=self._tenant,
                 owner=self._owner,
                 response=as_json({**response, "store": True}, n, ascii=False).encode(),
-                items=self._items_json([*self._items, *output], n),
+                items=self._items_json(items, n),
                 n_input=len(self._items),
+                item_ids=[item["id"] for item in items],
             )
 
         stored = await run_for_response(n + self.n_earlier_bytes, entry)
@@ -168,8 +186,9 @@ def _head(
 ) -> dict[str, Any]:
     """The fields of the response that the request decides, and the others as they are before its output."""
     text = {} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
+    nulls = {"description": None, "strict": None, "parameters": None}
     tools = [
-        {"description": None, "strict": None, "parameters": None, **tool.model_dump(exclude_none=True)}
+        {**(nulls if isinstance(tool, FunctionTool) else {}), **tool.model_dump(exclude_none=True)}
         for tool in body.tools or ()
     ]
     choice = body.tool_choice or "auto"
@@ -197,7 +216,7 @@ def _head(
         "store": exchange.stores,
         "temperature": sampling.temperature,
         "text": {"format": {"type": "text"}, "verbosity": "medium", **text},
-        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
         "tools": tools,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,

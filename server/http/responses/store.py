@@ -2,12 +2,13 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from server.errors import UnknownResponse
 
 _OVERHEAD = 1024  # bytes that an entry takes besides its texts, at most
+_ID_BYTES = 256  # that an item's id takes in a response and in the index, at most, besides its characters
 _LARGEST = 4  # one response may take this part of all bytes
 
 
@@ -15,7 +16,8 @@ _LARGEST = 4  # one response may take this part of all bytes
 class StoredResponse:
     """A response, and the conversation that ends with it. Texts of JSON.
 
-    `items` are all items of the conversation, of which the model read the first `n_input`.
+    `items` are all items of the conversation, of which the model read the first `n_input`, and `item_ids` the
+    ids of all.
     """
 
     response_id: str
@@ -24,12 +26,14 @@ class StoredResponse:
     response: bytes
     items: bytes
     n_input: int
+    item_ids: Sequence[str] = ()
 
     @property
     def n_bytes(self) -> int:
         """What it takes in memory, at most."""
         names = len(self.response_id) + len(self.tenant) + len(self.owner)
-        return len(self.response) + len(self.items) + 4 * names + _OVERHEAD
+        ids = 4 * sum(map(len, self.item_ids)) + _ID_BYTES * len(self.item_ids)
+        return len(self.response) + len(self.items) + ids + 4 * names + _OVERHEAD
 
 
 @dataclass(slots=True)
@@ -62,6 +66,7 @@ class ResponseStore:
         self._now = now
         self._entries: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()  # oldest first
         self._shares: dict[str, _Share] = {}
+        self._by_item: dict[tuple[str, str], str] = {}  # tenant and item: the last response that has it
         self.n_bytes = 0
 
     def __len__(self) -> int:
@@ -87,6 +92,8 @@ class ResponseStore:
         share.entries[entry.response_id] = entry
         share.n_bytes += entry.n_bytes
         self.n_bytes += entry.n_bytes
+        for item_id in entry.item_ids:
+            self._by_item[entry.tenant, item_id] = entry.response_id
         while len(self._entries) > self._max_responses:
             self._drop_oldest(max(self._shares.values(), key=lambda share: len(share.entries)))
         while self.n_bytes > self._max_bytes:
@@ -103,6 +110,20 @@ class ResponseStore:
             )
             raise UnknownResponse(f"{message} to make room for others", param=param)
         return found[1]
+
+    def holding(self, item_id: str, tenant: str, *, param: str) -> StoredResponse:
+        """The last response whose conversation has the item.
+
+        Raises UnknownResponse, which names `param`, if none of this tenant's has one of that id.
+        """
+        self._drop_expired()
+        response_id = self._by_item.get((tenant, item_id))
+        if response_id is None:
+            message = f"there is no item {item_id[:80]!r}; its response was not stored, has expired, or was "
+            raise UnknownResponse(
+                f"{message}dropped to make room for others; send the item itself", param=param
+            )
+        return self._entries[response_id][1]
 
     def delete(self, response_id: str, tenant: str, *, param: str) -> None:
         """Drop the response. Raises UnknownResponse."""
@@ -122,6 +143,9 @@ class ResponseStore:
     def _drop(self, entry: StoredResponse) -> None:
         del self._entries[entry.response_id]
         self.n_bytes -= entry.n_bytes
+        for item_id in entry.item_ids:
+            if self._by_item.get((entry.tenant, item_id)) == entry.response_id:
+                del self._by_item[entry.tenant, item_id]
         share = self._shares[entry.owner]
         del share.entries[entry.response_id]
         share.n_bytes -= entry.n_bytes

@@ -12,7 +12,9 @@ from server.gateway.side_threads import run_for_response
 from server.http.bodies.errors import error_responses
 from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_text import parse
-from server.http.fields.not_built import NotBuilt, refuse_unsupported
+from server.http.fields.not_built import NotBuilt
+from server.http.fields.strict import take_fields
+from server.http.fields.unused import Unused
 from server.http.generation.state import TenantOf
 from server.http.responses.items import Item
 from server.http.responses.objects import DeletedResponse, ResponseItems, ResponseObject
@@ -38,10 +40,10 @@ class _Query(BaseModel):
 class ResponseQuery(_Query):
     """Of GET /v1/responses/{response_id}."""
 
-    include: Annotated[list[str], NotBuilt([])] = Field(default_factory=list[str])
-    stream: Annotated[bool, NotBuilt(False)] = False
-    starting_after: Annotated[int | None, NotBuilt()] = None
-    include_obfuscation: Annotated[bool, NotBuilt(False)] = False
+    include: Annotated[list[str], NotBuilt([], why="they are not kept")] = Field(default_factory=list[str])
+    stream: Annotated[bool, NotBuilt(False, why="the response comes whole")] = False
+    starting_after: Annotated[int | None, NotBuilt(why="the response comes whole")] = None
+    include_obfuscation: Annotated[bool, NotBuilt(False, why="nothing is padded")] = False
 
 
 class ItemsQuery(_Query):
@@ -50,7 +52,7 @@ class ItemsQuery(_Query):
     limit: Annotated[int, Field(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
     after: Annotated[str | None, Field(description="the items after the one with this id")] = None
-    include: Annotated[list[str], NotBuilt([])] = Field(default_factory=list[str])
+    include: Annotated[list[str], NotBuilt([], why="they are not kept")] = Field(default_factory=list[str])
 
 
 @router.get("/{response_id}", response_class=Response, responses={200: {"model": ResponseObject}})
@@ -58,7 +60,7 @@ async def get_response(
     response_id: str, query: Annotated[ResponseQuery, Query()], store: StoreOf, tenant: TenantOf
 ) -> Response:
     """A stored response."""
-    refuse_unsupported(query)
+    take_fields(query, Unused())
     return Response(store.get(response_id, tenant, param=_ID).response, media_type=_JSON)
 
 
@@ -74,7 +76,7 @@ async def list_input_items(
     response_id: str, query: Annotated[ItemsQuery, Query()], store: StoreOf, tenant: TenantOf
 ) -> Response:
     """The items that the model read, those of earlier responses included."""
-    refuse_unsupported(query)
+    take_fields(query, Unused())
     entry = store.get(response_id, tenant, param=_ID)
     work = partial(_page, entry.items, entry.n_input, query)
     return Response(await run_for_response(len(entry.items), work), media_type=_JSON)

@@ -18,7 +18,8 @@ from server.gateway.reply.events import (
 from server.http.fields.token_places import PlacedToken
 from server.http.generation.answer import new_id
 from server.http.generation.reply_stream import Event, ReplyEnd, text_size
-from server.http.responses.items import Item
+from server.http.responses.items import Item, custom_input
+from server.http.responses.tools import ToolName
 
 _TokenLogprobs = list[dict[str, Any]]
 # Stores a whole response of about so many characters; False if it is not stored.
@@ -27,6 +28,8 @@ Keep = Callable[[dict[str, Any], int], Awaitable[bool]]
 
 class ResponseWriter:
     """Writes one response, whose fields besides its output are `head`, of about `n_head` characters.
+
+    `called` gives a tool by the name that the model calls.
 
     An output item is open from its first event to its last. `response` is the whole response so far.
     """
@@ -39,11 +42,13 @@ class ResponseWriter:
         n_head: int,
         write_logprobs: Callable[[Sequence[PlacedToken]], _TokenLogprobs],
         keep: Keep,
+        called: Callable[[str], ToolName],
     ) -> None:
         self.response: dict[str, Any] = {**head, "status": "in_progress", "output": []}
         self.n_characters = n_head
         self._write_logprobs = write_logprobs
         self._keep = keep
+        self._called = called
         self._number = 0
         self._item: Item | None = None  # that is open
         self._texts = list[str]()  # of the open item
@@ -67,9 +72,12 @@ class ResponseWriter:
             case Reasoning(text):
                 return self._reasoning(text)
             case CallBegin(_, call_id, name):
-                call = {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
-                return [*self._close(), self._open(call, "fc")]
+                return [*self._close(), self._call(call_id, self._called(name))]
             case CallArguments(_, text):
+                assert self._item is not None
+                if self._item["type"] == "custom_tool_call":
+                    self._texts.append(text)  # the input is known when its JSON is complete
+                    return []
                 return [self._delta("function_call_arguments", text)]
             case CallEnd():
                 return self._close()
@@ -123,6 +131,23 @@ class ResponseWriter:
             events.append(self._part("added", {"type": "reasoning_text", "text": ""}))
         return [*events, self._delta("reasoning_text", text, content_index=0)]
 
+    def _call(self, call_id: str, tool: ToolName) -> Event:
+        namespace = {} if tool.namespace is None else {"namespace": tool.namespace}
+        call = {"call_id": call_id, "name": tool.name, **namespace}
+        if tool.is_custom:
+            return self._open({"type": "custom_tool_call", **call, "input": ""}, "ctc")
+        return self._open({"type": "function_call", **call, "arguments": ""}, "fc")
+
+    def _custom_input(self, item: Item, arguments: str) -> list[Event]:
+        """The events of a custom tool's whole input, which the model wrote as a function's argument."""
+        text = custom_input(arguments)
+        item["input"] = text
+        self._texts = []
+        return [
+            self._delta("custom_tool_call_input", text),
+            self._of_item("custom_tool_call_input.done", len(text), input=text),
+        ]
+
     def _is_open(self, kind: str) -> bool:
         return self._item is not None and self._item["type"] == kind
 
@@ -140,6 +165,8 @@ class ResponseWriter:
         if item["type"] == "function_call":
             item["arguments"] = text
             events = [self._of_item("function_call_arguments.done", n, arguments=text)]
+        elif item["type"] == "custom_tool_call":
+            events = self._custom_input(item, text)
         elif item["type"] == "reasoning":
             part = {"type": "reasoning_text", "text": text}
             item["content"] = [part]

@@ -1,4 +1,4 @@
-"""Every field of a generation request is applied, or rejected by name; none is ignored."""
+"""Every field of a generation request is applied, or rejected by name; none is ignored in silence."""
 
 import json
 from collections.abc import Iterator
@@ -6,18 +6,23 @@ from typing import Any, NamedTuple
 
 import httpx2
 import pytest
+from anthropic.types.beta import message_count_tokens_params, message_create_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from server.http.fields.conversation import ChatMessage, ContentPart
 from server.http.fields.generation import StreamOptions
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.response_format import JsonSchema, ResponseFormat
+from server.http.fields.strict import Strict, hints_of
 from server.http.generation.chat import ChatCompletionRequest
 from server.http.generation.completions import CompletionRequest
+from server.http.messages.fields import CountTokensRequest, MessageRequest
+from server.http.responses.fields import ResponseRequest
 from tests.endpoint.harness import serving
 from tests.endpoint.http_client import connected, error_of
 
@@ -153,7 +158,7 @@ def test_unsupported_fields_are_rejected_by_name(
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.path}-{place.prefix}")
-@pytest.mark.parametrize("value", [None, 1, "x", {"a": 1}])
+@pytest.mark.parametrize("value", [1, "x", {"a": 1}, [], False])
 def test_an_unknown_field_is_rejected(client: httpx2.Client, place: Place, value: Any) -> None:
     response = client.post(place.path, json=place.body(Temperature=value))
     assert response.status_code == 400
@@ -162,15 +167,55 @@ def test_an_unknown_field_is_rejected(client: httpx2.Client, place: Place, value
     assert "is not known here" in error["message"]
 
 
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.path}-{place.prefix}")
+def test_null_is_taken_for_any_name(client: httpx2.Client, place: Place) -> None:
+    required = {
+        field.alias or name for name, field in place.model.model_fields.items() if field.is_required()
+    }
+    names = {field.alias or name for name, field in place.model.model_fields.items()} - required
+    alone = {"json_schema", "stream_options"}  # null changes what the rest of these bodies means
+    body = place.body(**dict.fromkeys(["Temperature", "x" * 1000, "é\n", *sorted(names - alone)]))
+    if place.model is ChatMessage:
+        body["messages"][0]["content"] = "a"
+    body["max_tokens"] = 1
+    response = client.post(place.path, json=body)
+    assert response.status_code == 200, response.text
+    assert "x-orca-ignored" not in response.headers
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("temprature", "temperature"),
+        ("maxTokens", "max_tokens"),
+        ("Top_P", "top_p"),
+        ("reponse_format", "response_format"),
+        ("prompt_cache_keys", "prompt_cache_key"),
+        ("colour", None),
+        ("temperature" * 1000, None),
+    ],
+)
+def test_a_near_miss_is_suggested(client: httpx2.Client, name: str, meant: str | None) -> None:
+    response = client.post(CHAT, json=chat(**{name: 1}))
+    error = error_of(response)
+    assert (response.status_code, error["param"][:60]) == (400, name[:60])
+    advice = "leave it out" if meant is None else f"did you mean {meant}?"
+    assert f" is not known here; {advice} (GET /openapi.json" in error["message"]
+
+
 @pytest.mark.parametrize(
     "params, model",
     [
         (completion_create_params.CompletionCreateParamsNonStreaming, CompletionRequest),
         (chat_create_params.CompletionCreateParamsNonStreaming, ChatCompletionRequest),
+        (response_create_params.ResponseCreateParamsNonStreaming, ResponseRequest),
+        (message_create_params.MessageCreateParamsNonStreaming, MessageRequest),
+        (message_count_tokens_params.MessageCountTokensParams, CountTokensRequest),
     ],
 )
-def test_every_field_of_openais_client_is_known(params: Any, model: type[BaseModel]) -> None:
-    assert set(params.__required_keys__ | params.__optional_keys__) <= set(model.model_fields)
+def test_every_field_of_the_providers_clients_is_known(params: Any, model: type[Strict]) -> None:
+    known = {*model.model_fields, *hints_of(model)}
+    assert set(params.__required_keys__ | params.__optional_keys__) <= known
 
 
 JSON_VALUES = st.recursive(
@@ -233,6 +278,7 @@ WRONG: dict[str, list[Any]] = {
     "guided_grammar": [1, True, ["a"], {}],
     "decoder_prompt": [1.5, True, {"a": 1}],
     "return_routed_experts": [0, 1, "true"],
+    "return_token_ids": [0, 1, "true"],
     "use_beam_search": [0, 1, "true"],
     "best_of": ["1", 1.5, True],
     "length_penalty": ["1", True],
@@ -248,6 +294,7 @@ WRONG: dict[str, list[Any]] = {
     "tool_choice": [5, [], True, {"type": 5}, {"type": "function", "function": "f"}],
     "parallel_tool_calls": [1, "true", []],
     "reasoning_effort": [1, True, [], {}],
+    "reasoning": [1, True, [], "high"],
     "messages": ["Hi", {"role": "user", "content": "Hi"}, 5, None],
     "top_logprobs": ["1", 1.5, True],
     "tools": ["x", {"type": "function"}, 5],

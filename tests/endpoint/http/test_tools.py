@@ -254,10 +254,12 @@ HUGE = tool("f", {"type": "object", "description": "x" * 70_000})
     [
         ({"tools": MANY}, "tools", "129 tools; 128 are allowed"),
         ({"tools": [HUGE]}, "tools", "65536 are allowed"),
-        ({"tools": [tool("a b")]}, "tools.0.function.name", "1 to 64 letters"),
-        ({"tools": [tool("a" * 65)]}, "tools.0.function.name", "1 to 64 letters"),
+        ({"tools": [tool("a b")]}, "tools.0.function.name", "1 to 128 letters"),
+        ({"tools": [tool("a" * 129)]}, "tools.0.function.name", "1 to 128 letters"),
         ({"tools": [tool("a"), tool("a")]}, "tools.1.function.name", "another tool has"),
         ({"tools": [tool("a", {"type": "array"})]}, "tools.0.function.parameters", "schema of an object"),
+        ({"tools": [tool("a", paramters={})]}, "tools.0.function.paramters", "did you mean parameters?"),
+        ({"tools": [{**tool("a"), "colour": "red"}]}, "tools.0.colour", "not known"),
         ({"tools": [tool("a", strict=1)]}, "tools.0.function.strict", "true or false"),
         ({"tools": [tool("a", {"x-guidance": {}})]}, "tools", "x-guidance"),
         ({"tools": [tool("a", {"properties": 5})], "tool_choice": "required"}, "tools", "cannot be followed"),
@@ -276,7 +278,6 @@ HUGE = tool("f", {"type": "object", "description": "x" * 70_000})
         ),
         ({"extra_body": {"allowed_token_ids": [5]}}, "allowed_token_ids", "give one of them"),
         ({"extra_body": {"use_beam_search": True}, "temperature": 0}, "tools", "use_beam_search"),
-        ({"extra_body": {"reasoning_effort": "high"}}, "reasoning_effort", "does not read it"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

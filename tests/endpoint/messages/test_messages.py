@@ -175,6 +175,43 @@ def test_thinking() -> None:
         assert replies.prompt.endswith("<think></think>")
 
 
+def test_the_clients_tool_runner_ends_although_no_thread_is_held() -> None:
+    """The client goes on from a reply, is told that no conversation is held, and sends it whole."""
+    replies = Replies(CALL)
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Tell the weather.
+
+        Args:
+            city: where
+        """
+        replies.text = f"It rains in {city}."
+        return "rain"
+
+    with serving(replies, chat_template=TEMPLATE) as server, anthropic_of(server) as client:
+        for stream in False, True:
+            replies.text = CALL
+            runner: Any = client.beta.messages.tool_runner(
+                model="test", max_tokens=300, tools=[weather], messages=HI, stream=stream
+            )
+            last = runner.until_done()
+            assert (last.stop_reason, last.content[0].text) == ("end_turn", "It rains in Paris.")
+            assert "<user>Hi" in replies.prompt and "<tool>rain" in replies.prompt
+
+
+def test_a_request_that_goes_on_from_a_thread(plain: httpx2.Client) -> None:
+    body = {"max_tokens": 5, "messages": HI, "thread": {"type": "create"}}
+    response = plain.post("/v1/messages", json=body)
+    assert (response.status_code, response.headers["x-orca-ignored"]) == (200, "thread")
+    body["thread"] = {"type": "continue", "previous_message_id": response.json()["id"]}
+    response = plain.post("/v1/messages", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (404, "not_found_error")
+    assert error["details"] == {"error_code": "thread_not_found"}
+    assert "send all of its messages" in error["message"]
+
+
 def test_structured_output() -> None:
     with serving(Replies('{"x": 5}')) as server, anthropic_of(server) as client:
         schema = {"type": "object", "properties": {"x": {"const": 5}}, "required": ["x"]}
@@ -184,6 +221,7 @@ def test_structured_output() -> None:
 
 IMAGE = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]
 RESULT = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "y"}]}]
+REDACTED = {"type": "redacted_thinking", "data": "x"}
 USE = {"type": "tool_use", "id": "x", "name": "f", "input": {}}
 
 
@@ -201,7 +239,6 @@ USE = {"type": "tool_use", "id": "x", "name": "f", "input": {}}
         ({"max_tokens": None}, "max_tokens"),
         ({"top_p": 7.0}, "top_p is 7"),
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"thinking": {"type": "adaptive"}}, "thinking"),
         ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens is 10"),
         ({"thinking": {"type": "enabled"}}, "budget_tokens"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type is not built"),
@@ -209,10 +246,12 @@ USE = {"type": "tool_use", "id": "x", "name": "f", "input": {}}
         ({"tools": [{**TOOL, "input_schema": {"type": "string"}}]}, "tools.0.input_schema"),
         ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice"),
-        ({"output_config": {"effort": "high"}}, "output_config.effort"),
+        ({"compaction": {"type": "summarize"}}, "compaction is not built"),
+        ({"messages": [{**HI[0], "clear_at": "next_user_message"}]}, "messages.0.clear_at is not built"),
+        ({"messages": [{"role": "assistant", "content": [REDACTED]}]}, "nothing that the model reads"),
         ({"container": "c"}, "container is not built"),
         ({"mcp_servers": [{}]}, "mcp_servers is not built"),
-        ({"service_tier": "priority"}, "service_tier is not built"),
+        ({"max_token": 5}, "max_token is not known here; did you mean max_tokens?"),
         ({"colour": "red"}, "colour is not known"),
     ],
 )
@@ -229,7 +268,6 @@ def test_what_is_refused_is_named(plain: httpx2.Client, fields: dict[str, Any], 
         ({"messages": IMAGE}, "messages.0.content.0.type is not built"),
         ({"messages": RESULT}, "messages.0.content.0.tool_use_id"),
         ({"tools": [{**TOOL, "name": "?"}]}, "tools.0.name is '?'"),
-        ({"output_config": {"effort": "high"}}, "output_config.effort"),
         ({"max_tokens": 5}, "max_tokens is not known"),
     ],
 )

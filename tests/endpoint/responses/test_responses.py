@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -12,7 +13,7 @@ from openai import OpenAI
 
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
-from tests.endpoint.harness import Server, serving, until
+from tests.endpoint.harness import CONFIG, MODEL, Server, serving, until
 from tests.endpoint.http_client import connected, error_of
 from tests.endpoint.openai_client import by_seed, client_of, letters_by_seed
 from tests.endpoint.tool_replies import CALL, SCHEMA, TEMPLATE, Replies
@@ -245,9 +246,153 @@ def test_reasoning() -> None:
         assert "<think>Hm, well.</think>Yes.<user>And?" in replies.prompt
         ask(client, reasoning={"effort": "none"}, max_output_tokens=100)
         assert replies.prompt.endswith("<think></think>")
-        with pytest.raises(openai.BadRequestError) as raised:
-            ask(client, reasoning={"effort": "high"})
-        assert raised.value.param == "reasoning.effort"
+        raw = client.responses.with_raw_response.create(
+            model="test", input="Hi", max_output_tokens=100, reasoning={"effort": "high", "summary": "auto"}
+        )
+        assert raw.headers["x-orca-ignored"] == "reasoning.summary, reasoning.effort"
+
+
+LONG: Any = {
+    "model": replace(MODEL, n_positions=2048),
+    "config": replace(CONFIG, max_batch_tokens=2048),
+    "chat_template": TEMPLATE,
+}
+NAMESPACE: Any = {
+    "type": "namespace",
+    "name": "files",
+    "description": "Tools for files.",
+    "tools": [{"type": "function", "name": "read", "description": "Read.", "parameters": SCHEMA}, TOOL],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_function_of_a_namespace(stream: bool) -> None:
+    replies = Replies(CALL.replace("weather", "files__read"))
+    served = serving(replies, **LONG)
+    with served as server, client_of(server) as client:
+        answer = ask(client, tools=[TOOL, NAMESPACE], max_output_tokens=300, stream=stream)
+        if stream:
+            *_, ended = answer
+            answer = ended.response
+        (call,) = answer.output
+        assert (call.type, call.name, call.namespace) == ("function_call", "read", "files")
+        assert [tool.type for tool in answer.tools] == ["function", "namespace"]
+        for text in (
+            '"name": "files__read"',
+            '"description": "Tools for files.\\n\\nRead."',
+            "files__weather",
+        ):
+            assert text in replies.prompt
+        before = replies.prompt.count("Tools for files.")
+        assert before == 1, "the model reads what a namespace is for once"
+
+        replies.text = "Done."
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "x"}
+        items: Any = [{"role": "user", "content": "Hi"}, call.model_dump(exclude_none=True), output]
+        for given, more in ((items, {}), ([output], {"previous_response_id": answer.id})):
+            again = ask(client, given, tools=[NAMESPACE], max_output_tokens=300, **more)
+            assert again.output_text == "Done."
+            assert '<tool_call>{"name": "files__read", "arguments": {"city": "Paris"}}' in replies.prompt
+
+
+def test_a_function_of_a_namespace_is_forced() -> None:
+    schema = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
+    tools: Any = [TOOL, {**NAMESPACE, "tools": [{**TOOL, "parameters": schema}]}]
+    choice: Any = {"type": "function", "name": "weather", "namespace": "files"}
+    served = serving(Replies("No."), **LONG, reasoning_format="none")
+    with served as server, client_of(server) as client:
+        answer = ask(client, tools=tools, tool_choice=choice, max_output_tokens=300)
+        call = answer.output[-1]
+        assert (call.name, call.namespace, json.loads(call.arguments)) == (
+            "weather",
+            "files",
+            {"city": "Rome"},
+        )
+        assert answer.to_dict()["tool_choice"] == choice
+
+
+PATCH: Any = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"+'},
+}
+
+
+def test_a_custom_tool() -> None:
+    text = 'a "line"\nand é'
+    call_text = json.dumps({"name": "patch", "arguments": {"input": text}}, ensure_ascii=False)
+    replies = Replies(f"<tool_call>\n{call_text}\n</tool_call>")
+    with serving(replies, **LONG) as server, client_of(server) as client:
+        answer = ask(client, tools=[PATCH], max_output_tokens=300)
+        (call,) = answer.output
+        assert (call.type, call.name, call.input, call.status) == (
+            "custom_tool_call",
+            "patch",
+            text,
+            "completed",
+        )
+        assert "Edits files." in replies.prompt and "follows this lark grammar" in replies.prompt
+        with client.responses.stream(
+            model="test", input="Hi", tools=[PATCH], extra_headers={"x-request-id": "a"}
+        ) as stream:
+            events = [event for event in stream if "custom_tool_call" in event.type]
+            assert stream.get_final_response().output[0].to_dict() | {"id": "", "call_id": ""} == (
+                call.to_dict() | {"id": "", "call_id": ""}
+            )
+        assert [event.type.rsplit(".")[-1] for event in events] == ["delta", "done"]
+        assert (events[0].delta, events[1].input) == (text, text)  # pyright: ignore[reportAttributeAccessIssue]
+
+        replies.text = "Done."
+        output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "ok"}
+        again = ask(client, [output], previous_response_id=answer.id, tools=[PATCH], max_output_tokens=100)
+        assert again.output_text == "Done." and "<tool>ok" in replies.prompt
+        assert '"arguments": {"input": "a \\"line\\"\\nand ' in replies.prompt
+        sent_back = [{"role": "user", "content": "Hi"}, call.model_dump(exclude_none=True), output]
+        assert ask(client, sent_back, tools=[PATCH], max_output_tokens=100).output_text == "Done."
+        plain: Any = {**PATCH, "format": {"type": "text"}}
+        raw = client.responses.with_raw_response.create(
+            model="test", input="Hi", tools=[plain], max_output_tokens=4, tool_choice="auto"
+        )
+        assert "x-orca-ignored" not in raw.headers
+        raw = client.responses.with_raw_response.create(
+            model="test", input="Hi", tools=[PATCH], max_output_tokens=4
+        )
+        assert raw.headers["x-orca-ignored"] == "tools.format"
+
+
+def test_items_of_a_stored_conversation_are_referred_to() -> None:
+    replies = Replies("Yes.")
+    with serving(replies) as server, client_of(server) as client:
+        first = ask(client, [{"role": "user", "content": "One", "id": "msg_own"}], max_output_tokens=20)
+        refers: Any = [{"type": "item_reference", "id": "msg_own"}, {"id": first.output[0].id}]
+        second = ask(client, [*refers, {"role": "user", "content": "Two"}], max_output_tokens=20)
+        assert replies.prompt == "<user>One<assistant>Yes.<user>Two<assistant>"
+        client.responses.delete(first.id)
+        ask(client, [*refers, {"role": "user", "content": "Three"}], max_output_tokens=20)
+        assert replies.prompt == "<user>One<assistant>Yes.<user>Three<assistant>", "the second has them too"
+        listed: list[Any] = list(client.responses.input_items.list(second.id, order="asc"))
+        assert [item.id for item in listed[:2]] == ["msg_own", first.output[0].id]
+        with pytest.raises(openai.NotFoundError) as raised:
+            ask(client, [{"role": "user", "content": "One"}, {"type": "item_reference", "id": "msg_none"}])
+        assert (raised.value.param, raised.value.code) == ("input.1.id", "response_not_found")
+
+
+def test_no_key_refers_to_the_items_of_another() -> None:
+    with serving(by_seed, keys=ApiKeys(["key-number-1", "key-number-2"])) as server:
+        first, second = (
+            OpenAI(base_url=f"{server.url}/v1", api_key=f"key-number-{i}", max_retries=0, timeout=SOON)
+            for i in (1, 2)
+        )
+        with first, second:
+            answer = ask(first)
+            refers: Any = [
+                {"type": "item_reference", "id": answer.output[0].id},
+                {"role": "user", "content": "a"},
+            ]
+            assert ask(first, refers).status == "incomplete"
+            with pytest.raises(openai.NotFoundError):
+                ask(second, refers)
 
 
 PART = {"role": "user", "content": [{"type": "input_image", "image_url": "data:..."}]}
@@ -267,7 +412,16 @@ PART = {"role": "user", "content": [{"type": "input_image", "image_url": "data:.
         ({"tool_choice": "required"}, "tool_choice"),
         ({"input": []}, "input"),
         ({"input": [PART]}, "input.0.content.0.type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+        ({"tools": [{"type": "file_search", "vector_store_ids": []}, TOOL]}, "tools.0.type"),
+        ({"tools": [TOOL, {"type": "web_search"}], "tool_choice": "required"}, "tools.1.type"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{**TOOL, "name": "?"}]}]},
+            "tools.0.tools.0.name",
+        ),
+        ({"tools": [{"type": "web_search"}, TOOL, TOOL]}, "tools.2.name"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input.0.type"),
+        ({"moderation": {"model": "m"}}, "moderation"),
+        ({"include": ["reasoning.encrypted"]}, "include"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "input.0.call_id"),
         ({"input": [{"role": "tool", "content": ""}]}, "input.0.role"),
         ({"input": "x" * 10_000}, "input"),
@@ -275,16 +429,13 @@ PART = {"role": "user", "content": [{"type": "input_image", "image_url": "data:.
         ({"max_output_tokens": 600}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         (
             {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 3}}}},
             "text.format.schema",
         ),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
         ({"metadata": {str(i): "v" for i in range(17)}}, "metadata"),
-        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"stream_options": {}}, "stream_options"),
         ({"colour": "red"}, "colour"),
     ],

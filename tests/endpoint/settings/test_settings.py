@@ -91,6 +91,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "access_log": ("json", "off", "text", "json"),
     "otlp_traces_endpoint": ("https://flag/v1/traces", "http://variable:4318", "http://file", "http://none"),
     "pages": (False, True, False, True),
+    "strict": (True, False, True, False),
+    "allow_origins": ("https://a.example", "*", "http://localhost:3000, https://b.example", None),
     "workers": ("a:1", "a:1,b:2", "unix:/a", None),
     "worker_processes": (True, False, True, False),
     "control_secret_file": (None, None, None, None),  # the file is read as well
