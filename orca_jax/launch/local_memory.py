@@ -35,6 +35,7 @@ from orca_jax.launch.given_weights import (
     check_replaceable,
     named_arrays,
 )
+from orca_jax.launch.host_allocator import give_back
 from orca_jax.model_files.weight_files import SINGLE
 from orca_jax.sharding.random_parameters import with_repeated_heads
 
@@ -106,6 +107,7 @@ class LocalMemory:
         if level > 1:
             for stage in self._stages:
                 stage.park()
+        give_back()
 
     def restore(self) -> None:
         """EngineMemory."""
@@ -115,6 +117,7 @@ class LocalMemory:
             for worker in self._workers:
                 worker.renew()
             self._has_caches = True
+        give_back()  # the copies of weights in host memory
 
     def adapt(self, directory: Path | None) -> None:
         """StageMemory."""
@@ -167,6 +170,7 @@ class LocalMemory:
                 arrays = new(name, [stage.sharding(name) for stage in stages])
                 for stage, array in zip(stages, arrays, strict=True):
                     stage.replace(name, jax.block_until_ready(array))
+            give_back()
 
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="new-weights") as thread:
