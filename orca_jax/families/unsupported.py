@@ -17,130 +17,36 @@ _OF_SPEECH = "a model of speech or sound; language models are served here"
 _OF_IMAGES = "a model of images; language models are served here"
 _RECURRENT = "a language model with recurrent layers, which are not built yet"
 
-_KINDS: Mapping[str, tuple[str, ...]] = {
-    _OF_IMAGES_AND_TEXT: (
-        *("aya_vision", "blip-2", "chameleon", "cohere2_vision", "deepseek_vl", "deepseek_vl_v2", "emu3"),
-        *(
-            "ernie4_5_vl_moe",
-            "florence2",
-            "fuyu",
-            "gemma3",
-            "gemma3n",
-            "glm4v",
-            "glm4v_moe",
-            "got_ocr2",
-            "idefics",
-        ),
-        *(
-            "idefics2",
-            "idefics3",
-            "instructblip",
-            "internvl",
-            "internvl_chat",
-            "janus",
-            "kimi_vl",
-            "kosmos-2",
-        ),
-        *("llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpmv", "minicpmo"),
-        *("mistral3", "mllama", "molmo", "ovis2", "paligemma", "phi3_v", "phi4_multimodal", "pixtral"),
-        *("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "smolvlm"),
-        *("video_llava", "vipllava"),
-    ),
-    _ENCODER: (
-        *("albert", "bert", "camembert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra"),
-        *(
-            "ernie",
-            "esm",
-            "eurobert",
-            "flaubert",
-            "gte",
-            "ibert",
-            "longformer",
-            "luke",
-            "mobilebert",
-        ),
-        *(
-            "modernbert",
-            "mpnet",
-            "new",
-            "nomic_bert",
-            "roberta",
-            "roformer",
-            "splinter",
-            "squeezebert",
-            "xlm",
-        ),
-        *("xlm-roberta", "xlm-roberta-xl", "xmod"),
-    ),
-    _OF_SPEECH: (
-        *(
-            "audio-spectrogram-transformer",
-            "bark",
-            "clap",
-            "csm",
-            "encodec",
-            "granite_speech",
-            "hubert",
-            "kyutai",
-        ),
-        *("mimi", "moonshine", "musicgen", "parakeet_ctc", "qwen2_audio", "seamless_m4t", "seamless_m4t_v2"),
-        *("speech_to_text", "speecht5", "ultravox", "vits", "voxtral", "wav2vec2", "wav2vec2-bert", "wavlm"),
-        "whisper",
-    ),
-    _OF_IMAGES: (
-        *(
-            "align",
-            "beit",
-            "blip",
-            "clip",
-            "clipseg",
-            "convnext",
-            "convnextv2",
-            "deit",
-            "depth_anything",
-            "detr",
-        ),
-        *(
-            "dinov2",
-            "dinov3_vit",
-            "dpt",
-            "efficientnet",
-            "mask2former",
-            "mobilenet_v2",
-            "mobilevit",
-            "owlvit",
-        ),
-        *(
-            "owlv2",
-            "resnet",
-            "rt_detr",
-            "sam",
-            "sam2",
-            "segformer",
-            "siglip",
-            "siglip2",
-            "swin",
-            "swinv2",
-            "trocr",
-        ),
-        *("vit", "vit_mae", "vitdet", "vitpose", "yolos"),
-    ),
-    _RECURRENT: (
-        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba"),
-        *(
-            "mamba2",
-            "minimax",
-            "nemotron_h",
-            "qwen3_next",
-            "recurrent_gemma",
-            "rwkv",
-            "xlstm",
-            "zamba",
-            "zamba2",
-        ),
-    ),
+# The model_types of each kind.
+_KINDS: Mapping[str, str] = {
+    _OF_IMAGES_AND_TEXT: """
+        aya_vision blip-2 chameleon cohere2_vision deepseek_vl deepseek_vl_v2 emu3 ernie4_5_vl_moe
+        florence2 fuyu gemma3n glm4v glm4v_moe got_ocr2 idefics idefics2 idefics3 instructblip internvl
+        internvl_chat janus kimi_vl kosmos-2 llama4 llava llava_next llava_next_video llava_onevision
+        minicpmo minicpmv mistral3 mllama molmo ovis2 paligemma phi3_v phi4_multimodal pixtral
+        qwen2_5_omni qwen2_5_vl qwen2_vl qwen3_omni_moe qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava
+    """,
+    _ENCODER: """
+        albert bert camembert data2vec-text deberta deberta-v2 distilbert electra ernie esm eurobert
+        flaubert gte ibert longformer luke mobilebert modernbert mpnet new nomic_bert roberta roformer
+        splinter squeezebert xlm xlm-roberta xlm-roberta-xl xmod
+    """,
+    _OF_SPEECH: """
+        audio-spectrogram-transformer bark clap csm encodec granite_speech hubert kyutai mimi moonshine
+        musicgen parakeet_ctc qwen2_audio seamless_m4t seamless_m4t_v2 speech_to_text speecht5 ultravox
+        vits voxtral wav2vec2 wav2vec2-bert wavlm whisper
+    """,
+    _OF_IMAGES: """
+        align beit blip clip clipseg convnext convnextv2 deit depth_anything detr dinov2 dinov3_vit dpt
+        efficientnet mask2former mobilenet_v2 mobilevit owlv2 owlvit resnet rt_detr sam sam2 segformer
+        siglip siglip2 swin swinv2 trocr vit vit_mae vitdet vitpose yolos
+    """,
+    _RECURRENT: """
+        bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 mamba mamba2 minimax
+        nemotron_h qwen3_next recurrent_gemma rwkv xlstm zamba zamba2
+    """,
 }
-_KIND_OF = {model_type: kind for kind, types in _KINDS.items() for model_type in types}
+_KIND_OF = {model_type: kind for kind, types in _KINDS.items() for model_type in types.split()}
 
 _METHODS: Mapping[str, str] = {
     "gptq": "GPTQ",
