@@ -149,10 +149,10 @@ def parser() -> CommandParser:
         "for keys and values that still fit), the least time of an iteration by batch size and phase, and "
         "the tokens per second at that floor; and what does not fit, and why. Needs neither the devices nor "
         "the weights.",
-        epilog="The size of temporaries comes from XLA if its compiler is installed (for GPUs: pip install "
-        "'orca_jax[cuda]'), which takes minutes for large models; otherwise it is estimated. Floors use the "
-        "data sheets' rates; a CPU's are measured. Exit status: 0; 1 if something does not fit; 2 for a "
-        "mistake in the flags.",
+        epilog="The size of temporaries comes from XLA if its compiler is installed (for GPUs: JAX's CUDA "
+        "plugin, the extra `cuda`), which takes minutes for large models; otherwise it is estimated. Floors "
+        "use the data sheets' rates; a CPU's are measured. Exit status: 0; 1 if something does not fit; 2 "
+        "for a mistake in the flags.",
         formatter_class=_wide,
         allow_abbrev=False,
     )

@@ -4,7 +4,7 @@
         [--preset gpt3-13b] [--layers 4] [--buckets 1,32,2048]
         [--device h200] [--tensor-parallel 8] [--command-buffer-collectives]
 
-XLA compiles for a described GPU if the CUDA plugin is installed (`pip install 'orca_jax[cuda]'`). Nothing is
+XLA compiles for a described GPU if the CUDA plugin is installed (the extra `cuda`). Nothing is
 run or autotuned: the figures are those of the compiled programs, and times need a GPU. A host-led loop is one
 whose trip count is known only at run time, so that the host must read a condition back at each trip. A
 command buffer is one CUDA graph; the host launches everything outside of them one by one. A sliced call gets

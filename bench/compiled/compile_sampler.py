@@ -2,7 +2,7 @@
 
     JAX_PLATFORMS=cpu python -m bench.compiled.compile_sampler [--rows 32] [--vocab 50257]
 
-Nothing is run; `pip install 'orca_jax[cuda]'` installs the compiler. Look for two costs: a loop with an
+Nothing is run; the extra `cuda` installs the compiler. Look for two costs: a loop with an
 unknown trip count makes the device ask its host at each trip, and a temporary as large as the logits is
 written and read again. The last line is JSON.
 """

@@ -3,7 +3,7 @@
     JAX_PLATFORMS=cpu python -m bench.compiled.compile_time \
         [--model gpt3-13b] [--layers 40] [--buckets 1,32,512,2048]
 
-Needs the CUDA plugin (`pip install 'orca_jax[cuda]'`), no GPU. `--model 70b` is a model of 80 layers, split
+Needs the CUDA plugin (the extra `cuda`), no GPU. `--model 70b` is a model of 80 layers, split
 over 8 GPUs of one machine. Each bucket is compiled in a separate process, so that nothing is warm. The
 variable XLA_FLAGS holds further flags for XLA.
 

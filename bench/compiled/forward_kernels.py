@@ -3,7 +3,7 @@
     JAX_PLATFORMS=cpu python -m bench.compiled.forward_kernels \
         [--preset gpt3-13b] [--layers 4] [--buckets 1,2,32,2048]
 
-Needs the CUDA plugin (`pip install 'orca_jax[cuda]'`), no GPU. Shows a layer in the middle of the model, from
+Needs the CUDA plugin (the extra `cuda`), no GPU. Shows a layer in the middle of the model, from
 one attention call to the next. What a kernel computes is identified by the functions of `orca_jax` that its
 operations come from. Nothing is autotuned: on a GPU, XLA measures, and may choose other kernels for the
 matrix products.

@@ -3,7 +3,7 @@
     JAX_PLATFORMS=cpu python -m bench.compiled.plan_check \
         [--devices h200,a100-40gb] [--models gpt2,...] [--layers N] [--max-batch-tokens N]
 
-The programs are compiled for GPUs that need not be present (`pip install 'orca_jax[cuda]'`); nothing is run.
+The programs are compiled for GPUs that need not be present (the extra `cuda`); nothing is run.
 Each distinct stage of a partition is compiled with the sizes that the plan chose. `--layers` limits the
 layers of a stage, with the same slots for each, because XLA's time grows with them. Rows are printed as they
 are ready; then a table and, as the last line, JSON.

@@ -45,6 +45,7 @@ from bench.trace import (
     uniform_trace,
 )
 from orca_jax.errors import ConfigError
+from orca_jax.extras import install_line
 from orca_jax.families.presets.by_name import PRESETS
 
 TRACE_REQUESTS = 2048  # no rate plays more
@@ -110,7 +111,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace, Size]:
     )
     flags = parser.parse_args()
     if flags.picture and not matplotlib_here():
-        parser.error("--picture needs matplotlib: pip install 'orca_jax[bench]'")
+        parser.error(f"--picture needs matplotlib: {install_line('bench')}")
     if flags.homogeneous and flags.trace:
         parser.error("--homogeneous and --trace both say which requests there are; give one")
     return parser, flags, PAPER if flags.paper or jax.default_backend() != "cpu" else CPU

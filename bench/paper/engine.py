@@ -30,6 +30,7 @@ from bench.paper.serving_picture import draw_engine
 from bench.paper.shared_engine import SharedEngine, add_engine_flags, compiling
 from bench.trace import Trace, homogeneous_trace
 from orca_jax.errors import ConfigError
+from orca_jax.extras import install_line
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.request.request import Request, begin_iteration
 from orca_jax.scheduling.engine_protocol import Iteration, never
@@ -158,7 +159,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw Figure 9")
     flags = parser.parse_args()
     if flags.picture and not matplotlib_here():
-        parser.error("--picture needs matplotlib: pip install 'orca_jax[bench]'")
+        parser.error(f"--picture needs matplotlib: {install_line('bench')}")
     preset = flags.preset or ("gpt3-13b" if flags.paper else "gpt2")
     inputs = [int(n) for n in flags.inputs.split(",")]
     batches = [int(n) for n in flags.batches.split(",")]

@@ -41,6 +41,7 @@ from bench.simulate.replicas import Dispatch, serve_replicas
 from bench.simulate.serving import DoesNotFit, System
 from bench.simulate.tables import answers_table, served_table, variant_table
 from bench.simulate.workload import Tails
+from orca_jax.extras import install_line
 
 
 def figure(flags: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -199,7 +200,7 @@ def parsed() -> argparse.Namespace:
     if flags.sweep is not None and flags.requests is not None:
         parser.error("--sweep and --requests are separate commands")
     if flags.picture is not None and not matplotlib_here():
-        parser.error("--picture needs matplotlib: pip install 'orca-jax[bench]'")
+        parser.error(f"--picture needs matplotlib: {install_line('bench')}")
     for name in ("requests", "replicas", "simulated", "max_bs", "processes", "fit_batch", "rate"):
         value = getattr(flags, name)
         if value is not None and value <= 0:

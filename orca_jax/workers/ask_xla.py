@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.errors import EngineError
+from orca_jax.extras import install_line
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import CPU
@@ -48,7 +49,7 @@ def ask_memory(question: MemoryQuestion, seconds: float) -> tuple[int, ...]:
     XLA compiles each distinct stage and runs nothing. Raises NoAnswer.
     """
     if question.device != CPU and not any(map(find_spec, _PLUGINS)):
-        raise NoAnswer("no CUDA plugin for JAX is installed (pip install 'orca_jax[cuda]')")
+        raise NoAnswer(f"no CUDA plugin for JAX is installed: {install_line('cuda')}")
     answer = _ask(
         asdict(question) | {"model": config_to_json(question.model)},
         seconds,

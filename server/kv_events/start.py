@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from orca_jax.errors import ConfigError
+from orca_jax.extras import install_line
 from server.settings.router_options import RouterOptions
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def kv_publisher(options: RouterOptions) -> "Publisher | None":
     missing = [name for module, name in (("zmq", "pyzmq"), ("msgpack", "msgpack")) if not find_spec(module)]
     if missing:
         raise ConfigError(
-            f"kv_events needs {' and '.join(missing)}: pip install 'orca_jax[kv-events]', or leave it out"
+            f"kv_events needs {' and '.join(missing)}: {install_line('kv-events')} (or leave it out)"
         )
     # Imported on demand: the libraries are an extra, which a server without events does not need.
     from server.kv_events.publisher import Publisher

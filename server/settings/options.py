@@ -199,8 +199,8 @@ class PipelineOptions:
     restart_window: Annotated[float, "seconds over which --max-restarts counts"] = _RESTARTS.seconds
     replicas: Annotated[
         int | None,
-        "number of engines behind one address, each in a process of Ray's; needs pip install 'orca_jax[ray]' "
-        "(default: one, in this process)",
+        "number of engines behind one address, each in a process of Ray's, which must be installed (default: "
+        "one, in this process)",
     ] = None
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 
 from orca_jax.errors import ConfigError
+from orca_jax.extras import install_line
 from server.tracing.tracing import Tracing
 
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -18,7 +19,7 @@ def tracing_to(endpoint: str | None, environ: Mapping[str, str]) -> Tracing | No
         return None
     if not (_is_installed("opentelemetry.sdk") and _is_installed("opentelemetry.exporter.otlp.proto.http")):
         raise ConfigError(
-            "otlp_traces_endpoint needs OpenTelemetry: pip install 'orca_jax[otel]', or leave it out"
+            f"otlp_traces_endpoint needs OpenTelemetry: {install_line('otel')} (or leave it out)"
         )
     # Imported on demand: the libraries are an extra, which a server without traces does not need.
     from server.tracing.otlp import otlp_writer

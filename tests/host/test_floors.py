@@ -23,6 +23,7 @@ FACE = "__init__"  # orca_jax/__init__.py
 HOST_ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "suggestions": set(),
+    "extras": set(),
     "checks": {"errors"},
     "scheduling_config": {"errors", "checks"},
     "config": {"errors", "checks", "scheduling_config"},
@@ -37,7 +38,7 @@ HOST_ROOMS["scheduling"] = HOST_ROOMS["iteration"] | {"iteration", "families", "
 HOST_ROOMS["control"] = HOST_ROOMS["iteration"] | {"iteration", "families"}
 HOST_ROOMS["service"] = HOST_ROOMS["scheduling"] | {"scheduling"}
 HOST_ROOMS["planning"] = HOST_ROOMS["scheduling"] | {"scheduling"}
-HOST_ROOMS["workers"] = HOST_ROOMS["planning"] | {"planning", "control"}
+HOST_ROOMS["workers"] = HOST_ROOMS["planning"] | {"planning", "control", "extras"}
 HOST_ROOMS["engine"] = HOST_ROOMS["workers"] | {"workers"}
 HOST_ROOMS["simulation"] = HOST_ROOMS["engine"] | {"engine", "service"}
 # Those that may know JAX. The model and the kernels do not know each other.

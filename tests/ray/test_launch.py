@@ -98,7 +98,7 @@ def test_without_ray_the_error_says_what_to_install() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=SOON, check=False
     )
-    assert done.returncode == 2 and "pip install 'orca_jax[ray]'" in done.stderr
+    assert done.returncode == 2 and "pip install 'ray[serve]" in done.stderr
 
 
 def test_plain_orca_serve_does_not_import_ray() -> None:

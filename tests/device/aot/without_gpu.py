@@ -14,7 +14,7 @@ from tests.places import ROOT
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 needs_plugin = pytest.mark.skipif(
-    not any(map(find_spec, _PLUGINS)), reason=f"none of {', '.join(_PLUGINS)} is installed (orca_jax[cuda])"
+    not any(map(find_spec, _PLUGINS)), reason=f"none of {', '.join(_PLUGINS)} is installed (the extra cuda)"
 )
 
 

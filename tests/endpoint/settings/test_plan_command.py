@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from orca_jax.extras import install_line
 from orca_jax.families.hf_config import hf_config_of
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.workers import ask_xla
@@ -111,7 +112,7 @@ def test_without_a_compiler_it_says_so_and_continues(
     report = answer(capsys)
     assert report["temporaries_source"] == "arithmetic"
     assert report["why_not_compiled"].startswith(
-        "no CUDA plugin for JAX is installed (pip install 'orca_jax[cuda]')"
+        f"no CUDA plugin for JAX is installed: {install_line('cuda')}"
     )
 
 

@@ -291,7 +291,7 @@ def test_without_the_extra_the_flag_is_refused(monkeypatch: pytest.MonkeyPatch):
         "server.tracing.start.find_spec",
         lambda name: None if name.startswith("opentelemetry.exporter") else find(name),
     )
-    with pytest.raises(ConfigError, match=r"otlp_traces_endpoint needs .* pip install 'orca_jax\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"otlp_traces_endpoint needs .*: pip install .*'opentelemetry-sdk"):
         tracing_to("http://127.0.0.1:4318/v1/traces", {})
     assert tracing_to(None, {}) is None
 

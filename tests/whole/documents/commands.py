@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,16 @@ LISTENING = re.compile(r"^loading; (\S+)/ready ", re.MULTILINE)
 READY = re.compile(r"^ready; ", re.MULTILINE)
 # Documents call a checkpoint by these names; here each is the demo model.
 _CHECKPOINTS = ("path/to/checkpoint", "checkpoint", "MODEL", "PATH")
+
+
+def copy_repository(folder: Path) -> None:
+    """Copy the files that git knows, or is to know, to a folder."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in names.strip("\0").split("\0"):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)  # as new: make compares times
 
 
 def prepare(folder: Path) -> None:

@@ -1,8 +1,6 @@
 """The README's commands, in a fresh copy of the repository with an environment that is there already."""
 
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import Block, blocks
-from tests.places import ROOT
-from tests.whole.documents.commands import run, serving
+from tests.whole.documents.commands import copy_repository, run, serving
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -25,12 +22,7 @@ STAMPS = (".pip", ".package", ".dev")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that git knows, or is to know, and `.venv` with this environment's programs."""
     folder = tmp_path_factory.mktemp("copy")
-    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for name in names.strip("\0").split("\0"):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, folder / name)  # as new: make compares times
+    copy_repository(folder)
     venv = folder / ".venv"
     venv.mkdir()
     (venv / "bin").symlink_to(Path(sys.prefix) / "bin")
