@@ -1,7 +1,8 @@
 """What `orca serve` prints when it is ready: the model, the addresses, the limits, and a first request."""
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from orca_jax.iteration.shape import serving_buckets
 from server.commands.endpoints import Endpoints
@@ -13,8 +14,16 @@ if TYPE_CHECKING:
     from orca_jax import LLM
 
 
-def show(notes: Notes, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, keyed: bool) -> None:
-    """Print the banner; `keyed`: requests need an API key."""
+def show(
+    notes: Notes,
+    llm: "LLM",
+    model: ServedModel,
+    endpoints: Endpoints,
+    *,
+    keyed: bool,
+    template_file: Path | None = None,
+) -> None:
+    """Print the banner; `keyed`: requests need an API key. `template_file` is in place of the model's own."""
     serving = model.serving
     sizes = serving_buckets(serving)
     for name, value in (
@@ -29,6 +38,7 @@ def show(notes: Notes, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, 
         ("max_bs", f"{serving.max_batch_size} requests in one iteration"),
         ("buckets", f"{len(sizes)}, from {sizes[0]} to {sizes[-1]} tokens"),
         ("end", _end_tokens(model)),
+        ("chat", chat_line(model, template_file)),
         ("defaults", str(llm.generation_defaults) or "the API's (no generation_config.json)"),
         ("HTTP", endpoints.http_url),
         ("pages", endpoints.pages),
@@ -37,7 +47,7 @@ def show(notes: Notes, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, 
     ):
         notes(f"{name:<11}{value}", style="")
     notes("ready; a first request:", style="bold")
-    notes(_first_request(model, endpoints.http_url, keyed=keyed), style="")
+    notes(first_request(model, endpoints.http_url, keyed=keyed), style="")
 
 
 def _end_tokens(model: ServedModel) -> str:
@@ -49,11 +59,27 @@ def _end_tokens(model: ServedModel) -> str:
     return f"at {', '.join(names)}" if names else "at no token"
 
 
-def _first_request(model: ServedModel, url: str, *, keyed: bool) -> str:
-    """A command to paste into a shell."""
-    prompt: str | list[int] = "In the beginning" if model.tokenizer is not None else [1, 2, 3]
-    body = json.dumps({"model": model.name, "prompt": prompt, "max_tokens": 32})
+def chat_line(model: ServedModel, template_file: Path | None) -> str:
+    """Where the chat template is from, and how replies have tool calls and reasoning."""
+    if model.chat_template is None:
+        return "no chat template: /v1/completions alone; --chat-template FILE gives one"
+    if model.has_encoder or model.tokenizer is None:
+        why = "an encoder reads the prompt" if model.has_encoder else "the model has no tokenizer"
+        return f"off: {why}"
+    template = "the model's template" if template_file is None else f"the template {template_file}"
+    tools = "text" if model.tool_format is None else model.tool_format.name
+    reasoning = "text" if model.reasoning_format is None else model.reasoning_format.name
+    return f"by {template}; tool calls: {tools}; reasoning: {reasoning}"
+
+
+def first_request(model: ServedModel, url: str, *, keyed: bool) -> str:
+    """A command to paste into a shell: a chat where the model can, else a completion."""
+    body: dict[str, Any] = {"model": model.name}
+    if model.can_chat:
+        path, body["messages"] = "chat/completions", [{"role": "user", "content": "Say hello."}]
+    else:
+        path, body["prompt"] = "completions", "In the beginning" if model.tokenizer is not None else [1, 2, 3]
     insecure = " --insecure" if url.startswith("https") else ""
     key = " -H 'Authorization: Bearer YOUR_KEY'" if keyed else ""
-    quoted = body.replace("'", "'\\''")
-    return f"curl{insecure} {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{quoted}'"
+    quoted = json.dumps(body | {"max_tokens": 32}).replace("'", "'\\''")
+    return f"curl{insecure} {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{quoted}'"

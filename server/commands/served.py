@@ -49,7 +49,7 @@ def load_served(
         raise
     settle()
     return llm, ServedModel(
-        name=options.served_model_name or settings.model or "demo",
+        name=settings.model_name,
         service=llm.service,
         config=llm.config,
         serving=llm.serving,

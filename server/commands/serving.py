@@ -59,7 +59,8 @@ async def _serve(settings: ServeSettings, notes: Notes) -> int:
             if tracing is not None:
                 tracing.start(model)
             gateway.open(model)
-            banner.show(notes, llm, model, endpoints, keyed=settings.api_keys.required)
+            keyed = settings.api_keys.required
+            banner.show(notes, llm, model, endpoints, keyed=keyed, template_file=options.chat_template)
             await stop.first.wait()
             await _drain(gateway, options.drain_timeout, stop, notes)
         finally:

@@ -108,7 +108,13 @@ def create_app(
             allow_headers=["*"],
             expose_headers=[HEADER, "x-request-id", "request-id", "retry-after"],
         )
-    return Observation(open_app, access_log=options.access_log, metrics=metrics, tracing=tracing)
+    return Observation(
+        open_app,
+        access_log=options.access_log,
+        log_probes=options.log_probes,
+        metrics=metrics,
+        tracing=tracing,
+    )
 
 
 def _include(app: FastAPI, router: APIRouter) -> None:

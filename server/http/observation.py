@@ -7,6 +7,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.bodies.error_forms import is_anthropic
+from server.http.pages import PAGES, STATIC
 from server.http.request_id import HEADER, request_id
 from server.metrics.access_log import log_access
 from server.metrics.metrics import Metrics
@@ -18,6 +19,7 @@ from server.tracing.tracing import Tracing
 _EVENTS = b"text/event-stream"
 _CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
 _PROBES = frozenset(("/health", "/ready", "/metrics"))
+_FILES = frozenset((*PAGES, f"{STATIC}{{name:path}}"))  # a page has dozens of files
 _OPERATIONS = {  # as spans call them
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
@@ -31,10 +33,17 @@ class Observation:
     """ASGI middleware. Routes find the request id and the facts to log in the scope (generation/state.py)."""
 
     def __init__(
-        self, app: ASGIApp, *, access_log: AccessLog, metrics: Metrics, tracing: Tracing | None = None
+        self,
+        app: ASGIApp,
+        *,
+        access_log: AccessLog,
+        log_probes: bool = False,
+        metrics: Metrics,
+        tracing: Tracing | None = None,
     ) -> None:
         self._app = app
         self._access_log: AccessLog = access_log
+        self._log_probes = log_probes
         self._metrics = metrics
         self._tracing = tracing
 
@@ -63,7 +72,7 @@ class Observation:
     ) -> None:
         path, method = scope["path"], scope["method"]
         self._metrics.http_request(route, method, status)
-        if status < 400 and path in _PROBES:
+        if status < 400 and not self._log_probes and (path in _PROBES or route in _FILES):
             return
         client = scope.get("client")
         record = {

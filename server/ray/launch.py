@@ -80,7 +80,7 @@ def _run(settings: ServeSettings, notes: Notes, stack: ExitStack) -> int:
         serve.run(app, name=_APP)
     except RuntimeError as error:  # Ray's, with the reason of the replica that failed
         raise EngineError(str(error)) from error
-    name = endpoint.served_model_name or settings.model or "demo"
+    name = settings.model_name
     notes(f"{'model':<11}{name}, {n_replicas} engines", style="")
     notes(f"{'HTTP':<11}{url}  (its pages: {url}/docs)", style="")
     notes(f"{'gRPC':<11}off", style="")

@@ -42,7 +42,7 @@ class EndpointOptions:
         int | None, "port for gRPC; 0 picks a free one, 'none' turns gRPC off", "addresses", PORT
     ] = 8001
     served_model_name: Annotated[
-        str | None, "the model's name in the API (default: its own name)", "model and engine"
+        str | None, "the model's name in the API (default: its directory's name)", "model and engine"
     ] = None
     chat_template: Annotated[
         Path | None, "file with a Jinja chat template (default: the checkpoint's)", "model and engine"
@@ -138,6 +138,9 @@ class EndpointOptions:
         bool, "serve the pages for people: the playground at /, the live view at /live, /docs"
     ] = True
     access_log: Annotated[AccessLog, "log each request on stderr, as text or JSON", "logging"] = "text"
+    log_probes: Annotated[
+        bool, "log also probes (/health, /ready, /metrics) and the files of the pages", "logging"
+    ] = False
     otlp_traces_endpoint: Annotated[
         str | None,
         "URL of an OpenTelemetry collector for a trace of each request, such as "

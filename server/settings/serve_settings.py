@@ -16,6 +16,7 @@ from server.settings import api_keys, control_secret
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 from server.settings.flags import SERVE_OPTIONS
+from server.settings.model_name import model_name
 from server.settings.options import CompileOptions, EngineOptions, PipelineOptions
 from server.settings.router_options import RouterOptions
 from server.settings.settings_file import read_settings
@@ -47,6 +48,11 @@ class ServeSettings:
     admin_keys: ApiKeys
     control_secret: str = field(default="", repr=False)
     notes: tuple[str, ...] = ()
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the API."""
+        return self.endpoint.served_model_name or model_name(self.model)
 
     def engine_config(self) -> EngineConfig:
         """The server's engine. Raises ConfigError."""

@@ -37,8 +37,10 @@ def lines() -> Iterator[list[str]]:
 
 
 @contextmanager
-def logging_server(style: access_log.AccessLog, **options: Any) -> Iterator[Server]:
-    endpoint = EndpointOptions(port=0, grpc_port=None, access_log=style)
+def logging_server(
+    style: access_log.AccessLog, *, log_probes: bool = False, **options: Any
+) -> Iterator[Server]:
+    endpoint = EndpointOptions(port=0, grpc_port=None, access_log=style, log_probes=log_probes)
     with serving(options=endpoint, **options) as server:
         yield server
 
@@ -104,6 +106,24 @@ def test_probes_are_logged_only_when_they_fail(lines: list[str]) -> None:
         until(lambda: len(lines) == 2, "the line of /version")
     records = [json.loads(line) for line in lines]
     assert [(each["path"], each["status"]) for each in records] == [("/ready", 503), ("/version", 200)]
+
+
+def test_pages_and_their_files_are_logged_only_when_they_fail(lines: list[str]) -> None:
+    with logging_server("json") as server, connected(server) as client:
+        for path in ("/", "/live", "/docs", "/static/live.html"):
+            assert client.get(path).status_code == 200
+        assert client.get("/static/nothing").status_code == 404
+        until(lambda: len(lines) == 1, "the line of the file that is not there")
+    assert json.loads(lines[0])["path"] == "/static/nothing"
+
+
+def test_probes_and_pages_are_logged_for_who_asks(lines: list[str]) -> None:
+    paths = ["/health", "/ready", "/metrics", "/live", "/static/live.html"]
+    with logging_server("json", log_probes=True) as server, connected(server) as client:
+        for path in paths:
+            assert client.get(path).status_code == 200
+        until(lambda: len(lines) == len(paths), "the lines")
+    assert [json.loads(line)["path"] for line in lines] == paths
 
 
 @pytest.mark.parametrize("stream", [True, False])

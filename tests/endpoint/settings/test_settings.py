@@ -88,6 +88,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "body_timeout": (1.0, 2.5, 1e-3, 1e7),
     "keep_alive_timeout": (1.0, 2.5, 1e-3, 1e7),
     "max_watch_streams": (0, 1, 2, 3),
+    "log_probes": (True, False, True, False),
     "access_log": ("json", "off", "text", "json"),
     "otlp_traces_endpoint": ("https://flag/v1/traces", "http://variable:4318", "http://file", "http://none"),
     "pages": (False, True, False, True),

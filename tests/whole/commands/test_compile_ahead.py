@@ -243,7 +243,7 @@ def test_orca_compile_and_then_orca_serve(two_layers: Path, tmp_path: Path, stag
             assert ready["orca_compiles_total"] >= n_programs - 1
             assert ready["orca_compiles_from_disk_total"] == ready["orca_compiles_total"]
         for i, asked in enumerate(({}, {"logprobs": 2, "temperature": 0}, {"top_p": 0.5, "echo": True})):
-            body = {"model": str(two_layers), "prompt": [97] * (5 + 10 * i), "max_tokens": 3, **asked}
+            body = {"model": two_layers.name, "prompt": [97] * (5 + 10 * i), "max_tokens": 3, **asked}
             answer = httpx2.post(server.url + "/v1/completions", json=body, timeout=SOON)
             assert answer.status_code == 200, answer.text
         assert compiles(server) == ready
