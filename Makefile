@@ -61,9 +61,9 @@ test-browser: $(VENV)/.browser ## run the tests of the pages in Chromium (LONG=1
 	$(BIN)/pyright --pythonpath $(BIN)/python -p tests/browser
 	$(BIN)/python $(PYTEST) -m "$(if $(LONG),long,not long)" tests/browser
 
-test-clients: $(VENV)/.package $(CLIENTS_VENV)/.clients ## run the tests of clients' libraries, and check their types
+test-clients: $(VENV)/.package $(CLIENTS_VENV)/.clients $(CLIENTS_VENV)/.npm ## run the tests of clients' libraries and programs, and check their types
 	$(CLIENTS_BIN)/pyright --pythonpath $(CLIENTS_BIN)/python -p tests/clients
-	SERVER_PYTHON=$(BIN)/python $(CLIENTS_BIN)/python -m pytest tests/clients
+	SERVER_PYTHON=$(BIN)/python CLIENTS_NPM=$(CLIENTS_VENV)/npm $(CLIENTS_BIN)/python -m pytest tests/clients
 
 check: $(VENV)/.dev ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -127,6 +127,14 @@ $(CLIENTS_VENV)/.clients: pyproject.toml tests/clients/constraints.txt $(CLIENTS
 	@echo "Installing clients' libraries into $(CLIENTS_VENV)"
 	$(CLIENTS_BIN)/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt --group clients
 	@touch $@
+
+# Where npm is missing or reaches no registry, the tests of its programs are skipped; the next run tries again.
+$(CLIENTS_VENV)/.npm: tests/clients/package.json $(CLIENTS_VENV)/.pip
+	@echo "Installing Claude Code, Codex and the AI SDK into $(CLIENTS_VENV)/npm: 660 MB"
+	@mkdir -p $(CLIENTS_VENV)/npm
+	@cp tests/clients/package.json $(CLIENTS_VENV)/npm
+	@if npm install --prefix $(CLIENTS_VENV)/npm --silent --no-audit --no-fund --no-package-lock; then touch $@; \
+	else echo "npm is missing or failed: the tests of its programs will be skipped"; fi
 
 $(HOST_VENV)/.host: pyproject.toml $(HOST_VENV)/.pip
 	@echo "Installing what needs no JAX into $(HOST_VENV)"

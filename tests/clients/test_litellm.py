@@ -1,4 +1,4 @@
-"""LiteLLM, which speaks OpenAI's API to any server: chats with forced calls, whole and streamed."""
+"""LiteLLM, which speaks OpenAI's API to any server: chats with calls, whole and streamed."""
 
 import json
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from litellm import completion, stream_chunk_builder
 from litellm.exceptions import BadRequestError
+
+from tests.clients.page import MODEL, printed
 
 PARAMETERS = {
     "type": "object",
@@ -43,6 +45,24 @@ def test_a_forced_call(url: str, choice: Any) -> None:
     (streamed,) = built.choices[0].message.tool_calls
     assert streamed.function.arguments == call.function.arguments
     assert built.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_turn_with_a_tool(errands: str, streamed: bool) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
+    fields: Any = {"model": f"openai/{MODEL}", "messages": messages, "tools": TOOLS, "stream": streamed}
+    answer = ask(errands + "/v1", **fields)
+    built: Any = stream_chunk_builder(list(answer)) if streamed else answer
+    message = built.choices[0].message
+    (call,) = message.tool_calls
+    # LiteLLM's own message goes back as it is, with the fields that it adds.
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "hoarfrost"}]
+    said = ask(errands + "/v1", **{**fields, "stream": False})
+    assert said.choices[0].message.content == "It says hoarfrost, as you asked."
+
+
+def test_the_page(errands: str) -> None:
+    assert printed("LiteLLM", errands)
 
 
 def test_text_whole_and_streamed(url: str) -> None:

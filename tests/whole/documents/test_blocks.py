@@ -11,7 +11,10 @@ from server.cli import parser
 from tests.documents import DOCUMENTS, Block, blocks, orca_arguments, relative
 from tests.places import ROOT
 
-LANGUAGES = {"python", "sh", "console", "json", "yaml", "text", "mermaid", "promql"}
+LANGUAGES = {
+    *("python", "sh", "console", "json", "yaml", "text", "mermaid", "promql"),
+    *("toml", "javascript"),  # settings and programs of clients; tests/clients runs them
+}
 _INLINE = re.compile(rf"`(?:\.venv/bin/)?orca ({'|'.join(command_parsers())})\b([^`]*)`")
 
 

@@ -37,13 +37,14 @@ NOT_RUN = {
 }
 # Run elsewhere: against a server.
 OF_CLIENTS = ("from openai import OpenAI", "from anthropic import Anthropic")
+CLIENTS = "docs/clients.md"  # tests/clients
 
 
 def key(block: Block) -> tuple[str, str]:
     return block.document, block.first
 
 
-PYTHON = [block for block in blocks("python") if block.first not in OF_CLIENTS]
+PYTHON = [block for block in blocks("python") if block.first not in OF_CLIENTS and block.document != CLIENTS]
 RUN = [block for block in PYTHON if key(block) not in NOT_RUN]
 
 
