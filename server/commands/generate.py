@@ -1,165 +1,36 @@
-"""`orca generate`: streams text to the terminal, or continues a file of prompts."""
+"""`orca generate`: checks the flags and the model's files, and then loads the model and generates.
+
+What generates takes a second to import, and JAX more, so both are imported once nothing is wrong here.
+"""
 
 import argparse
-import io
-import sys
-import time
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from orca_jax.config import EngineConfig
-from orca_jax.errors import InvalidPrompt
 from orca_jax.model_files.found_model import check_model
-from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.request.tokenizer import Tokenizer
-from orca_jax.service.generation import Generation
-from server.commands import jsonl, outputs
-from server.commands.loading import load, summary
-from server.commands.logprob_table import logprob_table
-from server.commands.notes import Notes
-from server.commands.printable import printable
-from server.commands.request_hash import model_hash
+from orca_jax.request.chat.template_files import load_chat_template
 from server.errors import UsageError
+from server.process.by_name import function_named
 from server.settings.flags import engine_options
 from server.settings.sampling_flags import sampling_params
 
-if TYPE_CHECKING:
-    from orca_jax import LLM
-
-_MAX_STDIN_BYTES = 1 << 24
+GENERATING = "server.commands.generating:generate"
+_NO_TEMPLATE = "give one with --chat-template FILE, or prompts instead of messages"
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
-    # Mistakes in the flags and in the model's files are reported before JAX is imported.
     sampling_params(args)
     engine = EngineConfig.of(**engine_options(args))
     check_model(engine)
-    notes = Notes()
-    if args.input is None:
-        if args.output is not None:
-            raise UsageError("--output needs --input; the text of a PROMPT goes to stdout")
-        _check_output_flags(args)
-        prompts = _prompts(args.prompt)
-        with _load(engine, notes) as llm:
-            sampling = sampling_params(args, llm.generation_defaults.sampling)
-            _stream_all(llm, prompts, sampling, notes)
-        return 0
-    if args.prompt:
+    if args.input is None and args.output is not None:
+        raise UsageError("--output needs --input; the text of a PROMPT goes to stdout")
+    if args.input is not None and args.prompt:
         raise UsageError("give either PROMPTs or --input, not both")
-    _check_output_flags(args)
-    files = jsonl.open_files(args.input, args.output, overwrite=args.overwrite)
-    with files as (source, answers), _load(engine, notes) as llm:
-        sampling = sampling_params(args, llm.generation_defaults.sampling)
-        return jsonl.run(
-            llm,
-            source,
-            answers,
-            sampling,
-            notes.console,
-            model=_model_hash(llm, args),
-            retry_errors=args.retry_errors,
-        )
-
-
-def _check_output_flags(args: argparse.Namespace) -> None:
     for flag, value in (("--overwrite", args.overwrite), ("--retry-errors", args.retry_errors)):
         if value and args.output in (None, "-"):
             raise UsageError(f"{flag} is about the file of --output; give one, or leave it out")
     if args.overwrite and args.retry_errors:
         raise UsageError("--overwrite runs every line; leave --retry-errors out")
-
-
-def _model_hash(llm: "LLM", args: argparse.Namespace) -> str:
-    settings: dict[str, object] = {"dtype": args.dtype, "load_format": args.load_format}
-    if llm.directory is None:
-        settings["model"] = args.model
-    return model_hash(llm.directory, llm.text_directory, settings)
-
-
-def _load(engine: EngineConfig, notes: Notes) -> "LLM":
-    llm = load(notes, engine)
-    notes(summary(llm))
-    if llm.generation_defaults.source:
-        notes(f"sampling defaults: {llm.generation_defaults}")
-    return llm
-
-
-def _prompts(arguments: list[str]) -> list[str]:
-    """The prompts; `-` means all of stdin, and so does no argument if stdin is a pipe."""
-    if not arguments:
-        if sys.stdin.isatty():
-            raise UsageError("give a PROMPT, '-' to read one from stdin, or --input FILE.jsonl")
-        arguments = ["-"]
-    if arguments.count("-") > 1:
-        raise UsageError("'-' reads all of stdin; give it only once")
-    return [_read_stdin() if prompt == "-" else prompt for prompt in arguments]
-
-
-def _read_stdin() -> str:
-    """All of stdin as one prompt, without its final newline."""
-    data = sys.stdin.buffer.read(_MAX_STDIN_BYTES + 1)
-    if len(data) > _MAX_STDIN_BYTES:
-        raise InvalidPrompt(f"stdin has more than {_MAX_STDIN_BYTES} bytes", param="prompt")
-    try:
-        return data.decode("utf-8").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise InvalidPrompt(f"stdin is not UTF-8: {error}", param="prompt") from error
-
-
-def _stream_all(llm: "LLM", prompts: list[str], sampling: SamplingParams, notes: Notes) -> None:
-    """Run all outputs of all prompts concurrently, and show them one after the other."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # for what the terminal cannot encode
-    with ExitStack() as running:
-        shown = list[tuple[str, Generation]]()
-        for prompt in prompts:
-            started = outputs.start(llm, prompt, sampling)
-            running.callback(outputs.close, started)
-            shown += [(prompt, stream) for stream in started]
-        for i, (prompt, stream) in enumerate(shown):
-            if i > 0:
-                print()
-            if len(shown) > 1:
-                notes(f"[{i + 1} of {len(shown)}]")
-            _show(prompt, stream, notes, llm.tokenizer, reads_apart=llm.config.encoder is not None)
-
-
-def _show(
-    prompt: str, stream: Generation, notes: Notes, tokenizer: Tokenizer | None, *, reads_apart: bool
-) -> None:
-    console = Console(highlight=False)
-    start = time.monotonic()
-    already_finished = stream.finish_reason is not None  # while another output was shown
-    with notes.console.status("Compiling and running prefill"):
-        piece = stream.next_piece()
-    first = time.monotonic()
-    if console.is_terminal:
-        end = "\n" if reads_apart else ""  # an encoder's input, which the output does not continue
-        console.out(printable(prompt), style="dim", end=end, highlight=False)
-    while piece is not None:
-        print(printable(piece.text) if console.is_terminal else piece.text, end="", flush=True)
-        piece = stream.next_piece()
-    print(flush=True)
-    seconds = time.monotonic() - first
-    result = stream.result()
-    for title, logprobs in (("Prompt", result.prompt_logprobs), ("Output", result.logprobs)):
-        if logprobs:
-            notes.console.print(logprob_table(title, logprobs, tokenizer))
-    if result.routed_experts is not None:
-        n, layers, top_k = result.routed_experts.shape
-        notes(f"{n} tokens chose {top_k} experts in each of {layers} layers; --input and --output write them")
-    n_tokens = len(result.token_ids)
-    times = ""
-    if not already_finished:
-        times = f", the first after {first - start:.1f} s"
-        times += f", then {(n_tokens - 1) / seconds:,.0f} tokens/s" if n_tokens > 1 else ""
-    for other in stream.results()[1:]:
-        notes(f"score {result.score:.4f}")
-        result = other
-        print(f"\n{printable(other.text) if console.is_terminal else other.text}", flush=True)
-    score = "" if result.score is None else f", score {result.score:.4f}"
-    end = f"finish reason {result.finish_reason}, seed {result.seed}{score}"
-    notes(f"{result.n_input} + {n_tokens} tokens{times}; {end}")
+    if args.chat_template is not None:
+        load_chat_template(None, args.chat_template)
+    return function_named(GENERATING)(args, engine, no_template=_NO_TEMPLATE)

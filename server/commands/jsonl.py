@@ -1,4 +1,7 @@
-"""Answers a JSONL file of requests with a JSONL file of records in the same order, or goes on with one."""
+"""Answers a JSONL file of requests with a JSONL file of records in the same order, or goes on with one.
+
+A request is a prompt or a conversation; `conversation_lines.py` reads the latter.
+"""
 
 import io
 import json
@@ -8,7 +11,7 @@ import stat
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -23,6 +26,8 @@ from orca_jax.request.sampling_params import SamplingParams, with_defaults
 from orca_jax.service.generation import Generation, GenerationResult
 from server.commands import outputs
 from server.commands.answer_file import OTHERWISE, Answers, AnswerStream, Kept, locked_answers
+from server.commands.conversation_lines import check_fields, message_fields, prepare_reply
+from server.commands.replies import Prepared, Replies
 from server.commands.request_hash import request_hash
 from server.commands.request_lines import BadLine, Line, read_lines
 from server.errors import UsageError
@@ -48,10 +53,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request in flight: its running outputs, or its error."""
+    """A request in flight: its running outputs, or its error. `reply` is that of a conversation."""
 
     request: Request
     outcome: list[Generation] | InvalidRequest | QueueFull
+    reply: Prepared | None = None
 
     @property
     def n_outputs(self) -> int:
@@ -120,18 +126,21 @@ def run(
     defaults: SamplingParams,
     console: Console,
     *,
+    replies: Callable[[], Replies] | None = None,
     model: str = NO_MODEL,
     retry_errors: bool = False,
 ) -> int:
     """Answer every line that has no answer yet; returns the exit status: 1 if any line has an error, else 0.
 
-    Reads only a few batches ahead, and writes each record once those before it are written. `model` is the
-    hash of what answers. An error that an earlier run wrote stays, unless its line has changed or with
-    `retry_errors`.
+    Reads only a few batches ahead, and writes each record once those before it are written. `replies` makes
+    the model's replies to conversations, once there is one. `model` is the hash of what answers. An error
+    that an earlier run wrote stays, unless its line has changed or with `retry_errors`.
 
-    Raises UsageError if an answer of an earlier run is to another request or of another model. Raises
-    EngineError if the engine fails; lines in flight then have no records.
+    Raises UsageError if an answer of an earlier run is to another request or of another model, and
+    NotSupported if there are conversations and the model reads none. Raises EngineError if the engine fails;
+    lines in flight then have no records.
     """
+    starter = _Starter(llm, defaults, replies)
     if answers.model_hash not in (None, model):
         raise UsageError(
             f"{answers.name} has answers of another model: its weights, tokenizer, chat template, dtype or "
@@ -158,10 +167,10 @@ def run(
                     if _stands(request, kept, answers.name, retry_errors=retry_errors):
                         report.keep(line, is_error=kept.is_error)
                         continue
-                job = _start(llm, request, defaults)
+                job = starter.start(request)
                 while isinstance(job.outcome, QueueFull) and jobs:
                     finish_first()  # and so make room
-                    job = _start(llm, request, defaults)
+                    job = starter.start(request)
                 jobs.append(job)
                 n_in_flight += job.n_outputs
                 while n_in_flight >= most_in_flight or len(jobs) >= most_in_flight:
@@ -205,22 +214,33 @@ def _stands(request: Request, kept: Kept, name: str, *, retry_errors: bool) -> b
     return True
 
 
-def _start(llm: "LLM", request: Request, defaults: SamplingParams) -> Job:
-    try:
-        if request.values is None:
-            assert request.error is not None
-            raise request.error
-        values = dict(request.values)
-        prompt = values.pop("prompt", None)
-        if prompt is None:
-            raise BadLine("the line has no prompt", param="prompt")
-        if unknown := sorted(values.keys() - _SAMPLING_FIELDS):
-            allowed = ", ".join(["prompt", *sorted(_SAMPLING_FIELDS)])
-            raise BadLine(f"unknown field {unknown[0]!r}; the fields are {allowed}", param=unknown[0])
-        sampling = _with_seed(replace(defaults, **with_defaults({}, values)))
-        return Job(request, outputs.start(llm, prompt, sampling))
-    except (InvalidRequest, QueueFull) as error:  # QueueFull: running grammars take all their memory
-        return Job(request, error)
+class _Starter:
+    """Starts requests. `defaults` are parameters of those without their own."""
+
+    def __init__(self, llm: "LLM", defaults: SamplingParams, replies: Callable[[], Replies] | None) -> None:
+        self._llm, self._defaults, self._new_replies = llm, defaults, replies
+        self._replies: Replies | None = None
+
+    def start(self, request: Request) -> Job:
+        """The request as a job, which has its error if it is invalid or there is no room for its grammar."""
+        values = request.values
+        replies = None
+        if values is not None and values.get("messages") is not None and self._new_replies is not None:
+            replies = self._replies = self._replies or self._new_replies()
+            replies.prompts.template()  # without one every such line would have the same error
+        try:
+            if values is None:
+                assert request.error is not None
+                raise request.error
+            check_fields(values, _SAMPLING_FIELDS)
+            given = {name: value for name, value in values.items() if name in _SAMPLING_FIELDS}
+            sampling = _with_seed(replace(self._defaults, **with_defaults({}, given)))
+            if replies is None:
+                return Job(request, outputs.start(self._llm, values["prompt"], sampling))
+            reply = prepare_reply(replies, values, sampling)
+            return Job(request, replies.start(reply), reply)
+        except (InvalidRequest, QueueFull) as error:  # QueueFull: running grammars take all their memory
+            return Job(request, error)
 
 
 def _with_seed(sampling: SamplingParams) -> SamplingParams:
@@ -244,10 +264,15 @@ def _finish(job: Job, answers: Answers, report: "_Report", model: str) -> None:
     record: dict[str, Any] = {"line": request.line.number, "request_hash": request.hash, "model_hash": model}
     if error is not None:
         record["error"] = _as_error(error)
-    if request.values is not None and request.values.get("prompt") is not None:
-        record["prompt"] = request.values["prompt"]
+    for name in ("prompt", "messages"):
+        if request.values is not None and request.values.get(name) is not None:
+            record[name] = request.values[name]
     if error is None:
-        record |= _as_record(results)
+        choices = [_choice(result) for result in results]
+        if job.reply is not None:
+            for i, (choice, result) in enumerate(zip(choices, results, strict=True)):
+                choice |= message_fields(job.reply, result, call_id=f"call_{request.hash}{i:04x}")
+        record |= _as_record(results, choices)
     answers.append(_as_line(record))
     report.add(request.line, results, is_error=error is not None)
 
@@ -260,10 +285,9 @@ def _as_error(error: Exception) -> dict[str, Any]:
     return {"type": type(error).__name__, "param": param, "message": message}
 
 
-def _as_record(results: Sequence[GenerationResult]) -> dict[str, Any]:
+def _as_record(results: Sequence[GenerationResult], choices: list[dict[str, Any]]) -> dict[str, Any]:
     """The outputs' fields of a record: at its top level for one output, in `choices` for several."""
     first = results[0]
-    choices = [_choice(result) for result in results]
     record: dict[str, Any] = choices[0] if len(choices) == 1 else {"choices": choices}
     record["n_input"] = first.n_input
     if first.prompt_logprobs is not None:

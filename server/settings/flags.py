@@ -32,7 +32,7 @@ COMPILE_OPTIONS = (
     *(o for o in _PIPELINE if o.name == "worker_processes"),
 )
 _ENDPOINT = options_of(EndpointOptions, "limits")
-CHAT_OPTIONS = tuple(o for o in _ENDPOINT if o.name in ("chat_template", "reasoning_format"))
+_FORMATS = tuple(o for o in _ENDPOINT if o.name in ("chat_template", "tool_format", "reasoning_format"))
 SERVE_OPTIONS = (
     MODEL,
     *_ENDPOINT,
@@ -46,8 +46,8 @@ _METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "X", str: "TEXT"}
 
 
 def add_engine_flags(parser: argparse._ArgumentGroup) -> None:
-    """Add the flags of a command that builds its own engine."""
-    for option in GENERATE_OPTIONS:
+    """Add the flags of `orca generate`, which builds its own engine."""
+    for option in (*GENERATE_OPTIONS, *_FORMATS):
         add_flag(parser, option, option.default)
 
 
@@ -55,8 +55,8 @@ def add_chat_flags(command: argparse.ArgumentParser) -> None:
     """Add the model, and the flags of a command that talks with it."""
     add_model(command, MODEL.help)
     group = command.add_argument_group(_ENGINE_GROUP)
-    for option in (*CHAT_OPTIONS, *GENERATE_OPTIONS):
-        if option is not MODEL:
+    for option in (*GENERATE_OPTIONS, *_FORMATS):
+        if option is not MODEL and option.name != "tool_format":  # there are no tools
             add_flag(group, option, option.default)
 
 

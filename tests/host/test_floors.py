@@ -100,6 +100,7 @@ LIBRARIES_OF = {  # that one or two files of the JAX-free rooms may know besides
 # The server: its two endpoints do not know each other, and nothing below knows what puts them together.
 ENDPOINTS = ("server.http", "server.rpc")
 PUTS_TOGETHER = {
+    *("server.commands.conversation_lines", "server.commands.jsonl", "server.commands.generating"),
     *("server.commands.endpoints", "server.commands.banner", "server.commands.serving"),
     *("server.ray.app", "server.ray.door", "server.ray.relay", "server.ray.replica", "server.ray.launch"),
     "server.ray.routing.prefix_key",

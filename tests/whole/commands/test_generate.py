@@ -335,7 +335,7 @@ def test_ctrl_c_ends_with_130_and_frees_the_slots(
     def interrupt(*_: object, reads_apart: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("server.commands.generate._show", interrupt)
+    monkeypatch.setattr("server.commands.generating._show", interrupt)
     assert cli.main(["generate", "ab", "--max-tokens", "60", "--ignore-eos"]) == 130
     assert "Traceback" not in capsys.readouterr().err
     tiny.generate([1], SamplingParams(max_tokens=2))
@@ -375,7 +375,7 @@ BAD_LINES: list[tuple[bytes, str, str | None, str]] = [
     (b'{"prompt": "a", "temperature": NaN}', "BadLine", "line", "NaN is not a JSON value"),
     (b"[" * 100_000, "BadLine", "line", "nested too deeply"),
     (b'{"seed": ' + b"9" * 5000 + b"}", "BadLine", "line", "not JSON"),
-    (b"{}", "BadLine", "prompt", "the line has no prompt"),
+    (b"{}", "BadLine", "prompt", "the line has no prompt and no messages"),
     (b'{"prompt": "a", "max_token": 3}', "BadLine", "max_token", "unknown field 'max_token'"),
     (b'{"prompt": ""}', "EmptyPrompt", "prompt", "no token"),
     (b'{"prompt": []}', "EmptyPrompt", "prompt", "no token"),

@@ -177,13 +177,13 @@ def test_errors_stay_unless_they_are_to_be_run_again_or_their_line_is_mended(
     assert [record["line"] for record in errors] == [3, 6]
 
     ran: list[int] = []
-    start = jsonl._start
+    start = jsonl._Starter.start
 
-    def listening(llm: Any, request: jsonl.Request, *rest: Any) -> jsonl.Job:
+    def listening(starter: Any, request: jsonl.Request) -> jsonl.Job:
         ran.append(request.line.number)
-        return start(llm, request, *rest)
+        return start(starter, request)
 
-    monkeypatch.setattr(jsonl, "_start", listening)
+    monkeypatch.setattr(jsonl._Starter, "start", listening)
     assert run(tiny, source, sink) == 1
     assert ran == []
     assert run(tiny, source, sink, retry_errors=True) == 1
@@ -298,7 +298,7 @@ def test_flags_without_a_file(flags: list[str], message: str, capsys: pytest.Cap
 def test_another_file_is_refused_before_the_model_is_loaded(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.commands.generate.load", None)
+    monkeypatch.setattr("server.commands.generating.load", None)
     sink = tmp_path / "out.jsonl"
     sink.write_text("my thesis\n")
     assert cli.main(["generate", "--input", str(source), "--output", str(sink)]) == 2
