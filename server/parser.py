@@ -43,11 +43,12 @@ def parser() -> CommandParser:
         help="continue prompts, on the terminal or from a file",
         description="Continue each PROMPT and stream the text to the terminal, or continue every line of a "
         "JSONL file. Notes go to stderr, so that stdout holds only the text.",
-        epilog='A line of FILE.jsonl is {"prompt": a text or a list of token ids} and may have its own '
-        'sampling parameters, as in {"prompt": "In the", "max_tokens": 8, "stop": ["."]}. The output has one '
-        "line for each, in order, with the text and the finish reason, or with an error. Blank lines are "
-        "ignored. Exit status: 0; 1 if some lines had errors or the engine failed; 2 for a mistake in the "
-        "command line; 130 after Ctrl-C.",
+        epilog='A line of FILE.jsonl is {"prompt": a text or a list of token ids}, or {"messages": [...]} '
+        'with or without "tools", and may have its own sampling parameters, as in {"prompt": "In the", '
+        '"max_tokens": 8, "stop": ["."]}. The output has one line for each, in order, with the text and the '
+        "finish reason, or with an error. A run that was stopped goes on if it is started again. Exit "
+        "status: 0; 1 if some lines had errors or the engine failed; 2 for a mistake in the command line; "
+        "130 after Ctrl-C.",
         allow_abbrev=False,
     )
     command.add_argument(

@@ -11,8 +11,8 @@ from server.commands.replies import Prepared, Replies
 from server.commands.request_lines import BadLine
 from server.gateway.reply.events import whole_reply
 from server.gateway.reply.offered_tools import NO_TOOLS, ToolWish
-from server.http.fields.tools import check_tools
 from server.gateway.reply.parser import ReplyParser
+from server.http.fields.tools import check_tools
 
 # The fields besides those of SamplingParams, with their types; null is as if left out.
 _RENDERING: dict[str, type] = {

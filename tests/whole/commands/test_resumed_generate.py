@@ -276,7 +276,7 @@ def test_the_command_after_sigkill(
     assert sink.read_bytes() == wanted.read_bytes()
     assert cli.main(command(sink, "--temperature", "0.3")) == 2
     assert "answer to line 2, but to another request" in capsys.readouterr().err
-    assert cli.main(command(sink, "--load-format", "packed")) == 2
+    assert cli.main(command(sink, "--dtype", "float32")) == 2
     assert "has answers of another model" in capsys.readouterr().err
     assert sink.read_bytes() == wanted.read_bytes()
 
