@@ -71,7 +71,10 @@ HIDES_IMPORTS = {
     "import_module": set[str](),
     "__import__": set[str](),
     "resolve_name": {"orca_jax/launch/own_model.py", "server/process/by_name.py"},
-    "function_named": {"server/cli.py", "server/commands/chat.py", "server/commands/serve.py"},
+    "function_named": {
+        *("server/cli.py", "server/commands/chat.py", "server/commands/generate.py"),
+        "server/commands/serve.py",
+    },
 }
 
 MAY_IMPORT: dict[str, set[str]] = {

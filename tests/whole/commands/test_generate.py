@@ -166,8 +166,8 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["swim"], "invalid choice: 'swim'"),
-        (["generate", "--no-such-flag", "x"], "unrecognized arguments: --no-such-flag"),
+        (["swim"], "there is no command 'swim'; it is one of generate, chat, serve"),
+        (["generate", "--no-such-flag", "x"], "--no-such-flag is not a flag of `orca generate`"),
         (["generate", "x", "--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens is 0; it must be a whole number from 1"),
         (

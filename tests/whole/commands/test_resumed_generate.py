@@ -18,6 +18,7 @@ from rich.console import Console
 from orca_jax import LLM, SamplingParams
 from server import cli
 from server.commands import answer_file, jsonl
+from server.errors import UsageError
 from tests.places import ROOT
 from tests.whole.lent import Lent
 
@@ -160,7 +161,7 @@ def test_an_answer_to_something_else_is_refused(
 ) -> None:
     changed, sink = write_lines(tmp_path / "in.jsonl", lines(LINES)), tmp_path / "out.jsonl"
     sink.write_bytes(undisturbed)
-    with pytest.raises(cli.UsageError, match=message) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         run(tiny, changed, sink, **options)
     assert str(sink) in str(caught.value) and "--overwrite" in str(caught.value)
     assert sink.read_bytes() == undisturbed
