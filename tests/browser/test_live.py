@@ -125,6 +125,10 @@ def test_an_open_request_is_known_to_a_new_page(browser: Browser) -> None:
                 next(chunks)
                 connected_to(page)
                 (before,) = read(page, "requests")
+                page.get_by_role("button", name="Fit").click()
+                (unknown,) = read(page, "unknown")
+                assert unknown["why"] == "before this page opened"
+                assert unknown["to"] > before["firstToken"] > before["arrived"] > unknown["from"]
             (after,) = until_ended(page, 1)
         record = server.service.timeline.requests[-1]
         assert before["state"] == "decode" and before["firstToken"] == record.token_times[0]

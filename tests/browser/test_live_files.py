@@ -170,7 +170,78 @@ def test_stages_losses_and_gaps(browser: Browser, server: Server) -> None:
         ]
         assert (first["nPreempted"], second["nPreempted"], first["firstToken"]) == (0, 1, 10.8)
         label = page.locator("#stages").get_attribute("aria-label")
-        assert label is not None and label.startswith("Stages, busy in view: 17 %, 17 %")  # 0.4 of 2.4 s
+        assert label is not None and label.startswith("Stages, busy in view: 18 %, 18 %")  # 0.4 of 2.2 s
+
+
+def opened_late() -> list[dict[str, Any]]:
+    """What a page saves that opened at 10 s, when one request ran for 4 s and another had waited for 1 s."""
+    one = {"id": "", "n_input": 4, "max_tokens": 99, "priority": 0}
+    usual = {"bucket": 2, "prefill": [], "starts": [], "partial": [], "slots": [32, 9, 0], "waiting": 1}
+    usual |= {"held": [1, "batch"], "preempted": []}
+    runs = {"n_computed": 4, "n_output": 9, "admitted": True, "scheduled": 6.0, "first_token": 6.5}
+    waits = {"n_computed": 0, "n_output": 0, "admitted": False, "scheduled": None, "first_token": None}
+    late = {"prefill": [1], "starts": [0], "waiting": 0, "held": None}
+    return [
+        {
+            **{"orca_live": 1, "model": "one", "n_workers": 1, "n_slots": 64, "status": "ready"},
+            **{"now": 5.0, "known_from": 10.0},
+            "requests": [
+                {"arrived": 0, "time": 5.0, **one, **runs},
+                {"arrived": 1, "time": 9.0, **one, **waits},
+            ],
+        },
+        {"iteration": 90, "issued": 10.2, "returned": 10.6, "rows": [[0, 1]], **usual},
+        {"iteration": 91, "issued": 10.6, "returned": 10.8, "rows": [[0, 1]], **usual},
+        {"skipped": 3},
+        {"iteration": 95, "issued": 11.8, "returned": 12.0, "rows": [[0, 1], [1, 4]], **usual, **late},
+    ]
+
+
+# The colour of a canvas at a time and a height in pixels, and the page's colour of that name.
+PIXEL = """([id, share, y, name]) => {
+    const canvas = document.getElementById(id);
+    const x = 46 + share * (canvas.clientWidth - 56);
+    const scale = canvas.width / canvas.clientWidth;
+    const drawn = canvas.getContext("2d").getImageData(x * scale, y * scale, 1, 1).data;
+    const fill = new OffscreenCanvas(1, 1).getContext("2d");
+    const probe = document.getElementById("probe");
+    probe.style.color = `var(--${name})`;
+    fill.fillStyle = getComputedStyle(probe).color;
+    fill.fillRect(0, 0, 1, 1);
+    return [[...drawn], [...fill.getImageData(0, 0, 1, 1).data]];
+}"""
+
+
+def test_time_without_data_counts_in_no_share(browser: Browser, server: Server) -> None:
+    with watched(browser, server.url) as (page, _):
+        opened(page, opened_late())
+        expect(page.locator("#phase")).to_have_text("a recorded file")
+        view, skipped = read(page, "view"), "skipped by the server"
+        assert [(one["from"], one["to"], one["why"]) for one in read(page, "unknown")] == [
+            (view["from"], 10.0, "not in this file"),
+            (10.8, 11.8, skipped),
+        ]
+        label = page.locator("#stages").get_attribute("aria-label")
+        assert label == "Stages, busy in view: 80 %"  # 0.8 of the 1 s of which there is data
+        expect(page.locator("[data-tile=iterations]")).to_have_text("4")  # 3 in 0.8 s
+        for time, colour in ((7.0, "unknown"), (10.4, "busy"), (11.3, "unknown")):
+            share = (time - view["from"]) / (view["to"] - view["from"])
+            drawn, expected = page.evaluate(PIXEL, ["stages", share, 15, colour])
+            assert drawn == expected, (time, colour)
+        first, second = read(page, "requests")
+        assert first["waits"][0]["to"] == 6.0
+        assert [(part["why"], part["from"], part["to"]) for part in second["waits"][0]["reasons"]] == [
+            ("unseen", 9.0, 10.0),
+            ("next", 10.0, 10.2),
+            ("batch", 10.2, 10.8),
+            ("unseen", 10.8, 11.8),
+        ]
+        assert read(page, "saved")[0]["known_from"] == 10.0
+        box = page.locator("#stages").bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 46 + 0.3 * (box["width"] - 56), box["y"] + 15)
+        expect(page.locator("#tooltip")).to_contain_text("no data: not in this file")
+        assert {span["name"] for span in check_trace(read(page, "trace"))[3]} >= {"waits: not known"}
 
 
 def check_trace(trace: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:

@@ -1,12 +1,14 @@
 // What all charts have: a canvas of the screen's density, an axis of time, gaps, and what is under the pointer.
 
 import { niceStep } from "./format.js";
+import { unknownAt, unknownTimes } from "./unknown.js";
 
 export const AXIS = 46; // pixels for numbers at the left
 const RIGHT = 10;
 const TICK = 90; // pixels between two ticks of time, at least
 
 export class Chart {
+  namesUnknown = false; // whether it says why there is no data
   #said = "";
 
   /** `parts` has the page's model, view, colours and choice. */
@@ -63,7 +65,8 @@ export class Chart {
     context.beginPath();
     context.rect(this.left, 0, this.right - this.left, this.height);
     context.clip();
-    this.#drawGaps();
+    this.#drawUnknown();
+    this.#drawLost();
     this.paint(context);
     context.restore();
     this.frame(context);
@@ -100,6 +103,12 @@ export class Chart {
     return null;
   }
 
+  /** What `at` says where there is no data; null where there is. */
+  noData(x) {
+    const why = unknownAt(this.model, this.time(x));
+    return why && { title: "No data", lines: [why], request: null };
+  }
+
   /** A number of the vertical axis with its line. */
   level(y, text) {
     const { context } = this;
@@ -110,11 +119,29 @@ export class Chart {
     context.fillText(text, this.left - 6, Math.min(this.height - 6, Math.max(6, Math.round(y))));
   }
 
-  #drawGaps() {
+  #drawUnknown() {
+    const { context, model, view } = this;
+    for (const { from, to, why } of unknownTimes(model, view.from, view.to)) {
+      const x = Math.floor(this.x(from));
+      const width = Math.max(2, Math.ceil(this.x(to)) - x);
+      context.fillStyle = this.colours.unknown;
+      context.fillRect(x, 0, width, this.height);
+      if (!this.namesUnknown) continue;
+      const fits = (text) => context.measureText(text).width + 16 <= width;
+      const text = [`no data: ${why}`, "no data"].find(fits);
+      if (!text) continue;
+      context.fillStyle = this.colours.quiet;
+      context.textAlign = "center";
+      context.fillText(text, x + width / 2, this.height / 2);
+    }
+  }
+
+  #drawLost() {
     const { context, model, view } = this;
     for (let i = model.gaps.search((gap) => gap.to >= view.from); i < model.gaps.length; i++) {
       const gap = model.gaps.at(i);
       if (gap.from > view.to) break;
+      if (gap.why !== "lost") continue;
       const x = Math.floor(this.x(gap.from));
       context.fillStyle = this.colours.hatch(context, "gap", 5);
       context.fillRect(x, 0, Math.max(2, Math.ceil(this.x(gap.to)) - x), this.height);

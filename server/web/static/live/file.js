@@ -78,6 +78,7 @@ export function* savedLines(model, now = new Date()) {
     ...sizes,
     saved: now.toISOString(),
     now: model.origin,
+    known_from: model.counts.forgotten ? model.iterations.at(0).issued : model.knownFrom,
     status: model.moments.at(0)?.phase ?? model.status.phase,
     reason: null,
     requests: before.map(begun),

@@ -14,6 +14,7 @@ const LABEL = 13; // pixels that a number needs in a cell
 
 export class IterationsChart extends Chart {
   isLinear = false;
+  namesUnknown = true;
 
   #inView = [];
   #isDimmed = false;
@@ -43,7 +44,7 @@ export class IterationsChart extends Chart {
 
   at(x, y) {
     const one = this.#iterationAt(this.time(x));
-    if (!one) return null;
+    if (!one) return this.noData(x);
     const nPadding = one.bucket - one.nTokens;
     const lines = [
       `${duration(one.returned - one.issued)} from issue to return`,

@@ -38,6 +38,7 @@ export class LiveModel {
     this.gaps = new Queue(); // { from, to, n, why }: iterations that are not shown
     this.counts = nothing();
     this.origin = null; // the first time that was heard of
+    this.knownFrom = null; // the time before which iterations are not known, if there is one
     this.last = 0; // the newest
     this.nCells = 0;
     this.run = null;
@@ -69,6 +70,8 @@ export class LiveModel {
     else if (this.iterations.length) this.hasReconnected = true;
     this.run = hello.run ?? null;
     this.#know(hello);
+    if (this.source === "file") this.knownFrom = hello.known_from ?? null;
+    else if (hello.model && !this.iterations.length) this.knownFrom = hello.now;
     if (hello.model) this.#tick(hello.now); // while it loads there is no clock
     const live = new Set();
     for (const line of hello.requests ?? []) {
@@ -89,7 +92,7 @@ export class LiveModel {
   }
 
   #know(hello) {
-    const { orca_live: _, requests: __, status: ___, reason: ____, now: _____, ...sizes } = hello;
+    const { orca_live: _, requests: __, status: ___, reason: ____, now: _____, known_from: ______, ...sizes } = hello;
     this.sizes = sizes;
   }
 

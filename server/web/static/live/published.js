@@ -2,6 +2,7 @@
 
 import { savedLines } from "./file.js";
 import { traceOf } from "./perfetto.js";
+import { unknownTimes } from "./unknown.js";
 import { inFull, inShort, waitReasons, whyNow } from "./why.js";
 
 const PHASES = ["prefill", "chunk", "decode"];
@@ -16,6 +17,7 @@ export function publish({ model, view, frames }) {
     iterations: () => [...model.iterations].map(iteration),
     requests: () => [...model.requests.values()].map((one) => request(model, one)),
     stages: () => structuredClone([...model.stages]),
+    unknown: () => unknownTimes(model, view.from, view.to),
     trace: () => traceOf(model),
     saved: () => [...savedLines(model)],
   };

@@ -2,6 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { count, niceStep, percent } from "./format.js";
+import { outside, unknownTimes } from "./unknown.js";
 
 const TOP = 10;
 const WHOLE = 0.4; // of all slots in use, from which on the axis shows all
@@ -23,7 +24,11 @@ export class SlotsChart extends Chart {
   }
 
   paint(context) {
-    const { first, end } = this;
+    const { first, end, view } = this;
+    const known = outside([[view.from, view.to]], unknownTimes(this.model, view.from, view.to));
+    context.beginPath();
+    for (const [from, to] of known) context.rect(this.x(from), 0, this.x(to) - this.x(from), this.height);
+    context.clip();
     // Once for each layer, so that a long view has three shapes and not thousands.
     const layers = [
       [this.colours.hatch(context, "cached", 9), ([held, , cached]) => held + cached, ([held]) => held],
@@ -52,7 +57,8 @@ export class SlotsChart extends Chart {
   at(x) {
     const { iterations } = this.model;
     const one = iterations.at(iterations.search((other) => other.issued > this.time(x)) - 1);
-    if (!one) return null;
+    const nothing = this.noData(x);
+    if (nothing || !one) return nothing;
     const [held, used, cached] = one.slots;
     const lines = [
       `${count(used)} used: keys and values of requests`,

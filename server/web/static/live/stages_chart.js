@@ -3,6 +3,7 @@
 import { Chart } from "./chart.js";
 import { count, duration, percent } from "./format.js";
 import { nStages, stageSpans } from "./spans.js";
+import { outside, sum, unknownAt, unknownTimes } from "./unknown.js";
 
 const ROW = 26;
 const BAR = 16;
@@ -14,7 +15,8 @@ export class StagesChart extends Chart {
 
   paint(context) {
     const { view } = this;
-    const live = this.#liveTimes();
+    const unknown = unknownTimes(this.model, view.from, view.to);
+    const live = [...outside(this.#liveTimes(), unknown)];
     this.shares = [];
     const bars = Array.from({ length: nStages(this.model) }, () => ({ x: null, end: 0, busy: 0 }));
     context.fillStyle = this.colours.hatch(context, "bubble", 5);
@@ -25,7 +27,7 @@ export class StagesChart extends Chart {
     for (const { stage, from, to } of stageSpans(this.model, view.from, view.to)) {
       const bar = bars[stage];
       if (!bar) continue;
-      bar.busy += Math.min(to, view.to) - Math.max(from, view.from);
+      bar.busy += sum(outside([[Math.max(from, view.from), Math.min(to, view.to)]], unknown));
       const x = this.x(from);
       if (bar.x === null || x - bar.end > 1) {
         if (bar.x !== null) this.#bar(context, stage, bar.x, bar.end, 1);
@@ -37,7 +39,7 @@ export class StagesChart extends Chart {
         bar.x = null;
       }
     }
-    const whole = live.reduce((sum, [from, to]) => sum + to - from, 0);
+    const whole = sum(live);
     bars.forEach((bar, stage) => {
       if (bar.x !== null) this.#bar(context, stage, bar.x, bar.end, 1);
       this.shares[stage] = percent(Math.min(bar.busy, whole), whole);
@@ -61,7 +63,8 @@ export class StagesChart extends Chart {
       const which = span.number === null ? "an iteration" : `iteration ${count(span.number)}`;
       return { title: name, lines: [`${which}: ${duration(span.to - span.from)}`, ...lines], request: null };
     }
-    return { title: name, lines: ["idle", ...lines], request: null };
+    const why = unknownAt(this.model, time);
+    return { title: name, lines: [why ? `no data: ${why}` : "idle", ...lines], request: null };
   }
 
   #bar(context, stage, from, to, gap = 0) {

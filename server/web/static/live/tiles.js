@@ -2,6 +2,7 @@
 
 import { count, duration, percent } from "./format.js";
 import { DECODE } from "./request.js";
+import { outside, sum, unknownTimes } from "./unknown.js";
 
 export class Tiles {
   constructor({ place, model, view }) {
@@ -50,7 +51,8 @@ export function numbersOf(model, view) {
     to = one.returned;
   }
   const from = Math.max(view.from, iterations.at(0)?.issued ?? view.from);
-  const seconds = (view.follows ? to : Math.min(view.to, model.last)) - from;
+  const end = view.follows ? to : Math.min(view.to, model.last);
+  const seconds = sum(outside([[from, end]], unknownTimes(model, from, end)));
   firsts.sort((a, b) => a - b);
   const rate = (value) => (n && seconds > 0 ? count(Math.round(value / seconds)) : "–");
   return {

@@ -1,5 +1,7 @@
 // Why a request waits, in words, and during which parts of its time.
 
+import { unknownTimes } from "./unknown.js";
+
 export const WHY = {
   batch: ["batch full", "the batch has no place left"],
   slots: ["slots", "too few slots are free for its keys and values"],
@@ -14,17 +16,22 @@ export const WHY = {
   paused: ["paused", "the engine's operator has paused it"],
   asleep: ["asleep", "the engine has given its memory back"],
   failed: ["failed", "the engine has failed"],
+  unseen: ["not known", "the page has no data of that time"],
 };
 const ALL = -1;
 const OTHERS = "others";
 
 /** The parts of [from, to] with their reasons: { from, to, why, first }; `first` is the request at the head. */
 export function reasons(model, from, to) {
-  const times = [from, ...between(model.held, from, to), ...between(model.moments, from, to)];
+  const unknown = unknownTimes(model, from, to);
+  const borders = unknown.flatMap((part) => [part.from, part.to]).filter((time) => time > from && time < to);
+  const times = [from, ...borders, ...between(model.held, from, to), ...between(model.moments, from, to)];
   times.sort((a, b) => a - b);
   const parts = [];
   times.forEach((time, i) => {
-    const part = { ...at(model, time), from: time, to: times[i + 1] ?? to };
+    const isUnknown = unknown.some((part) => time >= part.from && time < part.to);
+    const why = isUnknown ? { why: "unseen", first: null } : at(model, time);
+    const part = { ...why, from: time, to: times[i + 1] ?? to };
     const last = parts.at(-1);
     if (last && last.why === part.why && last.first === part.first) last.to = part.to;
     else parts.push(part);
