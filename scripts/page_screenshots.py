@@ -1,8 +1,9 @@
 """Takes the pictures of docs/figures/pages, light and dark, wide and narrow, from a server of the demo model.
 
-    python -m scripts.page_screenshots [--out DIRECTORY] [PAGE ...]
+    python -m scripts.page_screenshots [--out DIRECTORY] [--chat-model DIRECTORY] [PAGE ...]
 
-It needs the packages of the group `browser` and Debian's Chromium.
+It needs the packages of the group `browser` and Debian's Chromium. In the pictures of the chat the model in
+--chat-model answers: those of the documentation are of SmolLM2-135M-Instruct.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import random
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,10 +27,13 @@ FLAGS = ("--max-batch-size=8", "--max-batch-tokens=256", "--prefill-tokens=64", 
 # What is taken of each page: the theme and the width in pixels.
 VIEWS = (("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390))
 FEWER = {"chat": (VIEWS[0], VIEWS[3])}
+QUESTION = "Write a Python function that merges two sorted lists."
 
 
 def playground(page: Page) -> None:
     """Two seeds of one prompt, and the alternatives of a token."""
+    page.get_by_text("Completion", exact=True).click()
+    page.get_by_label("Probabilities of tokens").check()
     page.get_by_label("Prompt", exact=True).fill("In the beginning")
     page.get_by_label("Seed").fill("5")
     page.get_by_label("temperature").fill("0.7")
@@ -43,14 +47,12 @@ def playground(page: Page) -> None:
 
 
 def chat(page: Page) -> None:
-    """A conversation of two turns."""
-    page.get_by_text("Chat", exact=True).click()
-    page.get_by_label("Seed").fill("3")
-    page.get_by_label("max_tokens").fill("48")
-    for text in ("And the LORD spake unto Moses, saying,", "Then all the people answered"):
-        page.get_by_label("Message", exact=True).fill(text)
-        page.get_by_role("button", name="Send", exact=True).click()
-        page.locator("[data-finish=writing], [data-finish=waiting]").wait_for(state="detached")
+    """A question and its answer."""
+    page.get_by_label("max_tokens").fill("200")
+    page.get_by_label("temperature").fill("0")
+    page.get_by_label("Message", exact=True).fill(QUESTION)
+    page.get_by_role("button", name="Send", exact=True).click()
+    page.locator("[data-finish=writing], [data-finish=waiting]").wait_for(state="detached", timeout=120_000)
 
 
 def docs(page: Page) -> None:
@@ -134,19 +136,33 @@ def take(browser: Browser, url: str, name: str, theme: str, width: int, out: Pat
     context.close()
 
 
+def take_all(browser: Browser, names: Sequence[str], model: Sequence[str], out: Path) -> None:
+    """The pictures of these pages, from a server of `model`: a directory, or nothing for the demo model."""
+    if not names:
+        return
+    with ServerProcess([*model, *FLAGS], compile_ahead=True) as server:
+        server.wait_until_ready()
+        for name in names:
+            for theme, width in FEWER.get(name, VIEWS):
+                take(browser, server.url, name, theme, width, out)
+
+
 def main() -> int:
     """Take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("pages", nargs="*", metavar="PAGE", choices=[*PAGES, []], help=", ".join(PAGES))
     parser.add_argument("--out", type=Path, default=FIGURES)
+    parser.add_argument(
+        "--chat-model", type=Path, help="the checkpoint that answers in the pictures of the chat"
+    )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    with ServerProcess(FLAGS, compile_ahead=True) as server, sync_playwright() as playwright:
-        server.wait_until_ready()
+    names = arguments.pages or list(PAGES)
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        for name in arguments.pages or PAGES:
-            for theme, width in FEWER.get(name, VIEWS):
-                take(browser, server.url, name, theme, width, arguments.out)
+        take_all(browser, [name for name in names if name != "chat"], (), arguments.out)
+        model = () if arguments.chat_model is None else (str(arguments.chat_model),)
+        take_all(browser, [name for name in names if name == "chat"], model, arguments.out)
         browser.close()
     return 0
 

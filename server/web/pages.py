@@ -9,13 +9,15 @@ from importlib.resources.abc import Traversable
 # Nothing inline and nothing from other hosts, so that text of strangers cannot run on a page.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"  # no text ever becomes HTML
 )
 HEADERS = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
+    "X-DNS-Prefetch-Control": "off",  # or the browser looks up the hosts of an answer's links
     "Cache-Control": "no-cache",  # ask again with the ETag, so that a new version shows at once
 }
 
@@ -26,6 +28,8 @@ _TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
     "png": "image/png",
+    "md": "text/plain; charset=utf-8",
+    "txt": "text/plain; charset=utf-8",
 }
 
 

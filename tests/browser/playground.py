@@ -6,12 +6,17 @@ from playwright.sync_api import Locator, Page, expect
 
 
 class Playground:
-    """The page at /, open and with its model there."""
+    """The page at /, open and with its model there; in Completion, unless it is to be left as it opens."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page: Page, *, as_it_opens: bool = False) -> None:
         self.page = page
         page.goto("/")
-        page.get_by_label("max_tokens", exact=True).wait_for()
+        self.until_there()
+        if not as_it_opens:
+            page.get_by_role("radio", name="Completion").check()
+
+    def until_there(self) -> None:
+        self.page.get_by_label("max_tokens", exact=True).wait_for()
 
     def pane(self, number: int = 1) -> Locator:
         return self.page.get_by_role("region", name=f"Pane {number}", exact=True)
@@ -30,8 +35,11 @@ class Playground:
     def setting(self, name: str) -> Locator:
         return self.page.locator(f".setting[data-name={name}] :is(input, textarea, select)")
 
-    def tokens_off(self) -> None:
-        self.page.get_by_label("Probabilities of tokens").uncheck()
+    def show_probabilities(self, shown: bool = True) -> None:
+        self.page.get_by_label("Probabilities of tokens").set_checked(shown)
+
+    def render_markdown(self, rendered: bool = True) -> None:
+        self.page.get_by_label("Render Markdown").set_checked(rendered)
 
     def run(self, pane: int = 1) -> None:
         self.pane(pane).get_by_role("button", name="Run", exact=True).click()

@@ -29,6 +29,7 @@ def reply(server: Server, messages: list[tuple[str, str]]) -> str:
 def playground(page: Page) -> Playground:
     playground = Playground(page)
     playground.chat()
+    playground.render_markdown(False)
     playground.fill(max_tokens=12, temperature=0)
     return playground
 
@@ -46,7 +47,6 @@ def test_a_conversation(playground: Playground, server: Server, page: Page) -> N
     second = ("user", "And then")
     two = ("assistant", reply(server, [system, first, one, second]))
     assert playground.turns() == [first, one, second, two]
-    expect(page.locator(".token").first).to_be_visible()
 
     page.get_by_role("button", name="Edit").nth(1).click()  # the model's own words
     page.get_by_label("Message to edit").fill("was the Word")
@@ -95,25 +95,28 @@ def test_the_copy_has_the_whole_conversation(playground: Playground, page: Page)
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
-def test_a_model_without_a_template_does_not_chat(browser: Browser, template: str | None) -> None:
+def test_it_opens_in_chat_where_there_is_a_template(browser: Browser, template: str | None) -> None:
     with (
         serving(writing("abc"), chat_template=template) as server,
         watched(browser, server.url) as (page, _),
     ):
-        Playground(page)
+        Playground(page, as_it_opens=True)
         chat = page.get_by_role("radio", name="Chat")
         note = page.get_by_text("knows no conversations")
         if template is None:
             expect(chat).to_be_disabled()
             expect(note).to_be_visible()
+            expect(page.get_by_role("radio", name="Completion")).to_be_checked()
         else:
-            expect(chat).to_be_enabled()
+            expect(chat).to_be_checked()
             expect(note).to_be_hidden()
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids(browser: Browser) -> None:
     with serving(tokenizer=False) as server, watched(browser, server.url) as (page, _):
         playground = Playground(page)
+        expect(page.get_by_text("This model has no tokenizer")).to_be_visible()
+        expect(page.get_by_text("knows no conversations")).to_be_hidden()
         playground.fill(prompt="words", max_tokens=3)
         playground.run()
         expect(page.get_by_role("alert")).to_contain_text("as token ids, such as [1, 2, 3]")

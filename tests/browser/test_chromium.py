@@ -12,9 +12,7 @@ FAULTS = {
     "Promise.reject(new Error('rejected')); 0": "uncaught: rejected",
     "fetch('/nowhere'); 0": "status of 404 ",
     "fetch('http://127.0.0.1:9/').catch(() => {}); 0": "console: policy: connect-src blocked",
-    "const script = document.createElement('script'); script.text = '0'; document.body.append(script)": (
-        "policy: script-src-elem blocked inline"
-    ),
+    "setTimeout(() => { document.createElement('script').text = '0'; })": "requires 'TrustedScript'",
     "document.body.setAttribute('style', 'color: red')": "policy: style-src-attr blocked inline",
     "open('http://127.0.0.1:9/'); 0": "request to another host: http://127.0.0.1:9/",
 }

@@ -15,17 +15,28 @@ def focused(page: Page) -> str:
     )
 
 
+def tab_to(page: Page, name: str, key: str = "Tab") -> list[str]:
+    """Press `key` until this has the focus; what had it on the way."""
+    passed = list[str]()
+    while not passed or passed[-1] != name:
+        page.keyboard.press(key)
+        passed.append(focused(page))
+        assert len(passed) < 20, passed
+    return passed
+
+
 def test_a_run_with_the_keyboard_only(page: Page) -> None:
     page.goto("/")
     page.get_by_label("max_tokens", exact=True).wait_for()
-    passed = list[str]()
-    while page.evaluate("document.activeElement.tagName") != "TEXTAREA":
-        page.keyboard.press("Tab")
-        passed.append(focused(page))
-        if passed[-1] == "Seed":  # of an output that does not end by itself
-            page.keyboard.type("5")
-        assert len(passed) < 20, passed
-    assert passed[0] == "Skip to the content" and "Seed" in passed
+    assert tab_to(page, "Chat")[0] == "Skip to the content"
+    page.keyboard.press("ArrowRight")
+    assert focused(page) == "Completion"
+    tab_to(page, "Probabilities of tokens")
+    page.keyboard.press("Space")
+    tab_to(page, "Seed", "Shift+Tab")
+    page.keyboard.type("5")  # of an output that does not end by itself
+    page.keyboard.press("Tab")
+    assert focused(page) == "Prompt"
     page.keyboard.type("In the beginning")
     page.keyboard.press("Tab")
     assert focused(page) == "Run"
@@ -45,6 +56,7 @@ def test_a_run_with_the_keyboard_only(page: Page) -> None:
 def test_control_and_enter_run_the_prompt(page: Page) -> None:
     playground = Playground(page)
     playground.fill(prompt="a", max_tokens=3, temperature=0)
+    expect(page.locator(".shortcut").first).to_have_text("Ctrl Enter")
     page.get_by_role("textbox", name="Prompt").press("Control+Enter")
     playground.finish("length")
 
@@ -53,6 +65,7 @@ def test_axe_with_answers_there(browser: Browser, server: Server) -> None:
     for scheme in ("light", "dark"):
         with watched(browser, server.url, color_scheme=scheme) as (page, _):
             playground = Playground(page)
+            playground.show_probabilities()
             page.get_by_text("more parameters").click()
             playground.fill(prompt="In the beginning", seed=1, max_tokens=48)
             page.get_by_role("button", name="Add pane").click()

@@ -115,7 +115,6 @@ def test_values_are_sent_as_their_types(page: Page) -> None:
         "bad_words": ["a", "b"],
         "ignore_eos": True,
         "add_special_tokens": False,
-        "logprobs": 5,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
@@ -139,6 +138,7 @@ def sent(page: Page, playground: Playground) -> dict[str, Any]:
 
 def test_probabilities_on_hover_and_focus(page: Page, server: Server) -> None:
     playground = Playground(page)
+    playground.show_probabilities()
     playground.fill(prompt="In the beginning", seed=1, max_tokens=6)
     playground.run()
     playground.finish("length")
@@ -170,6 +170,30 @@ def test_probabilities_on_hover_and_focus(page: Page, server: Server) -> None:
     expect(tip).to_be_hidden()
 
 
+def test_probabilities_only_when_asked(page: Page) -> None:
+    playground = Playground(page)
+    playground.fill(prompt="In the beginning", seed=1, max_tokens=6)
+    assert "logprobs" not in sent(page, playground)
+    page.unroute("**/v1/completions")
+    playground.run()
+    text = playground.finish("length")
+    expect(page.locator(".token")).to_have_count(0)
+    playground.show_probabilities()
+    page.get_by_label("alternatives").fill("2")
+    page.get_by_label("alternatives").press("Tab")
+    playground.run()
+    expect(page.locator(".token")).to_have_count(6)
+    assert playground.finish("length") == text
+    playground.show_probabilities(False)
+    expect(page.locator(".token")).to_have_count(0)
+    assert playground.text() == text
+    playground.show_probabilities()
+    expect(page.locator(".token")).to_have_count(6)
+    page.reload()
+    playground.until_there()
+    assert sent(page, playground)["logprobs"] == 2, "the browser remembers the choice"
+
+
 def test_panes_side_by_side(page: Page) -> None:
     playground = Playground(page)
     playground.fill(prompt="And he said", seed=3, max_tokens=24)
@@ -188,7 +212,6 @@ def test_panes_side_by_side(page: Page) -> None:
 
 def test_several_choices_and_beams(page: Page, server: Server) -> None:
     playground = Playground(page)
-    playground.tokens_off()
     page.get_by_text("more parameters").click()
     playground.fill(prompt="And he said", seed=3, max_tokens=8, n=2)
     playground.run()

@@ -26,10 +26,11 @@ def test_in_prompts_answers_and_the_model_s_name(browser: Browser) -> None:
         playground = Playground(page)
         expect(page.locator("#model-card h2")).to_have_text(HOSTILE)
         playground.fill(prompt=HOSTILE, max_tokens=len(HOSTILE))
+        playground.show_probabilities()
         playground.run()
         assert playground.finish("length") == HOSTILE
         page.locator(".token").first.hover()
-        playground.tokens_off()
+        playground.show_probabilities(False)
         playground.run()
         assert playground.finish("length") == HOSTILE
         playground.chat()

@@ -25,9 +25,12 @@ def test_every_file_forbids_what_is_not_its_own(client: httpx2.Client, path: str
     assert policy["default-src"] == "'none'"
     assert {policy[kind] for kind in ("script-src", "style-src", "connect-src")} == {"'self'"}
     assert response.headers["x-content-type-options"] == "nosniff"
-    kinds = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
+    assert policy["require-trusted-types-for"] == "'script'" and policy["trusted-types"] == "'none'"
+    assert response.headers["x-dns-prefetch-control"] == "off"
+    kinds = {"js": "javascript", "css": "css", "md": "plain", "txt": "plain"}
     suffix = path.rpartition(".")[2]
-    assert response.headers["content-type"] == kinds.get(suffix, "text/html; charset=utf-8")
+    kind = "image/svg+xml" if suffix == "svg" else f"text/{kinds.get(suffix, 'html')}; charset=utf-8"
+    assert response.headers["content-type"] == kind
     assert client.head(path).headers["content-length"] == str(len(response.content))
 
 

@@ -2,8 +2,8 @@
 
 import { element, replace } from "../dom.js";
 import { announce } from "../shell.js";
+import { newView } from "./display.js";
 import { generate, Refused } from "./stream.js";
-import { aligned, appendToken, tokenText } from "./tokens.js";
 
 const REASONS = {
   stop: "ended by itself",
@@ -17,14 +17,18 @@ const REASONS = {
 /** A place for one answer after another. `name` is what screen readers hear of it. */
 export class Answer {
   #name;
+  #display;
+  #isChat;
   #choices = new Map();
   #abort = null;
   #text = element("div", { class: "answer-text" });
   #facts = element("div", { class: "facts" });
   #problem = element("div", { class: "problem", role: "alert", hidden: true });
 
-  constructor(name) {
+  constructor(name, { display, isChat }) {
     this.#name = name;
+    this.#display = display;
+    this.#isChat = isChat;
     this.element = element("div", { class: "answer" }, this.#text, this.#problem, this.#facts);
   }
 
@@ -37,6 +41,25 @@ export class Answer {
     return this.#choices.get(0)?.message ?? { role: "assistant", content: "" };
   }
 
+  /** What the model has thought before it. */
+  get reasoning() {
+    return this.#choices.get(0)?.reasoning ?? "";
+  }
+
+  /** Show a message that is there already. */
+  show({ content, reasoning = "", tool_calls: calls = [] }) {
+    this.#clear();
+    this.element.dataset.state = "shown";
+    this.#choice(0).add({ text: content ?? "", reasoning, calls, tokens: [], finish: null });
+    this.#choice(0).end();
+    replace(this.#facts);
+  }
+
+  /** Show the same in the way that is chosen now. */
+  redraw() {
+    for (const choice of this.#choices.values()) choice.redraw();
+  }
+
   /** End the request; what has come stays. */
   stop() {
     this.#abort?.abort();
@@ -46,9 +69,7 @@ export class Answer {
   async ask(path, body) {
     this.#abort = new AbortController();
     const clock = new Clock();
-    this.#choices.clear();
-    this.#problem.hidden = true;
-    replace(this.#text);
+    this.#clear();
     this.element.dataset.state = "busy";
     this.element.setAttribute("aria-busy", "true");
     this.#tell(clock, "waiting");
@@ -64,6 +85,7 @@ export class Answer {
       ended = this.#failed(error);
     }
     this.#abort = null;
+    for (const choice of this.#choices.values()) choice.end();
     this.element.dataset.state = ended;
     this.element.removeAttribute("aria-busy");
     clock.stop();
@@ -78,16 +100,28 @@ export class Answer {
     this.#problem.hidden = false;
   }
 
+  #clear() {
+    this.#choices.clear();
+    this.#problem.hidden = true;
+    replace(this.#text);
+  }
+
   #add(piece, clock) {
     clock.tick(piece.tokens.length || 1);
-    let choice = this.#choices.get(piece.index);
+    this.#choice(piece.index).add(piece);
+  }
+
+  #choice(index) {
+    let choice = this.#choices.get(index);
     if (!choice) {
-      choice = new Choice(this.#name, piece.index);
-      this.#choices.set(piece.index, choice);
+      choice = new Choice(`${this.#name}, choice ${index + 1}`, index, (hasTokens) =>
+        this.#display.viewOf({ hasTokens, isChat: this.#isChat }),
+      );
+      this.#choices.set(index, choice);
       this.#text.append(choice.element);
       this.#text.dataset.many = String(this.#choices.size > 1);
     }
-    choice.add(piece);
+    return choice;
   }
 
   #reason() {
@@ -112,18 +146,24 @@ export class Answer {
 
 class Choice {
   finish = null;
-  #plain = document.createTextNode("");
-  #tokens = null;
-  #reasoning = null;
+  reasoning = "";
+  #name;
+  #viewOf;
+  #kind = null; // of the view
+  #view = null;
+  #parts = []; // [text, tokens], while there are tokens
+  #hasTokens = false;
+  #hasEnded = false;
+  #reasoningPlace = null;
   #calls = [];
   #content = "";
-  #unspelled = []; // tokens that have no text yet
-  #name;
 
-  constructor(name, index) {
-    this.#name = `${name}, choice ${index + 1}`;
-    this.element = element("div", { class: "choice" }, this.#plain);
+  constructor(name, index, viewOf) {
+    this.#name = name;
+    this.#viewOf = viewOf;
+    this.element = element("div", { class: "choice" });
     this.element.dataset.index = String(index + 1);
+    this.redraw();
   }
 
   get hasContent() {
@@ -136,39 +176,44 @@ class Choice {
   }
 
   add({ text, reasoning, calls, tokens, finish }) {
-    this.#content += text;
     this.finish = finish ?? this.finish;
     if (reasoning) this.#reason(reasoning);
     for (const call of calls) this.#call(call);
-    const pending = [...this.#unspelled, ...tokens];
-    if (!pending.length) {
-      this.#plain.data += text;
-    } else if (text || finish) {
-      this.#unspelled = [];
-      this.#spell(text, pending);
-    } else {
-      this.#unspelled = pending;
-    }
+    const isFirst = tokens.length > 0 && !this.#hasTokens;
+    if (isFirst && this.#content) this.#parts.push([this.#content, []]);
+    this.#hasTokens ||= isFirst;
+    if (isFirst) this.redraw();
+    this.#content += text;
+    if (this.#hasTokens) this.#parts.push([text, tokens]);
+    this.#view.add(text, tokens);
   }
 
-  #spell(text, tokens) {
-    if (!this.#tokens) {
-      this.#tokens = tokenText(this.#name);
-      this.element.append(this.#tokens);
-    }
-    for (const [part, its] of aligned(text, tokens)) {
-      if (!its.length) this.#tokens.append(part);
-      else if (part || text) appendToken(this.#tokens, part, its);
-      else for (const one of its) appendToken(this.#tokens, one.text, [one]); // a model without a tokenizer
-    }
+  end() {
+    this.#hasEnded = true;
+    this.#view.end();
+  }
+
+  /** Show what has come in the view that is chosen now. */
+  redraw() {
+    const kind = this.#viewOf(this.#hasTokens);
+    if (kind === this.#kind) return;
+    this.#kind = kind;
+    const view = newView(kind, this.#name);
+    if (kind === "tokens") for (const [text, tokens] of this.#parts) view.add(text, tokens);
+    else view.add(this.#content, []);
+    if (this.#view) this.#view.element.replaceWith(view.element);
+    else this.element.append(view.element);
+    this.#view = view;
+    if (this.#hasEnded) view.end();
   }
 
   #reason(text) {
-    if (!this.#reasoning) {
-      this.#reasoning = element("div", { class: "reasoning" });
-      this.element.prepend(element("details", { open: true }, element("summary", {}, "Reasoning"), this.#reasoning));
+    this.reasoning += text;
+    if (!this.#reasoningPlace) {
+      this.#reasoningPlace = element("div", { class: "reasoning" });
+      this.element.prepend(element("details", { open: true }, element("summary", {}, "Reasoning"), this.#reasoningPlace));
     }
-    this.#reasoning.append(text);
+    this.#reasoningPlace.append(text);
   }
 
   #call(part) {

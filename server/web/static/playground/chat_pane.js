@@ -1,26 +1,30 @@
 // A conversation: its system message, its turns, and the next message.
 
 import { element, newId } from "../dom.js";
-import { Frame } from "./frame.js";
+import { Frame, key } from "./frame.js";
 import { BadValue } from "./settings.js";
 import { CHAT } from "./stream.js";
 import { Turn } from "./turn.js";
+
+const NEAR = 100; // pixels below the window at which the end of a pane still counts as seen
 
 /** `page` is as in CompletionPane. */
 export class ChatPane {
   #page;
   #frame;
   #turns = [];
+  #height = 0; // of the conversation, in pixels
   #system = element("textarea", { rows: "2", placeholder: "What the model should keep to, if anything" });
   #list = element("ol", { class: "conversation", "aria-label": "Conversation" });
   #problem = element("div", { class: "problem", role: "alert", hidden: true });
-  #next = element("textarea", { class: "prompt", rows: "2", placeholder: "Write a message; Enter sends it." });
+  #next = element("textarea", { class: "prompt", rows: "2", placeholder: "Write a message" });
 
-  constructor(page, { system = "", messages = [], next = "", seed = "" } = {}) {
+  constructor(page, { system = "", messages = [], next = "", seed = "", nLeftOut = 0 } = {}) {
     this.#page = page;
     this.#frame = new Frame({
       path: CHAT,
       runLabel: "Send",
+      shortcut: [key("Enter"), " sends, ", key("Shift"), " ", key("Enter"), " breaks the line"],
       run: () => this.run(),
       stop: () => this.stop(),
       remove: () => page.remove(this),
@@ -37,6 +41,7 @@ export class ChatPane {
         this.run();
       }
     });
+    const first = nLeftOut === 1 ? "message was" : `${nLeftOut} messages were`;
     const id = newId();
     this.#system.id = id;
     this.element = element(
@@ -44,11 +49,13 @@ export class ChatPane {
       { class: "card pane" },
       this.#frame.head,
       element("div", { class: "field system" }, element("label", { for: id }, "System message"), this.#system),
+      nLeftOut ? element("p", { class: "quiet small" }, `The first ${first} too long to be kept over the reload.`) : null,
       this.#list,
       this.#problem,
       this.#next,
       this.#frame.actions,
     );
+    new ResizeObserver(() => this.#keepUp()).observe(this.#list);
   }
 
   get busy() {
@@ -56,7 +63,7 @@ export class ChatPane {
   }
 
   get state() {
-    const messages = this.#messages().filter(({ role }) => role !== "system");
+    const messages = this.#turns.filter((turn) => turn.hasContent).map((turn) => turn.state);
     return { system: this.#system.value, messages, next: this.#next.value, seed: this.#frame.seedText };
   }
 
@@ -74,6 +81,10 @@ export class ChatPane {
 
   stop() {
     for (const turn of this.#turns) turn.stop();
+  }
+
+  redraw() {
+    for (const turn of this.#turns) turn.redraw();
   }
 
   /** Send the next message; without one, answer the last again if nothing has answered it. */
@@ -109,9 +120,19 @@ export class ChatPane {
     this.#page.changed();
   }
 
+  // While an answer grows: keep the end of the pane in the window, if it was there.
+  #keepUp() {
+    const height = this.#list.offsetHeight;
+    const grown = height - this.#height;
+    this.#height = height;
+    const below = this.element.getBoundingClientRect().bottom - innerHeight;
+    if (this.busy && below > 0 && below - grown < NEAR) scrollBy(0, below + 16);
+  }
+
   // A turn of a message, or with null one that is to be answered.
   #add(message) {
     const turn = new Turn(message, {
+      display: this.#page.display,
       again: () => this.#from(turn, 0),
       edited: () => turn.role === "user" && this.#from(turn, 1),
     });

@@ -2,22 +2,24 @@
 
 import { element } from "../dom.js";
 import { Answer } from "./answer.js";
-import { Frame } from "./frame.js";
+import { Frame, key } from "./frame.js";
 import { BadValue } from "./settings.js";
 import { COMPLETIONS } from "./stream.js";
 
-/** `page` has the parameters: `page.fields(chat)`, `page.takesText` and `page.changed(pane)`. */
+/** `page` has the parameters and the display: `page.fields(chat)`, `page.display`, `page.takesText`, `page.changed()`. */
 export class CompletionPane {
   #page;
   #frame;
-  #answer = new Answer("Answer");
+  #answer;
   #prompt = element("textarea", { class: "prompt", rows: "5", spellcheck: "false" });
 
   constructor(page, { prompt = "", seed = "" } = {}) {
     this.#page = page;
+    this.#answer = new Answer("Answer", { display: page.display, isChat: false });
     this.#frame = new Frame({
       path: COMPLETIONS,
       runLabel: "Run",
+      shortcut: [key("Ctrl"), " ", key("Enter")],
       run: () => this.run(),
       stop: () => this.stop(),
       remove: () => page.remove(this),
@@ -65,6 +67,10 @@ export class CompletionPane {
 
   stop() {
     this.#answer.stop();
+  }
+
+  redraw() {
+    this.#answer.redraw();
   }
 
   async run() {

@@ -1,17 +1,17 @@
 // The frame of a pane: its title, seed, buttons, and the copies of its request.
 
 import { apiKey } from "../api.js";
-import { element, icon, newId, replace } from "../dom.js";
-import { announce } from "../shell.js";
+import { copyButton } from "../clipboard.js";
+import { element, icon, newId } from "../dom.js";
 import { parseNumber } from "./json.js";
 import { BadValue } from "./settings.js";
 import { curl, python } from "./snippets.js";
 
-const SHOWN_MS = 2000;
+const ON_MAC = /^Mac|^iP/.test(navigator.platform);
 
 /**
  * A frame around a pane's parts. `path` is the route; `body` makes the request's JSON or throws BadValue; `run`,
- * `stop` and `remove` are called by the buttons.
+ * `stop` and `remove` are called by the buttons. `shortcut` is what the keys of the keyboard do.
  */
 export class Frame {
   #title = element("h2", { class: "pane-title" });
@@ -20,7 +20,7 @@ export class Frame {
   #stop;
   #remove;
 
-  constructor({ path, runLabel, run, stop, remove, body, refuse }) {
+  constructor({ path, runLabel, run, shortcut, stop, remove, body, refuse }) {
     const id = newId();
     this.#seed = element("input", { id, type: "number", step: "1", placeholder: "random" });
     const seed = element("div", { class: "seed" }, element("label", { for: id }, "Seed"), this.#seed);
@@ -32,7 +32,8 @@ export class Frame {
       ["Python", "Copy as Python", python],
     ].map(([word, label, write]) => copyButton(word, label, () => write(location.origin, path, body(), { keyed: Boolean(apiKey()) }), refuse));
     this.head = element("div", { class: "pane-head" }, this.#title, seed, this.#remove);
-    this.actions = element("div", { class: "pane-actions" }, this.#start, this.#stop, element("div", { class: "row copies" }, ...copies));
+    const keys = element("span", { class: "shortcut" }, ...shortcut);
+    this.actions = element("div", { class: "pane-actions" }, this.#start, this.#stop, keys, element("div", { class: "row copies" }, ...copies));
   }
 
   /** Call it `title`; `isOnly` says that there is no other pane. */
@@ -67,32 +68,7 @@ export class Frame {
   }
 }
 
-function copyButton(word, label, write, refuse) {
-  const text = document.createTextNode(word);
-  const button = element("button", { type: "button", class: "button plain", "aria-label": label, title: label, click: copy });
-  replace(button, icon("copy"), text);
-  async function copy() {
-    try {
-      await toClipboard(write());
-    } catch (error) {
-      refuse(error.message);
-      return;
-    }
-    text.data = "Copied";
-    announce(`${label}: copied`);
-    setTimeout(() => (text.data = word), SHOWN_MS);
-  }
-  return button;
-}
-
-/** The clipboard has an API only where the page came over TLS or from this machine. */
-async function toClipboard(text) {
-  if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const area = element("textarea", { class: "unseen", "aria-hidden": "true" });
-  area.value = text;
-  document.body.append(area);
-  area.select();
-  const copied = document.execCommand("copy");
-  area.remove();
-  if (!copied) throw new Error("the browser does not let a page without TLS copy");
+/** A key of the keyboard, where "Ctrl" is the command key on a Mac. */
+export function key(name) {
+  return element("kbd", {}, name === "Ctrl" && ON_MAC ? "⌘" : name);
 }

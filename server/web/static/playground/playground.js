@@ -5,12 +5,15 @@ import { openapi } from "../schema.js";
 import { announce } from "../shell.js";
 import { ChatPane } from "./chat_pane.js";
 import { CompletionPane } from "./completion_pane.js";
+import { Display } from "./display.js";
+import { keep, kept } from "./kept.js";
 import { servedModel, showCard } from "./model_card.js";
-import { LogprobSettings, Settings } from "./settings.js";
+import { Settings } from "./settings.js";
 import { CHAT, COMPLETIONS } from "./stream.js";
 
 const MOST_PANES = 8;
 const LONG_ANSWER = 128; // tokens at first; the API's 16 are few to look at
+const MUCH_ROOM = 4096; // tokens: then an answer in Chat may be as long as the model makes it
 
 const at = (id) => document.getElementById(id);
 
@@ -28,26 +31,42 @@ class Mode {
     this.panes.push(pane);
     return pane;
   }
+
+  /** Begin anew with one empty pane. */
+  clear() {
+    for (const pane of this.panes.splice(0)) pane.stop();
+    return this.add();
+  }
 }
 
 class Page {
   #model;
   #modes;
   #mode;
-  #logprobs = new LogprobSettings();
 
   constructor(model, document) {
     this.#model = model;
-    const most = Math.min(LONG_ANSWER, Math.floor(model.max_model_len / 2));
-    const texts = { max_tokens: String(most) };
-    this.#modes = {
-      completion: new Mode(this, CompletionPane, new Settings(document, COMPLETIONS, texts)),
-      chat: new Mode(this, ChatPane, new Settings(document, CHAT, texts)),
+    this.display = new Display({ takesText: this.takesText, changed: () => this.#redraw() });
+    const before = kept();
+    const mode = (name, Pane, path) => {
+      const most = Math.min(LONG_ANSWER, Math.floor(model.max_model_len / 2));
+      const isFree = name === "chat" && model.max_model_len >= MUCH_ROOM;
+      const texts = { max_tokens: isFree ? "" : String(most), ...before?.parameters[name] };
+      const made = new Mode(this, Pane, new Settings(document, path, texts));
+      for (const state of before?.[name] ?? [{}]) made.add(state);
+      return made;
     };
-    for (const mode of Object.values(this.#modes)) mode.add();
-    at("logprob-settings").append(this.#logprobs.element);
+    this.#modes = {
+      chat: mode("chat", ChatPane, CHAT),
+      completion: mode("completion", CompletionPane, COMPLETIONS),
+    };
+    at("display-settings").append(this.display.markdownElement, this.display.probabilitiesElement);
     this.#listen();
-    this.#choose("completion");
+    this.#choose(this.#canChat && before?.mode !== "completion" ? "chat" : "completion");
+  }
+
+  get #canChat() {
+    return this.#model.inputs?.includes("messages") ?? true;
   }
 
   get takesText() {
@@ -57,7 +76,7 @@ class Page {
   /** The request's fields that all panes share. Throws BadValue. */
   fields(chat) {
     const mode = this.#modes[chat ? "chat" : "completion"];
-    return { model: this.#model.id, ...mode.settings.values(), ...this.#logprobs.values(chat) };
+    return { model: this.#model.id, ...mode.settings.values(), ...this.display.fields(chat) };
   }
 
   /** A pane has begun or ended. */
@@ -67,6 +86,7 @@ class Page {
     at("run-all").hidden = !some || panes.some((pane) => pane.busy);
     at("stop-all").hidden = !some || !panes.some((pane) => pane.busy);
     at("add-pane").disabled = panes.length >= MOST_PANES;
+    this.#keep();
   }
 
   remove(pane) {
@@ -78,15 +98,38 @@ class Page {
   }
 
   #listen() {
-    const canChat = this.#model.inputs?.includes("messages") ?? true;
     for (const input of document.querySelectorAll("[name=mode]")) {
-      input.disabled = input.value === "chat" && !canChat;
+      input.disabled = input.value === "chat" && !this.#canChat;
       input.addEventListener("change", () => this.#choose(input.value));
     }
-    at("no-chat").hidden = canChat;
+    at("no-chat").hidden = this.#canChat || !this.takesText;
+    at("no-tokenizer").hidden = this.takesText;
+    at("clear").addEventListener("click", () => this.#clear());
     at("add-pane").addEventListener("click", () => this.#add());
     at("run-all").addEventListener("click", () => this.#each((pane) => pane.run(), "stop-all"));
     at("stop-all").addEventListener("click", () => this.#each((pane) => pane.stop(), null));
+    // The last moment in which a page can be sure to run something: before a reload, another page or another app.
+    document.addEventListener("visibilitychange", () => document.hidden && this.#keep());
+  }
+
+  #keep() {
+    const each = (get) => Object.fromEntries(Object.entries(this.#modes).map(([name, mode]) => [name, get(mode)]));
+    keep({
+      mode: this.#mode === this.#modes.chat ? "chat" : "completion",
+      parameters: each((mode) => mode.settings.texts),
+      ...each((mode) => mode.panes.map((pane) => pane.state)),
+    });
+  }
+
+  #clear() {
+    const pane = this.#mode.clear();
+    this.#show();
+    pane.focus();
+    announce("Cleared");
+  }
+
+  #redraw() {
+    for (const mode of Object.values(this.#modes)) for (const pane of mode.panes) pane.redraw();
   }
 
   #each(act, focused) {
@@ -107,6 +150,8 @@ class Page {
   #choose(name) {
     if (this.#mode && this.#mode !== this.#modes[name]) for (const pane of this.#mode.panes) pane.stop();
     this.#mode = this.#modes[name];
+    document.querySelector(`[name=mode][value=${name}]`).checked = true;
+    this.display.markdownElement.hidden = name !== "chat";
     replace(at("route-settings"), this.#mode.settings.element);
     this.#show();
   }

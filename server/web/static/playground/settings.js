@@ -1,6 +1,6 @@
 // The form of a request's parameters, made from the server's own schema: a new parameter shows without a change.
 
-import { element, newId, replace } from "../dom.js";
+import { element, newId } from "../dom.js";
 import { bodySchema, fieldsOf, range } from "../schema.js";
 import { parseNumber } from "./json.js";
 
@@ -32,9 +32,15 @@ export class Settings {
         "details",
         { class: "more" },
         element("summary", {}, `${rest.length} more parameters`),
-        element("div", { class: "settings-form" }, ...rest.map((field) => this.#row(field))),
+        element("div", { class: "settings-form" }, ...rest.map((field) => this.#row(field, texts[field.name]))),
       ),
     );
+  }
+
+  /** What is filled in, by name: what another form of the route begins with to be like this one. */
+  get texts() {
+    const filled = [...this.#inputs].map(([name, { field, input }]) => [name, textOf(field, input)]);
+    return Object.fromEntries(filled);
   }
 
   /** The parameters that are filled in. Throws BadValue. */
@@ -68,12 +74,14 @@ export class Settings {
 function inputOf(field, id, text = "") {
   const common = { id, "aria-describedby": `${id}-about` };
   if (field.kind === "boolean") {
-    const on = String(field.initial) === "true";
+    const on = (text || String(field.initial)) === "true";
     return element("input", { ...common, type: "checkbox", role: "switch", class: "switch", checked: on });
   }
   if (field.kind === "choice") {
     const options = ["", ...field.choices].map((choice) => element("option", { value: choice }, choice || "default"));
-    return element("select", common, ...options);
+    const select = element("select", common, ...options);
+    select.value = field.choices.includes(text) ? text : "";
+    return select;
   }
   if (field.kind === "integer" || field.kind === "number") {
     return element("input", {
@@ -91,6 +99,10 @@ function inputOf(field, id, text = "") {
   const area = element("textarea", { ...common, rows, class: "mono", spellcheck: "false", placeholder });
   area.value = text;
   return area;
+}
+
+function textOf(field, input) {
+  return field.kind === "boolean" ? String(input.checked) : input.value;
 }
 
 function valueOf(field, input) {
@@ -116,32 +128,4 @@ function jsonOf(field, text) {
   const type = Array.isArray(value) ? "array" : typeof value;
   const allowed = field.jsonTypes.some((one) => one === type || (type === "number" && one === "integer"));
   return field.mayBeText && !allowed ? text : value;
-}
-
-/** The switch and number that ask for log-probabilities, in the form that a route wants. */
-export class LogprobSettings {
-  #switch = element("input", { id: "logprobs", type: "checkbox", role: "switch", class: "switch", checked: true });
-  #count = element("input", { id: "n-logprobs", type: "number", min: "0", max: "20", step: "1", value: "5" });
-
-  constructor() {
-    const about = "Point at a token of an answer, or move to it with the arrow keys, to see its alternatives.";
-    this.element = element("div", { class: "setting" });
-    replace(
-      this.element,
-      element(
-        "div",
-        { class: "setting-head" },
-        element("label", { for: "logprobs" }, "Probabilities of tokens"),
-        this.#switch,
-      ),
-      element("div", { class: "inline-field" }, element("label", { for: "n-logprobs" }, "alternatives"), this.#count),
-      element("p", { class: "about" }, about),
-    );
-  }
-
-  values(chat) {
-    if (!this.#switch.checked) return {};
-    const n = this.#count.value === "" ? 0 : parseNumber(this.#count.value);
-    return chat ? { logprobs: true, top_logprobs: n } : { logprobs: n };
-  }
 }

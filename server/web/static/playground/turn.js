@@ -1,5 +1,6 @@
 // One message of a conversation, which can be edited, or an answer, which can be asked for again.
 
+import { copyButton } from "../clipboard.js";
 import { element, icon, replace } from "../dom.js";
 import { Answer } from "./answer.js";
 
@@ -7,28 +8,29 @@ const NAMES = { user: "You", assistant: "Model" };
 
 /** `message` null: an answer that `ask` fills. `again` and `edited` are called by the buttons. */
 export class Turn {
-  #message;
-  #answer = null;
+  #message; // of a user
+  #answer = null; // of the model
   #content = element("div", { class: "turn-content" });
   #edited;
   #buttons;
 
-  constructor(message, { again, edited }) {
+  constructor(message, { display, again, edited }) {
     this.role = message?.role ?? "assistant";
     this.#message = message;
     this.#edited = edited;
+    if (this.role === "assistant") this.#answer = new Answer("Answer", { display, isChat: true });
     const name = NAMES[this.role] ?? this.role;
     const edit = button("edit", "Edit", () => this.#edit());
-    const redo = this.role === "assistant" ? button("redo", "Regenerate", again) : null;
-    this.#buttons = element("div", { class: "turn-buttons" }, edit, redo);
+    const redo = this.#answer ? button("redo", "Regenerate", again) : null;
+    const copy = copyButton("", "Copy", () => this.message.content);
+    this.#buttons = element("div", { class: "turn-buttons" }, edit, redo, copy);
     this.element = element(
       "li",
       { class: "turn", "data-role": this.role },
       element("div", { class: "turn-head" }, element("h3", {}, name), this.#buttons),
       this.#content,
     );
-    if (message) this.#show();
-    else this.#answer = new Answer("Answer");
+    if (message) this.#show(message);
   }
 
   get busy() {
@@ -36,7 +38,13 @@ export class Turn {
   }
 
   get message() {
-    return this.#message ?? this.#answer.message;
+    return this.#answer ? this.#answer.message : this.#message;
+  }
+
+  /** What a turn begins with to be like this one: the message, and the reasoning before it. */
+  get state() {
+    const reasoning = this.#answer?.reasoning;
+    return { ...this.message, ...(reasoning && { reasoning }) };
   }
 
   get hasContent() {
@@ -47,6 +55,10 @@ export class Turn {
     this.#answer?.stop();
   }
 
+  redraw() {
+    this.#answer?.redraw();
+  }
+
   async ask(path, body) {
     replace(this.#content, this.#answer.element);
     const done = this.#answer.ask(path, body);
@@ -55,9 +67,14 @@ export class Turn {
     this.#buttons.hidden = false;
   }
 
-  #show() {
-    const text = element("div", { class: "plain-text" }, this.#message.content);
-    replace(this.#content, text);
+  #show(message) {
+    if (this.#answer) {
+      this.#answer.show(message);
+      replace(this.#content, this.#answer.element);
+    } else {
+      this.#message = message;
+      replace(this.#content, element("div", { class: "plain-text" }, message.content));
+    }
   }
 
   #edit() {
@@ -65,23 +82,25 @@ export class Turn {
     const area = element("textarea", { class: "prompt", rows: "3", "aria-label": "Message to edit" });
     area.value = message.content;
     const before = [...this.#content.childNodes];
-    const close = (nodes) => {
-      replace(this.#content, ...nodes);
+    const close = () => {
       this.#buttons.hidden = false;
       this.#buttons.firstElementChild.focus();
     };
     const save = () => {
-      this.#message = { ...message, content: area.value };
-      this.#show();
-      close([...this.#content.childNodes]);
+      this.#show({ ...this.state, content: area.value });
+      close();
       this.#edited();
+    };
+    const cancel = () => {
+      replace(this.#content, ...before);
+      close();
     };
     const word = this.role === "user" ? "Send again" : "Save";
     const buttons = element(
       "div",
       { class: "row" },
       element("button", { type: "button", class: "button primary", click: save }, word),
-      element("button", { type: "button", class: "button", click: () => close(before) }, "Cancel"),
+      element("button", { type: "button", class: "button", click: cancel }, "Cancel"),
     );
     this.#buttons.hidden = true;
     replace(this.#content, element("div", { class: "stack editing" }, area, buttons));

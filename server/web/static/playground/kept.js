@@ -1,0 +1,56 @@
+// What the playground keeps over a reload: the mode, the panes and the parameters, in the tab's session storage.
+//
+// It is forgotten with the tab, and has no API key. Its size is bounded: the oldest messages go first.
+
+const KEY = "orca-playground";
+const VERSION = 1;
+const MOST = 1 << 20; // characters
+
+/** What was kept, or null: { mode, chat, completion, parameters }, the panes' states in `chat` and `completion`. */
+export function kept() {
+  try {
+    const state = JSON.parse(sessionStorage.getItem(KEY));
+    const isWhole = state?.version === VERSION && state.chat.length && state.completion.length && state.parameters;
+    return isWhole ? state : null;
+  } catch {
+    return null; // no storage, or nothing of ours in it
+  }
+}
+
+/** Keep it. */
+export function keep(state) {
+  try {
+    sessionStorage.setItem(KEY, bounded({ version: VERSION, ...state }));
+  } catch {
+    forget(); // rather nothing than what was true before
+  }
+}
+
+function forget() {
+  try {
+    sessionStorage.removeItem(KEY);
+  } catch {
+    // No storage: nothing is kept.
+  }
+}
+
+/** The state as JSON of at most `most` characters. Throws a RangeError where only prompts and parameters are longer. */
+export function bounded(state, most = MOST) {
+  const short = { ...state, chat: state.chat.map((pane) => ({ ...pane, messages: [...pane.messages] })) };
+  let text = JSON.stringify(short);
+  while (text.length > most) {
+    let over = text.length - most;
+    const longest = short.chat.reduce((one, other) => (size(other.messages) > size(one.messages) ? other : one));
+    if (!longest.messages.length) throw new RangeError(`${text.length} characters are too many to keep`);
+    while (over > 0 && longest.messages.length) {
+      over -= size(longest.messages.shift());
+      longest.nLeftOut = (longest.nLeftOut ?? 0) + 1;
+    }
+    text = JSON.stringify(short);
+  }
+  return text;
+}
+
+function size(value) {
+  return JSON.stringify(value).length;
+}
