@@ -1,5 +1,8 @@
 """Messages on stderr, apart from a command's result on stdout."""
 
+from io import TextIOBase
+from typing import IO, cast
+
 from rich.console import Console
 
 
@@ -14,6 +17,10 @@ class Notes:
 
     def __init__(self) -> None:
         self.console: Console = _Console(stderr=True, highlight=False)
+
+    def write_to(self, stream: TextIOBase) -> None:
+        """Write to this stream from now on."""
+        self.console = _Console(file=cast("IO[str]", stream), highlight=False)
 
     def __call__(self, text: str, *, style: str = "dim") -> None:
         """Write a line, without interpreting markup."""

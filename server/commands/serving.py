@@ -17,28 +17,38 @@ from server.commands.stop_signals import Stopped, StopSignals, in_daemon_thread
 from server.gateway.gateway import Gateway
 from server.metrics.access_log import configure_access_log
 from server.metrics.metrics import Metrics
+from server.process.log_writer import LogHandler, LogStream, LogWriter
+from server.process.watchdog import Watchdog
 from server.settings.serve_settings import ServeSettings
 from server.tracing.start import tracing_to
 from server.web.live_view import LiveView
 
+_LOG_SECONDS = 2.0  # for the last log lines to be read
+
 
 def serve_until_stopped(settings: ServeSettings, notes: Notes) -> int:
     """Serve until a signal; returns 0 after a drain, even if requests had to be ended."""
-    _configure_logging(settings)
+    # Nothing on the event loop may wait for whoever reads the log.
+    log = LogWriter(sys.stderr.fileno())
+    notes.write_to(LogStream(log, sys.stderr.fileno()))
+    _configure_logging(settings, log)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            return runner.run(_serve(settings, notes))
+            return runner.run(_serve(settings, notes, log))
         except Stopped as stopped:
             notes("stopped while the model was loading")
-            sys.stderr.flush()
+            log.close(_LOG_SECONDS)
             os._exit(128 + stopped.signal)  # the loading thread cannot be stopped
+        finally:
+            log.close(_LOG_SECONDS)
 
 
-async def _serve(settings: ServeSettings, notes: Notes) -> int:
+async def _serve(settings: ServeSettings, notes: Notes, log: LogWriter) -> int:
     options = settings.endpoint
     stop = StopSignals()
     gateway = Gateway(request_timeout=options.request_timeout)
-    metrics = Metrics(gateway, settings.routing.metric_names)
+    watchdog = Watchdog(gateway.loop)
+    metrics = Metrics(gateway, settings.routing.metric_names, log=log, watchdog=watchdog)
     tracing = tracing_to(options.otlp_traces_endpoint, os.environ)
     endpoints = Endpoints(
         gateway,
@@ -59,20 +69,23 @@ async def _serve(settings: ServeSettings, notes: Notes) -> int:
             if tracing is not None:
                 tracing.start(model)
             gateway.open(model)
+            watchdog.start()  # loading holds the GIL while JAX is imported
             keyed = settings.api_keys.required
             banner.show(notes, llm, model, endpoints, keyed=keyed, template_file=options.chat_template)
             await stop.first.wait()
             await _drain(gateway, options.drain_timeout, stop, notes)
         finally:
+            watchdog.stop()
             await endpoints.stop()
     await asyncio.to_thread(llm.close)
     return 0
 
 
-def _configure_logging(settings: ServeSettings) -> None:
-    """The access log as configured, and warnings and errors from everything else on stderr."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    configure_access_log(settings.endpoint.access_log)
+def _configure_logging(settings: ServeSettings, log: LogWriter) -> None:
+    """Write the access log as configured, and warnings and errors from everything else."""
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.WARNING, handlers=[LogHandler(log, form)])
+    configure_access_log(settings.endpoint.access_log, LogHandler(log))
 
 
 async def _drain(gateway: Gateway, timeout: float, stop: StopSignals, notes: Notes) -> None:

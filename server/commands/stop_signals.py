@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the first signal starts a drain, the second ends it at once."""
+"""SIGTERM, SIGHUP and Ctrl-C: the first signal starts a drain, the second ends it at once."""
 
 import asyncio
 import signal
@@ -25,8 +25,10 @@ class StopSignals:
         self.second = asyncio.Event()
         self._number = 0
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # `nohup` starts programs with SIGHUP ignored, and so it stays.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: int) -> None:
         (self.second if self.first.is_set() else self.first).set()

@@ -18,17 +18,18 @@ _MOST_CHARACTERS = 256  # of one value
 _BARE = re.compile(r"[A-Za-z0-9_./:@+-]+").fullmatch
 
 
-def configure_access_log(style: AccessLog) -> None:
-    """Send access log lines to stderr. A second call replaces the configuration of the first."""
+def configure_access_log(style: AccessLog, handler: logging.Handler | None = None) -> None:
+    """Send access log lines to `handler` (default: stderr). A second call replaces what the first did."""
     LOGGER.propagate = False
-    for handler in list(LOGGER.handlers):
-        LOGGER.removeHandler(handler)
-        handler.close()
+    for earlier in list(LOGGER.handlers):
+        LOGGER.removeHandler(earlier)
+        earlier.close()
     if style == "off":
         LOGGER.setLevel(logging.CRITICAL)
         return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    if handler is None:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
 

@@ -13,13 +13,15 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import orca_jax
 from server.gateway.gateway import Gateway, Phase
 from server.gateway.served_model import ServedModel
 from server.metrics.engine_metrics import EngineMetrics
+from server.process.log_writer import LogWriter
+from server.process.watchdog import LONG, Watchdog
 from server.settings.router_options import MetricNames
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
@@ -43,8 +45,16 @@ class Metrics(Collector):
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
-    def __init__(self, gateway: Gateway, names: MetricNames = "orca") -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        names: MetricNames = "orca",
+        *,
+        log: LogWriter | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
         self._gateway = gateway
+        self._log, self._watchdog = log, watchdog
         self._names: MetricNames = names  # of the engine's metrics
         self._engine: EngineMetrics | None = None
         self._others: tuple[Callable[[], Iterable[Metric]], ...] = ()
@@ -112,6 +122,11 @@ class Metrics(Collector):
         )
         if state.n_tasks is not None:
             yield GaugeMetricFamily("orca_asyncio_tasks", "Tasks on the event loop.", state.n_tasks)
+        if self._log is not None:
+            text = "Log lines that were dropped because nobody read them."
+            yield CounterMetricFamily("orca_log_lines_dropped", text, self._log.n_dropped)
+        if self._watchdog is not None:
+            yield from _holds(self._watchdog)
         if self._engine is not None:
             yield from self._engine.collect()
         for collect in self._others:
@@ -126,3 +141,18 @@ class Metrics(Collector):
 
     def _rendered(self, _: object) -> None:
         self._rendering = None
+
+
+def _holds(watchdog: Watchdog) -> Iterator[Metric]:
+    """How long something held the event loop or the GIL, while nobody else was answered."""
+    longest = GaugeMetricFamily(
+        "orca_longest_hold_seconds", "Longest hold since the last scrape.", labels=["what"]
+    )
+    number = CounterMetricFamily("orca_long_holds", f"Holds of {LONG:g} seconds and more.", labels=["what"])
+    for what, seconds, n in zip(
+        ("event loop", "gil"), watchdog.take_longest(), (watchdog.n_loop, watchdog.n_gil), strict=True
+    ):
+        longest.add_metric([what], seconds)
+        number.add_metric([what], n)
+    yield longest
+    yield number

@@ -133,7 +133,10 @@ def test_what_the_readme_prints_works() -> None:
             assert json.loads(done.stdout)["usage"]["completion_tokens"] == 32
 
 
-def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_running_requests_finish_and_takes_no_new_ones(
+    options: tuple[str, ...], number: signal.Signals
+) -> None:
     n_clients = 12  # three batches of four: some still wait when the signal comes
     with ServerProcess(options) as server, ThreadPoolExecutor(n_clients) as pool:
         server.wait_until_ready()
@@ -141,7 +144,7 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(options: tup
         running = [pool.submit(stream, server, started) for _ in range(n_clients)]
         assert started.acquire(timeout=SOON)
         _until_live(server, n_clients)
-        server.signal(signal.SIGTERM)
+        server.signal(number)
         refused = _refusal(server, running)
         reasons = [future.result(SOON)[0] for future in running]
         assert reasons == ["length"] * n_clients

@@ -1,0 +1,95 @@
+"""Watches how long anything holds the event loop or the GIL, because then nobody is answered.
+
+A thread asks the event loop for a sign of life again and again. If none comes in time, it logs what the
+loop's thread is doing. If the thread itself is late, something holds the GIL: a call into C, mostly.
+"""
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+_LOGGER = logging.getLogger("orca")
+_PERIOD = 0.02  # seconds between two questions
+LONG = 0.05  # seconds of a hold that is counted and logged
+_LOG_SECONDS = 10.0  # between two log lines, so that a slow machine does not fill its log
+_MOST_STACK = 12  # innermost calls in a log line
+
+
+class Watchdog:
+    """Holds of one event loop since the start. Make it on the loop's thread; counts are for any thread.
+
+    `longest_loop` and `longest_gil` are seconds since the last `take_longest`, `n_loop` and `n_gil` count
+    holds of LONG seconds and more. `clock` and `sleep` are for tests.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._loop, self._clock, self._sleep = loop, clock, sleep
+        self._loop_thread = threading.get_ident()
+        self._answered = threading.Event()
+        self._is_over = False
+        self._logged_at = -_LOG_SECONDS
+        self.longest_loop = self.longest_gil = 0.0
+        self.n_loop = self.n_gil = 0
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._is_over = True
+
+    def take_longest(self) -> tuple[float, float]:
+        """The longest hold of the loop and of the GIL since the last call, in seconds."""
+        longest = self.longest_loop, self.longest_gil
+        self.longest_loop = self.longest_gil = 0.0
+        return longest
+
+    def _run(self) -> None:
+        while not self._is_over:
+            self.look()
+
+    def look(self) -> None:
+        """One question to the loop."""
+        asked = self._clock()
+        self._sleep(_PERIOD)
+        late = self._clock() - asked - _PERIOD
+        self.longest_gil = max(self.longest_gil, late)
+        if late >= LONG:
+            self.n_gil += 1
+            self._log("the GIL", late)
+        self._answered.clear()
+        asked = self._clock()
+        try:
+            self._loop.call_soon_threadsafe(self._answered.set)
+        except RuntimeError:  # the loop is closed
+            self._is_over = True
+            return
+        is_long = not self._answered.wait(LONG)
+        if is_long:
+            self.n_loop += 1
+            self._log("the event loop", self._clock() - asked)
+            while not self._answered.wait(LONG) and not self._is_over:
+                pass
+        self.longest_loop = max(self.longest_loop, self._clock() - asked)
+
+    def _log(self, what: str, seconds: float) -> None:
+        now = self._clock()
+        if now - self._logged_at < _LOG_SECONDS:
+            return
+        self._logged_at = now
+        frame = sys._current_frames().get(self._loop_thread)
+        stack = [] if frame is None else traceback.extract_stack(frame)[-_MOST_STACK:]
+        calls = " < ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in reversed(stack))
+        _LOGGER.warning("%s was held for %.0f ms or more; its thread is in %s", what, 1000 * seconds, calls)

@@ -1,0 +1,96 @@
+"""Holds of the event loop and of the GIL are counted, and logged with what the loop is doing."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from server.process import watchdog
+from server.process.watchdog import Watchdog
+from tests.host.engines import SOON
+
+
+class Clock:
+    """Time that passes only as it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.late = 0.0  # of the next sleep
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + self.late
+        self.late = 0.0
+
+
+def on_a_loop(scenario: Callable[[Watchdog, Clock], None]) -> None:
+    """Run the scenario on a thread beside a loop that is watched."""
+
+    async def main() -> None:
+        clock = Clock()
+        dog = Watchdog(asyncio.get_running_loop(), clock=lambda: clock.now, sleep=clock.sleep)
+        await asyncio.to_thread(scenario, dog, clock)
+
+    asyncio.run(asyncio.wait_for(main(), SOON))
+
+
+def test_a_loop_that_answers_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+    def scenario(dog: Watchdog, clock: Clock) -> None:
+        for _ in range(3):
+            dog.look()
+        assert (dog.n_loop, dog.n_gil) == (0, 0)
+
+    on_a_loop(scenario)
+    assert not caplog.messages
+
+
+def test_a_hold_of_the_gil(caplog: pytest.LogCaptureFixture) -> None:
+    def scenario(dog: Watchdog, clock: Clock) -> None:
+        clock.late = 0.3
+        dog.look()
+        assert (dog.n_loop, dog.n_gil) == (0, 1)
+        assert dog.take_longest() == (0.0, pytest.approx(0.3))
+        assert dog.take_longest() == (0.0, 0.0)
+
+    on_a_loop(scenario)
+    assert caplog.messages[0].startswith("the GIL was held for 300 ms or more; its thread is in ")
+
+
+def test_a_hold_of_the_loop_names_the_call(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "LONG", 0.001)  # the real wait for an answer
+    begun, go_on = threading.Event(), threading.Event()
+
+    def what_holds_it() -> None:
+        begun.set()
+        assert go_on.wait(SOON)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        clock = Clock()
+        dog = Watchdog(loop, clock=lambda: clock.now, sleep=clock.sleep)
+        looking = threading.Thread(target=dog.look)
+        log = dog._log
+
+        def logged(what: str, seconds: float) -> None:
+            log(what, seconds)
+            go_on.set()
+
+        monkeypatch.setattr(dog, "_log", logged)
+
+        def start() -> None:
+            assert begun.wait(SOON)
+            looking.start()
+
+        starter = threading.Thread(target=start)
+        starter.start()
+        loop.call_soon(what_holds_it)
+        await asyncio.sleep(0)
+        await asyncio.to_thread(starter.join)
+        await asyncio.to_thread(looking.join)
+        assert dog.n_loop == 1
+
+    asyncio.run(asyncio.wait_for(main(), SOON))
+    (message,) = [message for message in caplog.messages if message.startswith("the event loop was held")]
+    assert "what_holds_it (" in message
