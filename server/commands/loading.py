@@ -2,44 +2,21 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
-
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 import orca_jax
 from orca_jax.config import EngineConfig
-from orca_jax.engine.owned_pipeline import StartWorkers
 from orca_jax.planning.known_devices import MEMORY_FRACTION
 from orca_jax.workers.environment import hold_memory
 from server.commands import operations_ahead
-from server.commands.compile_bar import programs_bar
 from server.commands.notes import Notes
+from server.commands.progress_bars import bytes_bar, programs_bar
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for types alone: the second takes long to import
     from orca_jax import LLM
-
-
-@contextmanager
-def bytes_bar(notes: Notes, text: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function that takes the bytes done and their total."""
-    bar = Progress(
-        TextColumn("{task.description}", style="dim"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=notes.console,
-        disable=not notes.console.is_terminal,
-        transient=True,
-    )
-    task = bar.add_task(text, total=None)
-
-    def show(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
-
-    with bar:
-        yield show
+    from orca_jax.engine.owned_pipeline import StartWorkers
 
 
 class LoadingBars:
@@ -84,7 +61,7 @@ class LoadingBars:
         )
 
 
-def load(notes: Notes, config: EngineConfig, start_workers: StartWorkers | None = None) -> "LLM":
+def load(notes: Notes, config: EngineConfig, start_workers: "StartWorkers | None" = None) -> "LLM":
     """Build the LLM and show progress on stderr."""
     if not config.parallel.worker_processes:  # each of those reserves its own memory
         hold_memory(os.environ, config.sizes.memory_fraction or MEMORY_FRACTION)

@@ -11,8 +11,8 @@ from orca_jax.model_files.found_model import check_model
 from orca_jax.planning.known_devices import MEMORY_FRACTION
 from orca_jax.workers.environment import hold_memory
 from orca_jax.workers.worker_options import WorkerOptions, check_stages
-from server.commands.loading import bytes_bar
 from server.commands.notes import Notes
+from server.commands.progress_bars import bytes_bar
 from server.settings.control_secret import read_secret
 from server.settings.flags import read_flags
 from server.settings.options import WorkerFlags
