@@ -147,7 +147,7 @@ _QUANTIZED = (
     "--load-format packed keeps experts in MXFP4"
 )
 _SPECULATION = "speculative decoding is not built yet; leave it out"
-_ORIGINS = "see --help for the flag that allows origins"
+_ORIGINS = "--allow-origins takes the origins, with commas between, and allows what their pages need"
 _BLOCKS = "--n-slots is the size of the KV cache in tokens"
 _GRAPHS = "XLA records kernels into CUDA graphs; XLA_FLAGS=--xla_gpu_enable_command_buffer= turns that off"
 _CHUNK = "--prefill-tokens bounds the prompt tokens of an iteration; --no-chunked-prefill turns chunks off"
