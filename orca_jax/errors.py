@@ -37,6 +37,12 @@ class OutputFailed(EngineError):
     """One output cannot continue, for example because its grammar exceeded its limits; others can."""
 
 
+class GrammarExhausted(OutputFailed):
+    """The request's own grammar exceeded its limits or left no token, so that the same request would fail
+    again.
+    """
+
+
 class WorkerLost(EngineError):
     """A worker died, hangs or sends malformed messages. Its keys and values are lost, and so is everything in
     flight; an engine that can restart its workers resumes from there.

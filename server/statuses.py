@@ -9,6 +9,7 @@ from orca_jax.errors import (
     ConfigError,
     EngineAsleep,
     EngineError,
+    GrammarExhausted,
     InvalidRequest,
     NotSupported,
     OrcaError,
@@ -83,6 +84,9 @@ _MEANINGS: dict[type[OrcaError], Meaning] = {
     NotReady: Meaning(503, "service_unavailable_error", "not_ready", grpc.StatusCode.UNAVAILABLE),
     ServiceClosed: Meaning(503, "service_unavailable_error", "not_ready", grpc.StatusCode.UNAVAILABLE),
     EngineError: Meaning(503, "engine_error", "engine_failed", grpc.StatusCode.UNAVAILABLE),
+    GrammarExhausted: Meaning(
+        400, "invalid_request_error", "grammar_exhausted", grpc.StatusCode.INVALID_ARGUMENT
+    ),
     OutputFailed: Meaning(500, "server_error", "output_failed", grpc.StatusCode.INTERNAL),
     RequestTimedOut: Meaning(504, "timeout_error", "timeout", grpc.StatusCode.DEADLINE_EXCEEDED),
     OrcaError: Meaning(500, "server_error", None, grpc.StatusCode.INTERNAL),

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from orca_jax.errors import GrammarExhausted, OutputFailed
 from orca_jax.grammar.grammar import Grammar, GrammarState
 from orca_jax.grammar.token_mask import Words, words_of
 
@@ -110,6 +111,12 @@ class Constraint:
     def failure(self) -> str | None:
         """Why the output cannot continue; None while it can."""
         return None if self._grammar is None else self._grammar.failure
+
+    @property
+    def failure_kind(self) -> type[OutputFailed]:
+        """GrammarExhausted if it is the grammar's doing, not this server's."""
+        exhausted = self._grammar is not None and self._grammar.is_exhausted
+        return GrammarExhausted if exhausted else OutputFailed
 
     def acts(self, n_output: int) -> bool:
         """Whether some token may be forbidden next; a cheap check, without computing the mask."""

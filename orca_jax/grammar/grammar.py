@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from orca_jax.errors import OutputFailed, QueueFull
 from orca_jax.grammar.memory import MAX_BYTES, HeapGrowth, LiveGrammars, grown_by
+from orca_jax.grammar.schema_document import CannotFollow
 from orca_jax.grammar.source import GrammarText, grammar_text, refuse, shortened
 from orca_jax.grammar.token_mask import Words, words_of
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
@@ -127,7 +128,11 @@ class GrammarCompiler:
 
     def _compile(self, source: GrammarText) -> "Grammar | str":
         growth = HeapGrowth()
-        matcher = LLMatcher(self._vocabulary.tokenizer, source.grammars, log_level=0, limits=source.limits)
+        try:
+            grammars = source.grammars
+        except CannotFollow as error:
+            return shortened(str(error))
+        matcher = LLMatcher(self._vocabulary.tokenizer, grammars, log_level=0, limits=source.limits)
         if matcher.is_error():
             return shortened(matcher.get_error())
         grammar = Grammar(matcher, self._vocabulary)
@@ -184,11 +189,13 @@ class GrammarState:
     """The position of one request's output in its grammar. Not thread-safe.
 
     `failure` says why the output cannot continue, for example because llguidance hit a limit or panicked;
-    None while it can. No method raises: that would end the scheduler's thread, and with it all requests.
+    None while it can. `is_exhausted` says that this is the grammar's doing. No method raises: that would end
+    the scheduler's thread, and with it all requests.
     """
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher, vocabulary: "_Vocabulary") -> None:
         self.failure: str | None = None
+        self.is_exhausted = False
         self._grammar = grammar
         self._matcher = matcher
         self._vocabulary = vocabulary
@@ -210,7 +217,9 @@ class GrammarState:
             except BaseException as error:
                 self._panicked(error)
             if not self._is_more and not self._vocabulary.eos_token_ids and self.failure is None:
-                self._fail("only the end can come next, and the model has no end-of-sequence token")
+                self._fail(
+                    "only the end can come next, and the model has no end-of-sequence token", exhausted=True
+                )
         into[:] = self._allowed if self.failure is None else self._vocabulary.text
 
     def accept(self, token_id: int) -> bool:
@@ -224,11 +233,12 @@ class GrammarState:
             return True
 
     def _accept(self, token_id: int) -> bool:
+        was_allowed = self._is_known and _has(self._allowed, token_id)
         self._is_known = False
         if not self._vocabulary.is_text(token_id):
             self._fail(f"token {token_id} is not text")
         elif not self._matcher.consume_token(token_id) or self._matcher.is_error():
-            self._fail(f"it cannot continue after token {token_id}")
+            self._fail(f"it cannot continue after token {token_id}", exhausted=was_allowed)
         if self.failure is not None or self._matcher.is_stopped():
             return True
         if not self._matcher.is_accepting():
@@ -244,12 +254,13 @@ class GrammarState:
         np.bitwise_and(self._allowed, vocabulary.text, out=self._allowed)
         self._is_more = bool(self._allowed.any())
         if not self._is_more and (self._matcher.is_error() or not may_end):
-            self._fail("none of this model's tokens can come next")
+            self._fail("none of this model's tokens can come next", exhausted=True)
         elif may_end:
             np.bitwise_or(self._allowed, vocabulary.eos, out=self._allowed)
         self._is_known = True
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, *, exhausted: bool = False) -> None:
+        self.is_exhausted = exhausted
         detail = shortened(self._matcher.get_error())
         self.failure = f"{reason}: {detail}" if detail else reason
         self._grammar.worn = True
@@ -293,7 +304,12 @@ class _Vocabulary:
         )
 
     def is_text(self, token_id: int) -> bool:
-        return 0 <= token_id < self.end and bool(int(self.text[token_id // 32]) >> (token_id % 32) & 1)
+        return 0 <= token_id < self.end and _has(self.text, token_id)
+
+
+def _has(words: Words, token_id: int) -> bool:
+    """Whether a mask has the bit of a token."""
+    return 0 <= token_id < 32 * len(words) and bool(int(words[token_id // 32]) >> (token_id % 32) & 1)
 
 
 class _Tokens:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from llguidance import LLParserLimits, regex_to_lark
 
 from orca_jax.errors import InvalidSamplingParameter
+from orca_jax.grammar.json_schema import followed
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.rust_panic import is_failure
 from orca_jax.request.sampling_params import SamplingParams
@@ -53,8 +54,14 @@ _JSON_LIMITS = _limits(row=2_000, step=50_000, size=20_000)
 _EVERY_TOKEN = '\n%llguidance {"no_forcing": true}\n'
 
 # At most one space wherever JSON allows whitespace, and none around it: this covers the two usual one-line
-# styles, and no output can run on in spaces. The other settings enforce the whole schema.
-_JSON_FORM = {"whitespace_pattern": " ?", "coerce_one_of": False, "lenient": False}
+# styles, and no output can run on in spaces. Without `\\u`, as llguidance would take `"\\u0061"` for another
+# name than "a". The other settings enforce the whole schema.
+_JSON_FORM = {
+    "whitespace_pattern": " ?",
+    "json_allowed_escapes": 'nrbtf\\"',
+    "coerce_one_of": False,
+    "lenient": False,
+}
 
 # The options after a rule's name, up to the one searched for.
 _OPTIONS = r'\[(?:"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/|[^]"/\n])*?'
@@ -76,12 +83,14 @@ _TEXTS_OF_LARK = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])*/?
 class GrammarText:
     """A grammar in llguidance's Lark, converted from the request's `field`.
 
-    `around` is the server's own Lark, in which `@body` stands for the request's.
+    `around` is the server's own Lark, in which `@body` stands for the request's. `schemas` are JSON schemas
+    as text, with the names by which both refer to them.
     """
 
     field: str
     lark: str
     around: str | None = None
+    schemas: tuple[tuple[str, str], ...] = ()
 
     @property
     def limits(self) -> LLParserLimits:
@@ -94,13 +103,17 @@ class GrammarText:
 
     @property
     def grammars(self) -> str:
-        """As llguidance reads them, all of which allow every token that fits.
+        """As llguidance reads them, all of which allow every token that fits. Raises CannotFollow.
 
         Each is named as Lark: llguidance would read a text that begins with a brace as its own JSON.
         """
         body = {"name": "body", "lark_grammar": self.lark + _EVERY_TOKEN}
         around = {"name": "around", "lark_grammar": (self.around or "") + _EVERY_TOKEN}
-        return json.dumps({"grammars": [body] if self.around is None else [around, body]})
+        schemas = [
+            {"name": name, "json_schema": {**followed(json.loads(text)), "x-guidance": _JSON_FORM}}
+            for name, text in self.schemas
+        ]
+        return json.dumps({"grammars": [*([] if self.around is None else [around]), body, *schemas]})
 
 
 def grammar_text(sampling: SamplingParams, form: OutputForm = PLAIN_TEXT) -> GrammarText | None:
@@ -111,7 +124,10 @@ def grammar_text(sampling: SamplingParams, form: OutputForm = PLAIN_TEXT) -> Gra
     if sampling.allowed_token_ids is not None:
         message = f"allowed_token_ids and {form.field} are both given; give one of them"
         raise InvalidSamplingParameter(message, param="allowed_token_ids")
-    return GrammarText(form.field, form.lark) if text is None else replace(text, around=form.lark)
+    schemas = tuple((f"schema_{i}", schema) for i, schema in enumerate(form.schemas))
+    if text is None:
+        return GrammarText(form.field, form.lark, schemas=schemas)
+    return replace(text, around=form.lark, schemas=text.schemas + schemas)
 
 
 def _regex(sampling: SamplingParams) -> GrammarText:
@@ -154,7 +170,7 @@ def _json(sampling: SamplingParams) -> GrammarText:
     parsed: Any = json.loads(str(sampling.guided_json))
     schema: dict[str, Any] = {} if parsed is True else parsed
     check_schemas(field, schema)
-    return _json_source(field, schema)
+    return _json_source(field, json.dumps(schema))
 
 
 def check_schemas(field: str, *schemas: dict[str, Any]) -> None:
@@ -179,13 +195,8 @@ def check_schemas(field: str, *schemas: dict[str, Any]) -> None:
             refuse(field, f"it has {n} {what}; {most} are allowed")
 
 
-def json_rule(schema: dict[str, Any]) -> str:
-    """The Lark for a JSON text that follows a schema, on one line; `check_schemas` comes first."""
-    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_FORM})}"
-
-
 def _json_object(_: SamplingParams) -> GrammarText:
-    return _json_source("guided_json_object", {"type": "object"})
+    return _json_source("guided_json_object", '{"type": "object"}')
 
 
 _TEXTS: dict[str, Callable[[SamplingParams], GrammarText]] = {
@@ -197,8 +208,8 @@ _TEXTS: dict[str, Callable[[SamplingParams], GrammarText]] = {
 }
 
 
-def _json_source(field: str, schema: dict[str, Any]) -> GrammarText:
-    return GrammarText(field, f"start: {json_rule(schema)}")
+def _json_source(field: str, schema: str) -> GrammarText:
+    return GrammarText(field, "start: @document", schemas=(("document", schema),))
 
 
 def _entries(schema: object) -> Iterator[tuple[str, Any]]:

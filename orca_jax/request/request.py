@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from orca_jax.errors import OutputFailed
 from orca_jax.request.beam_search import BeamSearch
 from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.pooling import Pooling
@@ -62,6 +63,11 @@ class OutputConstraint(Protocol):
         """Why the output cannot continue; None while it can."""
         ...
 
+    @property
+    def failure_kind(self) -> type[OutputFailed]:
+        """The class of the error that `failure` is the message of."""
+        ...
+
     def acts(self, n_output: int) -> bool:
         """Whether it may forbid a token after `n_output` output tokens."""
         ...
@@ -84,7 +90,8 @@ class Request:
     `max_tokens` counts input plus output tokens; that many slots are reserved (Algorithm 1, line 24). The
     pool sets `arrival`. `row` is the request's row in the block table and in per-row state on the device,
     from admission to end; otherwise -1. Any of `end_token_ids` ends the output. `failure` is why the request
-    ended with the reason `error`, if the cause concerns only this request. `owner` is the client whose share
+    ended with the reason `error`, if the cause concerns only this request, and `failure_kind` the class of
+    that error. `owner` is the client whose share
     of the queue the request uses ("": no share applies), and `weight` its memory in bytes. `n_losses` counts
     the losses of a worker while the request was in flight; the request then runs alone until it has
     `alone_until` tokens (scheduling/quarantine.py).
@@ -156,6 +163,7 @@ class Request:
     alone_until: int = 0
     finish_reason: FinishReason | None = None
     failure: str | None = None
+    failure_kind: type[OutputFailed] = OutputFailed
     weights_versions: tuple[tuple[int, int], ...] = ()
     ending: FinishReason | None = None  # asked to end (cancel, timeout); acted on by the scheduler
     most_output: int = field(init=False)  # how many output tokens `max_tokens` leaves
@@ -309,7 +317,8 @@ class Request:
                 stopped = self.sink.push(token_id)
             if self.constraint is not None:
                 stopped = self.constraint.accept(token_id) or stopped
-                self.failure = self.failure or self.constraint.failure
+                if self.failure is None and self.constraint.failure is not None:
+                    self.failure, self.failure_kind = self.constraint.failure, self.constraint.failure_kind
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
         if self.failure is not None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Self, TypeVar, overload
 
 from orca_jax.config import RestartBound, ServingConfig
-from orca_jax.errors import EngineAsleep, EngineError, InvalidSamplingParameter, OutputFailed, ServiceClosed
+from orca_jax.errors import EngineAsleep, EngineError, InvalidSamplingParameter, ServiceClosed
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.request import FinishReason, Request
@@ -364,7 +364,7 @@ class Orca:
             failure = None
             if reason is FinishReason.ERROR:
                 cause = request.failure
-                failure = self.failure if cause is None else OutputFailed(cause)
+                failure = self.failure if cause is None else request.failure_kind(cause)
             output.publish(reason, failure)
         if self.on_delivered is not None:
             self.on_delivered(deliveries)

@@ -167,7 +167,7 @@ class Output:
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
-            kind = OutputFailed if isinstance(self.failure, OutputFailed) else EngineError
+            kind = type(self.failure) if isinstance(self.failure, OutputFailed) else EngineError
             raise kind(str(self.failure)) from self.failure
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None) -> None:

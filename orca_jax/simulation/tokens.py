@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from orca_jax.errors import OutputFailed
 from orca_jax.grammar.token_mask import words_of
 
 _PRIME = 1_000_003
@@ -34,6 +35,7 @@ class SimulatedConstraint:
     """A request.OutputConstraint that acts on every other token and depends on all earlier tokens."""
 
     failure: str | None = None
+    failure_kind = OutputFailed
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

@@ -146,7 +146,7 @@ class LiveRequest(RequestHandle):
             return RequestTimedOut(f"the request was ended{after}, before it was complete")
         if reason is FinishReason.ERROR:
             if isinstance(self.failure, OutputFailed):
-                return OutputFailed(f"this output failed: {self.failure}")
+                return type(self.failure)(f"this output failed: {self.failure}")
             return EngineError(f"the engine failed: {self.failure}")
         if self._gateway.phase is Phase.DRAINING:
             return RequestCancelled("the server is shutting down, and the request was not complete in time")

@@ -90,6 +90,7 @@ WITHOUT_JAX = {"orca_jax.native.compiler", "orca_jax.native.library_cache", "orc
 HOST_LIBRARIES = {"numpy", "tokenizers"}
 LIBRARIES_OF = {  # that one or two files of the JAX-free rooms may know besides
     "grammar.grammar": "llguidance",
+    "grammar.property_names": "llguidance",
     "grammar.source": "llguidance",
     "model_files.locate": "huggingface_hub",
     "control.line": "grpc",

@@ -8,9 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any
 
-from orca_jax.grammar.source import json_rule
 from server.gateway.reply.offered_tools import OfferedTool
 from server.gateway.reply.reasoning_format import ReasoningFormat
 from server.gateway.tool_formats.gpt_oss import CHANNEL, END, GPT_OSS, MESSAGE, START
@@ -68,18 +66,17 @@ class ReplyGrammar:
         self,
         form: ToolFormat,
         tools: Sequence[OfferedTool],
-        schemas: Sequence[Mapping[str, Any]],
         *,
         must_call: bool,
         parallel: bool,
         has_body: bool,
     ) -> str:
-        """Calls of `tools`, whose arguments follow `schemas`.
+        """Calls of `tools`, whose arguments are JSON by the schemas of `OutputForm`.
 
         Without `must_call` the reply may have text, or with `has_body` be what the request's own grammar
         allows.
         """
-        self._rules += [f"args_{i}: {json_rule(dict(schema))}" for i, schema in enumerate(schemas)]
+        self._rules += [f"args_{i}: @schema_{i}" for i in range(len(tools))]
         shape = form.shape
         marker = next((each for each in form.markers if form.first_marker.startswith(each)), "")
         calls = [(f"{shape.before}{tool.name}{shape.between}", f"args_{i}") for i, tool in enumerate(tools)]
@@ -107,14 +104,13 @@ class ReplyGrammar:
     def of_messages(
         self,
         tools: Sequence[OfferedTool],
-        schemas: Sequence[Mapping[str, Any]],
         *,
         must_call: bool,
         has_body: bool,
     ) -> str:
         """Harmony's messages: reasoning and text, and at the end one call or the answer."""
         lark, shape = self._special.lark, GPT_OSS.shape
-        self._rules += [f"args_{i}: {json_rule(dict(schema))}" for i, schema in enumerate(schemas)]
+        self._rules += [f"args_{i}: @schema_{i}" for i in range(len(tools))]
         heads = [lark(f"{CHANNEL}{channel}{MESSAGE}") for channel in ("analysis", "commentary")]
         self._rules.append(self._special.until("text", "TEXT", END))
         self._rules.append(f"before: ({' | '.join(heads)}) text {lark(f'{START}assistant')}")

@@ -1,5 +1,6 @@
 """How the replies to a request are generated and read, from its tools, the model and the prompt."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -139,26 +140,26 @@ class _Forms:
     wish: ToolWish
 
     def form(self, schemas: Sequence[Mapping[str, Any]]) -> OutputForm:
-        """With calls whose arguments follow these schemas."""
-        return OutputForm(lark=self._lark(schemas), shown=frozenset(self.special))
+        """With calls whose arguments follow these schemas. Raises InvalidSamplingParameter."""
+        texts = tuple(map(json.dumps, schemas)) if self.calls is not None else ()
+        if texts:
+            check_schemas("tools", *map(dict, schemas))
+        return OutputForm(lark=self._lark(), schemas=texts, shown=frozenset(self.special))
 
-    def _lark(self, schemas: Sequence[Mapping[str, Any]]) -> str | None:
+    def _lark(self) -> str | None:
         grammar = ReplyGrammar(Special(self.special), self.reasoning, self.thinking)
         has_body = self.sampling.grammar is not None
         wish = self.wish
         if self.calls is GPT_OSS or self.reasoning is GPT_OSS_REASONING:
             if self.calls is None and not has_body:
                 return None
-            check_schemas("tools", *map(dict, schemas))
             tools = [] if self.calls is None else wish.tools
-            return grammar.of_messages(tools, schemas, must_call=wish.must_call, has_body=has_body)
+            return grammar.of_messages(tools, must_call=wish.must_call, has_body=has_body)
         if self.calls is None:
             return grammar.of_body() if has_body else None
-        check_schemas("tools", *map(dict, schemas))
         return grammar.of_calls(
             self.calls,
             wish.tools,
-            schemas,
             must_call=wish.must_call,
             parallel=wish.parallel,
             has_body=has_body,

@@ -115,6 +115,76 @@ def test_an_invalid_grammar_is_rejected_by_field_before_anything_runs(
     assert len(server.service.timeline.requests) == n_before
 
 
+# Schemas that were once refused, or failed in the middle of an output, each with all of its outputs.
+PATTERN = {
+    "type": "object",
+    "properties": {"a": {"const": 1}},
+    "required": ["a"],
+    "additionalProperties": False,
+    "patternProperties": {"^a$": {"type": "integer"}},
+}
+TAKEN: list[tuple[Any, list[Any]]] = [
+    ({"type": "string", "format": "password", "maxLength": 0}, [""]),
+    ({"type": "integer", "enum": [1.0, 2.5]}, [1]),
+    ({"const": {"k": 1.0, "l": [2]}}, [{"k": 1, "l": [2]}]),
+    (PATTERN, [{"a": 1}]),
+    ({"type": "string", "pattern": "^[\\p{Nl}&&]$", "enum": ["Ⅷ", "x"]}, ["Ⅷ"]),
+    ({"oneOf": [{"const": 1}, {"const": 2}]}, [1, 2]),
+]
+JSON = {"type": "json_schema", "name": "n"}
+
+
+@pytest.mark.parametrize("schema, outputs", TAKEN)
+def test_a_schema_is_followed_at_every_door(server: Server, schema: Any, outputs: list[Any]) -> None:
+    wrapped = {
+        **{"type": "object", "properties": {"v": schema}, "required": ["v"]},
+        "additionalProperties": False,
+    }
+    bodies: dict[str, Any] = {
+        "/v1/completions": {"prompt": "?", "max_tokens": 60, "guided_json": wrapped},
+        "/v1/chat/completions": {
+            "messages": [USER],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": wrapped}},
+        },
+        "/v1/responses": {"input": "?", "text": {"format": {**JSON, "schema": wrapped}}, "store": False},
+        "/v1/messages": {
+            "messages": [USER],
+            "max_tokens": 60,
+            "output_config": {"format": {"type": "json_schema", "schema": wrapped}},
+        },
+    }
+    find = {
+        "/v1/completions": lambda answer: answer["choices"][0]["text"],
+        "/v1/chat/completions": lambda answer: answer["choices"][0]["message"]["content"],
+        "/v1/responses": lambda answer: answer["output"][0]["content"][0]["text"],
+        "/v1/messages": lambda answer: answer["content"][0]["text"],
+    }
+    with connected(server) as client:
+        for path, body in bodies.items():
+            response = client.post(
+                path, json={"model": "test", **body}, headers={"anthropic-version": "2023-06-01"}
+            )
+            assert response.status_code == 200, (path, response.text)
+            assert json.loads(find[path](response.json()))["v"] in outputs, path
+
+
+def test_a_grammar_that_exceeds_its_limits_ends_its_request_alone_with_a_400() -> None:
+    """Its client's mistake: a client that tries again after a 500 would get the same."""
+    with serving(writing("a")) as server, connected(server) as client:
+        body = {"prompt": "?", "max_tokens": 100, "guided_regex": "(a{1,1000}){1,1000}"}
+        response = client.post("/v1/completions", json=body)
+        error = error_of(response)
+        assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+        assert error["code"] == "grammar_exhausted" and "too many expressions" in error["message"]
+        streamed = client.post("/v1/completions", json={**body, "stream": True})
+        *_, last = [line for line in streamed.text.splitlines() if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "grammar_exhausted"
+        message = {"messages": [USER], "max_tokens": 100, "guided_regex": body["guided_regex"]}
+        assert client.post("/v1/chat/completions", json=message).status_code == 400
+        assert client.post("/v1/completions", json={"prompt": "?", "max_tokens": 4}).status_code == 200
+        assert server.service.failure is None
+
+
 class Disobedient:
     """An engine that generates "b" whenever there is a grammar, whatever the grammar allows."""
 

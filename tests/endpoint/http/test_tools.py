@@ -140,6 +140,30 @@ def test_a_call_is_forced_whatever_the_model_prefers(client: OpenAI, choice: Any
     assert (content, name in names, reason) == ("", True, "tool_calls") and isinstance(json.loads(text), dict)
 
 
+def test_a_call_follows_the_schemas_of_json_schema_generators(client: OpenAI) -> None:
+    """Formats, references to definitions, 1.0 for 1, a constant object, a record, a pattern beside a name."""
+    parameters = {
+        "$defs": {"U": {"enum": ["K"], "format": "u"}},
+        "properties": {
+            "u": {"$ref": "#/$defs/U"},
+            "p": {"const": {"a": 1.0, "b": 0}},
+            "m": {"type": "object", "propertyNames": {"type": "string"}, "maxProperties": 0},
+        },
+        "patternProperties": {"^u$": {"maxLength": 9}},
+        "required": ["u", "p", "m"],
+        "additionalProperties": False,
+    }
+    answer = ask(
+        client,
+        tools=[tool("f", parameters)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=100,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"u": "K", "p": {"a": 1, "b": 0}, "m": {}}
+
+
 def test_each_of_n_choices_has_its_calls(client: OpenAI) -> None:
     fields: Any = {"tool_choice": "required", "parallel_tool_calls": False, "n": 3}
     choices = ask(client, **fields).choices
@@ -235,7 +259,7 @@ def test_a_conversation_goes_on_with_the_tools_result() -> None:
 
 
 def test_a_schema_that_no_grammar_can_follow_is_any_object_unless_it_must_be_kept() -> None:
-    odd = tool("weather", {"type": "object", "properties": {}, "not": {"required": ["x"]}})
+    odd = tool("weather", {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}})
     with said(CALL) as server, client_of(server) as client:
         assert ask(client, tools=[odd]).choices[0].message.tool_calls[0].function.arguments == ARGUMENTS
         strict = tool("weather", odd["function"]["parameters"], strict=True)

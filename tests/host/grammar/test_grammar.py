@@ -419,10 +419,11 @@ def doubled(n: int, name: str) -> str:
         ({"guided_regex": "[^\\s\\S]"}, "none of this model's tokens"),
         ({"guided_choice": ["a", "\udfff"]}, "lone surrogate"),
         ({"guided_json": {"type": "objct"}}, "objct"),
-        ({"guided_json": {"not": {"type": "string"}}}, '["not"]'),
-        ({"guided_json": {"$ref": "#"}}, "none of this model's tokens"),
+        ({"guided_json": {"not": {"pattern": "a"}}}, "it has pattern inside of not or if"),
+        ({"guided_json": {"uniqueItems": True}}, "it has uniqueItems: a grammar does not remember"),
+        ({"guided_json": {"$ref": "#"}}, "no value is valid by it, or none that ends"),
         ({"guided_json": {"$ref": "http://example.com/a.json"}}, "example.com"),
-        ({"guided_json": {"enum": []}}, "Unsatisfiable"),
+        ({"guided_json": {"enum": []}}, "no value"),
         ({"guided_json": {"x-guidance": {"lenient": True}, "not": {}}}, "x-guidance"),
         ({"guided_json": {"oneOf": [{"type": "string"}, {"enum": ["a"]}]}}, "write anyOf"),
         ({"guided_json": '{"const": "\\ud800"}'}, "hex escape"),
@@ -457,7 +458,7 @@ STARS = "start: r0\n" + "".join(f"r{i}: ((((((r{i + 1})*)*)*)*)*)*\n" for i in r
         ({"guided_regex": "(a|b|)" * 600}, "too large"),
         ({"guided_regex": "(" * 2000 + "a" + ")" * 2000}, "nested"),
         ({"guided_choice": [f"{i:04}" * 64 for i in range(1024)]}, "65536"),
-        ({"guided_json": nested(200)}, "recursion"),
+        ({"guided_json": nested(200)}, "nested deeper than 100 schemas"),
         ({"guided_json": {"type": "object", "properties": {f"k{i}": {} for i in range(2500)}}}, ""),
         ({"guided_json": {"type": "string", "pattern": "a?" * 2500}}, "5000 characters of patterns"),
         ({"guided_json": {"type": "object", "patternProperties": {f"^{i}x": {} for i in range(99)}}}, "99"),
@@ -533,6 +534,7 @@ def test_a_limit_hit_while_it_runs_ends_the_output_and_not_the_engine() -> None:
         tokens = allowed(state, N_DEMO)
         assert tokens  # always one, so that sampling goes on
     assert state.failure is not None and "expressions" in state.failure and "\n" not in state.failure
+    assert state.is_exhausted
     assert set(allowed(state, N_DEMO)) == {t for t in range(N_DEMO) if DEMO.token_bytes(t)}
     assert state.accept(token) and state.accept(DEMO_EOS)
     assert not other.accept(token) and other.failure is None
@@ -546,6 +548,7 @@ def test_a_token_that_was_not_allowed_ends_the_output() -> None:
         state = compiled(SMALL_COMPILER, guided_regex="a+").start()
         assert state.accept(token)
         assert state.failure is not None and str(token) in state.failure
+        assert not state.is_exhausted, "the model's doing, not the grammar's"
 
 
 def test_an_output_that_begins_again_comes_to_the_same() -> None:

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema_rs
@@ -100,7 +101,7 @@ def test_under_auto_a_call_that_begins_keeps_to_its_schema(llm: LLM) -> None:
         plan = planned(llm, "hermes", sampling, ToolWish(tools=[tool], parallel=False))
         assert plan.form.lark is not None
         begun = plan.form.lark.replace("start: ", 'start: "So: <tool_call>" rest\nunused: ', 1)
-        rules = llm.service.rules(sampling, type(plan.form)(lark=begun))
+        rules = llm.service.rules(sampling, replace(plan.form, lark=begun))
         text = llm.service.submit([1, 2, 3], rules).result(timeout=60).text
         parser = ReplyParser(plan.read, plan.offered)
         reply = whole_reply(parser.feed(text) + parser.finish())

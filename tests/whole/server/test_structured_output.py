@@ -4,6 +4,7 @@ import ast
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from orca_jax import LLM, SamplingParams
 from orca_jax.errors import InvalidSamplingParameter, OutputFailed
 from orca_jax.request.request import FinishReason
-from orca_jax.service.generation import GenerationResult
+from orca_jax.service.generation import Generation, GenerationResult
+from tests.host.grammar.any_schema import any_schema
+from tests.host.grammar.test_any_schema import finite
 from tests.whole.server.random_schemas import top_schema
 
 N_SCHEMAS = 240
@@ -74,6 +77,46 @@ def test_random_schemas_are_kept(llm: LLM) -> None:
         else:
             assert result.finish_reason is FinishReason.LENGTH and len(result.token_ids) == 120
     assert n_complete >= 0.9 * N_SCHEMAS
+
+
+def outcomes(llm: LLM, seeds: range) -> Counter[str]:
+    """Generate by one random schema for each seed, and count what became of them."""
+    assert llm.tokenizer is not None
+    counts, running = Counter[str](), list[tuple[dict[str, Any], Generation]]()
+    prompt = llm.tokenizer.encode("In the beginning")
+    # Else the model writes on and on, of which a schema knows nothing.
+    ends = [*llm.config.eos_token_ids, *(token for mark in '"}],' for token in llm.tokenizer.encode(mark))]
+    closing = dict.fromkeys(ends, 8.0)
+    for seed in seeds:
+        schema = any_schema(random.Random(seed))
+        try:
+            rules = llm.service.rules(asked(seed, guided_json=schema, logit_bias=closing))
+        except InvalidSamplingParameter:
+            counts["refused"] += 1
+        else:
+            running.append((schema, llm.service.submit(prompt, rules)))
+    for schema, generation in running:
+        result = generation.result(timeout=600)
+        counts[str(result.finish_reason)] += 1
+        if result.finish_reason is FinishReason.STOP:
+            value = json.loads(result.text, parse_float=finite)
+            assert jsonschema_rs.Draft202012Validator(schema).is_valid(value), (schema, result.text)
+    return counts
+
+
+def test_an_output_of_any_schema_is_valid_and_none_fails(llm: LLM) -> None:
+    counts = outcomes(llm, range(150))
+    assert counts.keys() <= {"stop", "length", "refused"}
+    assert counts["stop"] > 75
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_that_holds_for_five_thousand_schemas(llm: LLM) -> None:
+    counts = sum((outcomes(llm, range(i, i + 100)) for i in range(0, 5000, 100)), Counter[str]())
+    print(dict(counts))
+    assert counts.keys() <= {"stop", "length", "refused"} and counts.total() == 5000
+    assert counts["stop"] > 2500
 
 
 def test_a_json_object_is_an_object(llm: LLM) -> None:
