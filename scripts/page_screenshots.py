@@ -53,6 +53,7 @@ def chat(page: Page) -> None:
     page.get_by_label("Message", exact=True).fill(QUESTION)
     page.get_by_role("button", name="Send", exact=True).click()
     page.locator("[data-finish=writing], [data-finish=waiting]").wait_for(state="detached", timeout=120_000)
+    page.locator(".turn-head").last.scroll_into_view_if_needed()
 
 
 def docs(page: Page) -> None:
