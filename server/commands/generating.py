@@ -6,16 +6,18 @@ import io
 import sys
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from rich.console import Console
 
 from orca_jax.config import EngineConfig
 from orca_jax.errors import InvalidPrompt
+from orca_jax.model_files.found_model import FoundModel, find_model, is_function, with_tokenizer
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.generation import Generation
 from server.commands import jsonl, outputs
+from server.commands.answer_file import Answers
 from server.commands.loading import load, summary
 from server.commands.logprob_table import logprob_table
 from server.commands.notes import Notes
@@ -40,35 +42,53 @@ def generate(args: argparse.Namespace, engine: EngineConfig, *, no_template: str
             sampling = sampling_params(args, llm.generation_defaults.sampling)
             _stream_all(llm, prompts, sampling, notes)
         return 0
-    files = jsonl.open_files(args.input, args.output, overwrite=args.overwrite)
-    with files as (source, answers), _load(engine, notes) as llm:
-        return jsonl.run(
-            llm,
-            source,
-            answers,
-            sampling_params(args, llm.generation_defaults.sampling),
-            notes.console,
-            replies=lambda: Replies(
+    with jsonl.open_files(args.input, args.output, overwrite=args.overwrite) as (source, answers):
+        if len(answers) and not is_function(engine.model):
+            _check_answers(args, engine, source, answers)
+        with _load(engine, notes) as llm:
+            return jsonl.run(
                 llm,
-                chat_template=args.chat_template,
-                tool_format=args.tool_format,
-                reasoning_format=args.reasoning_format,
-                advice=no_template,
-            ),
-            model=_model_hash(llm, args),
-            retry_errors=args.retry_errors,
-        )
+                source,
+                answers,
+                sampling_params(args, llm.generation_defaults.sampling),
+                notes.console,
+                replies=lambda: Replies(
+                    llm,
+                    chat_template=args.chat_template,
+                    tool_format=args.tool_format,
+                    reasoning_format=args.reasoning_format,
+                    advice=no_template,
+                ),
+                model=_model_hash(llm, args),
+                retry_errors=args.retry_errors,
+            )
 
 
-def _model_hash(llm: "LLM", args: argparse.Namespace) -> str:
+def _check_answers(
+    args: argparse.Namespace, engine: EngineConfig, source: BinaryIO, answers: Answers
+) -> None:
+    """Raise UsageError, before the model is loaded, if it cannot go on with these answers."""
+    found = find_model(engine.model, engine.load_format, engine.generation_config)
+    if engine.tokenizer is not None:
+        found = with_tokenizer(found, engine.tokenizer)
+    jsonl.check_answers(
+        source,
+        answers,
+        sampling_params(args, found.generation.sampling),
+        model=_model_hash(found, args),
+        retry_errors=args.retry_errors,
+    )
+
+
+def _model_hash(model: "LLM | FoundModel", args: argparse.Namespace) -> str:
     """The hash of the files and flags that decide what the model answers."""
     settings: dict[str, object] = {"dtype": args.dtype, "load_format": args.load_format}
-    if llm.directory is None:
+    if model.directory is None:
         settings["model"] = args.model
     if args.chat_template is not None:
         settings["chat_template"] = hashlib.sha256(args.chat_template.read_bytes()).hexdigest()
     settings |= {"tool_format": args.tool_format, "reasoning_format": args.reasoning_format}
-    return model_hash(llm.directory, llm.text_directory, settings)
+    return model_hash(model.directory, model.text_directory, settings)
 
 
 def _load(engine: EngineConfig, notes: Notes) -> "LLM":

@@ -141,11 +141,7 @@ def run(
     lines in flight then have no records.
     """
     starter = _Starter(llm, defaults, replies)
-    if answers.model_hash not in (None, model):
-        raise UsageError(
-            f"{answers.name} has answers of another model: its weights, tokenizer, chat template, dtype or "
-            f"load format differ; give the model of the first run, {OTHERWISE}"
-        )
+    _check_model(answers, model)
     n_before, last_before, n_met = len(answers), answers.last_line, 0
     most_in_flight = _BATCHES_IN_FLIGHT * llm.serving.max_batch_size
     n_in_flight = 0
@@ -177,11 +173,7 @@ def run(
                     finish_first()
             while jobs:
                 finish_first()
-            if n_met < n_before:
-                raise UsageError(
-                    f"{answers.name} has answers to {n_before - n_met} lines that the input does not have; "
-                    f"give the input of the first run, {OTHERWISE}"
-                )
+            _check_met(answers, n_before, n_met)
             answers.finish()
         except EngineError as error:
             then = f"; the same command goes on after line {answers.last_line}" if answers.name else ""
@@ -192,6 +184,45 @@ def run(
             for job in jobs:
                 job.close()
     return 1 if report.n_errors else 0
+
+
+def check_answers(
+    source: BinaryIO, answers: Answers, defaults: SamplingParams, *, model: str, retry_errors: bool = False
+) -> None:
+    """Raise what `run` would raise about answers of an earlier run, if the input can be read twice.
+
+    So that nobody waits for the model to be loaded before a mistake is reported.
+    """
+    _check_model(answers, model)
+    if not len(answers) or _regular_file(source) is None:
+        return
+    begin, n_met = source.tell(), 0
+    for line in read_lines(source):
+        if line.number > answers.last_line:
+            break
+        kept = answers.kept(line.number)
+        if kept is not None:
+            n_met += 1
+            _stands(_request(line, defaults), kept, answers.name, retry_errors=retry_errors)
+    source.seek(begin)
+    _check_met(answers, len(answers), n_met)
+
+
+def _check_model(answers: Answers, model: str) -> None:
+    if answers.model_hash not in (None, model):
+        raise UsageError(
+            f"{answers.name} has answers of another model: its weights, tokenizer, chat template, dtype or "
+            f"load format differ; give the model of the first run, {OTHERWISE}"
+        )
+
+
+def _check_met(answers: Answers, n_before: int, n_met: int) -> None:
+    """Raise UsageError if some of the `n_before` records are of lines that the input does not have."""
+    if n_met < n_before:
+        raise UsageError(
+            f"{answers.name} has answers to {n_before - n_met} lines that the input does not have; give the "
+            f"input of the first run, {OTHERWISE}"
+        )
 
 
 def _request(line: Line, defaults: SamplingParams) -> Request:

@@ -155,12 +155,17 @@ def test_an_answer_to_something_else_is_refused(
     options: dict[str, Any],
     message: str,
     tiny: LLM,
-    source: Path,
     undisturbed: bytes,
     tmp_path: Path,
 ) -> None:
     changed, sink = write_lines(tmp_path / "in.jsonl", lines(LINES)), tmp_path / "out.jsonl"
     sink.write_bytes(undisturbed)
+    early = {"model": "a" * 16, "defaults": FLAGS, **options}
+    with (
+        jsonl.open_files(str(changed), str(sink)) as (source, answers),
+        pytest.raises(UsageError, match=message),
+    ):
+        jsonl.check_answers(source, answers, **early)
     with pytest.raises(UsageError, match=message) as caught:
         run(tiny, changed, sink, **options)
     assert str(sink) in str(caught.value) and "--overwrite" in str(caught.value)
@@ -252,7 +257,12 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def test_the_command_after_sigkill(
-    tiny_directory: Path, source: Path, tmp_path: Path, lent: Lent, capsys: pytest.CaptureFixture[str]
+    tiny_directory: Path,
+    source: Path,
+    tmp_path: Path,
+    lent: Lent,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
     sink, wanted = tmp_path / "out.jsonl", tmp_path / "wanted.jsonl"
@@ -275,6 +285,7 @@ def test_the_command_after_sigkill(
     assert wanted.read_bytes().startswith(torn)
     assert cli.main(command(sink)) == 1
     assert sink.read_bytes() == wanted.read_bytes()
+    monkeypatch.setattr("server.commands.generating.load", None)
     assert cli.main(command(sink, "--temperature", "0.3")) == 2
     assert "answer to line 2, but to another request" in capsys.readouterr().err
     assert cli.main(command(sink, "--dtype", "float32")) == 2
