@@ -68,7 +68,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (REASONED, {"tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}),
     (CALL, {"tools": [*TOOLS, OTHER], "tool_choice": "required"}),
     (CALL, {"tools": [*TOOLS, OTHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
-    (CALL, {"tools": TOOLS, "parallel_tool_calls": False, "n": 2}),
+    (CALL + CALL, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+    (CALL + CALL, {"tools": TOOLS, "parallel_tool_calls": False, "n": 2}),
     (CALL, {"tools": TOOLS, "max_tokens": 20}),
     (
         " and on",

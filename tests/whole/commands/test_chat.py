@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from examples import chat
 from orca_jax import LLM, SamplingParams
 from orca_jax.errors import NotSupported, PromptTooLong
 
@@ -40,3 +41,12 @@ def test_a_model_without_a_template(tiny: LLM) -> None:
     with pytest.raises(NotSupported, match=r"has no chat template; give one as chat_template") as caught:
         tiny.chat(HELLO)
     assert caught.value.param == "messages"
+
+
+def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    conversations = chat.main([])
+    assert [len(conversation) for conversation in conversations] == [4, 2, 2]
+    assert all(message["content"] for conversation in conversations for message in conversation)
+    assert capsys.readouterr().out.startswith(
+        f"user: The king\nassistant: {conversations[0][1]['content']}\n"
+    )

@@ -254,6 +254,10 @@ def test_a_conversation_that_fills_the_model(typed: Talk, tiny: LLM) -> None:
     assert "cut: the conversation fills the model's 64 tokens; /clear begins a new one" in err
     assert "leave no room" in err or "at most 63" in err
     assert out.startswith(f"{first}\n") and out.endswith(f"{last}\n\n")
+    long = "x" * 58  # with room for 3 tokens, which is less than --max-tokens
+    status, out, err = typed([long])
+    assert (status, out) == (0, next_reply(tiny, f"u{long};a", max_tokens=3) + "\n\n")
+    assert "cut: the conversation fills the model's 64 tokens" in err
 
 
 def test_ctrl_c_stops_the_reply_and_not_the_program(
