@@ -7,10 +7,15 @@ from fastapi import FastAPI
 from server.http.authentication import ADMIN, OPEN_PATHS
 from server.http.bodies.error_forms import ErrorBody, MessagesErrorBody, is_anthropic
 from server.http.bodies.errors import error_responses
+from server.http.fields.unused import HEADER
 
 _OF_BODIES = (400, 408, 413, 415)
 _SCHEME = "bearer"
 _OWN_HEADER = "x-api-key"  # of Anthropic's protocol
+_UNUSED = {
+    "description": "fields of the request that were taken, not used, with commas between; left out if none",
+    "schema": {"type": "string"},
+}
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
@@ -43,6 +48,8 @@ def _correct(operation: dict[str, Any], error_form: str, *, keyed: bool) -> None
         schema = {"$ref": f"#/components/schemas/{error_form}"}
         content = {"application/json": {"schema": schema}}
         responses.setdefault(str(status), {"description": response["description"], "content": content})
+    if "requestBody" in operation:
+        responses["200"]["headers"] = {HEADER: _UNUSED}
     for response in responses.values():
         if "text/event-stream" in response.get("content", {}):
             response["content"]["text/event-stream"] = {"itemSchema": _EVENT}

@@ -78,6 +78,7 @@ def test_a_chat(more: dict[str, Any]) -> None:
         for index in (0, 1):
             mine = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
             assert [chunk.get("prompt_token_ids") for chunk in mine] == [PROMPT, *[None] * (len(mine) - 1)]
+            assert not any("prompt_token_ids" in chunk["choices"][0] for chunk in mine)
             assert joined(chunks, index) == [0xC3, 0xA9, ord("!"), END]
 
 

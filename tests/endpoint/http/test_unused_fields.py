@@ -213,6 +213,12 @@ def test_a_chat_template_does_not_see_hints() -> None:
     assert replies.prompt == f"{json.dumps([USER])}{json.dumps([CHAT_TOOL])}<tool_call>"
 
 
+def test_fields_of_objects_among_texts_are_checked(client: httpx2.Client) -> None:
+    body = {"query": "a", "documents": ["a", {"text": "b", "colour": 1}]}
+    error = error_of(client.post("/v1/rerank", json=body))
+    assert error["param"] == "documents.1.colour" and "is not known here" in error["message"]
+
+
 def test_effort_and_thinking_are_named_where_no_template_reads_them() -> None:
     with serving() as server, connected(server) as client:
         response = client.post(CHAT, json=chat(reasoning_effort="high"))
