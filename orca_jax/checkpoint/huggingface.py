@@ -1,5 +1,6 @@
 """Finds a Hugging Face directory's tensors, in one or several files, and matches them to our parameters."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +29,14 @@ from orca_jax.model_files.weight_files import find_weight_files
 _SCALES = "_scale_inv"  # after the name of a matrix in FP8
 
 
-def find_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of the checkpoint by name, from the single file or from all files in the index."""
+def find_tensors(
+    directory: Path, may_be_unlisted: Callable[[str], bool] = lambda _: False
+) -> dict[str, StoredTensor]:
+    """All tensors of the checkpoint by name, from the single file or from all files in the index.
+
+    A tensor that a file has and the index does not list is left out where it `may_be_unlisted` by its name,
+    such as rotary frequencies that an old trainer saved. Any other raises TensorMismatch.
+    """
     files = find_weight_files(directory)
     if files.index is None:
         return read_header(files.paths[0])
@@ -37,6 +44,8 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for path in files.paths:
         for name, tensor in read_header(path).items():
+            if name not in file_of and may_be_unlisted(name):
+                continue
             if file_of.get(name) != path.name:
                 raise TensorMismatch(f"{tensor}: {index} puts it in {shown(file_of.get(name))}")
             tensors[name] = tensor
@@ -93,6 +102,7 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
         for name, tensor in stored.items()
         if name not in used
         and not family.is_buffer(name, prefix)
+        and not family.is_of_other_part(name)
         and not family.is_further(name, prefix, stored, hf_config.model.n_layers)
     ]
     for tensor in left:
@@ -105,7 +115,7 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
             continue
         if tensor.name != head or not hf_config.model.embedding.tied:
             raise _left_over(hf_config, tensor, prefix, len(left))
-        if tensor.dtype != embedding.dtype or not same_values(tensor, embedding):
+        if not same_values(tensor, embedding):
             raise BadModelConfig(
                 f"two files disagree: {shown(hf_config.path)} sets tie_word_embeddings to true, but {tensor} "
                 f"differs from '{shown(embedding.name)}'; set it to false to use the separate head"

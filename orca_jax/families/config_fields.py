@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 from orca_jax.errors import BadModelConfig, UnsupportedModel
 from orca_jax.families.model_config import Activation, ModelConfig
 from orca_jax.families.strict_json import shown
+from orca_jax.families.unread_fields import UNREAD, harm_of, is_common, says_nothing
 
 _T = TypeVar("_T")
 
@@ -30,104 +31,19 @@ HF_ACTIVATIONS: Mapping[Activation, str] = {
 
 # Of a model with an encoder; a generation_config.json may have them instead of config.json.
 DECODER_IDS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
-# Fields of any config.json that do not change what is computed from token ids to logits, or that
-# hf_config.py checks.
-HARMLESS = frozenset(
-    [
-        "architectures",
-        "model_type",
-        "transformers_version",
-        "_name_or_path",
-        "name_or_path",
-        "torch_dtype",
-        "dtype",
-        "auto_map",
-        "use_cache",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "cls_token_id",
-        "unk_token_id",
-        "decoder_start_token_id",
-        "tokenizer_class",
-        "prefix",
-        "initializer_range",
-        "attention_dropout",
-        "hidden_dropout",
-        "hidden_dropout_prob",
-        "attention_probs_dropout_prob",
-        "resid_pdrop",
-        "embd_pdrop",
-        "attn_pdrop",
-        "resid_dropout",
-        "embedding_dropout",
-        "residual_dropout",
-        "classifier_dropout",
-        "classifier_dropout_prob",
-        "summary_type",
-        "summary_use_proj",
-        "summary_activation",
-        "summary_proj_to_labels",
-        "summary_first_dropout",
-        "output_hidden_states",
-        "output_attentions",
-        "return_dict",
-        "return_dict_in_generate",
-        "output_scores",
-        "torchscript",
-        "tf_legacy_loss",
-        "problem_type",
-        "id2label",
-        "label2id",
-        "num_labels",
-        "finetuning_task",
-        "task_specific_params",
-        "chunk_size_feed_forward",
-        "pretraining_tp",
-        "gradient_checkpointing",
-        "is_decoder",
-        "is_encoder_decoder",
-        "max_length",
-        "min_length",
-        "do_sample",
-        "early_stopping",
-        "num_beams",
-        "num_beam_groups",
-        "diversity_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "repetition_penalty",
-        "length_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "num_return_sequences",
-        "remove_invalid_values",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "attn_implementation",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "unsloth_version",
-        "unsloth_fixed",
-    ]
-)
 
 
 class ConfigFields:
     """The values of a config file, taken by name and checked by type. JSON's null is as good as absent."""
 
-    def __init__(self, path: Path, values: dict[str, Any], within: str = "") -> None:
+    def __init__(
+        self, path: Path, values: Mapping[str, Any], within: str = "", unread: list[str] | None = None
+    ) -> None:
         self.path = path
         self._values = values
         self._within = within
         self._taken: set[str] = set()
+        self._unread: list[str] = [] if unread is None else unread  # shared by all sections of a file
 
     def _bad(self, name: str, rule: str) -> BadModelConfig:
         found = shown(self._values.get(name))
@@ -137,6 +53,10 @@ class ConfigFields:
         self._taken.add(name)
         return self._values.get(name)
 
+    def names(self) -> tuple[str, ...]:
+        """The names of all fields."""
+        return tuple(self._values)
+
     def section(self, name: str) -> "ConfigFields | None":
         """The values of an object in the file; None where it is not there."""
         value = self.raw(name)
@@ -144,16 +64,46 @@ class ConfigFields:
             return None
         if not isinstance(value, dict):
             raise self._bad(name, "an object")
-        return ConfigFields(self.path, cast("dict[str, Any]", value), f"{self._within}{name}.")
+        return ConfigFields(self.path, cast("dict[str, Any]", value), f"{self._within}{name}.", self._unread)
+
+    def with_values(self, values: Mapping[str, Any], *, default: bool) -> "ConfigFields":
+        """The same section with further values, as defaults or in place of those that it has."""
+        both = {**values, **self._values} if default else {**self._values, **values}
+        return ConfigFields(self.path, both, self._within, self._unread)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The names of the fields that `leave_others` left unused and that are worth naming."""
+        return tuple(dict.fromkeys(self._unread))
+
+    def leave(self, name: str) -> None:
+        """Leave a field unused, and note its name."""
+        self._taken.add(name)
+        self._unread.append(f"{self._within}{name}")
+
+    def leave_others(self, unread: Mapping[str, str]) -> None:
+        """Leave all fields that were not taken unused, and note the names of those that few files have.
+
+        Raises UnsupportedModel for a field that by its name and value changes what a model computes
+        (unread_fields.py), unless it is in `unread`, by name with the reason why it does not.
+        """
+        for name in sorted(set(self._values) - self._taken):
+            value = self._values[name]
+            harm = None if name in unread or name in UNREAD else harm_of(name, value)
+            if harm is not None:
+                raise UnsupportedModel(
+                    f"{shown(self.path)}: {self._within}{shown(name)} is {shown(value)}: this field is not "
+                    f"known here, and may change {harm.changes}; remove it if the model computes the same "
+                    "without it"
+                )
+            if not says_nothing(value) and not is_common(name):
+                self._unread.append(f"{self._within}{shown(name)}")
 
     def refuse_others(self, harmless: Iterable[str]) -> None:
-        """Raises UnsupportedModel for a field not taken, unless it is null, false, empty or `harmless`.
-
-        A field that is not known may change what the model computes.
-        """
+        """Raise UnsupportedModel for any field not taken, unless it is null, false, empty or `harmless`."""
         for name in sorted(set(self._values) - self._taken - set(harmless)):
             value = self._values[name]
-            if value is not None and value is not False and value != [] and value != {}:
+            if not says_nothing(value):
                 raise UnsupportedModel(
                     f"{shown(self.path)}: {self._within}{shown(name)} is {shown(value)}: this field is not "
                     "known, and may change what the model computes; remove it if it does not"
@@ -240,12 +190,12 @@ class ConfigFields:
         return tuple(cast("list[str]", value))
 
     def token_ids(self, name: str) -> tuple[int, ...] | None:
-        """One token id or a list of them; None where the file says nothing."""
+        """One token id or a list of them; None where the file says nothing, or has an empty list."""
         value = self.raw(name)
-        if value is None:
+        if value is None or value == []:
             return None
         ids = value if isinstance(value, list) else [value]
-        if not 1 <= len(ids) <= 1024 or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        if len(ids) > 1024 or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise self._bad(name, "a token id or a list of token ids")
         return tuple(dict.fromkeys(ids))
 

@@ -22,9 +22,9 @@ class Family:
     ModelConfig's ConfigError, whose words `config_names` translates into those of config.json. `write` is the
     reverse: the fields of a config.json that `read` reads as this model, or None where there is none.
 
-    For a family with `harmless` these are the only fields that may be in config.json besides those that
-    `read` takes, and what `write` gives is used only where `read` makes the same model of it. Without it
-    other fields are ignored, and `write` checks for itself.
+    What `write` gives is used only where `read` makes the same model of it. `unread` has fields that `read`
+    does not take and that change nothing, whatever their names suggest, each with the reason
+    (unread_fields.py decides about all others).
 
     `weights` has an entry for each of our weights, "{i}" for the number of a layer, and in the family's names
     "{prefix}" for one of `prefixes`: a whole model is saved with the first, the bare decoder perhaps with
@@ -42,8 +42,8 @@ class Family:
 
     `quantized`: each `quant_method` of config.json's `quantization_config` that is read.
 
-    `code_in_checkpoints`: published checkpoints bring the code with which they were released, which computes
-    what transformers' own code does. Their `auto_map` may then name a class of `architectures`.
+    `parts`: a pattern of the tensors of other parts than the one that is served, such as a vision tower. They
+    are not read. `serves` says in a few words what is served of such a model.
     """
 
     model_type: str
@@ -62,11 +62,12 @@ class Family:
     computed: Mapping[str, Callable[[ModelConfig], npt.NDArray[np.float32]]] = field(
         default_factory=dict[str, Callable[[ModelConfig], npt.NDArray[np.float32]]]
     )
-    harmless: frozenset[str] | None = None
+    unread: Mapping[str, str] = field(default_factory=dict[str, str])
     further: str = ""
     has_encoder: bool = False
     quantized: tuple[str, ...] = ()
-    code_in_checkpoints: bool = False
+    parts: str = ""
+    serves: str = ""
 
     def stored_name(
         self, parameter: str, prefix: str, model: ModelConfig, tensors: Collection[str] = ()
@@ -89,6 +90,16 @@ class Family:
     def is_buffer(self, tensor: str, prefix: str) -> bool:
         """Whether a tensor is known not to be a weight."""
         return re.fullmatch(self.buffers, tensor.removeprefix(prefix)) is not None
+
+    def may_be_unlisted(self, tensor: str) -> bool:
+        """Whether a file may have this tensor though the index does not list it: nothing reads it."""
+        return self.is_of_other_part(tensor) or any(
+            self.is_buffer(tensor, prefix) for prefix in self.prefixes if tensor.startswith(prefix)
+        )
+
+    def is_of_other_part(self, tensor: str) -> bool:
+        """Whether a tensor belongs to a part of the model that is not served, such as a vision tower."""
+        return re.fullmatch(self.parts, tensor) is not None
 
     def is_copy(self, tensor: str, prefix: str) -> bool:
         """Whether a tensor must be the token embedding once more."""

@@ -1,9 +1,8 @@
 """A Hugging Face config.json becomes a ModelConfig, and the JSON files beside it are checked against it.
 
 A family (registry.py) reads its own config.json. It refuses an option that changes what is computed in a way
-that we do not compute. It ignores one that matters to training alone (dropout), or changes only how the same
-thing is computed (`use_cache`, `torch_dtype`; `reorder_and_upcast_attn`, which keeps the softmax in float32,
-as we always do). A missing size is an error, not the architecture's default.
+that we do not compute. A field that it does not read is left unused and named, or refused where it stands for
+a computation (unread_fields.py). A missing size is an error, not the architecture's default.
 """
 
 import os.path
@@ -22,6 +21,7 @@ from orca_jax.families.unsupported import about_model_type, about_quantisation
 
 _MAX_CONFIG_BYTES = 1_000_000
 _MAX_TOKENIZER_BYTES = 100_000_000
+_AUTO_MODELS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,14 @@ class HFConfig:
     path: Path
     family: Family
     model: ModelConfig
+    unread: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str:
+        """A line for whoever loads the model: the part that is served, and fields that are not used."""
+        parts = [self.family.serves, f"not used: {', '.join(self.unread)}" if self.unread else ""]
+        text = "; ".join(part for part in parts if part)
+        return f"{shown(self.path)}: {text}" if text else ""
 
 
 def read_config(directory: str | Path) -> ModelConfig:
@@ -61,14 +69,13 @@ def read_hf_config(directory: Path) -> HFConfig:
         fields = ConfigFields(path, values | _decoder_ids(directory / "generation_config.json"))
     try:
         model = family.read(fields)
-        if family.harmless is not None:
-            fields.refuse_others(family.harmless)
+        fields.leave_others(family.unread)
     except ConfigError as error:
         # The message speaks of our names; a reader of config.json looks for its own.
         message = re.sub(r"\w+", lambda word: family.config_names.get(word[0], word[0]), str(error))
         raise BadModelConfig(f"{shown(path)}: {shown(message)}") from error
     check_tokenizer(model, path, directory / "tokenizer.json")
-    return HFConfig(path, family, model)
+    return HFConfig(path, family, model, fields.unread)
 
 
 def _decoder_ids(path: Path) -> dict[str, Any]:
@@ -89,7 +96,8 @@ def _refuse_other_models(fields: ConfigFields, family: Family) -> None:
             raise BadModelConfig(
                 f"{shown(fields.path)}: architectures: expected a list of names, found {shown(found)}"
             )
-        if found and not set(found) & set(architectures):
+        known = {name.casefold() for name in architectures}  # the first Llama files have LLaMAForCausalLM
+        if found and not any(name.casefold() in known for name in found):
             raise UnsupportedModel(
                 f"{shown(fields.path)}: architectures: expected one of {', '.join(architectures)}, "
                 f"found {shown(found)}"
@@ -105,16 +113,22 @@ def _refuse_other_models(fields: ConfigFields, family: Family) -> None:
             if name == "quantization_config" and isinstance(section := fields.raw(name), dict):
                 why = about_quantisation(section)
             raise UnsupportedModel(f"{shown(fields.path)}: {why}")
+    if fields.raw("auto_map"):
+        fields.leave("auto_map")
     meaning = "a decoder alone" if family.has_encoder else "an encoder"
     fields.must_be("is_encoder_decoder", family.has_encoder, meaning)
 
 
 def _names_known_code(fields: ConfigFields, family: Family) -> bool:
-    """Whether `auto_map` has, as the language model, a class like "modeling_phi3.Phi3ForCausalLM"."""
+    """Whether the models in `auto_map`, "modeling_phi3.Phi3ForCausalLM", are classes that transformers has.
+
+    transformers runs its own code for them unless it is told to trust the checkpoint's.
+    """
     auto_map = fields.section("auto_map")
-    if auto_map is None or not family.code_in_checkpoints:
+    if auto_map is None:
         return False
-    return auto_map.text("AutoModelForCausalLM", "").rpartition(".")[2] in family.architectures
+    models = [auto_map.text(name, "") for name in auto_map.names() if name in _AUTO_MODELS]
+    return all(name.rpartition(".")[2] in family.architectures for name in models if name)
 
 
 def _is_known_quantization(fields: ConfigFields, family: Family) -> bool:
@@ -144,7 +158,10 @@ def _check_fp8(section: ConfigFields) -> None:
 
 
 def check_tokenizer(model: ModelConfig, path: Path, tokenizer: Path) -> None:
-    """Every token of the tokenizer has a row in the embedding table. Rows without a token are common.
+    """Check that every token of the tokenizer's vocabulary has a row in the embedding table.
+
+    Rows without a token are common. An added token may have no row, as Gemma 3's placeholder of an image has
+    none: a prompt with such a token is refused (scheduling/admission.py).
 
     `path` is the file that `model` is from. Raises BadModelConfig or CorruptFile.
     """
@@ -156,15 +173,14 @@ def check_tokenizer(model: ModelConfig, path: Path, tokenizer: Path) -> None:
     added = values.get("added_tokens") or []
     if not isinstance(vocabulary, dict | list) or not isinstance(added, list):
         raise BadModelConfig(f"{shown(tokenizer)} has no model.vocab, so it is not a tokenizer's file")
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-    ids += [token.get("id") if isinstance(token, dict) else None for token in added]
-    highest = -1
-    for token_id in ids:
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [*range(len(vocabulary))]
+    added_ids = [token.get("id") if isinstance(token, dict) else None for token in added]
+    for token_id in (*ids, *added_ids):
         if not isinstance(token_id, int) or isinstance(token_id, bool):
             raise BadModelConfig(
                 f"{shown(tokenizer)}: a token's id: expected a whole number, found {shown(token_id)}"
             )
-        highest = max(highest, token_id)
+    highest = max(set(ids) - set(added_ids), default=-1)
     if highest >= model.vocab_size:
         raise BadModelConfig(
             f"two files disagree on the vocabulary: {shown(path)} says vocab_size {model.vocab_size}, "
@@ -191,8 +207,6 @@ def hf_config_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _is_read_as(family: Family, fields: dict[str, Any], model: ModelConfig) -> bool:
-    if family.harmless is None:
-        return True
     try:
         read = family.read(ConfigFields(Path("config.json"), fields))
     except (ConfigError, BadModelConfig, UnsupportedModel):

@@ -7,7 +7,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.families.decoders.bloom import BLOOM
 from orca_jax.families.decoders.eleuther import GPT_NEOX, GPTJ
 from orca_jax.families.decoders.falcon import FALCON
-from orca_jax.families.decoders.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from orca_jax.families.decoders.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_TEXT
 from orca_jax.families.decoders.gpt2 import GPT2
 from orca_jax.families.decoders.granite import GRANITE
 from orca_jax.families.decoders.llama import LLAMA
@@ -36,6 +36,7 @@ _families: dict[str, Family] = {
         GEMMA,
         GEMMA2,
         GEMMA3_TEXT,
+        GEMMA3,
         QWEN2,
         QWEN3,
         PHI3,

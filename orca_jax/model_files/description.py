@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from orca_jax.families.hf_config import read_config
+from orca_jax.families.hf_config import read_hf_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.trainers.orca_json import ORCA_JSON, TREE, latest_step, read_description
 
@@ -23,6 +23,10 @@ def is_orbax(directory: Path) -> bool:
 
 def model_config(directory: Path) -> ModelConfig:
     """The model that a directory's JSON describes, with or without weights. Raises a CheckpointError."""
-    if is_orbax(directory):
-        return read_description(directory).model
-    return read_config(directory)
+    return described_model(directory)[0]
+
+
+def described_model(directory: Path) -> tuple[ModelConfig, str]:
+    """The model, and a line about what its config.json has that is not used, or empty."""
+    found = read_description(directory) if is_orbax(directory) else read_hf_config(directory)
+    return found.model, found.note

@@ -9,7 +9,7 @@ from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.families.strict_json import shown
-from orca_jax.model_files.description import is_orbax, model_config
+from orca_jax.model_files.description import described_model, is_orbax, model_config
 from orca_jax.model_files.generation_config import read_generation_defaults
 from orca_jax.model_files.locate import find_directory
 from orca_jax.model_files.weight_files import find_weight_files
@@ -30,7 +30,8 @@ class FoundModel:
 
     `config` has all end-of-sequence tokens: config.json's, the generation defaults' and the tokenizer's.
     `text_directory` has the files beside the tokenizer: its config and chat templates. `own` is the module of
-    a model that a user wrote (launch/own_model.py).
+    a model that a user wrote (launch/own_model.py). `note` is a line for whoever loads the model: what its
+    config.json has that is not used.
     """
 
     name: str
@@ -40,6 +41,7 @@ class FoundModel:
     generation: GenerationDefaults = NO_DEFAULTS
     text_directory: Path | None = None
     own: object | None = None
+    note: str = ""
 
 
 def find_model(
@@ -57,8 +59,9 @@ def find_model(
         return FoundModel(name, config, None, None, generation)
     directory = _directory(model)
     generation = read_generation_defaults(directory, generation_config)
-    config = _with_end_tokens(_held(model_config(directory), load_format), generation, None)
-    found = FoundModel(name, config, None, directory, generation, directory)
+    described, note = described_model(directory)
+    config = _with_end_tokens(_held(described, load_format), generation, None)
+    found = FoundModel(name, config, None, directory, generation, directory, note=note)
     return with_tokenizer(found, directory) if (directory / _TOKENIZER).exists() else found
 
 
@@ -71,6 +74,8 @@ def with_tokenizer(found: FoundModel, place: str | Path) -> FoundModel:
     tokenizer = Tokenizer.from_file(path)
     end_name = read_tokenizer_config(path.parent).special_tokens.get("eos_token")
     end = None if end_name is None else tokenizer.token_id(end_name)
+    if end is not None and end >= found.config.vocab_size:
+        end = None  # an added token that the model has no embedding of is never generated
     config = _with_end_tokens(found.config, found.generation, end)
     return replace(found, config=config, tokenizer=tokenizer, text_directory=path.parent)
 

@@ -97,8 +97,8 @@ class Tokenizer:
         return self._tokenizer.token_to_id(name)
 
     def token_name(self, token_id: int) -> str | None:
-        """The token's name in the vocabulary; None for an id without a token."""
-        return self._tokenizer.id_to_token(token_id)
+        """The token's name in the vocabulary; None for an id without a token, whatever number it is."""
+        return self._tokenizer.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of the tokens, without special tokens; bytes that are not UTF-8 become U+FFFD."""

@@ -1,6 +1,6 @@
 """Admission to the queue: which requests an engine of given sizes can run, and the memory that one holds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,6 +52,14 @@ class CheckedPrompt:
         return len(self.encoder_ids or self.token_ids)
 
 
+TokenName = Callable[[int], str | None]  # a tokenizer's name for a token id
+
+
+def unnamed(_: int) -> str | None:
+    """The name of a token where there is no tokenizer: none."""
+    return None
+
+
 class LengthLimit(NamedTuple):
     """The maximum of input plus output tokens of a request, and the name of the size that sets it."""
 
@@ -60,13 +68,18 @@ class LengthLimit(NamedTuple):
 
 
 def check_prompt(
-    prompt_ids: Sequence[int], n_output: int, *, model: ModelConfig, limit: LengthLimit
+    prompt_ids: Sequence[int],
+    n_output: int,
+    *,
+    model: ModelConfig,
+    limit: LengthLimit,
+    token_name: TokenName = unnamed,
 ) -> CheckedPrompt:
     """Reject a request that the model cannot run, or that would wait for slots forever.
 
     Raises EmptyPrompt, TokenOutOfRange, PromptTooLong or RequestTooLarge.
     """
-    check_in_vocabulary(prompt_ids, model)
+    check_in_vocabulary(prompt_ids, model, token_name)
     n_input = len(prompt_ids)
     if n_input >= model.n_positions:
         message = f"the prompt has {n_input} tokens; the model has {model.n_positions} positions and needs "
@@ -111,13 +124,22 @@ def check_search(n_input: int, n_encoder: int, sampling: SamplingParams, kv: KVM
         raise RequestTooLarge(message, param="max_tokens")
 
 
-def check_in_vocabulary(token_ids: Sequence[int], model: ModelConfig) -> None:
-    """Raise EmptyPrompt if there are no token ids, and TokenOutOfRange if one of them is not the model's."""
+def check_in_vocabulary(
+    token_ids: Sequence[int], model: ModelConfig, token_name: TokenName = unnamed
+) -> None:
+    """Raise EmptyPrompt if there are no token ids, and TokenOutOfRange if one of them is not the model's.
+
+    A tokenizer may have tokens that the model has no embedding of, such as the place of an image in a prompt;
+    the error has their name by `token_name`.
+    """
     if not token_ids:
         raise EmptyPrompt("the prompt has no tokens; it needs at least one", param="prompt")
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < model.vocab_size:
-            message = f"token id {token_id} is not in the vocabulary; ids are 0 to {model.vocab_size - 1}"
+            name = token_name(token_id)
+            named = "" if name is None else f" ({name!r}, which the model has no embedding of)"
+            last = model.vocab_size - 1
+            message = f"token id {token_id}{named} is not in the vocabulary; ids are 0 to {last}"
             raise TokenOutOfRange(message, param="prompt")
 
 
@@ -147,6 +169,7 @@ class EncoderInputs:
 
     config: ServingConfig
     model: ModelConfig
+    token_name: TokenName = unnamed
 
     def split(
         self, prompt_ids: Sequence[int], decoder_ids: Sequence[int] | None, sampling: SamplingParams
@@ -164,7 +187,7 @@ class EncoderInputs:
         if sampling.prompt_logprobs is not None:
             message = "prompt_logprobs are not supported for a model with an encoder; leave it out"
             raise NotSupported(message, param="prompt_logprobs")
-        check_in_vocabulary(prompt_ids, self.model)
+        check_in_vocabulary(prompt_ids, self.model, self.token_name)
         begun = tuple(decoder_ids or ())
         begun = begun if begun[:1] == (start,) else (start, *begun)
         limit = self._limit(self.model.encoder, len(begun) + sampling.max_tokens)

@@ -25,9 +25,11 @@ from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling.admission import (
     CheckedPrompt,
     EncoderInputs,
+    TokenName,
     check_prompt,
     check_search,
     longest_request,
+    unnamed,
     weight_in_bytes,
 )
 from orca_jax.scheduling.engine_protocol import Engine
@@ -108,7 +110,8 @@ class Orca:
         self._kv = kv
         self._order = config.scheduling.order
         self._limit = longest_request(config=config, model=model)
-        self._inputs = EncoderInputs(config, model)
+        self.token_name: TokenName = unnamed if tokenizer is None else tokenizer.token_name
+        self._inputs = EncoderInputs(config, model, self.token_name)
         self._rules = RuleMaker(model, tokenizer, max_batch_size=config.max_batch_size)
         self._thread = threading.Thread(target=self._run, name=SCHEDULER_THREAD, daemon=True)
         self._stopping = False
@@ -199,7 +202,13 @@ class Orca:
         if scheduling.priority:
             scheduling.check_policy(self._order)
         encoder_ids, prompt_ids = self._inputs.split(prompt_ids, decoder_ids, rules.sampling)
-        checked = check_prompt(prompt_ids, rules.sampling.max_tokens, model=self.model, limit=self._limit)
+        checked = check_prompt(
+            prompt_ids,
+            rules.sampling.max_tokens,
+            model=self.model,
+            limit=self._limit,
+            token_name=self.token_name,
+        )
         check_search(len(prompt_ids), len(encoder_ids), rules.sampling, self._kv)
         salt = (tenant, scheduling.cache_salt or "")
         hashes = prompt_hashes(checked.token_ids, salt, self._kv) if self._kv.prefixes is not None else None

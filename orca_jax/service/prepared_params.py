@@ -147,11 +147,15 @@ class RuleMaker:
         )
 
     def _sequences(self, words: Sequence[str]) -> Iterator[list[int]]:
-        """The token sequences of each word: at the start of a text, within it, and after a space."""
+        """The token sequences of each word: at the start of a text, within it, and after a space.
+
+        A sequence with a token that the model has no embedding of is never generated, and left out.
+        """
         if self._tokenizer is None:
             return
+        n_tokens = self._model.vocab_size
         for text in (text for word in words for text in (word, f" {word.lstrip()}")):
             forms = [self._tokenizer.encode(text, add_special_tokens=False)]
             if self._tokenizer.drops_first_space:
                 forms.append(self._tokenizer.encode_inside(text))
-            yield from filter(None, forms)
+            yield from (form for form in forms if form and max(form) < n_tokens)

@@ -23,7 +23,7 @@ from orca_jax.request.prompts import prompt_token_ids
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
-from orca_jax.scheduling.admission import CheckedPrompt, check_in_vocabulary
+from orca_jax.scheduling.admission import CheckedPrompt, TokenName, check_in_vocabulary
 from orca_jax.service.generation import GenerationResult
 from orca_jax.service.orca import Orca
 from orca_jax.service.prepared_params import OutputRules
@@ -49,18 +49,20 @@ def given_output(
 
     Raises a leaf of InvalidRequest.
     """
-    check_given(token_ids, n_prompt, service.model)
+    check_given(token_ids, n_prompt, service.model, service.token_name)
     n_first = split_given(len(token_ids), n_prompt, deterministic=service.scheduler.config.deterministic)
     rules = service.rules(scoring(len(token_ids) - n_first))
     checked = service.check(token_ids[:n_first], rules, scheduling, tenant=tenant)
     return GivenOutput(replace(checked, given_ids=tuple(token_ids[n_first:])), rules)
 
 
-def check_given(token_ids: Sequence[int], n_prompt: object, model: ModelConfig) -> None:
+def check_given(
+    token_ids: Sequence[int], n_prompt: object, model: ModelConfig, token_name: TokenName
+) -> None:
     """Raises NotSupported, EmptyPrompt, TokenOutOfRange, or InvalidSamplingParameter for `n_prompt`."""
     if model.encoder is not None:
         raise NotSupported("scores are not supported for a model with an encoder", param="prompt")
-    check_in_vocabulary(token_ids, model)
+    check_in_vocabulary(token_ids, model, token_name)
     if n_prompt is None:
         return
     n = len(token_ids)

@@ -89,7 +89,7 @@ async def detokenize(gateway: GatewayOf, body: DetokenizeRequest, request: Reque
 
     def read() -> bytes:
         for i, token in enumerate(body.tokens):
-            if not 0 <= token < n_vocabulary:
+            if not 0 <= token < n_vocabulary and tokenizer.token_name(token) is None:
                 message = f"tokens.{i} is {token}; it must be from 0 to {n_vocabulary - 1}"
                 raise TokenOutOfRange(message, param=f"tokens.{i}")
         return as_json({"prompt": tokenizer.decode(body.tokens)}, ascii=False).encode()

@@ -3,7 +3,7 @@
 from typing import Any
 
 from orca_jax.families.attention_config import Attention, Scores
-from orca_jax.families.config_fields import HARMLESS, ConfigFields, general_fields
+from orca_jax.families.config_fields import ConfigFields, general_fields
 from orca_jax.families.family import Family
 from orca_jax.families.limits import even_head_size
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig, alike
@@ -12,9 +12,8 @@ from orca_jax.families.stored_name import as_it_is, fused_heads, query_heads
 
 # ALiBi has no last position, and most files state none: this is the length that BLOOM was trained with.
 _N_POSITIONS = 2048
-# Megatron's ways of computing the same.
-_MEGATRON = {"bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi", "skip_bias_add"}
-_MEGATRON |= {"skip_bias_add_qkv", "attention_softmax_in_fp32"}
+# Megatron's ways of computing the same; transformers reads none of them.
+_MEGATRON = ("offset_alibi", "skip_bias_add", "skip_bias_add_qkv")
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
@@ -88,5 +87,5 @@ BLOOM = Family(
         "final_norm.bias": as_it_is("{prefix}ln_f.bias"),
         "head.weight": as_it_is("lm_head.weight"),
     },
-    harmless=HARMLESS | _MEGATRON,
+    unread=dict.fromkeys(_MEGATRON, "Megatron's way of computing the same"),
 )

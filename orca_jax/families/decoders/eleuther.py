@@ -6,7 +6,7 @@ from typing import Any
 
 from orca_jax.errors import BadModelConfig
 from orca_jax.families.attention_config import Attention
-from orca_jax.families.config_fields import HARMLESS, HF_ACTIVATIONS, ConfigFields, general_fields
+from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields, general_fields
 from orca_jax.families.decoders.llama_like import Sizes, decoder
 from orca_jax.families.decoders.rope_fields import read_rotary, rotary_fields
 from orca_jax.families.family import Family
@@ -126,7 +126,6 @@ GPT_NEOX = Family(
     },
     aliases={"embed_out.weight": "lm_head.weight"},  # transformers 5 renamed the head
     buffers=r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)|rotary_emb\.inv_freq",
-    harmless=HARMLESS | {"custom_pipelines"},
 )
 
 
@@ -215,5 +214,4 @@ GPTJ = Family(
         "head.bias": as_it_is("lm_head.bias"),
     },
     buffers=r"h\.\d+\.attn\.(bias|masked_bias|embed_positions)",
-    harmless=HARMLESS,
 )

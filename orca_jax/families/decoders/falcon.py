@@ -8,7 +8,7 @@ from typing import Any
 
 from orca_jax.errors import BadModelConfig, UnsupportedModel
 from orca_jax.families.attention_config import Attention, Scores
-from orca_jax.families.config_fields import HARMLESS, HF_ACTIVATIONS, ConfigFields, general_fields
+from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields, general_fields
 from orca_jax.families.decoders.llama_like import Sizes, decoder
 from orca_jax.families.decoders.rope_fields import read_rotary, rotary_fields
 from orca_jax.families.family import Family
@@ -168,6 +168,4 @@ FALCON = Family(
     weights=_WEIGHTS,
     renamed=_renamed,
     buffers=r"h\.\d+\.self_attention\.(maybe_rotary|rotary_emb)\.inv_freq|rotary_emb\.inv_freq",
-    harmless=HARMLESS,
-    code_in_checkpoints=True,
 )

@@ -1,4 +1,4 @@
-"""Gemma 1 to 3 (Gemma Team, 2024, 2024 and 2025), text alone.
+"""Gemma 1 to 3 (Gemma Team, 2024, 2024 and 2025); of Gemma 3 with vision the text.
 
 All multiply embeddings by the root of the hidden size, and their norms scale by 1 + w. Gemma 2 and 3 have
 norms before and after each part, and layers with a window among those without; Gemma 2 has soft caps, Gemma 3
@@ -11,7 +11,7 @@ from typing import Any
 
 from orca_jax.errors import BadModelConfig, UnsupportedModel
 from orca_jax.families.attention_config import Attention, QKNorm, Scores
-from orca_jax.families.config_fields import HARMLESS, ConfigFields
+from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import (
     BUFFERS,
     CONFIG_NAMES,
@@ -30,6 +30,7 @@ from orca_jax.families.norm_config import Norm
 from orca_jax.families.rotary import Rotary
 from orca_jax.families.stored_name import StoredName, as_it_is
 from orca_jax.families.strict_json import shown
+from orca_jax.families.text_part import text_part
 
 _KINDS = _FULL, _SLIDING = "full_attention", "sliding_attention"
 # transformers' defaults of fields that a file may lack.
@@ -55,7 +56,6 @@ _WEIGHTS: Mapping[str, StoredName] = {
         for name, stored in _NORMS.items()
     },
 }
-_HARMLESS = HARMLESS | {"cache_implementation"}  # how older transformers keep keys and values
 
 
 def _read_gemma(fields: ConfigFields) -> ModelConfig:
@@ -166,7 +166,7 @@ def _rotaries(fields: ConfigFields, sizes: Sizes) -> tuple[Rotary, Rotary]:
     nested = fields.section("rope_parameters")
     if nested is not None:
         missing = [kind for kind in _KINDS if nested.section(kind) is None]
-        nested.refuse_others(())
+        nested.leave_others({})
         if missing:
             raise BadModelConfig(f"{shown(fields.path)}: rope_parameters.{missing[0]}: expected an object")
     full = read(_FULL, "rope_theta", _GLOBAL_BASE)
@@ -251,7 +251,6 @@ GEMMA = Family(
     prefixes=PREFIXES,
     weights=WEIGHTS,
     buffers=BUFFERS,
-    harmless=_HARMLESS,
 )
 GEMMA2 = Family(
     model_type="gemma2",
@@ -263,7 +262,6 @@ GEMMA2 = Family(
     prefixes=PREFIXES,
     weights=_WEIGHTS,
     buffers=BUFFERS,
-    harmless=_HARMLESS,
 )
 GEMMA3_TEXT = Family(
     model_type="gemma3_text",
@@ -275,5 +273,24 @@ GEMMA3_TEXT = Family(
     prefixes=PREFIXES,
     weights=_WEIGHTS,
     buffers=BUFFERS,
-    harmless=_HARMLESS,
+)
+GEMMA3 = text_part(
+    GEMMA3_TEXT,
+    model_type="gemma3",
+    title="Gemma 3 with vision",
+    architectures=("Gemma3ForConditionalGeneration", "Gemma3Model"),
+    prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
+    head="language_model.lm_head.weight",
+    parts=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
+    defaults={
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from orca_jax.errors import BadModelConfig
 from orca_jax.families.attention_config import Scores
-from orca_jax.families.config_fields import HARMLESS, ConfigFields
+from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import (
     BUFFERS,
     CONFIG_NAMES,
@@ -71,5 +71,4 @@ GRANITE = Family(
     prefixes=PREFIXES,
     weights=WEIGHTS,
     buffers=BUFFERS,
-    harmless=HARMLESS,
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from orca_jax.families.config_fields import HARMLESS, ConfigFields
+from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import (
     BUFFERS,
     CONFIG_NAMES,
@@ -42,5 +42,4 @@ LLAMA = Family(
     prefixes=PREFIXES,
     weights=WEIGHTS,
     buffers=BUFFERS,
-    harmless=HARMLESS,
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from orca_jax.families.attention_config import Scores
-from orca_jax.families.config_fields import HARMLESS, ConfigFields
+from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import (
     BUFFERS,
     CONFIG_NAMES,
@@ -43,5 +43,4 @@ MISTRAL = Family(
     prefixes=PREFIXES,
     weights=WEIGHTS,
     buffers=BUFFERS,
-    harmless=HARMLESS,
 )

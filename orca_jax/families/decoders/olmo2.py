@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from orca_jax.families.attention_config import QKNorm
-from orca_jax.families.config_fields import HARMLESS, ConfigFields
+from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import (
     BUFFERS,
     CONFIG_NAMES,
@@ -53,5 +53,4 @@ OLMO2 = Family(
     prefixes=PREFIXES,
     weights=_WEIGHTS,
     buffers=BUFFERS,
-    harmless=HARMLESS,
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from orca_jax.errors import UnsupportedModel
 from orca_jax.families.attention_config import Scores
-from orca_jax.families.config_fields import HARMLESS, ConfigFields
+from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import (
     BUFFERS,
     CONFIG_NAMES,
@@ -80,6 +80,5 @@ PHI3 = Family(
         "layers.{i}.up.weight": as_it_is("{prefix}layers.{i}.mlp.gate_up_proj.weight"),
     },
     buffers=BUFFERS,
-    harmless=HARMLESS | {_ORIGINAL},  # in every file, used by longrope alone
-    code_in_checkpoints=True,
+    unread={_ORIGINAL: "in every file, and used by longrope alone"},
 )

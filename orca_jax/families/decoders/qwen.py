@@ -6,7 +6,7 @@ from typing import Any
 
 from orca_jax.errors import BadModelConfig
 from orca_jax.families.attention_config import QKNorm, Scores
-from orca_jax.families.config_fields import HARMLESS, ConfigFields
+from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import (
     BUFFERS,
     CONFIG_NAMES,
@@ -83,7 +83,6 @@ QWEN2 = Family(
     prefixes=PREFIXES,
     weights=WEIGHTS,
     buffers=BUFFERS,
-    harmless=HARMLESS,
 )
 QWEN3 = Family(
     model_type="qwen3",
@@ -95,5 +94,4 @@ QWEN3 = Family(
     prefixes=PREFIXES,
     weights=WEIGHTS,
     buffers=BUFFERS,
-    harmless=HARMLESS,
 )

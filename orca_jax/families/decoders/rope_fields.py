@@ -1,7 +1,8 @@
 """Rotary positions as config.json states them, in every spelling.
 
 Before transformers 5 `rope_theta` is a field of its own, and `rope_scaling` an object with a `rope_type` or
-`type`. Since then `rope_parameters` holds all of it, in some models by kind of layer.
+`type`. Since then `rope_parameters` holds all of it, in some models by kind of layer. transformers 5 keeps
+what the object had in an older file, so that it may write both `type` and `rope_type`.
 """
 
 import math
@@ -59,13 +60,7 @@ def read_rotary(
     UnsupportedModel, or a ConfigError.
     """
     base = fields.number(base_name, 0.0) or None
-    parameters = fields.section("rope_parameters")
-    if parameters is not None and kind_of_layer is not None:
-        parameters = parameters.section(kind_of_layer) or parameters
-    scaling_fields = fields.section("rope_scaling")
-    found = parameters if parameters is not None else scaling_fields
-    if parameters is not None and scaling_fields is not None:
-        raise BadModelConfig(f"{shown(fields.path)} has both rope_parameters and rope_scaling; keep one")
+    found = _section(fields, kind_of_layer)
     factor = None if partial is None else fields.number("partial_rotary_factor", partial)
     scaling = None
     if found is not None:
@@ -79,7 +74,7 @@ def read_rotary(
         if factor is not None:
             factor = found.number("partial_rotary_factor", factor)
         scaling = _scaling(fields, found, n_positions, default_original)
-        found.refuse_others(())
+        found.leave_others({})
     return Rotary(
         size=int(head_size * (1.0 if factor is None else factor)),
         base=default_base if base is None else base,
@@ -88,11 +83,39 @@ def read_rotary(
     )
 
 
+def _section(fields: ConfigFields, kind_of_layer: str | None) -> ConfigFields | None:
+    """The object with the rotary positions. A file may have it under both names if they agree."""
+    parameters, old = fields.section("rope_parameters"), fields.section("rope_scaling")
+    if parameters is not None and kind_of_layer is not None:
+        parameters = parameters.section(kind_of_layer) or parameters
+    if parameters is None or old is None:
+        return old if parameters is None else parameters
+    if differ := [name for name in old.names() if parameters.raw(name) not in (None, old.raw(name))]:
+        raise BadModelConfig(
+            f"{shown(fields.path)} disagrees with itself: {shown(differ[0])} differs in rope_parameters and "
+            "rope_scaling; keep one of the two"
+        )
+    return parameters.with_values(fields.raw("rope_scaling"), default=True)
+
+
+def _kind(found: ConfigFields) -> ScalingKind | None:
+    """The kind of scaling, which a file may state under either name or under both."""
+    names = [name for name in ("rope_type", "type") if found.raw(name) is not None]
+    kinds: list[ScalingKind | None] = [
+        found.choice(name, _KINDS, "default") for name in names or ["rope_type"]
+    ]
+    if kinds[0] != kinds[-1]:
+        raise BadModelConfig(
+            f"{shown(found.path)} disagrees with itself: rope_type is {shown(found.raw('rope_type'))}, "
+            f"type is {shown(found.raw('type'))}"
+        )
+    return kinds[0]
+
+
 def _scaling(
     fields: ConfigFields, found: ConfigFields, n_positions: int, default_original: int | None
 ) -> Scaling | None:
-    name = "type" if found.raw("rope_type") is None and found.raw("type") is not None else "rope_type"
-    kind = found.choice(name, _KINDS, "default")
+    kind = _kind(found)
     outer = fields.whole(_ORIGINAL, default=n_positions if default_original is None else default_original)
     original = found.whole(_ORIGINAL, default=outer)
     if fields.raw(_ORIGINAL) is not None and outer != original:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from orca_jax.families.attention_config import Scores
-from orca_jax.families.config_fields import HARMLESS, ConfigFields
+from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import (
     BUFFERS,
     CONFIG_NAMES,
@@ -21,10 +21,6 @@ from orca_jax.families.norm_config import Norm
 from orca_jax.families.stored_name import as_it_is
 
 _LAYER = "{prefix}layers.{i}."
-# In the published files, and not read by transformers.
-_UNUSED = ("activation_function", "layer_norm_epsilon")
-# How float16 is computed: we always add and normalize in float32.
-_IN_FLOAT32 = ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
@@ -78,5 +74,5 @@ STARCODER2 = Family(
         "final_norm.bias": as_it_is("{prefix}norm.bias"),
     },
     buffers=BUFFERS,
-    harmless=HARMLESS | {*_UNUSED, *_IN_FLOAT32},
+    unread={"layer_norm_epsilon": "repeats norm_epsilon"},
 )

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from orca_jax.errors import UnsupportedModel
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.config_fields import (
-    HARMLESS,
     HF_ACTIVATIONS,
     ConfigFields,
     decoder_fields,
@@ -39,17 +38,9 @@ from orca_jax.families.stored_name import StoredName, as_it_is, one_row, stacked
 from orca_jax.families.strict_json import shown
 
 _NORM = Norm()
-_HARMLESS = HARMLESS | {
-    "num_hidden_layers",  # encoder_layers by the general name
-    "dropout",
-    "activation_dropout",
-    "classif_dropout",
-    "encoder_layerdrop",
-    "decoder_layerdrop",
-    "init_std",
-    "output_past",
-    "add_bias_logits",  # the bias is there in any case
-    "save_step",
+_UNREAD: Mapping[str, str] = {
+    "num_hidden_layers": "encoder_layers by the general name",
+    "add_bias_logits": "the bias is there in any case",
 }
 
 
@@ -246,7 +237,7 @@ def _family(model_type: str, title: str, classes: str, kind: _Kind) -> Family:
         buffers=r"(encoder|decoder)\.version",
         copies=r"(encoder|decoder)\.embed_tokens\.weight",
         computed=computed,
-        harmless=_HARMLESS,
+        unread=_UNREAD,
         has_encoder=True,
     )
 

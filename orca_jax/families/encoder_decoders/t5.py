@@ -13,7 +13,6 @@ from typing import Any
 from orca_jax.errors import BadModelConfig, UnsupportedModel
 from orca_jax.families.attention_config import Attention, RelativeBias, Scores
 from orca_jax.families.config_fields import (
-    HARMLESS,
     HF_ACTIVATIONS,
     ConfigFields,
     decoder_fields,
@@ -35,12 +34,9 @@ from orca_jax.families.strict_json import shown
 
 N_POSITIONS = 2048  # of the encoder, and of the decoder: a bound of ours
 _BUCKETS, _DISTANCE, _EPS = 32, 128, 1e-6
-_HARMLESS = HARMLESS | {
-    "dropout_rate",
-    "initializer_factor",
-    "n_positions",  # of the training
-    "output_past",
-    "scalable_attention",  # of umT5; transformers does not read it
+_UNREAD: Mapping[str, str] = {
+    "n_positions": "the length in training; a relative bias has no end",
+    "scalable_attention": "umT5's; transformers does not read it",
 }
 _PROJECTIONS: Mapping[str, Activation] = {
     "relu": "relu",
@@ -248,7 +244,7 @@ def _family(
         aliases={"lm_head.weight": "shared.weight"},
         buffers=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
         copies=r"(encoder|decoder)\.embed_tokens\.weight",
-        harmless=_HARMLESS,
+        unread=_UNREAD,
         has_encoder=True,
     )
 

@@ -22,7 +22,7 @@ from orca_jax.families.decoders.llama_like import (
 )
 from orca_jax.families.decoders.rope_fields import read_rotary
 from orca_jax.families.family import Family
-from orca_jax.families.mixtures import expert_fields, expert_names
+from orca_jax.families.mixtures import expert_names
 from orca_jax.families.mixtures.expert_fields import first_sparse
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
@@ -30,14 +30,9 @@ from orca_jax.families.norm_config import Norm
 from orca_jax.families.stored_name import StoredName, as_it_is, stacked
 from orca_jax.families.strict_json import shown
 
-# Of training alone, or of the layers that are not read.
-_HARMLESS = expert_fields.HARMLESS | {
-    "aux_loss_alpha",
-    "seq_aux",
-    "ep_size",
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-}
+_UNREAD: Mapping[str, str] = dict.fromkeys(
+    ("num_nextn_predict_layers", "num_mtp_layers"), "the layers that predict further tokens"
+)
 _CONFIG_NAMES: Mapping[str, str] = {
     **CONFIG_NAMES,
     "n_experts": "n_routed_experts",
@@ -239,9 +234,8 @@ DEEPSEEK_V2 = Family(
     weights=_WEIGHTS,
     alternatives=expert_names.FUSED,
     buffers=BUFFERS,
-    harmless=_HARMLESS,
+    unread=_UNREAD,
     quantized=("fp8",),
-    code_in_checkpoints=True,
 )
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
@@ -254,8 +248,7 @@ DEEPSEEK_V3 = Family(
     weights=_WEIGHTS,
     alternatives=expert_names.FUSED,
     buffers=BUFFERS,
-    harmless=_HARMLESS,
+    unread=_UNREAD,
     further="eh_proj.weight",
     quantized=("fp8",),
-    code_in_checkpoints=True,
 )

@@ -4,14 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from orca_jax.errors import BadModelConfig
-from orca_jax.families import config_fields
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward, ModelConfig
 from orca_jax.families.strict_json import shown
 
-# Of training alone.
-HARMLESS = config_fields.HARMLESS | {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
 # Our words in an error, and config.json's.
 EXPERT_NAMES: Mapping[str, str] = {
     "n_experts": "num_experts",

@@ -20,7 +20,7 @@ from orca_jax.families.decoders.llama_like import (
 )
 from orca_jax.families.decoders.rope_fields import read_rotary
 from orca_jax.families.family import Family
-from orca_jax.families.mixtures.expert_fields import EXPERT_NAMES, HARMLESS
+from orca_jax.families.mixtures.expert_fields import EXPERT_NAMES
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.rotary import Scaling
@@ -124,7 +124,5 @@ GPT_OSS = Family(
     weights=_WEIGHTS,
     alternatives=_PACKED,
     buffers=BUFFERS,
-    # The length before yarn, which the rope's section has too, and transformers does not read.
-    harmless=HARMLESS | {"initial_context_length"},
     quantized=("mxfp4",),
 )

@@ -17,7 +17,7 @@ from orca_jax.families.decoders.llama_like import (
     read_sizes,
 )
 from orca_jax.families.family import Family
-from orca_jax.families.mixtures.expert_fields import EXPERT_NAMES, HARMLESS, read_experts
+from orca_jax.families.mixtures.expert_fields import EXPERT_NAMES, read_experts
 from orca_jax.families.mixtures.expert_names import FUSED, separate_experts
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.stored_name import StoredName
@@ -66,5 +66,4 @@ MIXTRAL = Family(
     weights=_WEIGHTS,
     alternatives=FUSED,
     buffers=BUFFERS,
-    harmless=HARMLESS,
 )

@@ -18,7 +18,7 @@ from orca_jax.families.decoders.llama_like import (
     read_sizes,
 )
 from orca_jax.families.family import Family
-from orca_jax.families.mixtures.expert_fields import EXPERT_NAMES, HARMLESS, read_experts
+from orca_jax.families.mixtures.expert_fields import EXPERT_NAMES, read_experts
 from orca_jax.families.mixtures.expert_names import FUSED, WEIGHTS
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.stored_name import StoredName, key_heads, query_heads
@@ -72,5 +72,4 @@ OLMOE = Family(
     weights=_WEIGHTS,
     alternatives=FUSED,
     buffers=BUFFERS,
-    harmless=HARMLESS,
 )

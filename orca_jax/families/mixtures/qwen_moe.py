@@ -21,7 +21,6 @@ from orca_jax.families.decoders.llama_like import (
 from orca_jax.families.family import Family
 from orca_jax.families.mixtures.expert_fields import (
     EXPERT_NAMES,
-    HARMLESS,
     first_sparse,
     read_experts,
     sparse_fields,
@@ -126,7 +125,6 @@ QWEN2_MOE = Family(
     weights={**llama_like.WEIGHTS, **WEIGHTS},
     alternatives=FUSED,
     buffers=BUFFERS,
-    harmless=HARMLESS,
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
@@ -139,5 +137,4 @@ QWEN3_MOE = Family(
     weights={**llama_like.WEIGHTS, **WEIGHTS},
     alternatives=FUSED,
     buffers=BUFFERS,
-    harmless=HARMLESS,
 )

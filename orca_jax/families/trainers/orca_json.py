@@ -23,7 +23,7 @@ from typing import Any, get_args
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint
 from orca_jax.families.config_json import config_from_json
 from orca_jax.families.gpt_config import gpt_config
-from orca_jax.families.hf_config import check_tokenizer, read_config
+from orca_jax.families.hf_config import check_tokenizer, read_hf_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import in_layers, layers_with, parameter_table
 from orca_jax.families.presets.by_name import PRESETS
@@ -70,6 +70,7 @@ class Description:
     names: dict[str, StoredName] | None  # None: ours, or a trainer's
     ignore: tuple[str, ...] = ()
     interleaved: bool | None = None  # of a trainer's rotary positions; None: as the trainer has such a model
+    note: str = ""  # as HFConfig's
 
     def ignores(self, name: str) -> bool:
         """Whether an array is declared not to be a weight."""
@@ -92,11 +93,12 @@ def read_description(directory: Path) -> Description:
                 f"{shown(directory)} is an Orbax checkpoint, but has neither {ORCA_JSON} nor config.json to "
                 f"describe its model; {what_to_do}"
             )
-        model = read_config(directory)
-        return Description(directory / "config.json", model, latest_step(directory) or directory, None)
+        hf = read_hf_config(directory)
+        return Description(hf.path, hf.model, latest_step(directory) or directory, None, note=hf.note)
     values = read_object(path, _MAX_BYTES)
     _known(path, "", values, {"model", "checkpoint", "names", "ignore", "rotary"})
-    model = _model(path, values["model"]) if "model" in values else read_config(directory)
+    hf = None if "model" in values else read_hf_config(directory)
+    model = _model(path, values["model"]) if hf is None else hf.model
     check_tokenizer(model, path, directory / "tokenizer.json")
     names = None if "names" not in values else _names(path, model, values["names"])
     ignore = values.get("ignore", [])
@@ -111,9 +113,9 @@ def read_description(directory: Path) -> Description:
         if not isinstance(where, str) or "\0" in where or not _is_below(where):
             raise _bad(path, "checkpoint", "the path of a directory below this one", where)
         place = directory / where
-    source = path if "model" in values else directory / "config.json"
+    source, note = (path, "") if hf is None else (hf.path, hf.note)
     interleaved = None if rotary is None else _ROTARY[rotary]
-    return Description(source, model, place, names, tuple(ignore), interleaved)
+    return Description(source, model, place, names, tuple(ignore), interleaved, note)
 
 
 def _has_description(directory: Path) -> bool:

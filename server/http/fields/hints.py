@@ -25,8 +25,8 @@ _CACHE = "prompts that begin alike share their keys and values without being ask
 _CACHE_CONTROL = Hint(_CACHE)
 _BREAKPOINT = Hint(_CACHE)
 _TIER = "there is one tier of service; `priority` orders requests"
-_OWN_METADATA = "the client's own metadata"
-_CALLER = Hint("every call is the model's own", ({"type": "direct"},))
+_METADATA = "metadata of the client"
+_CALLER = Hint("every call is made by the model", ({"type": "direct"},))
 _DEFERRED = Hint("every tool is shown to the model from the start", (False,))
 _SEARCH = Hint("the server cannot run it, and the model may do without it: the request has other tools")
 _TOOLSET = Hint("a call and its result belong together by their id")
@@ -41,7 +41,7 @@ _OPENAI = {
     "prompt_cache_options": Hint(_CACHE),
     "prompt_cache_retention": Hint(_CACHE),
     "service_tier": Hint(_TIER, ("auto", "default")),
-    "client_metadata": Hint(_OWN_METADATA),
+    "client_metadata": Hint(_METADATA),
 }
 
 # By place: names of fields, with the reason. The models of server/http name their place (strict.py).
@@ -50,7 +50,7 @@ HINTS: Mapping[str, Mapping[str, Hint]] = {
     "/v1/chat/completions": {
         **_OPENAI,
         "store": Hint("chat completions are not stored; /v1/responses are", (False,)),
-        "metadata": Hint(_OWN_METADATA, ({},)),
+        "metadata": Hint(_METADATA, ({},)),
         "prediction": Hint("it can only make a reply faster"),
         "verbosity": Hint("no chat template reads it", ("medium",)),
     },
@@ -61,7 +61,7 @@ HINTS: Mapping[str, Mapping[str, Hint]] = {
     "messages of chat": {
         "annotations": _ANNOTATIONS,
         "cache_control": _CACHE_CONTROL,
-        "id": Hint("the client's own name of the message"),
+        "id": Hint("the client's name for the message"),
         "parsed": _PARSED,
         "provider_specific_fields": _PASSED_THROUGH,
         "reasoning_details": _PASSED_THROUGH,
@@ -112,7 +112,7 @@ HINTS: Mapping[str, Mapping[str, Hint]] = {
     "input items": {
         "caller": _CALLER,
         "encrypted_content": Hint("only the server that encrypted it can read it"),
-        "internal_chat_message_metadata_passthrough": Hint(_OWN_METADATA),
+        "internal_chat_message_metadata_passthrough": Hint(_METADATA),
         "parsed_arguments": _PARSED,
         "phase": Hint("the order of the items says it"),
         "summary": Hint("the model reads its reasoning whole, as content", ([],)),

@@ -1,5 +1,6 @@
 """Checkpoints that are right: every layout, dtype and option becomes the parameters it should."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from huggingface_hub.utils import filter_repo_objects
 from orca_jax.checkpoint import safetensors_reader as safetensors_file
 from orca_jax.checkpoint.directory import Checkpoint
 from orca_jax.checkpoint.locate import load_checkpoint
-from orca_jax.errors import ConfigError, NotACheckpoint, TensorMismatch
+from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint, TensorMismatch
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_shapes
+from orca_jax.model_files.weight_files import INDEX
 from tests.device.checkpoint.tiny_checkpoint import (
     DTYPES,
     GPT2,
@@ -185,6 +187,32 @@ def test_a_tied_head_may_be_stored_too(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
     loaded = load_checkpoint(write_checkpoint(tmp_path, GPT2, tensors), dtype=np.float32)
     assert "head.weight" not in loaded.parameters
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
+def test_a_tied_head_may_have_another_dtype(tmp_path: Path, dtype: Any) -> None:
+    """What was rounded from the embedding is the embedding; other numbers are another head."""
+    tensors = gpt2_tensors()
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].astype(dtype)
+    loaded = load_checkpoint(write_checkpoint(tmp_path / "tied", GPT2, tensors), dtype=np.float32)
+    assert "head.weight" not in loaded.parameters
+    tensors["lm_head.weight"][-1, -1] += dtype(1)
+    with pytest.raises(BadModelConfig, match="set it to false to use the separate head"):
+        load_checkpoint(write_checkpoint(tmp_path / "other", GPT2, tensors), dtype=np.float32)
+
+
+def test_a_buffer_that_the_index_does_not_list(tmp_path: Path) -> None:
+    """Old trainers saved masks and rotary frequencies without listing them. A weight must be listed."""
+    tensors = gpt2_tensors() | {"transformer.h.0.attn.bias": np.ones((1, 1, 6, 6), np.float32)}
+    directory = write_checkpoint(tmp_path, GPT2, tensors, n_files=2)
+    index = json.loads((directory / INDEX).read_text())
+    del index["weight_map"]["transformer.h.0.attn.bias"]
+    (directory / INDEX).write_text(json.dumps(index))
+    assert load_checkpoint(directory, dtype=np.float32).parameters
+    del index["weight_map"]["transformer.h.0.attn.c_attn.bias"]
+    (directory / INDEX).write_text(json.dumps(index))
+    with pytest.raises(TensorMismatch, match=r"h\.0\.attn\.c_attn\.bias"):
+        load_checkpoint(directory, dtype=np.float32)
 
 
 def test_padded_vocabulary(tmp_path: Path) -> None:

@@ -85,16 +85,15 @@ def _wrong_configs(model_type: str, config: Config) -> Iterator[tuple[Config, ty
     yield {"vocab_size": config["vocab_size"] + 1}, TensorMismatch, "expected shape"
     yield {"architectures": ["StrangeForCausalLM"]}, UnsupportedModel, "StrangeForCausalLM"
     yield {"quantization_config": {"quant_method": "awq", "bits": 4}}, UnsupportedModel, "quantization_config"
-    if family.harmless is not None:
-        yield {"odd_flag": True}, UnsupportedModel, "odd_flag"
-        yield {"odd_size": 3}, UnsupportedModel, "odd_size"
+    yield {"odd_attention": True}, UnsupportedModel, "odd_attention"
+    yield {"odd_scale": 3}, UnsupportedModel, "odd_scale"
     if "rope_parameters" in config:
         spiral = _of_all_layers(config, {"rope_type": "spiral", "rope_theta": 1e4})
-        twisted = _of_all_layers(config, {"rope_type": "default", "rope_theta": 1e4, "twist": 2.0})
+        twisted = _of_all_layers(config, {"rope_type": "default", "rope_theta": 1e4, "twist_factor": 2.0})
         yield {"rope_parameters": spiral}, UnsupportedModel, "spiral"
         older = {"rope_parameters": None, "rope_scaling": {"type": "spiral", "factor": 2.0}}
         yield older, UnsupportedModel, "spiral"
-        yield {"rope_parameters": twisted}, UnsupportedModel, "twist"
+        yield {"rope_parameters": twisted}, UnsupportedModel, "twist_factor"
 
 
 def _of_all_layers(config: Config, rope: Config) -> Config:

@@ -174,7 +174,7 @@ def test_what_a_file_may_lack(tmp_path: Path) -> None:
         (V3, {"v_head_dim": -1}, BadModelConfig, "v_head_dim is -1"),
         (V3, {"n_group": 7}, BadModelConfig, "n_routed_experts 64 is not a multiple of n_group 7"),
         (V3, {"num_experts_per_tok": 33}, BadModelConfig, "num_experts_per_tok is 33, but 4 groups have 32"),
-        (V3, {"rope_scaling": {"type": "yarn", "factor": 2.0, "odd": 1}}, UnsupportedModel, "odd"),
+        (V3, {"rope_scaling": {"type": "yarn", "factor": 2.0, "alpha": 3}}, UnsupportedModel, "alpha"),
         (V3, {"sliding_window": 7}, UnsupportedModel, "sliding_window"),
         (V2_LITE, {"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "quant_method"),
     ],

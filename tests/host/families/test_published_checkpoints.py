@@ -1,0 +1,71 @@
+"""Much used checkpoints' config.json, read as they stand: the facts that are public, and what is not used."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from orca_jax.families.hf_config import HFConfig, read_hf_config
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import parameter_shapes
+from tests.host.families.published_checkpoints import PUBLISHED, Published
+
+
+def read(tmp_path: Path, published: Published) -> HFConfig:
+    (tmp_path / "config.json").write_text(json.dumps(published.config))
+    return read_hf_config(tmp_path)
+
+
+def shape_of(model: ModelConfig) -> tuple[int, ...]:
+    return (
+        *(model.n_layers, model.hidden_size, model.n_heads, model.n_kv_heads, model.head_size),
+        *(model.layers[0].feed_forward.size, model.vocab_size, model.n_positions),
+    )
+
+
+def count_of(model: ModelConfig) -> int:
+    """The number of weights as they are counted in public.
+
+    A bias table that all layers share (T5) counts once for each side, and BART's bias of the logits, a buffer
+    of zeros, not at all.
+    """
+    relative = model.attention.scores.relative
+    again = re.compile(
+        r"(encoder\.)?layers\.[1-9]\d*\.relative_bias" if relative and relative.shared else "head.bias"
+    )
+    shapes = parameter_shapes(model)
+    return sum(math.prod(shape) for name, shape in shapes.items() if not again.fullmatch(name))
+
+
+def windows_of(model: ModelConfig) -> tuple[int, int]:
+    found = [layer.attention.scores.window for layer in model.layers]
+    sizes = [window for window in found if window is not None]
+    assert len(set(sizes)) <= 1
+    return len(sizes), sizes[0] if sizes else 0
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_read_as_it_stands(tmp_path: Path, name: str) -> None:
+    published = PUBLISHED[name]
+    found = read(tmp_path, published)
+    model, full = found.model, found.model.layers[-1].attention.rotary
+    assert shape_of(model) == published.shape
+    assert windows_of(model) == published.windows
+    assert model.embedding.tied is published.tied
+    assert model.eos_token_ids == published.eos
+    assert sorted(found.unread) == sorted(published.unread)
+    rotaries = [layer.attention.rotary for layer in model.layers if layer.attention.scores.window is None]
+    full = (rotaries or [model.attention.rotary])[0]
+    assert (None if full is None else full.base) == published.base
+    scaling = None if full is None else full.scaling
+    assert (None if scaling is None else scaling.kind) == published.scaling
+    if published.parameters is not None:
+        assert count_of(model) == published.parameters
+
+
+def test_there_are_sixty_of_every_family_that_is_much_used() -> None:
+    assert len(PUBLISHED) >= 60
+    families = {published.config["model_type"] for published in PUBLISHED.values()}
+    assert {"llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_oss", "deepseek_v3", "t5"} <= families
