@@ -11,7 +11,7 @@ from server.http.bodies.errors import error_responses
 from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.conversation import ConversationFields, Messages
-from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.strict import Strict
 from server.http.generation.conversation import text_of
 from server.http.generation.state import GatewayOf
 
@@ -45,7 +45,7 @@ class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
     model: Annotated[str | None, _MODEL] = None
-    tokens: Annotated[list[int], FirstFault(), Field(description="token ids")]
+    tokens: Annotated[list[int], Field(description="token ids")]
 
 
 class DetokenizeResponse(BaseModel):

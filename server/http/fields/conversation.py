@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, WrapValidator
 
 from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import FirstFault, Strict, null_is
+from server.http.fields.strict import Strict, null_is
 from server.http.fields.tools import taken_tools
 from server.http.fields.unused import Unused
 
@@ -34,7 +34,7 @@ def _text_or_parts(content: Any, parts: Callable[[Any], Any]) -> Any:
 
 
 Content = Annotated[
-    Annotated[list[ContentPart], FirstFault()],
+    list[ContentPart],
     WrapValidator(_text_or_parts, json_schema_input_type=str | list[ContentPart]),
 ]
 
@@ -73,9 +73,7 @@ class ChatMessage(Strict):
         Content | None, Field(description="a text, or parts of type text; null with tool_calls")
     ] = None
     name: Annotated[str | None, Field(description="passed to the chat template")] = None
-    tool_calls: Annotated[
-        Annotated[list[ToolCall], FirstFault()] | None, Field(description="of an assistant's message")
-    ] = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(description="of an assistant's message")] = None
     tool_call_id: Annotated[str | None, Field(description="of a tool's message")] = None
     reasoning_content: Annotated[
         str | None, Field(description="an extension: the reasoning of an assistant's message")
@@ -87,7 +85,7 @@ class ChatMessage(Strict):
     function_call: Annotated[dict[str, Any] | None, NotBuilt(why="chat templates know tool_calls")] = None
 
 
-Messages = Annotated[list[ChatMessage], FirstFault()]
+Messages = list[ChatMessage]
 
 
 class ConversationFields(Strict):

@@ -25,7 +25,7 @@ from orca_jax.request.sampling_params import (
 from orca_jax.request.scheduling_params import MAX_CACHE_SALT, PLAIN, PRIORITY_RANGE, SchedulingParams
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.response_format import ResponseFormat
-from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.strict import Strict
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 _GRAMMAR: dict[str, Any] = {"minLength": 1, "maxLength": 1 << 16}
@@ -51,8 +51,8 @@ def listed(description: str, least: int, most: int) -> Any:
 
 
 Text = Annotated[str, in_schema(minLength=1, maxLength=1024)]
-Texts = Annotated[list[Text], FirstFault()]
-TokenIds = Annotated[list[Annotated[int, in_schema(minimum=0, maximum=1 << 30)]], FirstFault()]
+Texts = list[Text]
+TokenIds = list[Annotated[int, in_schema(minimum=0, maximum=1 << 30)]]
 Bias = dict[str, Annotated[float, in_schema(minimum=-100, maximum=100)]]
 
 _LEAST, _MOST = TEMPERATURE_RANGE

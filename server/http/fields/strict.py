@@ -5,24 +5,18 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, GetJsonSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from orca_jax.errors import InvalidRequest, NotSupported
+from server.http.fields.first_fault import stop_at_first_fault
 from server.http.fields.hints import HINTS, Hint
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.unused import Unused
 
 _MOST_CHARACTERS = 64  # of an unknown name that is compared with known ones
 _SIMILARITY = 0.8
-
-
-class FirstFault(FailFast):
-    """Stop validating a list at its first invalid element: a client may send millions."""
-
-    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] (unions need it)
-        return 0
 
 
 def null_is(default: str) -> BeforeValidator:
@@ -33,7 +27,7 @@ def null_is(default: str) -> BeforeValidator:
 
 
 class Strict(BaseModel):
-    """Rejects values of another type and numbers that are not finite.
+    """Rejects values of another type and numbers that are not finite, and stops at the first fault of a list.
 
     Unknown fields pass validation and are checked by `take`: null is taken for every name, and hints are
     taken in the places where HINTS has them. A model names its place there, and has those of its bases too.
@@ -46,6 +40,14 @@ class Strict(BaseModel):
 
     place: ClassVar[str | None] = None
     types: ClassVar[str | None] = None
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type[BaseModel], handler: GetCoreSchemaHandler, /
+    ) -> CoreSchema:
+        schema = handler(source)
+        stop_at_first_fault(handler.resolve_ref_schema(schema))
+        return schema
 
     @classmethod
     def __get_pydantic_json_schema__(

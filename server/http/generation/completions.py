@@ -21,7 +21,6 @@ from server.http.fields.generation import (
 )
 from server.http.fields.logprobs import CompletionLogprobs, completion_logprobs
 from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import FirstFault
 from server.http.fields.token_names import TokenNames
 from server.http.generation.answer import (
     GENERATION_ERRORS,
@@ -40,8 +39,8 @@ from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf,
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
-TokenIds = Annotated[list[int], FirstFault()]
-Prompt = str | Annotated[list[str], FirstFault()] | TokenIds | Annotated[list[TokenIds], FirstFault()]
+TokenIds = list[int]
+Prompt = str | list[str] | TokenIds | list[TokenIds]
 
 
 def _none_for_false(value: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, WrapValidator
 
 from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.strict import Strict
 
 _PLACE = "blocks of messages"
 
@@ -69,7 +69,7 @@ OneText = Annotated[
     Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")], Discriminator(_tag_of("text"))
 ]
 Texts = Annotated[
-    Annotated[list[OneText], FirstFault()],
+    list[OneText],
     WrapValidator(_text_or_list, json_schema_input_type=str | list[OneText]),
 ]
 
@@ -96,7 +96,7 @@ Block = Annotated[
     Discriminator(_tag_of("text", "thinking", "tool_use", "tool_result")),
 ]
 Blocks = Annotated[
-    Annotated[list[Block], FirstFault()],
+    list[Block],
     WrapValidator(_text_or_list, json_schema_input_type=str | list[Block]),
 ]
 

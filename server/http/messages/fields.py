@@ -13,7 +13,7 @@ from server.gateway.reply.offered_tools import ToolWish
 from server.http.fields.generation import SchedulingFields, SharedSamplingFields, renamed_tool_fields
 from server.http.fields.generation import Texts as StopTexts
 from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.strict import Strict
 from server.http.fields.tools import NamedFunction, check_left_out, check_tools, tool_wish
 from server.http.fields.tools import ToolChoice as ChatToolChoice
 from server.http.fields.unused import Unused
@@ -129,9 +129,9 @@ class PromptFields(Strict):
     place: ClassVar = "/v1/messages"
 
     model: Annotated[str | None, Field(description="default: the served model")] = None
-    messages: Annotated[Annotated[list[InputMessage], FirstFault()], Field(min_length=1)]
+    messages: Annotated[list[InputMessage], Field(min_length=1)]
     system: Annotated[Texts | None, Field(description="a system message before the messages")] = None
-    tools: Annotated[list[AnyTool], FirstFault()] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -17,15 +17,14 @@ from server.gateway.side_threads import run_for_request, run_for_response
 from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.generation import ranged, renamed_fields
-from server.http.fields.strict import FirstFault
 from server.http.generation.answer import GENERATION_ERRORS, accept, each, new_response_id
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
 
 _CHARACTERS = {"float": 22, "base64": 6}  # of a number in a response, at most
 
-_TokenIds = Annotated[list[int], FirstFault()]
-Input = str | Annotated[list[str], FirstFault()] | _TokenIds | Annotated[list[_TokenIds], FirstFault()]
+_TokenIds = list[int]
+Input = str | list[str] | _TokenIds | list[_TokenIds]
 
 
 class EmbeddingRequest(RelevanceRequest):

@@ -11,7 +11,7 @@ from server.gateway.side_threads import run_for_request, run_for_response
 from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.generation import ranged, renamed_fields
-from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.strict import Strict
 from server.http.generation.answer import GENERATION_ERRORS, accept, new_response_id
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 from server.http.relevance.conditional import MAX_TEMPLATE, Pair, pairs, score_of, template_of
@@ -30,7 +30,7 @@ class RerankRequest(RelevanceRequest):
     """POST /v1/rerank."""
 
     query: str
-    documents: Annotated[list[str | DocumentText], FirstFault()]
+    documents: list[str | DocumentText]
     top_n: Annotated[int | None, ranged("return only the best; default: all", 1, 1 << 20)] = None
     return_documents: Annotated[
         bool | None, Field(description="return each document's text too; default true")

@@ -12,14 +12,13 @@ from server.gateway.side_threads import run_for_request, run_for_response
 from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.generation import renamed_fields
-from server.http.fields.strict import FirstFault
 from server.http.generation.answer import GENERATION_ERRORS, accept, new_response_id
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 from server.http.relevance.conditional import MAX_TEMPLATE, Pair, pairs, score_of, template_of
 from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
 
 _PLAIN = "{text_1}{text_2}"
-_Texts = str | Annotated[list[str], FirstFault()]
+_Texts = str | list[str]
 
 
 class ScoreRequest(RelevanceRequest):

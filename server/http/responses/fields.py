@@ -13,7 +13,7 @@ from server.gateway.reply.offered_tools import ToolWish
 from server.http.fields.generation import SchedulingFields, SharedSamplingFields, ranged, renamed_tool_fields
 from server.http.fields.hints import HINTS
 from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.strict import Strict
 from server.http.fields.tools import (
     AllowedTools,
     NamedFunction,
@@ -87,7 +87,7 @@ class AllowedToolNames(Strict):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], FirstFault()]
+    tools: list[NamedTool]
 
 
 class ReasoningConfig(Strict):
@@ -130,7 +130,7 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
         int | None, ranged("default: as many as the model has room for", 1, 1 << 30)
     ] = None
     text: TextConfig | None = None
-    tools: Annotated[list[ResponseTool], FirstFault()] | None = None
+    tools: list[ResponseTool] | None = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool | AllowedToolNames | None,
         Field(

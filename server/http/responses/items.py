@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, WrapValidator
 
 from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import FirstFault, Strict, null_is
+from server.http.fields.strict import Strict, null_is
 from server.http.generation.answer import new_id
 from server.http.responses.tools import CUSTOM_INPUT
 
@@ -44,7 +44,7 @@ def _text_or_list(content: Any, parts: Callable[[Any], Any]) -> Any:
 
 
 Content = Annotated[
-    Annotated[list[InputPart], FirstFault()],
+    list[InputPart],
     WrapValidator(_text_or_list, json_schema_input_type=str | list[InputPart]),
 ]
 
@@ -165,7 +165,7 @@ class ReasoningItem(_InputItem):
 
     type: Literal["reasoning"]
     id: str | None = None
-    content: Annotated[list[ReasoningPart], FirstFault()] | None = None
+    content: list[ReasoningPart] | None = None
     status: _Status | None = None
 
     def kept(self) -> Item:
@@ -230,7 +230,7 @@ InputItem = Annotated[
 ]
 
 Input = Annotated[
-    Annotated[list[InputItem], FirstFault()],
+    list[InputItem],
     WrapValidator(_text_or_list, json_schema_input_type=str | list[InputItem]),
 ]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Discriminator, Field, Tag
 
 from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.strict import Strict
 
 CUSTOM_INPUT = "input"  # the argument of a custom tool's function
 _PLACE = "tools of responses"
@@ -108,7 +108,7 @@ class NamespaceTool(Strict):
     type: Literal["namespace"]
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    tools: Annotated[list[OneTool], FirstFault()]
+    tools: list[OneTool]
 
 
 ResponseTool = Annotated[
