@@ -3,6 +3,7 @@
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import Unauthorized
+from server.gateway.lanes import act_for
 from server.http.bodies.error_forms import is_anthropic
 from server.http.bodies.errors import error_response
 from server.http.pages import PAGES, STATIC
@@ -36,7 +37,9 @@ class Authentication:
                 return
             client = scope.get("client")
             scope["state"]["tenant"] = key or ""
-            scope["state"]["owner"] = key or owner_at(client[0] if client else "")
+            owner = key or owner_at(client[0] if client else "")
+            scope["state"]["owner"] = owner
+            act_for(owner)
         await self._app(scope, receive, send)
 
 

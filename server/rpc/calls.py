@@ -13,6 +13,7 @@ import grpc
 from orca_jax.errors import EngineError, InvalidRequest, OrcaError, OutputFailed, QueueFull
 from server.errors import Unauthorized
 from server.gateway.gateway import Gateway
+from server.gateway.lanes import act_for
 from server.gateway.retry_after import retry_after_seconds
 from server.metrics.access_log import log_access
 from server.metrics.metrics import Metrics
@@ -83,6 +84,7 @@ class Calls:
         tracing = self._tracing
         call = None if tracing is None else tracing.begin(_texts(context.invocation_metadata()))
         try:
+            act_for(self.owner(context))
             yield facts
         except asyncio.CancelledError:
             code = grpc.StatusCode.DEADLINE_EXCEEDED if deadline.passed else grpc.StatusCode.CANCELLED

@@ -15,6 +15,7 @@ from server.batches.batch import Batch
 from server.batches.lines import InputLine
 from server.batches.runner import Answered
 from server.gateway.gateway import Gateway
+from server.gateway.lanes import act_for
 from server.http.bodies.errors import error_response, status_response
 from server.http.request_id import request_id
 
@@ -67,6 +68,7 @@ class InProcess:
             "server": None,
             "state": {"facts": {}, "request_id": name, "tenant": tenant, "owner": tenant or batch.owner},
         }
+        act_for(tenant or batch.owner)
         try:
             await self._app(scope, exchange.receive, exchange.send)
         except Exception:

@@ -37,14 +37,14 @@ def fault(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str | None
 
 
 def shown(value: object) -> str:
-    """A short form of the client's value for an error message."""
+    """A short form of the client's value for an error message, at a cost that does not grow with it."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
         return "an object"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value)
+    text = repr(value[: _MOST_SHOWN + 1] if isinstance(value, str) else value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 

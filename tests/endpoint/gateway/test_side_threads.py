@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from orca_jax.errors import QueueFull
 from server.gateway import side_threads
-from server.gateway.side_threads import LONG, Lane, run_for_request
+from server.gateway.lanes import Lane
+from server.gateway.side_threads import LONG, run_for_request
 from server.http.bodies import json_body
 from tests.endpoint.harness import Server, serving
 from tests.endpoint.http_client import JSON, connected, error_of
@@ -20,35 +20,6 @@ from tests.host.engines import SOON
 def server() -> Iterator[Server]:
     with serving() as server:
         yield server
-
-
-def test_a_lane_limits_the_number_and_bytes_of_waiting_work() -> None:
-    gate = threading.Event()
-
-    def held() -> str:
-        assert gate.wait(SOON)
-        return threading.current_thread().name
-
-    async def main() -> None:
-        lane = Lane("test", threads=1, most_waiting=3, most_bytes=100)
-        waiting = [asyncio.create_task(lane.run(n, held)) for n in (100, 0, 0)]
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFull, match="3 long requests wait"):
-            await lane.run(0, held)
-        waiting.pop().cancel()  # its client has left, so its place is free
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFull, match="2 long requests wait"):
-            await lane.run(1, held)  # too many bytes
-        gate.set()
-        async with asyncio.timeout(SOON):
-            names = await asyncio.gather(*waiting)
-            assert await lane.run(100, lambda: 5) == 5
-            with pytest.raises(ZeroDivisionError):
-                await lane.run(100, lambda: 1 // 0)
-            await lane.run(100, held)
-        assert all(name.startswith("test") for name in names)
-
-    asyncio.run(main())
 
 
 def test_short_work_does_not_wait_for_very_long_work(monkeypatch: pytest.MonkeyPatch) -> None:

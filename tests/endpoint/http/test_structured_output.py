@@ -237,7 +237,7 @@ def test_grammars_compile_off_the_loop_and_too_many_are_rejected() -> None:
         compiler = RuleCompiler()
         waiting = [asyncio.create_task(compiler.rules(served, GRAMMAR)) for _ in range(16)]
         await asyncio.sleep(0)
-        with pytest.raises(QueueFull, match="16 grammars wait"):
+        with pytest.raises(QueueFull, match="16 grammars wait, the limit"):
             await compiler.rules(served, GRAMMAR)
         await compiler.rules(served, SamplingParams())  # has no grammar, so it does not wait
         assert await asyncio.to_thread(lambda: "this") == "this", "other work has threads of its own"
@@ -253,7 +253,7 @@ def test_grammars_compile_off_the_loop_and_too_many_are_rejected() -> None:
 
 def test_a_full_compiler_is_429_with_retry_after(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     async def full(*_: object) -> OutputRules:
-        raise QueueFull("16 grammars wait to be compiled, the limit; try again later")
+        raise QueueFull("16 grammars wait, the limit; try again later")
 
     monkeypatch.setattr(server.gateway.compiler, "rules", full)
     with connected(server) as client:

@@ -1,0 +1,201 @@
+"""Threads for expensive work, whose owners take turns.
+
+Whoever sends a lot of expensive work waits for it, and nobody else does: a lane serves its owners by the
+processor time that their work has taken, as the scheduler serves them by tokens. The owner is a variable of
+the current task (`act_for`), set where a request's key or address is read: no caller passes it, so none can
+forget to.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+
+from orca_jax.errors import QueueFull
+
+T = TypeVar("T")
+
+_owner: ContextVar[str] = ContextVar("owner", default="")
+
+
+def act_for(owner: str) -> None:
+    """From now on, the current task's work is that of `owner`: an API key, or a client's address."""
+    _owner.set(owner)
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    n_bytes: int
+    call: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future[Any])
+
+
+@dataclass(eq=False, slots=True)
+class _Share:
+    """One owner's work in a lane. `seconds` is the processor time that counts against the owner."""
+
+    seconds: float
+    waiting: deque[_Work] = field(default_factory=deque[_Work])
+    n_running: int = 0
+    n_bytes: int = 0  # waiting and running
+
+    @property
+    def n(self) -> int:
+        return len(self.waiting) + self.n_running
+
+
+class Lane:
+    """A few threads with a bounded queue for each owner. Usable from any thread and any event loop.
+
+    The owner whose work has taken the least processor time is next. Time in which an owner had nothing to do
+    is no credit: it starts again from the present.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        threads: int,
+        most_waiting: int | None = None,
+        most_bytes: int | None = None,
+        what: str = "long requests",
+        meter: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """At most `most_waiting` requests, of `most_bytes` together, may wait or run; None: any number.
+
+        An owner may hold as much of both as is left free: half if it is alone, a third beside another who
+        wants as much. So nobody can fill a lane. If nothing waits, a request is accepted whatever its size.
+
+        One owner has at most half of the threads, and at least one. `what` the work is goes into errors;
+        `meter` is the processor time of the current thread.
+        """
+        self._name, self._what, self._meter = name, what, meter
+        self._threads, self._threads_each = threads, max(1, threads // 2)
+        self._most_waiting, self._most_bytes = most_waiting, most_bytes
+        self._lock = threading.Lock()
+        self._shares = dict[str, _Share]()  # whoever had a turn last is last
+        self._present = 0.0  # the `seconds` of the owner whose turn was last
+        self._n = self._n_bytes = 0  # waiting and running
+        self._n_threads = 0
+        self._thread_numbers = count()
+        self.n_done = 0
+
+    async def run(self, n_bytes: int, work: Callable[[], T]) -> T:
+        """The result of `work`, whose cost grows with `n_bytes`. Raises QueueFull and what `work` raises.
+
+        Cancelling it frees the place of work that still waits.
+        """
+        return await asyncio.wrap_future(self._queue(_owner.get(), _Work(n_bytes, work)))
+
+    def _queue(self, owner: str, work: _Work) -> Future[Any]:
+        with self._lock:
+            share = self._shares.get(owner) or _Share(self._present)
+            self._check_room(share, work)
+            self._shares[owner] = share
+            if not share.n:
+                share.seconds = max(share.seconds, self._present)
+            share.waiting.append(work)
+            share.n_bytes += work.n_bytes
+            self._n += 1
+            self._n_bytes += work.n_bytes
+            starts = self._n_threads < self._threads
+            self._n_threads += starts
+        work.future.add_done_callback(partial(self._release, share, work))
+        if starts:
+            self._start_thread()
+        return work.future
+
+    def _check_room(self, share: _Share, work: _Work) -> None:
+        n, n_bytes = self._most_waiting, self._most_bytes
+        if self._n and (
+            (n is not None and share.n + 1 > n - self._n)
+            or (n_bytes is not None and share.n_bytes + work.n_bytes > n_bytes - self._n_bytes)
+        ):
+            yours = f", {share.n} of them yours" if share.n < self._n else ""
+            raise QueueFull(f"{self._n} {self._what} wait{yours}, the limit; try again later")
+
+    def _start_thread(self) -> None:
+        name = f"{self._name}_{next(self._thread_numbers)}"
+        try:
+            threading.Thread(target=self._serve, name=name).start()
+        except BaseException as error:  # none could be started
+            failed = list[_Work]()
+            with self._lock:
+                self._n_threads -= 1
+                if not self._n_threads:
+                    for share in self._shares.values():
+                        failed += share.waiting
+                        share.waiting.clear()
+            for work in failed:
+                if work.future.set_running_or_notify_cancel():
+                    work.future.set_exception(error)
+
+    def _serve(self) -> None:
+        """Run work until none is left that may run."""
+        while True:
+            with self._lock:
+                taken = self._next()
+                if taken is None:
+                    self._n_threads -= 1
+                    return
+            share, work = taken
+            began = self._meter()
+            finish = _run(work)
+            with self._lock:
+                share.n_running -= 1
+                share.seconds += self._meter() - began
+            del taken, work
+            finish()
+            del finish
+
+    def _next(self) -> tuple[_Share, _Work] | None:
+        least: tuple[str, _Share] | None = None
+        for owner, share in list(self._shares.items()):
+            if not share.n and share.seconds <= self._present:
+                del self._shares[owner]  # forgotten, it would start from the present too
+            elif (
+                share.waiting
+                and share.n_running < self._threads_each
+                and (least is None or share.seconds < least[1].seconds)
+            ):
+                least = owner, share
+        if least is None:
+            return None
+        owner, share = least
+        self._shares[owner] = self._shares.pop(owner)  # the last among equals
+        self._present = max(self._present, share.seconds)
+        share.n_running += 1
+        return share, share.waiting.popleft()
+
+    def _release(self, share: _Share, work: _Work, _: Future[Any]) -> None:
+        with self._lock:
+            with suppress(ValueError):
+                share.waiting.remove(work)  # it was cancelled
+            share.n_bytes -= work.n_bytes
+            self._n -= 1
+            self._n_bytes -= work.n_bytes
+            self.n_done += 1
+            if not self._n:
+                self._shares.clear()
+                self._present = 0.0
+
+
+def _run(work: _Work) -> Callable[[], None]:
+    """Run it, unless it was cancelled. Returns a function that tells whoever waits for it."""
+    if not work.future.set_running_or_notify_cancel():
+        return lambda: None
+    future, call = work.future, work.call
+    try:
+        return partial(future.set_result, call())
+    except BaseException as error:
+        return partial(future.set_exception, error)
+    finally:
+        del work, future, call  # an error's traceback has this frame, and must not hold the work
