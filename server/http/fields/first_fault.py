@@ -1,21 +1,35 @@
-"""Makes pydantic stop validating a list at its first invalid element: a client may send a million of them.
+"""Makes pydantic stop validating lists and maps at their first faults: a client may send a million elements.
 
-Each invalid element costs microseconds and some hundred bytes, in calls that hold the GIL. Objects need no
-such limit: json_text.MAX_NAMES_OF_ONE and MAX_CONTAINERS bound their names and their number.
+Each invalid element costs microseconds and some hundred bytes, in calls that hold the GIL.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import islice
 from typing import Any
+
+from pydantic import ValidatorFunctionWrapHandler
+from pydantic_core import PydanticKnownError, core_schema
 
 _LISTS = frozenset(("list", "tuple", "set", "frozenset", "generator"))
 _NOT_VALIDATION = frozenset(("metadata", "serialization", "default"))  # entries of a schema
+_AT_ONCE = 64  # entries of a map
 
 
-def stop_at_first_fault(schema: Mapping[str, Any]) -> None:
-    """Change all lists in a schema of pydantic's core. References are not followed."""
-    for part in parts(schema):
+def stop_at_first_faults(schema: Mapping[str, Any]) -> None:
+    """Change all lists and maps in a schema of pydantic's core, once. References are not followed."""
+    found = list(parts(schema))
+    done = [part["schema"] for part in found if part["type"] == "function-wrap" and _is_in_pieces(part)]
+    for part in found:
         if part["type"] in _LISTS:
             part["fail_fast"] = True
+        elif part["type"] == "dict" and _may_fail(part) and not any(part is each for each in done):
+            _read_in_pieces(part)
+
+
+def _may_fail(part: dict[str, Any]) -> bool:
+    """Whether an entry of the map can be invalid. Names cannot: in JSON they all are strings."""
+    return part.get("values_schema", {"type": "any"})["type"] != "any"
 
 
 def parts(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -30,3 +44,35 @@ def parts(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             todo += (value for key, value in part.items() if not (is_schema and key in _NOT_VALIDATION))
         elif isinstance(part, list | tuple):
             todo += part
+
+
+def _read_in_pieces(part: dict[str, Any]) -> None:
+    assert "min_length" not in part, "a piece may be shorter than the map"
+    inner = dict(part)
+    validate = partial(_in_pieces, part.get("max_length"))
+    outer: Any = core_schema.no_info_wrap_validator_function(validate, inner)  # pyright: ignore[reportArgumentType]
+    outer |= {key: inner.pop(key) for key in ("ref", "metadata") if key in inner}
+    part.clear()
+    part.update(outer)
+
+
+def _is_in_pieces(part: dict[str, Any]) -> bool:
+    function = part["function"]["function"]
+    return isinstance(function, partial) and function.func is _in_pieces  # pyright: ignore[reportUnknownMemberType]
+
+
+def _in_pieces(most: int | None, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Validate a map piece by piece, because pydantic reports all faults of what it validates at once."""
+    if not isinstance(value, dict):
+        return handler(value)
+    n = len(value)
+    if most is not None and n > most:
+        limits = {"field_type": "Dictionary", "max_length": most, "actual_length": n}
+        raise PydanticKnownError("too_long", limits)
+    if n <= _AT_ONCE:
+        return handler(value)
+    entries = iter(value.items())
+    valid: dict[str, Any] = {}
+    while piece := dict(islice(entries, _AT_ONCE)):
+        valid |= handler(piece)
+    return valid

@@ -10,7 +10,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from orca_jax.errors import InvalidRequest, NotSupported
-from server.http.fields.first_fault import stop_at_first_fault
+from server.http.fields.first_fault import stop_at_first_faults
 from server.http.fields.hints import HINTS, Hint
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.unused import Unused
@@ -27,7 +27,7 @@ def null_is(default: str) -> BeforeValidator:
 
 
 class Strict(BaseModel):
-    """Rejects values of another type and numbers that are not finite, and stops at the first fault of a list.
+    """Rejects values of another type and numbers that are not finite; of a list or map, the first ones only.
 
     Unknown fields pass validation and are checked by `take`: null is taken for every name, and hints are
     taken in the places where HINTS has them. A model names its place there, and has those of its bases too.
@@ -46,7 +46,7 @@ class Strict(BaseModel):
         cls, source: type[BaseModel], handler: GetCoreSchemaHandler, /
     ) -> CoreSchema:
         schema = handler(source)
-        stop_at_first_fault(handler.resolve_ref_schema(schema))
+        stop_at_first_faults(handler.resolve_ref_schema(schema))
         return schema
 
     @classmethod
