@@ -24,12 +24,16 @@ from orca_jax.request.rust_panic import is_failure
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
 
-COMPILE_SECONDS = 2.0  # limit of a compilation, and of the wait for a place before it
-COMPILE_PLACES = 2  # concurrent compilations; a timed-out one keeps its place until it finishes
+COMPILE_SECONDS = 2.0  # of a processor: limit of a compilation; and limit of the wait for a place before it
+COMPILE_PATIENCE = 5  # times that: how long a busy machine may take for it
+COMPILE_PLACES = 3  # concurrent compilations; a timed-out one keeps its place until it finishes
 COMPILE_STACK_BYTES = 256 << 20  # of address space; llguidance recurses, 3,000 rules in a chain take 8 MB
 N_KEPT = 64  # cached grammars, compiled or rejected; compiled ones within MAX_BYTES
 N_TRIED = 8  # tokens of the trial output after compiling: a grammar that fails at once is rejected here
 
+_clock_of = getattr(
+    time, "pthread_getcpuclockid", None
+)  # a thread's clock of its processor time; not on macOS
 _stack_size = threading.Lock()  # the stack size of new threads is one setting for the whole process
 
 
@@ -52,7 +56,8 @@ class GrammarCompiler:
 
         Raises InvalidSamplingParameter, which names the field, if the grammar is malformed, allows no output
         or is too large; QueueFull if too many are being compiled, or if the grammars in use leave no memory
-        for another. Returns within 2 `COMPILE_SECONDS`; releases the GIL except for some milliseconds.
+        for another, or the machine has no time for it. Returns within 2 `COMPILE_SECONDS`, on a busy machine
+        `COMPILE_PATIENCE` times that; releases the GIL except for some milliseconds.
         """
         source = grammar_text(sampling, form)
         if source is None:
@@ -91,9 +96,12 @@ class GrammarCompiler:
             raise QueueFull(f"{COMPILE_PLACES} other grammars are being compiled; try again later")
         too_long = f"compiling it takes more than {COMPILE_SECONDS:g} s"
         results: list[Grammar | str] = []
+        clocks = list[int]()  # the thread's, once it runs
         done = threading.Event()
 
         def run() -> None:
+            if _clock_of is not None:
+                clocks.append(_clock_of(threading.get_ident()))
             try:
                 results.append(self._compile(source))
             except BaseException as error:  # llguidance is written in Rust: its panics are not an Exception
@@ -113,7 +121,7 @@ class GrammarCompiler:
         except BaseException:  # the thread could not be started
             self._places.release()
             raise
-        if done.wait(COMPILE_SECONDS):
+        if _done_in_time(done, clocks):
             return results[0]
         self._keep(source, too_long, unless_known=True)
         return too_long
@@ -142,6 +150,22 @@ class GrammarCompiler:
         grammar.n_bytes_compiled = growth.n_bytes()
         self._live.add(grammar)
         return grammar
+
+
+def _done_in_time(done: threading.Event, clocks: Sequence[int]) -> bool:
+    """Wait until a thread is done, or has had COMPILE_SECONDS of a processor by its clock.
+
+    Raises QueueFull if the thread gets too little of one. Where there is no clock, all time counts.
+    """
+    for _ in range(COMPILE_PATIENCE):
+        if done.wait(COMPILE_SECONDS):
+            return True
+        try:
+            if _clock_of is None or (clocks and time.clock_gettime(clocks[0]) > COMPILE_SECONDS):
+                return False
+        except OSError:  # the thread has ended
+            return done.is_set()
+    raise QueueFull("the machine is too busy to compile the grammar; try again later")
 
 
 class Grammar:
