@@ -24,6 +24,7 @@ from server.http.generation import chat, completions
 from server.http.messages import messages
 from server.http.observation import Observation
 from server.http.openapi import describe
+from server.http.origin import OriginCheck
 from server.http.pages import pages_router
 from server.http.relevance import embeddings, rerank, score
 from server.http.responses import responses, stored
@@ -99,7 +100,8 @@ def create_app(
     app.openapi = cache(partial(describe, app, keyed=api_keys.required))
     bounds = {"max_bytes": options.max_body_bytes, "seconds": options.body_timeout}
     limited = BodyLimit(app, **bounds, uploads=uploads)
-    open_app: ASGIApp = Authentication(limited, api_keys=api_keys, admin_keys=admin_keys)
+    authenticated = Authentication(limited, api_keys=api_keys, admin_keys=admin_keys)
+    open_app: ASGIApp = OriginCheck(authenticated, allowed=options.origins)
     if options.origins:  # outside authentication: a browser asks leave (preflight) without the key
         open_app = CORSMiddleware(
             open_app,

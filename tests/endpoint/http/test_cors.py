@@ -1,5 +1,6 @@
 """`--allow-origins`: web pages of these origins may call the API from a browser."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from orca_jax.errors import ConfigError
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
-from tests.endpoint.harness import serving
+from tests.endpoint.harness import Server, serving
 from tests.endpoint.http_client import connected
 
 PAGE, OTHER = "https://chat.example.org", "https://other.example.org"
@@ -19,6 +20,12 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "a", "max_output_tokens": 1, "service_tier": "flex"},
     MESSAGES: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "speed": "fast"},
 }
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Server]:
+    with serving(options=options(PAGE)) as server:
+        yield server
 
 
 def options(allow_origins: str | None) -> EndpointOptions:
@@ -65,6 +72,42 @@ def test_a_page_of_another_origin_is_not_told_that_it_may() -> None:
             assert asked.status_code == 400 and ALLOWED not in asked.headers
             answer = client.post(CHAT, json=BODIES[CHAT], headers={"Origin": other})
             assert ALLOWED not in answer.headers
+
+
+FORM = {"Content-Type": "multipart/form-data; boundary=x"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {**FORM, "Origin": OTHER},
+        {**FORM, "Origin": "null"},
+        {**FORM, "Origin": f"{PAGE}.evil.org"},
+        {**FORM, "Sec-Fetch-Site": "cross-site"},
+        {"Content-Type": "TEXT/plain; charset=utf-8", "Origin": OTHER},
+        {"Origin": OTHER},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches/batch_1/cancel"])
+def test_another_sites_page_sends_nothing_that_browsers_do_not_ask_leave_for(
+    guarded: Server, path: str, headers: dict[str, str]
+) -> None:
+    with connected(guarded) as client:
+        refused = client.post(path, content=b"", headers=headers)
+    assert refused.status_code == 403 and "--allow-origins" in refused.json()["error"]["message"]
+
+
+def test_allowed_pages_the_servers_own_and_other_programs_send_it(guarded: Server) -> None:
+    with connected(guarded) as client:
+        own = guarded.url.replace("http://", "https://")  # TLS may end at a proxy
+        for headers in ({"Origin": PAGE}, {"Origin": guarded.url}, {"Origin": own}, {}):
+            answer = client.post("/v1/files", content=b"", headers={**FORM, **headers})
+            assert answer.status_code != 403
+        assert client.post(CHAT, json=BODIES[CHAT], headers={"Origin": OTHER}).status_code == 200
+    with serving(options=options("*")) as open_to_all, connected(open_to_all) as client:
+        answer = client.post("/v1/files", content=b"", headers={**FORM, "Origin": OTHER})
+        assert answer.status_code != 403
 
 
 def test_it_is_off_by_default() -> None:
