@@ -387,7 +387,7 @@ class _Report:
         self._task: TaskID = self._progress.add_task("Compiling", total=status and status.st_size)
         self._start = time.monotonic()
         if len(answers):
-            self._say(f"{answers.name} has {len(answers):,} lines of an earlier run; going on")
+            self._say(f"{answers.name} has the answers up to line {answers.last_line:,}; going on")
 
     def __enter__(self) -> "_Report":
         self._progress.start()

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ _TEXT_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "additional_chat_templates/*.jinja"),
 )
-_DEFAULTS = {
-    field.name: field.default if field.default_factory is MISSING else field.default_factory()
+_as_json = json.JSONEncoder(sort_keys=True, default=str).encode
+_DEFAULTS = {  # as JSON, in which true is not 1
+    field.name: _as_json(field.default if field.default_factory is MISSING else field.default_factory())
     for field in fields(SamplingParams)
 }
 
@@ -38,12 +40,7 @@ def request_hash(line: Line, values: Mapping[str, Any] | None, defaults: Samplin
     """
     if values is None:
         return _hash(b"line", line.data or b"")
-    flags = {field.name: getattr(defaults, field.name) for field in fields(SamplingParams)}
-    request = {
-        name: value
-        for name, value in with_defaults(flags, values).items()
-        if name not in _DEFAULTS or _as_json(value) != _as_json(_DEFAULTS[name])
-    }
+    request = _without_defaults(with_defaults(_flags(defaults), values))
     return _hash(b"request", _as_json(request).encode("ascii"))
 
 
@@ -63,8 +60,17 @@ def model_hash(model: Path | None, text: Path | None, settings: Mapping[str, obj
     return _hash(b"model", *parts)
 
 
-def _as_json(value: object) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+@lru_cache(maxsize=4)
+def _flags(defaults: SamplingParams) -> dict[str, Any]:
+    return _without_defaults({field.name: getattr(defaults, field.name) for field in fields(SamplingParams)})
+
+
+def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in _DEFAULTS or _as_json(value) != _DEFAULTS[name]
+    }
 
 
 def _hash(*parts: bytes) -> str:
