@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Make tests/host/families/data/config_fields.json: which fields transformers' code of each model_type reads.
+"""Make tests/host/families/data: what transformers reads of configurations, and how it writes those published.
 
-    python scripts/make_config_facts.py
+    python -m scripts.make_config_facts
 
-Run it in an environment with torch and transformers. The file has for each language model of transformers the
-names that its configuration class declares and that its modeling code takes from a configuration
-(`config.NAME`, `getattr(config, "NAME")`), without those that the class of all configurations has.
+Run it in an environment with torch and transformers. config_fields.json has for each language model of
+transformers the names that its configuration class declares and that its modeling code takes from a
+configuration (`config.NAME`, `getattr(config, "NAME")`), without those that the class of all configurations has.
+saved_again.json has each configuration of published_checkpoints.py as transformers saves it after reading it.
 """
 
 # pyright: reportMissingImports=false
@@ -13,14 +14,18 @@ names that its configuration class declares and that its modeling code takes fro
 import ast
 import dataclasses
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
-TARGET = Path(__file__).parents[1] / "tests" / "host" / "families" / "data" / "config_fields.json"
+from tests.host.families.published_checkpoints import PUBLISHED
+
+TARGET = Path(__file__).parents[1] / "tests" / "host" / "families" / "data"
 CONFIGS = ("config", "text_config", "decoder_config")
 LANGUAGE_MODELS = sorted(
     set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -31,20 +36,36 @@ METHODS = {"to_dict", "get_text_config", "__setattr__"}
 
 
 def main() -> None:
-    """Write the file and print how many names it has."""
+    """Write the files and print how much they have."""
+    TARGET.mkdir(exist_ok=True)
+    families = {model_type: _fields(model_type) for model_type in LANGUAGE_MODELS}
+    _write("config_fields.json", {"transformers": transformers.__version__, "families": families})
+    names = set().union(*families.values())
+    saved = {name: _saved(published.config) for name, published in PUBLISHED.items()}
+    _write("saved_again.json", saved)
+    print(f"{TARGET}: {len(names)} names in {len(families)} families, {len(saved)} configurations")
+
+
+def _write(name: str, values: dict[str, Any]) -> None:
+    """One entry a line."""
+    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
+    (TARGET / name).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _fields(model_type: str) -> list[str]:
     common = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
-    families: dict[str, list[str]] = {}
-    for model_type in LANGUAGE_MODELS:
-        folder = Path(transformers.__file__).parent / "models" / model_type_to_module_name(model_type)
-        names = {
-            name for path in folder.glob("modeling_*.py") for name in _taken(ast.parse(path.read_text()))
-        }
-        names |= {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
-        families[model_type] = sorted(names - common - METHODS)
-    TARGET.parent.mkdir(exist_ok=True)
-    facts = {"transformers": transformers.__version__, "families": families}
-    TARGET.write_text(json.dumps(facts, separators=(",", ":")).replace('],"', '],\n"') + "\n")
-    print(f"{TARGET}: {len(set().union(*families.values()))} names in {len(families)} families")
+    folder = Path(transformers.__file__).parent / "models" / model_type_to_module_name(model_type)
+    names = {name for path in folder.glob("modeling_*.py") for name in _taken(ast.parse(path.read_text()))}
+    names |= {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+    return sorted(names - common - METHODS)
+
+
+def _saved(config: dict[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        transformers.AutoConfig.from_pretrained(folder).save_pretrained(folder)
+        return json.loads(path.read_text())
 
 
 def _taken(tree: ast.AST) -> Iterator[str]:

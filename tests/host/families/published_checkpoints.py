@@ -982,7 +982,7 @@ _BART = _stated(
 _MBART_50 = _BART | {
     "architectures": ["MBartForConditionalGeneration"],
     "model_type": "mbart",
-    "_name_or_path": "/home/suraj/projects/mbart-50/hf_models/mbart-50-large",
+    "_name_or_path": "mbart-50-large",
     "activation_function": "relu",
     "add_bias_logits": False,
     "add_final_layer_norm": True,

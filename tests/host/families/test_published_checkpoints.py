@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from orca_jax.families.hf_config import HFConfig, read_hf_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_shapes
 from tests.host.families.published_checkpoints import PUBLISHED, Published
+
+SAVED_AGAIN = json.loads((Path(__file__).parent / "data" / "saved_again.json").read_text())
 
 
 def read(tmp_path: Path, published: Published) -> HFConfig:
@@ -63,6 +66,16 @@ def test_a_published_config_is_read_as_it_stands(tmp_path: Path, name: str) -> N
     assert (None if scaling is None else scaling.kind) == published.scaling
     if published.parameters is not None:
         assert count_of(model) == published.parameters
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_transformers_saves_of_it_is_the_same_model(tmp_path: Path, name: str) -> None:
+    """A fine-tune's config.json: transformers 5 reads the published one and writes its own spelling."""
+    first = read(tmp_path, PUBLISHED[name]).model
+    (tmp_path / "config.json").write_text(json.dumps(SAVED_AGAIN[name]))
+    again = read_hf_config(tmp_path).model
+    stated = "bos_token_id" in PUBLISHED[name].config  # transformers fills in its class's default
+    assert again == (first if stated else replace(first, bos_token_id=again.bos_token_id))
 
 
 def test_there_are_sixty_of_every_family_that_is_much_used() -> None:

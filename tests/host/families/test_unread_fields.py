@@ -1,6 +1,6 @@
 """Fields of a config.json that a family does not read: each harmful one is refused, and what opens is named.
 
-data/config_fields.json (scripts/make_config_facts.py) has the fields that transformers' code of each language
+data/config_fields.json (scripts.make_config_facts) has the fields that transformers' code of each language
 model reads. None of them may pass unseen: a field that a family's own reference reads is read here, refused,
 or listed with the reason why it changes nothing; one of another family is refused, or listed below.
 """
