@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Make tests/host/families/data: what transformers reads of configurations, and how it writes those published.
+"""Make tests/host/families/data: what transformers reads of configurations, and saves of those published.
 
     python -m scripts.make_config_facts
 
 Run it in an environment with torch and transformers. config_fields.json has for each language model of
 transformers the names that its configuration class declares and that its modeling code takes from a
-configuration (`config.NAME`, `getattr(config, "NAME")`), without those that the class of all configurations has.
+configuration (`config.NAME`, `getattr(config, "NAME")`), without those that every configuration has.
 saved_again.json has each configuration of published_checkpoints.py as transformers saves it after reading it.
 """
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -203,16 +204,23 @@ def test_a_tied_head_may_have_another_dtype(tmp_path: Path, dtype: Any) -> None:
 
 def test_a_buffer_that_the_index_does_not_list(tmp_path: Path) -> None:
     """Old trainers saved masks and rotary frequencies without listing them. A weight must be listed."""
-    tensors = gpt2_tensors() | {"transformer.h.0.attn.bias": np.ones((1, 1, 6, 6), np.float32)}
-    directory = write_checkpoint(tmp_path, GPT2, tensors, n_files=2)
+    mask, extra = "transformer.h.0.attn.bias", "transformer.h.0.attn.scale"
+    more = {mask: np.ones((1, 1, 6, 6), np.float32), extra: np.ones(4, np.float32)}
+    directory = write_checkpoint(tmp_path, GPT2, gpt2_tensors() | more, n_files=2)
     index = json.loads((directory / INDEX).read_text())
-    del index["weight_map"]["transformer.h.0.attn.bias"]
-    (directory / INDEX).write_text(json.dumps(index))
+
+    def unlisted(*names: str) -> None:
+        listed = {name: file for name, file in index["weight_map"].items() if name not in names}
+        (directory / INDEX).write_text(json.dumps(index | {"weight_map": listed}))
+
+    for left_out in (extra, "transformer.h.0.attn.c_attn.bias"):
+        unlisted(mask, left_out)
+        with pytest.raises(TensorMismatch, match=f"'{re.escape(left_out)}': .*{INDEX} puts it in None"):
+            load_checkpoint(directory, dtype=np.float32)
+    directory = write_checkpoint(tmp_path / "right", GPT2, gpt2_tensors() | {mask: more[mask]}, n_files=2)
+    index = json.loads((directory / INDEX).read_text())
+    unlisted(mask)
     assert load_checkpoint(directory, dtype=np.float32).parameters
-    del index["weight_map"]["transformer.h.0.attn.c_attn.bias"]
-    (directory / INDEX).write_text(json.dumps(index))
-    with pytest.raises(TensorMismatch, match=r"h\.0\.attn\.c_attn\.bias"):
-        load_checkpoint(directory, dtype=np.float32)
 
 
 def test_padded_vocabulary(tmp_path: Path) -> None:
