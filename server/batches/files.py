@@ -90,7 +90,10 @@ class Finished(NamedTuple):
 
 
 class FileStore:
-    """All files in `folder`: up to `max_bytes`, of which one tenant may have `max_each`."""
+    """All files in `folder`: up to `max_bytes`, of which one tenant may have `max_each`.
+
+    A tenant may have the same part of their number, `MAX_FILES`.
+    """
 
     def __init__(self, folder: Path, database: Database, *, max_bytes: int, max_each: int) -> None:
         """Read what is there, and remove what uploads and deletions left.
@@ -157,8 +160,13 @@ class FileStore:
 
     def begin(self, tenant: str, *, counted: bool = True) -> GrowingFile:
         """A new file. Raises StoreFull if there are too many."""
+        most = MAX_FILES * self.max_each // self.max_bytes
+        have = sum(one.tenant == tenant for one in (*self._files.values(), *self._growing.values()))
+        if have >= most:
+            whose = "your API key has" if tenant else "there are"
+            raise StoreFull(f"{whose} {have} files, and {most} are allowed; delete some")
         if len(self) >= MAX_FILES:
-            raise StoreFull(f"the server keeps {MAX_FILES} files, the limit; delete some")
+            raise StoreFull(f"the server keeps {MAX_FILES} files, the limit; try again later")
         file_id = f"file-{uuid.uuid4().hex}"
         row = (file_id, tenant, "growing", "", "", 0, int(time.time()))
         with self._database.change() as change:
@@ -218,13 +226,14 @@ class FileStore:
 
     def take_bytes(self, tenant: str, n: int) -> None:
         """Count bytes that are about to be written. Raises StoreFull."""
-        for have, most, whose in (
-            (self._n_bytes.get(tenant, 0), self.max_each, "your API key's files"),
-            (self.n_bytes, self.max_bytes, "all files"),
-        ):
-            if have + n > most:
-                message = f"{whose} have {have} bytes, and {most} are allowed (orca serve --batch-bytes)"
-                raise StoreFull(f"{message}; delete some")
+        have, flag = self._n_bytes.get(tenant, 0), "(orca serve --batch-bytes)"
+        if have + n > self.max_each:
+            whose = "your API key's files" if tenant else "all files"
+            message = f"{whose} have {have} bytes, and {self.max_each} are allowed {flag}"
+            raise StoreFull(f"{message}; delete some")
+        if self.n_bytes + n > self.max_bytes:  # how much others have is not this client's business
+            message = f"all clients' files together would have more than {self.max_bytes} bytes {flag}"
+            raise StoreFull(f"{message}; try again later")
         self.count_bytes(tenant, n)
 
     def count_bytes(self, tenant: str, n: int) -> None:

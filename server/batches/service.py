@@ -30,8 +30,9 @@ T = TypeVar("T")
 class Batches:
     """Batches and files in `folder`, of at most `max_bytes`; `shared` says that there are several API keys.
 
-    Use it on the gateway's loop. A line is at most `max_line` bytes. With several keys each may fill half.
-    Work that the disk or the engine did not do is tried again after `again_seconds`.
+    Use it on the gateway's loop. A line is at most `max_line` bytes. With several keys each may have
+    half of the bytes and of the number of files. Work that the disk or the engine did not do is tried again
+    after `again_seconds`.
     """
 
     def __init__(
@@ -118,11 +119,12 @@ class Batches:
         def add() -> None:  # on the thread, where batches are added one after the other
             unfinished = self.table.unfinished()
             own = sum(batch.tenant == tenant for batch in unfinished)
-            if own >= MAX_EACH or len(unfinished) >= MAX_BATCHES:
-                message = (
-                    f"{own} batches are unfinished, and {len(unfinished)} of all clients; {MAX_EACH} and "
-                )
-                raise StoreFull(f"{message}{MAX_BATCHES} are allowed; wait until one has ended")
+            if own >= MAX_EACH:
+                message = f"{own} of your batches are unfinished, and {MAX_EACH} are allowed"
+                raise StoreFull(f"{message}; wait until one has ended")
+            if len(unfinished) >= MAX_BATCHES:
+                message = f"{MAX_BATCHES} batches of all clients are unfinished, the limit"
+                raise StoreFull(f"{message}; try again later")
             self.files.get(input_file.id, tenant)  # it may have been deleted meanwhile
             ended = [one for one in self.table.of(tenant) if one.ended][_MAX_ENDED:]
             self.table.add(batch, instead_of=ended)

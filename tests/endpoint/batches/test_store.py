@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ from server.batches.table import BatchTable
 from server.errors import DiskFull, StoreFailed, StoreFull, UnknownFile
 from server.statuses import meaning
 
-MAX_BYTES, MAX_EACH, MAX_FILES = 1000, 600, 6
+MAX_BYTES, MAX_EACH, MAX_FILES = 1000, 600, 5
+MAX_FILES_EACH = 3  # the same part of the number as of the bytes
 TENANTS = ("", "a", "b")
 DOINGS = st.tuples(
     st.sampled_from(["begin", "write", "finish", "abandon", "delete", "restart"]),
@@ -57,11 +59,14 @@ def test_it_stays_within_its_bounds(doings: list[tuple[str, str, int]]) -> None:
         stored: dict[str, tuple[str, bytes]] = {}
         for doing, tenant, n in doings:
             if doing == "begin":
+                n_own = [whose for whose, *_ in (*growing, *stored.values())].count(tenant)
+                fits = n_own < MAX_FILES_EACH and len(growing) + len(stored) < MAX_FILES
                 try:
                     growing.append((tenant, store.begin(tenant), b""))
-                    assert len(growing) + len(stored) <= MAX_FILES
-                except StoreFull:
-                    assert len(growing) + len(stored) == MAX_FILES
+                    assert fits
+                except StoreFull as error:
+                    is_own = f"{MAX_FILES_EACH} files, and 3 are allowed" in str(error)
+                    assert (fits, is_own) == (False, n_own == MAX_FILES_EACH)
             elif doing == "write" and growing:
                 whose, file, have = growing[n % len(growing)]
                 data = bytes([n % 256]) * n
@@ -75,8 +80,10 @@ def test_it_stays_within_its_bounds(doings: list[tuple[str, str, int]]) -> None:
                     file.write(data)
                     assert fits
                     growing[growing.index((whose, file, have))] = whose, file, have + data
-                except StoreFull:
+                except StoreFull as error:
                     assert not fits
+                    told = {int(number) for number in re.findall(r"\d+", str(error))}
+                    assert told <= {MAX_BYTES, MAX_EACH, used[whose]}, "it tells how much others have"
             elif doing == "finish" and growing:
                 whose, file, have = growing.pop(n % len(growing))
                 stored[file.finish("name", "batch").id] = whose, have

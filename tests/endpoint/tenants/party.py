@@ -294,7 +294,7 @@ class Party:
         until(lambda: self._server.gateway.n_live > n_before, "the stream's request")
         return future
 
-    def upload_lines(self, draw: Random, n_lines: int) -> str:
+    def upload_lines(self, draw: Random, n_lines: int, *, wrong: float = 0.2) -> str:
         body = {"prompt": "ab", "max_tokens": 3}
         content = "".join(
             json.dumps(
@@ -304,7 +304,7 @@ class Party:
                     "url": COMPLETIONS,
                     "body": body
                     | {"seed": draw.randrange(3)}
-                    | ({} if draw.random() < 0.8 else {"max_tokens": -1}),
+                    | ({} if draw.random() >= wrong else {"max_tokens": -1}),
                 }
             )
             + "\n"

@@ -98,6 +98,7 @@ ROUTES: dict[tuple[str, str], Row] = {
 NOT_ROUTES = {  # without a row, for there is no such route
     ("GET", "/v1/nothing"): NOT_FOUND,
     ("GET", "/admin/nothing"): (401, 404, 401, 401),
+    ("GET", "/admin/%2e%2e/v1/files"): (401, 404, 401, 401),
     ("GET", "/v1/files/"): NOT_FOUND,
     ("GET", "/live/"): NOT_FOUND,
     ("GET", "/health/"): NOT_FOUND,

@@ -82,7 +82,7 @@ def hold(
     try:
         if with_batch:
             if party := found.get(step.who):
-                upload = party.upload_lines(draw, 3)
+                upload = party.upload_lines(draw, 3, wrong=0)
                 batch_id = party.begin_batch(upload)
                 until(lambda: server.gateway.n_live > 0, "a line of the batch")
                 begun.append((party, "batch", batch_id))
