@@ -305,3 +305,15 @@ def status_of(channel: grpc.Channel, method: str, request: Any, key: str | None)
         return call.code().name
     call.cancel()
     return "OK"
+
+
+def test_without_keys_all_share_what_is_stored(tmp_path: Path) -> None:
+    options = EndpointOptions(port=0, grpc_port=None, access_log="off", batch_dir=tmp_path)
+    with serving(options=options) as server, connected(server) as client:
+        things = things_of(server)
+        for (method, path), row in ROUTES.items():
+            if method == "GET" and row.statuses == OWNER:
+                assert answer(client, "any-other-key", method, filled(path, things))[0] == 200
+        listed = answer(client, None, "GET", "/v1/files")[1] + answer(client, None, "GET", "/v1/batches")[1]
+        assert things["{file_id}"] in listed and things["{batch_id}"] in listed
+        assert '"shows_ids":true' in answer(client, None, "GET", "/live/events")[1]
