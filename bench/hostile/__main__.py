@@ -2,14 +2,14 @@
 
     python -m bench.hostile [--seconds 4] [--rounds 10] [--only NAME,NAME] [--tries 1] [--no-judge]
 
-Starts `orca serve` with the demo model. One more process runs the sixteen streams with a probe of /health and
-records their longest waits; another runs the attacker. It measures without an attack first, then each attack,
-then all attacks briefly, `--rounds` times. Shows the longest gap between two chunks of a stream, the longest
-wait for a first chunk and for /health, the growth of the server's memory, descriptors and threads (after the
-attack, and the maximum in parentheses), and the answers that the attacker got; after each round the server's
-memory.
+Starts `orca serve` with the demo model. One more process runs the sixteen streams, with probes of /health and
+of a body of 10 kB, and records their longest waits; another runs the attacker. It measures without an attack
+first, then each attack, then all attacks briefly, `--rounds` times. Shows the longest gap between two chunks
+of a stream, the longest wait for a first chunk and for each probe, the growth of the server's memory,
+descriptors and threads (after the attack, and the maximum in parentheses), and the answers that the attacker
+got; after each round the server's memory.
 
-Exits with 1, naming why, if a gap or /health took 0.25 s longer than without an attacker, a well-behaved
+Exits with 1, naming why, if a gap or a probe took 0.25 s longer than without an attacker, a well-behaved
 client was refused or cut off, an answer was a 5xx other than 503, memory, descriptors or threads grew over
 the rounds (checked from four rounds on), or the server left a traceback or did not exit cleanly.
 

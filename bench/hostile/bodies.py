@@ -113,6 +113,45 @@ async def huge_biases(target: Target) -> None:
     await target.flood(4, [target.post(COMPLETIONS, body) for body in bodies])
 
 
+_CHAT = b'{"messages":[{"role":"user","content":"a"}],"max_tokens":1'
+
+
+async def tools_of_ones(target: Target) -> None:
+    """A list of 900,000 numbers where tools belong: once an error for each."""
+    body = _CHAT + b',"tools":[' + b"1," * 900_000 + b"1]}"
+    await target.flood(2, [target.post(CHAT, body)])
+
+
+async def forty_refused_bodies(target: Target) -> None:
+    """Forty concurrent bodies of 126 KB that are refused, in the queue that honest requests of 10 KB use."""
+    body = _CHAT + b',"tools":[' + b"1," * 63_000 + b"1]}"
+    await target.flood(40, [target.post(CHAT, body)])
+
+
+async def lists_of_every_kind(target: Target) -> None:
+    """Lists of wrong elements in the fields that may have a list or a map, on every route that reads JSON."""
+    wrong = b"[" + b"0.5," * 30_000 + b"0.5]"
+    names = b"{" + b",".join(b'"%d":"x"' % i for i in range(5_000)) + b"}"
+    fields = {
+        CHAT: ("messages", "tools", "documents", "functions", "modalities", "stop", "allowed_token_ids"),
+        COMPLETIONS: ("prompt", "stop", "bad_words", "stop_token_ids", "guided_choice"),
+        "/v1/responses": ("input", "tools", "include"),
+        "/v1/messages": ("messages", "tools", "system", "stop_sequences"),
+        "/v1/embeddings": ("input",),
+        "/v1/score": ("text_1", "text_2"),
+        "/v1/rerank": ("documents",),
+        "/tokenize": ("messages", "tools"),
+        "/detokenize": ("tokens",),
+    }
+    bodies = [
+        (path, b'{"%s":%s}' % (field.encode(), wrong)) for path, some in fields.items() for field in some
+    ]
+    bodies += [(path, b'{"logit_bias":%s,"prompt":"a"}' % names) for path in (CHAT, COMPLETIONS)]
+    choice = b'{"type":"allowed_tools","allowed_tools":{"mode":"auto","tools":%s}}' % wrong
+    bodies.append((CHAT, _CHAT + b',"tool_choice":%s}' % choice))
+    await target.flood(8, [target.post(path, body) for path, body in bodies])
+
+
 ATTACKS = (
     duplicate_keys,
     duplicate_keys_4_mb,
@@ -122,4 +161,7 @@ ATTACKS = (
     long_texts,
     long_numbers,
     huge_biases,
+    tools_of_ones,
+    forty_refused_bodies,
+    lists_of_every_kind,
 )

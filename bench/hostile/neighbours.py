@@ -1,7 +1,7 @@
-"""The well-behaved clients, in a separate process: sixteen short streams and a probe of /health.
+"""The well-behaved clients, in a separate process: sixteen short streams and two probes.
 
-They record their longest waits. They use another loopback address than the attackers, so that a server with
-limits per address can tell them apart.
+One probe asks for /health, one sends a body of 10 kB. They record their longest waits. They use another
+loopback address than the attackers, so that a server with limits per address can tell them apart.
 """
 
 import asyncio
@@ -16,7 +16,8 @@ from bench.server.http_client import get, post
 ADDRESS = "127.0.0.2"
 N_STREAMS = 16
 N_OUTPUT = 64
-PROBE_SECONDS = 0.02  # from an answer of /health to the next request
+PROBE_SECONDS = 0.02  # from an answer to a probe to its next request
+LONG_BYTES = 10_000  # of a body that is read on a thread
 CLIENT_SECONDS = 60.0  # the most that a stream or a probe may take
 _AGAIN_SECONDS = 0.05  # pause after a failure
 _MAX_WRONG = 5
@@ -27,7 +28,8 @@ class Waits:
     """Longest waits in seconds, among those that ended since the previous query or are still running.
 
     `between` is between two chunks of a stream, `first` from a stream's connection to its first chunk,
-    `health` for an answer of /health. `wrong` has the first few of `n_wrong` failures.
+    `health` for an answer of /health, `long` for one to a body of LONG_BYTES. `wrong` has the first few of
+    `n_wrong` failures.
     """
 
     between: float
@@ -37,6 +39,7 @@ class Waits:
     n_probes: int
     n_wrong: int
     wrong: tuple[str, ...]
+    long: float = 0.0
 
 
 def neighbours(connection: Connection) -> None:
@@ -49,11 +52,12 @@ class _Neighbours:
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
         self._live: set[_Stream] = set()
-        self._probe_started: float | None = None
+        self._probes: dict[str, float] = {}  # when the one that runs was started, by kind
         self._forget()
 
     def _forget(self) -> None:
-        self.between = self.first = self.health = 0.0
+        self.between = self.first = 0.0
+        self.probed = {"/health": 0.0, "/tokenize": 0.0}
         self.n_streams = self.n_probes = self.n_wrong = 0
         self.wrong: list[str] = []
 
@@ -77,7 +81,9 @@ class _Neighbours:
                 connection.send(self._waits())
 
         tasks = [loop.create_task(self._streams(number)) for number in range(N_STREAMS)]
-        tasks.append(loop.create_task(self._probe()))
+        long = post(self._host, self._port, "/tokenize", b'{"prompt":"a"' + b" " * LONG_BYTES + b"}")
+        tasks.append(loop.create_task(self._probe("/health", get(self._host, self._port, "/health"))))
+        tasks.append(loop.create_task(self._probe("/tokenize", long)))
         loop.add_reader(connection.fileno(), asked)
         connection.send(None)  # acknowledges the address
         await closed.wait()
@@ -89,16 +95,17 @@ class _Neighbours:
         now = time.monotonic()
         for stream in self._live:
             self.note(stream, now)
-        if self._probe_started is not None:
-            self.health = max(self.health, now - self._probe_started)
+        for kind, started in self._probes.items():
+            self.probed[kind] = max(self.probed[kind], now - started)
         waits = Waits(
             self.between,
             self.first,
-            self.health,
+            self.probed["/health"],
             self.n_streams,
             self.n_probes,
             self.n_wrong,
             tuple(self.wrong),
+            self.probed["/tokenize"],
         )
         self._forget()
         return waits
@@ -144,10 +151,9 @@ class _Neighbours:
                 self._live.discard(stream)
             await asyncio.sleep(_AGAIN_SECONDS)
 
-    async def _probe(self) -> None:
-        request = get(self._host, self._port, "/health")
+    async def _probe(self, kind: str, request: bytes) -> None:
         while True:
-            self._probe_started = time.monotonic()
+            started = self._probes[kind] = time.monotonic()
             try:
                 async with asyncio.timeout(CLIENT_SECONDS):
                     reader, writer = await asyncio.open_connection(
@@ -159,12 +165,12 @@ class _Neighbours:
                     finally:
                         writer.transport.abort()
                 if not answer.startswith(b"HTTP/1.1 200 "):
-                    self.fail(f"/health was answered with {answer[:100]!r}")
-                self.n_probes += 1
+                    self.fail(f"{kind} was answered with {answer[:100]!r}")
+                self.n_probes += kind == "/health"
             except (OSError, RuntimeError) as error:
-                self.fail(f"/health: {type(error).__name__}: {error}")
-            self.health = max(self.health, time.monotonic() - self._probe_started)
-            self._probe_started = None
+                self.fail(f"{kind}: {type(error).__name__}: {error}")
+            self.probed[kind] = max(self.probed[kind], time.monotonic() - started)
+            del self._probes[kind]
             await asyncio.sleep(PROBE_SECONDS)
 
 

@@ -47,6 +47,7 @@ class Report:
         for what, wait, usual in (
             ("a stream's gap", cost.waits.between, self.baseline.waits.between),
             ("/health", cost.waits.health, self.baseline.waits.health),
+            ("an answer to 10 kB", cost.waits.long, self.baseline.waits.long),
         ):
             if wait > usual + ALLOWED_SECONDS:
                 complaints.append(f"{what} was {wait:.3f} s, without an attacker {usual:.3f} s")
@@ -112,7 +113,7 @@ def attack_table(report: Report) -> Table:
         title=f"waits of well-behaved clients, in milliseconds, each attack for {report.seconds:g} s"
     )
     columns = (
-        *("attack", "longest gap", "first chunk", "/health", "streams"),
+        *("attack", "longest gap", "first chunk", "/health", "10 kB body", "streams"),
         *("memory, MB", "descriptors", "threads", "answers to the attacker"),
     )
     for column in columns:
@@ -124,13 +125,13 @@ def attack_table(report: Report) -> Table:
 
 
 def _cells(report: Report, cost: Cost) -> Sequence[str]:
-    bad = bool(report.complaints(cost))
+    bad, waits = bool(report.complaints(cost)), cost.waits
     grown = (
         f"{(cost.after.rss - cost.before.rss) / 1e6:+.0f} ({(cost.most.rss - cost.before.rss) / 1e6:+.0f})"
     )
     return (
         f"{cost.name} *" if bad else cost.name,
-        *(f"{1e3 * wait:.0f}" for wait in (cost.waits.between, cost.waits.first, cost.waits.health)),
+        *(f"{1e3 * wait:.0f}" for wait in (waits.between, waits.first, waits.health, waits.long)),
         f"{cost.waits.n_streams}" + (f", {cost.waits.n_wrong} failed" if cost.waits.n_wrong else ""),
         grown,
         f"{cost.after.files - cost.before.files:+d} ({cost.most.files - cost.before.files:+d})",
@@ -178,6 +179,7 @@ def _figures(cost: Cost) -> dict[str, Any]:
         "between": round(cost.waits.between, 3),
         "first": round(cost.waits.first, 3),
         "health": round(cost.waits.health, 3),
+        "long": round(cost.waits.long, 3),
         "streams": cost.waits.n_streams,
         "failed": cost.waits.n_wrong,
         "rss_mb": round((cost.after.rss - cost.before.rss) / 1e6, 1),

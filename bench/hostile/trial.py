@@ -148,4 +148,5 @@ def longer(first: Waits, second: Waits) -> Waits:
         first.n_probes + second.n_probes,
         first.n_wrong + second.n_wrong,
         (*first.wrong, *second.wrong)[:5],
+        max(first.long, second.long),
     )
