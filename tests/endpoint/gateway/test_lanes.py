@@ -198,10 +198,11 @@ def test_time_without_work_is_no_credit() -> None:
 
     async def main() -> str:
         held = Held()
-        held.gate.set()
         busy: list[asyncio.Task[Any]] = [held.ask("busy", 10) for _ in range(10)]
         busy.append(task_of("busy", lambda: held.lane.run(0, middle)))
         busy += [held.ask("busy", 10) for _ in range(5)]
+        await asyncio.sleep(0)
+        held.gate.set()
         assert await asyncio.to_thread(began.wait, SOON)
         late = [held.ask("late", 10) for _ in range(3)]
         await asyncio.sleep(0)
