@@ -1,6 +1,6 @@
 """Rollouts of this engine and of Tunix's own sampler: tokens per second for the same samples, in turn.
 
-    .venv/bin/pip install -e '.[tunix]' -c constraints.txt
+    .venv/bin/pip install -e '.[tunix]'
     python -m bench.rollout [--prompts 64] [--samples 8] [--layers 4] [--hidden 256] [--runs 3]
 
 Prompts have U(4, 32) tokens and samples U(8, 256), drawn once. Tunix's sampler works on padded batches of

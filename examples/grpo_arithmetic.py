@@ -1,6 +1,6 @@
 """Teach a tiny Llama to add, by reinforcement: Tunix's GRPO trains it, this engine rolls it out.
 
-    .venv/bin/pip install -e '.[tunix]' -c constraints.txt
+    .venv/bin/pip install -e '.[tunix]'
     python -m examples.grpo_arithmetic [--steps 60] [--rollout orca|vanilla]
 
 The model is Tunix's own Llama 3, of two layers with random weights. A prompt is a sum such as "3+4=", and the
