@@ -2,9 +2,8 @@
 
 import asyncio
 import socket
-import ssl
 
-from orca_jax.errors import ConfigError, EngineError
+from orca_jax.errors import EngineError
 from server.batches.service import Batches
 from server.gateway.gateway import Gateway
 from server.gateway.side_threads import n_very_long
@@ -12,6 +11,7 @@ from server.http.app import create_app
 from server.http.connections.server import HttpServer
 from server.metrics.metrics import Metrics
 from server.process.addresses import bound_socket, in_url
+from server.process.certificate import check_certificate
 from server.process.descriptors import with_room
 from server.process.freed_memory import give_back
 from server.rpc.server import create_server
@@ -90,7 +90,7 @@ class Endpoints:
 
     async def start(self) -> None:
         """Bind both addresses and listen. Raises ConfigError; then nothing stays bound."""
-        _check_certificate(self._options)
+        check_certificate(self._options)
         listener = bound_socket(self._options.host, self._options.port, flag="--port")
         # Each connection inherits this: the kernel closes it once its client stops reading.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS)
@@ -134,13 +134,3 @@ class Endpoints:
         await asyncio.wait([*others, http], timeout=2 * _STOP_SECONDS)
         http.cancel()
         await asyncio.wait([http], timeout=_STOP_SECONDS)
-
-
-def _check_certificate(options: EndpointOptions) -> None:
-    if options.ssl_certfile is None:
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-    except (OSError, ssl.SSLError) as error:
-        files = f"{options.ssl_certfile} and {options.ssl_keyfile}"
-        raise ConfigError(f"{files} are not a usable certificate and key: {error}") from error

@@ -11,6 +11,7 @@ from orca_jax.request.chat.template_files import load_chat_template
 from server.commands import replicas
 from server.commands.notes import Notes
 from server.process.by_name import function_named
+from server.process.certificate import check_certificate
 from server.settings.serve_settings import serve_settings
 
 SERVING = "server.commands.serving:serve_until_stopped"
@@ -24,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     engine = settings.engine_config()
     if settings.endpoint.chat_template is not None:
         load_chat_template(None, settings.endpoint.chat_template)
+    check_certificate(settings.endpoint)
     check_model(engine, weights=engine.parallel.workers is None)  # workers elsewhere have them
     notes = Notes()
     for note in settings.notes:

@@ -149,6 +149,7 @@ def test_a_wrong_path_or_setting_imports_no_jax(tmp_path: Path) -> None:
         (["serve", "--tokenizer", "/nowhere"], "tokenizer is /nowhere"),
         (["serve", "--generation-config", "/nowhere"], "generation_config is /nowhere"),
         (["serve", "--chat-template", "/nowhere"], "/nowhere"),
+        (["serve", "--ssl-certfile", "/a.pem", "--ssl-keyfile", "/a.key"], "not a usable certificate"),
         (["serve", "--max-batch-size", "0"], "max_batch_size is 0"),
         (["compile", "--max-batch-size", "0"], "max_batch_size is 0"),
         (["generate", "a prompt", "--max-batch-size", "0"], "max_batch_size is 0"),
