@@ -16,10 +16,12 @@ import pytest
 from openai import OpenAI
 
 from orca_jax.scheduling_config import QueueOrder, SchedulingConfig
+from server.batches import service
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import CONFIG, Server, serving, until
 from tests.endpoint.openai_client import by_seed, client_of
+from tests.endpoint.tenants.party import HeldEngine
 from tests.host.engines import SOON, GatedEngine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -329,6 +331,35 @@ def test_each_api_key_sees_its_own_and_fills_its_share(tmp_path: Path) -> None:
         OpenAI(base_url=f"{server.url}/v1", api_key="first-key") as first,
     ):
         assert [one.id for one in first.batches.list()] == [batch_id]
+
+
+def test_a_refused_batch_says_nothing_of_others_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_EACH", 2)
+    monkeypatch.setattr(service, "MAX_BATCHES", 3)
+    engine = HeldEngine()
+    keys = ApiKeys(["first-key", "second-key"])
+    content = lines_of(COMPLETIONS, [{"prompt": "a", "max_tokens": 2}])
+    with serving(engine=engine, options=options_of(tmp_path), keys=keys) as server:
+        url = f"{server.url}/v1"
+        first, second = (
+            OpenAI(base_url=url, api_key=key, max_retries=0) for key in ("first-key", "second-key")
+        )
+        with first, second:
+            engine.gate.clear()
+            try:
+                made = [begun(one, COMPLETIONS, content) for one in (second, first, first)]
+                with pytest.raises(
+                    openai.RateLimitError, match="2 of your batches are unfinished, and 2 are"
+                ):
+                    begun(first, COMPLETIONS, content)
+                with pytest.raises(openai.RateLimitError, match="3 batches of all clients are unfinished"):
+                    begun(second, COMPLETIONS, content)
+            finally:
+                engine.gate.set()
+            for batch_id, one in zip(made, (second, first, first), strict=True):
+                assert ended(one, batch_id).status == "completed"
 
 
 @pytest.mark.parametrize(

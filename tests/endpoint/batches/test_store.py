@@ -113,6 +113,28 @@ def test_it_stays_within_its_bounds(doings: list[tuple[str, str, int]]) -> None:
         database.close()
 
 
+def test_a_key_fills_its_share_of_the_number_and_learns_nothing_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MAX_FILES", 5)
+    with opened(tmp_path) as (store, _):
+        growing = [store.begin("a") for _ in range(MAX_FILES_EACH)]
+        with pytest.raises(StoreFull, match="your API key has 3 files, and 3 are allowed; delete some"):
+            store.begin("a")
+        growing[0].write(b"x" * 587)
+        growing += [store.begin("b"), store.begin("b")]
+        with pytest.raises(StoreFull, match="the server keeps 5 files, the limit; try again later"):
+            store.begin("b")
+        with pytest.raises(StoreFull) as caught:
+            growing[-1].write(b"x" * 500)
+        assert "all clients' files together would have more than 1000 bytes" in str(caught.value)
+        assert "587" not in str(caught.value)
+        growing[1].abandon()
+        growing[1] = store.begin("a")
+        for file in growing:
+            file.abandon()
+
+
 def test_results_go_on_after_the_last_that_was_kept(tmp_path: Path) -> None:
     """Bytes that no row speaks of, as a killed server leaves them, are gone and not counted."""
     batch = new_batch(tenant="a", owner="a", endpoint="/v1/completions", input_file_id="f", metadata=None)
