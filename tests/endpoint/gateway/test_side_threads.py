@@ -1,19 +1,30 @@
 """Work that grows with the size of requests: which thread runs it, and how much may wait."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
+from openai import OpenAI
 
 from server.gateway import side_threads
 from server.gateway.lanes import Lane
 from server.gateway.side_threads import LONG, run_for_request
 from server.http.bodies import json_body
-from tests.endpoint.harness import Server, serving
+from server.settings.api_keys import ApiKeys
+from server.settings.endpoint_options import EndpointOptions
+from tests.endpoint.harness import Server, serving, until
 from tests.endpoint.http_client import JSON, connected, error_of
+from tests.endpoint.rpc_client import asking
+from tests.endpoint.rpc_client import client as rpc_client
 from tests.host.engines import SOON
+
+COMPLETIONS = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +121,51 @@ def test_errors_in_long_bodies_are_those_of_short_ones(server: Server) -> None:
                 error_of(short)["message"].split(", at line")[0]
                 == error_of(long)["message"].split(", at line")[0]
             )
+
+
+def test_work_belongs_to_the_key_that_asked_for_it_or_to_the_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over HTTP, gRPC, and in a batch, without any route saying so."""
+    owners = list[str]()
+    queue = Lane._queue
+
+    def noted(lane: Lane, owner: str, work: Any) -> Any:
+        owners.append(owner)
+        return queue(lane, owner, work)
+
+    monkeypatch.setattr(Lane, "_queue", noted)
+    keys = ["key-number-1", "key-number-2"]
+    options = EndpointOptions(port=0, grpc_port=0, access_log="off", batch_dir=tmp_path)
+    long = " " * LONG
+    with serving(options=options, keys=ApiKeys(keys)) as server:
+        names = set[str]()
+        for key in keys:
+            bearer = {"Authorization": f"Bearer {key}"}
+            with connected(server) as client:
+                body = b'{"prompt": "a"%s}' % long.encode()
+                assert client.post("/tokenize", content=body, headers={**JSON, **bearer}).status_code == 200
+            over_http = taken(owners)
+            with rpc_client(server) as stub, pytest.raises(grpc.RpcError):
+                list(stub.Generate(asking("a" * LONG), metadata=[("authorization", f"Bearer {key}")]))
+            assert taken(owners) == over_http
+            line = {"custom_id": "1", "method": "POST", "url": COMPLETIONS, "body": {"prompt": 5, "x": long}}
+            with OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as ai:
+                file = ai.files.create(file=("a.jsonl", json.dumps(line).encode()), purpose="batch")
+                batch = ai.batches.create(
+                    input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
+                )
+                until(lambda id=batch.id: ai.batches.retrieve(id).status == "completed", "the batch")
+            assert taken(owners) == over_http
+            names |= over_http
+        assert len(names) == 2
+    with serving() as server, connected(server) as client:
+        assert client.post("/tokenize", content=body, headers=JSON).status_code == 200
+        assert taken(owners) == {"address 127.0.0.1"}
+
+
+def taken(owners: list[str]) -> set[str]:
+    found = set(owners)
+    owners.clear()
+    assert len(found) == 1
+    return found
