@@ -110,7 +110,7 @@ class Party:
             if one in self._foreign or any(other.knows(one) for other in self.others):
                 return ANOTHERS
             self._labels[one] = f"<{len(self._labels)}>"
-            kind = re.split("[-_]", one)[0]
+            kind = one[:-33]
             if kind in self.own:
                 self.own[kind].append(one)
         return self._labels[one]
