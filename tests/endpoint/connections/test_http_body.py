@@ -178,7 +178,7 @@ def test_a_float_without_a_fraction_is_an_integer(client: httpx2.Client) -> None
             "/tokenize",
             {"messages": [{"role": "user", "content": "a"}, {"role": "user"}]},
             "messages.1.content",
-            "messages.1.content is missing; give a text, or null with tool_calls",
+            "messages.1.content is missing; give a text, or a list of parts of type text",
         ),
         (
             "/tokenize",

@@ -282,6 +282,9 @@ class Gone:
     def time_remaining(self) -> float | None:
         return None
 
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
     def peer(self) -> str:
         return "ipv4:127.0.0.1:4711"
 
