@@ -54,7 +54,7 @@ def _write(name: str, values: dict[str, Any]) -> None:
 
 def _fields(model_type: str) -> list[str]:
     common = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
-    folder = Path(transformers.__file__).parent / "models" / model_type_to_module_name(model_type)
+    folder = Path(str(transformers.__file__)).parent / "models" / model_type_to_module_name(model_type)
     names = {name for path in folder.glob("modeling_*.py") for name in _taken(ast.parse(path.read_text()))}
     names |= {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
     return sorted(names - common - METHODS)

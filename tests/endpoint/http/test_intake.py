@@ -50,7 +50,8 @@ def routes() -> dict[str, JsonRoute]:
         app = app._app
     found = dict[str, JsonRoute]()
     for each in app.routes:  # FastAPI keeps included routers as they are
-        for route in each.original_router.routes if hasattr(each, "original_router") else [each]:
+        included: Any = getattr(each, "original_router", None)
+        for route in [each] if included is None else included.routes:
             if isinstance(route, JsonRoute) and route.body_field is not None:
                 found[route.path] = route
     described = {

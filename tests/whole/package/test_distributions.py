@@ -85,7 +85,8 @@ def test_what_the_wheel_says_of_itself(wheel: zipfile.ZipFile) -> None:
 
 def test_changelog_and_citation_are_of_this_version() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    latest = next(line for line in changes.splitlines() if line.startswith("## "))
+    headings = [line for line in changes.splitlines() if line.startswith("## ")]
+    latest = next(line for line in headings if line != "## Unreleased")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert latest == f"## {orca_jax.__version__} - {citation['date-released']}"
     assert str(citation["version"]) == orca_jax.__version__
