@@ -25,9 +25,9 @@ from rich.table import Table
 
 from orca_jax.execution.sampling import TokenChooser, has_native_choice
 from orca_jax.grammar.token_mask import n_words
+from orca_jax.host_memory import keep_large_buffers
 from orca_jax.iteration.flat_batch import SamplerArrays, TokenPrograms, token_programs
 from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, SAMPLED, neutral_sampling
-from orca_jax.launch.host_allocator import keep_large_buffers
 from orca_jax.sharding.device_group import DeviceGroup, device_name
 
 # The features that a batch's rows ask for, as fields of message.SAMPLING.

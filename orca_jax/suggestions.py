@@ -1,4 +1,4 @@
-"""What somebody probably meant who wrote a name that is not known."""
+"""Suggests the known name that a misspelt one probably stands for."""
 
 import difflib
 from collections.abc import Iterable

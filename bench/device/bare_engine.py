@@ -17,8 +17,8 @@ from orca_jax.checkpoint.directory import load_directory
 from orca_jax.config import Attention, Dtype, ParallelConfig, Sizes
 from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.host_memory import keep_large_buffers
 from orca_jax.iteration.shape import serving_buckets
-from orca_jax.launch.host_allocator import keep_large_buffers
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
 from orca_jax.request.request import Request
 from orca_jax.scheduling.request_pool import Delivery, RequestPool

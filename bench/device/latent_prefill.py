@@ -30,8 +30,8 @@ from orca_jax.families.attention_config import Latent, latent_attention
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig, alike
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.rotary import Rotary
+from orca_jax.host_memory import keep_large_buffers
 from orca_jax.iteration.flat_batch import FlatLayout
-from orca_jax.launch.host_allocator import keep_large_buffers
 from orca_jax.model.kv_cache import cache_shape, dtype_on_cpu, layer_cache
 from orca_jax.sharding.partition import split_model
 from orca_jax.sharding.random_parameters import random_parameters

@@ -187,7 +187,7 @@ def words_of(name: str) -> list[str]:
 
 
 def harm_of(name: str, value: object) -> Harm | None:
-    """What a field that nobody reads could change, by its name and value; None where it changes nothing."""
+    """The effect that an unread field could have, by its name and value; None for no effect."""
     if is_common(name) or says_nothing(value):
         return None
     words = words_of(name)

@@ -1,4 +1,4 @@
-"""Which names of properties match the patterns of a schema, as llguidance matches them."""
+"""Matches names of properties with the patterns of a schema, as llguidance does."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""What a JSON schema allows, as far as a look at its keywords shows: types, constants, properties."""
+"""Finds what a JSON schema allows by a look at its keywords: types, constants, properties."""
 
 # Schemas come from clients: any JSON may stand anywhere.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
@@ -19,7 +19,7 @@ _MAX_PAIRS = 24  # alternatives of a oneOf of which every pair is compared
 
 
 class TooManyLooks(CannotFollow):
-    """What a schema allows is not easily seen."""
+    """Raised when a look does not show what a schema allows."""
 
 
 @dataclass

@@ -10,8 +10,8 @@ from orca_jax.config import EngineConfig
 from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.execution.programs import OnProgram
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.host_memory import keep_large_buffers
 from orca_jax.iteration.shape import serving_buckets
-from orca_jax.launch.host_allocator import keep_large_buffers
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.launch.own_model import own_stages

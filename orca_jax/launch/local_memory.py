@@ -25,6 +25,7 @@ from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import own_order
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.formats import Layout
+from orca_jax.host_memory import give_back
 from orca_jax.launch.given_weights import (
     Adapter,
     Change,
@@ -35,7 +36,6 @@ from orca_jax.launch.given_weights import (
     check_replaceable,
     named_arrays,
 )
-from orca_jax.launch.host_allocator import give_back
 from orca_jax.model_files.weight_files import SINGLE
 from orca_jax.sharding.random_parameters import with_repeated_heads
 

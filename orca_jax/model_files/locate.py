@@ -63,7 +63,7 @@ def _from_hub(name: str, *, weights: bool) -> Path:
 
 
 def _hub_problem(name: str, error: Exception) -> str:
-    """What went wrong at the hub, and the next step. The client's classes are known by name."""
+    """The hub's error in plain words, and the next step. The client's classes are known by name."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         return f"access to {name} must be asked for on its page there; then log in with `hf auth login`"

@@ -45,7 +45,7 @@ class BatchTable:
         return batch
 
     def unfinished(self) -> list[Batch]:
-        """Those that have not ended, the oldest first."""
+        """Batches that have not ended, the oldest first."""
         left = [batch for batch in list(self._batches.values()) if not batch.ended]
         return sorted(left, key=lambda batch: (batch.created_at, batch.id))
 

@@ -30,7 +30,7 @@ _SYNC_SECONDS = 5.0  # of work that a loss of power may cost
 
 
 class Kept(NamedTuple):
-    """What an earlier run wrote for a line."""
+    """An earlier run's record of a line."""
 
     request_hash: str
     is_error: bool

@@ -107,7 +107,7 @@ def message_fields(reply: Prepared, result: GenerationResult, *, call_id: str) -
 
 
 def _wish(tools: list[Any], given: Mapping[str, Any]) -> ToolWish:
-    """Which of the tools may and must be called."""
+    """Decide which of the tools may and must be called."""
     for i, tool in enumerate(tools):
         if not isinstance(tool, dict):
             raise BadLine(f"tools.{i} must be an object", param=f"tools.{i}")

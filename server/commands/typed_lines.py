@@ -1,4 +1,4 @@
-"""What a user types, or a program writes into a pipe, as messages."""
+"""Reads messages from what a user types, or a program writes into a pipe."""
 
 import os
 import sys

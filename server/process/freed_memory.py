@@ -1,15 +1,16 @@
 """Returns memory freed after long requests to the operating system.
 
 A CPU engine makes the C library keep freed memory, because XLA reuses it for temporaries
-(orca_jax/launch/host_allocator.py). Long request bodies fragment that memory more with each round: bodies
-of 4 MiB of token ids grew the process from 1.8 GB to 2.8 GB. So free pages go back to the system after such
-bodies, rarely enough not to slow an iteration down.
+(orca_jax/host_memory.py). Long request bodies fragment that memory more with each round: bodies of 4 MiB of
+token ids grew the process from 1.8 GB to 2.8 GB. So free pages go back to the system after such bodies,
+rarely enough not to slow an iteration down.
 """
 
 import asyncio
-import ctypes
 import gc
 from collections.abc import Callable
+
+from orca_jax import host_memory
 
 _LOOK_SECONDS = 5.0
 
@@ -31,10 +32,4 @@ def trim() -> bool:
     A collection of all generations would visit every object while it holds the GIL: 0.1 s for all others.
     """
     gc.collect(1)
-    try:
-        malloc_trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError):
-        return False
-    malloc_trim.argtypes, malloc_trim.restype = (ctypes.c_size_t,), ctypes.c_int
-    malloc_trim(0)
-    return True
+    return host_memory.give_back()

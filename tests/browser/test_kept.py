@@ -1,4 +1,4 @@
-"""What the playground keeps over a reload, how much of it, and what it never keeps."""
+"""The playground keeps its state over a reload, within a bound, and never a key."""
 
 import json
 from typing import Any

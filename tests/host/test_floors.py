@@ -24,6 +24,7 @@ HOST_ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "suggestions": set(),
     "extras": set(),
+    "host_memory": set(),
     "checks": {"errors"},
     "scheduling_config": {"errors", "checks"},
     "config": {"errors", "checks", "scheduling_config"},

@@ -51,7 +51,7 @@ def prompt_text(
 
 
 def left_out(templates: Templates) -> str | None:
-    """What the model's template leaves out of a conversation with tools, in words; None if nothing is."""
+    """A note on what the model's template leaves out of a conversation with tools; None for nothing."""
     try:
         template = templates.choose(None, has_tools=True)
     except UnknownTemplate:

@@ -1,4 +1,4 @@
-"""What a response adds to a choice's text: the echoed prompt, log-probabilities and token ids."""
+"""Additions to a choice's text in a response: the echoed prompt, log-probabilities and token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -46,8 +46,8 @@ CHAT_CHUNK = ChunkShape(
 
 
 class PieceExtras(NamedTuple):
-    """What the chunks of a piece have besides its text, as JSON: log-probabilities, the tokens' ids, those of
-    the prompt with a choice's first piece, and routed experts with its last.
+    """Make the other parts of a piece's chunks, as JSON: log-probabilities, the tokens' ids, those of the
+    prompt with a choice's first piece, and routed experts with its last.
     """
 
     logprobs: str | None = None

@@ -132,7 +132,7 @@ class CustomCallItem(_InputItem):
 
 
 class CallOutputItem(_InputItem):
-    """What the client's function or custom tool returned."""
+    """The return value of the client's function or custom tool."""
 
     place: ClassVar = "outputs among input items"
 

@@ -85,7 +85,7 @@ async def child(folder: Path, chance: random.Random, tell: Callable[[dict[str, A
     files: dict[str, int] = {}
 
     async def attempt(work: Callable[[], Any]) -> Any:
-        """What the client is answered; None for an error, of which nothing may be left."""
+        """The answer to the client; None for an error, of which nothing may be left."""
         before = {one.id for one in batches.files.of("")}, {one.id for one in batches.table.of("")}
         try:
             return await work()
@@ -136,7 +136,7 @@ def read(batches: Batches, file_id: str | None) -> list[dict[str, Any]]:
 
 
 async def check(folder: Path, told: list[dict[str, Any]]) -> None:
-    """What a client finds after the server's next start."""
+    """Compare what a client finds after the next start with what it was told."""
     batches = opened(folder)
     batches.start()
     async with asyncio.timeout(SECONDS):

@@ -1,4 +1,4 @@
-"""What a body costs before it is refused, for every list and map of every route."""
+"""The cost of a body before it is refused, for every list and map of every route."""
 
 import sys
 import tracemalloc

@@ -100,7 +100,7 @@ class Place(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """What stands before names of the place in the header."""
+        """The prefix of the place's names in the header."""
         return "".join(f"{step}." for step in self.steps if isinstance(step, str))
 
     def with_field(self, name: str, value: Any) -> Fields:

@@ -1,4 +1,4 @@
-"""What `orca serve` prints of conversations, and the first request that it shows."""
+"""Lines of `orca serve` about conversations, and the first request that it shows."""
 
 import json
 import shlex

@@ -191,7 +191,7 @@ def test_the_shell_reads_its_script(shell: str, tmp_path: Path) -> None:
 
 
 def completed(*words: str, folder: Path) -> list[str]:
-    """What bash offers for the last word."""
+    """Completions that bash offers for the last word."""
     code = (
         f"source {folder}/orca.bash; COMP_WORDS=({' '.join(map(repr, words))}); COMP_CWORD={len(words) - 1}; "
         '_shtab_orca; printf "%s\\n" "${COMPREPLY[@]}"'

@@ -1,4 +1,4 @@
-"""What clients call a model to which its operator gave no name."""
+"""The default name of a served model."""
 
 from pathlib import Path
 

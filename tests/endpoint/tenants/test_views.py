@@ -122,7 +122,7 @@ def hold(
 def run(
     folder: Path, steps: Sequence[Step], names: Sequence[str], tried: dict[str, list[str]] | None = None
 ) -> dict[str, Party]:
-    """Those steps that concern the named tenants."""
+    """Select the steps of the named tenants."""
     with parties(folder, names, tried) as (server, engine, found), ThreadPoolExecutor(9) as threads:
         for step in steps:
             if step.act is None:

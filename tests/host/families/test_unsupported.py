@@ -1,4 +1,4 @@
-"""What is said of a checkpoint that no family reads."""
+"""Errors for checkpoints that no family reads."""
 
 import json
 from pathlib import Path

@@ -41,7 +41,7 @@ def takes(grammar: Grammar, text: str) -> bool:
 
 
 def next_bytes(grammar: Grammar, begun: str) -> bytes:
-    """What may follow a text that is the beginning of an output."""
+    """Bytes that may follow the beginning of an output."""
     state, mask = grammar.start(), np.zeros(-(-N_TOKENS // 32), np.int32)
     assert not any(state.accept(token) for token in begun.encode())
     state.allowed(mask)

@@ -1,4 +1,4 @@
-"""What a path holds that is no checkpoint: the error says what it is, and what to do."""
+"""Errors for paths that hold no checkpoint: what they hold instead, and what to do."""
 
 import json
 from pathlib import Path

@@ -27,7 +27,7 @@ def keep_large_buffers() -> bool:
 
 
 def give_back() -> bool:
-    """Return freed blocks to the system, after weights or caches were; whether the C library can.
+    """Return freed blocks to the system, for example those of old weights; whether the C library can.
 
     New weights are placed before the old ones are freed, so each update would otherwise leave the heap
     larger: ten of them made a process with 0.5 GB of weights grow from 1.6 to 3.8 GB.

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from orca_jax.launch import host_allocator
+from orca_jax import host_memory
 
 FAULTS = """
 import ctypes, resource, sys
-from orca_jax.launch.host_allocator import keep_large_buffers
+from orca_jax.host_memory import keep_large_buffers
 if sys.argv[1] == "keep":
     assert keep_large_buffers()
 libc = ctypes.CDLL(None)
@@ -42,5 +42,5 @@ def test_a_large_block_is_there_again_without_a_page_fault() -> None:
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_allocator.ctypes, "CDLL", lambda _: object())
-    assert not host_allocator.keep_large_buffers()
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda _: object())
+    assert not host_memory.keep_large_buffers()
