@@ -138,12 +138,12 @@ def test_work_belongs_to_the_key_that_asked_for_it_or_to_the_address(
     keys = ["key-number-1", "key-number-2"]
     options = EndpointOptions(port=0, grpc_port=0, access_log="off", batch_dir=tmp_path)
     long = " " * LONG
+    body = b'{"prompt": "a"%s}' % long.encode()
     with serving(options=options, keys=ApiKeys(keys)) as server:
         names = set[str]()
         for key in keys:
             bearer = {"Authorization": f"Bearer {key}"}
             with connected(server) as client:
-                body = b'{"prompt": "a"%s}' % long.encode()
                 assert client.post("/tokenize", content=body, headers={**JSON, **bearer}).status_code == 200
             over_http = taken(owners)
             with rpc_client(server) as stub, pytest.raises(grpc.RpcError):
