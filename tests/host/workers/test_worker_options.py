@@ -18,6 +18,7 @@ ENGINE = EngineConfig(
     load_format="dummy",
     dtype="bfloat16",
     generation_config="none",
+    tokenizer="t",
     seed=3,
     attention="static",
     sizes=Sizes(
