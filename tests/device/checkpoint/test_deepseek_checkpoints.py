@@ -217,7 +217,7 @@ def test_scales_that_are_missing_or_of_another_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"quant_method": "awq"}, "quantization_config.quant_method: expected one of fp8, found 'awq'"),
+        ({"quant_method": "awq"}, "its weights are quantised by AWQ (quant_method awq)"),
         ({"weight_block_size": [64, 128]}, "weight_block_size: expected [128, 128], found [64, 128]"),
         ({"activation_scheme": "static"}, "activation_scheme: expected one of dynamic, found 'static'"),
         ({"fmt": "e5m2"}, "fmt: expected one of e4m3, found 'e5m2'"),
