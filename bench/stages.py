@@ -1,12 +1,11 @@
 """The cost of an iteration for each split of a model into stages and parts, compared with one device.
 
     python -m bench.stages [--preset gpt2] [--splits 1x1,1x2,2x1,2x2,4x1] [--rows 1,8,32] [--prefill 128]
-    python -m bench.stages --splits 2x1,2x1+processes,2x1+after     stages in separate processes
+    python -m bench.stages --splits 2x1,2x1+processes               stages in separate processes
     python -m bench.stages --same-gpu [--preset gpt2]               two stages on one GPU against one stage
 
 A split is stages x devices of each. With `+processes` each stage has its own process, as with
-`--worker-processes`. With `+after` those processes forward control messages only after their device's work,
-to be compared with forwarding ahead (ORCA 4.1).
+`--worker-processes`.
 
 On a CPU the devices are virtual and share the cores, so this measures the cost of splitting, not its gain.
 Each split runs in a separate process with that many devices. The first split is the baseline; the tokens of

@@ -32,10 +32,15 @@ from orca_jax.launch.replay import recording_header
 from orca_jax.launch.start_engine import start_engine
 from orca_jax.request.chat.chat_prompts import ChatPrompts
 from orca_jax.request.chat.template_files import load_chat_template
-from orca_jax.request.prompts import decoder_token_ids, listed_pairs, one_for_each, prompt_token_ids
+from orca_jax.request.prompts import (
+    CheckedPrompt,
+    decoder_token_ids,
+    listed_pairs,
+    one_for_each,
+    prompt_token_ids,
+)
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
-from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.scheduling_config import PolicyName, QueueOrder, Reservation
 from orca_jax.service.beam_searching import BeamSearching
 from orca_jax.service.embeddings import Embedding

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from functools import partial
 
 from bench.stages import BLOCK_SIZE, Built, SplitBench, measure_split, numbers, parse, sizes_of
 from orca_jax.config import Deadlines, EngineConfig, ParallelConfig, RestartBound, ServingConfig, Sizes
@@ -35,7 +34,7 @@ class StagesInProcesses:
                 restarts=RestartBound(restarts=0),
                 deadlines=Deadlines(iteration_seconds=60, worker_seconds=60, ready_seconds=600),
             ),
-            partial(WorkerProcesses, forward_ahead=not split.endswith("+after")),
+            WorkerProcesses,
             on_event=lambda line: None,
         )
 

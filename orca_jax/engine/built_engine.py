@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from orca_jax.config import ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
+from orca_jax.engine_memory import EngineMemory
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.scheduling.engine_protocol import EngineMemory
 from orca_jax.scheduling.kv_manager import KVManager
 
 

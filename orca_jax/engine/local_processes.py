@@ -23,14 +23,12 @@ class WorkerProcesses:
     """One process for each stage of an engine.
 
     They listen on sockets in a directory that only this user can enter, so they need no secret. Raises
-    ConfigError if the machine has too few GPUs. `forward_ahead` is as in WorkerOptions.
+    ConfigError if the machine has too few GPUs.
     """
 
     same_machine = True
 
-    def __init__(
-        self, config: EngineConfig, *, on_event: Callable[[str], None], forward_ahead: bool = True
-    ) -> None:
+    def __init__(self, config: EngineConfig, *, on_event: Callable[[str], None]) -> None:
         parallel, fraction = config.parallel, config.sizes.memory_fraction
         stages = range(parallel.pipeline_parallel)
         gpus = visible_gpus(os.environ, [path.name for path in _DEVICES.glob("nvidia*")])
@@ -46,13 +44,7 @@ class WorkerProcesses:
             [
                 WorkerCommand(
                     worker_arguments(
-                        WorkerOptions(
-                            stage=stage,
-                            engine=config,
-                            listen=address,
-                            forward_ahead=forward_ahead,
-                            end_with_stdin=True,
-                        )
+                        WorkerOptions(stage=stage, engine=config, listen=address, end_with_stdin=True)
                     ),
                     environment,
                 )

@@ -28,7 +28,7 @@ from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import Matmul
 from orca_jax.model.routed import Routed, packed
 from orca_jax.model.shard import ALONE, Shard
-from orca_jax.scheduling.admission import routing_of
+from orca_jax.request.routed_experts import Routing
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
 
@@ -107,7 +107,7 @@ class Stage:
         group = part.group
         # XLA partitions what a user wrote; what is written here says itself what one device computes.
         by_hand = len(group) > 1 and not own
-        routing = routing_of(config)
+        routing = Routing(*config.expert_routing)
         # Of the model's last layer only each row's last token needs the part with the experts.
         last_is_sparse = part.last and config.layers[-1].feed_forward.experts is not None
         share = group.shard if by_hand else lambda: ALONE

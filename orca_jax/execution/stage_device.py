@@ -18,6 +18,7 @@ import numpy.typing as npt
 from orca_jax.config import Attention, OnCompile
 from orca_jax.control.bounded_queue import FrameQueue
 from orca_jax.control.start_order import StartOrder
+from orca_jax.engine_memory import EngineMemory
 from orca_jax.errors import BadFrame, EngineError
 from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.compile_counter import CompileCounter
@@ -31,7 +32,6 @@ from orca_jax.iteration.message import ControlMessage
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
 from orca_jax.model.routed import DeviceRouted, joined
-from orca_jax.scheduling.engine_protocol import EngineMemory
 from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.partition import StagePart
 from orca_jax.workers.controller import Controller

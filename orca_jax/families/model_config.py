@@ -290,6 +290,13 @@ class ModelConfig:
         return self.kind_of_experts is not None
 
     @property
+    def expert_routing(self) -> tuple[int, int, int]:
+        """Sparse layers, experts a token chooses in each, experts; zeros if layers differ in these."""
+        sparse = [each.feed_forward.experts for each in self.layers if each.feed_forward.experts is not None]
+        kinds = {(experts.top_k, experts.number) for experts in sparse}
+        return (len(sparse), *kinds.pop()) if len(kinds) == 1 else (0, 0, 0)
+
+    @property
     def kind_of_experts(self) -> Literal["plain", "other"] | None:
         """Whether its experts are all plain; None if it has none."""
         plain = [each.is_plain for each in self.feed_forwards if each.experts is not None]

@@ -151,7 +151,6 @@ class WorkerProcess:
             lines=self,
             device=self._device,
             clock=time.monotonic,
-            forward_ahead=options.forward_ahead,
         )
 
     def stop(self) -> None:

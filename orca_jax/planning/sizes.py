@@ -9,7 +9,6 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.prefill_tokens import with_prefill_tokens
 from orca_jax.planning.stage_memory import StageRoom
-from orca_jax.scheduling.admission import routing_of
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 
 # Tokens of an iteration by default where prompts come in chunks: enough to use a GPU's arithmetic, and few
@@ -87,7 +86,7 @@ def n_rows(max_batch_size: int, *, n_workers: int) -> int:
 
 def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) -> EngineShape:
     """The shape of an engine that serves this model, with one batch in flight per worker."""
-    routing = routing_of(model)
+    sparse_layers, top_k, n_experts = model.expert_routing
     return EngineShape(
         block_size=serving.block_size,
         max_blocks=-(-model.n_positions // serving.block_size),
@@ -100,9 +99,9 @@ def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) 
         coarse_buckets=serving.coarse_buckets,
         max_encoder_blocks=-(-longest_input(model, serving) // serving.block_size),
         embedding_size=model.embedding.size if model.encoder is None else 0,
-        sparse_layers=routing.n_layers,
-        top_k=routing.top_k,
-        n_experts=routing.n_experts,
+        sparse_layers=sparse_layers,
+        top_k=top_k,
+        n_experts=n_experts,
     )
 
 

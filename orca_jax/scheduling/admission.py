@@ -7,9 +7,8 @@ from typing import NamedTuple
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EmptyPrompt, NotSupported, PromptTooLong, RequestTooLarge, TokenOutOfRange
 from orca_jax.families.model_config import Encoder, ModelConfig
-from orca_jax.request.pooling import Pooling
+from orca_jax.request.prompts import CheckedPrompt
 from orca_jax.request.request import Request
-from orca_jax.request.routed_experts import NO_ROUTING, Routing
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager, most_blocks
 
@@ -26,30 +25,6 @@ _BAD_CHARACTER = 36  # of a bad word: the character, and its tokens at the start
 _BAD_WORD = 400
 _BLOCK_HASH = 96  # of the prefix cache: a digest, and its place in a list
 _GRAMMAR_STATE = 128 << 10  # the output's position, with the bits of its next mask
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedPrompt:
-    """A prompt that `check_prompt` accepted, together with up to `n_output` output tokens.
-
-    With an encoder, `encoder_ids` is the prompt and `token_ids` the decoder's. `given_ids` are the output
-    tokens, if they are given and not sampled. The service adds how its requests are scheduled; see `Request`,
-    also for `pooling`.
-    """
-
-    token_ids: tuple[int, ...]
-    n_output: int
-    encoder_ids: tuple[int, ...] = ()
-    given_ids: tuple[int, ...] = ()
-    pooling: Pooling | None = None
-    priority: int = 0
-    cache_salt: tuple[str, ...] = ()
-    block_hashes: tuple[bytes, ...] | None = None
-
-    @property
-    def n_input(self) -> int:
-        """Tokens of what the user sent; with an encoder, of its input."""
-        return len(self.encoder_ids or self.token_ids)
 
 
 TokenName = Callable[[int], str | None]  # a tokenizer's name for a token id
@@ -94,16 +69,9 @@ def check_prompt(
     return CheckedPrompt(tuple(prompt_ids), n_output)
 
 
-def routing_of(model: ModelConfig) -> Routing:
-    """What tokens choose in it: nothing without experts, or if layers choose different numbers of them."""
-    sparse = [layer.feed_forward.experts for layer in model.layers if layer.feed_forward.experts is not None]
-    kinds = {(experts.top_k, experts.number) for experts in sparse}
-    return Routing(len(sparse), *kinds.pop()) if len(kinds) == 1 else NO_ROUTING
-
-
 def check_routing(sampling: SamplingParams, model: ModelConfig) -> None:
     """Raise NotSupported if the request asks for experts that the model does not have."""
-    if sampling.return_routed_experts and not routing_of(model).n_layers:
+    if sampling.return_routed_experts and not any(model.expert_routing):
         why = "its layers choose different numbers of experts" if model.has_experts else "it has no experts"
         message = f"return_routed_experts is not supported for this model: {why}; leave it out"
         raise NotSupported(message, param="return_routed_experts")

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from orca_jax.families.trainers.formats import Layout
 from orca_jax.iteration.row import Row
 from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.routed_experts import ExpertIds
@@ -98,29 +97,4 @@ class Engine(Protocol):
 
         If `interrupted` is `never`, the engine need not call it.
         """
-        ...
-
-
-class EngineMemory(Protocol):
-    """An engine's weights and caches, which can be replaced or given back while no iteration is in flight.
-
-    Only `prepare` may be called on any thread; the others, and what it returns, run between iterations. An
-    error of theirs that is an OrcaError but no EngineError leaves everything as it was.
-    """
-
-    def prepare(
-        self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
-    ) -> Callable[[], None]:
-        """Check new weights and return what installs them; see `LLM.update_weights`.
-
-        Raises ConfigError or a CheckpointError.
-        """
-        ...
-
-    def release(self, level: int) -> None:
-        """Give back the caches (level 1), and the weights too (level 2)."""
-        ...
-
-    def restore(self) -> None:
-        """Bring the weights back, unless new ones were installed, and make empty caches."""
         ...

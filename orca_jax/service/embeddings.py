@@ -10,12 +10,11 @@ import numpy as np
 from orca_jax.errors import InvalidRequest, NotSupported, RequestCancelled, ServiceClosed
 from orca_jax.request.pooled_vector import Vector, embedding
 from orca_jax.request.pooling import Pooling, check_dimensions, checked_pooling
-from orca_jax.request.prompts import listed_prompts, prompt_token_ids
+from orca_jax.request.prompts import CheckedPrompt, listed_prompts, prompt_token_ids
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
 from orca_jax.request.tokenizer import Tokenizer
-from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.generation import Generation
 from orca_jax.service.orca import Orca
 from orca_jax.service.prepared_params import OutputRules

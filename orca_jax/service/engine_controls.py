@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from orca_jax.engine_memory import EngineMemory
 from orca_jax.errors import ConfigError
 from orca_jax.families.trainers.formats import Layout
 from orca_jax.families.trainers.layouts import ITEMS
-from orca_jax.scheduling.engine_protocol import EngineMemory
 from orca_jax.service.interludes import Running
 from orca_jax.service.orca import Orca
 

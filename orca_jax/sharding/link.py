@@ -7,14 +7,6 @@ import jax
 from orca_jax.sharding.device_group import DeviceGroup
 
 
-class Link(Protocol):
-    """The link from one stage to the next within a process."""
-
-    def send(self, hidden: jax.Array) -> jax.Array:
-        """The hidden array [T, H] on the next stage's devices; returns without waiting for the copy."""
-        ...
-
-
 class ProcessLink(Protocol):
     """One stage's links to the previous and the next stage, which are other processes.
 

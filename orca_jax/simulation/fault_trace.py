@@ -87,7 +87,6 @@ class FaultTrace:
     timing: Timing = field(default_factory=Timing)
     supervised: bool = False  # suspected workers are killed and restarted
     moves: bool = False  # a restarted worker has another address
-    forward_ahead: bool = True
     overlap: bool = True
     scheduling: SchedulingConfig = ORCA
     alike: bool = False
@@ -151,7 +150,6 @@ def random_fault_trace(seed: int) -> FaultTrace:
         timing=timing,
         supervised=rng.random() < 0.5,
         moves=seed % 3 == 0,
-        forward_ahead=rng.random() < 0.9,
         overlap=rng.random() < 0.8,
     )
 
@@ -163,40 +161,6 @@ def _random_fault(rng: random.Random, time: float, n_stages: int) -> Fault:
     else:
         seconds = rng.choice((0.001, rng.uniform(0, 0.5), rng.uniform(0, 3), rng.uniform(2, 4)))
     return Fault(time, kind, rng.randrange(n_stages), seconds, rng.randrange(1 << 10))
-
-
-def random_poison_trace(seed: int) -> FaultTrace:
-    """A trace from a seed whose only faults come from one or two poisonous requests.
-
-    It also has at least one healthy request. If each poisonous request strikes at a fixed token, the restart
-    bound is their number: all losses by one request count as one.
-    """
-    rng = random.Random(seed)
-    trace = random_fault_trace(rng.getrandbits(32))
-    requests = list(trace.requests)
-    if len(requests) == 1:
-        requests.append(PlannedRequest(requests[0].time, rng.randint(1, 6), rng.randint(1, 10)))
-    n_poisons = rng.randint(1, min(2, len(requests) - 1))
-    sure = rng.random() < 0.7
-    for i in rng.sample(range(len(requests)), n_poisons):
-        requests[i] = replace(requests[i], poison=_random_poison(rng, requests[i], trace.n_stages, sure=sure))
-    longest = max(r.n_input + r.n_output for r in requests)
-    return replace(
-        trace,
-        requests=tuple(requests),
-        faults=(),
-        n_slots=max(trace.n_slots, round_up(longest, trace.block_size)),
-        max_batch_tokens=max(trace.max_batch_tokens, longest - 1),
-        restarts=n_poisons if sure else 100,
-        supervised=True,
-    )
-
-
-def _random_poison(rng: random.Random, request: PlannedRequest, n_stages: int, *, sure: bool) -> Poison:
-    stage, noticed = rng.randrange(n_stages), rng.random() < 0.7
-    if sure:
-        return Poison(stage, token_index=rng.randrange(request.n_output), noticed=noticed)
-    return Poison(stage, probability=rng.choice((0.1, 0.5, 0.9)), noticed=noticed)
 
 
 def switched(trace: FaultTrace, seed: int) -> FaultTrace:

@@ -81,7 +81,6 @@ class FaultSimulation:
                 trace.n_stages,
                 lines=self.lines,
                 timing=trace.timing,
-                forward_ahead=trace.forward_ahead,
                 moves=trace.moves,
             )
             for i in range(trace.n_stages)

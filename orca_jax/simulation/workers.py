@@ -211,7 +211,6 @@ class SimulatedStage:
         *,
         lines: SimulatedLines,
         timing: Timing,
-        forward_ahead: bool = True,
         moves: bool = False,
     ) -> None:
         self.index = index
@@ -222,7 +221,6 @@ class SimulatedStage:
         self.alive = False
         self._n_stages = n_stages
         self._lines = lines
-        self._forward_ahead = forward_ahead
         self._moves = moves
         self.clock = lines.clock
         self.n_processes = 0  # so far
@@ -255,7 +253,6 @@ class SimulatedStage:
             lines=self,
             device=self.device,
             clock=self.clock.now,
-            forward_ahead=self._forward_ahead,
         )
 
     def die(self, back_after: float, *, noticed: bool) -> None:

@@ -86,11 +86,10 @@ class Lines(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Issued:
-    """An iteration at the device; `held_back` is its frame if it is forwarded after the device's work."""
+    """An iteration at the device."""
 
     iteration: int
     expected: ExpectedRecords
-    held_back: bytes | None
 
 
 @dataclass(slots=True)
@@ -109,9 +108,7 @@ class Controller:
     epoch and reports TROUBLE; the master then begins the next epoch. Each epoch's START sets the engine's
     sizes and the device's deadlines.
 
-    With `forward_ahead` a message goes to the next stage as soon as it is taken (ORCA 4.1); without, when
-    this stage's device is done. The latter serves only to measure the benefit of the former: a master that
-    misses a deadline may then blame the next stage.
+    A message goes to the next stage as soon as it is taken, ahead of this stage's device (ORCA 4.1).
     """
 
     def __init__(
@@ -122,7 +119,6 @@ class Controller:
         lines: Lines,
         device: StageDevice,
         clock: Callable[[], float],
-        forward_ahead: bool = True,
     ) -> None:
         assert 0 <= stage < n_stages
         self.counters = ControllerCounters()
@@ -132,7 +128,6 @@ class Controller:
         self._lines = lines
         self._device = device
         self._clock = clock
-        self._forward_ahead = forward_ahead
         self._order: StartOrder | None = None  # this epoch's
         self._compiles_first = False
         self._starting = False
@@ -198,8 +193,6 @@ class Controller:
             assert sampled is not None
             self._report(TOKENS, iteration, encode_sampled(sampled, issued.expected, routing))
             return
-        if issued.held_back is not None:
-            self._lines.forward(issued.held_back)
         ids = encode_routed(routed or {}, issued.expected.routed, routing)
         self._report(DONE, iteration, encode_stage_time(StageTime(now, link_bytes, ids)))
 
@@ -276,7 +269,7 @@ class Controller:
             return
         now = self._clock()
         # Forward first, so that the next stage prepares while this stage's device works.
-        if self._forward_ahead and not self._last:
+        if not self._last:
             self._lines.forward(data)
         self._report(RECEIVED, iteration, encode_stage_time(StageTime(now, 0)))
         self._next += 1
@@ -288,8 +281,7 @@ class Controller:
             return
         if not self._issued:
             self._waits_since = now
-        held_back = None if self._forward_ahead else data
-        self._issued.append(_Issued(iteration, expected_records(message), held_back))
+        self._issued.append(_Issued(iteration, expected_records(message)))
         self._device.run(self.epoch, iteration, message)
 
     def _take_words(self, frame: Frame) -> None:

@@ -22,16 +22,14 @@ class WorkerOptions:
     """The options of one stage of `engine`; the engine master later decides the sizes.
 
     `stage` counts from 0. `listen` is the control port's address, "host:port" or "unix:/path". The next stage
-    reaches this stage's data port at `data_host`. Without `forward_ahead` the worker forwards control
-    messages after its device's work rather than before, to measure the difference. With `end_with_stdin` the
-    process ends when its standard input closes; its parent keeps it open.
+    reaches this stage's data port at `data_host`. With `end_with_stdin` the process ends when
+    its standard input closes; its parent keeps it open.
     """
 
     stage: int
     engine: EngineConfig
     listen: str
     data_host: str = "127.0.0.1"
-    forward_ahead: bool = True
     end_with_stdin: bool = False
 
     def __post_init__(self) -> None:

@@ -59,5 +59,4 @@ def worker_options(model: str | None, flags: WorkerFlags, secret: str) -> Worker
         engine=engine,
         listen=flags.listen,
         data_host=(address.host or "127.0.0.1") if flags.data_host is None else flags.data_host,
-        forward_ahead=flags.forward_ahead,
     )

@@ -10,9 +10,10 @@ from orca_jax.errors import InvalidPrompt, InvalidRequest, PromptTooLong
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.chat.chat_template import Templates
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from orca_jax.request.prompts import CheckedPrompt
+from orca_jax.request.routed_experts import Routing
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
-from orca_jax.scheduling.admission import CheckedPrompt, routing_of
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.orca import Orca
 from server.gateway.reply.reasoning_format import ReasoningFormat
@@ -102,7 +103,7 @@ class ServedModel:
         if not sampling.return_routed_experts:
             return
         n_tokens = sum(prompt.n_input + prompt.n_output - 1 for prompt in prompts) * sampling.n
-        most = MOST_ROUTED_BYTES // routing_of(self.config).token_bytes
+        most = MOST_ROUTED_BYTES // Routing(*self.config.expert_routing).token_bytes
         if n_tokens > most:
             message = (
                 f"return_routed_experts for up to {n_tokens} tokens is too much: an answer may have those of "

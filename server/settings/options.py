@@ -237,9 +237,6 @@ class WorkerFlags:
     on_compile: OnCompileFlag = "warn"
     compile_cache: CompileCacheFlag = COMPILE_CACHE
     seed: Annotated[int, "seed of random weights"] = 0
-    forward_ahead: Annotated[
-        bool, "forward control messages before the device's work; disable only to measure the difference"
-    ] = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orca_jax.config import ServingConfig
+from orca_jax.engine_memory import EngineMemory
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.chat.chat_template import ChatTemplate
 from orca_jax.request.request import Request
 from orca_jax.request.tokenizer import Tokenizer
-from orca_jax.scheduling.engine_protocol import Engine, EngineMemory
+from orca_jax.scheduling.engine_protocol import Engine
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.orca import Orca
 from server.commands.endpoints import Endpoints

@@ -32,15 +32,16 @@ HOST_ROOMS: dict[str, set[str]] = {
     "request": {"errors", "config", "small_files"},
     "families": {"errors", "checks", "config", "suggestions"},
 }
+HOST_ROOMS["engine_memory"] = {"families"}
 HOST_ROOMS["model_files"] = {"errors", "config", "suggestions", "request", "families"}
 HOST_ROOMS["grammar"] = {"errors", "config", "request"}
 HOST_ROOMS["iteration"] = {"errors", "checks", "config", "request", "grammar"}
 HOST_ROOMS["scheduling"] = HOST_ROOMS["iteration"] | {"iteration", "families", "scheduling_config"}
 HOST_ROOMS["control"] = HOST_ROOMS["iteration"] | {"iteration", "families"}
-HOST_ROOMS["service"] = HOST_ROOMS["scheduling"] | {"scheduling"}
+HOST_ROOMS["service"] = HOST_ROOMS["scheduling"] | {"scheduling", "engine_memory"}
 HOST_ROOMS["planning"] = HOST_ROOMS["scheduling"] | {"scheduling"}
 HOST_ROOMS["workers"] = HOST_ROOMS["planning"] | {"planning", "control", "extras"}
-HOST_ROOMS["engine"] = HOST_ROOMS["workers"] | {"workers"}
+HOST_ROOMS["engine"] = HOST_ROOMS["workers"] | {"workers", "engine_memory"}
 HOST_ROOMS["simulation"] = HOST_ROOMS["engine"] | {"engine", "service"}
 # Those that may know JAX. The model and the kernels do not know each other.
 DEVICE_ROOMS: dict[str, set[str]] = {
@@ -51,8 +52,8 @@ DEVICE_ROOMS: dict[str, set[str]] = {
 }
 DEVICE_ROOMS["sharding"] = {"errors", "config", "families", "planning", "model"}
 DEVICE_ROOMS["execution"] = {
-    *("errors", "config", "families", "request", "grammar", "iteration", "scheduling", "control", "workers"),
-    "planning",
+    *("errors", "config", "families", "request", "grammar", "iteration", "control", "workers"),
+    *("planning", "engine_memory"),
     *DEVICE_ROOMS,
 }
 DEVICE_ROOMS["aot"] = {"errors", "config", "families", "iteration", "planning", *DEVICE_ROOMS}

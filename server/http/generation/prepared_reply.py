@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from orca_jax.errors import NotSupported
 from orca_jax.request.chat.conversation import reads_effort
+from orca_jax.request.prompts import CheckedPrompt
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
-from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.chat_template import template_for
 from server.gateway.gateway import Gateway

@@ -28,13 +28,8 @@ def test_stages_count_from_one_in_flags_and_from_zero_inside() -> None:
         "bfloat16",
         4,
     )
-    assert (engine.parallel.link, engine.parallel.coordinator, result.forward_ahead) == (
-        "transfer",
-        None,
-        True,
-    )
+    assert (engine.parallel.link, engine.parallel.coordinator) == ("transfer", None)
     assert engine.control_secret == "a secret of theirs" and "a secret" not in repr(result)
-    assert not options("--listen", "127.0.0.1:7000", "--no-forward-ahead").forward_ahead
     assert not engine.sizes.command_buffer_collectives
     collectives = options("--listen", "a:1", "--command-buffer-collectives")
     assert collectives.engine.sizes.command_buffer_collectives

@@ -43,7 +43,7 @@ def message_payload(iteration: int) -> Iteration:
 class Bench:
     """A controller with everything around it noted, in one log."""
 
-    def __init__(self, stage: int = 0, n_stages: int = 3, *, forward_ahead: bool = True) -> None:
+    def __init__(self, stage: int = 0, n_stages: int = 3) -> None:
         self.now = 0.0
         self.log: list[str] = []
         self.reports: list[Frame] = []
@@ -59,7 +59,6 @@ class Bench:
             lines=self,
             device=self,
             clock=lambda: self.now,
-            forward_ahead=forward_ahead,
         )
 
     # Lines
@@ -387,39 +386,6 @@ def test_the_seconds_are_those_of_the_order_in_force():
     assert bench.controller.deadline() == 7.0
     bench.now = 7.0
     assert "new caches within 7 seconds" in (bench.controller.overdue() or "")
-
-
-# Without forwarding ahead
-
-
-def test_a_message_that_is_held_back_goes_on_when_the_device_is_done():
-    bench = Bench(forward_ahead=False).up()
-    assert bench.message(0) == ["RECEIVED 1.0", "run 1.0"]
-    assert bench.message(1) == ["RECEIVED 1.1", "run 1.1"]
-    bench.log.clear()
-    bench.controller.done(1, 0)
-    bench.controller.done(1, 1)
-    assert bench.log == ["forward", "DONE 1.0", "forward", "DONE 1.1"]
-    payloads = [message_payload(i) for i in (0, 1)]
-    assert [decode_frame(data) for data in bench.forwarded] == [
-        Frame(MESSAGE, 1, i, 0, payload) for i, payload in enumerate(payloads)
-    ]
-
-
-def test_what_was_held_back_of_an_epoch_that_is_over_goes_nowhere():
-    bench = Bench(forward_ahead=False).up()
-    bench.message(0)
-    bench.take(start(2))
-    bench.controller.done(1, 0)
-    assert bench.forwarded == []
-
-
-def test_the_last_stage_has_nothing_to_hold_back():
-    bench = Bench(stage=2, forward_ahead=False).up()
-    bench.message(0)
-    bench.controller.done(1, 0, tokens(7, 8))
-    assert bench.forwarded == []
-    assert bench.reports[-1].kind is TOKENS
 
 
 # What constrained rows allow, straight from the master

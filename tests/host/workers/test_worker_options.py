@@ -55,9 +55,7 @@ ENGINE = EngineConfig(
     record="a file",
     record_bytes=1 << 20,
 )
-OPTIONS = WorkerOptions(
-    stage=1, engine=ENGINE, listen="unix:/a", data_host="b", forward_ahead=False, end_with_stdin=True
-)
+OPTIONS = WorkerOptions(stage=1, engine=ENGINE, listen="unix:/a", data_host="b", end_with_stdin=True)
 
 
 def defaults(config: Any, but: Collection[str]) -> list[str]:

@@ -20,8 +20,8 @@ import orca_jax
 from orca_jax import LLM, SamplingParams
 from orca_jax.config import EngineConfig
 from orca_jax.errors import EngineError
+from orca_jax.request.prompts import CheckedPrompt
 from orca_jax.request.sampled import TokenLogprobs
-from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.prepared_params import OutputRules
 from server import cli
 from server.commands import jsonl

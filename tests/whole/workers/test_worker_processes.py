@@ -129,11 +129,11 @@ WIDE = 32  # positions of a model that keeps a device busy for tens of milliseco
 
 
 @contextmanager
-def after_long_initiations(tmp_path: Path, *flags: str) -> Iterator[list[tuple[IterationTimes, ...]]]:
+def after_long_initiations(tmp_path: Path) -> Iterator[list[tuple[IterationTimes, ...]]]:
     """When both stages took and finished each long iteration of twenty initiation phases."""
     model = write_shape(tmp_path / "wide", n_positions=WIDE, n_embd=1536, n_inner=6144, n_layer=2)
     with ExitStack() as stack:
-        options = ("--of", "2", "--load-format", "dummy", "--dtype", "float32", *flags)
+        options = ("--of", "2", "--load-format", "dummy", "--dtype", "float32")
         workers = [
             stack.enter_context(OrcaWorker(model, ("--stage", stage, *options))) for stage in ("1", "2")
         ]
@@ -168,10 +168,3 @@ def test_a_control_message_reaches_the_next_stage_before_this_device_is_done(tmp
         ahead = [second.received < first.done for first, second in times]
         assert len(ahead) >= 20
         assert sum(ahead) >= 0.8 * len(ahead), times
-
-
-@pytest.mark.long
-def test_without_forwarding_ahead_it_never_is(tmp_path: Path) -> None:
-    with after_long_initiations(tmp_path, "--no-forward-ahead") as times:
-        assert len(times) >= 20
-        assert not any(second.received < first.done for first, second in times), times
