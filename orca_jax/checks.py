@@ -1,6 +1,7 @@
 """Checks of configuration values: each raises a ConfigError that says what is allowed."""
 
 import math
+from typing import NamedTuple
 
 from orca_jax.errors import ConfigError
 
@@ -11,10 +12,10 @@ def check_seconds(name: str, value: object) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be a number of seconds above 0")
 
 
-def check_whole(name: str, value: object, low: int, high: int) -> None:
-    """Raises ConfigError unless `value` is a whole number from `low` to `high`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+def check_timeout(name: str, value: float) -> None:
+    """Raises ConfigError unless `value` is above 0 and at most 1e7 seconds."""
+    if not 0 < value <= 1e7:
+        raise ConfigError(f"{name} is {value:g}; it must be above 0 and at most 1e7 seconds")
 
 
 def check_fraction(name: str, value: object) -> None:
@@ -23,13 +24,28 @@ def check_fraction(name: str, value: object) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be a number above 0, and at most 1")
 
 
-def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raises ConfigError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+def check_whole(name: str, value: object, low: int, high: int) -> None:
+    """Raises ConfigError unless `value` is a whole number from `low` to `high`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
 
 
-def check_flag(name: str, value: object) -> None:
-    """Raises ConfigError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; it must be True or False")
+class Whole(NamedTuple):
+    """The check that an option is a whole number from `low` to `high`."""
+
+    low: int
+    high: int
+
+    def __call__(self, name: str, value: object) -> None:
+        check_whole(name, value, self.low, self.high)
+
+
+class Bounds(NamedTuple):
+    """The check that a number is from `low` to `high`."""
+
+    low: int
+    high: int
+
+    def __call__(self, name: str, value: int) -> None:
+        if not self.low <= value <= self.high:
+            raise ConfigError(f"{name} is {value}; it must be from {self.low} to {self.high}")

@@ -1,74 +1,92 @@
-"""Frozen configuration dataclasses, checked on construction, combined by composition."""
+"""The configuration of an engine. Each option is declared here, once (orca_jax/options.py)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-from orca_jax.checks import check_choice, check_flag, check_fraction, check_seconds, check_whole
+from orca_jax.checks import Whole, check_fraction, check_seconds, check_whole
 from orca_jax.errors import ConfigError
-from orca_jax.scheduling_config import ORCA, PolicyName, QueueOrder, Reservation, SchedulingConfig
+from orca_jax.options import Also, Hidden, In, Named, Options, Served
+from orca_jax.scheduling_config import ORCA, SchedulingConfig, SchedulingOptions
 
 Dtype = Literal["float32", "bfloat16", "float16"]  # of weights, keys and values
-LoadFormat = Literal["auto", "dummy", "packed"]  # dummy: random weights; packed: experts stay in MXFP4
-# How activations reach the next worker's process. transfer: the processes are independent; nccl: one job.
-WorkerLink = Literal["transfer", "nccl"]
+LoadFormat = Literal["auto", "dummy", "packed"]
 # How attention runs. kernel: the Mosaic GPU kernel; native: in C, on a CPU; static, follow_lengths: pure JAX;
 # interpreted: the GPU's kernel on a CPU, only for tests.
 Attention = Literal["kernel", "cudnn", "native", "static", "follow_lengths", "interpreted"]
-
-# How experts that are whole on their devices get tokens. gather: all devices have all; auto: whichever the
-# cost model says is faster (orca_jax/planning/expert_exchange.py).
 ExpertExchange = Literal["auto", "gather", "exchange"]
-
-# If an engine needs a program that was not compiled before it was ready: compile it and warn, or fail.
 OnCompile = Literal["warn", "error"]
-RECORD_BYTES = 1 << 30  # the default limit of a recording
 COMPILE_CACHE = "~/.cache/orca_jax/compiled"  # the default folder for compiled programs
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServingConfig:
-    """The parameters of Algorithm 1 and the limits of an engine.
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions(Options):
+    """The parameters of Algorithm 1 and the limits of an engine. None: from the model and the memory."""
 
-    `max_batch_size` is the paper's `max_bs`, the maximum number of requests per batch. `n_slots` is the
-    number of tokens whose keys and values fit, rounded down to whole blocks of `block_size` tokens.
-    `max_batch_tokens` is the maximum number of tokens per iteration.
+    max_batch_size: Annotated[
+        int, "maximum number of requests per iteration (max_bs)", Whole(1, 4096), Also("plan")
+    ] = 32
+    n_slots: Annotated[
+        int | None,
+        "number of tokens in the KV cache, rounded down to whole blocks (default: as many as fit)",
+        Also("plan"),
+    ] = None
+    max_batch_tokens: Annotated[
+        int | None,
+        "maximum number of tokens per iteration (default: the model's positions, at least 2048, and at most "
+        "8192 if prompts come in chunks)",
+        Whole(1, 1 << 20),
+        Also("plan"),
+    ] = None
+    block_size: Annotated[int, "tokens in a block of the KV cache", Whole(1, 1024), In()] = 16
+    max_queue: Annotated[
+        int,
+        "maximum number of waiting requests; more are refused",
+        "limits",
+        *(Whole(1, 1 << 30), Served(1024), In("serve")),
+    ] = 1 << 20
+    max_queue_bytes: Annotated[
+        int,
+        "maximum bytes of waiting requests, estimated",
+        "limits",
+        *(Whole(1 << 20, 1 << 50), Served(1 << 30), In("serve")),
+    ] = 1 << 50
+    max_queue_share: Annotated[
+        float,
+        "fraction of the queue that one API key, or without keys one address, may fill",
+        "limits",
+        *(check_fraction, Served(0.5), In("serve")),
+    ] = 1.0
+    deterministic: Annotated[bool, "make outputs bit for bit independent of other requests; slower"] = False
+    overlap: Annotated[
+        bool,
+        "prepare and issue an iteration while the previous one runs; without it the scheduler is exactly "
+        "Algorithm 1",
+    ] = True
+    command_buffer_collectives: Annotated[
+        bool,
+        "record a split layer's collectives into CUDA graphs too: fewer launches, but hangs were reported",
+        Also("worker"),
+    ] = False
 
-    `max_queue` limits the number of waiting requests, and `max_queue_bytes` their memory; one API key or
-    address may hold the fraction `max_queue_share` of each.
 
-    `deterministic` uses one shape per phase and never mixes the phases in an iteration, so that an output is
-    bit for bit independent of other requests (docs/generation.md). `overlap` issues an iteration while the
-    previous one runs; without it the scheduler is exactly Algorithm 1. `coarse_buckets` pads iterations to
-    fewer sizes (orca_jax/iteration/shape.py). `command_buffer_collectives` records a split layer's
-    collectives into a GPU's command buffers (docs/parallelism.md). `scheduling` is what the scheduler does
-    beyond Algorithm 1.
+@dataclass(frozen=True, kw_only=True)
+class ServingConfig(ServingOptions):
+    """The sizes of an engine, none of them open.
+
+    `coarse_buckets` pads iterations to fewer sizes, for GPUs (orca_jax/iteration/shape.py). `scheduling` is
+    what the scheduler does beyond Algorithm 1.
     """
 
-    max_batch_size: int = 32
     n_slots: int = 16384
     max_batch_tokens: int = 2048
-    block_size: int = 16
-    max_queue: int = 1 << 20
-    max_queue_bytes: int = 1 << 50
-    max_queue_share: float = 1.0
-    deterministic: bool = False
-    overlap: bool = True
-    coarse_buckets: bool = False
-    command_buffer_collectives: bool = False
+    coarse_buckets: Annotated[bool, "pad iterations to fewer sizes", In()] = False
     scheduling: SchedulingConfig = ORCA
 
     def __post_init__(self) -> None:
-        check_whole("max_batch_size", self.max_batch_size, 1, 4096)
-        check_whole("block_size", self.block_size, 1, 1024)
+        super().__post_init__()
         check_whole("n_slots", self.n_slots, self.block_size, 1 << 31)
-        check_whole("max_batch_tokens", self.max_batch_tokens, 1, 1 << 20)
-        check_whole("max_queue", self.max_queue, 1, 1 << 30)
-        check_whole("max_queue_bytes", self.max_queue_bytes, 1 << 20, 1 << 50)
-        check_fraction("max_queue_share", self.max_queue_share)
-        for name in ("deterministic", "overlap", "coarse_buckets", "command_buffer_collectives"):
-            check_flag(name, getattr(self, name))
         if self.deterministic:
             self.scheduling.check_deterministic()
         if self.max_batch_size > self.max_batch_tokens:
@@ -79,10 +97,12 @@ class ServingConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `dataclasses.asdict`."""
-        arguments = dict(values)
-        arguments["scheduling"] = SchedulingConfig(**values["scheduling"])
-        return cls(**arguments)
+        """The inverse of `dataclasses.asdict`, also of earlier versions."""
+        scheduling = dict(values["scheduling"])
+        if "order" in scheduling:  # of recordings before the version 0.3
+            scheduling["scheduling_policy"] = scheduling.pop("order")
+        sizes: dict[str, Any] = {name: value for name, value in values.items() if name != "scheduling"}
+        return cls(**sizes, scheduling=SchedulingConfig(**scheduling))
 
     @property
     def max_queue_each(self) -> int:
@@ -95,100 +115,74 @@ class ServingConfig:
         return self.n_slots // self.block_size
 
 
-_DERIVED = ("coarse_buckets", "scheduling")  # fields of ServingConfig that Sizes has in another form
+@dataclass(frozen=True, kw_only=True)
+class Sizes(SchedulingOptions, ServingOptions):
+    """The sizes of an engine as the user asks for them."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """The ServingConfig as the user specifies it. None: derived from the model and the memory.
-
-    `memory_fraction` is the fraction of each device's memory that the engine may use; it sets `n_slots`. The
-    fields from `policy` on are those of SchedulingConfig; None is on, except where `policy` or
-    `deterministic` excludes it.
-    """
-
-    max_batch_size: int = 32
-    n_slots: int | None = None
-    max_batch_tokens: int | None = None
-    block_size: int = 16
-    max_queue: int = 1 << 20
-    max_queue_bytes: int = 1 << 50
-    max_queue_share: float = 1.0
-    deterministic: bool = False
-    overlap: bool = True
-    command_buffer_collectives: bool = False
-    memory_fraction: float | None = None
-    policy: PolicyName = "default"
-    chunked_prefill: bool | None = None
-    prefill_tokens: int | None = None
-    prefix_caching: bool | None = None
-    reservation: Reservation | None = None
-    scheduling_policy: QueueOrder = "fcfs"
+    memory_fraction: Annotated[
+        float | None,
+        "fraction of each device's memory to use; determines n_slots (default: 0.9 of a GPU's memory; on a "
+        "CPU, 2 GiB for keys and values)",
+        *(check_fraction, Also("worker", "plan")),
+    ] = None
 
     def __post_init__(self) -> None:
-        if self.memory_fraction is not None:
-            check_fraction("memory_fraction", self.memory_fraction)
+        super().__post_init__()
         self.filled(n_slots=self.block_size, max_batch_tokens=1 << 20)
 
     @property
     def scheduling(self) -> SchedulingConfig:
         """What the scheduler does beyond Algorithm 1. Raises ConfigError."""
-        extended = self.policy != "orca" and not self.deterministic
-        reservation = "on-demand" if extended else "full"
-        return SchedulingConfig(
-            policy=self.policy,
-            chunked_prefill=extended if self.chunked_prefill is None else self.chunked_prefill,
-            prefill_tokens=self.prefill_tokens,
-            prefix_caching=extended if self.prefix_caching is None else self.prefix_caching,
-            reservation=reservation if self.reservation is None else self.reservation,
-            order=self.scheduling_policy,
-        )
+        defaults = ORCA if self.policy == "orca" or self.deterministic else SchedulingConfig()
+        asked = {each.name: getattr(self, each.name) for each in fields(SchedulingOptions)}
+        return replace(defaults, **{name: value for name, value in asked.items() if value is not None})
 
     def filled(self, *, n_slots: int, max_batch_tokens: int, coarse_buckets: bool = False) -> ServingConfig:
         """These sizes, with the arguments in place of None. Raises ConfigError."""
-        names = [field.name for field in fields(ServingConfig) if field.name not in _DERIVED]
-        asked: dict[str, Any] = {name: getattr(self, name) for name in names}
-        chosen = {name: value for name, value in asked.items() if value is not None}
-        defaults: dict[str, Any] = {"n_slots": n_slots, "max_batch_tokens": max_batch_tokens}
-        derived: dict[str, Any] = {"coarse_buckets": coarse_buckets, "scheduling": self.scheduling}
-        return ServingConfig(**{**asked, **defaults, **chosen, **derived})
+        asked: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(ServingOptions)}
+        sizes = {"n_slots": n_slots, "max_batch_tokens": max_batch_tokens}
+        asked |= {name: value for name, value in sizes.items() if asked[name] is None}
+        return ServingConfig(**asked, coarse_buckets=coarse_buckets, scheduling=self.scheduling)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelConfig:
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Options):
     """How a model is split over devices, and which processes run its stages (ORCA 4.1, Figures 6 and 7).
 
-    The model is split into `pipeline_parallel` stages of whole layers, and each layer over `tensor_parallel`
-    devices. By default all stages run in this process. With `worker_processes` each runs in its own process
-    on this machine. With `workers` each runs in a worker that somebody started before: these are the workers'
-    control ports, "host:port", stage 1 first, and their number is `pipeline_parallel`.
-
-    `link` is how activations reach the next process. With "nccl" all processes form one jax.distributed job,
-    which meets at `coordinator`, a "host:port" on stage 1's machine.
-
-    `expert_exchange` is how the devices of a stage give tokens to experts that are whole on one of them.
+    By default all stages run in this process. With `worker_processes` each runs in a process of its own on
+    this machine, with `workers` in a worker that somebody started before.
     """
 
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    worker_processes: bool = False
-    workers: Sequence[str] | None = None
-    link: WorkerLink = "transfer"
-    coordinator: str | None = None
-    expert_exchange: ExpertExchange = "auto"
+    tensor_parallel: Annotated[
+        int, "number of devices that each layer is split over", Whole(1, 1024), Also("worker", "plan")
+    ] = 1
+    pipeline_parallel: Annotated[
+        int, "number of pipeline stages, each with its own layers and devices", Whole(1, 1024), Also("plan")
+    ] = 1
+    expert_exchange: Annotated[
+        ExpertExchange,
+        "how a layer's devices give tokens to experts that are whole on one of them; gather: all have all "
+        "tokens; auto: whichever is faster by the cost model",
+        Also("worker", "plan"),
+    ] = "auto"
+    workers: Annotated[
+        Sequence[str] | None,
+        "comma-separated addresses HOST:PORT of running `orca worker`s, stage 1 first; their number is "
+        "pipeline_parallel (default: the stages run in this process)",
+        "workers",
+        In("serve"),
+    ] = None
+    worker_processes: Annotated[
+        bool,
+        "run each stage in its own process on this machine, and restart it if it dies",
+        "workers",
+        In("serve", "compile"),
+    ] = False
 
     def __post_init__(self) -> None:
-        check_whole("pipeline_parallel", self.pipeline_parallel, 1, 1024)
-        check_whole("tensor_parallel", self.tensor_parallel, 1, 1024)
+        super().__post_init__()
         if self.workers is not None:
             self._take_workers(self.workers)
-        check_choice("link", self.link, get_args(WorkerLink))
-        check_choice("expert_exchange", self.expert_exchange, get_args(ExpertExchange))
-        if (self.link == "nccl") != (self.coordinator is not None):
-            raise ConfigError(
-                f"link is {self.link!r} and coordinator {self.coordinator!r}; nccl needs one, a HOST:PORT on "
-                "the first stage's machine, and transfer takes none"
-            )
 
     def _take_workers(self, workers: Sequence[str]) -> None:
         if isinstance(workers, str) or not workers:
@@ -217,39 +211,56 @@ class ParallelConfig:
         return self.workers is None and not self.worker_processes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RestartBound:
+@dataclass(frozen=True, kw_only=True)
+class RestartBound(Options):
     """Workers may be lost `restarts` times within `seconds`; after one more loss the engine fails."""
 
-    restarts: int = 5
-    seconds: float = 600.0
+    restarts: Annotated[
+        int,
+        "lost workers tolerated within --restart-window; one more stops the server",
+        "workers",
+        *(Named("max_restarts"), Whole(0, 1 << 20), In("serve")),
+    ] = 5
+    seconds: Annotated[
+        float,
+        "seconds over which --max-restarts counts",
+        "workers",
+        *(Named("restart_window"), check_seconds, In("serve")),
+    ] = 600.0
 
-    def __post_init__(self) -> None:
-        check_whole("restarts", self.restarts, 0, 1 << 20)
-        check_seconds("seconds", self.seconds)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Deadlines:
+@dataclass(frozen=True, kw_only=True)
+class Deadlines(Options):
     """Timeouts for workers in separate processes, in seconds.
 
-    `iteration_seconds`: for the tokens of the oldest iteration, since it was sent or its predecessor
-    returned. After that the engine master counts a worker as lost. `worker_seconds`: for a worker's device to
-    complete an iteration or allocate new caches. After that the worker exits. This is the longer one, so that
-    a worker that only waits for a lost neighbour learns of the new epoch first. `ready_seconds`: for all
-    workers to be ready for a new epoch, including a restart and the loading of weights. `retry_seconds`: the
-    interval between attempts to reach workers that are not ready. `look_seconds`: the longest wait between
-    two checks for an interruption.
+    `worker_seconds` is the longer one, so that a worker that only waits for a lost neighbour learns of the
+    new epoch before it gives up.
     """
 
-    iteration_seconds: float = 10.0
-    worker_seconds: float = 30.0
-    ready_seconds: float = 300.0
-    retry_seconds: float = 1.0
-    look_seconds: float = 0.05
+    iteration_seconds: Annotated[
+        float,
+        "seconds without a result after which an iteration's worker is lost",
+        "workers",
+        *(Named("iteration_timeout"), check_seconds, In("serve")),
+    ] = 10.0
+    worker_seconds: Annotated[
+        float,
+        "seconds after which a worker exits if its device hangs",
+        "workers",
+        *(Named("worker_timeout"), check_seconds, In("serve")),
+    ] = 30.0
+    ready_seconds: Annotated[
+        float,
+        "seconds for workers to start, load and compile, initially and after a loss",
+        "workers",
+        *(Named("ready_timeout"), check_seconds, In("serve")),
+    ] = 300.0
+    retry_seconds: float = 1.0  # between attempts to reach workers that are not ready
+    look_seconds: float = 0.05  # the longest wait between two checks for an interruption
 
     def __post_init__(self) -> None:
-        for name in ("iteration_seconds", "worker_seconds", "ready_seconds", "retry_seconds", "look_seconds"):
+        super().__post_init__()
+        for name in ("retry_seconds", "look_seconds"):
             check_seconds(name, getattr(self, name))
         if self.worker_seconds < self.iteration_seconds:
             raise ConfigError(
@@ -258,100 +269,133 @@ class Deadlines:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compiling:
-    """When programs are compiled, and where they are kept.
+@dataclass(frozen=True, kw_only=True)
+class Compiling(Options):
+    """When programs are compiled, and where they are kept (docs/compiling.md)."""
 
-    `compile_ahead` compiles all of them before the engine is ready; `on_compile` handles a program that is
-    missing afterwards. `compile_cache` is a folder, or None to keep nothing. With `ready_early` an engine on
-    a CPU is ready when the programs of a few buckets are compiled; those of the others follow while it serves
-    larger ones in their place. A deterministic engine and one with an encoder wait for all.
+    compile_ahead: Annotated[
+        bool,
+        "compile every program before the engine is ready; otherwise each on first use, while its request "
+        "waits. Workers in processes of their own always do",
+        *(Served(True), In("serve")),
+    ] = False
+    ready_early: Annotated[
+        bool,
+        "on a CPU: be ready when programs that every batch fits in are compiled; the rest, which save "
+        "padding, are compiled while serving. A deterministic engine and one with an encoder wait for all",
+        *(Served(True), In("serve")),
+    ] = False
+    on_compile: Annotated[
+        OnCompile,
+        "if a program is missing once the engine is ready: warn and compile it while requests wait, or fail "
+        "with an error",
+        In("serve", "worker"),
+    ] = "warn"
+    compile_cache: Annotated[
+        str | Path | None,
+        "folder for compiled programs, or 'none'; JAX_COMPILATION_CACHE_DIR changes the default (default: "
+        f"{COMPILE_CACHE})",
+        Also("worker"),
+    ] = COMPILE_CACHE
+
+
+@dataclass(frozen=True)
+class EngineConfig(Compiling, ParallelConfig, Sizes):
+    """All options of an engine: the arguments of `LLM`, and what every `orca` command that builds one takes.
+
+    `model` may also be the nnx.Module of a model that a user wrote. Raises ConfigError for options that
+    contradict each other.
     """
 
-    compile_ahead: bool = False
-    ready_early: bool = False
-    on_compile: OnCompile = "warn"
-    compile_cache: str | Path | None = COMPILE_CACHE
-
-    def __post_init__(self) -> None:
-        check_choice("on_compile", self.on_compile, get_args(OnCompile))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
-    """The complete configuration of an engine, for `LLM`, every `orca` command and each worker's process.
-
-    `LLM` documents the fields. `model` is a str, a Path, None, or the module of a model that a user wrote.
-    """
-
-    model: Any = None
-    load_format: LoadFormat = "auto"
-    generation_config: str = "auto"
-    tokenizer: str | None = None
-    dtype: Dtype | None = None
-    seed: int | None = None
-    attention: Attention | None = None
-    sizes: Sizes = Sizes()
-    parallel: ParallelConfig = ParallelConfig()
-    compiling: Compiling = Compiling()
+    model: Annotated[
+        Any,
+        "a directory, a name on the Hugging Face hub, a function package.file:function that makes a model of "
+        "your own, or a preset's name with --load-format dummy (default: the demo model)",
+    ] = None
+    _: KW_ONLY
+    load_format: Annotated[
+        LoadFormat,
+        "dummy: random weights of a preset or directory, without a tokenizer unless one is named; "
+        "packed: experts in MXFP4 stay packed",
+        Also("worker", "plan"),
+    ] = "auto"
+    dtype: Annotated[
+        Dtype | None,
+        "data type of weights, keys and values (default: float32 on a CPU, bfloat16 elsewhere)",
+        Also("worker", "plan"),
+    ] = None
+    tokenizer: Annotated[
+        str | Path | None,
+        "a tokenizer.json, or a directory with one and perhaps a chat template, for a model without its own, "
+        "or in its place (default: the model's)",
+        In("serve", "generate", "chat"),
+    ] = None
+    generation_config: Annotated[
+        str | Path,
+        "where generation_config.json is read for defaults of requests and for end-of-sequence tokens; auto: "
+        "the model's directory, none: nowhere, else a directory",
+        In("serve", "generate", "chat"),
+    ] = "auto"
+    seed: Annotated[
+        int | None,
+        "seed of requests without their own (default: random), and of dummy weights",
+        In("serve", "worker"),
+    ] = None
+    attention: Annotated[
+        Attention | None,
+        "attention implementation (default: a kernel on a Hopper GPU or a CPU, cuDNN on another NVIDIA GPU, "
+        "else pure JAX)",
+        *(Hidden("interpreted"), Also("worker")),
+    ] = None
+    control_secret: Annotated[str, "the secret that this process and its workers share", In()] = field(
+        default="", repr=False
+    )
     deadlines: Deadlines = Deadlines()
     restarts: RestartBound = RestartBound()
-    control_secret: str = field(default="", repr=False)
-    record: str | Path | None = None
-    record_bytes: int = RECORD_BYTES
+    record: Annotated[
+        Path | str | None,
+        "record all requests, outputs and iterations in this file, for `orca replay`; it contains prompts "
+        "(default: no recording)",
+        "logging",
+        In("serve"),
+    ] = None
+    record_bytes: Annotated[
+        int,
+        "maximum size of that file; the recording then stops",
+        "logging",
+        *(Whole(1 << 16, 1 << 50), In("serve")),
+    ] = 1 << 30
 
     def __post_init__(self) -> None:
-        check_whole("record_bytes", self.record_bytes, 1 << 16, 1 << 50)
-        check_choice("load_format", self.load_format, get_args(LoadFormat))
-        if not isinstance(self.generation_config, str) or not self.generation_config:  # pyright: ignore[reportUnnecessaryIsInstance]
+        super().__post_init__()
+        if not isinstance(self.generation_config, str | Path) or not str(self.generation_config):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
                 f"generation_config is {self.generation_config!r}; it must be 'auto', 'none' or a directory"
             )
-        if self.dtype is not None:
-            check_choice("dtype", self.dtype, get_args(Dtype))
-        if self.attention is not None:
-            check_choice("attention", self.attention, get_args(Attention))
-        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"seed is {self.seed!r}; it must be a whole number or None")
-        compiling = self.compiling
-        if self.parallel.workers is not None:
+        if self.workers is not None:
             self._refuse_worker_options()
-        elif (
-            compiling.on_compile == "error" and self.parallel.in_this_process and not compiling.compile_ahead
-        ):
+        elif self.on_compile == "error" and self.in_this_process and not self.compile_ahead:
             raise ConfigError(
                 'on_compile="error" needs compile_ahead, without which no program could be compiled; set '
                 "compile_ahead, or leave on_compile out"
             )
 
     def _refuse_worker_options(self) -> None:
-        for name, is_given in (
-            ("attention", self.attention is not None),
-            ("memory_fraction", self.sizes.memory_fraction is not None),
-            ("on_compile", self.compiling.on_compile == "error"),
-            ("command_buffer_collectives", self.sizes.command_buffer_collectives),
-            ("expert_exchange", self.parallel.expert_exchange != "auto"),
+        for name, default in (
+            ("attention", None),
+            ("memory_fraction", None),
+            ("on_compile", "warn"),
+            ("command_buffer_collectives", False),
+            ("expert_exchange", "auto"),
         ):
-            if is_given:
+            if getattr(self, name) != default:
                 raise ConfigError(f"{name} is set per worker; pass it to `orca worker`, not here")
-
-    @classmethod
-    def of(cls, **arguments: Any) -> Self:
-        """From the keyword arguments of `LLM`: the fields of Sizes, ParallelConfig and Compiling by name.
-
-        Raises ConfigError, and TypeError for an unknown name.
-        """
-        parts: dict[str, Any] = {}
-        for name, part in (("sizes", Sizes), ("parallel", ParallelConfig), ("compiling", Compiling)):
-            names = [field.name for field in fields(part) if field.name in arguments]
-            parts[name] = part(**{name: arguments.pop(name) for name in names})
-        return cls(**parts, **arguments)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of `dataclasses.asdict`. Raises ConfigError, and TypeError for an unknown name."""
         parts: dict[str, Any] = {
-            field.name: type(field.default) for field in fields(cls) if is_dataclass(field.default)
+            each.name: type(each.default) for each in fields(cls) if is_dataclass(each.default)
         }
         return cls(
             **{name: parts[name](**value) if name in parts else value for name, value in values.items()}

@@ -5,48 +5,41 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from flax import nnx
 
-from orca_jax.config import (
-    COMPILE_CACHE,
-    RECORD_BYTES,
-    Attention,
-    Deadlines,
-    Dtype,
-    EngineConfig,
-    ExpertExchange,
-    LoadFormat,
-    OnCompile,
-    RestartBound,
-)
+from orca_jax.config import EngineConfig
 from orca_jax.engine.owned_pipeline import StartWorkers
 from orca_jax.errors import EngineError, InvalidRequest, ServiceClosed
 from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
+from orca_jax.families.trainers.formats import Layout
 from orca_jax.launch.own_model import count_parameters, find_any_model
 from orca_jax.launch.replay import recording_header
 from orca_jax.launch.start_engine import start_engine
+from orca_jax.options import takes
+from orca_jax.request.beam_search import EarlyStopping
 from orca_jax.request.chat.chat_prompts import ChatPrompts
 from orca_jax.request.chat.template_files import load_chat_template
+from orca_jax.request.pooled_vector import Vector, embedding
+from orca_jax.request.pooling import Pooling, check_dimensions
 from orca_jax.request.prompts import (
     CheckedPrompt,
     decoder_token_ids,
     listed_pairs,
+    listed_prompts,
     one_for_each,
     prompt_token_ids,
 )
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
-from orca_jax.scheduling_config import PolicyName, QueueOrder, Reservation
-from orca_jax.service.beam_searching import BeamSearching
-from orca_jax.service.embeddings import Embedding
+from orca_jax.service.embeddings import pooled_prompt, pooled_vectors
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.generation import Generation, GenerationResult
-from orca_jax.service.operable import Operable
+from orca_jax.service.interludes import Running
 from orca_jax.service.orca import SCHEDULER_THREAD, Orca
 from orca_jax.service.prepared_params import OutputRules
 from orca_jax.service.recorder import Recorder
@@ -58,173 +51,39 @@ Message = Mapping[str, Any]
 _LOGGER = logging.getLogger("orca_jax.model")
 
 
-class LLM(Operable, BeamSearching, Embedding):
-    """A loaded model that continues prompts; a context manager. All methods are thread-safe.
+@dataclass(frozen=True, kw_only=True)
+class Start(EngineConfig):
+    """An engine's options, and who hears of its start.
 
-    `model` is None for the demo model in the package, a directory, a name on the Hugging Face hub, or with
-    `load_format="dummy"` a preset's name. Dummy weights are random, drawn from `seed` (default 0), and
-    have no tokenizer unless `tokenizer` names one: else prompts are token ids and texts are empty. A
-    model of one's own is an nnx.Module, or "package.file:function" for what makes it (docs/training.md).
-    "packed" keeps experts in MXFP4 (docs/ experts.md). `dtype` is float32 on a CPU, else bfloat16. `seed`
-    also seeds requests without their own.
-
-    The attribute `generation_defaults` has the sampling parameters that the model recommends, and the
-    model's end-of-sequence tokens include the recommended ones. `generation_config` says where they come
-    from: "auto" is generation_config.json in the model's directory, "none" nowhere, anything else a
-    directory (docs/generation.md). `tokenizer` is a tokenizer.json, or a directory with one and perhaps a
-    chat template, for a model without one or in place of the model's own.
-
-    For `max_batch_size`, `n_slots`, `max_batch_tokens`, `block_size` and the `max_queue` limits see
-    ServingConfig. `n_slots` defaults to the largest number that fits into `memory_fraction` of each device's
-    memory next to weights, tables and temporaries, and at most to what all admitted requests can reserve
-    (docs/plan.md). On a GPU that is all the memory that JAX reserves; on a CPU it is one full batch of the
-    longest requests, in at most 2 GiB. `max_batch_tokens` defaults to 2048, or to the model's positions if
-    they are more. `deterministic` makes each output bit for bit independent of other requests, but slower
-    (docs/generation.md).
-
-    `policy="orca"` is Algorithm 1 and nothing else. By default the scheduler also splits long prompts over
-    iterations (`chunked_prefill`, at most `prefill_tokens` tokens in an iteration that delays others), reuses
-    the keys and values of earlier prompts (`prefix_caching`), and gives requests memory as they grow
-    (`reservation="on-demand"`; "full" is Algorithm 1's). `scheduling_policy` orders waiting requests:
-    "fcfs", "priority", "fair" or "longest-prefix" (docs/scheduling.md).
-
-    `attention` defaults to the best choice for device and model: "kernel" (Hopper GPUs), "cudnn" (other
-    NVIDIA GPUs from Ampere on), "native" (CPUs with a C compiler), or pure JAX ("static", "follow_lengths").
-
-    The model is split into `pipeline_parallel` stages of whole layers, and each layer over `tensor_parallel`
-    devices (docs/parallelism.md), using the first devices of JAX. `command_buffer_collectives` records a
-    split layer's sums into a GPU's command buffers; `expert_exchange` is in docs/experts.md. `overlap` issues
-    an iteration while the previous one runs; without it the scheduler is exactly Algorithm 1.
-
-    With `worker_processes` each stage runs in its own process on this machine, and is restarted if it dies.
-    `workers` are the control ports of running workers, "host:port", stage 1 first; they must serve the same
-    model and share `control_secret`, if there is one. `deadlines` are the workers' timeouts, and `restarts`
-    limits how often they may be lost. `on_event(line)` receives a line for each event of a worker process
-    and for each worker that is waited for (docs/workers.md).
-
-    With `compile_ahead` every program is compiled before the constructor returns, `on_program(done, total,
-    name)` receives the progress, and a program that is then missing is compiled with a warning, or with
-    `on_compile="error"` the engine fails. Otherwise each is compiled on first use, while its request waits.
-    Workers in separate processes always compile ahead. `compile_cache` is the folder for compiled programs,
-    in JAX's own cache (one per process); the variable JAX_COMPILATION_CACHE_DIR changes the default, and None
-    keeps nothing (docs/compiling.md). `on_load(done, total)` receives the bytes read of a checkpoint's files.
-
-    `record` is a file of at most `record_bytes`, for `orca replay` (docs/serving.md); it has all prompts.
-
-    Raises ConfigError or a CheckpointError.
+    `on_load(done, total)` receives the bytes read of a checkpoint's files, `on_program(done, total, name)`
+    each program that is compiled ahead, and `on_event(line)` a line for each event of a worker process and
+    each worker that is waited for (docs/workers.md). `start_workers` starts worker processes elsewhere than
+    on this machine.
     """
 
-    def __init__(
-        self,
-        model: str | Path | nnx.Module | None = None,
-        *,
-        max_batch_size: int = 32,
-        n_slots: int | None = None,
-        max_batch_tokens: int | None = None,
-        dtype: Dtype | None = None,
-        load_format: LoadFormat = "auto",
-        generation_config: str | Path = "auto",
-        tokenizer: str | Path | None = None,
-        seed: int | None = None,
-        tensor_parallel: int = 1,
-        pipeline_parallel: int = 1,
-        overlap: bool = True,
-        block_size: int = 16,
-        max_queue: int = 1 << 20,
-        max_queue_bytes: int = 1 << 50,
-        max_queue_share: float = 1.0,
-        deterministic: bool = False,
-        command_buffer_collectives: bool = False,
-        expert_exchange: ExpertExchange = "auto",
-        memory_fraction: float | None = None,
-        policy: PolicyName = "default",
-        chunked_prefill: bool | None = None,
-        prefill_tokens: int | None = None,
-        prefix_caching: bool | None = None,
-        reservation: Reservation | None = None,
-        scheduling_policy: QueueOrder = "fcfs",
-        attention: Attention | None = None,
-        workers: Sequence[str] | None = None,
-        worker_processes: bool = False,
-        control_secret: str = "",
-        deadlines: Deadlines | None = None,
-        restarts: RestartBound | None = None,
-        compile_ahead: bool = False,
-        on_compile: OnCompile = "warn",
-        compile_cache: str | Path | None = COMPILE_CACHE,
-        record: str | Path | None = None,
-        record_bytes: int = RECORD_BYTES,
-        on_load: Callable[[int, int], None] | None = None,
-        on_program: Callable[[int, int, str], object] | None = None,
-        on_event: Callable[[str], None] | None = None,
-    ) -> None:
-        config = EngineConfig.of(
-            model=model,
-            max_batch_size=max_batch_size,
-            n_slots=n_slots,
-            max_batch_tokens=max_batch_tokens,
-            dtype=dtype,
-            load_format=load_format,
-            generation_config=str(generation_config),
-            tokenizer=None if tokenizer is None else str(tokenizer),
-            seed=seed,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-            overlap=overlap,
-            block_size=block_size,
-            max_queue=max_queue,
-            max_queue_bytes=max_queue_bytes,
-            max_queue_share=max_queue_share,
-            deterministic=deterministic,
-            command_buffer_collectives=command_buffer_collectives,
-            expert_exchange=expert_exchange,
-            memory_fraction=memory_fraction,
-            policy=policy,
-            chunked_prefill=chunked_prefill,
-            prefill_tokens=prefill_tokens,
-            prefix_caching=prefix_caching,
-            reservation=reservation,
-            scheduling_policy=scheduling_policy,
-            attention=attention,
-            workers=workers,
-            worker_processes=worker_processes,
-            control_secret=control_secret,
-            deadlines=deadlines or Deadlines(),
-            restarts=restarts or RestartBound(),
-            compile_ahead=compile_ahead,
-            on_compile=on_compile,
-            compile_cache=compile_cache,
-            record=record,
-            record_bytes=record_bytes,
-        )
-        self._start(config, on_load, on_program, on_event)
+    on_load: Callable[[int, int], None] | None = None
+    on_program: Callable[[int, int, str], object] | None = None
+    on_event: Callable[[str], None] | None = None
+    start_workers: StartWorkers | None = None
 
-    @classmethod
-    def from_config(
-        cls,
-        config: EngineConfig,
-        *,
-        on_load: Callable[[int, int], None] | None = None,
-        on_program: Callable[[int, int, str], object] | None = None,
-        on_event: Callable[[str], None] | None = None,
-        start_workers: StartWorkers | None = None,
-    ) -> Self:
-        """Load a model from an EngineConfig. `start_workers` is for worker processes elsewhere than here."""
-        llm = cls.__new__(cls)
-        llm._start(config, on_load, on_program, on_event, start_workers)
-        return llm
 
-    def _start(
-        self,
-        config: EngineConfig,
-        on_load: Callable[[int, int], None] | None,
-        on_program: Callable[[int, int, str], object] | None,
-        on_event: Callable[[str], None] | None,
-        start: StartWorkers | None = None,
-    ) -> None:
+class LLM:
+    """A loaded model that continues prompts; a context manager. All methods are thread-safe.
+
+    The arguments of the constructor are the fields of EngineConfig, described in docs/options.md, and those
+    of Start: `LLM("DIRECTORY", max_batch_size=64, dtype="bfloat16", on_load=print)`. It raises ConfigError,
+    a CheckpointError, or TypeError for an argument that does not exist.
+
+    The attribute `generation_defaults` has the sampling parameters that the model recommends, and the model's
+    end-of-sequence tokens include the recommended ones (docs/generation.md).
+    """
+
+    @takes(Start)
+    def __init__(self, start: Start) -> None:
+        config = EngineConfig.part_of(start)
         found = find_any_model(config)
         if found.note:
-            (on_event or _LOGGER.warning)(found.note)
+            (start.on_event or _LOGGER.warning)(found.note)
         self.name = found.name
         self.directory = found.directory
         self.text_directory = found.text_directory
@@ -234,7 +93,12 @@ class LLM(Operable, BeamSearching, Embedding):
         recorder = None if config.record is None else Recorder(config.record, max_bytes=config.record_bytes)
         self._compiles = CompileCounter()
         built = start_engine(
-            found, config, on_load=on_load, on_program=on_program, on_event=on_event, start_workers=start
+            found,
+            config,
+            on_load=start.on_load,
+            on_program=start.on_program,
+            on_event=start.on_event,
+            start_workers=start.start_workers,
         )
         if recorder is not None:
             recorder.begin(recording_header(config, built))
@@ -258,12 +122,32 @@ class LLM(Operable, BeamSearching, Embedding):
         )
         assert built.memory is not None
         self._controls = EngineControls(self._service, built.memory)
-        if config.compiling.compile_ahead and config.parallel.in_this_process:
-            self._compiles.watch(SCHEDULER_THREAD, config.compiling.on_compile)
+        if config.compile_ahead and config.in_this_process:
+            self._compiles.watch(SCHEDULER_THREAD, config.on_compile)
         self._service.start()
         if built.compile_later is not None:
             built.compile_later(self._service.timeline.use_buckets)
         self._finalizer = weakref.finalize(self, _close_quietly, self._service, self._close_engine)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        *,
+        on_load: Callable[[int, int], None] | None = None,
+        on_program: Callable[[int, int, str], object] | None = None,
+        on_event: Callable[[str], None] | None = None,
+        start_workers: StartWorkers | None = None,
+    ) -> Self:
+        """Load a model from an EngineConfig; the other arguments are those of the constructor."""
+        options: dict[str, Any] = {each.name: getattr(config, each.name) for each in fields(config)}
+        return cls(
+            **options,
+            on_load=on_load,
+            on_program=on_program,
+            on_event=on_event,
+            start_workers=start_workers,
+        )
 
     @property
     def service(self) -> Orca:
@@ -407,6 +291,40 @@ class LLM(Operable, BeamSearching, Embedding):
         prepared = self._prepared(prompt, decoder_prompt, params, scheduling)
         return self.service.submit(*prepared, request_id=request_id)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        beam_width: int,
+        max_tokens: int = 16,
+        n: int = 1,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        decoder_prompts: Prompt | Sequence[Prompt] | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[GenerationResult]:
+        """The `n` best outputs of each prompt with their `score`; those of a prompt are adjacent, best first.
+
+        The search has `beam_width` beams, 1 to 16 and at most `max_batch_size`; see SamplingParams for the
+        other parameters. Prompts and errors are those of `generate`.
+        """
+        sampling = SamplingParams(
+            use_beam_search=True,
+            best_of=beam_width,
+            n=n,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            stop_token_ids=tuple(stop_token_ids),
+            ignore_eos=ignore_eos,
+        )
+        return self.generate(
+            prompts, sampling, decoder_prompts=decoder_prompts, priority=priority, cache_salt=cache_salt
+        )
+
     def _prepared(
         self, prompt: object, begun: object, params: SamplingParams, scheduling: SchedulingParams
     ) -> tuple[CheckedPrompt, OutputRules]:
@@ -437,11 +355,111 @@ class LLM(Operable, BeamSearching, Embedding):
         lists = [listed_token_ids(self.name, i, token_ids) for i, token_ids in enumerate(token_id_lists)]
         return scores(self.service, lists, n_prompt, SchedulingParams(priority=priority))
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        dimensions: int | None = None,
+        normalize: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[Vector]:
+        """A vector for each prompt (one or a list, as in `generate`), from its final hidden states.
+
+        These are what the model's head reads, after the final norm; of a model of one's own, what its last
+        layer leaves. `pooling` "last" takes the last token's, "mean" the mean over all tokens. A vector is
+        cut to its first `dimensions` numbers, by default all, and then has length 1 unless `normalize` is
+        False. Requests for them run in the same batches as all others.
+
+        Checks everything before running anything; raises a subclass of InvalidRequest that names the prompt.
+        Raises EngineError if the engine fails, and ServiceClosed after `close`.
+        """
+        service = self.service
+        check_dimensions(dimensions, service.model.embedding.size)
+        scheduling = SchedulingParams(priority=priority, cache_salt=cache_salt)
+        checked: list[tuple[CheckedPrompt, OutputRules]] = []
+        for i, prompt in enumerate(listed_prompts(prompts)):
+            try:
+                token_ids = prompt_token_ids(self.name, self.tokenizer, prompt)
+                checked.append(pooled_prompt(service, token_ids, pooling, scheduling))
+            except InvalidRequest as error:
+                raise type(error)(f"prompt {i}: {error}", param=error.param) from error
+        vectors = pooled_vectors(service, checked)
+        return [embedding(vector, dimensions=dimensions, normalize=normalize) for vector in vectors]
+
     @property
     def controls(self) -> EngineControls:
-        """The controls behind `update_weights`, `sleep` and `pause`. Raises ServiceClosed after `close`."""
+        """The engine as its operator or trainer controls it. Raises ServiceClosed after `close`.
+
+        `update_weights`, `sleep` and `pause` have an argument `running`, which says what becomes of requests
+        that have begun: they finish first ("finish"), within `timeout` seconds, while others wait; or end as
+        cancelled ("abort"); or stop between two iterations and go on afterwards ("continue").
+        RequestsStillRunning says that they did not finish; nothing has changed then. Each of these methods
+        also raises ServiceClosed, and EngineError if the engine has failed.
+        """
         assert self.service
         return self._controls
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the weights: 0 as loaded, and counted up by `update_weights`."""
+        return self.controls.weights_version
+
+    def update_weights(
+        self,
+        weights: object,
+        *,
+        version: int | None = None,
+        running: Running = "finish",
+        timeout: float = 600.0,
+        cast: bool = False,
+        lora_scale: float = 1.0,
+        layout: Layout | None = None,
+    ) -> int:
+        """Replace the weights between two iterations, without a compile; return their version.
+
+        `weights` is a dict of arrays by the names of `families.parameters`, an nnx.State or nnx.Module with
+        such paths, or the directory of a checkpoint of the same model. Names and forms may also be those of
+        MaxText, Tunix or Gemma's own code: arrays of another `layout` than the given one are refused; without
+        it their names say whose they are. Arrays are copied; `cast` allows other floating dtypes. Names that
+        end in .lora_a and .lora_b are adapters, which are merged times `lora_scale` (docs/training.md).
+        `version`, by default one more than before, must be later than that.
+
+        Requests that "continue" keep their tokens; all keys and values are computed again, so each further
+        token depends on the new weights alone.
+
+        Raises ConfigError, a CheckpointError that names what differs, or RequestsStillRunning; the weights
+        are then as before. Raises EngineError, and the engine has failed, if a device or a file fails midway.
+        """
+        return self.controls.update_weights(
+            weights,
+            version=version,
+            running=running,
+            timeout=timeout,
+            cast=cast,
+            lora_scale=lora_scale,
+            layout=layout,
+        )
+
+    def sleep(self, level: int = 1, *, running: Running = "finish", timeout: float = 600.0) -> None:
+        """Give back the memory of keys and values; with level 2 that of weights too, which go to the host.
+
+        New requests are refused with EngineAsleep until `wake_up`. Raises ConfigError for another level.
+        """
+        self.controls.sleep(level, running=running, timeout=timeout)
+
+    def wake_up(self, *, timeout: float = 600.0) -> None:
+        """End a sleep: bring the weights back, unless `update_weights` did, and make empty caches."""
+        self.controls.wake_up(timeout=timeout)
+
+    def pause(self, *, running: Running = "continue", timeout: float = 600.0) -> None:
+        """Issue no iteration until `resume`; requests are accepted and wait."""
+        self.controls.pause(running=running, timeout=timeout)
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.controls.resume()
 
     def close(self) -> None:
         """Cancel running requests and free the device's memory. Idempotent."""

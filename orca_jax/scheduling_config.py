@@ -1,10 +1,11 @@
-"""What the scheduler does beyond Algorithm 1, checked on construction."""
+"""What the scheduler does beyond Algorithm 1: the options, and the configuration that follows from them."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from orca_jax.checks import check_choice, check_flag, check_seconds, check_whole
+from orca_jax.checks import Whole, check_seconds
 from orca_jax.errors import ConfigError
+from orca_jax.options import Options
 
 # orca: Algorithm 1 and nothing else. default: with the extensions that the other fields turn on.
 PolicyName = Literal["default", "orca"]
@@ -14,40 +15,56 @@ Reservation = Literal["full", "on-demand"]
 QueueOrder = Literal["fcfs", "priority", "fair", "longest-prefix"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulingConfig:
-    """What the scheduler does beyond Algorithm 1 (docs/scheduling.md).
+@dataclass(frozen=True, kw_only=True)
+class SchedulingOptions(Options):
+    """The scheduler's options (docs/scheduling.md). None: on, except where another option excludes it."""
 
-    `chunked_prefill` splits a prompt over iterations to fill the batches of running requests; an iteration
-    that delays them has at most `prefill_tokens` prompt tokens (None: no limit but `max_batch_tokens`).
-    `prefix_caching` reuses the keys and values of earlier prompts. With the reservation "on-demand" a request
-    grows block by block, and may be preempted and computed again.
+    policy: Annotated[
+        PolicyName,
+        "orca: Algorithm 1 of the paper and nothing else; it excludes the flags below",
+    ] = "default"
+    chunked_prefill: Annotated[
+        bool | None,
+        "split long prompts over iterations, so that they do not delay others (default: on)",
+    ] = None
+    prefill_tokens: Annotated[
+        int | None,
+        "maximum number of prompt tokens in an iteration that delays others (default: from the device)",
+        Whole(1, 1 << 20),
+    ] = None
+    prefix_caching: Annotated[
+        bool | None, "reuse the keys and values of prompts that begin alike (default: on)"
+    ] = None
+    reservation: Annotated[
+        Reservation | None,
+        "full: keep room in the KV cache for the longest possible output; on-demand: block by block, and "
+        "preempt the latest request if none is left (default: on-demand)",
+    ] = None
+    scheduling_policy: Annotated[
+        QueueOrder,
+        "order of waiting requests: by arrival, by `priority` (lower first), equal shares of the tokens for "
+        "each API key, or among the first 16 the longest cached beginning first",
+    ] = "fcfs"
 
-    `order` is the order of waiting requests. With "priority", one level of priority counts as much as
-    `aging_seconds` of waiting. With "fair", owners get equal shares of the tokens. With "longest-prefix", of
-    the first few by arrival those with the longest cached beginning go first.
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingConfig(SchedulingOptions):
+    """The scheduler's options, none of them open.
+
+    With the scheduling policy "priority", one level of priority counts as much as `aging_seconds` of waiting.
     """
 
-    policy: PolicyName = "default"
     chunked_prefill: bool = True
-    prefill_tokens: int | None = None
     prefix_caching: bool = True
     reservation: Reservation = "on-demand"
-    order: QueueOrder = "fcfs"
     aging_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        check_choice("policy", self.policy, get_args(PolicyName))
-        check_choice("reservation", self.reservation, get_args(Reservation))
-        check_choice("scheduling_policy", self.order, get_args(QueueOrder))
-        check_flag("chunked_prefill", self.chunked_prefill)
-        check_flag("prefix_caching", self.prefix_caching)
+        super().__post_init__()
         check_seconds("aging_seconds", self.aging_seconds)
-        if self.prefill_tokens is not None:
-            check_whole("prefill_tokens", self.prefill_tokens, 1, 1 << 20)
         if self.policy == "orca":
             self._refuse("policy 'orca' is Algorithm 1 and nothing else", order=True)
-        if self.order == "longest-prefix" and not self.prefix_caching:
+        if self.scheduling_policy == "longest-prefix" and not self.prefix_caching:
             message = "scheduling_policy 'longest-prefix' orders requests by the prefix cache"
             raise ConfigError(f"{message}; leave it out, or prefix_caching=False")
 
@@ -66,7 +83,7 @@ class SchedulingConfig:
             "prefill_tokens": self.prefill_tokens is not None,
             "prefix_caching": self.prefix_caching,
             "reservation 'on-demand'": self.on_demand,
-            f"scheduling_policy {self.order!r}": order and self.order != "fcfs",
+            f"scheduling_policy {self.scheduling_policy!r}": order and self.scheduling_policy != "fcfs",
         }
         refused = [name for name, is_asked in asked.items() if is_asked]
         if refused:

@@ -7,6 +7,7 @@ from typing import get_args
 import orca_jax
 from orca_jax.config import Dtype
 from orca_jax.families.trainers.formats import FORMATS
+from server.settings.command_flags import PlanFlags, WorkerFlags
 from server.settings.command_parser import CommandParser
 from server.settings.flags import (
     COMPILE_OPTIONS,
@@ -18,7 +19,6 @@ from server.settings.flags import (
     argparse_type,
 )
 from server.settings.foreign_flags import add_foreign_flags
-from server.settings.options import PlanFlags, WorkerFlags
 from server.settings.sampling_flags import add_chat_sampling_flags, add_sampling_flags, text_or_file
 
 SHELLS = ("bash", "zsh", "fish")

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 from bench.stages import BLOCK_SIZE, Built, SplitBench, measure_split, numbers, parse, sizes_of
-from orca_jax.config import Deadlines, EngineConfig, ParallelConfig, RestartBound, ServingConfig, Sizes
+from orca_jax.config import Deadlines, EngineConfig, RestartBound, ServingConfig
 from orca_jax.engine.local_processes import WorkerProcesses
 from orca_jax.engine.owned_pipeline import owned_pipeline
 from orca_jax.families.presets.by_name import PRESETS
@@ -23,14 +23,12 @@ class StagesInProcesses:
             EngineConfig(
                 model=preset,
                 load_format="dummy",
-                sizes=Sizes(
-                    max_batch_size=rows,
-                    n_slots=rows * self.n_stages * round_up(self.model.n_positions, BLOCK_SIZE),
-                    block_size=BLOCK_SIZE,
-                ),
-                parallel=ParallelConfig(
-                    pipeline_parallel=self.n_stages, tensor_parallel=tensor, worker_processes=True
-                ),
+                max_batch_size=rows,
+                n_slots=rows * self.n_stages * round_up(self.model.n_positions, BLOCK_SIZE),
+                block_size=BLOCK_SIZE,
+                pipeline_parallel=self.n_stages,
+                tensor_parallel=tensor,
+                worker_processes=True,
                 restarts=RestartBound(restarts=0),
                 deadlines=Deadlines(iteration_seconds=60, worker_seconds=60, ready_seconds=600),
             ),

@@ -29,15 +29,13 @@ class WorkerProcesses:
     same_machine = True
 
     def __init__(self, config: EngineConfig, *, on_event: Callable[[str], None]) -> None:
-        parallel, fraction = config.parallel, config.sizes.memory_fraction
-        stages = range(parallel.pipeline_parallel)
+        stages, fraction = range(config.pipeline_parallel), config.memory_fraction
         gpus = visible_gpus(os.environ, [path.name for path in _DEVICES.glob("nvidia*")])
         environments = [
-            worker_environment(stage, parallel, os.environ, gpus, memory_fraction=fraction)
-            for stage in stages
+            worker_environment(stage, config, os.environ, gpus, memory_fraction=fraction) for stage in stages
         ]
         if gpus and not sets_memory(os.environ):  # the processes' environments set it; each may use all of it
-            config = replace(config, sizes=replace(config.sizes, memory_fraction=None))
+            config = replace(config, memory_fraction=None)
         self._directory = Path(tempfile.mkdtemp(prefix="orca-"))  # mode 0700
         addresses = [f"unix:{self._directory}/{stage + 1}" for stage in stages]
         self._supervisor = Supervisor(

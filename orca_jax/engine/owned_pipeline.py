@@ -42,7 +42,7 @@ def owned_pipeline(
 
     Raises as `start` and `remote_pipeline` do, after ending all processes.
     """
-    check_split(model, config.parallel)
+    check_split(model, config)
     owned = start(config, on_event=on_event)
     try:
         built = remote_pipeline(name, model, config, owned.workers, on_event=on_event)

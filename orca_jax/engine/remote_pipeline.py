@@ -62,8 +62,8 @@ def remote_pipeline(
     Raises ConfigError (WorkerRefused, WorkerUnreachable) for workers that do not match, and EngineError if
     they do not come up; both close all lines.
     """
-    n_stages = config.parallel.pipeline_parallel
-    check_split(model, config.parallel)
+    n_stages = config.pipeline_parallel
+    check_split(model, config)
     terms = [
         JoinTerms(
             model=name,
@@ -94,7 +94,7 @@ def remote_pipeline(
 def _pipeline(
     model: ModelConfig, config: EngineConfig, workers: StageWorkers, channel: ControlChannel
 ) -> BuiltEngine:
-    n_stages, deadlines = config.parallel.pipeline_parallel, config.deadlines
+    n_stages, deadlines = config.pipeline_parallel, config.deadlines
     about = channel.about
     dtypes = [worker.dtype for worker in about]
     if len(set(dtypes)) > 1:
@@ -113,7 +113,7 @@ def _pipeline(
         for stage, worker in zip(layers, about, strict=True)
     ]
     on_cpu = all(worker.device == CPU for worker in about)
-    serving = serving_config(model, config.sizes, rooms, coarse_buckets=not on_cpu, device=about[0].device)
+    serving = serving_config(model, config, rooms, coarse_buckets=not on_cpu, device=about[0].device)
     shape = engine_shape(model, serving, n_workers=n_stages)
     if most_bytes(shape) > MAX_FRAME:
         message = (
@@ -152,7 +152,7 @@ def _pipeline(
         buckets=shape.buckets,
         dtype=dtypes[0],
         device=_distinct([worker.device for worker in about]),
-        stages=f"{split_summary(model.n_layers, config.parallel)}, each in its own process",
+        stages=f"{split_summary(model.n_layers, config)}, each in its own process",
         attention=_distinct([worker.attention for worker in about]),
         close=channel.close,
     )

@@ -42,22 +42,22 @@ def loaded_engine(
         own = found.config
         build_all_ahead(
             own.head_size,
-            config.sizes.block_size,
+            config.block_size,
             dtype,
             experts=own.kind_of_experts,
             value_size=own.attention.value_part,
-            steady=config.sizes.deterministic,
+            steady=config.deterministic,
         )
-    parts = split_model(found.config, devices, config.parallel)
+    parts = split_model(found.config, devices, config)
     module = None
     if found.own is None:
         model, parameters = load_stages(found, parts, config, jnp.dtype(dtype), on_load)
     else:
         module = own_stages(found.own, found.config, parts, jnp.dtype(dtype))
         model, parameters = found.config, module
-    n_devices = config.parallel.n_devices
+    n_devices = config.n_devices
     serving = chosen_sizes(
-        model, jnp.dtype(dtype), parts, config.sizes, n_devices=n_devices, attention=config.attention
+        model, jnp.dtype(dtype), parts, config, n_devices=n_devices, attention=config.attention
     )
     buckets = serving_buckets(serving)
     built = build_engine(
@@ -67,7 +67,7 @@ def loaded_engine(
         parts,
         buckets=buckets,
         attention=config.attention,
-        compile_ahead=config.compiling.compile_ahead,
+        compile_ahead=config.compile_ahead,
         ready_early=_may_be_ready_early(config, model) and devices[0].platform == "cpu",
         on_program=on_program,
     )
@@ -87,7 +87,7 @@ def loaded_engine(
         buckets=built.workers.sizes.buckets,
         dtype=dtype,
         device=device_name(devices[0]),
-        stages=split_summary(model.n_layers, config.parallel),
+        stages=split_summary(model.n_layers, config),
         attention=built.attention,
         compile_later=None if later is None else later.start,
         close=_nothing_to_close if later is None else later.close,
@@ -99,7 +99,7 @@ def _may_be_ready_early(config: EngineConfig, model: ModelConfig) -> bool:
 
     There XLA would try out kernels in the memory that is left, beside iterations that disturb its clock.
     """
-    return config.compiling.ready_early and not config.sizes.deterministic and model.encoder is None
+    return config.ready_early and not config.deterministic and model.encoder is None
 
 
 def _nothing_to_close() -> None:

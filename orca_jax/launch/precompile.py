@@ -46,7 +46,7 @@ def compile_model(
     **arguments: Any,
 ) -> CompiledModel:
     """Call `compile_engine` with the keyword arguments of `orca_jax.LLM`."""
-    return compile_engine(EngineConfig.of(model=model, **arguments), on_program=on_program)
+    return compile_engine(EngineConfig(model=model, **arguments), on_program=on_program)
 
 
 def compile_engine(
@@ -57,28 +57,25 @@ def compile_engine(
     A preset's name needs no `load_format` here. With `worker_processes` each stage is compiled for the first
     devices, which its own process will see. Raises ConfigError or a CheckpointError.
     """
-    parallel = engine.parallel
-    cache = engine.compiling.compile_cache
+    cache = engine.compile_cache
     if cache is None:
         raise ConfigError(
             "compile_cache is none, so no program would be kept; name a folder, or leave it out"
         )
-    if parallel.workers is not None:
+    if engine.workers is not None:
         raise ConfigError("remote workers compile their own programs; leave workers out")
     found = find_config(engine.model, engine.load_format)
     folder = keep_compiled_programs(cache)
     assert folder is not None
-    devices, n_devices = jax.devices(), parallel.n_devices
+    devices, n_devices = jax.devices(), engine.n_devices
     element = jnp.dtype(engine.dtype or default_dtype(devices[0]))
-    if parallel.worker_processes:
-        stages = range(parallel.pipeline_parallel)
-        parts = tuple(one_stage(found, devices, parallel, stage) for stage in stages)
+    if engine.worker_processes:
+        stages = range(engine.pipeline_parallel)
+        parts = tuple(one_stage(found, devices, engine, stage) for stage in stages)
     else:
-        parts = split_model(found, devices, parallel)
+        parts = split_model(found, devices, engine)
     config = found.for_devices(len(parts[0].group))
-    serving = chosen_sizes(
-        config, element, parts, engine.sizes, n_devices=n_devices, attention=engine.attention
-    )
+    serving = chosen_sizes(config, element, parts, engine, n_devices=n_devices, attention=engine.attention)
     shape = engine_shape(config, serving, n_workers=len(parts))
     workers = [
         Worker(
@@ -94,7 +91,7 @@ def compile_engine(
     ]
     programs = programs_by_stage(workers, batch_sizes(shape))
     with closing(CompileCounter()) as counter:
-        if parallel.worker_processes:
+        if engine.worker_processes:
             _compile_by_stage(parts, programs, cache, on_program)
         else:
             compile_all([program for stage in programs for program in stage], on_program)

@@ -3,18 +3,19 @@
 
 import platform
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from orca_jax.config import EngineConfig
+from orca_jax.config import EngineConfig, ServingOptions
 from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.errors import BadRecording, ConfigError
 from orca_jax.launch.own_model import find_any_model
 from orca_jax.launch.start_engine import start_engine
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling_config import SchedulingOptions
 from orca_jax.service.prepared_params import RuleMaker
 from orca_jax.service.recording import Recording, read_recording
 from orca_jax.service.replay import Replay, ReplayReport, recorded_serving
@@ -31,16 +32,16 @@ def recording_header(config: EngineConfig, built: BuiltEngine) -> dict[str, Any]
         "n_positions": built.model.n_positions,
         "vocab_size": built.model.vocab_size,
         "load_format": config.load_format,
-        "generation_config": config.generation_config,
-        "tokenizer": config.tokenizer,
+        "generation_config": str(config.generation_config),
+        "tokenizer": None if config.tokenizer is None else str(config.tokenizer),
         "weights_seed": config.seed or 0,
         "dtype": built.dtype,
         "asked_attention": config.attention,
-        "tensor_parallel": config.parallel.tensor_parallel,
-        "expert_exchange": config.parallel.expert_exchange,
+        "tensor_parallel": config.tensor_parallel,
+        "expert_exchange": config.expert_exchange,
         "n_workers": built.engine.n_workers,
         "keeps_tokens": built.engine.keeps_tokens,
-        "compile_ahead": config.compiling.compile_ahead,
+        "compile_ahead": config.compile_ahead,
         "serving": asdict(built.serving),
     }
 
@@ -87,8 +88,7 @@ def _engine_config(recording: Recording, model: str | Path | None) -> EngineConf
     header = recording.header
     try:
         serving = recorded_serving(recording)
-        scheduling = serving.scheduling
-        return EngineConfig.of(
+        return EngineConfig(
             model=header["model"] if model is None else model,
             load_format=header["load_format"],
             generation_config=header["generation_config"],
@@ -99,19 +99,8 @@ def _engine_config(recording: Recording, model: str | Path | None) -> EngineConf
             tensor_parallel=header["tensor_parallel"],
             expert_exchange=header.get("expert_exchange", "auto"),
             pipeline_parallel=header["n_workers"],
-            max_batch_size=serving.max_batch_size,
-            n_slots=serving.n_slots,
-            max_batch_tokens=serving.max_batch_tokens,
-            block_size=serving.block_size,
-            deterministic=serving.deterministic,
-            overlap=serving.overlap,
-            command_buffer_collectives=serving.command_buffer_collectives,
-            policy=scheduling.policy,
-            chunked_prefill=scheduling.chunked_prefill,
-            prefill_tokens=scheduling.prefill_tokens,
-            prefix_caching=scheduling.prefix_caching,
-            reservation=scheduling.reservation,
-            scheduling_policy=scheduling.order,
+            **{each.name: getattr(serving, each.name) for each in fields(ServingOptions)},
+            **{each.name: getattr(serving.scheduling, each.name) for each in fields(SchedulingOptions)},
             compile_ahead=header["compile_ahead"],
         )
     except (KeyError, TypeError) as error:

@@ -27,7 +27,7 @@ def load_stages(
     """
     model = found.config.for_devices(len(parts[0].group))
     for part in parts:
-        check_weights(model, dtype.itemsize, part, n_devices=config.parallel.n_devices)
+        check_weights(model, dtype.itemsize, part, n_devices=config.n_devices)
     parameters = load_parameters(
         found,
         model,

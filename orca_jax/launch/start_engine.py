@@ -33,18 +33,18 @@ def start_engine(
     which `start_workers` starts where `config` has them, by default on this machine.
     """
     on_event = on_event or _ignore
-    if found.own is not None and not config.parallel.in_this_process:
+    if found.own is not None and not config.in_this_process:
         raise ConfigError("a model of one's own runs in this process; leave workers and worker_processes out")
-    workers = config.parallel.workers
+    workers = config.workers
     if workers is not None:
         remote = StageWorkers(addresses=lambda: workers, secret=config.control_secret)
         built = remote_pipeline(found.name, found.config, config, remote, on_event=on_event)
         return _with_memory(built, found, same_machine=False)
-    if config.parallel.worker_processes:
+    if config.worker_processes:
         start = start_workers or WorkerProcesses
         built, owned = owned_pipeline(found.name, found.config, config, start, on_event=on_event)
         return _with_memory(built, found, same_machine=owned.same_machine)
-    keep_compiled_programs(config.compiling.compile_cache)
+    keep_compiled_programs(config.compile_cache)
     return loaded_engine(found, config, on_load=on_load, on_program=on_program)
 
 

@@ -63,13 +63,13 @@ class WorkerProcess:
     def __init__(self, options: WorkerOptions, *, on_load: OnLoad) -> None:
         stage, n_stages, engine = options.stage, options.n_stages, options.engine
         found = find_model(engine.model, engine.load_format)
-        if engine.parallel.coordinator is not None:
-            join_job(engine.parallel.coordinator, stage=stage, n_stages=n_stages)
+        if options.coordinator is not None:
+            join_job(options.coordinator, stage=stage, n_stages=n_stages)
         devices = jax.local_devices()
         if devices[0].platform == "cpu":
             keep_large_buffers()
         dtype = jnp.dtype(engine.dtype or default_dtype(devices[0]))
-        part = one_stage(found.config, devices, engine.parallel, stage)
+        part = one_stage(found.config, devices, engine, stage)
         self._options = options
         self._stopping = threading.Event()
         self._inbox = FrameQueue[bytes | News](
@@ -100,7 +100,7 @@ class WorkerProcess:
         try:
             self._link = _link(options, part.group)
             config, (parameters,) = load_stages(found, [part], engine, dtype, on_load)
-            n_devices = engine.parallel.n_devices
+            n_devices = engine.n_devices
             chosen = choose_attention(
                 devices[0],
                 config,
@@ -115,7 +115,7 @@ class WorkerProcess:
                 part,
                 n_devices=n_devices,
                 attention=engine.attention,
-                memory_fraction=engine.sizes.memory_fraction,
+                memory_fraction=engine.memory_fraction,
             )
             self.about = WorkerAbout(
                 dtype=dtype.name,
@@ -137,8 +137,8 @@ class WorkerProcess:
                 stage=stage,
                 n_devices=n_devices,
                 attention=engine.attention,
-                on_compile=engine.compiling.on_compile,
-                command_buffer_collectives=engine.sizes.command_buffer_collectives,
+                on_compile=engine.on_compile,
+                command_buffer_collectives=engine.command_buffer_collectives,
             ),
             self._link,
             post=self._inbox.put,
@@ -216,7 +216,7 @@ class WorkerProcess:
 def _link(options: WorkerOptions, group: DeviceGroup) -> ProcessLink | None:
     if options.n_stages == 1:
         return None
-    if options.engine.parallel.link == "transfer":
+    if options.link == "transfer":
         return TransferLink(group, host=options.data_host)
     return CollectiveLink(group, jax.devices(), stage=options.stage, n_stages=options.n_stages)
 
@@ -236,7 +236,7 @@ def run_worker(
     `note` receives messages for people. `loading` provides the callback for the progress of loading, in bytes
     done and in total, as a context that ends with the loading.
     """
-    keep_compiled_programs(options.engine.compiling.compile_cache, stage=(options.stage, options.n_stages))
+    keep_compiled_programs(options.engine.compile_cache, stage=(options.stage, options.n_stages))
     with loading() as on_load:
         worker = WorkerProcess(options, on_load=on_load)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -45,7 +45,7 @@ class FoundModel:
 
 
 def find_model(
-    model: str | Path | None, load_format: LoadFormat, generation_config: str = "none"
+    model: str | Path | None, load_format: LoadFormat, generation_config: str | Path = "none"
 ) -> FoundModel:
     """Find the model that `model` names; None is the demo model.
 

@@ -39,7 +39,7 @@ _NOT_APPLIED: Mapping[str, Any] = {
 }
 
 
-def read_generation_defaults(directory: Path | None, choice: str) -> GenerationDefaults:
+def read_generation_defaults(directory: Path | None, choice: str | Path) -> GenerationDefaults:
     """The defaults of the checkpoint in `directory` for "auto", of another directory, or empty for "none".
 
     `do_sample: false` means greedy, so temperature 0. Raises ConfigError for a directory without the file,
@@ -55,7 +55,8 @@ def read_generation_defaults(directory: Path | None, choice: str) -> GenerationD
         path = Path(choice).expanduser() / NAME
         if not path.exists():
             raise ConfigError(
-                f"generation_config is {shown(choice)}; it must be auto, none, or a directory with {NAME}"
+                f"generation_config is {shown(str(choice))}; it must be auto, none, or a directory with "
+                f"{NAME}"
             )
     values = read_object(path, _MAX_BYTES)
     fields = ConfigFields(path, values)

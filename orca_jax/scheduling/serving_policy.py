@@ -125,8 +125,10 @@ class ServingPolicy:
         self._prefill_tokens = scheduling.prefill_tokens or config.max_batch_tokens
         self._buckets = serving_buckets(config)
         self._on_demand = scheduling.on_demand
-        self._by_priority = scheduling.order == "priority"
-        self._by_prefix = LongestPrefixFirst(_WINDOW, kv) if scheduling.order == "longest-prefix" else None
+        self._by_priority = scheduling.scheduling_policy == "priority"
+        self._by_prefix = (
+            LongestPrefixFirst(_WINDOW, kv) if scheduling.scheduling_policy == "longest-prefix" else None
+        )
         self._watermark = math.ceil(_WATERMARK * kv.n_blocks) if scheduling.on_demand else 0
         self._were_prompts_alone = False  # the last batch had prompts only, while other requests could decode
 

@@ -63,6 +63,6 @@ class PriorityQueue:
 
 def waiting_queue(config: SchedulingConfig) -> WaitingQueue:
     """The queue of this order."""
-    if config.order == "priority":
+    if config.scheduling_policy == "priority":
         return PriorityQueue(config.aging_seconds)
-    return FairQueue() if config.order == "fair" else FirstComeQueue()
+    return FairQueue() if config.scheduling_policy == "fair" else FirstComeQueue()

@@ -108,7 +108,7 @@ class Orca:
         )
         self.model = model
         self._kv = kv
-        self._order = config.scheduling.order
+        self._order = config.scheduling.scheduling_policy
         self._limit = longest_request(config=config, model=model)
         self.token_name: TokenName = unnamed if tokenizer is None else tokenizer.token_name
         self._inputs = EncoderInputs(config, model, self.token_name)

@@ -193,7 +193,7 @@ def switched(trace: FaultTrace, seed: int) -> FaultTrace:
             prefill_tokens=rng.choice((None, 1, 3)),
             prefix_caching=prefixes,
             reservation="on-demand" if on_demand else "full",
-            order=order,
+            scheduling_policy=order,
             aging_seconds=rng.choice((0.1, 1.0)),
         ),
         alike=rng.random() < 0.7,

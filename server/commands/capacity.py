@@ -59,7 +59,7 @@ def capacity_of(llm: "LLM", settings: ServeSettings, notes: Notes) -> Capacity |
         llm.serving,
         device,
         dtype=dtype,
-        parallel=settings.engine_config().parallel,
+        parallel=settings.engine,
         context=routing.predicted_context,
         latency_budget=routing.latency_budget,
     )

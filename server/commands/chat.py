@@ -11,7 +11,7 @@ from orca_jax.errors import NotSupported
 from orca_jax.model_files.found_model import DEMO_MODEL, check_model
 from orca_jax.request.chat.template_files import load_chat_template
 from server.process.by_name import function_named
-from server.settings.flags import engine_options
+from server.settings.flags import engine_config
 from server.settings.sampling_flags import chat_params
 
 TALKING = "server.commands.talking:load_and_talk"
@@ -21,7 +21,7 @@ _NO_TEMPLATE = "give one with --chat-template FILE, or continue text with `orca 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
     chat_params(args)
-    engine = EngineConfig.of(**engine_options(args))
+    engine = engine_config("chat", args)
     check_model(engine)
     _check_template(engine, args.chat_template)
     return function_named(TALKING)(args, engine, no_template=_NO_TEMPLATE)

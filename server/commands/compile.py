@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     notes, start = Notes(), time.monotonic()
     config = compile_config(args, os.environ)
     find_config(config.model, config.load_format)  # a mistake in it is reported before JAX is imported
-    hold_memory(os.environ, config.sizes.memory_fraction or MEMORY_FRACTION)
+    hold_memory(os.environ, config.memory_fraction or MEMORY_FRACTION)
     with programs_bar(notes) as show:
         compiled = orca_jax.compile_engine(config, on_program=show)
     seconds = time.monotonic() - start

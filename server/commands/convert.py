@@ -13,7 +13,7 @@ from server.commands.progress_bars import bytes_bar
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
-    check_model(EngineConfig.of(model=args.source, generation_config="none"))
+    check_model(EngineConfig(model=args.source, generation_config="none"))
     check_is_free(Path(args.destination).expanduser())
     notes = Notes()
     with bytes_bar(notes, "Converting") as show:

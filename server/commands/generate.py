@@ -5,12 +5,11 @@ What generates takes a second to import, and JAX more, so both are imported once
 
 import argparse
 
-from orca_jax.config import EngineConfig
 from orca_jax.model_files.found_model import check_model
 from orca_jax.request.chat.template_files import load_chat_template
 from server.errors import UsageError
 from server.process.by_name import function_named
-from server.settings.flags import engine_options
+from server.settings.flags import engine_config
 from server.settings.sampling_flags import sampling_params
 
 GENERATING = "server.commands.generating:generate"
@@ -20,7 +19,7 @@ _NO_TEMPLATE = "give one with --chat-template FILE, or prompts instead of messag
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
     sampling_params(args)
-    engine = EngineConfig.of(**engine_options(args))
+    engine = engine_config("generate", args)
     check_model(engine)
     if args.input is None and args.output is not None:
         raise UsageError("--output needs --input; the text of a PROMPT goes to stdout")

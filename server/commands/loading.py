@@ -63,8 +63,8 @@ class LoadingBars:
 
 def load(notes: Notes, config: EngineConfig, start_workers: "StartWorkers | None" = None) -> "LLM":
     """Build the LLM and show progress on stderr."""
-    if not config.parallel.worker_processes:  # each of those reserves its own memory
-        hold_memory(os.environ, config.sizes.memory_fraction or MEMORY_FRACTION)
+    if not config.worker_processes:  # each of those reserves its own memory
+        hold_memory(os.environ, config.memory_fraction or MEMORY_FRACTION)
     operations_ahead.begin(config)
     with LoadingBars(notes) as bars:
         llm = orca_jax.LLM.from_config(
@@ -74,7 +74,7 @@ def load(notes: Notes, config: EngineConfig, start_workers: "StartWorkers | None
             on_event=notes,
             start_workers=start_workers,
         )
-    if config.compiling.compile_ahead:
+    if config.compile_ahead:
         notes(bars.summary(llm.compiles.from_disk))
     return llm
 

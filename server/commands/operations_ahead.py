@@ -20,13 +20,13 @@ def begin(config: EngineConfig) -> None:
     It is only a guess: the engine builds what it needs, and reports what is wrong with the model.
     """
     directory = _DEMO_MODEL if config.model is None else Path(str(config.model)).expanduser()
-    if not config.parallel.in_this_process or visible_gpus(os.environ, os.listdir("/dev")):
+    if not config.in_this_process or visible_gpus(os.environ, os.listdir("/dev")):
         return
     try:
         model = read_config(directory)
     except (OrcaError, OSError, ValueError):
         return
-    keep_libraries(compile_cache_folder(config.compiling.compile_cache, os.environ))
+    keep_libraries(compile_cache_folder(config.compile_cache, os.environ))
     dtype = config.dtype or "float32"
     forms = {"experts": model.kind_of_experts, "value_size": model.attention.value_part}
-    build_all_ahead(model.head_size, config.sizes.block_size, dtype, **forms)
+    build_all_ahead(model.head_size, config.block_size, dtype, **forms)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from orca_jax.config import Dtype, ParallelConfig, Sizes
+from orca_jax.config import Dtype, EngineConfig, ParallelConfig
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.model_files.found_model import find_config
@@ -22,8 +22,8 @@ from orca_jax.planning.stage_layers import split_summary
 from orca_jax.workers.ask_xla import MemoryQuestion, NoAnswer, ask_memory, ask_rates
 from server.commands.notes import Notes
 from server.errors import UsageError
-from server.settings.flags import read_flags
-from server.settings.options import PlanFlags
+from server.settings.command_flags import PlanFlags
+from server.settings.flags import engine_config, read_flags
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _DOES_NOT_FIT = 1
@@ -32,10 +32,10 @@ _WIDTH = 110
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit status: 0, or 1 if something does not fit."""
-    notes, flags = Notes(), read_flags(args, PlanFlags)
+    notes, flags, engine = Notes(), read_flags(args, PlanFlags), engine_config("plan", args)
     budget = None if flags.latency_budget is None else seconds_of(flags.latency_budget)
-    config = find_config(args.model, flags.load_format)
-    target = _target(config, flags, notes)
+    config = find_config(args.model, engine.load_format)
+    target = _target(config, engine, flags, notes)
     plan = make_plan(target, latency_budget=budget)
     why_arithmetic = "XLA was not run" if plan.fits else "XLA is not run for a plan that does not fit"
     if flags.compile and plan.fits:
@@ -70,25 +70,15 @@ def seconds_of(text: str) -> float:
     )
 
 
-def _target(config: ModelConfig, flags: PlanFlags, notes: Notes) -> PlanTarget:
-    sizes = Sizes(
-        max_batch_size=flags.max_batch_size,
-        n_slots=flags.n_slots,
-        max_batch_tokens=flags.max_batch_tokens,
-        memory_fraction=flags.memory_fraction,
-    )
-    dtype: Dtype = flags.dtype or ("float32" if flags.device == CPU else "bfloat16")
+def _target(config: ModelConfig, engine: EngineConfig, flags: PlanFlags, notes: Notes) -> PlanTarget:
+    dtype: Dtype = engine.dtype or ("float32" if flags.device == CPU else "bfloat16")
     return PlanTarget(
         config=config,
         device=_device(flags, dtype, notes),
-        sizes=sizes,
+        sizes=engine,
         dtype=dtype,
         context=max(1, config.n_positions // 2) if flags.context is None else flags.context,
-        parallel=ParallelConfig(
-            pipeline_parallel=flags.pipeline_parallel,
-            tensor_parallel=flags.tensor_parallel,
-            expert_exchange=flags.expert_exchange,
-        ),
+        parallel=ParallelConfig.part_of(engine),
     )
 
 

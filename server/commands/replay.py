@@ -38,7 +38,7 @@ def _check_model(recording: Recording, model: str | None) -> None:
     header = recording.header
     if header.get("load_format") in get_args(LoadFormat):
         named = header.get("model") if model is None else model
-        check_model(EngineConfig.of(model=named, load_format=header["load_format"]))
+        check_model(EngineConfig(model=named, load_format=header["load_format"]))
 
 
 def _show(report: ReplayReport, notes: Notes) -> None:

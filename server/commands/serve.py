@@ -20,13 +20,13 @@ SERVING = "server.commands.serving:serve_until_stopped"
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 0 after a drain, even if requests had to be ended."""
     settings = serve_settings(args, os.environ)
-    if settings.pipeline.replicas is not None:
+    engine = settings.engine
+    if settings.routing.replicas is not None:
         replicas.run(args)
-    engine = settings.engine_config()
     if settings.endpoint.chat_template is not None:
         load_chat_template(None, settings.endpoint.chat_template)
     check_certificate(settings.endpoint)
-    check_model(engine, weights=engine.parallel.workers is None)  # workers elsewhere have them
+    check_model(engine, weights=engine.workers is None)  # workers elsewhere have them
     notes = Notes()
     for note in settings.notes:
         notes(note)

@@ -31,7 +31,7 @@ def load_served(
     )  # report a mistake before the slow part
     if options.chat_template is not None:
         load_chat_template(None, options.chat_template)  # report a mistake in it before the slow part
-    llm = load(notes, settings.engine_config(), start_workers)
+    llm = load(notes, settings.engine, start_workers)
     try:
         template = load_chat_template(llm.text_directory, options.chat_template)
         if template is not None:

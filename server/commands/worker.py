@@ -5,7 +5,6 @@ import os
 from functools import partial
 
 import orca_jax
-from orca_jax.config import EngineConfig
 from orca_jax.control.handshake import control_address
 from orca_jax.model_files.found_model import check_model
 from orca_jax.planning.known_devices import MEMORY_FRACTION
@@ -13,18 +12,18 @@ from orca_jax.workers.environment import hold_memory
 from orca_jax.workers.worker_options import WorkerOptions, check_stages
 from server.commands.notes import Notes
 from server.commands.progress_bars import bytes_bar
+from server.settings.command_flags import WorkerFlags
 from server.settings.control_secret import read_secret
-from server.settings.flags import read_flags
-from server.settings.options import WorkerFlags
+from server.settings.flags import engine_config, read_flags
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 0 after SIGTERM or Ctrl-C, 1 if the device hangs."""
     notes = Notes()
     secret = read_secret(args.control_secret_file, os.environ)
-    options = worker_options(args.model, read_flags(args, WorkerFlags), secret)
+    options = worker_options(args, secret)
     check_model(options.engine)
-    hold_memory(os.environ, options.engine.sizes.memory_fraction or MEMORY_FRACTION)
+    hold_memory(os.environ, options.engine.memory_fraction or MEMORY_FRACTION)
     loading = partial(bytes_bar, notes, "Loading the stage")
     status = orca_jax.run_worker(options, note=notes, loading=loading)
     if status:
@@ -32,31 +31,18 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def worker_options(model: str | None, flags: WorkerFlags, secret: str) -> WorkerOptions:
+def worker_options(args: argparse.Namespace, secret: str) -> WorkerOptions:
     """The worker's options from its flags. Raises ConfigError."""
+    flags = read_flags(args, WorkerFlags)
     address = control_address(flags.listen)
     check_stages(flags.of)
-    engine = EngineConfig.of(
-        model=model,
-        load_format=flags.load_format,
-        dtype=flags.dtype,
-        seed=flags.seed,
-        attention=flags.attention,
-        memory_fraction=flags.memory_fraction,
-        command_buffer_collectives=flags.command_buffer_collectives,
-        expert_exchange=flags.expert_exchange,
-        pipeline_parallel=flags.of,
-        tensor_parallel=flags.tensor_parallel,
-        link=flags.link,
-        coordinator=flags.coordinator,
-        compile_ahead=True,
-        on_compile=flags.on_compile,
-        compile_cache=flags.compile_cache,
-        control_secret=secret,
-    )
     return WorkerOptions(
         stage=flags.stage - 1,
-        engine=engine,
+        engine=engine_config(
+            "worker", args, pipeline_parallel=flags.of, compile_ahead=True, control_secret=secret
+        ),
         listen=flags.listen,
         data_host=(address.host or "127.0.0.1") if flags.data_host is None else flags.data_host,
+        link=flags.link,
+        coordinator=flags.coordinator,
     )

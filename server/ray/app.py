@@ -37,9 +37,9 @@ def build_app(args: dict[str, Any]) -> serve.Application:
 
 def application(settings: ServeSettings, replicas: ReplicaOptions) -> serve.Application:
     """The application of these settings. Raises ConfigError."""
-    config = settings.engine_config()  # a mistake in it is better found here than by each replica
+    config = settings.engine
     cluster = ray.cluster_resources() if ray.is_initialized() else {}
-    needs = stage_needs(config.parallel, replicas, cluster) if replicas.stage_actors else None
+    needs = stage_needs(config, replicas, cluster) if replicas.stage_actors else None
     seconds = settings.endpoint.drain_timeout
     scaling = _scaling(replicas)
     engine = serve.deployment(
@@ -48,7 +48,7 @@ def application(settings: ServeSettings, replicas: ReplicaOptions) -> serve.Appl
         autoscaling_config=scaling,
         # An engine answers 429 itself when its queue is full.
         max_ongoing_requests=_MOST_AT_DOOR,
-        **replica_placement(config.parallel, replicas, cluster),
+        **replica_placement(config, replicas, cluster),
         graceful_shutdown_timeout_s=seconds + CLOSE_SECONDS,
         graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
         health_check_period_s=_HEALTH_SECONDS,
@@ -93,9 +93,7 @@ def _router(router: Router, config: EngineConfig) -> RequestRouterConfig:
     return RequestRouterConfig.model_validate(
         {
             "request_router_class": PrefixRouter,
-            "request_router_kwargs": {
-                "places": config.sizes.max_batch_size * config.parallel.pipeline_parallel
-            },
+            "request_router_kwargs": {"places": config.max_batch_size * config.pipeline_parallel},
             "request_routing_stats_period_s": _LOAD_SECONDS,
         }
     )

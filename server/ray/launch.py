@@ -60,11 +60,10 @@ def _settings(flags: dict[str, Any]) -> ServeSettings:
 def _run(settings: ServeSettings, notes: Notes, stack: ExitStack) -> int:
     for note in settings.notes:
         notes(note)
-    n_replicas = settings.pipeline.replicas
+    n_replicas = settings.routing.replicas
     assert n_replicas is not None
     replicas = ReplicaOptions(num_replicas=n_replicas)
     settings = for_replicas(settings, replicas, ("host", "port"))
-    settings.engine_config()  # a mistake in it is better found before Ray starts
     endpoint = settings.endpoint
     with bound_socket(endpoint.host, endpoint.port, flag="--port") as listener:  # is it free?
         port = listener.getsockname()[1]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from orca_jax.errors import ConfigError
+from orca_jax.options import Option, Options, build, options_of
 from orca_jax.suggestions import did_you_mean
 from server.errors import UsageError
 from server.settings.flags import SERVE_OPTIONS
-from server.settings.option import Option, options_of
 from server.settings.serve_settings import ServeSettings, serve_settings
 
 Router = Literal["prefix", "ray"]
@@ -18,8 +18,8 @@ _SHORTEST_WINDOW, _LONGEST = 10.0, 86_400.0
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaOptions:
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions(Options):
     """How many engines the application has, and how requests come to them. Raises ConfigError."""
 
     num_replicas: Annotated[int, "number of engines"] = 1
@@ -47,6 +47,7 @@ class ReplicaOptions:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("num_replicas", "doors"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -107,9 +108,9 @@ def ray_settings(args: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[S
         if option is None:
             raise UsageError(f"{key!r} is not a setting{did_you_mean(name, _OPTIONS)}")
         values[name] = _value(option, value)
-    replicas = ReplicaOptions(**{name: values.pop(name) for name in _REPLICAS if name in values})
+    replicas = build(ReplicaOptions, values)
     settings = serve_settings(argparse.Namespace(**values), environ)
-    if settings.pipeline.replicas is not None:
+    if settings.routing.replicas is not None:
         raise ConfigError("replicas is a setting of `orca serve`; give num_replicas to this application")
     return for_replicas(settings, replicas), replicas
 
@@ -141,20 +142,17 @@ def for_replicas(
             "otherwise, so leave it out"
         )
     several = replicas.num_replicas > 1 or replicas.scales
-    if settings.pipeline.workers is not None and several:
+    if settings.engine.workers is not None and several:
         raise ConfigError("workers are those of one engine; leave workers out, or have one replica")
-    pipeline = settings.pipeline
-    if replicas.stage_actors:
-        if pipeline.workers is not None:
-            raise ConfigError("with stage_actors the workers are started here; leave one of both out")
-        pipeline = replace(pipeline, worker_processes=True)
+    if replicas.stage_actors and engine.workers is not None:
+        raise ConfigError("with stage_actors the workers are started here; leave one of both out")
     chat_template = endpoint.chat_template
     return replace(
         settings,
-        pipeline=pipeline,
-        model=_absolute(settings.model),
         engine=replace(
             engine,
+            worker_processes=engine.worker_processes or replicas.stage_actors,
+            model=_absolute(engine.model),
             generation_config=_absolute(engine.generation_config) or "",
             tokenizer=_absolute(engine.tokenizer),
             compile_cache=_absolute(engine.compile_cache),
@@ -168,7 +166,7 @@ def for_replicas(
     )
 
 
-def _absolute(name: str | None) -> str | None:
+def _absolute(name: str | Path | None) -> str | Path | None:
     """The path of a file or folder here; any other text as it is."""
     return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
 

@@ -47,7 +47,7 @@ class Embedding:
     def _read(self, request: pb.EmbedRequest, model: ServedModel, tenant: str) -> list[Submission]:
         """The requests of the engine. The cost grows with the message."""
         scheduling = messages.scheduling_params(request)
-        scheduling.check_policy(model.serving.scheduling.order)
+        scheduling.check_policy(model.serving.scheduling.scheduling_policy)
         dimensions = request.dimensions if request.HasField("dimensions") else None
         size = model.config.embedding.size
         check_inputs(len(request.inputs), self._options.max_inputs, "inputs")

@@ -68,7 +68,7 @@ class Generation:
             facts["request_id"] = request_id
             model = self._gateway.model(request.model or None)
             scheduling = messages.scheduling_params(request)
-            scheduling.check_policy(model.serving.scheduling.order)
+            scheduling.check_policy(model.serving.scheduling.scheduling_policy)
             sampling, prompt_ids = await run_for_request(len(data), partial(self._read, request, model))
             rules = await self._gateway.compiler.rules(model, sampling)
             tenant, party = self._calls.tenant(context), self._calls.party(context)

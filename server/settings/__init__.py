@@ -1,1 +1,1 @@
-"""Flags, `ORCA_*` variables and `--config` keys, all made from one list: options.py."""
+"""Flags, `ORCA_*` variables and `--config` keys, made from declared options (orca_jax/options.py)."""

@@ -1,13 +1,16 @@
-"""The options of `orca serve` for its endpoints, as fields of a dataclass (options.py says how)."""
+"""The options of `orca serve` for its endpoints (orca_jax/options.py says how they are declared)."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
+from orca_jax.checks import Bounds, check_timeout
 from orca_jax.errors import ConfigError
-from orca_jax.request.pooling import POOLINGS, Pooling
-from server.settings.options import PORT, Bounds
+from orca_jax.options import In, Options
+from orca_jax.request.pooling import Pooling
+
+_PORT = Bounds(0, 65535)
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
 _MAX_NAME = 256  # characters of served_model_name
@@ -29,33 +32,38 @@ ToolFormatName = Literal[
 ReasoningFormatName = Literal["auto", "none", "think", "mistral", "granite", "gpt_oss"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndpointOptions:
-    """Addresses, names, limits and keys of both endpoints. Each float is a time in seconds.
+@dataclass(frozen=True, kw_only=True)
+class EndpointOptions(Options):
+    """Addresses, names, limits and keys of both endpoints.
 
     Raises ConfigError if a value is out of bounds or values contradict each other.
     """
 
     host: Annotated[str, "address to listen on; 0.0.0.0 for every interface", "addresses"] = "127.0.0.1"
-    port: Annotated[int, "port for HTTP; 0 picks a free one", "addresses", PORT] = 8000
+    port: Annotated[int, "port for HTTP; 0 picks a free one", "addresses", _PORT] = 8000
     grpc_port: Annotated[
-        int | None, "port for gRPC; 0 picks a free one, 'none' turns gRPC off", "addresses", PORT
+        int | None, "port for gRPC; 0 picks a free one, 'none' turns gRPC off", "addresses", _PORT
     ] = 8001
     served_model_name: Annotated[
         str | None, "the model's name in the API (default: its directory's name)", "model and engine"
     ] = None
     chat_template: Annotated[
-        Path | None, "file with a Jinja chat template (default: the checkpoint's)", "model and engine"
+        Path | None,
+        "file with a Jinja chat template (default: the checkpoint's)",
+        "model and engine",
+        In("serve", "generate", "chat"),
     ] = None
     tool_format: Annotated[
         ToolFormatName,
         "how the model writes tool calls (docs/tools.md); auto: from the chat template; none: they are text",
         "model and engine",
+        In("serve", "generate"),  # there are no tools in a chat on the terminal
     ] = "auto"
     reasoning_format: Annotated[
         ReasoningFormatName,
         "how the model writes its reasoning; auto: from the chat template; none: it is text",
         "model and engine",
+        In("serve", "generate", "chat"),
     ] = "auto"
     api_key_file: Annotated[
         Path | None,
@@ -68,12 +76,22 @@ class EndpointOptions:
         "engine; ORCA_ADMIN_KEYS adds more (default: no such routes)",
         "security",
     ] = None
+    control_secret_file: Annotated[
+        Path | None,
+        "file with the secret shared by server and workers; or set ORCA_CONTROL_SECRET (default: none, and "
+        "workers listen only on loopback)",
+        "security",
+    ] = None
     ssl_certfile: Annotated[Path | None, "certificate chain (PEM), for TLS on both endpoints", "security"] = (
         None
     )
     ssl_keyfile: Annotated[Path | None, "its private key (PEM)", "security"] = None
-    request_timeout: Annotated[float, "maximum seconds from a request's arrival to its end"] = 600.0
-    drain_timeout: Annotated[float, "seconds for running requests to finish after SIGTERM"] = 30.0
+    request_timeout: Annotated[
+        float, "maximum seconds from a request's arrival to its end", check_timeout
+    ] = 600.0
+    drain_timeout: Annotated[float, "seconds for running requests to finish after SIGTERM", check_timeout] = (
+        30.0
+    )
     max_body_bytes: Annotated[int, "maximum size of a request body", Bounds(1024, 1 << 30)] = 4 << 20
     max_choices: Annotated[
         int, "maximum completions per request (its prompts times n)", Bounds(1, 1 << 16)
@@ -82,7 +100,7 @@ class EndpointOptions:
         int, "responses of /v1/responses kept for previous_response_id; 0 keeps none", Bounds(0, 1 << 20)
     ] = 4096
     max_stored_bytes: Annotated[int, "maximum bytes of kept responses", Bounds(1 << 16, 1 << 40)] = 64 << 20
-    stored_response_seconds: Annotated[float, "seconds that a response is kept"] = 3600.0
+    stored_response_seconds: Annotated[float, "seconds that a response is kept", check_timeout] = 3600.0
     max_inputs: Annotated[
         int, "maximum inputs of a request for embeddings, scores or a ranking", Bounds(1, 1 << 16)
     ] = 2048
@@ -112,12 +130,16 @@ class EndpointOptions:
         int, "maximum size of a request's line and headers, or of gRPC metadata", Bounds(1024, 1 << 20)
     ] = 32768
     header_timeout: Annotated[
-        float, "seconds from a connection's start, or a request's first byte, to the end of its headers"
+        float,
+        "seconds from a connection's start, or a request's first byte, to the end of its headers",
+        check_timeout,
     ] = 10.0
-    body_timeout: Annotated[float, "seconds from the end of a request's headers to the end of its body"] = (
-        30.0
-    )
-    keep_alive_timeout: Annotated[float, "seconds that an HTTP connection may idle between requests"] = 65.0
+    body_timeout: Annotated[
+        float, "seconds from the end of a request's headers to the end of its body", check_timeout
+    ] = 30.0
+    keep_alive_timeout: Annotated[
+        float, "seconds that an HTTP connection may idle between requests", check_timeout
+    ] = 65.0
     max_watch_streams: Annotated[
         int,
         "maximum open gRPC streams of the health and reflection services, which need no key",
@@ -149,6 +171,7 @@ class EndpointOptions:
     ] = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.host.strip():
             raise ConfigError(
                 "host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for every interface"
@@ -158,14 +181,10 @@ class EndpointOptions:
             raise ConfigError(
                 f"served_model_name is {name[:_MAX_NAME]!r}; it must be 1 to {_MAX_NAME} printable characters"
             )
-        for field in fields(self):
-            self._check_bounds(field.name, *get_args(field.type))
         if self.grpc_port is not None and self.port == self.grpc_port != 0:
             raise ConfigError(f"port and grpc_port are both {self.port}; give each endpoint its own")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither")
-        if self.pooling not in POOLINGS:
-            raise ConfigError(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}")
         url = self.otlp_traces_endpoint
         if url is not None and not url.startswith(("http://", "https://")):
             message = (
@@ -180,19 +199,8 @@ class EndpointOptions:
                 raise ConfigError(
                     f"{message}https://chat.example.org or http://localhost:3000, without a path"
                 )
-        if self.access_log not in get_args(AccessLog):
-            allowed = ", ".join(get_args(AccessLog))
-            raise ConfigError(f"access_log is {self.access_log!r}; it must be one of {allowed}")
 
     @property
     def origins(self) -> list[str]:
         """The elements of `allow_origins`."""
         return [one.strip() for one in self.allow_origins.split(",")] if self.allow_origins else []
-
-    def _check_bounds(self, name: str, kind: type, *metadata: object) -> None:
-        value = getattr(self, name)
-        if kind is float and not 0 < value <= 1e7:
-            raise ConfigError(f"{name} is {value:g}; it must be above 0 and at most 1e7 seconds")
-        for bounds in metadata:
-            if isinstance(bounds, Bounds) and value is not None and not bounds.low <= value <= bounds.high:
-                raise ConfigError(f"{name} is {value}; it must be from {bounds.low} to {bounds.high}")

@@ -1,53 +1,44 @@
-"""Command-line flags, made from the dataclasses in options.py."""
+"""Command-line flags, made from the options' declarations (orca_jax/options.py)."""
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, replace
 from typing import Any, TypeVar
 
+from orca_jax.config import EngineConfig
+from orca_jax.options import Option, build, options_of
 from server.settings.endpoint_options import EndpointOptions
-from server.settings.option import Option, options_of
-from server.settings.options import CompileOptions, EngineOptions, PipelineOptions
 from server.settings.router_options import RouterOptions
 
 T = TypeVar("T")
 
 _ENGINE_GROUP = "model and engine"
-MODEL = Option(
-    name="model",
-    kind=str,
-    default=None,
-    help="a directory, a name on the Hugging Face hub, or a preset's name with --load-format dummy "
-    "(default: the demo model)",
-    group=_ENGINE_GROUP,
-    optional=True,
-)
-_ENGINE = options_of(EngineOptions, _ENGINE_GROUP)
-_PIPELINE = options_of(PipelineOptions, "workers")
-# `orca generate` has a `--seed` for sampling, and waits for room in the queue itself.
-GENERATE_OPTIONS = (MODEL, *(o for o in _ENGINE if o.group == _ENGINE_GROUP and o.name != "seed"))
-# The options that determine which programs a server needs.
-COMPILE_OPTIONS = (
-    *(o for o in GENERATE_OPTIONS if o.name not in ("generation_config", "tokenizer")),
-    *(o for o in _PIPELINE if o.name == "worker_processes"),
-)
-_ENDPOINT = options_of(EndpointOptions, "limits")
-_FORMATS = tuple(o for o in _ENDPOINT if o.name in ("chat_template", "tool_format", "reasoning_format"))
-SERVE_OPTIONS = (
-    MODEL,
-    *_ENDPOINT,
-    *_ENGINE,
-    *options_of(CompileOptions, _ENGINE_GROUP),
-    *_PIPELINE,
-    *options_of(RouterOptions, "routers"),
-)
+_ENGINE = options_of(EngineConfig, _ENGINE_GROUP, ("serve", "generate", "chat", "compile"))
+_ENDPOINT = options_of(EndpointOptions, "limits", ("serve",))
+MODEL = next(each for each in _ENGINE if each.name == "model")
 
-_METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "X", str: "TEXT"}
+
+def options_for(command: str) -> tuple[Option, ...]:
+    """The options that have a flag of `orca COMMAND`, the model first."""
+    options = (*_ENGINE, *_ENDPOINT, *options_of(RouterOptions, "routers", ("serve",)))
+    return (MODEL, *(each for each in options if command in each.commands and each is not MODEL))
+
+
+_GROUPS = (_ENGINE_GROUP, "addresses", "security", "limits", "logging", "workers", "routers")
+# With the defaults of a server, in the order of the groups.
+SERVE_OPTIONS = tuple(
+    replace(each, default=each.served)
+    for each in sorted(options_for("serve"), key=lambda option: [*_GROUPS, option.group].index(option.group))
+)
+GENERATE_OPTIONS = options_for("generate")
+COMPILE_OPTIONS = options_for("compile")
+
+_METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
 def add_engine_flags(parser: argparse._ArgumentGroup) -> None:
     """Add the flags of `orca generate`, which builds its own engine."""
-    for option in (*GENERATE_OPTIONS, *_FORMATS):
+    for option in GENERATE_OPTIONS:
         add_flag(parser, option, option.default)
 
 
@@ -55,14 +46,18 @@ def add_chat_flags(command: argparse.ArgumentParser) -> None:
     """Add the model, and the flags of a command that talks with it."""
     add_model(command, MODEL.help)
     group = command.add_argument_group(_ENGINE_GROUP)
-    for option in (*GENERATE_OPTIONS, *_FORMATS):
-        if option is not MODEL and option.name != "tool_format":  # there are no tools
+    for option in options_for("chat"):
+        if option is not MODEL:
             add_flag(group, option, option.default)
 
 
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The values of these flags, as arguments for `EngineConfig.of`."""
-    return {option.name: getattr(args, option.name) for option in GENERATE_OPTIONS}
+def engine_config(command: str, args: argparse.Namespace, **others: Any) -> EngineConfig:
+    """The engine of a command's flags; its other options have their defaults, or are in `others`.
+
+    Raises ConfigError.
+    """
+    names = [option.name for option in options_for(command)]
+    return build(EngineConfig, {name: getattr(args, name) for name in names}, **others)
 
 
 def add_serve_flags(command: argparse.ArgumentParser, options: Sequence[Option] = SERVE_OPTIONS) -> None:
@@ -79,7 +74,7 @@ def add_serve_flags(command: argparse.ArgumentParser, options: Sequence[Option] 
     groups = dict.fromkeys(option.group for option in options)
     parsers = {group: command.add_argument_group(group) for group in groups}
     for option in options:
-        if option is MODEL:
+        if option.name == MODEL.name:
             _add_model(parsers[option.group], MODEL.help)
         else:
             add_flag(parsers[option.group], option, argparse.SUPPRESS)
@@ -88,16 +83,19 @@ def add_serve_flags(command: argparse.ArgumentParser, options: Sequence[Option] 
 def add_flags(
     command: argparse.ArgumentParser, config: type, *, title: str, model_help: str = MODEL.help
 ) -> None:
-    """Add the model and a flag for each field of `config`, in one group. Absent flags get their defaults."""
+    """Add the model and, in one group, a flag for each field of `config` and for each of the engine's options
+    that the command `title` has. Absent flags get their defaults.
+    """
     add_model(command, model_help)
     group = command.add_argument_group(title)
-    for option in options_of(config):
-        add_flag(group, option, option.default)
+    for option in (*options_of(config), *options_for(title)):
+        if option is not MODEL:
+            add_flag(group, option, option.default)
 
 
 def read_flags(args: argparse.Namespace, config: type[T]) -> T:
     """The values of the flags that `add_flags` added for `config`. Raises ConfigError if `config` does."""
-    return config(**{option.name: getattr(args, option.name) for option in options_of(config)})
+    return build(config, vars(args))
 
 
 def add_model(command: argparse.ArgumentParser, text: str) -> None:

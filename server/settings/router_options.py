@@ -1,17 +1,25 @@
-"""The options of `orca serve` for what routers and autoscalers see of it."""
+"""The options of `orca serve` for several engines, and for what routers and autoscalers see of it."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from orca_jax.checks import check_timeout
 from orca_jax.errors import ConfigError
+from orca_jax.options import Options
 
 MetricNames = Literal["orca", "vllm"]  # of what the engine measures: server/metrics/metric_names.py
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouterOptions:
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions(Options):
     """Metrics' names, predicted capacity and K/V events (docs/scale-out.md). Raises ConfigError."""
 
+    replicas: Annotated[
+        int | None,
+        "number of engines behind one address, each in a process of Ray's, which must be installed (default: "
+        "one, in this process)",
+        "workers",
+    ] = None
     metric_names: Annotated[
         MetricNames,
         "names in /metrics; vllm: vLLM's for what it measures too, for routers that know only those",
@@ -20,6 +28,7 @@ class RouterOptions:
         float | None,
         "seconds between two tokens of a request for which /metrics predicts the capacity; on a CPU the "
         "start takes some seconds longer, to measure it (default: none; a known GPU's full batch)",
+        check_timeout,
     ] = None
     predicted_context: Annotated[
         int | None,
@@ -42,10 +51,7 @@ class RouterOptions:
     ] = ""
 
     def __post_init__(self) -> None:
-        if self.latency_budget is not None and not 0 < self.latency_budget <= 1e7:
-            raise ConfigError(
-                f"latency_budget is {self.latency_budget:g}; it must be above 0 and at most 1e7 seconds"
-            )
+        super().__post_init__()
         for name in ("kv_events", "kv_events_replay"):
             address = getattr(self, name)
             if address is not None and "://" not in address:

@@ -7,11 +7,11 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
+from orca_jax.options import option
 from orca_jax.request.sampling_params import SamplingParams, with_defaults
 from orca_jax.small_files import read_text
 from server.errors import UsageError
 from server.settings.flags import add_flag, argparse_type, escaped
-from server.settings.option import option
 
 # Where the command line's defaults differ from SamplingParams', to suit a person who reads the output.
 GENERATE_DEFAULTS = {"max_tokens": 128, "temperature": 0.8}

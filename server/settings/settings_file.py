@@ -6,11 +6,11 @@ from typing import Any
 
 import yaml
 
+from orca_jax.options import Option
 from orca_jax.small_files import read_text
 from orca_jax.suggestions import did_you_mean
 from server.errors import UsageError
 from server.settings.foreign_flags import about
-from server.settings.option import Option
 
 _MAX_BYTES = 1_000_000
 _YAML = "tag:yaml.org,2002:"

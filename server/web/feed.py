@@ -195,7 +195,7 @@ def _sizes(model: ServedModel | None) -> Line:
     return {
         "model": model.name,
         "policy": serving.scheduling.policy,
-        "scheduling_policy": serving.scheduling.order,
+        "scheduling_policy": serving.scheduling.scheduling_policy,
         "n_workers": model.service.scheduler.engine.n_workers,
         "max_batch_size": serving.max_batch_size,
         "n_slots": serving.n_slots,

@@ -1,33 +1,11 @@
 """How an engine's configuration is composed, and what contradicts itself in it."""
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from orca_jax.config import Compiling, Deadlines, EngineConfig, ParallelConfig, RestartBound, Sizes
+from orca_jax.config import EngineConfig, ParallelConfig
 from orca_jax.errors import ConfigError
-
-
-def test_flat_arguments_find_their_parts() -> None:
-    config = EngineConfig.of(
-        model="m", n_slots=64, tensor_parallel=2, compile_ahead=True, dtype="float16", worker_processes=True
-    )
-    assert config == EngineConfig(
-        model="m",
-        dtype="float16",
-        sizes=Sizes(n_slots=64),
-        parallel=ParallelConfig(tensor_parallel=2, worker_processes=True),
-        compiling=Compiling(compile_ahead=True),
-    )
-    with pytest.raises(TypeError, match="slots"):
-        EngineConfig.of(slots=64)
-
-
-def test_no_two_parts_have_a_field_of_one_name() -> None:
-    parts = (EngineConfig, Sizes, ParallelConfig, Compiling)
-    names = [field.name for part in parts for field in fields(part)]
-    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(
@@ -39,8 +17,6 @@ def test_no_two_parts_have_a_field_of_one_name() -> None:
         ({"workers": "a:1"}, "workers is 'a:1'; it must be a list of addresses"),
         ({"workers": ["a:1"], "worker_processes": True}, "workers and worker_processes exclude each other"),
         ({"workers": ["a:1"] * 2, "pipeline_parallel": 3}, "pipeline_parallel is 3, but there are 2 workers"),
-        ({"link": "rope"}, "link is 'rope'; it must be one of transfer, nccl"),
-        ({"link": "nccl"}, "link is 'nccl' and coordinator None; nccl needs one"),
         ({"on_compile": "never"}, "on_compile is 'never'; it must be one of warn, error"),
         ({"on_compile": "error"}, "set compile_ahead, or leave on_compile out"),
         ({"workers": ["a:1"], "on_compile": "error"}, "on_compile is set per worker"),
@@ -56,7 +32,7 @@ def test_no_two_parts_have_a_field_of_one_name() -> None:
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        EngineConfig.of(**arguments)
+        EngineConfig(**arguments)
     assert message in str(refused.value)
 
 
@@ -69,10 +45,5 @@ def test_each_running_worker_is_a_stage() -> None:
 
 def test_worker_processes_may_fail_on_a_missing_program() -> None:
     """They compile ahead whatever the server is told."""
-    config = EngineConfig.of(worker_processes=True, on_compile="error")
-    assert config.compiling == Compiling(on_compile="error")
-
-
-def test_a_part_has_the_defaults_that_it_has_alone() -> None:
-    assert EngineConfig.of() == EngineConfig()
-    assert EngineConfig().deadlines == Deadlines() and EngineConfig().restarts == RestartBound()
+    config = EngineConfig(worker_processes=True, on_compile="error")
+    assert config.on_compile == "error" and not config.compile_ahead

@@ -13,7 +13,7 @@ GPUS = {"CPU": 64.0, "GPU": 16.0}
 
 def placement(cluster: dict[str, float], **args: Any) -> dict[str, Any]:
     settings, replicas = ray_settings(args, {})
-    return replica_placement(settings.engine_config().parallel, replicas, cluster)
+    return replica_placement(settings.engine, replicas, cluster)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_stages_in_actors_have_a_bundle_each_behind_the_engine_master_s() -> Non
     }
     assert placement({}, **args)["placement_group_bundles"] == [{"CPU": 3}] * 3
     settings, replicas = ray_settings(args, {})
-    parallel = settings.engine_config().parallel
+    parallel = settings.engine
     assert parallel.worker_processes, "the replica's own process has no stage"
     assert stage_needs(parallel, replicas, GPUS) == StageNeeds(cpus=3, gpus=4)
 

@@ -15,7 +15,7 @@ def test_values_may_be_texts_or_values() -> None:
     texts, replicas = ray_settings({"max-batch-size": "8", "num_replicas": "3", "compile_ahead": "false"}, {})
     values, _ = ray_settings({"max_batch_size": 8, "compile_ahead": False}, {})
     assert texts.engine == values.engine and texts.engine.max_batch_size == 8
-    assert not texts.compiling.compile_ahead and replicas.num_replicas == 3
+    assert not texts.engine.compile_ahead and replicas.num_replicas == 3
 
 
 def test_variables_apply_and_arguments_come_first() -> None:
@@ -61,7 +61,7 @@ def test_folders_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / name).mkdir()
     args = {"model": "model", "compile_cache": "programs", "chat_template": "chat.jinja"}
     settings, _ = ray_settings(args, {})
-    assert settings.model == str(tmp_path / "model")
+    assert settings.engine.model == str(tmp_path / "model")
     assert settings.engine.compile_cache == str(tmp_path / "programs")
     assert settings.endpoint.chat_template == tmp_path / "chat.jinja"
     assert settings.engine.generation_config == "auto"

@@ -1,5 +1,6 @@
 """The commands in deploy/kubernetes/groups and replicas are valid, and fit each other and their probes."""
 
+import argparse
 import json
 import threading
 from collections.abc import Iterator
@@ -12,8 +13,6 @@ import pytest
 
 from server import cli
 from server.commands.worker import worker_options
-from server.settings.flags import read_flags
-from server.settings.options import WorkerFlags
 from server.settings.serve_settings import ServeSettings, serve_settings
 from tests import played_shell
 from tests.scaleout.loopback_pods import liveness
@@ -64,13 +63,12 @@ def settings_of_replica() -> ServeSettings:
     return serve_settings(args, {})
 
 
-def worker_flags(container: dict[str, Any], index: int, size: int, tmp_path: Path) -> WorkerFlags:
+def worker_flags(container: dict[str, Any], index: int, size: int, tmp_path: Path) -> argparse.Namespace:
     args = cli.parser().parse_args(orca_arguments(container, variables(index, size), tmp_path))
-    flags = read_flags(args, WorkerFlags)
-    options = worker_options(args.model, flags, SECRET)
+    options = worker_options(args, SECRET)
     assert (options.stage, options.n_stages) == (index, size)
     assert options.listen.rpartition(":")[0] == options.data_host == f"10.2.0.{index}"
-    return flags
+    return args
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -83,8 +81,8 @@ def test_a_leader_finds_the_workers_of_its_group(size: int, tmp_path: Path) -> N
     (port,) = ports
     # The name of a pod of a group is its leader's with the index, and it has the same headless Service.
     names = [f"llama-orca-group-3-{i}.llama-orca-group.models" for i in range(1, size)]
-    assert settings.pipeline.workers == ",".join(f"{host}:{port}" for host in ("10.2.0.0", *names))
-    assert settings.engine_config().parallel.pipeline_parallel == size
+    assert settings.engine.workers == tuple(f"{host}:{port}" for host in ("10.2.0.0", *names))
+    assert settings.engine.pipeline_parallel == size
     assert {flags.tensor_parallel for flags in workers} == {settings.engine.tensor_parallel}
     assert other["resources"]["limits"]["nvidia.com/gpu"] == settings.engine.tensor_parallel
 
@@ -117,9 +115,8 @@ def test_the_servers_settings_are_valid(tmp_path: Path) -> None:
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert ports == {"http": endpoint.port, "grpc": endpoint.grpc_port}
         assert endpoint.host == "0.0.0.0"  # probes connect to the pod's address and, inside, to loopback
-        assert settings.model == "/models/checkpoint" and settings.notes == ()
+        assert settings.engine.model == "/models/checkpoint" and settings.notes == ()
     replica = settings_of_replica()
-    assert replica.compiling is not None
     assert str(replica.engine.compile_cache) == "/cache"
     assert REPLICA_SERVER["resources"]["limits"]["nvidia.com/gpu"] == replica.engine.tensor_parallel
 
@@ -131,7 +128,7 @@ def test_a_server_has_time_to_start_and_to_stop(number: int, tmp_path: Path) -> 
     startup = server["startupProbe"]
     seconds = startup["periodSeconds"] * startup["failureThreshold"]
     assert startup["httpGet"]["path"] == server["readinessProbe"]["httpGet"]["path"] == "/ready"
-    assert seconds > 2 * settings.pipeline.ready_timeout
+    assert seconds > 2 * settings.engine.deadlines.ready_seconds
     if number:
         assert DEPLOYMENT["spec"]["progressDeadlineSeconds"] > seconds
     program, wait = server["lifecycle"]["preStop"]["exec"]["command"]

@@ -47,7 +47,7 @@ class InProcess:
             return Answered(400, name, bytes(response.body))
         body = line.body
         model = self._gateway.served
-        if model is not None and model.serving.scheduling.order == "priority":
+        if model is not None and model.serving.scheduling.scheduling_policy == "priority":
             # The body is an object without this name. It stays text, for parsing it here would hold the event
             # loop.
             inside = body[1:-1].strip()

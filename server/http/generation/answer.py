@@ -47,7 +47,7 @@ def accept(
         facts["user"] = user
     served = gateway.model(model)
     if scheduling.priority:
-        scheduling.check_policy(served.serving.scheduling.order)
+        scheduling.check_policy(served.serving.scheduling.scheduling_policy)
     return served
 
 

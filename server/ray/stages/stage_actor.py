@@ -79,11 +79,11 @@ class StageActor:
 
 def _worker_command(stage: int, config: EngineConfig, address: str, host: str) -> WorkerCommand:
     gpus = visible_gpus(os.environ, [path.name for path in _DEVICES.glob("nvidia*")])
-    alone = replace(config.parallel, pipeline_parallel=1)  # Ray shows an actor the GPUs of its stage alone
-    fraction = config.sizes.memory_fraction
+    alone = replace(config, pipeline_parallel=1)  # Ray shows an actor the GPUs of its stage alone
+    fraction = config.memory_fraction
     environment = worker_environment(0, alone, os.environ, gpus, memory_fraction=fraction)
     if gpus and not sets_memory(os.environ):  # the process's environment sets it
-        config = replace(config, sizes=replace(config.sizes, memory_fraction=None))
+        config = replace(config, memory_fraction=None)
     options = WorkerOptions(
         stage=stage,
         engine=replace(config, control_secret=""),  # everybody may read a process's arguments

@@ -52,7 +52,7 @@ class StageActors:
         self._failure: EngineError | None = None
         self._closing = threading.Event()
         self._closed = False
-        self._addresses = [""] * config.parallel.pipeline_parallel
+        self._addresses = [""] * config.pipeline_parallel
         self._away: set[int] = set()  # stages whose actor was reported to be away
         secret = secrets.token_hex(32)
         actors = ray.remote(StageActor)

@@ -35,7 +35,11 @@ MAX_INPUT, MAX_OUTPUT, VOCAB, END = 24, 12, 66, 1
 SERVING = ServingConfig(max_batch_size=3, n_slots=160, max_batch_tokens=48, block_size=8)
 # Without a prefix cache, as every engine of such a model.
 ON_DEMAND = SchedulingConfig(prefix_caching=False, prefill_tokens=20)
-POLICIES = {"orca": ORCA, "on demand": ON_DEMAND, "priority": replace(ON_DEMAND, order="priority")}
+POLICIES = {
+    "orca": ORCA,
+    "on demand": ON_DEMAND,
+    "priority": replace(ON_DEMAND, scheduling_policy="priority"),
+}
 
 
 def _attention(*, causal: bool, relative: bool, bias: bool) -> Attention:

@@ -71,7 +71,7 @@ def test_all_combinations_give_the_tokens_of_algorithm_1(n_stages: int, mode: Mo
                 prefill_tokens=prefill_tokens,
                 prefix_caching=prefixes,
                 reservation=reservation,
-                order=ORDERS[(chunked + prefixes + (reservation == "full") + n_stages) % 3],
+                scheduling_policy=ORDERS[(chunked + prefixes + (reservation == "full") + n_stages) % 3],
             )
             requests, scheduler = play(
                 all_planned, n_stages, mode, lost_before=lost_before, scheduling=scheduling
@@ -90,7 +90,7 @@ def test_preempted_chunked_and_cached_tokens_are_the_reference_s(order: QueueOrd
     reference = GreedyReference(MODEL, parameters())
     crowd = [replace(planned, sampling=GREEDY, banned=()) for planned in CROWD]
     requests, scheduler = play(
-        crowd, 1, "overlap", scheduling=SchedulingConfig(prefill_tokens=6, order=order)
+        crowd, 1, "overlap", scheduling=SchedulingConfig(prefill_tokens=6, scheduling_policy=order)
     )
     assert scheduler.n_preemptions and any(req.n_cached for req in requests)
     assert sum(reference.sure(req) for req in requests) > 60

@@ -182,7 +182,7 @@ def test_a_wrong_input_fails_the_batch_before_anything_runs(
 def test_a_person_s_request_does_not_wait_for_a_batch(tmp_path: Path, order: QueueOrder) -> None:
     """By what ran in each iteration: half its places are never a batch's, and the other half is free."""
     engine = GatedEngine(by_seed)
-    config = replace(CONFIG, max_batch_size=4, scheduling=SchedulingConfig(order=order))
+    config = replace(CONFIG, max_batch_size=4, scheduling=SchedulingConfig(scheduling_policy=order))
     with (
         serving(engine=engine, config=config, options=options_of(tmp_path)) as server,
         client_of(server) as client,

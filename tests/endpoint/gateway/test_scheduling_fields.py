@@ -33,7 +33,7 @@ from tests.host.engines import SOON, GatedEngine, counting
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CACHING = replace(CONFIG, scheduling=SchedulingConfig())
 BY_PRIORITY = replace(
-    CONFIG, max_batch_size=1, scheduling=SchedulingConfig(order="priority", reservation="full")
+    CONFIG, max_batch_size=1, scheduling=SchedulingConfig(scheduling_policy="priority", reservation="full")
 )
 KEYS = ("first-key", "second-key")
 PROMPT = "x" * 100  # six full blocks of 16
@@ -150,7 +150,7 @@ def test_invalid_salts_are_rejected_over_grpc() -> None:
 
 @pytest.mark.parametrize("order", ["fcfs", "fair"])
 def test_a_priority_is_rejected_where_it_would_have_no_effect(order: Any) -> None:
-    config = replace(CONFIG, scheduling=SchedulingConfig(order=order))
+    config = replace(CONFIG, scheduling=SchedulingConfig(scheduling_policy=order))
     text = (
         f"priority is 1, but the engine's scheduling policy is '{order}'; leave priority out, or start the "
     )

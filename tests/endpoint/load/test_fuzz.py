@@ -62,7 +62,9 @@ def server() -> Iterator[Server]:
     options = EndpointOptions(
         port=0, grpc_port=None, access_log="off", max_choices=16, max_body_bytes=1 << 20, pages=False
     )
-    config = replace(CONFIG, scheduling=SchedulingConfig(order="priority"))  # any priority is valid
+    config = replace(
+        CONFIG, scheduling=SchedulingConfig(scheduling_policy="priority")
+    )  # any priority is valid
     with serving(options=options, config=config) as server:
         yield server
 

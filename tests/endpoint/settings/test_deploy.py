@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from orca_jax.options import values_of
 from server import cli
 from server.commands.worker import worker_options
-from server.settings.flags import read_flags
-from server.settings.options import WorkerFlags
 from server.settings.serve_settings import serve_settings
 from tests.places import ROOT
 from tests.played_shell import orca_arguments
@@ -64,9 +63,9 @@ def parsed(arguments: list[str], tmp_path: Path) -> argparse.Namespace:
     return args
 
 
-def flags_of_workers(tmp_path: Path) -> list[WorkerFlags]:
+def flags_of_workers(tmp_path: Path) -> list[argparse.Namespace]:
     every = [worker_pod_arguments(ordinal, tmp_path) for ordinal in range(WORKERS["spec"]["replicas"])]
-    return [read_flags(cli.parser().parse_args(arguments), WorkerFlags) for arguments in every]
+    return [cli.parser().parse_args(arguments) for arguments in every]
 
 
 def serve_arguments() -> list[str]:
@@ -84,19 +83,19 @@ def test_a_pods_ordinal_determines_its_stage(ordinal: int, stage: int, tmp_path:
 
 def test_the_workers_command_is_valid(tmp_path: Path) -> None:
     args = parsed(worker_pod_arguments(1, tmp_path), tmp_path)
-    options = worker_options(args.model, read_flags(args, WorkerFlags), SECRET)
+    options = worker_options(args, SECRET)
     assert (options.stage, options.n_stages) == (1, WORKERS["spec"]["replicas"])
     assert (options.listen, options.data_host) == ("10.2.0.9:7000", "10.2.0.9")
-    assert WORKER["resources"]["limits"]["nvidia.com/gpu"] == options.engine.parallel.tensor_parallel
+    assert WORKER["resources"]["limits"]["nvidia.com/gpu"] == options.engine.tensor_parallel
 
 
 def test_the_servers_command_is_valid(tmp_path: Path) -> None:
     settings = serve_settings(parsed(serve_arguments(), tmp_path), {})
-    assert settings.engine_config().parallel.pipeline_parallel == WORKERS["spec"]["replicas"]
+    assert settings.engine.pipeline_parallel == WORKERS["spec"]["replicas"]
     assert settings.endpoint.host == "0.0.0.0"  # probes connect to the pod's own address
     (flags, *_) = flags_of_workers(tmp_path)
     assert settings.engine.tensor_parallel == flags.tensor_parallel
-    assert settings.model == cli.parser().parse_args(worker_pod_arguments(0, tmp_path)).model
+    assert settings.engine.model == cli.parser().parse_args(worker_pod_arguments(0, tmp_path)).model
 
 
 def test_the_server_connects_to_the_workers_addresses(tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ def test_the_server_connects_to_the_workers_addresses(tmp_path: Path) -> None:
     assert [entry["port"] for entry in service["spec"]["ports"]] == [port]
     name, within = WORKERS["metadata"]["name"], service["metadata"]["name"]
     expected = [f"{name}-{ordinal}.{within}:{port}" for ordinal in range(len(workers))]
-    assert cli.parser().parse_args(serve_arguments()).workers.split(",") == expected
+    assert cli.parser().parse_args(serve_arguments()).workers == tuple(expected)
 
 
 def test_port_names_and_labels_refer_to_something() -> None:
@@ -219,5 +218,4 @@ def test_the_documented_deadlines_are_the_servers() -> None:
     documented = {name.replace("-", "_"): float(value) for name, value in rows}
     assert len(documented) == 7
     for name, value in documented.items():
-        source = defaults.pipeline if hasattr(defaults.pipeline, name) else defaults.endpoint
-        assert getattr(source, name) == value, name
+        assert {**values_of(defaults.engine), **values_of(defaults.endpoint)}[name] == value, name

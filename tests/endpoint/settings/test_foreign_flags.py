@@ -39,7 +39,7 @@ def test_vllms_usual_line() -> None:
     )
     settings = serve_settings(args, {})
     engine, endpoint = settings.engine, settings.endpoint
-    assert settings.model == "m" and endpoint.served_model_name == "name"
+    assert engine.model == "m" and endpoint.served_model_name == "name"
     assert (engine.tensor_parallel, engine.pipeline_parallel) == (2, 3)
     assert (engine.max_batch_size, engine.max_batch_tokens, engine.memory_fraction) == (64, 4096, 0.8)
     assert (engine.prefix_caching, engine.chunked_prefill) == (True, False)

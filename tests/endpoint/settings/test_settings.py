@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from orca_jax.config import EngineConfig
 from orca_jax.errors import ConfigError
+from orca_jax.options import options_of, values_of
 from server import cli
 from server.errors import UsageError
 from server.settings.command_parser import CommandParser
 from server.settings.endpoint_options import EndpointOptions
 from server.settings.flags import MODEL, SERVE_OPTIONS, add_engine_flags, add_serve_flags
-from server.settings.option import options_of
-from server.settings.options import CompileOptions, EngineOptions, PipelineOptions
 from server.settings.router_options import RouterOptions
-from server.settings.serve_settings import ServeSettings, serve_settings
+from server.settings.serve_settings import ServeSettings, layers, serve_settings
 
 # For each setting four valid values, all different from each other and from the default.
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -94,7 +94,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "pages": (False, True, False, True),
     "strict": (True, False, True, False),
     "allow_origins": ("https://a.example", "*", "http://localhost:3000, https://b.example", None),
-    "workers": ("a:1", "a:1,b:2", "unix:/a", None),
+    "workers": (("a:1",), ("a:1", "b:2"), ("unix:/a",), None),
     "worker_processes": (True, False, True, False),
     "control_secret_file": (None, None, None, None),  # the file is read as well
     "iteration_timeout": (1.0, 2.5, 1e-3, 1e7),
@@ -117,10 +117,14 @@ def settings(
     *arguments: str, environ: Mapping[str, str] | None = None, file: Path | None = None
 ) -> ServeSettings:
     """The settings with which `orca serve ARGUMENTS` would start."""
+    return serve_settings(parsed(*arguments, file=file), environ or {})
+
+
+def parsed(*arguments: str, file: Path | None = None) -> argparse.Namespace:
     parser = CommandParser(prog="orca serve", allow_abbrev=False)
     add_serve_flags(parser)
     config = () if file is None else ("--config", str(file))
-    return serve_settings(parser.parse_args([*arguments, *config]), environ or {})
+    return parser.parse_args([*arguments, *config])
 
 
 def refused(*arguments: str, environ: Mapping[str, str] | None = None, file: Path | None = None) -> str:
@@ -131,8 +135,8 @@ def refused(*arguments: str, environ: Mapping[str, str] | None = None, file: Pat
 
 
 def flat(of: ServeSettings) -> dict[str, Any]:
-    configs = (of.engine, of.compiling, of.endpoint, of.pipeline, of.routing)
-    return {"model": of.model} | {name: value for one in configs for name, value in asdict(one).items()}
+    configs = (of.engine, of.endpoint, of.routing)
+    return {name: value for one in configs for name, value in values_of(one).items()}
 
 
 @pytest.fixture
@@ -143,22 +147,22 @@ def yaml_file(tmp_path: Path) -> Path:
 # Defaults and help
 
 
-def test_defaults_are_those_of_the_dataclasses() -> None:
+def test_defaults_are_those_of_the_declarations() -> None:
     nothing = settings()
     empty = settings(environ={"ORCA_PORT": "", "ORCA_CONFIG": "", "ORCA_MODEL": "", "HOME": "/"})
     assert flat(nothing) == flat(empty)
-    assert (nothing.model, nothing.notes, nothing.api_keys.required) == (None, (), False)
-    assert nothing.engine == EngineOptions()
-    assert nothing.compiling == CompileOptions() and nothing.compiling.compile_ahead
-    assert nothing.endpoint == EndpointOptions()
-    assert nothing.pipeline == PipelineOptions() and nothing.control_secret == ""
+    assert (nothing.engine.model, nothing.notes, nothing.api_keys.required) == (None, (), False)
+    # A server waits for its programs, and bounds what strangers may queue.
+    served = {"compile_ahead": True, "ready_early": True, "max_queue_bytes": 1 << 30, "max_queue_share": 0.5}
+    assert nothing.engine == EngineConfig(max_queue=1024, **served)
+    assert (nothing.endpoint, nothing.routing) == (EndpointOptions(), RouterOptions())
     assert (nothing.endpoint.port, nothing.endpoint.grpc_port, nothing.engine.max_queue) == (8000, 8001, 1024)
 
 
 def test_every_field_is_a_setting() -> None:
-    configs = (EngineOptions, CompileOptions, EndpointOptions, PipelineOptions, RouterOptions)
-    names = {field.name for config in configs for field in fields(config)}
-    assert {option.name for option in SERVE_OPTIONS} == names | {"model"} == set(VALUES)
+    names = {field.name for config in (EndpointOptions, RouterOptions) for field in fields(config)}
+    names |= {option.name for option in options_of(EngineConfig)} - {"block_size", "control_secret"}
+    assert {option.name for option in SERVE_OPTIONS} == names == set(VALUES)
 
 
 def test_help_states_each_default_once_and_groups_flags(
@@ -200,6 +204,8 @@ def test_generate_waits_instead_of_rejecting(capsys: pytest.CaptureFixture[str])
 
 
 def as_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)  # pyright: ignore[reportUnknownArgumentType]
     return "none" if value is None else str(value)
 
 
@@ -225,25 +231,24 @@ def test_the_highest_layer_wins(
 ) -> None:
     values = {name: random.sample(VALUES[name], 3) for name in sources}
     values["port"], values["grpc_port"] = [0, 1111, 2222], [4444, None, 0]
-    layers = [{name: values[name][i] for name in sources if i in sources[name]} for i in range(3)]
-    flags, variables, lines = layers
+    given = [{name: values[name][i] for name in sources if i in sources[name]} for i in range(3)]
+    flags, variables, lines = given
     arguments = [as_flag(name, flags[name]) for name in flags if name != "model"]
     arguments += [flags["model"]] if "model" in flags else []
     environ = {f"ORCA_{name.upper()}": as_text(value) for name, value in variables.items()}
     document = {
-        name.replace("_", "-") if dashes else name: str(value) if isinstance(value, Path) else value
+        name.replace("_", "-") if dashes else name: as_text(value)
+        if isinstance(value, Path | tuple)
+        else value
         for name, value in lines.items()
     }
     file = tmp_path_factory.getbasetemp() / "layers.yaml"
     file.write_text(yaml.safe_dump(document, allow_unicode=True), encoding="utf-8")
     by_variable = random.random() < 0.5
-    result = settings(
-        *arguments,
-        environ=environ | ({"ORCA_CONFIG": str(file)} if by_variable else {}),
-        file=None if by_variable else file,
-    )
-    assert flat(result) == flat(settings()) | lines | variables | flags
-    assert result.notes == ()
+    # Some of the values exclude each other, so no engine is made of them.
+    args = parsed(*arguments, file=None if by_variable else file)
+    result = layers(args, environ | ({"ORCA_CONFIG": str(file)} if by_variable else {}))
+    assert result == lines | variables | flags
 
 
 def test_the_flag_for_the_file_wins_over_the_variable(tmp_path: Path) -> None:
@@ -257,7 +262,7 @@ def test_the_flag_for_the_file_wins_over_the_variable(tmp_path: Path) -> None:
 def test_none_in_a_higher_layer_unsets_a_value(yaml_file: Path) -> None:
     yaml_file.write_text("dtype: float16\nseed: 5\ngrpc-port: 9\nmodel: gpt2\n")
     result = settings("--grpc-port", "none", "none", environ={"ORCA_DTYPE": "None"}, file=yaml_file)
-    assert (result.model, result.engine.dtype, result.engine.seed, result.endpoint.grpc_port) == (
+    assert (result.engine.model, result.engine.dtype, result.engine.seed, result.endpoint.grpc_port) == (
         None,
         None,
         5,
@@ -287,9 +292,9 @@ def test_the_control_secret_from_a_file_or_the_variable(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("of-the-file-0123456789\n")
     (tmp_path / "short").write_text("too-short\n")
     by_variable = {"ORCA_CONTROL_SECRET": " of-the-variable-0123456789 "}
-    assert settings(environ=by_variable).control_secret == "of-the-variable-0123456789"
+    assert settings(environ=by_variable).engine.control_secret == "of-the-variable-0123456789"
     both = settings("--control-secret-file", str(tmp_path / "secret"), environ=by_variable)
-    assert both.control_secret == "of-the-file-0123456789"
+    assert both.engine.control_secret == "of-the-file-0123456789"
     assert "0123456789" not in repr(both) and both.notes == ()
     message = refused("--control-secret-file", str(tmp_path / "short"))
     assert "holds a control secret of 9 characters; it needs at least 16" in message

@@ -18,8 +18,6 @@ import pytest
 
 from server import cli
 from server.commands.worker import worker_options
-from server.settings.flags import read_flags
-from server.settings.options import WorkerFlags
 from server.settings.serve_settings import serve_settings
 from tests.places import ROOT
 
@@ -199,25 +197,26 @@ def test_the_started_commands_are_consistent(start: Start, tmp_path: Path) -> No
     assert (server["node"], server["platforms"]) == (None, "cpu")
 
     settings = serve_settings(_parsed(server, secret), {})
-    config = settings.engine_config()
-    addresses = list(config.parallel.workers or ())
+    config = settings.engine
+    addresses = list(config.workers or ())
     assert config.control_secret == server["secret"]
     assert addresses == ["10.0.0.1:20123", "10.0.0.2:20123", "10.0.0.3:20123"]
-    assert (settings.model, settings.engine.max_batch_size) == ("the/model", 7)
+    assert (config.model, config.max_batch_size) == ("the/model", 7)
     assert settings.endpoint.host == "127.0.0.1"
-    flags: list[WorkerFlags] = [read_flags(_parsed(worker, secret), WorkerFlags) for worker in workers]
-    assert [flag.listen for flag in flags] == addresses
-    for stage, flag in enumerate(flags):
-        options = worker_options("the/model", flag, server["secret"])
+    flags = [_parsed(worker, secret) for worker in workers]
+    assert [each.listen for each in flags] == addresses
+    for stage, args in enumerate(flags):
+        options = worker_options(args, server["secret"])
+        assert options.engine.model == "the/model"
         assert (options.stage, options.n_stages) == (stage, 3)
         assert options.data_host == f"10.0.0.{stage + 1}"
-        assert options.engine.parallel.tensor_parallel == settings.engine.tensor_parallel
+        assert options.engine.tensor_parallel == settings.engine.tensor_parallel
 
     directives = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", SCRIPT.read_text(), re.MULTILINE))
     signalled = re.fullmatch(r"B:TERM@(\d+)", directives["signal"])
     assert signalled and int(signalled[1]) > settings.endpoint.drain_timeout + 10
     assert int(directives["gpus-per-node"]) == settings.engine.tensor_parallel
-    assert settings.pipeline.max_restarts == MAX_RESTARTS
+    assert settings.engine.restarts.restarts == MAX_RESTARTS
 
 
 def test_a_lost_worker_is_restarted_and_a_signal_drains(start: Start) -> None:

@@ -8,14 +8,12 @@ from orca_jax.errors import ConfigError
 from orca_jax.workers.worker_options import WorkerOptions
 from server import cli
 from server.commands.worker import worker_options
-from server.settings.flags import read_flags
-from server.settings.options import WorkerFlags
 
 
 def options(*arguments: str) -> WorkerOptions:
     """The options of `orca worker --stage 1 --of 2 ARGUMENTS`."""
     args = cli.parser().parse_args(["worker", "--stage", "1", "--of", "2", *arguments])
-    return worker_options(args.model, read_flags(args, WorkerFlags), "a secret of theirs")
+    return worker_options(args, "a secret of theirs")
 
 
 def test_stages_count_from_one_in_flags_and_from_zero_inside() -> None:
@@ -28,14 +26,14 @@ def test_stages_count_from_one_in_flags_and_from_zero_inside() -> None:
         "bfloat16",
         4,
     )
-    assert (engine.parallel.link, engine.parallel.coordinator) == ("transfer", None)
+    assert (result.link, result.coordinator) == ("transfer", None)
     assert engine.control_secret == "a secret of theirs" and "a secret" not in repr(result)
-    assert not engine.sizes.command_buffer_collectives
+    assert not engine.command_buffer_collectives
     collectives = options("--listen", "a:1", "--command-buffer-collectives")
-    assert collectives.engine.sizes.command_buffer_collectives
-    assert engine.parallel.expert_exchange == "auto"
+    assert collectives.engine.command_buffer_collectives
+    assert engine.expert_exchange == "auto"
     exchanging = options("--listen", "a:1", "--expert-exchange", "exchange")
-    assert exchanging.engine.parallel.expert_exchange == "exchange"
+    assert exchanging.engine.expert_exchange == "exchange"
 
 
 @pytest.mark.parametrize(

@@ -371,7 +371,7 @@ def test_more_of_the_prompts_are_cached_than_by_arrival():
     """Two long beginnings take turns, and the cache has room for one of them beside a running request."""
     cached: dict[str, int] = {}
     for order in ("fcfs", "longest-prefix"):
-        scheduling = SchedulingConfig(order=order)  # pyright: ignore[reportArgumentType]
+        scheduling = SchedulingConfig(scheduling_policy=order)  # pyright: ignore[reportArgumentType]
         serving = ServingConfig(
             max_batch_size=1, n_slots=48, max_batch_tokens=64, block_size=SIZE, scheduling=scheduling
         )

@@ -96,7 +96,7 @@ def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
                 prefill_tokens=rng.choice((None, 1, 3, 8)),
                 prefix_caching=prefixes,
                 reservation=reservation,  # pyright: ignore[reportArgumentType]
-                order=order,  # pyright: ignore[reportArgumentType]
+                scheduling_policy=order,  # pyright: ignore[reportArgumentType]
                 aging_seconds=rng.choice((0.5, 5.0)),
             ),
         ),
@@ -281,9 +281,9 @@ class Player:
         if not serving.scheduling.prefix_caching:
             assert sum(len(kv.blocks_of(req.row)) for req in holding) == len(held)
         waiting = [req for req in self.simulation.pool.in_arrival_order() if req.row < 0]
-        if serving.scheduling.order == "fcfs" and admitted and waiting:
+        if serving.scheduling.scheduling_policy == "fcfs" and admitted and waiting:
             assert max(req.arrival for req in admitted) < min(req.arrival for req in waiting), "overtaken"
-        if serving.scheduling.order == "longest-prefix":
+        if serving.scheduling.scheduling_policy == "longest-prefix":
             for late in waiting:
                 if not late.n_preempted:
                     earlier = self.overtaken.setdefault(late.arrival, set())

@@ -56,8 +56,8 @@ def filled(queue: Any, *requests: Request) -> Any:
 def test_the_queue_of_each_order():
     assert isinstance(waiting_queue(ORCA), FirstComeQueue)
     assert isinstance(waiting_queue(SchedulingConfig()), FirstComeQueue)
-    assert isinstance(waiting_queue(SchedulingConfig(order="priority")), PriorityQueue)
-    assert isinstance(waiting_queue(SchedulingConfig(order="fair")), FairQueue)
+    assert isinstance(waiting_queue(SchedulingConfig(scheduling_policy="priority")), PriorityQueue)
+    assert isinstance(waiting_queue(SchedulingConfig(scheduling_policy="fair")), FairQueue)
 
 
 @pytest.mark.parametrize("make", QUEUES.values(), ids=QUEUES)
@@ -207,7 +207,9 @@ def test_lower_priorities_first_and_equal_ones_by_arrival():
 
 def two_of_different_priority(aging_seconds: float) -> tuple[Simulation, list[Request]]:
     """The second one comes later, with a higher priority, when there is no room for both."""
-    scheduling = SchedulingConfig(order="priority", aging_seconds=aging_seconds, prefix_caching=False)
+    scheduling = SchedulingConfig(
+        scheduling_policy="priority", aging_seconds=aging_seconds, prefix_caching=False
+    )
     serving = ServingConfig(
         max_batch_size=4, n_slots=24, max_batch_tokens=4, block_size=4, scheduling=scheduling
     )
@@ -363,7 +365,7 @@ def test_counters_of_owners_who_wait_differ_within_the_bound(data: st.DataObject
         max_batch_tokens=30,
         block_size=rng.choice((1, 4)),
         scheduling=SchedulingConfig(
-            order="fair",
+            scheduling_policy="fair",
             chunked_prefill=rng.random() < 0.5,
             prefix_caching=False,
             reservation=rng.choice(("full", "on-demand")),
@@ -388,7 +390,7 @@ def test_who_floods_gets_no_more_than_who_asks_for_little():
     """Of two owners who both always wait, each gets half of the tokens, and by weights a share."""
     for weights, share in (({}, 0.5), ({"flood": 3.0}, 0.75)):
         serving = ServingConfig(
-            max_batch_size=4, n_slots=400, block_size=4, scheduling=SchedulingConfig(order="fair")
+            max_batch_size=4, n_slots=400, block_size=4, scheduling=SchedulingConfig(scheduling_policy="fair")
         )
         play = Simulation(serving)
         play.pool._queue = FairQueue(weights)

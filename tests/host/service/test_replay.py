@@ -37,8 +37,8 @@ CONFIGS = {
     "deterministic": replace(CONFIG, deterministic=True),
     "no overlap": replace(SERVING, overlap=False),
     "default": SERVING,
-    "fair": replace(SERVING, scheduling=SchedulingConfig(order="fair")),
-    "priority": replace(SERVING, scheduling=SchedulingConfig(order="priority")),
+    "fair": replace(SERVING, scheduling=SchedulingConfig(scheduling_policy="fair")),
+    "priority": replace(SERVING, scheduling=SchedulingConfig(scheduling_policy="priority")),
 }
 
 
@@ -95,7 +95,9 @@ def serve_randomly(service: Orca, seed: int, n_users: int = 6, n_each: int = 8) 
                 ignore_eos=True,
                 logprobs=rng.choice([None, 1]),
             )
-            priority = rng.randrange(3) if service.scheduler.config.scheduling.order == "priority" else 0
+            priority = (
+                rng.randrange(3) if service.scheduler.config.scheduling.scheduling_policy == "priority" else 0
+            )
             scheduling = SchedulingParams(priority=priority)
             if rng.random() < 0.1:
                 given = given_output(service, prompt, 1)

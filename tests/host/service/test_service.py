@@ -140,7 +140,7 @@ def test_a_priority_needs_the_scheduling_policy() -> None:
             service.submit([7], SamplingParams(), scheduling=first)
         assert caught.value.param == "priority"
         assert len(service.pool) == 0
-    by_priority = replace(CONFIG, scheduling=SchedulingConfig(order="priority"))
+    by_priority = replace(CONFIG, scheduling=SchedulingConfig(scheduling_policy="priority"))
     with orca(simulated(), config=by_priority) as service:
         assert service.submit([7], SamplingParams(max_tokens=2), scheduling=first).result(SOON).n_input == 1
 

@@ -73,7 +73,9 @@ class Player(FaultSimulation):
     def check_turn(self) -> None:
         live = list(self.pool.in_arrival_order())
         # A suspect may run alone while earlier requests, which made room for it, wait.
-        if self.is_orca or (self.trace.scheduling.order == "fcfs" and all(not req.n_losses for req in live)):
+        if self.is_orca or (
+            self.trace.scheduling.scheduling_policy == "fcfs" and all(not req.n_losses for req in live)
+        ):
             assert [req.arrival for req in live] == sorted(req.arrival for req in live)
         # Iteration-level first-come-first-served; iterations that were lost do not count.
         going_on = [req for req in live if req.n_tokens_issued < req.max_tokens and req.ending is None]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orca_jax.config import Compiling, Deadlines, EngineConfig, ParallelConfig, RestartBound, Sizes
+from orca_jax.config import Deadlines, EngineConfig, RestartBound
 from orca_jax.errors import ConfigError
 from orca_jax.workers.worker_options import WorkerOptions
 
@@ -21,32 +21,29 @@ ENGINE = EngineConfig(
     tokenizer="t",
     seed=3,
     attention="static",
-    sizes=Sizes(
-        max_batch_size=2,
-        n_slots=64,
-        max_batch_tokens=128,
-        block_size=8,
-        max_queue=5,
-        max_queue_bytes=1 << 20,
-        max_queue_share=0.5,
-        overlap=False,
-        command_buffer_collectives=True,
-        memory_fraction=0.25,
-        chunked_prefill=True,
-        prefill_tokens=64,
-        prefix_caching=False,
-        reservation="full",
-        scheduling_policy="priority",
-    ),
-    parallel=ParallelConfig(
-        tensor_parallel=2,
-        pipeline_parallel=3,
-        worker_processes=True,
-        link="nccl",
-        coordinator="a:1",
-        expert_exchange="exchange",
-    ),
-    compiling=Compiling(compile_ahead=True, ready_early=True, on_compile="error", compile_cache="a folder"),
+    max_batch_size=2,
+    n_slots=64,
+    max_batch_tokens=128,
+    block_size=8,
+    max_queue=5,
+    max_queue_bytes=1 << 20,
+    max_queue_share=0.5,
+    overlap=False,
+    command_buffer_collectives=True,
+    memory_fraction=0.25,
+    chunked_prefill=True,
+    prefill_tokens=64,
+    prefix_caching=False,
+    reservation="full",
+    scheduling_policy="priority",
+    tensor_parallel=2,
+    pipeline_parallel=3,
+    worker_processes=True,
+    expert_exchange="exchange",
+    compile_ahead=True,
+    ready_early=True,
+    on_compile="error",
+    compile_cache="a folder",
     deadlines=Deadlines(
         iteration_seconds=1, worker_seconds=2, ready_seconds=3, retry_seconds=4, look_seconds=5
     ),
@@ -55,7 +52,15 @@ ENGINE = EngineConfig(
     record="a file",
     record_bytes=1 << 20,
 )
-OPTIONS = WorkerOptions(stage=1, engine=ENGINE, listen="unix:/a", data_host="b", end_with_stdin=True)
+OPTIONS = WorkerOptions(
+    stage=1,
+    engine=ENGINE,
+    listen="unix:/a",
+    data_host="b",
+    link="nccl",
+    coordinator="a:1",
+    end_with_stdin=True,
+)
 
 
 def defaults(config: Any, but: Collection[str]) -> list[str]:
@@ -74,16 +79,15 @@ def test_the_child_reads_what_the_parent_writes() -> None:
     # These exclude other fields that OPTIONS gives.
     assert defaults(OPTIONS, but=("workers", "deterministic", "policy")) == []
     assert WorkerOptions.from_json(OPTIONS.as_json()) == OPTIONS
-    orca = replace(OPTIONS, engine=replace(ENGINE, sizes=Sizes(deterministic=True, policy="orca")))
+    orca = replace(OPTIONS, engine=EngineConfig(deterministic=True, policy="orca", pipeline_parallel=2))
     assert WorkerOptions.from_json(orca.as_json()) == orca
     assert "a secret of theirs" not in repr(OPTIONS)
 
 
 def test_a_path_is_read_as_its_name() -> None:
-    parallel = ParallelConfig(workers=["a:1", "b:2"])
-    engine = EngineConfig(model=Path("/a"), compiling=Compiling(compile_cache=Path("/b")), parallel=parallel)
+    engine = EngineConfig(model=Path("/a"), compile_cache=Path("/b"), workers=["a:1", "b:2"])
     read = WorkerOptions.from_json(WorkerOptions(stage=0, engine=engine, listen="a:1").as_json()).engine
-    assert (read.model, read.compiling.compile_cache, read.parallel) == ("/a", "/b", parallel)
+    assert (read.model, read.compile_cache, read.workers) == ("/a", "/b", ("a:1", "b:2"))
 
 
 @pytest.mark.parametrize(

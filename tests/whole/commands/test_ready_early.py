@@ -54,7 +54,7 @@ def started(tiny_directory: Path) -> Started:
 
     def start(**changes: Any) -> LLM:
         settings = {"model": str(tiny_directory), **SIZES, **changes}
-        return LLM.from_config(EngineConfig.of(**settings, compile_ahead=True))
+        return LLM.from_config(EngineConfig(**settings, compile_ahead=True))
 
     return start
 
