@@ -316,11 +316,11 @@ def build(config: type[T], values: Mapping[str, Any], **others: Any) -> T:
     return config(**arguments, **others)
 
 
-def values_of(config: Any) -> dict[str, Any]:
+def values_of(config: object) -> dict[str, Any]:
     """The value of each option of `config`, by its name: what `build` takes."""
     values = dict[str, Any]()
     for each in options_of(type(config)):
-        value = config
+        value: Any = config
         for name in each.path:
             value = getattr(value, name)
         values[each.name] = value

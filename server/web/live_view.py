@@ -19,4 +19,5 @@ class LiveView:
     @classmethod
     def of(cls, gateway: Gateway, settings: ServeSettings) -> "LiveView":
         shared = settings.api_keys.n_keys > 1
-        return cls(LiveFeed(gateway, shows_ids=not shared), settings.engine.record, shared)
+        record = settings.engine.record
+        return cls(LiveFeed(gateway, shows_ids=not shared), None if record is None else Path(record), shared)

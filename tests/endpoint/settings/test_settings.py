@@ -176,7 +176,7 @@ def test_help_states_each_default_once_and_groups_flags(
     expected = ["options", "model and engine", "addresses", "security", "limits", "logging", "workers"]
     assert titles == [*expected, "routers"]
     for option in SERVE_OPTIONS:
-        start = rf"\n  {'MODEL' if option is MODEL else option.flag}[ ,\n]"
+        start = rf"\n  {'MODEL' if option.name == MODEL.name else option.flag}[ ,\n]"
         (group,) = (group for group in groups if re.search(start, group))
         entry = re.split(start, group)[1].split("\n  -")[0].split("\n\n")[0]
         assert entry.count("(default: ") == 1, entry

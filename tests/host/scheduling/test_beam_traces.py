@@ -117,7 +117,7 @@ def random_config(rng: random.Random, n_blocks: int, block_size: int, longest: i
         "chunked_prefill": rng.random() < 0.5,
         "prefix_caching": rng.random() < 0.5,
         "reservation": rng.choice(("full", "on-demand")),
-        "order": rng.choice(("fcfs", "priority", "fair")),
+        "scheduling_policy": rng.choice(("fcfs", "priority", "fair")),
     }
     return ServingConfig(
         max_batch_size=max_bs,
