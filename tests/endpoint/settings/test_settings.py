@@ -178,7 +178,7 @@ def test_help_states_each_default_once_and_groups_flags(
     for option in SERVE_OPTIONS:
         start = rf"\n  {'MODEL' if option.name == MODEL.name else option.flag}[ ,\n]"
         (group,) = (group for group in groups if re.search(start, group))
-        entry = re.split(start, group)[1].split("\n  -")[0].split("\n\n")[0]
+        entry = " ".join(re.split(start, group)[1].split("\n  -")[0].split("\n\n")[0].split())
         assert entry.count("(default: ") == 1, entry
         assert group.startswith(option.group)
     for line in (
