@@ -338,7 +338,7 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
     ] = "auto"
     seed: Annotated[
         int | None,
-        "seed of requests without their own (default: random), and of dummy weights",
+        "seed of dummy weights, there 0 if not given, and of requests without their own (default: random)",
         In("serve", "worker"),
     ] = None
     attention: Annotated[

@@ -70,9 +70,10 @@ class Start(EngineConfig):
 class LLM:
     """A loaded model that continues prompts; a context manager. All methods are thread-safe.
 
-    The arguments of the constructor are the fields of EngineConfig, described in docs/options.md, and those
-    of Start: `LLM("DIRECTORY", max_batch_size=64, dtype="bfloat16", on_load=print)`. It raises ConfigError,
-    a CheckpointError, or TypeError for an argument that does not exist.
+    The arguments of the constructor are the fields of EngineConfig and of Start, as in
+    `LLM("DIRECTORY", max_batch_size=64, dtype="bfloat16", on_load=print)`; `help(LLM.__init__)` and the page
+    Options of the documentation's reference describe them. It raises ConfigError, a CheckpointError, or
+    TypeError for an argument that does not exist.
 
     The attribute `generation_defaults` has the sampling parameters that the model recommends, and the model's
     end-of-sequence tokens include the recommended ones (docs/generation.md).

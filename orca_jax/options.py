@@ -5,7 +5,7 @@
 After its type a field's annotation has its help, then its group in `--help` if it is not its dataclass's
 usual one, then in any order what is special about it: a check, and the classes below. Made from the
 declarations are the signature of `LLM`, the flags, the `ORCA_*` variables and the keys of the `--config` file
-(server/settings), Ray's settings, and docs/options.md.
+(server/settings), Ray's settings, and the reference page Options (scripts/site/options.py).
 """
 
 import inspect

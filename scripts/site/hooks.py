@@ -18,6 +18,7 @@ from scripts.site.http import http_page
 from scripts.site.links import PROJECT, site_links
 from scripts.site.mermaid import mermaid_script
 from scripts.site.metrics import metrics_page
+from scripts.site.options import options_page
 
 _ROOT = Path(__file__).parents[2]
 _MERMAID = "assets/mermaid.min.js"
@@ -29,6 +30,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages: dict[str, str | bytes] = {
         "reference/http.md": http_page(document),
         "reference/metrics.md": metrics_page(scraped),
+        "reference/options.md": options_page(),
         "reference/grpc.md": _grpc_page(),
         "reference/python.md": _python_page(),
         _MERMAID: mermaid_script(_ROOT / "build" / "site"),

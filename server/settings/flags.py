@@ -14,21 +14,25 @@ T = TypeVar("T")
 
 _ENGINE_GROUP = "model and engine"
 _ENGINE = options_of(EngineConfig, _ENGINE_GROUP, ("serve", "generate", "chat", "compile"))
-_ENDPOINT = options_of(EndpointOptions, "limits", ("serve",))
 MODEL = next(each for each in _ENGINE if each.name == "model")
+GROUPS = (_ENGINE_GROUP, "addresses", "security", "limits", "logging", "workers", "routers")
+ALL_OPTIONS = (
+    MODEL,
+    *(each for each in _ENGINE if each is not MODEL),
+    *options_of(EndpointOptions, "limits", ("serve",)),
+    *options_of(RouterOptions, "routers", ("serve",)),
+)
 
 
 def options_for(command: str) -> tuple[Option, ...]:
     """The options that have a flag of `orca COMMAND`, the model first."""
-    options = (*_ENGINE, *_ENDPOINT, *options_of(RouterOptions, "routers", ("serve",)))
-    return (MODEL, *(each for each in options if command in each.commands and each is not MODEL))
+    return tuple(each for each in ALL_OPTIONS if each is MODEL or command in each.commands)
 
 
-_GROUPS = (_ENGINE_GROUP, "addresses", "security", "limits", "logging", "workers", "routers")
 # With the defaults of a server, in the order of the groups.
 SERVE_OPTIONS = tuple(
     replace(each, default=each.served)
-    for each in sorted(options_for("serve"), key=lambda option: [*_GROUPS, option.group].index(option.group))
+    for each in sorted(options_for("serve"), key=lambda option: [*GROUPS, option.group].index(option.group))
 )
 GENERATE_OPTIONS = options_for("generate")
 COMPILE_OPTIONS = options_for("compile")

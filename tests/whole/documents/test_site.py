@@ -10,7 +10,9 @@ from scripts.site.foreign import foreign
 from scripts.site.http import http_page
 from scripts.site.links import site_links
 from scripts.site.metrics import metrics_page
+from scripts.site.options import options_page
 from server.settings.command_parser import shown_flags
+from server.settings.flags import ALL_OPTIONS
 
 
 def test_a_page_has_every_flag_of_its_command() -> None:
@@ -22,6 +24,18 @@ def test_a_page_has_every_flag_of_its_command() -> None:
         assert not [flag for flag in flags if f"`{flag}`" not in pages[name]]
         assert flags or name == "completion"
     assert "SUPPRESS" not in "".join(pages.values())
+
+
+def test_the_page_of_options_says_who_has_them_and_their_defaults() -> None:
+    page = options_page()
+    (queue,) = (line for line in page.splitlines() if line.startswith("| `max_queue` |"))
+    assert queue == (
+        "| `max_queue` | a whole number | `1048576`; of `orca serve` `1024` | maximum number of waiting "
+        "requests; more are refused | `LLM`, `serve` |"
+    )
+    assert "| `reservation` | one of full, on-demand, or none | on-demand |" in page
+    assert "`LLM` (`deadlines.ready_seconds`), `serve` |" in page
+    assert page.count("\n| `") == len(ALL_OPTIONS) and page.count("## Model and engine") == 1
 
 
 def test_a_route_has_its_fields_and_bounds() -> None:
