@@ -43,10 +43,9 @@ from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.host_memory import keep_large_buffers
-from orca_jax.iteration.row import Row
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.planning.cost_model import Device, IterationShape, floor, operations
-from orca_jax.request.request import FinishReason, Request
+from orca_jax.request.request import FinishReason, Request, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned
 from orca_jax.scheduling.kv_manager import round_up

@@ -38,9 +38,8 @@ from rich.table import Table
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets.by_name import PRESETS
-from orca_jax.iteration.row import Row
 from orca_jax.launch.local_engine import build_engine
-from orca_jax.request.request import Request
+from orca_jax.request.request import Request, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager, round_up

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 
-from orca_jax.iteration.row import Row
-from orca_jax.request.request import Request, RequestState, begin_iteration
+from orca_jax.request.request import Request, RequestState, Row, begin_iteration
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool

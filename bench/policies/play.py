@@ -12,8 +12,7 @@ from functools import partial
 
 from bench.policies.figures import Figures, quantile
 from bench.policies.traces import Conversation, Trace
-from orca_jax.iteration.row import Row
-from orca_jax.request.request import Request
+from orca_jax.request.request import Request, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager

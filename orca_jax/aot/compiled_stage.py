@@ -16,7 +16,7 @@ from orca_jax.execution.stage import Stage
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
 from orca_jax.iteration.flat_batch import FlatLayout
-from orca_jax.iteration.scored_parts import SCORED, scored_layout
+from orca_jax.iteration.rows.scored import SCORED, scored_layout
 from orca_jax.model.kv_cache import LayerCache, cache_shape, layer_cache
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC

@@ -29,6 +29,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.flat_batch import BatchSizes, batch_sizes
 from orca_jax.iteration.message import ControlMessage
+from orca_jax.iteration.rows.encoder import lay_out_encoder
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
 from orca_jax.model.routed import DeviceRouted, joined
@@ -277,7 +278,7 @@ class JaxStageDevice:
 
     def _encode(self, worker: Worker, epoch: int, iteration: int, message: ControlMessage) -> int:
         """Start the iteration's part for the encoder, if it has one; the bytes put on the link."""
-        flat, part, stage = self._sizes.lay_out_encoder(message), self._model.part, self._model.stage
+        flat, part, stage = lay_out_encoder(message, self._sizes), self._model.part, self._model.stage
         if flat is None:
             return 0
         encoded = None

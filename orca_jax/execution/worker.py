@@ -21,8 +21,9 @@ from orca_jax.execution.stage import Last, Stage
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch, FlatLayout
 from orca_jax.iteration.message import POOLED, ROUTED, ControlMessage, MakeWords
-from orca_jax.iteration.pooled_parts import pooled_layout, pooled_parts
-from orca_jax.iteration.scored_parts import SCORED, scored_layout, scored_parts
+from orca_jax.iteration.rows.encoder import lay_out_encoder
+from orca_jax.iteration.rows.pooled import pooled_layout, pooled_parts
+from orca_jax.iteration.rows.scored import SCORED, scored_layout, scored_parts
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
 from orca_jax.model.kv_cache import LayerCache, cache_shape, copy_blocks, layer_cache
@@ -318,7 +319,7 @@ class LocalWorkers:
     def issue(self, message: ControlMessage, words: MakeWords) -> LocalIteration:
         """engine_master.Workers."""
         iteration = LocalIteration(message, self.sizes.lay_out(message), words, self._go_on)
-        iteration.encoder_flat = self.sizes.lay_out_encoder(message)
+        iteration.encoder_flat = lay_out_encoder(message, self.sizes)
         self._to_do.append(iteration)
         self._go_on()
         return iteration

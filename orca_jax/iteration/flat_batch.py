@@ -215,7 +215,7 @@ def flat_batch(
     max_encoder_blocks = 0 if encoder is None else encoder.block_table.shape[1]
     layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks or n_blocks, max_encoder_blocks)
     assert real_rows <= layout.n_rows and real_tokens <= bucket, f"{real_rows} rows, {real_tokens} tokens"
-    buffer, arrays = _padding(layout, real_tokens, real_rows, n_slots=n_slots, n_rows=n_rows)
+    buffer, arrays = padding(layout, real_tokens, real_rows, n_slots=n_slots, n_rows=n_rows)
 
     # Per row.
     row_start = arrays.row_start
@@ -258,40 +258,12 @@ def flat_batch(
     return FlatBatch(layout, buffer, arrays, real_tokens, real_rows, programs)
 
 
-def encoder_batch(
-    message: ControlMessage, *, bucket: int, max_bs: int, block_size: int, n_slots: int, n_rows: int
-) -> FlatBatch:
-    """Lay out the encoder's input of the rows that run it: as `flat_batch`, without a sampler's work.
-
-    Its slots are those where the encoder's results stay, and its block table names their blocks.
-    """
-    assert message.encoder is not None
-    rows, token_ids = message.encodes, message.encoder.token_ids
-    length, table = message.encoder.length[rows], message.encoder.block_table[rows]
-    n_rows_here, n_tokens = len(length), len(token_ids)
-    layout = FlatLayout(bucket, min(bucket, max_bs), table.shape[1])
-    assert n_rows_here <= layout.n_rows and n_tokens <= bucket, f"{n_rows_here} rows, {n_tokens} tokens"
-    buffer, arrays = _padding(layout, n_tokens, 0, n_slots=n_slots, n_rows=n_rows)
-    np.cumsum(length, out=arrays.row_start[1 : n_rows_here + 1])
-    arrays.row_start[n_rows_here + 1 :] = n_tokens
-    arrays.kv_length[:n_rows_here] = length
-    arrays.block_table[:n_rows_here] = table
-    owner = np.repeat(np.arange(n_rows_here, dtype=np.intp), length)
-    positions = np.arange(n_tokens, dtype=np.int32) - arrays.row_start[owner]
-    arrays.token_ids[:n_tokens] = token_ids
-    arrays.positions[:n_tokens] = positions
-    arrays.slot_of_token[:n_tokens] = (
-        table[owner, positions // block_size] * block_size + positions % block_size
-    )
-    return FlatBatch(layout, buffer, arrays, n_tokens, n_rows_here, TokenPrograms())
-
-
 def _copied_words(sampling: npt.NDArray[np.void]) -> npt.NDArray[np.int32]:
     """A view of the first words of SAMPLING [R], as the last SamplerArrays have them: [_N_COPIED, R]."""
     return np.ndarray((_N_COPIED, len(sampling)), np.int32, sampling, strides=(4, sampling.itemsize))
 
 
-def _padding(
+def padding(
     layout: FlatLayout, real_tokens: int, real_rows: int, *, n_slots: int, n_rows: int
 ) -> tuple[npt.NDArray[np.int32], FlatArrays]:
     """A buffer with padding behind this many tokens and the sampler's rows, which are 0; and its parts."""
@@ -356,20 +328,6 @@ class BatchSizes:
         if shape.deterministic and flat.programs.sampler != "greedy":
             flat = replace(flat, programs=replace(flat.programs, sampler="full"))
         return flat
-
-    def lay_out_encoder(self, message: ControlMessage) -> FlatBatch | None:
-        """Lay out the encoder's part of an iteration; None if no row runs the encoder."""
-        shape, encoder = self.shape, message.encoder
-        if encoder is None or not len(encoder.token_ids):
-            return None
-        return encoder_batch(
-            message,
-            bucket=bucket_for(len(encoder.token_ids), shape.encoder_buckets),
-            max_bs=shape.max_rows,
-            block_size=shape.block_size,
-            n_slots=shape.n_slots,
-            n_rows=shape.n_rows,
-        )
 
 
 def batch_sizes(shape: EngineShape) -> BatchSizes:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from orca_jax.request.request import SAMPLED
+
 # Returns the token masks of an iteration's constrained rows, [constrained rows, n_words] int32, or None while
 # a previous token is unknown. Masks take time to compute, so it is called after the forward pass has started,
 # until it returns the masks.
@@ -41,8 +43,6 @@ SAMPLING = np.dtype(
         ("flags", "<u1"),
     ]
 )
-
-SAMPLED = -1  # as `next_token`: it is not known but sampled
 
 # A value added to a token's logit; `index` is the row's index in the batch.
 BIAS = np.dtype([("index", "<i4"), ("token_id", "<i4"), ("value", "<f4")])

@@ -76,7 +76,7 @@ def replay(of: str | Path | Recording, *, model: str | Path | None = None) -> Re
             built.kv,
             config=serving,
             constraint=constraint,
-            search=lambda sampling: rules.rules(sampling).search(),
+            kind=lambda sampling, given_ids: rules.rules(sampling).kind(given_ids),
         )
         return whole.run()
     finally:

@@ -11,7 +11,7 @@ from typing import Literal
 from orca_jax.config import Attention
 from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.parameters import encoder_layers_of, stage_bytes, whole_experts
-from orca_jax.iteration.scored_parts import SCORED
+from orca_jax.iteration.rows.scored import SCORED
 from orca_jax.iteration.shape import EngineShape
 
 Source = Literal["arithmetic", "compiled"]

@@ -1,16 +1,16 @@
 """A request and its states."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from orca_jax.errors import OutputFailed
-from orca_jax.request.beam_search import BeamSearch
+from orca_jax.request.beam_search import Hypothesis
 from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.pooling import Pooling
 from orca_jax.request.routed_experts import ExpertIds, RoutedTokens
@@ -83,6 +83,81 @@ class OutputConstraint(Protocol):
         ...
 
 
+SAMPLED = -1  # as the token after a row's input: it is not known but sampled
+
+
+class InputRow(NamedTuple):
+    """A row of the control message whose input tokens the host knows."""
+
+    place: int  # its row of the block table
+    start: int  # tokens before its input
+    ids: Sequence[int]  # its input tokens
+    next_id: int = SAMPLED  # the token after them
+    answers: bool = True  # whether that token is the output's: its log-probabilities come back on request
+
+
+class RowAnswer(NamedTuple):
+    """What came back for a request: the token of each of its rows that answers, and log-probabilities.
+
+    The latter are empty unless requested.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] = ()
+
+
+class RowKind:
+    """How a request enters iterations, and how it accepts what comes back. This one is the plain kind.
+
+    A plain request has one row an iteration: first chunks of its prompt, whose tokens the host knows, then
+    its newest token, which may be on the device alone. The row's last position gives logits, and one token
+    comes back. Other kinds override what they do otherwise, each in one file of iteration/rows/. A kind that
+    keeps something about its request is made anew for each.
+    """
+
+    n_rows = 1  # rows of the block table that it holds, each of which takes a place in every batch
+    forks = False  # whether its rows part after the prompt, and continue one another's
+    runs_ahead = True  # whether it may be issued again before its token returns
+    greedy = False  # whether temperature 0 replaces the request's
+    given_ids: Sequence[int] = ()  # the output, if it is not sampled
+
+    @property
+    def parents(self) -> Sequence[int]:
+        """For each row of the next iteration, the index of the row before that it continues."""
+        return (0,)
+
+    @property
+    def found(self) -> Sequence[Hypothesis] | None:
+        """The outputs of a search, best first: empty before its end. None if the request has one output."""
+        return None
+
+    def n_logprobs(self, req: "Request") -> int | None:
+        """The number of likeliest tokens with log-probabilities to return; None: not even the token's."""
+        return req.sampling.logprobs
+
+    def most_tokens(self, req: "Request") -> int:
+        """The most tokens that one increment of the request can compute, if the batch has places for them."""
+        return 1
+
+    def rows(self, req: "Request", n_tokens: int, places: Sequence[int]) -> list[InputRow]:
+        """The rows of the next iteration, which computes `n_tokens`; `places` are those of the block table.
+
+        A plain request is asked only in its initiation.
+        """
+        return [prompt_chunk(req, n_tokens)]
+
+    def accept(self, req: "Request", answer: RowAnswer) -> Iterator[tuple[int, FinishReason | None]]:
+        """Take an answer: the tokens that the user gets, each with the finish reason if it is the last."""
+        req.logprobs += answer.logprobs
+        yield answer.token_ids[0], req.accept(answer.token_ids[0])
+
+    def restart(self, req: "Request") -> None:
+        """The request computes all its keys and values again."""
+
+
+PLAIN = RowKind()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request in the pool. Only the scheduler changes `state` and the fields after it.
@@ -109,16 +184,11 @@ class Request:
     With an encoder, `encoder_ids` is what it reads, and `prompt_ids` begins the decoder's tokens. The row
     that begins with the first of them runs the encoder as well, as after a loss or a preemption.
 
-    With `given_ids` the output is not sampled but given, `max_tokens` minus the prompt's tokens of it, and
-    `logprobs` are its tokens'. An iteration may then compute several tokens of the increment phase.
+    `kind` is how it enters iterations: as a plain row, with a given output, as a beam search, ...
 
     With `pooling` it is a request for an embedding: it samples one token for nothing, and `pooled` is the sum
     of the final hidden states of its prompt, so far as iterations with them have returned: for "last" that of
     the last token alone.
-
-    With `beams` the request is a beam search. It takes a place of the batch and a row for each beam, and they
-    all run in the same iterations. Until the search is over, `output_ids` has the newest token of the
-    likeliest beam at each step; then it is the best output. It cannot resume: it starts over.
 
     `weights_versions` has pairs (number of output tokens, version of the weights): from this token on the
     output was computed by these weights alone.
@@ -130,10 +200,9 @@ class Request:
     sampling: SamplingParams
     seed: int
     end_token_ids: frozenset[int] = frozenset()
-    given_ids: tuple[int, ...] = ()
+    kind: RowKind = PLAIN
     encoder_ids: tuple[int, ...] = ()
     pooling: Pooling | None = None
-    beams: BeamSearch | None = None
     constraint: OutputConstraint | None = None
     sink: OutputSink | None = None
     owner: str = ""
@@ -178,14 +247,15 @@ class Request:
         return len(self.encoder_ids or self.prompt_ids)
 
     @property
-    def n_places(self) -> int:
-        """The places of a batch, and the rows of the block table, that it takes."""
-        return 1 if self.beams is None else self.beams.width
-
-    @property
     def final_ids(self) -> list[int]:
         """The output tokens that will not change: of a beam search none before it has found its outputs."""
-        return self.output_ids if self.beams is None or self.beams.found else []
+        return [] if self.kind.found == () else self.output_ids
+
+    @property
+    def score(self) -> float | None:
+        """The score of a search's best output; None before it is found, and for other requests."""
+        found = self.kind.found
+        return found[0].score if found else None
 
     @property
     def n_tokens(self) -> int:
@@ -217,7 +287,7 @@ class Request:
 
     def known_ids(self, start: int, stop: int) -> list[int]:
         """The slice `start:stop` of prompt plus output, of which all is known if it is given."""
-        n, output = len(self.prompt_ids), self.given_ids or self.output_ids
+        n, output = len(self.prompt_ids), self.kind.given_ids or self.output_ids
         if start >= n:
             return [*output[start - n : stop - n]]
         return [*self.prompt_ids[start:stop], *output[max(0, start - n) : max(0, stop - n)]]
@@ -226,9 +296,7 @@ class Request:
         """Start over after its keys and values were lost: the next iterations compute all known tokens."""
         self.state = RequestState.INITIATION
         self.n_computed = 0
-        if self.beams is not None:
-            self.beams.restart()
-            self.output_ids.clear()
+        self.kind.restart(self)
         self.pooled = None  # the whole prompt is pooled again
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids) - 1:
             self.prompt_logprobs = None  # incomplete, of a chunked prompt: all are computed again
@@ -246,10 +314,6 @@ class Request:
         if not before or before[-1][1] != version:
             before += ((n, version),)
         self.weights_versions = before
-
-    def add_pooled(self, part: Vector) -> None:
-        """Take the sum of the hidden states that an iteration computed."""
-        self.pooled = part if self.pooled is None else self.pooled + part
 
     def add_routed(self, first: int, ids: ExpertIds) -> None:
         """Take the experts that an iteration's tokens, from `first` on, chose."""
@@ -279,31 +343,6 @@ class Request:
             return self.pooled
         return self.pooled / np.float32(len(self.prompt_ids))
 
-    def accept_candidates(self, candidates: Sequence[TokenLogprobs]) -> FinishReason | None:
-        """Take the likeliest next tokens of each beam; returns the finish reason if the search is over.
-
-        An exception from the sink ends only this request, with the reason `error`.
-        """
-        beams = self.beams
-        assert beams is not None
-        beams.step(candidates)
-        if not beams.done:
-            self.output_ids.append(beams.last_ids[0])
-            return None
-        if not beams.finished:
-            self.failure = "no token has a probability: the model's logits are not finite"
-            return FinishReason.ERROR
-        best = beams.finished[0]
-        self.output_ids[:] = best.token_ids
-        try:
-            if self.sink is not None:
-                for token_id in best.token_ids:
-                    self.sink.push(token_id)
-        except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}"
-            return FinishReason.ERROR
-        return FinishReason.STOP if best.stopped else FinishReason.LENGTH
-
     def accept(self, token_id: int) -> FinishReason | None:
         """Take the token of a returned iteration; returns the finish reason if it is the last token.
 
@@ -330,7 +369,23 @@ class Request:
         return None
 
 
-def begin_iteration(rows: Sequence[tuple[Request, int]]) -> tuple[list[int], list[Request]]:
+# A request's part in an iteration, and the number n of tokens to compute for it: `n_computed` to
+# `n_computed + n` of its prompt and output. If they include the last known token, the next one
+# is sampled. A plain tuple, because every request in every iteration makes one, and a NamedTuple takes seven
+# times as long to create.
+Row = tuple[Request, int]
+
+
+def prompt_chunk(req: Request, n_tokens: int, start: int | None = None) -> InputRow:
+    """The row with the next `n_tokens` known tokens, or those from `start` on."""
+    start = req.n_computed if start is None else start
+    known = req.known_ids(start, start + n_tokens + 1)
+    if len(known) == n_tokens:
+        return InputRow(req.row, start, known)
+    return InputRow(req.row, start, known[:n_tokens], known[n_tokens], answers=False)
+
+
+def begin_iteration(rows: Sequence[Row]) -> tuple[list[int], list[Request]]:
     """Record that an iteration over these rows is issued (Algorithm 1, line 7).
 
     Returns the places of the rows that sample no token, and the requests that have reached `full_at`. One

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from orca_jax.iteration.row import Row
+from orca_jax.iteration.rows.pooled import add_pooled
+from orca_jax.iteration.rows.scored import add_prompt_logprobs
 from orca_jax.request.pooled_vector import Vector
+from orca_jax.request.request import Row, RowAnswer
 from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.timeline import IterationRecord
 
-_NO_LOGPROBS: Mapping[int, Any] = MappingProxyType({})
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
 _NO_ROWS: frozenset[int] = frozenset()
 
 
@@ -35,35 +37,27 @@ class Iteration:
 
 
 class Returned(NamedTuple):
-    """The results of an iteration: `token_ids` has one token per row.
+    """The results of an iteration, by the request's place in its batch.
 
-    If a row sampled no token, ignore its entry. Log-probabilities are keyed by row index, for the requests
-    that asked for them. Those of a chunked prompt arrive chunk by chunk. `given` has all tokens that a row
-    computed of a given output, `beams` the likeliest next tokens of each beam of a search. `pooled` has sums
-    of hidden states, for requests that pool those of their prompt; of a chunked one also chunk by chunk.
-    `routed` has the experts of all tokens that a row computed, and the place of the first of these tokens.
+    `token_ids` has a token for every request; ignore that of a request whose row sampled none. `answers` has
+    all that came back for requests of other kinds than the plain one, and for those that asked for
+    log-probabilities. The others are about input tokens: log-probabilities of a prompt's tokens after the
+    first, sums of hidden states, and the experts of all input tokens with the place of the first. For a
+    chunked prompt they come chunk by chunk.
     """
 
     token_ids: list[int]
-    logprobs: Mapping[int, TokenLogprobs] = _NO_LOGPROBS
-    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
-    given: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
-    beams: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
-    pooled: Mapping[int, Vector] = _NO_LOGPROBS
-    routed: Mapping[int, tuple[int, ExpertIds]] = _NO_LOGPROBS
-
-    @property
-    def has_only_tokens(self) -> bool:
-        """Whether no row has anything but a token, or that of a prompt."""
-        return not (self.logprobs or self.given or self.beams)
+    answers: Mapping[int, RowAnswer] = _NOTHING
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = _NOTHING
+    pooled: Mapping[int, Vector] = _NOTHING
+    routed: Mapping[int, tuple[int, ExpertIds]] = _NOTHING
 
     def give_prompts(self, rows: Sequence[Row]) -> None:
-        """Give the requests of these rows what came of their prompts, and the experts of their tokens."""
+        """Give the requests of these rows what came of their input tokens."""
         for i, records in self.prompt_logprobs.items():
-            request, _ = rows[i]
-            request.prompt_logprobs = [*(request.prompt_logprobs or ()), *records]
+            add_prompt_logprobs(rows[i][0], records)
         for i, vector in self.pooled.items():
-            rows[i][0].add_pooled(vector)
+            add_pooled(rows[i][0], vector)
         for i, (start, ids) in self.routed.items():
             rows[i][0].add_routed(start, ids)
 

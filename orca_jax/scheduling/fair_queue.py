@@ -103,7 +103,7 @@ class FairQueue:
     def served(self, requests: Iterable[Request]) -> None:
         n_tokens = Counter[str]()
         for request in requests:
-            n_tokens[request.owner] += request.n_places
+            n_tokens[request.owner] += request.kind.n_rows
         for owner, n in n_tokens.items():
             self._charge(owner, n * OUTPUT_COST)
 

@@ -207,9 +207,10 @@ class KVManager:
         """Whether any admitted request is a beam search."""
         return bool(self._beams)
 
-    def beam_rows(self, row: int) -> list[int]:
-        """The rows of the beams, in their order."""
-        return self._beams[row].rows
+    def rows_of(self, row: int) -> Sequence[int]:
+        """The rows of the request admitted to `row`: those of its beams in their order, or this one."""
+        beams = self._beams.get(row)
+        return [row] if beams is None else beams.rows
 
     def n_for_beams(self, row: int, n_beams: int, n_slots: int) -> int:
         """How many blocks `continue_beams` takes from those that are free, at most."""

@@ -6,8 +6,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from orca_jax.config import ServingConfig
-from orca_jax.iteration.row import Row
-from orca_jax.request.request import Request
+from orca_jax.request.request import PLAIN, Request, Row
 from orca_jax.scheduling.select import Held, select_rows
 
 _NONE: Mapping[Request, list[int]] = MappingProxyType({})
@@ -30,15 +29,14 @@ class Choice(NamedTuple):
     short: list[Row] | None = None
 
 
-def with_given(increments: list[Row], max_bs: int) -> list[Row]:
-    """Let tokens of given outputs take the places that the batch has left: each is a row of its own."""
-    free = max_bs - sum(req.n_places for req, _ in increments)
-    for i, (req, _) in enumerate(increments):
-        if req.given_ids:
-            n_tokens = min(1 + free, len(req.given_ids) - len(req.output_ids))
-            increments[i] = req, n_tokens
-            free -= n_tokens - 1
-    return increments
+def fill_places(rows: list[Row], max_bs: int) -> None:
+    """Let increments that can compute several tokens take the places that the batch has left."""
+    free = max_bs - sum(req.kind.n_rows for req, _ in rows)
+    for i, (req, n_tokens) in enumerate(rows):
+        if req.kind is not PLAIN and not req.in_initiation:
+            n_more = max(0, min(free, req.kind.most_tokens(req) - n_tokens))
+            rows[i] = req, n_tokens + n_more
+            free -= n_more
 
 
 def one_phase(choice: Choice, n_rsrv: int, *, max_bs: int, initiated_last: bool) -> tuple[Choice, bool]:
@@ -53,7 +51,8 @@ def one_phase(choice: Choice, n_rsrv: int, *, max_bs: int, initiated_last: bool)
         held = (increments[0][0], "phase") if increments else choice.held
         return choice._replace(rows=initiations, held=held, short=None), True
     held = (initiations[0][0], "phase") if initiations else choice.held
-    return Choice(with_given(increments, max_bs), n_rsrv, held=held), False
+    fill_places(increments, max_bs)
+    return Choice(increments, n_rsrv, held=held), False
 
 
 class Policy(Protocol):

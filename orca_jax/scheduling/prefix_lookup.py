@@ -109,7 +109,7 @@ def publish_full_blocks(requests: Iterable[Request], kv: KVManager) -> None:
         return
     for req in requests:
         n_known = len(req.prompt_ids)  # beams part after the prompt
-        if req.beams is None:
+        if not req.kind.forks:
             n_known += len(req.output_ids)
         first, end = req.n_found, min(req.n_computed, n_known) // size
         if first < end:

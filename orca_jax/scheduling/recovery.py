@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from orca_jax.config import RestartBound
 from orca_jax.errors import EngineError, WorkerLost
+from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling.scheduler import Scheduler
 
 
@@ -160,7 +161,7 @@ class Recovery:
         seconds, since = self._down
         self._down = (seconds, now if since is None else since)
         self._scheduler.timeline.interrupted(self._scheduler.pool.admitted(), "worker lost")
-        present, culprit = self._scheduler.run_again(str(lost))
+        present, culprit = run_again(self._scheduler, str(lost))
         if culprit is not None:
             self.n_blamed += 1
             self._recent.forgive(culprit)

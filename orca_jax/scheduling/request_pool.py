@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
 from orca_jax.errors import InvalidRequest, QueueFull, ServiceClosed
-from orca_jax.request.request import FinishReason, Request
+from orca_jax.request.request import PLAIN, FinishReason, Request
 
 # What to tell a request's user: the request, its new token if any, and its finish reason if it ended. A plain
 # tuple for speed, like `Row`: each row of each iteration makes one.
@@ -100,11 +100,19 @@ class InArrivalOrder:
     """Live requests, the admitted ones first, read lazily so that a long queue costs nothing.
 
     For the scheduler's thread, which must not admit or remove requests during the iteration. Requests that
-    other threads add meanwhile may appear in it or not.
+    other threads add meanwhile may appear in it or not. `all_plain`: no admitted request has another kind of
+    rows than the plain one.
     """
 
-    def __init__(self, admitted: Iterable[Request], waiting: Callable[[], Iterator[list[Request]]]) -> None:
+    def __init__(
+        self,
+        admitted: Iterable[Request],
+        waiting: Callable[[], Iterator[list[Request]]],
+        *,
+        all_plain: bool = False,
+    ) -> None:
         self.admitted = admitted
+        self.all_plain = all_plain
         self._waiting = waiting
 
     def __iter__(self) -> Iterator[Request]:
@@ -193,6 +201,7 @@ class RequestPool:
         self._queue = FirstComeQueue() if queue is None else queue
         self._waiting: dict[str, Request] = {}  # those of `_queue`, by id
         self._admitted: dict[str, Request] = {}
+        self._n_of_other_kinds = 0  # admitted requests whose rows are not plain
         self._ending: dict[Request, FinishReason] = {}
         self._usage = _Usage()
         self._usage_of: dict[str, _Usage] = {}  # by owner, only those with waiting requests
@@ -300,7 +309,7 @@ class RequestPool:
 
         With the default queue this is the order of arrival (Algorithm 1, line 20).
         """
-        return InArrivalOrder(self._admitted.values(), self._walk)
+        return InArrivalOrder(self._admitted.values(), self._walk, all_plain=not self._n_of_other_kinds)
 
     def admit(self, requests: Iterable[Request]) -> None:
         """Admit these waiting requests."""
@@ -309,12 +318,14 @@ class RequestPool:
                 self._queue.take(request)
                 del self._waiting[request.request_id]
                 self._admitted[request.request_id] = request
+                self._n_of_other_kinds += request.kind is not PLAIN
                 self._count(request, -1)
 
     def preempt(self, request: Request) -> None:
         """Let an admitted request wait again, before those that arrived later."""
         with self._lock:
             del self._admitted[request.request_id]
+            self._n_of_other_kinds -= request.kind is not PLAIN
             self._waiting[request.request_id] = request
             self._queue.restore(request)
             self._count(request, 1)
@@ -334,6 +345,7 @@ class RequestPool:
                 self._count(request, -1)
             else:
                 del self._admitted[request.request_id]
+                self._n_of_other_kinds -= request.kind is not PLAIN
             self._ending.pop(request, None)
 
     def deliver(self, deliveries: Sequence[Delivery]) -> None:

@@ -7,8 +7,7 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Literal
 
-from orca_jax.iteration.row import Row
-from orca_jax.request.request import Request, RequestState
+from orca_jax.request.request import Request, RequestState, Row
 from orca_jax.scheduling.kv_manager import most_blocks, round_up
 from orca_jax.scheduling.request_pool import InArrivalOrder
 
@@ -24,9 +23,9 @@ Held = tuple[Request, Why]
 def slots_to_reserve(req: Request, block_size: int) -> int:
     """What Algorithm 1 calls `max_tokens`, in whole blocks: the most slots that the request can take."""
     n_encoder = round_up(len(req.encoder_ids), block_size) if req.encoder_ids else 0
-    if req.beams is None:
+    if not req.kind.forks:
         return n_encoder + round_up(req.max_tokens, block_size)
-    n_blocks = most_blocks(len(req.prompt_ids), req.max_tokens, req.beams.width, block_size)
+    n_blocks = most_blocks(len(req.prompt_ids), req.max_tokens, req.kind.n_rows, block_size)
     return n_encoder + n_blocks * block_size
 
 
@@ -34,8 +33,8 @@ def running_ahead(rows: Iterable[Row]) -> frozenset[Request]:
     """The RUNNING requests that may be issued again before their token returns, because more can follow.
 
     `rows` are those of the batch that returns next. Requests of later batches need not run ahead: the workers
-    have other batches to run until those return. Nor may a search, whose beams are chosen on the host, or a
-    given output of several tokens, because `n_tokens_issued` does not count how many an iteration has.
+    have other batches to run until those return. Nor need requests of a kind whose
+    next rows depend on what comes back, such as a beam search.
     """
     return frozenset(
         [
@@ -45,8 +44,7 @@ def running_ahead(rows: Iterable[Row]) -> frozenset[Request]:
             # `n_tokens_issued < max_tokens`, inlined for speed.
             and len(req.output_ids) + 1 - req.n_partial < req.most_output
             and req.ending is None
-            and req.beams is None
-            and len(req.given_ids) < 2
+            and req.kind.runs_ahead
         ]
     )
 
@@ -110,12 +108,9 @@ def select_rows(
             break
         # 1 for an increment. The condition is `not req.in_initiation`, inlined for speed.
         n_tokens = 1 if req.state is INCREMENT or req.n_in_flight > req.n_partial else req.n_to_compute
-        if req.beams is None:
-            n_places += 1
-            batch_tokens += n_tokens
-        else:
-            n_places += req.beams.width
-            batch_tokens += max(n_tokens, req.beams.width)
+        n_rows = req.kind.n_rows  # 1, or one for each beam of a search
+        n_places += n_rows
+        batch_tokens += n_tokens if n_tokens > n_rows else n_rows
         if req.encoder_ids:
             batch_tokens += req.n_to_encode
         # Break, as in line 25, so that no later request overtakes this one.

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 
 from orca_jax.config import ServingConfig
-from orca_jax.iteration.row import Row
 from orca_jax.iteration.shape import serving_buckets
-from orca_jax.request.request import Request, RequestState
-from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.request.request import PLAIN, Request, RequestState, Row
+from orca_jax.scheduling.kv_manager import KVManager, round_up
 from orca_jax.scheduling.policy import Choice
 from orca_jax.scheduling.prefix_lookup import LongestPrefixFirst, cached_blocks, next_block_hash
-from orca_jax.scheduling.request_pool import split
+from orca_jax.scheduling.request_pool import InArrivalOrder, split
 from orca_jax.scheduling.select import Held, Why, slots_to_reserve
 
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
@@ -52,7 +51,7 @@ class _Plan:
     def add(self, req: Request, n_tokens: int) -> None:
         """Add a row."""
         self.rows.append((req, n_tokens))
-        self.n_places += req.n_places
+        self.n_places += req.kind.n_rows
 
     def hold(self, req: Request, why: Why) -> None:
         """The request has to wait; the first one counts."""
@@ -165,6 +164,8 @@ class ServingPolicy:
             if prompts_alone.rows:
                 self._were_prompts_alone = True
                 plan = prompts_alone
+        if not (isinstance(pool, InArrivalOrder) and pool.all_plain):
+            self._fill_places(plan)
         return self._choice(plan)
 
     def _choice(self, plan: _Plan) -> Choice:
@@ -177,7 +178,7 @@ class ServingPolicy:
         plan = _Plan(self._kv.n_free_blocks)
         others = [other for other in reversed(admitted) if other is not req]
         n_tokens = min(req.n_to_compute, self._max_tokens)
-        if req.beams is not None and not req.in_initiation:
+        if req.kind.forks and not req.in_initiation:
             has_room = plan.make_room(self._n_to_grow(req), others, self._kv)
         elif req.row >= 0:
             n_new = self._kv.n_blocks_for(req.n_computed + n_tokens) - self._kv.n_blocks_for(
@@ -188,12 +189,33 @@ class ServingPolicy:
             has_room = plan.make_room(self._blocks_to_reserve(req), others, self._kv)
             n_rows = self._kv.n_free_rows + self._n_places(plan.preempted)
             for other in others:
-                if n_rows < req.n_places and other not in plan.preempted:
+                if n_rows < req.kind.n_rows and other not in plan.preempted:
                     plan.drop(other, self._kv)
-                    n_rows += other.n_places
+                    n_rows += other.kind.n_rows
         assert has_room, "the request alone needs more blocks than there are"
         plan.add(req, n_tokens)
         return plan
+
+    def _fill_places(self, plan: _Plan) -> None:
+        """Let increments that can compute several tokens take the places, tokens and blocks that are left."""
+        kv, size = self._kv, self._kv.block_size
+        n_left = min(self._max_bs - plan.n_places, self._max_tokens - sum(n for _, n in plan.rows))
+        for i, (req, n_tokens) in enumerate(plan.rows):
+            n_more = 0 if req.kind is PLAIN or req.in_initiation else req.kind.most_tokens(req) - n_tokens
+            if min(n_more, n_left) <= 0:
+                continue
+            end, n_held = req.n_computed + n_tokens, kv.slots_of[req.row]
+            n_slots = max(n_held, round_up(end, size))  # once the row has what it needs
+            n_wanted = kv.n_blocks_for(end + min(n_more, n_left)) - n_slots // size
+            n_new = max(0, min(n_wanted, plan.free - self._watermark))
+            n_more = min(n_more, n_left, n_slots + n_new * size - end)
+            plan.free -= n_new
+            plan.taken += n_new
+            n_left -= n_more
+            plan.rows[i] = req, n_tokens + n_more
+            if plan.short is not None and end + n_more > n_held:
+                plan.short = [row for row in plan.short if row[0] is not req]
+                plan.short.append(plan.rows[i])
 
     # Decodes.
 
@@ -234,19 +256,19 @@ class ServingPolicy:
         fitting: list[Request] = []
         n_left = self._max_bs
         for req in sorted(decodes, key=_service_order):
-            if req.n_places <= n_left:
+            if req.kind.n_rows <= n_left:
                 fitting.append(req)
-                n_left -= req.n_places
+                n_left -= req.kind.n_rows
         return fitting
 
     def _n_to_grow(self, req: Request) -> int:
         """The blocks that a request's next decode takes."""
-        if req.beams is None:
+        if not req.kind.forks:
             return int(req.n_computed >= self._kv.slots_of[req.row])
-        return self._kv.n_for_beams(req.row, len(req.beams.parents), req.n_computed)
+        return self._kv.n_for_beams(req.row, len(req.kind.parents), req.n_computed)
 
     def _n_places(self, requests: Collection[Request]) -> int:
-        return sum(req.n_places for req in requests) if self._kv.has_beams else len(requests)
+        return sum(req.kind.n_rows for req in requests) if self._kv.has_beams else len(requests)
 
     # Prompts.
 
@@ -266,7 +288,7 @@ class ServingPolicy:
         for req in sorted(begun, key=_service_order):
             if plan.gives_up(req):
                 continue
-            if plan.n_places + req.n_places > self._max_bs:
+            if plan.n_places + req.kind.n_rows > self._max_bs:
                 plan.hold(req, "batch")
                 return True
             room -= req.n_to_encode
@@ -299,7 +321,7 @@ class ServingPolicy:
         n_admitted, n_free_rows = self._n_places(admitted), kv.n_free_rows
         for req in waiting:
             most = min(self._max_bs - plan.n_places, self._max_admitted - n_admitted, n_free_rows)
-            if req.n_places > most:
+            if req.kind.n_rows > most:
                 plan.hold(req, "batch")
                 return True
             cached = cached_blocks(req, kv)
@@ -331,8 +353,8 @@ class ServingPolicy:
                 plan.short.append((req, n_tokens))
             computing.add(next_hash)
             room -= n_tokens + req.n_to_encode
-            n_admitted += req.n_places
-            n_free_rows -= req.n_places
+            n_admitted += req.kind.n_rows
+            n_free_rows -= req.kind.n_rows
         return True
 
     def _preempt_lower(self, plan: _Plan, req: Request, admitted: Sequence[Request]) -> None:
@@ -349,11 +371,11 @@ class ServingPolicy:
         n_rows = min(self._max_admitted - self._n_places(admitted), self._kv.n_free_rows)
         victims: list[Request] = []
         n_freed = 0
-        while lower and (n_new > plan.free + n_freed or n_rows < req.n_places):
+        while lower and (n_new > plan.free + n_freed or n_rows < req.kind.n_rows):
             victims.append(lower.pop())
             n_freed = self._kv.n_released([victim.row for victim in victims])
-            n_rows += victims[-1].n_places
-        if n_new <= plan.free + n_freed and n_rows >= req.n_places:
+            n_rows += victims[-1].kind.n_rows
+        if n_new <= plan.free + n_freed and n_rows >= req.kind.n_rows:
             for victim in victims:
                 plan.drop(victim, self._kv)
 

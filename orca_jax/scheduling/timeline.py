@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Literal, Protocol
 
-from orca_jax.iteration.row import Row
 from orca_jax.iteration.shape import bucket_for
-from orca_jax.request.request import FinishReason, Request, RequestState
+from orca_jax.request.request import FinishReason, Request, RequestState, Row
 from orca_jax.scheduling.request_pool import Delivery
 
 _INCREMENT = RequestState.INCREMENT

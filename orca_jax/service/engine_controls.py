@@ -6,6 +6,7 @@ from orca_jax.engine_memory import EngineMemory
 from orca_jax.errors import ConfigError
 from orca_jax.families.trainers.formats import Layout
 from orca_jax.families.trainers.layouts import ITEMS
+from orca_jax.scheduling.restart import change_weights, compute_all_again
 from orca_jax.service.interludes import Running
 from orca_jax.service.orca import Orca
 
@@ -72,7 +73,7 @@ class EngineControls:
                 raise ConfigError(f"version is {version}, and the engine has version {now}; give a later one")
             install()
             given.append(now + 1 if version is None else version)
-            self._scheduler.change_weights(given[0])
+            change_weights(self._scheduler, given[0])
 
         self._interludes.run(work, running=running, timeout=timeout)
         return given[0]
@@ -85,7 +86,7 @@ class EngineControls:
         def work() -> None:
             if level > self.asleep:
                 self._memory.release(level)
-                self._scheduler.compute_all_again()
+                compute_all_again(self._scheduler)
                 self._interludes.asleep = level
 
         self._interludes.run(work, running=running, timeout=timeout)

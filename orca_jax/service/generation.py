@@ -92,7 +92,7 @@ class Generation(RequestHandle):
             n_cached=self.n_cached,
             weights_version=self.weights_version,
             weights_versions=_of_tokens(request.weights_versions, len(request.final_ids)),
-            score=None if request.beams is None else request.beams.best_score,
+            score=request.score,
             routed_experts=request.routed_experts,
         )
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from orca_jax.iteration.row import Row
+from orca_jax.request.request import Row
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import IterationRecord

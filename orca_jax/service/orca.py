@@ -38,6 +38,7 @@ from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_lookup import prompt_hashes
 from orca_jax.scheduling.recovery import Recovery
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
+from orca_jax.scheduling.restart import fail_all
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.scheduling.waiting_queue import waiting_queue
@@ -286,10 +287,9 @@ class Orca:
             sampling=rules.sampling,
             seed=seed,
             end_token_ids=rules.end_token_ids,
-            given_ids=checked.given_ids,
             encoder_ids=checked.encoder_ids,
             pooling=checked.pooling,
-            beams=rules.search(),
+            kind=rules.kind(checked.given_ids),
             constraint=rules.constraint(),
             owner=owner,
             weight=weight_in_bytes(
@@ -334,7 +334,7 @@ class Orca:
             if self._recorder is not None:
                 self._recorder.cannot_repeat("the engine failed")
             try:
-                self.scheduler.fail_all()
+                fail_all(self.scheduler)
             except BaseException as second:  # waiting users check `failure` themselves
                 failure.add_note(f"then, while ending its requests: {second!r}")
 

@@ -102,11 +102,8 @@ class Output:
 
     def pieces(self) -> list[Piece]:
         """The whole outputs of a beam search that has found them, best first: the `n` asked for."""
-        beams = self.request.beams
-        if beams is None or not beams.found:
-            return []
         pieces: list[Piece] = []
-        for one in beams.finished[: self.request.sampling.n]:
+        for one in (self.request.kind.found or ())[: self.request.sampling.n]:
             stream = self._new_stream()
             if stream is not None:
                 for token_id in one.token_ids:
@@ -157,9 +154,8 @@ class Output:
         logprobs = tuple(request.logprobs[new])  # empty unless requested
         version = None if self.finish_reason is None else request.weights_version
         text = "".join(self._text)
-        score = None if request.beams is None else request.beams.best_score
         token_ids = tuple(request.final_ids[new])
-        piece = Piece(token_ids, text, self.finish_reason, logprobs, version, score)
+        piece = Piece(token_ids, text, self.finish_reason, logprobs, version, request.score)
         self._n_taken = self._n_tokens
         self._text.clear()
         self._last_taken = self.finish_reason is not None

@@ -7,8 +7,7 @@ turn of its loop begins. So a turn depends on nothing but what came before it, a
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from orca_jax.iteration.row import Row
-from orca_jax.request.request import FinishReason, Request
+from orca_jax.request.request import FinishReason, Request, Row
 from orca_jax.scheduling.request_pool import InArrivalOrder, RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord

@@ -78,7 +78,7 @@ class Recorder:
     def arrived(self, request: Request, at: float) -> None:
         """The scheduler sees a request from this turn on; it entered the pool `at` seconds."""
         line = {"arrived": request.arrival, "turn": self.turn, "time": at, "request": request}
-        self._put(line, len(request.prompt_ids) + len(request.given_ids) + len(request.encoder_ids))
+        self._put(line, len(request.prompt_ids) + len(request.kind.given_ids) + len(request.encoder_ids))
 
     def asked_to_end(self, request: Request, reason: FinishReason) -> None:
         """The scheduler learns in this turn that a request is to end."""
@@ -163,8 +163,8 @@ class Recorder:
             line["id"] = request.request_id
             line["n_input"] = request.n_input
             line["prompt"] = request.prompt_ids
-            if request.given_ids:
-                line["given"] = request.given_ids
+            if request.kind.given_ids:
+                line["given"] = request.kind.given_ids
             if request.pooling is not None:
                 line["pooling"] = request.pooling
             if request.encoder_ids:

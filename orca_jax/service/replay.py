@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orca_jax.config import ServingConfig
-from orca_jax.iteration.row import Row
-from orca_jax.request.beam_search import BeamSearch, begin_search
-from orca_jax.request.request import FinishReason, OutputConstraint, Request
+from orca_jax.iteration.rows.beams import Beams
+from orca_jax.iteration.rows.scored import Given
+from orca_jax.request.beam_search import begin_search
+from orca_jax.request.request import PLAIN, FinishReason, OutputConstraint, Request, Row, RowKind
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned, never
 from orca_jax.scheduling.fair_queue import FairQueue
@@ -47,14 +48,17 @@ class ReplayReport:
         return not self.difference and not self.other_outputs
 
 
-def _endless_search(sampling: SamplingParams) -> BeamSearch | None:
-    return begin_search(sampling, frozenset()) if sampling.use_beam_search else None
+def _endless(sampling: SamplingParams, given_ids: Sequence[int]) -> RowKind:
+    """The kind of a request that no token ends."""
+    if sampling.use_beam_search:
+        return Beams(begin_search(sampling, frozenset()))
+    return Given(given_ids) if given_ids else PLAIN
 
 
 class Replay:
     """Runs once. `engine` and `kv` are new and of the recorded sizes; `config` is the recorded one.
 
-    `constraint` makes the constraint of an output, `search` the beam search of a request that asks for one.
+    `constraint` makes the constraint of an output, `kind` the kind of a request's rows.
     With `compares_outputs` False, as for a simulated engine, tokens are not looked at.
     """
 
@@ -66,13 +70,13 @@ class Replay:
         *,
         config: ServingConfig,
         constraint: Callable[[SamplingParams], OutputConstraint | None] = lambda _: None,
-        search: Callable[[SamplingParams], BeamSearch | None] = _endless_search,
+        kind: Callable[[SamplingParams, Sequence[int]], RowKind] = _endless,
         compares_outputs: bool = True,
     ) -> None:
         self.report = ReplayReport(why_last=recording.why_last)
         self._recording = recording
         self._constraint = constraint
-        self._search = search
+        self._kind = kind
         self._compares_outputs = compares_outputs
         self._now = 0.0
         self.timeline = _ComparedTimeline(recording, self.report, lambda: self._now)
@@ -131,13 +135,12 @@ class Replay:
         return Request(
             request_id=f"{recorded.arrival} {recorded.request_id}",  # the recorded ids may repeat
             prompt_ids=recorded.prompt_ids,
-            given_ids=recorded.given_ids,
             encoder_ids=recorded.encoder_ids,
             pooling=recorded.pooling,
             max_tokens=recorded.max_tokens,
             sampling=recorded.sampling,
             seed=recorded.seed,
-            beams=self._search(recorded.sampling),
+            kind=self._kind(recorded.sampling, recorded.given_ids),
             constraint=self._constraint(recorded.sampling),
             sink=None if end is None else _RecordedLength(len(end.output_ids), end.reason),
             owner=recorded.owner,

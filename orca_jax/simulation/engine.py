@@ -9,11 +9,11 @@ import numpy as np
 
 from orca_jax.errors import EngineError
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.iteration.row import Row
+from orca_jax.iteration.rows.beams import Beams
 from orca_jax.planning.cost_model import Device, IterationShape, IterationSums, floor, keys_seen, operations
 from orca_jax.request.beam_search import BeamSearch
 from orca_jax.request.pooled_vector import Vector
-from orca_jax.request.request import Request, RequestState
+from orca_jax.request.request import Request, RequestState, Row, RowAnswer
 from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
@@ -91,29 +91,20 @@ def returned(rows: Sequence[Row], token_ids: list[int], starts: Sequence[int] = 
 
     With `starts`, the place of each row's first token, also with the experts requested.
     """
+    answers = dict[int, RowAnswer]()
+    for i, (req, _) in enumerate(rows):
+        answer = simulated_answer(req, token_ids[i])
+        if answer is not None:
+            answers[i] = answer
     return Returned(
         token_ids,
-        {
-            i: simulated_logprobs(token_ids[i], req.sampling.logprobs)
-            for i, (req, _) in enumerate(rows)
-            if req.sampling.logprobs is not None
-        },
+        answers,
         {
             i: [simulated_logprobs(known, req.sampling.prompt_logprobs) for known in req.prompt_ids[1:]]
             for i, (req, _) in enumerate(rows)
             if req.sampling.prompt_logprobs is not None and req.prompt_logprobs is None
         },
-        {
-            i: [simulated_logprobs(token_id, 0) for token_id in _given_ids(req)]
-            for i, (req, _) in enumerate(rows)
-            if req.given_ids
-        },
-        {
-            i: simulated_candidates(req.beams, req.seed)
-            for i, (req, _) in enumerate(rows)
-            if req.beams is not None and req.state is not RequestState.FINISHED
-        },
-        # With the last piece of its prompt, in flight behind which there is none.
+        # Only with the last prompt chunk, when no partial chunk is in flight.
         {
             i: simulated_vector(req.prompt_ids)
             for i, (req, _) in enumerate(rows)
@@ -125,6 +116,21 @@ def returned(rows: Sequence[Row], token_ids: list[int], starts: Sequence[int] = 
             if req.sampling.return_routed_experts
         },
     )
+
+
+def simulated_answer(req: Request, token_id: int) -> RowAnswer | None:
+    """What comes back for a request beside a plain row's token; None if nothing."""
+    if isinstance(req.kind, Beams):
+        if req.state is RequestState.FINISHED:
+            return None
+        return RowAnswer([token_id], simulated_candidates(req.kind.search, req.seed))
+    if req.kind.given_ids:
+        # The tokens that the iteration in flight computed, and the one after them.
+        first, end = len(req.output_ids), req.n_computed - len(req.prompt_ids) + 1
+        given = req.kind.given_ids[first:end]
+        return RowAnswer(given, [simulated_logprobs(one, 0) for one in given])
+    n_top = req.sampling.logprobs
+    return None if n_top is None else RowAnswer([token_id], [simulated_logprobs(token_id, n_top)])
 
 
 def simulated_experts(start: int, n_tokens: int) -> ExpertIds:
@@ -139,11 +145,6 @@ def simulated_vector(prompt_ids: Sequence[int]) -> Vector:
     """Pooled hidden states that depend on every token of the prompt and its place."""
     numbers = [sum((i + 1) * token_id for i, token_id in enumerate(prompt_ids)), *prompt_ids[:SIMULATED_SIZE]]
     return np.cos(np.resize(np.array(numbers, np.float64), SIMULATED_SIZE)).astype(np.float32)
-
-
-def _given_ids(req: Request) -> Sequence[int]:
-    """The tokens of its given output that come after those that the iteration in flight computes."""
-    return req.given_ids[len(req.output_ids) : req.n_computed - len(req.prompt_ids) + 1]
 
 
 def batch_sums(rows: Sequence[Row]) -> IterationSums:

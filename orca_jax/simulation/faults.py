@@ -19,6 +19,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.recovery import Recovery
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
+from orca_jax.scheduling.restart import fail_all
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.scheduling.waiting_queue import waiting_queue
@@ -156,7 +157,7 @@ class FaultSimulation:
             except EngineError as failure:  # as the service does
                 self.failure = failure
                 self.pool.close()
-                self.scheduler.fail_all()
+                fail_all(self.scheduler)
                 worked = True
             if worked:
                 yield

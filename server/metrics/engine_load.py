@@ -27,4 +27,4 @@ def batch_load(service: Orca) -> float:
     """
     scheduler = service.scheduler
     n_places = scheduler.config.max_batch_size * scheduler.engine.n_workers
-    return sum([req.n_places for req in service.pool.live()]) / n_places
+    return sum([req.kind.n_rows for req in service.pool.live()]) / n_places

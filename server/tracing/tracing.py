@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import Protocol
 
-from orca_jax.iteration.row import Row
-from orca_jax.request.request import Request
+from orca_jax.request.request import Request, Row
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 from server.gateway.served_model import ServedModel
 from server.tracing.call import AttributeValue, Call, Choice

@@ -4,8 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from orca_jax.iteration.row import Row
-from orca_jax.request.request import Request
+from orca_jax.request.request import Request, Row
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 from orca_jax.service.iteration_lines import IterationLines
 from orca_jax.service.orca import Orca

@@ -11,8 +11,7 @@ from orca_jax.errors import EngineError, TensorMismatch
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.trainers.formats import Layout
-from orca_jax.iteration.row import Row
-from orca_jax.request.request import Request
+from orca_jax.request.request import Request, Row
 from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned

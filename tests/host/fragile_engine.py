@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from orca_jax.errors import WorkerLost
-from orca_jax.iteration.row import Row
+from orca_jax.request.request import Row
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from tests.host.engines import GatedEngine, counting
 

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from orca_jax.config import ServingConfig
-from orca_jax.iteration.row import Row
-from orca_jax.request.request import FinishReason, Request, RequestState
+from orca_jax.request.request import FinishReason, Request, RequestState, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager

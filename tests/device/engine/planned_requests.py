@@ -20,6 +20,7 @@ from orca_jax.model.gpt import init_parameters
 from orca_jax.request.request import Request
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.sharding.partition import StagePart, split_model
@@ -113,7 +114,7 @@ def play(
             assert isinstance(ran.scheduler.engine, EngineMaster)
             assert isinstance(ran.scheduler.engine._workers, LocalWorkers)
             ran.scheduler.engine._workers._to_do.clear()
-            ran.scheduler.run_again()
+            run_again(ran.scheduler)
 
     ran.run(requests, [planned.arrival for planned in all_planned], before_step)
     return requests, ran.scheduler

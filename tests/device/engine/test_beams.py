@@ -18,6 +18,7 @@ from scipy.special import log_softmax
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.gpt_config import gpt_config
+from orca_jax.iteration.rows.beams import Beams
 from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request.beam_search import begin_search
@@ -65,8 +66,8 @@ def engine(policy: str, *, n_stages: int = 1, overlap: bool = True) -> Harness:
 
 def search(name: str, prompt: Sequence[int], n_output: int, width: int, **rules: Any) -> Request:
     sampling = SamplingParams(max_tokens=n_output, use_beam_search=True, best_of=width, **rules)
-    beams = begin_search(sampling, END)
-    return Request(name, tuple(prompt), len(prompt) + n_output, sampling, 0, END, beams=beams)
+    kind = Beams(begin_search(sampling, END))
+    return Request(name, tuple(prompt), len(prompt) + n_output, sampling, 0, END, kind=kind)
 
 
 @cache
@@ -81,8 +82,8 @@ def padded_forward():
 
 
 def check(request: Request, *, tolerance: float = 1e-4) -> None:
-    sampling, beams = request.sampling, request.beams
-    assert beams is not None
+    sampling, found = request.sampling, request.kind.found
+    assert found
     expected = plain_search(
         lambda output: next_logprobs((*request.prompt_ids, *output)),
         VOCAB,
@@ -92,10 +93,8 @@ def check(request: Request, *, tolerance: float = 1e-4) -> None:
         early_stopping=sampling.early_stopping,
         end_token_ids=END,
     )
-    assert [one.token_ids for one in beams.finished] == [token_ids for token_ids, _ in expected]
-    np.testing.assert_allclose(
-        [one.score for one in beams.finished], [score for _, score in expected], atol=tolerance
-    )
+    assert [one.token_ids for one in found] == [token_ids for token_ids, _ in expected]
+    np.testing.assert_allclose([one.score for one in found], [score for _, score in expected], atol=tolerance)
     assert tuple(request.output_ids) == expected[0][0]
     stopped = request.output_ids[-1] in END
     assert request.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
@@ -195,16 +194,16 @@ def check_golden(name: str, max_batch_size: int, n_searches: int | None = None) 
         )
         made, n_tokens = rules.rules(sampling), len(own.prompt) + golden.max_output
         request = Request(f"search {i}", own.prompt, n_tokens, sampling, 0, made.end_token_ids)
-        request.beams, request.encoder_ids = made.search(), own.encoder_ids
+        request.kind, request.encoder_ids = made.kind(), own.encoder_ids
         requests.append(request)
     others = [greedy_request(f"other {i}", own.prompt, 5 + i) for i, own in enumerate(fitting[:8])]
     for other, own in zip(others, fitting, strict=False):
         other.encoder_ids = own.encoder_ids
     one.run([*others, *requests], [*range(len(others)), *(i // 3 for i in range(len(requests)))])
     for request, own in zip(requests, fitting, strict=True):
-        assert request.beams is not None
-        assert tuple(one.token_ids for one in request.beams.finished) == own.tokens
-        np.testing.assert_allclose([one.score for one in request.beams.finished], own.scores, atol=1e-4)
+        assert request.kind.found
+        assert tuple(one.token_ids for one in request.kind.found) == own.tokens
+        np.testing.assert_allclose([one.score for one in request.kind.found], own.scores, atol=1e-4)
 
 
 @pytest.mark.parametrize(

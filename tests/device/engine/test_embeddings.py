@@ -14,6 +14,7 @@ from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.request.pooling import POOLINGS, Pooling
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, greedy_request, harness
@@ -120,7 +121,7 @@ def test_after_a_loss_nothing_is_counted_twice() -> None:
     while asked.pooled is None:
         engine.scheduler.step()
     assert 0 < asked.n_computed < len(asked.prompt_ids)
-    engine.scheduler.run_again()
+    run_again(engine.scheduler)
     engine.run([])
     assert_pooled(asked, golden.mean[longest])
 

@@ -27,6 +27,7 @@ from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.sharding.partition import StagePart, split_model
 from tests.device.harness import harness
@@ -208,7 +209,7 @@ def test_tokens_are_the_reference_s_whatever_the_schedule(name: str, n_stages: i
             if step == lost_before:  # all caches, the encoders' results among them
                 for worker in workers:
                     worker.renew()
-                ran.scheduler.run_again()
+                run_again(ran.scheduler)
 
         ran.run(requests, [plan.arrival for plan in planned], before_step)
         for plan, request in zip(planned, requests, strict=True):

@@ -17,10 +17,12 @@ from scipy.special import log_softmax
 
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.gpt_config import gpt_config
+from orca_jax.iteration.rows.scored import Given
 from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, harness
@@ -59,7 +61,7 @@ def engine(n_stages: int, *, deterministic: bool = False, overlap: bool = True) 
 def scored(name: str, token_ids: list[int], n_prompt: int) -> Request:
     prompt, output = tuple(token_ids[:n_prompt]), tuple(token_ids[n_prompt:])
     sampling = SamplingParams(max_tokens=len(output), **SCORING)
-    return Request(name, prompt, len(token_ids), sampling, seed=0, given_ids=output)
+    return Request(name, prompt, len(token_ids), sampling, seed=0, kind=Given(output))
 
 
 def sampled(name: str, token_ids: list[int], n_output: int, **asked: Any) -> Request:
@@ -116,7 +118,7 @@ def test_after_a_loss_they_are_the_same() -> None:
         for _ in range(2):
             house.scheduler.step()
         assert 0 < again.n_computed < 79
-        house.scheduler.run_again()  # of what is in flight nothing comes back
+        run_again(house.scheduler)  # of what is in flight nothing comes back
         house.run([])
         assert again.output_ids == token_ids[n_prompt:]
         np.testing.assert_allclose(bits(again), exact(token_ids), atol=1e-4)

@@ -18,6 +18,7 @@ from orca_jax.model.gpt import init_parameters
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.routed_experts import ExpertIds, RoutedTokens
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.sharding.partition import StagePart, split_model
 from tests.device.harness import Harness, greedy_request, harness
@@ -138,7 +139,7 @@ def test_no_token_is_told_twice_after_a_loss(lost_before: int) -> None:
         if step == lost_before:
             for worker in stages(1)[1]:
                 worker.renew()
-            engine.scheduler.run_again()
+            run_again(engine.scheduler)
 
     engine.run(requests, before_step=before_step)
     for request in requests[:6]:

@@ -31,6 +31,7 @@ from orca_jax.model.gpt import Parameters, init_parameters
 from orca_jax.planning.sizes import engine_shape, kv_manager
 from orca_jax.request.request import Request
 from orca_jax.scheduling.request_pool import RequestPool
+from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.sharding.partition import split_model
@@ -254,7 +255,7 @@ def test_what_a_stage_cannot_compute_ends_the_epoch_and_the_next_one_begins_with
             with pytest.raises(WorkerLost, match=r"stage 2: .*memory") as lost:
                 engine.run(batch)
         assert lost.value.stage == 1
-        engine.scheduler.run_again()
+        run_again(engine.scheduler)
         with compilations() as compiled:
             assert engine.engine.recover(lambda: False)
             engine.run(batch)

@@ -59,11 +59,13 @@ def test_documents_are_ranked_by_the_query_after_them(
     def by_length(*arguments: Any) -> Any:
         result = plain(*arguments)
         rows = arguments[0]
-        given = {
-            i: [one._replace(logprob=-1 / len(rows[i][0].prompt_ids)) for one in ones]
-            for i, ones in result.given.items()
+        answers = {
+            i: answer._replace(
+                logprobs=[one._replace(logprob=-1 / len(rows[i][0].prompt_ids)) for one in answer.logprobs]
+            )
+            for i, answer in result.answers.items()
         }
-        return result._replace(given=given)
+        return result._replace(answers=answers)
 
     monkeypatch.setattr(engine, "returned", by_length)
     documents = ["aa", {"text": "aaaaaa"}, "aaaa"]

@@ -20,10 +20,9 @@ from bench.simulate.workload import Tails, Workload, paper_workload
 from bench.trace import paper_trace
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.presets.by_name import PRESETS
-from orca_jax.iteration.row import Row
 from orca_jax.planning.cost_model import IterationShape, IterationSums
 from orca_jax.planning.known_devices import GPUS, KnownDevice
-from orca_jax.request.request import Request
+from orca_jax.request.request import Request, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.simulation.engine import batch_sums
 from orca_jax.simulation.simulation import Simulation

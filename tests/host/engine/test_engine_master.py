@@ -9,6 +9,7 @@ from orca_jax.config import ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.errors import EngineError
 from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, SAMPLED
+from orca_jax.iteration.rows.scored import Given
 from orca_jax.request.request import Request, RequestState, begin_iteration
 from orca_jax.request.sampled import LOGPROBS, Sampled
 from orca_jax.request.sampling_params import SamplingParams
@@ -446,7 +447,7 @@ def test_a_given_output_is_sent_token_by_token_beside_sampled_ones():
     worker = FakeWorker()
     master, kv = engine(worker)
     given = request("given", (1, 2, 3), max_tokens=8, logprobs=0)
-    given.given_ids = (7, 8, 9, 10, 11)
+    given.kind = Given((7, 8, 9, 10, 11))
     other = request("other", (4, 5))
     for r in (given, other):
         r.row = kv.reserve(r.max_tokens)
@@ -474,5 +475,9 @@ def test_a_given_output_is_sent_token_by_token_beside_sampled_ones():
     assert message.sampling["logprobs"].tolist() == [0, 0, 0, -1]
     returned = waited_for(master, iteration)
     assert returned.token_ids == [40, 43]
-    assert [(one.token_id, one.logprob) for one in returned.given[0]] == [(60, 0), (61, 1), (62, 2)]
-    assert list(returned.given) == [0]
+    assert [(one.token_id, one.logprob) for one in returned.answers[0].logprobs] == [
+        (60, 0),
+        (61, 1),
+        (62, 2),
+    ]
+    assert list(returned.answers) == [0]

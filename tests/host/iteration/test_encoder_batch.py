@@ -9,6 +9,7 @@ from orca_jax.control.message_wire import decode_message, encode_message
 from orca_jax.errors import BadFrame
 from orca_jax.iteration.flat_batch import FlatLayout, batch_sizes
 from orca_jax.iteration.message import BIAS, SAMPLED, ControlMessage, EncoderInputs, neutral_sampling
+from orca_jax.iteration.rows.encoder import lay_out_encoder
 from orca_jax.iteration.shape import EngineShape
 
 SHAPE = EngineShape(
@@ -45,7 +46,7 @@ MESSAGE = ControlMessage(
 
 
 def test_the_encoder_s_batch() -> None:
-    flat = batch_sizes(SHAPE).lay_out_encoder(MESSAGE)
+    flat = lay_out_encoder(MESSAGE, batch_sizes(SHAPE))
     assert flat is not None and (flat.n_tokens, flat.n_rows) == (7, 2)
     assert flat.layout == FlatLayout(8, 4, 2)
     a = flat.arrays
@@ -74,7 +75,7 @@ def test_rows_that_only_decode_have_no_batch_for_the_encoder() -> None:
     more = {name: getattr(MESSAGE, name)[1:2] for name in ("token_ids", "token_on_device", "block_table")}
     decode = replace(MESSAGE, **one, **rest, **more, sampling=neutral_sampling(1), encoder=encoder)
     assert not decode.encodes.any()
-    assert batch_sizes(SHAPE).lay_out_encoder(decode) is None
+    assert lay_out_encoder(decode, batch_sizes(SHAPE)) is None
 
 
 def test_it_goes_over_the_wire() -> None:

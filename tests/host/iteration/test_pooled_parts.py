@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orca_jax.iteration.message import POOLS_ALL, POOLS_LAST
-from orca_jax.iteration.pooled_parts import pooled_parts
-from orca_jax.iteration.scored_parts import SCORED
+from orca_jax.iteration.rows.pooled import pooled_parts
+from orca_jax.iteration.rows.scored import SCORED
 from orca_jax.iteration.shape import EngineShape
 from tests.host.control.test_message_wire import ONE, message_of
 

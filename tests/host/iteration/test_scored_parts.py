@@ -4,7 +4,7 @@ import numpy as np
 
 from orca_jax.iteration.flat_batch import SamplerArrays
 from orca_jax.iteration.message import BIAS, SAMPLED, ControlMessage, neutral_sampling
-from orca_jax.iteration.scored_parts import SCORED, scored_parts
+from orca_jax.iteration.rows.scored import SCORED, scored_parts
 
 
 def test_parts_of_two_rows_beside_rows_that_ask_for_nothing():

@@ -8,10 +8,10 @@ import pytest
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError, WorkerLost
-from orca_jax.iteration.row import Row
-from orca_jax.request.request import FinishReason, Request, RequestState
+from orca_jax.request.request import FinishReason, Request, RequestState, Row
 from orca_jax.scheduling.engine_protocol import Returned
 from orca_jax.scheduling.request_pool import InArrivalOrder
+from orca_jax.scheduling.restart import fail_all, run_again
 from orca_jax.scheduling.select import select
 from orca_jax.simulation.simulation import Simulation
 from tests.host.house import STOP_TOKEN, House, make_request, names
@@ -612,7 +612,7 @@ def test_after_a_failure_everything_live_ends_with_an_error_and_all_is_given_bac
         house.engine.on_wait = failure
     with pytest.raises(EngineError, match="lost"):
         house.scheduler.step()
-    house.scheduler.fail_all()
+    fail_all(house.scheduler)
     assert [req.finish_reason for req in requests] == [FinishReason.ERROR] * 5
     assert [req.state for req in requests] == [FINISHED] * 5
     assert house.delivered() == [[(name, None, FinishReason.ERROR) for name in "ABCDE"]]
@@ -685,7 +685,7 @@ def lose(house: House) -> None:
     with pytest.raises(WorkerLost):
         house.steps(9)
     house.engine.on_wait = lambda _: False
-    house.scheduler.run_again()
+    run_again(house.scheduler)
 
 
 def test_what_was_admitted_goes_back_to_initiation_with_row_blocks_and_reservation():
@@ -742,7 +742,7 @@ def test_a_loss_with_nothing_in_flight_makes_no_request_suspect():
     house = House()
     a, b = house.add("A"), house.add("B")
     house.steps(2)
-    assert house.scheduler.run_again() == (frozenset(), None)
+    assert run_again(house.scheduler) == (frozenset(), None)
     assert house.steps(1) == ["issue AB", "return AB"]
     assert (a.n_losses, b.n_losses) == (0, 0)
 
@@ -807,7 +807,7 @@ def test_no_more_run_again_at_once_than_max_batch_tokens_allows():
     a, b, c = (house.add(name, n_input=20, n_output=20) for name in "ABC")
     house.steps(5)
     assert [len(req.output_ids) for req in (a, b, c)] == [5, 5, 5]
-    house.scheduler.run_again()  # with nothing in flight
+    run_again(house.scheduler)  # with nothing in flight
     assert house.steps(1) == ["issue AB", "return AB"], "75 tokens are more than 64"
     assert house.steps(1) == ["issue ABC", "return ABC"]
     assert [len(req.output_ids) for req in (a, b, c)] == [7, 7, 6]
@@ -847,7 +847,7 @@ def test_a_request_that_was_running_when_asked_to_end_ends_when_it_is_lost():
     house.engine.on_wait = failure
     with pytest.raises(WorkerLost):
         house.scheduler.step()
-    house.scheduler.run_again()
+    run_again(house.scheduler)
     assert (a.state, a.row, a.output_ids) == (FINISHED, -1, [])
     assert house.delivered() == [[("A", None, FinishReason.CANCELLED)]]
     assert house.scheduler.step() is False

@@ -14,12 +14,13 @@ import pytest
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError
-from orca_jax.iteration.row import Row
+from orca_jax.iteration.rows.beams import Beams
 from orca_jax.request.beam_search import begin_search
-from orca_jax.request.request import FinishReason, Request
+from orca_jax.request.request import FinishReason, Request, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import most_blocks
+from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.simulation.simulation import Simulation
@@ -44,19 +45,19 @@ class MemoryEngine:
         self._copy(rows)
         for req, n_tokens in rows:
             start, end = req.n_computed, req.n_computed + n_tokens
-            if req.beams is None or req.in_initiation:
+            if not isinstance(req.kind, Beams) or req.in_initiation:
                 self._outputs[req] = [()]
                 known = [
                     (*req.prompt_ids[: i + 1], *([req.request_id] * (i >= len(req.prompt_ids))))
                     for i in range(end)
                 ]
-                self._read_and_write(req.row, known, start, own=req.beams is not None)
+                self._read_and_write(req.row, known, start, own=isinstance(req.kind, Beams))
                 continue
-            before, beams = self._outputs[req], req.beams
+            before, beams = self._outputs[req], req.kind.search
             newest = list(zip(beams.parents, beams.last_ids, strict=True))
             outputs = self._outputs[req] = [(*before[parent], token) for parent, token in newest]
-            rows_of_beams = self.kv.beam_rows(req.row)
-            assert len(set(rows_of_beams)) == len(outputs) <= req.n_places
+            rows_of_beams = self.kv.rows_of(req.row)
+            assert len(set(rows_of_beams)) == len(outputs) <= req.kind.n_rows
             for row, output in zip(rows_of_beams, outputs, strict=True):
                 tokens = (*req.prompt_ids, *output)
                 assert len(tokens) == end
@@ -71,8 +72,8 @@ class MemoryEngine:
         size = self.kv.block_size
         expected = 0
         for req, _ in rows:
-            if req.beams is not None and not req.in_initiation and req.n_computed % size:
-                expected += len(req.beams.parents) - len(set(req.beams.parents))
+            if isinstance(req.kind, Beams) and not req.in_initiation and req.n_computed % size:
+                expected += len(req.kind.parents) - len(set(req.kind.parents))
         assert len(self.kv.copies) == expected
         assert not {into for _, into in self.kv.copies} & {source for source, _ in self.kv.copies}
         self.n_copies += expected
@@ -97,10 +98,10 @@ def check_blocks(scheduler: Scheduler) -> None:
     held = Counter[int]()
     n_promised = 0
     for req in requests:
-        rows = [req.row] if req.beams is None else kv.beam_rows(req.row)
+        rows = kv.rows_of(req.row)
         own = {block for row in rows for block in kv.blocks_of(row).tolist()}
         held.update(own)
-        if req.beams is not None:
+        if isinstance(req.kind, Beams):
             n_promised += kv._beams[req.row].n_promised or 0
             lasts = [kv.blocks_of(row).tolist()[-1] for row in rows]
             assert len(set(lasts)) == len(rows)
@@ -108,7 +109,7 @@ def check_blocks(scheduler: Scheduler) -> None:
     if kv.prefixes is None:
         assert all(n == 1 for n in held.values())
     assert scheduler.n_rsrv == (kv.n_blocks - kv.n_free_blocks) * kv.block_size
-    assert kv.n_free_rows + sum(req.n_places for req in requests) == kv.n_rows
+    assert kv.n_free_rows + sum(req.kind.n_rows for req in requests) == kv.n_rows
 
 
 def random_config(rng: random.Random, n_blocks: int, block_size: int, longest: int) -> ServingConfig:
@@ -145,13 +146,13 @@ def play(seed: int) -> int:
             early_stopping=rng.choice((True, False, "never")) if is_search else False,
         )
         end = frozenset(rng.sample(range(251), 3))
-        beams = begin_search(sampling, end)
+        kind = Beams(begin_search(sampling, end))
         priority = rng.choice((0, 0, 1))
         requests.append(
-            Request(str(i), prompt, n_input + n_output, sampling, i, end, beams=beams, priority=priority)
+            Request(str(i), prompt, n_input + n_output, sampling, i, end, kind=kind, priority=priority)
         )
     longest = max(req.max_tokens for req in requests)
-    sizes = [(len(req.prompt_ids), req.max_tokens, req.n_places, block_size) for req in requests]
+    sizes = [(len(req.prompt_ids), req.max_tokens, req.kind.n_rows, block_size) for req in requests]
     n_blocks = max(most_blocks(*size) for size in sizes) + rng.choice((0, 0, 2, 20))
     config = random_config(rng, n_blocks, block_size, longest)
     simulation = Simulation(config, n_workers=rng.choice((1, 1, 2)))
@@ -172,7 +173,7 @@ def play(seed: int) -> int:
                 break
         except EngineError:
             memory.lose()
-            scheduler.run_again()
+            run_again(scheduler)
             steps = simulation.steps()
         check_blocks(scheduler)
     else:
@@ -181,8 +182,8 @@ def play(seed: int) -> int:
     assert simulation.kv.n_free_blocks == n_blocks and simulation.kv.n_free_rows == simulation.kv.n_rows
     for req in requests:
         assert req.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) or req.ending or req.n_losses > 1
-        if req.beams is not None and req.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            assert len(req.beams.finished) == req.beams.width
+        if isinstance(req.kind, Beams) and req.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert len(req.kind.search.finished) == req.kind.n_rows
     return memory.n_copies
 
 

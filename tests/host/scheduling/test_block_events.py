@@ -13,6 +13,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_cache import chain_hashes, next_hash, root_hash
 from orca_jax.scheduling.prefix_lookup import hash_prompt, publish_full_blocks
+from orca_jax.scheduling.restart import change_weights, fail_all
 from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.simulation.simulation import Simulation
 
@@ -101,11 +102,11 @@ def test_at_every_moment_the_rebuilt_cache_is_the_cache(
                 if turn in failures:
                     play.engine.fail("issue")
                 if turn in new_weights and not play.scheduler.n_scheduled:
-                    play.scheduler.change_weights(play.scheduler.weights_version + 1)
+                    change_weights(play.scheduler, play.scheduler.weights_version + 1)
                 check(play, listener, requests)
             break
         except EngineError:
-            play.scheduler.fail_all()
+            fail_all(play.scheduler)
             check(play, listener, requests)
 
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orca_jax.config import ServingConfig
-from orca_jax.iteration.row import Row
-from orca_jax.request.request import Request
+from orca_jax.request.request import Request, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 from orca_jax.scheduling_config import SchedulingConfig

@@ -4,6 +4,7 @@ import pytest
 
 from orca_jax.errors import EngineError, WorkerLost
 from orca_jax.request.request import FinishReason, RequestState
+from orca_jax.scheduling.restart import fail_all, run_again
 from tests.host.house import STOP_TOKEN, House
 
 INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
@@ -116,7 +117,7 @@ def test_what_leaves_when_the_engine_fails_gives_its_slots_back(n_workers: int):
     house.steps(n_workers - 1)  # fills up what is in flight
     with pytest.raises(EngineError):
         house.scheduler.step()
-    house.scheduler.fail_all()
+    fail_all(house.scheduler)
     assert (b.state, b.finish_reason) == (FINISHED, FinishReason.ERROR)
     assert (house.scheduler.n_rsrv, house.kv.n_free_rows) == (0, house.kv.n_rows)
 
@@ -135,7 +136,7 @@ def test_after_a_loss_what_was_in_flight_does_not_count_and_what_left_is_gone():
     house.engine.on_wait = lose
     with pytest.raises(WorkerLost):
         house.scheduler.step()
-    house.scheduler.run_again()
+    run_again(house.scheduler)
     assert (b.state, b.n_iterations, b.n_in_flight, b.row >= 0) == (INITIATION, 2, 0, True)
     assert (a.row, house.scheduler.leaving, house.scheduler.n_rsrv) == (-1, [], 9)
     house.engine.on_wait = lambda _: False

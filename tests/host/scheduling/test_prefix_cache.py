@@ -22,6 +22,7 @@ from orca_jax.scheduling.prefix_lookup import (
     next_block_hash,
     publish_full_blocks,
 )
+from orca_jax.scheduling.restart import fail_all
 from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.simulation.fault_trace import Fault, FaultTrace, PlannedRequest
 from orca_jax.simulation.faults import FaultSimulation
@@ -294,7 +295,7 @@ def test_after_a_failed_iteration_nothing_is_found(moment: Any):
         try:
             play.run()
         except EngineError:
-            play.scheduler.fail_all()
+            fail_all(play.scheduler)
             assert play.kv.prefixes is not None and len(play.kv.prefixes) == 0
             assert play.kv.n_free_blocks == play.kv.n_blocks
     assert (first.finish_reason, again.finish_reason) == (FinishReason.ERROR, FinishReason.LENGTH)

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError
-from orca_jax.iteration.row import Row
-from orca_jax.request.request import FinishReason, Request, RequestState, begin_iteration
+from orca_jax.request.request import FinishReason, Request, RequestState, Row, begin_iteration
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling import kv_manager, scheduler, select, serving_policy, timeline
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 from orca_jax.scheduling.request_pool import Delivery, InArrivalOrder, RequestPool
+from orca_jax.scheduling.restart import fail_all
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock
@@ -276,7 +276,7 @@ class Player:
                 break
             except EngineError:
                 self.n_faults += 1
-                self.scheduler.fail_all()
+                fail_all(self.scheduler)
                 assert self.pool_is_at_rest()
                 turns = self.simulation.steps()
             self.check_turn()
@@ -536,7 +536,7 @@ def test_a_hundred_thousand_in_the_queue_are_read_in_linear_time(monkeypatch: py
     chunks = count_chunks(simulation, monkeypatch)
     assert [req.arrival for req in simulation.pool.in_arrival_order()] == list(range(100_000))
     assert len(chunks) < 20  # each skips what came before it, so they must be few
-    simulation.scheduler.fail_all()
+    fail_all(simulation.scheduler)
     assert len(simulation.deliveries) == 100_000
 
 

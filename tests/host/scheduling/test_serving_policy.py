@@ -15,13 +15,13 @@ import pytest
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError
-from orca_jax.iteration.row import Row
-from orca_jax.request.request import FinishReason, Request, RequestState
+from orca_jax.request.request import FinishReason, Request, RequestState, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling import serving_policy
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import round_up
 from orca_jax.scheduling.request_pool import Delivery
+from orca_jax.scheduling.restart import fail_all
 from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.simulation.simulation import Simulation
 
@@ -261,7 +261,7 @@ class Player:
                 break
             except EngineError:
                 self.n_faults += 1
-                self.scheduler.fail_all()
+                fail_all(self.scheduler)
                 turns = self.simulation.steps()
             self.check_turn()
             n_turns += 1

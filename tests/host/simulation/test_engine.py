@@ -9,9 +9,8 @@ import pytest
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError, QueueFull, RequestTooLarge
 from orca_jax.families.gpt_config import gpt_config
-from orca_jax.iteration.row import Row
 from orca_jax.planning.cost_model import Device, IterationShape, IterationSums, floor, operations
-from orca_jax.request.request import FinishReason, Request, RequestState
+from orca_jax.request.request import FinishReason, Request, RequestState, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import admissible
 from orca_jax.scheduling.engine_protocol import Returned

@@ -6,7 +6,7 @@ turns on some of what the scheduler does beyond Algorithm 1.
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
@@ -46,14 +46,14 @@ class Player(FaultSimulation):
         self.pieces = None if cut is None else RandomPieces(self.scheduler.policy, cut)
         self.scheduler.policy = self.pieces or self.scheduler.policy
         self.in_flight_at_losses: list[frozenset[Request]] = []
-        run_again = self.scheduler.run_again
+        record_loss = self.scheduler.quarantine.record_loss
 
-        def note(why: str = "") -> Suspicion:
-            suspicion = run_again(why)
+        def note(present: Collection[Request]) -> Suspicion:
+            suspicion = record_loss(present)
             self.in_flight_at_losses.append(suspicion.present)
             return suspicion
 
-        self.scheduler.run_again = note
+        self.scheduler.quarantine.record_loss = note
 
     def is_to_blame(self, request: Request) -> bool:
         """It was in flight at two losses or more, the last time alone."""

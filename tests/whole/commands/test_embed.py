@@ -18,8 +18,8 @@ from orca_jax.errors import (
     ServiceClosed,
     TokenOutOfRange,
 )
-from orca_jax.iteration.row import Row
 from orca_jax.request.pooling import POOLINGS
+from orca_jax.request.request import Row
 from orca_jax.scheduling.engine_protocol import Iteration
 from tests.device.model.golden import DIRECTORY
 from tests.device.model.golden_hidden import load_hidden

@@ -10,7 +10,7 @@ import pytest
 
 from orca_jax import LLM, SamplingParams
 from orca_jax.config import Deadlines
-from orca_jax.iteration.row import Row
+from orca_jax.request.request import Row
 from orca_jax.scheduling.engine_protocol import Iteration
 from tests.device.model.golden_encoders import load_golden_encoder
 from tests.whole.workers.worker_harness import SOON

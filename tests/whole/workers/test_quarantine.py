@@ -11,7 +11,7 @@ import pytest
 from orca_jax import LLM, SamplingParams
 from orca_jax.config import Deadlines, RestartBound
 from orca_jax.errors import OutputFailed
-from orca_jax.iteration.row import Row
+from orca_jax.request.request import Row
 from orca_jax.scheduling.engine_protocol import Iteration
 from tests.whole.workers.worker_harness import N_POSITIONS, SOON, write_model
 

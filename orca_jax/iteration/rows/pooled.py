@@ -1,7 +1,7 @@
-"""The tokens of an iteration whose final hidden states are summed, row by row, for embeddings.
+"""Pooled rows: the final hidden states of a prompt's last token, or of all, are summed for embeddings.
 
 The last layer of a forward pass gives the hidden state of each row's last token alone, and not to the host.
-So these tokens pass through it once more, as those do that are scored (scored_parts.py); their keys and
+So these tokens pass through it once more, as those do that are scored (scored.py); their keys and
 values are in the cache. A batch of them has tokens of many rows, so that few programs are started for many
 short prompts.
 """
@@ -13,9 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout, TokenPrograms
-from orca_jax.iteration.message import ControlMessage
-from orca_jax.iteration.scored_parts import SCORED
+from orca_jax.iteration.message import POOLS_ALL, POOLS_LAST, ControlMessage
+from orca_jax.iteration.rows.scored import SCORED
 from orca_jax.iteration.shape import EngineShape
+from orca_jax.request.pooled_vector import Vector
+from orca_jax.request.request import Request
+
+FLAG_OF = {None: 0, "last": POOLS_LAST, "mean": POOLS_ALL}  # a row's flag, by its request's pooling
+
+
+def add_pooled(req: Request, part: Vector) -> None:
+    """Take the sum of the hidden states that an iteration computed: for a chunked prompt, of a chunk."""
+    req.pooled = part if req.pooled is None else req.pooled + part
 
 
 class PooledPart(NamedTuple):

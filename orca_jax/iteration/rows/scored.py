@@ -1,6 +1,14 @@
-"""The parts of an iteration's prompts that get log-probabilities, each laid out as a batch of one row."""
+"""Scored rows: known tokens get their log-probabilities, in a given output or in a prompt.
 
-from collections.abc import Iterator
+A given output (`Given`) is not sampled: in an increment each of its tokens that the iteration computes is a
+row of one known token, neighbours in the tokens' order, and the logits of each score the token after it.
+
+A prompt is scored on request, whatever the kind of its request's rows. The forward pass gives the hidden
+state of each row's last token alone, so the chunk's tokens pass through the last layer once more, in parts
+that are laid out as batches of one row (`scored_parts`).
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,8 +16,45 @@ import numpy.typing as npt
 
 from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout, SamplerArrays, TokenPrograms
 from orca_jax.iteration.message import ControlMessage
+from orca_jax.request.request import FinishReason, InputRow, Request, RowAnswer, RowKind, prompt_chunk
+from orca_jax.request.sampled import TokenLogprobs
 
 SCORED = 128  # tokens of a prompt that are scored at a time
+
+
+class Given(RowKind):
+    """The kind of a request whose output is given, all of it, and scored."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.given_ids = tuple(token_ids)
+        # `n_tokens_issued` does not count how many tokens an iteration in flight has.
+        self.runs_ahead = len(self.given_ids) < 2
+
+    def most_tokens(self, req: Request) -> int:
+        return len(self.given_ids) - len(req.output_ids)
+
+    def rows(self, req: Request, n_tokens: int, places: Sequence[int]) -> list[InputRow]:
+        if not req.in_initiation:
+            return [self._answering(req, 1, req.n_computed + i) for i in range(n_tokens)]
+        return [self._answering(req, n_tokens, req.n_computed)]
+
+    def accept(self, req: Request, answer: RowAnswer) -> Iterator[tuple[int, FinishReason | None]]:
+        for record in answer.logprobs:
+            req.logprobs.append(record)
+            reason = req.accept(record.token_id)
+            yield record.token_id, reason
+            if reason is not None:
+                return
+
+    def _answering(self, req: Request, n_tokens: int, start: int) -> InputRow:
+        """A row, which answers with its next token's log-probabilities if that is a token of the output."""
+        row = prompt_chunk(req, n_tokens, start)
+        return row._replace(answers=start + n_tokens >= len(req.prompt_ids))
+
+
+def add_prompt_logprobs(req: Request, records: Sequence[TokenLogprobs]) -> None:
+    """Take the log-probabilities of prompt tokens after the first: for a chunked prompt, of a chunk's."""
+    req.prompt_logprobs = [*(req.prompt_logprobs or ()), *records]
 
 
 class ScoredPart(NamedTuple):

@@ -1,0 +1,72 @@
+"""Rows of a beam search: a row of the block table for each beam, whose newest token the host has chosen.
+
+Their tokens are never on the device alone: which beams go on is decided on the host, from the likeliest next
+tokens of each. The K/V manager lets a beam's row begin with the blocks of the beam that it continues.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from orca_jax.request.beam_search import BeamSearch, Hypothesis
+from orca_jax.request.request import FinishReason, InputRow, Request, RowAnswer, RowKind
+
+
+class Beams(RowKind):
+    """The kind of one request, with its search.
+
+    Until the search is over, the request's `output_ids` has the newest token of the likeliest beam at each
+    step; then it is the best output. A search cannot resume: it starts over.
+    """
+
+    forks = True
+    runs_ahead = False
+    greedy = True  # the sampled token is not used
+
+    def __init__(self, search: BeamSearch) -> None:
+        self.search = search
+        self.n_rows = search.width
+
+    @property
+    def parents(self) -> Sequence[int]:
+        return self.search.parents
+
+    @property
+    def found(self) -> Sequence[Hypothesis]:
+        return self.search.finished if self.search.found else ()
+
+    def n_logprobs(self, req: Request) -> int:
+        return self.search.n_candidates
+
+    def rows(self, req: Request, n_tokens: int, places: Sequence[int]) -> list[InputRow]:
+        if req.in_initiation:
+            return super().rows(req, n_tokens, places)
+        newest = self.search.last_ids
+        return [InputRow(place, req.n_computed, (id_,)) for place, id_ in zip(places, newest, strict=True)]
+
+    def accept(self, req: Request, answer: RowAnswer) -> Iterator[tuple[int, FinishReason | None]]:
+        req.logprobs += answer.logprobs[:1]  # of the likeliest beam's row: recordings have them
+        yield answer.token_ids[0], self._step(req, answer)
+
+    def restart(self, req: Request) -> None:
+        self.search.restart()
+        req.output_ids.clear()
+
+    def _step(self, req: Request, answer: RowAnswer) -> FinishReason | None:
+        """Take the likeliest next tokens of each beam; an exception from the sink ends only this request."""
+        search = self.search
+        search.step(answer.logprobs)
+        if not search.done:
+            req.output_ids.append(search.last_ids[0])
+            return None
+        if not search.finished:
+            req.failure = "no token has a probability: the model's logits are not finite"
+            return FinishReason.ERROR
+        best = search.finished[0]
+        req.output_ids[:] = best.token_ids
+        try:
+            if req.sink is not None:
+                for token_id in best.token_ids:
+                    req.sink.push(token_id)
+        except Exception as error:
+            req.failure = f"{type(error).__name__}: {error}"
+            return FinishReason.ERROR
+        return FinishReason.STOP if best.stopped else FinishReason.LENGTH

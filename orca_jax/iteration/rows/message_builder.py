@@ -1,0 +1,178 @@
+"""The control message of an iteration: the rows of all kinds, concatenated in the batch's order."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.iteration.message import (
+    ADJUSTED,
+    BIAS,
+    CONSTRAINED,
+    POOLS_ALL,
+    ROUTED,
+    SAMPLED,
+    ControlMessage,
+    EncoderInputs,
+    no_copies,
+)
+from orca_jax.iteration.rows.encoder import encoder_inputs
+from orca_jax.iteration.rows.plain import PlainRows, packed
+from orca_jax.request.request import PLAIN, InputRow, Request, Row, prompt_chunk
+
+_NO_IDS, _NO_BIASES = np.zeros(0, np.int32), np.zeros(0, BIAS)
+_NO_INPUTS: Mapping[int, InputRow] = {}
+
+
+class SentRows(NamedTuple):
+    """The rows of a message [R]: each one's request, number of tokens, and row of the block table.
+
+    `inputs` has those whose input another kind than the plain one gives, by index. `first` has each request's
+    first row; None if each request has one row.
+    """
+
+    requests: Sequence[Request]
+    lengths: Sequence[int]
+    row: npt.NDArray[np.intp]
+    inputs: Mapping[int, InputRow] = _NO_INPUTS
+    first: Sequence[int] | None = None
+
+    @property
+    def groups(self) -> list[range]:
+        """The indices of each request's rows."""
+        first = range(len(self.requests)) if self.first is None else self.first
+        return [range(i, end) for i, end in zip(first, [*first[1:], len(self.requests)], strict=True)]
+
+
+class BlockTables(NamedTuple):
+    """What the message has of the K/V manager's arrays, `[n_rows, ...]`; see KVManager."""
+
+    block_size: int
+    block_table: npt.NDArray[np.int32]
+    n_reserved: npt.NDArray[np.int64]
+    encoder_blocks: npt.NDArray[np.int32]
+    max_encoder_blocks: int
+    rows_of: Callable[[int], Sequence[int]]  # the rows of the request that was admitted to a row
+
+
+class MessageBuilder:
+    """Builds the messages of one engine. With `keeps_tokens` the device holds each row's newest token.
+
+    Otherwise the host has received a request's token before the request is issued again.
+    """
+
+    def __init__(self, tables: BlockTables, *, keeps_tokens: bool) -> None:
+        self._tables = tables
+        self._keeps_tokens = keeps_tokens
+        self._plain = PlainRows(tables.n_reserved)
+
+    def rows(self, rows: Sequence[Row]) -> SentRows:
+        """The message's rows. A request of another kind than the plain one may have several."""
+        requests, lengths = [request for request, _ in rows], [n_tokens for _, n_tokens in rows]
+        places = [request.row for request in requests if request.kind is PLAIN]
+        if len(places) == len(rows):
+            return SentRows(requests, lengths, packed(places, np.intp))
+        requests, lengths, places = list[Request](), list[int](), list[int]()
+        inputs, first = dict[int, InputRow](), list[int]()
+        for request, n_tokens in rows:
+            first.append(len(requests))
+            if request.kind is PLAIN:
+                requests.append(request)
+                lengths.append(n_tokens)
+                places.append(request.row)
+                continue
+            for row in request.kind.rows(request, n_tokens, self._tables.rows_of(request.row)):
+                inputs[len(requests)] = row
+                requests.append(request)
+                lengths.append(len(row.ids))
+                places.append(row.place)
+        return SentRows(requests, lengths, packed(places, np.intp), inputs, first)
+
+    def message(self, sent: SentRows, copies: Sequence[tuple[int, int]] = ()) -> ControlMessage:
+        """The message, with the `copies` of blocks to make before its iteration."""
+        requests, lengths, row, inputs, _ = sent
+        plain, n = self._plain, len(requests)
+        start = packed([request.n_computed for request in requests], np.int32)
+        input_length = packed(lengths, np.int32)
+        plain.begin(requests, row, start)
+        if inputs:
+            start = start.copy()
+            for i, given in inputs.items():
+                start[i] = given.start
+            plain.end_initiation(row[[i for i in inputs if not requests[i].in_initiation]])
+        kv_length = start + input_length
+        plain.kv_length[row] = kv_length
+        initiation = ~plain.has_sampled.take(row)
+        initiation_rows: list[int] = initiation.nonzero()[0].tolist()
+        known = initiation  # rows whose input the host knows
+        answers = None  # rows whose next token belongs to the output; None: those that are sampled
+        if inputs:
+            known, answers = initiation.copy(), np.ones(n, np.bool_)
+            known[list(inputs)] = True
+        next_token = np.full(n, SAMPLED, np.int32)
+        n_prompt = np.zeros(n, np.int32)
+        row_end = np.add.accumulate(input_length, dtype=np.int32)
+        token_ids = np.zeros(row_end[-1], np.int32)
+        for i in initiation_rows if not inputs else known.nonzero()[0].tolist():
+            given = inputs.get(i) or prompt_chunk(requests[i], lengths[i])
+            token_ids[row_end[i] - lengths[i] : row_end[i]] = given.ids
+            next_token[i] = given.next_id
+            if answers is not None:
+                answers[i] = given.answers
+        for i in initiation_rows:
+            n_prompt[i] = plain.n_prompt[row[i]]
+        samples = next_token == SAMPLED
+        if answers is None:
+            answers = samples
+        token_index = (kv_length - plain.n_prompt.take(row)) * samples
+        sampling = plain.sampling.take(row)  # of records ten times as fast as an index
+        if initiation_rows:
+            plain.end_initiation(row[initiation & answers])
+        for i in (~samples).nonzero()[0].tolist():  # needs no sampler
+            sampling["temperature"][i] = 0
+            sampling["flags"][i] &= POOLS_ALL | ROUTED
+            if not answers[i]:
+                sampling["logprobs"][i] = -1
+        for i in (plain.has_constraint.take(row) & samples).nonzero()[0].tolist():
+            constraint = requests[i].constraint
+            assert constraint is not None
+            if constraint.acts(int(token_index[i])):
+                sampling["flags"][i] |= CONSTRAINED
+        if not self._keeps_tokens:
+            for i in (~known).nonzero()[0].tolist():
+                token_ids[row_end[i] - 1] = requests[i].output_ids[-1]
+        biases: list[tuple[int, int, float]] = []
+        earlier_ids: list[int] = []
+        for i in initiation_rows:
+            if sampling["flags"][i] & ADJUSTED:
+                earlier_ids += requests[i].known_ids(0, int(start[i]))
+                biases += [(i, *bias) for bias in requests[i].sampling.logit_bias.items()]
+        table, encoder = self._block_table(requests, row, kv_length)
+        return ControlMessage(
+            row=row.astype(np.int32),
+            initiation=initiation,
+            token_index=token_index,
+            input_length=input_length,
+            kv_length=kv_length,
+            n_prompt=n_prompt,
+            next_token=next_token,
+            token_ids=token_ids,
+            earlier_ids=np.array(earlier_ids, np.int32) if earlier_ids else _NO_IDS,
+            token_on_device=~known if self._keeps_tokens else np.zeros(n, np.bool_),
+            block_table=table,
+            sampling=sampling,
+            bias=np.array(biases, BIAS) if biases else _NO_BIASES,
+            encoder=encoder,
+            copies=np.array(copies, np.int32) if copies else no_copies(),
+        )
+
+    def _block_table(
+        self, requests: Sequence[Request], row: npt.NDArray[np.intp], kv_length: npt.NDArray[np.int32]
+    ) -> tuple[npt.NDArray[np.int32], EncoderInputs | None]:
+        """The rows' block tables, only what is in use: for a model with many positions that is little."""
+        tables = self._tables
+        if not tables.max_encoder_blocks:
+            return tables.block_table[row, : -(-int(kv_length.max()) // tables.block_size)], None
+        table = tables.block_table.take(row, axis=0)
+        return encoder_inputs(requests, table, tables.encoder_blocks[row], tables.max_encoder_blocks)

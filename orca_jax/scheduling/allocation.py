@@ -1,0 +1,56 @@
+"""Rows and blocks for the requests of the next iteration, whose slots Algorithm 1's line 26 reserved."""
+
+from collections.abc import Mapping, Sequence
+
+from orca_jax.request.request import Request, Row
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.prefix_lookup import reserve_sharing
+from orca_jax.scheduling.select import slots_to_reserve
+
+
+def rows_without_slots(rows: Sequence[Row], kv: KVManager) -> list[Row]:
+    """The rows whose requests need more blocks; new requests, which have row -1, hold none."""
+    slots_of = kv.slots_of
+    return [(req, n) for req, n in rows if req.n_computed + n > slots_of[req.row]]
+
+
+def allocate(
+    new: Sequence[Request], cached: Mapping[Request, list[int]], kv: KVManager, *, on_demand: bool
+) -> None:
+    """Give each new request a row and blocks, beginning with its cached ones.
+
+    It gets blocks for all its tokens, or on demand for those that it has. A request with several rows (a beam
+    search) begins with one, and what it can need besides is kept for it.
+    """
+
+    def n_tokens(req: Request) -> int:
+        return req.n_tokens if on_demand or req.kind.forks else req.max_tokens
+
+    if kv.prefixes is None:
+        for req in new:
+            req.row = kv.reserve(n_tokens(req), len(req.encoder_ids))
+    else:
+        reserve_sharing(new, map(n_tokens, new), cached, kv)
+    for req in new:
+        if req.kind.forks:
+            n_most = slots_to_reserve(req, kv.block_size) // kv.block_size
+            kv.begin_beams(req.row, req.kind.n_rows, None if on_demand else n_most)
+
+
+def grow(short: Sequence[Row], kv: KVManager) -> None:
+    """Allocate blocks until each of these requests has room for its tokens; beams grow as they continue."""
+    for req, n_tokens in short:
+        if not req.kind.forks:
+            kv.grow(req.row, req.n_computed + n_tokens)
+
+
+def continue_beams(rows: Sequence[Row], kv: KVManager) -> list[tuple[int, int]]:
+    """Give the beams of each search in its increment the rows and blocks that they continue.
+
+    Returns the copies of blocks to make before the iteration. What the beams hold together is known only now.
+    """
+    copies: list[tuple[int, int]] = []
+    for req, _ in rows:
+        if req.kind.forks and not req.in_initiation:
+            copies += kv.continue_beams(req.row, req.kind.parents, req.n_computed)
+    return copies
