@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from orca_jax.config import RestartBound
@@ -119,15 +120,18 @@ class Recovery:
         seconds, since = self._down
         return seconds if since is None else seconds + max(0.0, now - since)
 
+    def turn(self, interrupted: Callable[[], bool]) -> Callable[[], bool]:
+        """What takes one turn of the loop: where nothing can be recovered, the scheduler itself."""
+        return self._scheduler.step if self._engine is None else partial(self.step, interrupted)
+
     def step(self, interrupted: Callable[[], bool]) -> bool:
         """One turn of the scheduler's loop, or of restarting the engine; False if there was nothing to do.
 
         A restart returns early if `interrupted`, or if a request arrives or is asked to end. Raises
-        EngineError if the engine has failed permanently.
+        EngineError if the engine has failed permanently. Only for an engine that can restart.
         """
         engine = self._engine
-        if engine is None:
-            return self._scheduler.step()
+        assert engine is not None
         try:
             if self._lost is not None:
                 return self._recover(engine, interrupted)

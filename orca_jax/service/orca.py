@@ -104,6 +104,7 @@ class Orca:
         if recorder is not None:
             self.timeline.watchers = (TimelineRecorder(recorder, self.scheduler),)
         self.recovery = Recovery(self.scheduler, bound=restarts or RestartBound(), clock=clock)
+        self._step = self.recovery.turn(self._has_other_work)
         self.interludes = Interludes(
             self.scheduler, self.recovery, wake=self.pool.wake, stopped=self._stopped
         )
@@ -323,9 +324,21 @@ class Orca:
     # On the scheduler's thread.
 
     def _run(self) -> None:
+        """Take turns of Algorithm 1's loop, or wait for work, until the service is closed and empty."""
         try:
-            while self._turn():
-                pass
+            working = True
+            while working:
+                while self._dropped:
+                    self.pool.end(self._dropped.popleft(), FinishReason.CANCELLED)
+                if self._stopping:
+                    for request in list(self.pool.in_arrival_order()):
+                        self.pool.end(request, FinishReason.CANCELLED)
+                activity = self.pool.activity()  # read before everything that may change it
+                if self.interludes.active:
+                    self.interludes.look()
+                working = (
+                    self._step() or self.pool.wait_for_work(LOOK_SECONDS, activity) or not self._stopping
+                )
             self._ended = True
             self.interludes.close()
         except BaseException as error:  # a panic in Rust code too, or users would wait forever
@@ -337,22 +350,6 @@ class Orca:
                 fail_all(self.scheduler)
             except BaseException as second:  # waiting users check `failure` themselves
                 failure.add_note(f"then, while ending its requests: {second!r}")
-
-    def _turn(self) -> bool:
-        """One turn of Algorithm 1's loop, or a wait for work; False once the service is closed and empty."""
-        while self._dropped:
-            self.pool.end(self._dropped.popleft(), FinishReason.CANCELLED)
-        if self._stopping:
-            for request in list(self.pool.in_arrival_order()):
-                self.pool.end(request, FinishReason.CANCELLED)
-        activity = self.pool.activity()  # read before everything that may change it
-        if self.interludes.active:
-            self.interludes.look()
-        return (
-            self.recovery.step(self._has_other_work)
-            or self.pool.wait_for_work(LOOK_SECONDS, activity)
-            or not self._stopping
-        )
 
     def _disturbance(self) -> str:
         """What a recording of the arrivals cannot repeat; "" if nothing of the kind has happened."""

@@ -1,8 +1,8 @@
-"""A new kind of row in one file: drafted rows, which really go through policy, scheduler, master and worker.
+"""A new kind of row in one file: drafted rows, through policy, scheduler, engine master and worker.
 
-The engine knows nothing of them. A drafted row has its request's newest token and some guesses of what follows.
-A token is sampled after each of these, and the guesses that were right are kept. The draw depends only on seed
-and index, so the tokens are those of a plain request with the same seed.
+The engine knows nothing of them. A drafted row has its request's newest token and some guesses of what
+follows. A token is sampled after each of these, and the guesses that were right are kept. The draw depends
+only on seed and index, so the tokens are those of a plain request with the same seed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ import pytest
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.model.gpt import init_parameters
-from orca_jax.request.request import FinishReason, InputRow, Request, RowAnswer, RowKind
+from orca_jax.request.request import PLAIN, FinishReason, InputRow, Request, RowAnswer, RowKind
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling_config import SchedulingConfig
@@ -89,13 +89,13 @@ def engine(n_stages: int = 1, *, n_slots: int = 512, deterministic: bool = False
     return harness(MODEL, parameters(), serving, parts=parts, buckets=buckets, attention="follow_lengths")
 
 
-def asked(i: int, **kind: RowKind) -> Request:
+def asked(i: int, kind: RowKind = PLAIN) -> Request:
     """Prompts of different lengths, greedy or sampled; each request has a seed of its own."""
     prompt = np.random.default_rng(i).integers(0, MODEL.vocab_size, 3 + 5 * i).tolist()
     sampling = SamplingParams(
         max_tokens=N_OUTPUT, temperature=0.8 * (i % 2), ignore_eos=True, logprobs=0 if i == 1 else None
     )
-    return Request(f"{i}", tuple(prompt), len(prompt) + N_OUTPUT, sampling, seed=i, **kind)
+    return Request(f"{i}", tuple(prompt), len(prompt) + N_OUTPUT, sampling, seed=i, kind=kind)
 
 
 @cache
@@ -108,7 +108,7 @@ def plain(i: int) -> Request:
 
 def drafted(i: int, *, n_drafts: int = 3, wrong_each: int = 5) -> tuple[Request, Drafted]:
     kind = Drafted(plain(i).output_ids, n_drafts, wrong_each)
-    return asked(i, kind=kind), kind
+    return asked(i, kind), kind
 
 
 @pytest.mark.parametrize("n_stages", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -162,7 +162,7 @@ def test_a_deterministic_engine_computes_them_too() -> None:
     alone = asked(1)
     house.run([alone])
     kind = Drafted(alone.output_ids, 3, 5)
-    request = asked(1, kind=kind)
+    request = asked(1, kind)
     house.run([request])
     assert request.output_ids == alone.output_ids and kind.n_kept > 0
     assert [one.logprob for one in request.logprobs] == [one.logprob for one in alone.logprobs]

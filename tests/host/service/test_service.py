@@ -30,6 +30,7 @@ from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling import prefix_lookup
 from orca_jax.scheduling.admission import weight_in_bytes
 from orca_jax.scheduling.request_pool import Delivery
+from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.service.generation import Generation
 from orca_jax.service.output import Piece
@@ -440,11 +441,11 @@ def test_the_simulated_engine_fails_at_either_end(at: str) -> None:
 def test_even_a_failure_that_cannot_be_dealt_with_wakes_everybody(
     engine: GatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail_again() -> None:
+    def fail_again(_: Scheduler) -> None:
         raise AssertionError("and again")
 
     with orca(engine) as service:
-        monkeypatch.setattr(service.scheduler, "fail_all", fail_again)
+        monkeypatch.setattr("orca_jax.service.orca.fail_all", fail_again)
         generation = service.submit([1], SamplingParams())
         engine.error = RuntimeError("first")
         engine.let(1)
