@@ -24,12 +24,12 @@ from orca_jax.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from orca_jax.checkpoint.convert import convert_checkpoint
-    from orca_jax.launch.function_model import FunctionModel
     from orca_jax.launch.precompile import compile_engine, compile_model
     from orca_jax.launch.replay import replay
     from orca_jax.launch.worker_process import run_worker
     from orca_jax.llm import LLM
     from orca_jax.model_files.found_model import find_config
+    from orca_jax.user_model.functions import FunctionModel
 
 __version__ = "0.2.0"
 __all__ = [
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "FunctionModel":
-        from orca_jax.launch.function_model import FunctionModel
+        from orca_jax.user_model.functions import FunctionModel
 
         return FunctionModel
     if name == "compile_engine":

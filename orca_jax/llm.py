@@ -17,7 +17,6 @@ from orca_jax.engine.owned_pipeline import StartWorkers
 from orca_jax.errors import EngineError, InvalidRequest, ServiceClosed
 from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
 from orca_jax.families.trainers.formats import Layout
-from orca_jax.launch.own_model import count_parameters, find_any_model
 from orca_jax.launch.replay import recording_header
 from orca_jax.launch.start_engine import start_engine
 from orca_jax.options import takes
@@ -44,6 +43,7 @@ from orca_jax.service.orca import SCHEDULER_THREAD, Orca
 from orca_jax.service.prepared_params import OutputRules
 from orca_jax.service.recorder import Recorder
 from orca_jax.service.scores import listed_token_ids, scores
+from orca_jax.user_model.find import count_parameters, find_any_model
 
 Prompt = str | Sequence[int] | np.ndarray
 Message = Mapping[str, Any]

@@ -14,8 +14,9 @@ from orca_jax.execution.host_buffer import HostBuffer
 from orca_jax.families.model_config import FeedForward, ModelConfig
 from orca_jax.families.parameters import HEAD, TOKEN_EMBEDDING, layer_parameters
 from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout, TokenPrograms
+from orca_jax.model.feed_forward import activate, between
 from orca_jax.model.kv_cache import LayerCache
-from orca_jax.model.layers import Matmul, activate, between
+from orca_jax.model.layers import Matmul
 from orca_jax.model.sampler import greedy
 
 

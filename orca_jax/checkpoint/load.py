@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from orca_jax.checkpoint.directory import Placement, load_directory
 from orca_jax.config import LoadFormat
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.model.gpt import Parameters
+from orca_jax.model.transformer import Parameters
 from orca_jax.model_files.found_model import FoundModel
 from orca_jax.sharding.random_parameters import random_parameters
 

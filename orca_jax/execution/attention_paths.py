@@ -21,7 +21,7 @@ from orca_jax.families.attention_config import Attention as AttentionConfig
 from orca_jax.families.attention_config import Latent
 from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout
 from orca_jax.model import attention as pure_jax
-from orca_jax.model.block import Attend, Placing
+from orca_jax.model.context import Attend, Placing
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.latent import ByRow, plain_attention
 from orca_jax.model.rotation import Rotation

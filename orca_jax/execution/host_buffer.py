@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from orca_jax.execution.attention_paths import AttentionPath, HostWork
 from orca_jax.iteration.flat_batch import FlatArrays, FlatBatch, FlatLayout, aligned
-from orca_jax.model.block import Attend
+from orca_jax.model.context import Attend
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ from orca_jax.iteration.flat_batch import BatchSizes, batch_sizes
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.iteration.rows.encoder import lay_out_encoder
 from orca_jax.iteration.shape import EngineShape
-from orca_jax.model.gpt import Parameters
 from orca_jax.model.routed import DeviceRouted, joined
+from orca_jax.model.transformer import Parameters
 from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.partition import StagePart
 from orca_jax.workers.controller import Controller

@@ -25,9 +25,9 @@ from orca_jax.iteration.rows.encoder import lay_out_encoder
 from orca_jax.iteration.rows.pooled import pooled_layout, pooled_parts
 from orca_jax.iteration.rows.scored import SCORED, scored_layout, scored_parts
 from orca_jax.iteration.shape import EngineShape
-from orca_jax.model.gpt import Parameters
 from orca_jax.model.kv_cache import LayerCache, cache_shape, copy_blocks, layer_cache
 from orca_jax.model.routed import DeviceRouted, Routed, RoutedAgain
+from orca_jax.model.transformer import Parameters
 from orca_jax.request.sampled import Sampled
 from orca_jax.sharding.link import DeviceLink
 from orca_jax.sharding.partition import StagePart

@@ -21,7 +21,7 @@ from orca_jax.families.trainers.array_form import ArrayForm, axis_sizes
 from orca_jax.families.trainers.formats import Layout
 from orca_jax.families.trainers.layouts import Detected, detect, held_names
 from orca_jax.launch.trainers_arrays import AdaptersChange, Rearranged, Recipe, product_of
-from orca_jax.model.gpt import GPT
+from orca_jax.model.transformer import Transformer
 
 LORA_A, LORA_B = ".lora_a", ".lora_b"
 _LORA_ENDS = (LORA_A, LORA_B, "_lora_a", "_lora_b")
@@ -296,7 +296,7 @@ def state_names(stored: ModelConfig) -> dict[str, str]:
         name: jax.ShapeDtypeStruct(one.shape, jnp.float32) for name, one in parameter_table(stored).items()
     }
     name_of = {id(mark): name for name, mark in marks.items()}
-    state = nnx.state(GPT(stored, marks))
+    state = nnx.state(Transformer(stored, marks))
     return {path: name_of[id(mark)] for path, mark in _leaves(state, "")}
 
 

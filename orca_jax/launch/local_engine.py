@@ -14,7 +14,7 @@ from orca_jax.execution.worker import LocalWorkers, Worker, all_programs
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import BatchSizes
 from orca_jax.launch.later_programs import LaterPrograms, first_buckets
-from orca_jax.model.gpt import Parameters
+from orca_jax.model.transformer import Parameters
 from orca_jax.planning.sizes import engine_shape, kv_manager, serving_config
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.sharding.device_group import device_name

@@ -17,7 +17,6 @@ from orca_jax.checkpoint.directory import find_parameters
 from orca_jax.checkpoint.safetensors_reader import StoredTensor, read_header
 from orca_jax.checkpoint.shard_reader import Parts, put
 from orca_jax.errors import ConfigError, CorruptFile, EngineError, TensorMismatch
-from orca_jax.execution.own_decoder import OwnParameters
 from orca_jax.execution.stage_weights import StageWeights
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
@@ -38,6 +37,7 @@ from orca_jax.launch.given_weights import (
 )
 from orca_jax.model_files.weight_files import SINGLE
 from orca_jax.sharding.random_parameters import with_repeated_heads
+from orca_jax.user_model.decoder import OwnParameters
 
 # Of a directory of adapters, beside their arrays in one safetensors file.
 ADAPTERS_JSON = "adapters.json"

@@ -12,13 +12,13 @@ import jax
 from orca_jax.config import EngineConfig, ServingOptions
 from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.errors import BadRecording, ConfigError
-from orca_jax.launch.own_model import find_any_model
 from orca_jax.launch.start_engine import start_engine
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling_config import SchedulingOptions
 from orca_jax.service.prepared_params import RuleMaker
 from orca_jax.service.recording import Recording, read_recording
 from orca_jax.service.replay import Replay, ReplayReport, recorded_serving
+from orca_jax.user_model.find import find_any_model
 
 
 def recording_header(config: EngineConfig, built: BuiltEngine) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from orca_jax.checkpoint.load import load_parameters
 from orca_jax.config import EngineConfig
 from orca_jax.execution.capacity import check_weights
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.model.gpt import Parameters
+from orca_jax.model.transformer import Parameters
 from orca_jax.model_files.found_model import FoundModel
 from orca_jax.sharding.partition import StagePart
 

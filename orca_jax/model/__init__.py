@@ -1,5 +1,7 @@
 """The mathematics of the model, for one device; it knows no mesh.
 
+Start with block.py, one layer; context.py has what surrounds it, transformer.py all layers.
+
 The shape letters, used in every comment and docstring below here:
 
     T  tokens in the bucket (all requests' query tokens of an iteration, padded)

@@ -5,20 +5,14 @@ kept: their keys and values take turns in the slots of one layer's cache, those 
 its input.
 """
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
-
 import jax
 from flax import nnx
 
 from orca_jax.families import model_config
-from orca_jax.model.block import Attend, Block, norm_of, weights_of_layer
+from orca_jax.model.block import Block, Parameters, run_blocks, weights_of_layer
+from orca_jax.model.context import Iteration
 from orca_jax.model.kv_cache import LayerCache
-from orca_jax.model.layers import Matmul, matmul
-from orca_jax.model.shard import ALONE, Shard
-
-Parameters = Mapping[str, jax.Array]
+from orca_jax.model.layers import norm_of
 
 
 class Encoder(nnx.Module):
@@ -42,22 +36,9 @@ class Encoder(nnx.Module):
             x = x + self.position_embedding[...].at[place].get(mode="clip")
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
-    def through(
-        self,
-        x: jax.Array,
-        slot_of_token: jax.Array,
-        cache: LayerCache,
-        attend: Attend,
-        shard: Shard = ALONE,
-        product: Matmul = matmul,
-    ) -> tuple[jax.Array, LayerCache]:
-        """x [T, H] through all layers, which write to the slots [T] int32 of the one cache in turn."""
-
-        @partial(jax.jit, static_argnums=0)  # traced once for all layers of a kind, as in GPT
-        def layer(graph: Any, weights: Any, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-            passed = nnx.merge(graph, weights)(x, cache, slot_of_token, None, attend, shard, product)
-            return passed.x, passed.cache
-
+    def through(self, x: jax.Array, cache: LayerCache, iteration: Iteration) -> tuple[jax.Array, LayerCache]:
+        """x [T, H] through all layers, which write to the iteration's slots of the one cache in turn."""
+        run = run_blocks(iteration)
         for block in self.layers:
-            x, cache = layer(*nnx.split(block), x, cache)
+            x, cache, _ = run(block, False, x, cache, None)
         return (x if self.final_norm is None else self.final_norm(x)), cache

@@ -18,16 +18,14 @@ from flax import nnx
 from jax import lax
 
 from orca_jax.families.attention_config import Attention
-from orca_jax.model.kv_cache import LayerCache, as_numbers
+from orca_jax.model.context import Attend, Context
+from orca_jax.model.kv_cache import LayerCache, as_numbers, write
 from orca_jax.model.layers import Linear, Matmul, RMSNorm, Weights, linear_of
 from orca_jax.model.rotation import Rotation, rotate
 
 _NOTHING = -1e30  # the score of a key that is not there, as in attention.py
 # Of the plain form: queries of a tile, and tokens whose keys and values are made at a time.
 _QUERIES, _KEYS = 128, 256
-
-Numbers = jax.Array | None
-Absorbed = Callable[[jax.Array, LayerCache, Attention, Numbers, Numbers], jax.Array]  # an `Attend`
 
 
 class Queries(NamedTuple):
@@ -58,19 +56,25 @@ class ByRow:
     `Attend`; there are `n_slabs` []. As an `Attend` itself it gives tokens of any row theirs.
     """
 
-    absorbed: Absorbed
+    absorbed: Attend
     plain: AttendPlain
-    slab: Callable[[jax.Array], tuple[jax.Array, Absorbed]]
+    slab: Callable[[jax.Array], tuple[jax.Array, Attend]]
     n_slabs: jax.Array
 
     def __call__(
-        self, q: jax.Array, cache: LayerCache, attention: Attention, bias: Numbers, sinks: Numbers, /
+        self,
+        q: jax.Array,
+        cache: LayerCache,
+        attention: Attention,
+        bias: jax.Array | None,
+        sinks: jax.Array | None,
+        /,
     ) -> jax.Array:
         return self.absorbed(q, cache, attention, bias, sinks)
 
 
-class LatentProjections(nnx.Module):
-    """What stands before and after attention to the cache; the heads are this device's."""
+class LatentAttention(nnx.Module):
+    """The projections before and after attention to the cache; the heads are this device's."""
 
     def __init__(self, config: Attention, p: Weights) -> None:
         assert config.latent is not None and config.rotary is not None
@@ -83,16 +87,28 @@ class LatentProjections(nnx.Module):
         self.kv_a = linear_of(p, "kv_a")
         self.kv_a_norm = _norm(config, p, "kv_a_norm")
         self.kv_b = Linear(_weight(p, "kv_b.weight"), None)
+        self.out = linear_of(p, "out")
 
-    def keys(self, x: jax.Array, rotation: Rotation, product: Matmul) -> jax.Array:
+    def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
+        """x [T, H] to [R, H] of the tokens that attend, or to this device's slice of them."""
+        queries, rotation = ctx.queries, ctx.rotation
+        assert rotation is not None
+        if ctx.slot_of_token is not None:
+            keys = self._keys(x, rotation, ctx.tokens.product)
+            ctx.cache = write(ctx.cache, keys, None, ctx.slot_of_token)
+        x, rotation = queries.of(x), rotation.of(queries.of)
+        attended = self._attended(x, rotation, queries.product, ctx.cache, queries.attend)
+        return self.out(attended, queries.product, ctx.shard)
+
+    def _keys(self, x: jax.Array, rotation: Rotation, product: Matmul) -> jax.Array:
         """What x [T, H] leaves in the cache, [T, 1, C + rotary size]."""
         own = self.config
         compressed = self.kv_a(x, product)
         turned = self._rotated(compressed[:, None, own.rank :], rotation)
         return jnp.concatenate([self.kv_a_norm(compressed[:, None, : own.rank]), turned], axis=-1)
 
-    def attended(
-        self, x: jax.Array, rotation: Rotation, product: Matmul, cache: LayerCache, attend: Absorbed | ByRow
+    def _attended(
+        self, x: jax.Array, rotation: Rotation, product: Matmul, cache: LayerCache, attend: Attend
     ) -> jax.Array:
         """What the heads of x [T, H] get from the cache, side by side: [T, N W]."""
         queries = self._queries(x, rotation, product)
@@ -115,7 +131,7 @@ class LatentProjections(nnx.Module):
         q = self.q(x, product).reshape(x.shape[0], -1, own.query_size)
         return Queries(q[..., : own.plain_size], self._rotated(q[..., own.plain_size :], rotation))
 
-    def _absorbed(self, queries: Queries, cache: LayerCache, attend: Absorbed) -> jax.Array:
+    def _absorbed(self, queries: Queries, cache: LayerCache, attend: Attend) -> jax.Array:
         """[T, N, W] in the absorbed form."""
         own = self.config
         makes_keys = self._of_heads()[:, : own.plain_size]  # W_UK [N, P, C]

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from orca_jax.families.model_config import Activation, FeedForward
 from orca_jax.families.norm_config import Norm
 from orca_jax.model.shard import Shard
 
@@ -192,32 +191,11 @@ class LayerNorm(nnx.Module):
         return (scaled if self.bias is None else scaled + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def activate(x: jax.Array, activation: Activation) -> jax.Array:
-    """The activation function of the feed-forward layer, elementwise."""
-    match activation:
-        case "gelu_tanh":
-            return jax.nn.gelu(x, approximate=True)
-        case "gelu":
-            return jax.nn.gelu(x, approximate=False)
-        case "relu":
-            return jax.nn.relu(x)
-        case "silu":
-            return jax.nn.silu(x)
-
-
-_STEEPNESS = 1.702  # of gpt-oss's gate
-
-
-def between(x: jax.Array, config: FeedForward) -> jax.Array:
-    """What a feed-forward layer does between its two products: x [T, F], or [T, 2 F] if gated, to [T, F]."""
-    if not config.gated:
-        return activate(x, config.activation)
-    gate, up = jnp.split(x, 2, axis=1)
-    if config.gate_limit is None:
-        return activate(gate, config.activation) * up
-    gate = jnp.minimum(gate, config.gate_limit)
-    up = jnp.clip(up, -config.gate_limit, config.gate_limit)
-    return gate * jax.nn.sigmoid(_STEEPNESS * gate) * (up + 1)
+def norm_of(norm: Norm, p: Weights, name: str) -> LayerNorm | RMSNorm:
+    """The norm of that name."""
+    scale = p(f"{name}.scale")
+    assert scale is not None, name
+    return RMSNorm(norm, scale) if norm.kind == "rms_norm" else LayerNorm(norm, scale, p(f"{name}.bias"))
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:

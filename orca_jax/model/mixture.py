@@ -14,10 +14,11 @@ from jax import lax
 
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward
-from orca_jax.model.layers import Matmul, Weights, activate, between, linear_of
+from orca_jax.model.context import Context
+from orca_jax.model.feed_forward import activate, between
+from orca_jax.model.layers import Matmul, Weights, linear_of
 from orca_jax.model.packed import packed_grouped
 from orca_jax.model.shard import Shard
-from orca_jax.model.token_slices import Slices
 
 
 class Mixture(nnx.Module):
@@ -37,25 +38,21 @@ class Mixture(nnx.Module):
         gate = p("shared.gate")
         self.shared_gate = None if gate is None else nnx.Param(gate)
 
-    def __call__(
-        self, x: jax.Array, product: Matmul, shard: Shard, slices: Slices | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """x [T, H] to [T, H], and the experts that its tokens choose, [T, k] int32.
+    def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
+        """x [T, H] to [T, H]; `ctx.chosen` gets the experts that its tokens choose, [T, k] int32.
 
-        With `slices`, whose product it is then, x is one slice of the tokens; the experts are those of all.
+        Where devices exchange tokens, x is one slice of them, and the experts are those of all slices.
         """
-        experts = self.config.experts
+        experts, product = self.config.experts, ctx.product
         assert experts is not None
         correction = None if self.correction is None else self.correction[...]
         weights, chosen = choose(experts, self._logits(x, product), correction)  # [T, k]
-
-        def mix(x: jax.Array, weights: jax.Array, chosen: jax.Array, product: Matmul) -> jax.Array:
-            return self._mixed(x, weights, chosen, product, shard)
-
-        if slices is None:
-            mixed, of_all = mix(x, weights, chosen, product), chosen
+        mix = partial(self._mixed, shard=ctx.shard)
+        if ctx.slices is None:
+            mixed, ctx.chosen = mix(x, weights, chosen, product), chosen
         else:
-            mixed, of_all = slices.exchanged(x, weights, chosen, product, mix, n_experts=experts.number)
+            exchanged = ctx.slices.exchanged(x, weights, chosen, product, mix, n_experts=experts.number)
+            mixed, ctx.chosen = exchanged
         if self.shared_up is not None and self.shared_down is not None:
             gate, up = jnp.split(self.shared_up(x, product), 2, axis=1)
             shared = self.shared_down(activate(gate, self.config.activation) * up, product)
@@ -63,12 +60,12 @@ class Mixture(nnx.Module):
                 open_ = jax.nn.sigmoid((x * self.shared_gate[...]).astype(jnp.float32).sum(axis=1))
                 shared = shared * open_[:, None].astype(x.dtype)
             mixed = mixed + shared
-        if slices is None:
-            mixed = shard.joined(mixed)
+        if ctx.slices is None:
+            mixed = ctx.shard.joined(mixed)
         if self.down.bias is None:
-            return mixed, of_all
+            return mixed
         bias = self.down.bias[...].at[chosen].get(mode="clip").astype(jnp.float32)  # [T, k, H]
-        return mixed + jnp.einsum("tk,tkh->th", weights, bias).astype(x.dtype), of_all
+        return mixed + jnp.einsum("tk,tkh->th", weights, bias).astype(x.dtype)
 
     def _logits(self, x: jax.Array, product: Matmul) -> jax.Array:
         """[T, X] float32."""

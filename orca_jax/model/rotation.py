@@ -1,5 +1,6 @@
 """Rotary positions applied to queries and keys; families/rotary.py has their frequencies."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,10 @@ class Rotation(NamedTuple):
 
     cos: jax.Array
     sin: jax.Array
+
+    def of(self, select: Callable[[jax.Array], jax.Array]) -> "Rotation":
+        """The rotation of the tokens that `select` selects."""
+        return Rotation(select(self.cos), select(self.sin))
 
 
 def rotation(rotary: Rotary, positions: jax.Array, n_positions: int) -> Rotation:

@@ -30,7 +30,7 @@ class FoundModel:
 
     `config` has all end-of-sequence tokens: config.json's, the generation defaults' and the tokenizer's.
     `text_directory` has the files beside the tokenizer: its config and chat templates. `own` is the module of
-    a model that a user wrote (launch/own_model.py). `note` is a line for whoever loads the model: what its
+    a model that a user wrote (user_model/find.py). `note` is a line for whoever loads the model: what its
     config.json has that is not used.
     """
 

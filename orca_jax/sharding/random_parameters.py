@@ -11,7 +11,7 @@ from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Initial, Parameter, parameter_table
 from orca_jax.families.stored_name import head_places, own_order, size_of_heads
-from orca_jax.model.gpt import Parameters, init_parameter
+from orca_jax.model.transformer import Parameters, init_parameter
 
 
 def random_parameters(

@@ -11,7 +11,7 @@ from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.shape import serving_buckets
 from orca_jax.launch.local_engine import build_engine
-from orca_jax.model.gpt import Parameters
+from orca_jax.model.transformer import Parameters
 from orca_jax.planning.sizes import engine_shape
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams

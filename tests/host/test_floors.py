@@ -52,6 +52,7 @@ DEVICE_ROOMS: dict[str, set[str]] = {
     "cudnn": set(),
 }
 DEVICE_ROOMS["sharding"] = {"errors", "config", "families", "planning", "model"}
+DEVICE_ROOMS["user_model"] = DEVICE_ROOMS["sharding"] | {"request", "model_files", "sharding"}
 DEVICE_ROOMS["execution"] = {
     *("errors", "config", "families", "request", "grammar", "iteration", "control", "workers"),
     *("planning", "engine_memory"),
@@ -61,7 +62,7 @@ DEVICE_ROOMS["aot"] = {"errors", "config", "families", "iteration", "planning", 
 DEVICE_ROOMS["checkpoint"] = {"errors", "config", "request", "families", "model_files", "model", "sharding"}
 # They know both kinds, and each those before it.
 COMPOSITION = ("launch", "llm", "rollout")
-LAZY = {"checkpoint", "launch", "llm"}  # where the face's lazy names are from
+LAZY = {"checkpoint", "user_model", "launch", "llm"}  # where the face's lazy names are from
 # Imported inside a function, by the one file that may: what is slow to import and few need.
 ON_DEMAND = {
     "orca_jax/checkpoint/orbax.py": "orca_jax.checkpoint.orbax_store",
@@ -73,7 +74,7 @@ ON_DEMAND = {
 HIDES_IMPORTS = {
     "import_module": set[str](),
     "__import__": set[str](),
-    "resolve_name": {"orca_jax/launch/own_model.py", "server/process/by_name.py"},
+    "resolve_name": {"orca_jax/user_model/find.py", "server/process/by_name.py"},
     "function_named": {
         *("server/cli.py", "server/commands/chat.py", "server/commands/generate.py"),
         "server/commands/serve.py",
@@ -159,7 +160,7 @@ def _name(function: ast.expr) -> str:
 
 
 def module_of(path: str) -> str:
-    """orca_jax/model/gpt.py is orca_jax.model.gpt, orca_jax/model/__init__.py is orca_jax.model."""
+    """orca_jax/model/block.py is orca_jax.model.block, orca_jax/model/__init__.py is orca_jax.model."""
     parts = PurePosixPath(path).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == FACE else parts)
 
@@ -315,7 +316,7 @@ def test_rooms_without_jax_import_where_there_is_none() -> None:
         ("orca_jax/native/compiler.py", "import jax", "is to know no JAX"),
         ("server/cli.py", "import jax", "the server imports jax"),
         ("server/cli.py", "from orca_jax.sharding import worker", "the server imports orca_jax.sharding"),
-        ("tests/host/test_x.py", "from orca_jax.model.gpt import forward", "a host test imports"),
+        ("tests/host/test_x.py", "from orca_jax.model.transformer import forward", "a host test imports"),
         # downward
         (
             "server/gateway/gateway.py",
@@ -347,12 +348,16 @@ def test_rooms_without_jax_import_where_there_is_none() -> None:
         ),
         ("orca_jax/planning/sizes.py", "import orca_jax.control.frame", "planning must not know control"),
         ("orca_jax/service/orca.py", "import orca_jax.execution.worker", "service must not know execution"),
-        ("orca_jax/model/gpt.py", "import orca_jax.pallas.split_attention", "model must not know pallas"),
-        ("orca_jax/pallas/kernel.py", "import orca_jax.model.gpt", "pallas must not know model"),
-        ("orca_jax/model/gpt.py", "import orca_jax.sharding.mesh", "model must not know sharding"),
+        (
+            "orca_jax/model/transformer.py",
+            "import orca_jax.pallas.split_attention",
+            "model must not know pallas",
+        ),
+        ("orca_jax/pallas/kernel.py", "import orca_jax.model.transformer", "pallas must not know model"),
+        ("orca_jax/model/transformer.py", "import orca_jax.sharding.mesh", "model must not know sharding"),
         ("orca_jax/execution/stage.py", "import orca_jax.service.orca", "execution must not know service"),
         ("orca_jax/llm.py", "from server.cli import main", "llm must not know server"),
-        ("orca_jax/model/gpt.py", "import bench.kernels", "model must not know bench"),
+        ("orca_jax/model/transformer.py", "import bench.kernels", "model must not know bench"),
         ("orca_jax/novelty/new.py", "import math", "novelty has no place yet"),
         # no dodging
         ("orca_jax/llm.py", "def f():\n    import jax", "import of jax inside f"),
@@ -376,8 +381,8 @@ def test_rooms_without_jax_import_where_there_is_none() -> None:
         ("orca_jax/scheduling/scheduler.py", "x = __import__('jax')", "__import__() hides an import"),
         ("server/http/app.py", "pkgutil.resolve_name('jax:jit')", "resolve_name() hides an import"),
         ("server/http/app.py", "function_named('server.rpc.server:run')", "function_named() hides an import"),
-        ("orca_jax/model/gpt.py", "from . import layers", "relative import"),
-        ("orca_jax/model/gpt.py", "from ..config import ServingConfig", "relative import"),
+        ("orca_jax/model/transformer.py", "from . import layers", "relative import"),
+        ("orca_jax/model/transformer.py", "from ..config import ServingConfig", "relative import"),
         # files
         ("orca_jax/model/utils.py", "", "the name utils says nothing"),
         ("bench/common/tables.py", "", "the name common says nothing"),
@@ -388,7 +393,7 @@ def test_a_broken_rule_is_found(path: str, text: str, complaint: str) -> None:
         "config",
         "engine/engine_master",
         "request/request",
-        "model/gpt",
+        "model/transformer",
         "checkpoint/load",
         "sharding/mesh",
     )
@@ -420,7 +425,7 @@ def test_a_cycle_is_found() -> None:
         ),
         ("orca_jax/control/line.py", "import grpc"),
         ("orca_jax/llm.py", "import jax\nfrom orca_jax.execution.worker import Worker"),
-        ("orca_jax/model/gpt.py", "import jax\nfrom orca_jax.model.layers import linear"),
+        ("orca_jax/model/transformer.py", "import jax\nfrom orca_jax.model.layers import linear"),
         ("orca_jax/execution/stage.py", "from orca_jax.pallas.split_attention import split_attention"),
         ("server/cli.py", "if typing.TYPE_CHECKING:\n    from orca_jax import LLM"),
         ("server/cli.py", "import rich\nfrom orca_jax import LLM, SamplingParams"),
@@ -430,7 +435,7 @@ def test_a_cycle_is_found() -> None:
             "from server.http.bodies.errors import x\nfrom server.gateway.gateway import Gateway",
         ),
         ("tests/host/test_x.py", "from orca_jax.families.presets.by_name import PRESETS"),
-        ("bench/iteration.py", "import jax\nimport orca_jax.model.gpt"),
+        ("bench/iteration.py", "import jax\nimport orca_jax.model.transformer"),
         ("orca_jax/checkpoint/orbax.py", "def f():\n    import orca_jax.checkpoint.orbax_store"),
         ("orca_jax/scheduling/scheduler.py", "x = 1\n" * 400),
     ],

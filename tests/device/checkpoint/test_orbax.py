@@ -23,7 +23,7 @@ from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.errors import BadModelConfig, CheckpointError, CorruptFile, NotACheckpoint, TensorMismatch
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.parameters import parameter_shapes
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from orca_jax.model_files.description import model_config
 from tests.device.checkpoint.test_checkpoint_fuzz import mutate
 

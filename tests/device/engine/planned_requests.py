@@ -16,7 +16,7 @@ from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.constraint import BadWords, ConstraintRules
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import Request
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams

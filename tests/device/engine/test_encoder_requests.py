@@ -24,7 +24,7 @@ from orca_jax.families.model_config import (
 )
 from orca_jax.families.norm_config import Norm
 from orca_jax.model import reference
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.restart import run_again

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from orca_jax.config import Attention, ServingConfig
 from orca_jax.execution.worker import Worker
 from orca_jax.families.gpt_config import gpt_config
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from tests.device.greedy_reference import GreedyReference

@@ -15,7 +15,7 @@ from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.constraint import BadWords, ConstraintRules
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.sharding.partition import StagePart, split_model

@@ -19,7 +19,7 @@ from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.constraint import BadWords, ConstraintRules
 from orca_jax.model import reference
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.restart import run_again

@@ -19,7 +19,7 @@ from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.iteration.flat_batch import FlatBatch
 from orca_jax.iteration.message import ControlMessage
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import Request
 from orca_jax.scheduling.timeline import IterationRecord
 from orca_jax.sharding.partition import StagePart, split_model

@@ -20,8 +20,8 @@ from orca_jax.errors import InvalidSamplingParameter, OutputFailed
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.token_mask import words_of
 from orca_jax.launch.local_engine import build_engine
-from orca_jax.model.gpt import init_parameters
 from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample
+from orca_jax.model.transformer import init_parameters
 from orca_jax.request.sampling_params import REPETITION_RANGE, TEMPERATURE_RANGE, TOP_P_RANGE, SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.service.generation import GenerationResult

@@ -14,7 +14,7 @@ from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.model import reference
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.routed_experts import ExpertIds, RoutedTokens
 from orca_jax.request.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ import numpy as np
 import tests.device.compiled_once  # noqa: F401
 from orca_jax.config import Attention, ServingConfig
 from orca_jax.families.gpt_config import gpt_config
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from tests.device.harness import greedy_request, harness, single_worker
 
 MODEL = gpt_config(

@@ -19,7 +19,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import stage_parameters
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.launch.local_engine import build_engine
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from orca_jax.planning.sizes import engine_shape, serving_config
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import stage_memory, stage_weight_bytes

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from orca_jax.config import Attention, ParallelConfig, ServingConfig
 from orca_jax.families.gpt_config import gpt_config
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.sharding.partition import split_model

@@ -19,10 +19,10 @@ from orca_jax.families.parameters import parameter_shapes, parameter_table
 from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout, TokenPrograms
 from orca_jax.model import reference
 from orca_jax.model.attention import attention_work, split_attention
-from orca_jax.model.block import Attend, Evaluated
-from orca_jax.model.gpt import GPT
+from orca_jax.model.context import Attend, Iteration, Tokens
 from orca_jax.model.kv_cache import LayerCache, cache_shape
 from orca_jax.model.layers import Matmul, matmul
+from orca_jax.model.transformer import Transformer
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.sharding.partition import split_model
@@ -98,7 +98,7 @@ def test_any_tokens_of_a_row_can_be_evaluated() -> None:
         attend = partial(split_attention, follow_lengths=True)
         return lambda q, cache, own, *_: attend(q[:, : own.group], cache, table, start, lengths, work)
 
-    model = GPT(MODEL, p)
+    model = Transformer(MODEL, p)
 
     @jax.jit
     def evaluate() -> tuple[jax.Array, jax.Array]:
@@ -108,10 +108,10 @@ def test_any_tokens_of_a_row_can_be_evaluated() -> None:
         position = jnp.arange(n_tokens)
         attend = attend_to([0, n_tokens], [n_tokens], n_tokens)
         singly = attend_to([*range(len(at) + 1)], (at + 1).tolist(), len(at))
-        evaluated = Evaluated(jnp.asarray(at), singly, matmul)
+        every, wanted = Tokens(attend), Tokens(singly, at=jnp.asarray(at))
         x = model.embed(tokens, position)
-        x, before, caches, _ = model.through(x, position, position, caches, attend, evaluated=evaluated)
-        later = model.last_layer(before, position, caches[-1], attend).x
+        x, before, caches, _ = model.through(x, caches, Iteration(position, position, every, wanted))
+        later = model.last_layer(before, caches[-1], Iteration(position, None, every)).x
         return model.logits(x), model.logits(later)
 
     expected = np.asarray(jax.jit(partial(reference.forward, MODEL))(p, tokens))

@@ -27,7 +27,7 @@ from orca_jax.iteration.shape import bucket_for, bucket_sizes
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.launch.remote_memory import write_adapters
 from orca_jax.model import reference
-from orca_jax.model.gpt import Parameters, init_parameters
+from orca_jax.model.transformer import Parameters, init_parameters
 from orca_jax.planning.sizes import engine_shape, kv_manager
 from orca_jax.request.request import Request
 from orca_jax.scheduling.request_pool import RequestPool

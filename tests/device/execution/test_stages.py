@@ -14,7 +14,7 @@ from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.parameters import parameter_shapes
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from orca_jax.planning.stage_layers import split_summary, stage_layers
 from orca_jax.request.request import Request
 from orca_jax.sharding.partition import one_stage, split_model

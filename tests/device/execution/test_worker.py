@@ -16,7 +16,7 @@ from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.token_mask import words_of
 from orca_jax.iteration.flat_batch import FlatBatch, batch_sizes, flat_batch
 from orca_jax.iteration.message import BIAS, CONSTRAINED, SAMPLED, ControlMessage, neutral_sampling
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from orca_jax.planning.sizes import engine_shape
 from tests.device.harness import greedy_request, harness, single_worker
 

@@ -11,9 +11,11 @@ import pytest
 
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward
-from orca_jax.model.layers import Matmul, between, matmul
+from orca_jax.model.context import Iteration, Tokens
+from orca_jax.model.feed_forward import between
+from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.layers import Matmul, matmul
 from orca_jax.model.mixture import Mixture, choose
-from orca_jax.model.shard import ALONE
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import greedy_request, harness
 from tests.device.model.drawn_weights import drawn
@@ -113,9 +115,17 @@ def test_padding_belongs_to_no_expert() -> None:
     mixture = Mixture(model.layers[0].feed_forward, lambda name: values.get(f"layers.0.{name}"))
     x = jax.random.normal(jax.random.key(0), (9, 32))
     padded = jnp.concatenate([x, jnp.full((7, 32), jnp.nan)])
-    given, chosen = mixture(padded, Matmul(grouped=watched, n_tokens=jnp.array([9], jnp.int32)), ALONE)
+
+    def mixed(x: jax.Array, product: Matmul) -> tuple[jax.Array, jax.Array | None]:
+        cache = LayerCache(jnp.zeros(()), jnp.zeros(()))
+        tokens = Tokens(lambda q, *_: q, product)
+        ctx = Iteration(jnp.arange(len(x)), None, tokens).context(model.layers[0], x, cache, None)
+        return mixture(x, ctx), ctx.chosen
+
+    given, chosen = mixed(padded, Matmul(grouped=watched, n_tokens=jnp.array([9], jnp.int32)))
     assert seen == [27, 27]
-    alone, same = mixture(x, matmul, ALONE)
+    alone, same = mixed(x, matmul)
+    assert chosen is not None and same is not None
     np.testing.assert_allclose(given[:9], alone, atol=1e-5)
     np.testing.assert_array_equal(chosen[:9], same)
 

@@ -21,9 +21,9 @@ from orca_jax.families.config_json import config_to_json
 from orca_jax.families.mixtures.mxfp4 import BIAS, GREATEST_SCALE, unpack
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table, stage_bytes
-from orca_jax.model.gpt import init_parameters
 from orca_jax.model.layers import grouped_matmul
 from orca_jax.model.packed import of_each_hit, of_those_hit, unpacked
+from orca_jax.model.transformer import init_parameters
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import greedy_request, harness
 from tests.device.model.golden import DIRECTORY, load_golden

@@ -15,8 +15,9 @@ from orca_jax.families.hf_config import read_config
 from orca_jax.families.parameters import parameter_shapes, parameter_table
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.model import reference
-from orca_jax.model.gpt import GPT, Parameters, init_parameters
+from orca_jax.model.context import Iteration, Tokens
 from orca_jax.model.kv_cache import LayerCache, cache_shape, layer_cache
+from orca_jax.model.transformer import Parameters, Transformer, init_parameters
 
 TABLE_1 = {  # the paper's: parameters in billions, layers, hidden size
     "gpt3-13b": (13, 40, 5120),
@@ -65,7 +66,7 @@ def test_shapes_of_init_and_forward(name: str) -> None:
         parameters: Parameters, tokens: jax.Array, rows: jax.Array
     ) -> tuple[jax.Array, list[LayerCache]]:
         model, empty = (
-            GPT(config, parameters),
+            Transformer(config, parameters),
             jnp.zeros(cache_shape(config, n_blocks=2, block_size=4), jnp.bfloat16),
         )
         caches = [layer_cache(config, lambda: empty)] * config.n_layers
@@ -73,9 +74,8 @@ def test_shapes_of_init_and_forward(name: str) -> None:
         def attend(q: jax.Array, cache: LayerCache, attention: Attention, *_: jax.Array | None) -> jax.Array:
             return q[:, : attention.group, :, : attention.value_size]
 
-        x, _, caches, _ = model.through(
-            model.embed(tokens, tokens), tokens, tokens, caches, attend, cross=attend
-        )
+        around = Iteration(tokens, tokens, Tokens(attend, cross=attend))
+        x, _, caches, _ = model.through(model.embed(tokens, tokens), caches, around)
         return model.logits(x.at[rows].get()), caches
 
     n_rows = jax.ShapeDtypeStruct((2,), jnp.int32)

@@ -38,7 +38,7 @@ from orca_jax.families.model_config import (
 from orca_jax.families.registry import FAMILIES, register, unregister
 from orca_jax.families.stored_name import as_it_is, stacked, transposed
 from orca_jax.model import reference
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from orca_jax.planning.known_devices import gpu_named
 from orca_jax.planning.plan import PlanTarget, make_plan
 from orca_jax.planning.sizes import Sizes

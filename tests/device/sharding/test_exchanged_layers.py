@@ -12,9 +12,9 @@ import pytest
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Residual
 from orca_jax.families.parameters import layer_parameters
-from orca_jax.model.block import Block, Evaluated
+from orca_jax.model.block import Block
+from orca_jax.model.context import Iteration, Tokens
 from orca_jax.model.kv_cache import LayerCache
-from orca_jax.model.layers import matmul
 from orca_jax.model.shard import ALONE, Shard
 from orca_jax.sharding.device_group import WHOLE, DeviceGroup
 from orca_jax.sharding.specs import spec
@@ -45,8 +45,9 @@ def test_it_gives_what_one_device_does(residual: Residual, taken: list[int] | No
 
     def run(shard: Shard, own: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         block = Block(model.layers[0], own.get)
-        wanted = None if taken is None else Evaluated(jnp.array(taken), queries, matmul)
-        return block(x, CACHE, None, None, queries, shard, matmul, wanted)[0]
+        wanted = None if taken is None else Tokens(queries, at=jnp.array(taken))
+        iteration = Iteration(jnp.arange(len(x)), None, Tokens(queries), wanted, shard)
+        return block(x, iteration.context(block.config, x, CACHE, None, only_wanted=wanted is not None))
 
     group = DeviceGroup(tuple(jax.devices()[:N_DEVICES]), "exchange")
     specs = {name: spec(one, N_DEVICES) for name, one in layer_parameters(model, 0).items()}

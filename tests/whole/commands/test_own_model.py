@@ -16,10 +16,10 @@ from examples import train_own_model
 from examples.own_model import GatedModel
 from orca_jax import LLM, SamplingParams
 from orca_jax.errors import ConfigError, TensorMismatch
-from orca_jax.launch.function_model import FunctionModel
 from orca_jax.model_files.found_model import DEMO_MODEL
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.generation import GenerationResult
+from orca_jax.user_model.functions import FunctionModel
 from tests.whole.documents.commands import serving
 
 ROOM: dict[str, Any] = {"max_batch_size": 4, "max_batch_tokens": 128, "n_slots": 1024, "dtype": "float32"}

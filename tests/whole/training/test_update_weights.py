@@ -14,7 +14,7 @@ from flax import nnx
 from orca_jax import LLM, SamplingParams
 from orca_jax.errors import CheckpointError, ConfigError, RequestsStillRunning, TensorMismatch
 from orca_jax.launch.given_weights import state_names
-from orca_jax.model.gpt import GPT
+from orca_jax.model.transformer import Transformer
 from orca_jax.request.request import FinishReason
 from orca_jax.scheduling.request_pool import Delivery
 from tests.device.checkpoint.tiny_checkpoint import gpt2_tensors, write_checkpoint
@@ -59,7 +59,7 @@ def _old_weights_again(llm: LLM, old: Path):
 def test_weights_from_everything_that_holds_them(llm: LLM, old: Path, new: Path, expected: Any):
     """Each prompt is in the prefix cache from before, so keys and values of the old weights would show."""
     given = arrays(new)
-    module = GPT(model_of(new), {name: jnp.asarray(value) for name, value in given.items()})
+    module = Transformer(model_of(new), {name: jnp.asarray(value) for name, value in given.items()})
     for weights in (given, new, str(new), nnx.state(module), module, jax.device_put(given)):
         assert tokens(llm) == expected["old"]
         before = llm.weights_version
@@ -350,7 +350,7 @@ def test_a_thousand_updates_leave_memory_level_and_compile_nothing(old: Path, ne
 def test_the_names_of_our_own_state_are_those_of_its_paths(old: Path):
     config = model_of(old)
     names = state_names(config)
-    assert names["layers.0.qkv.weight"] == "layers.0.qkv.weight"
+    assert names["layers.0.attention.qkv.weight"] == "layers.0.qkv.weight"
     assert sorted(names.values()) == sorted(arrays(old))
 
 

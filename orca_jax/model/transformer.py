@@ -1,7 +1,5 @@
-"""The decoder: an iteration of all layers over a flat batch (ORCA 2, Figure 1; selective batching: 3.2)."""
+"""An iteration of all layers over a flat batch (ORCA 2, Figure 1; selective batching: 3.2)."""
 
-from collections.abc import Mapping
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,22 +8,15 @@ from flax import nnx
 
 from orca_jax.families.mixtures.mxfp4 import BIAS, BLOCK, BLOCK_BYTES
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import (
-    ENCODER,
-    HEAD,
-    HEAD_BIAS,
-    Initial,
-    parameter_table,
-)
+from orca_jax.families.parameters import ENCODER, HEAD, HEAD_BIAS, Initial, parameter_table
 from orca_jax.families.rotary import Rotary
-from orca_jax.model.block import Attend, Block, Evaluated, Passed, norm_of, weights_of_layer
+from orca_jax.model.block import Block, Parameters, Passed, run_blocks, weights_of_layer
+from orca_jax.model.context import Iteration
 from orca_jax.model.encoder import Encoder
 from orca_jax.model.kv_cache import LayerCache
-from orca_jax.model.layers import Linear, Matmul, matmul, soft_cap
+from orca_jax.model.layers import Linear, Matmul, matmul, norm_of, soft_cap
 from orca_jax.model.rotation import Rotation, rotation
 from orca_jax.model.shard import ALONE, Shard
-
-Parameters = Mapping[str, jax.Array]
 
 
 def init_parameters(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> dict[str, jax.Array]:
@@ -53,7 +44,7 @@ def init_parameter(initial: Initial, shape: tuple[int, ...], key: jax.Array, dty
 
 
 class Through(NamedTuple):
-    """What layers give."""
+    """The outputs of a stage's layers."""
 
     x: jax.Array  # [T, H]; [R, H] of the evaluated tokens
     before_last: jax.Array  # [T, H] what the last of them gets, and `last_layer`
@@ -61,7 +52,7 @@ class Through(NamedTuple):
     chosen: tuple[jax.Array, ...] = ()  # of each sparse layer [T, k]; of the evaluated tokens [R, k]
 
 
-class GPT(nnx.Module):
+class Transformer(nnx.Module):
     """The layers `layers` of the model, by default all; built from named parameters and never changed.
 
     The first layer brings the embedding and the encoder with it, the last one the final norm and the head:
@@ -128,83 +119,39 @@ class GPT(nnx.Module):
             x = x * jnp.asarray(self.config.embedding.multiplier, x.dtype)
         return x
 
-    def through(
-        self,
-        x: jax.Array,
-        positions: jax.Array,
-        slot_of_token: jax.Array,
-        caches: list[LayerCache],
-        attend: Attend,
-        shard: Shard = ALONE,
-        product: Matmul = matmul,
-        evaluated: Evaluated | None = None,
-        cross: Attend | None = None,
-    ) -> Through:
-        """x [T, H] through these layers, with the caches written: positions, slot_of_token [T] int32.
-
-        With `evaluated` the last of them gives the hidden states of those tokens alone. `cross` is for cross
-        attention, bound to the slots that `cross_caches` wrote.
-        """
+    def through(self, x: jax.Array, caches: list[LayerCache], iteration: Iteration) -> Through:
+        """x [T, H] through these layers, which write the caches; the last gives wanted tokens alone."""
         # Cosine and sine are computed once for all layers with the same rotary positions.
         kinds = dict.fromkeys(block.config.attention.rotary for block in self.layers)
-        rotations = {kind: self._rotation(kind, positions) for kind in kinds}
-
-        # Traced and lowered once for all layers of a kind; XLA inlines the calls, so that the program is the
-        # same. Calls that it is told to keep (jax.Inline.XLA_LATE) are compiled one by one, and not fused.
-        @partial(jax.jit, static_argnums=(0, 1))
-        def layer(
-            graph: nnx.GraphDef[Block],
-            evaluates: bool,
-            weights: nnx.State,
-            x: jax.Array,
-            cache: LayerCache,
-            rotation: Rotation | None,
-        ) -> Passed:
-            block = nnx.merge(graph, weights)
-            wanted = evaluated if evaluates else None
-            return block(x, cache, slot_of_token, rotation, attend, shard, product, wanted, cross)
-
+        rotations = {kind: self._rotation(kind, iteration.positions) for kind in kinds}
+        run = run_blocks(iteration)
         before_last, written, chosen = x, list[LayerCache](), list[jax.Array]()
         for i, (block, cache) in enumerate(zip(self.layers, caches, strict=True), 1):
-            graph, weights = nnx.split(block)
-            evaluates = evaluated is not None and i == len(self.layers)
-            before_last, rotary = x, block.config.attention.rotary
-            x, cache, of_layer = layer(graph, evaluates, weights, x, cache, rotations[rotary])
-            written.append(cache)
-            chosen += [] if of_layer is None else [of_layer]
+            before_last, only_wanted = x, iteration.wanted is not None and i == len(self.layers)
+            passed = run(block, only_wanted, x, cache, rotations[block.config.attention.rotary])
+            x = passed.x
+            written.append(passed.cache)
+            chosen += [] if passed.chosen is None else [passed.chosen]
         return Through(x, before_last, written, tuple(chosen))
 
-    def last_layer(
-        self,
-        x: jax.Array,
-        positions: jax.Array,
-        cache: LayerCache,
-        attend: Attend,
-        shard: Shard = ALONE,
-        product: Matmul = matmul,
-        cross: Attend | None = None,
-    ) -> Passed:
-        """x [T, H] through the last layer alone; their keys and values are in its cache."""
+    def last_layer(self, x: jax.Array, cache: LayerCache, iteration: Iteration) -> Passed:
+        """x [T, H] through the last layer alone; the tokens' keys and values are in its cache."""
         block = self.layers[-1]
-        own = self._rotation(block.config.attention.rotary, positions)
-        return block(x, cache, None, own, attend, shard, product, None, cross)
+        rotation = self._rotation(block.config.attention.rotary, iteration.positions)
+        ctx = iteration.context(block.config, x, cache, rotation)
+        return Passed(block(x, ctx), ctx.cache, ctx.chosen)
 
     def cross_caches(
-        self,
-        encoded: jax.Array,
-        slot_of_token: jax.Array,
-        caches: list[LayerCache],
-        attend: Attend,
-        product: Matmul = matmul,
+        self, encoded: jax.Array, caches: list[LayerCache], iteration: Iteration
     ) -> list[LayerCache]:
         """The caches with each layer's cross-attention keys and values of the encoder's tokens.
 
-        `encoded` [T, H] is what the encoder ends with, slot_of_token [T] int32. `attend` writes, if it can.
+        `encoded` [T, H] is the encoder's output; the iteration's tokens and slots are the encoder's.
         """
         written: list[LayerCache] = []
         for block, cache in zip(self.layers, caches, strict=True):
             assert block.cross is not None
-            written.append(block.cross.write(encoded, cache, slot_of_token, attend, product))
+            written.append(block.cross.write(encoded, cache, iteration))
         return written
 
     def _rotation(self, rotary: Rotary | None, positions: jax.Array) -> Rotation | None:

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Composition: a model that a user wrote, as an nnx module, on an engine's devices (docs/training.md)."""
+"""Finds a user's model, and puts its weights onto an engine's devices."""
 
 import os
 import pkgutil
@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec
 
 from orca_jax.config import EngineConfig
 from orca_jax.errors import ConfigError
-from orca_jax.execution.own_decoder import OwnDecoder, OwnParameters, try_once
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
 from orca_jax.model_files.found_model import FoundModel, find_model, is_function, with_tokenizer
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.partition import StagePart
+from orca_jax.user_model.decoder import OwnDecoder, OwnParameters, try_once
 
 _SIZES = ("vocab_size", "n_positions", "hidden_size", "n_heads", "n_kv_heads", "head_size")
 

@@ -1,5 +1,5 @@
 # pyright: standard
-"""A model of one's own that is written as plain functions of its weights."""
+"""A user's model that is written as plain functions of its weights."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,11 +8,11 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-AttendOwn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+from orca_jax.user_model.decoder import AttendOwn
 
 
 class FunctionModel(nnx.Module):
-    """An OwnModel (execution/own_decoder.py) of three functions; `LLM(model=...)` takes it.
+    """An OwnModel (decoder.py) of three functions; `LLM(model=...)` takes it.
 
     `embed(outside, token_ids, positions)`, `layer(weights, x, positions, attend)` and `unembed(outside, x)`
     are as the methods there. `outside` and the `weights` of each of `layers` are pytrees of arrays; their

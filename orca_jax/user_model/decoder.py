@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.model.block import Attend, Evaluated, Passed
-from orca_jax.model.gpt import Through
+from orca_jax.model.block import Passed
+from orca_jax.model.context import Attend, Iteration
 from orca_jax.model.kv_cache import LayerCache, write
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.model.shard import ALONE, Shard
+from orca_jax.model.transformer import Through
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.specs import CACHE_SPEC
 
@@ -120,7 +121,7 @@ class OwnParameters(dict[str, jax.Array]):
 
 
 class OwnDecoder(nnx.Module):
-    """Some layers of an OwnModel, with what is before and after them; in the place of a GPT.
+    """Some layers of an OwnModel, with what is before and after them; in the place of a Transformer.
 
     `rest` is the model without its layers, for the first and the last stage. `mesh` is that of the devices
     over which the layers are split, None for one device.
@@ -137,30 +138,21 @@ class OwnDecoder(nnx.Module):
     def embed(
         self, token_ids: jax.Array, positions: jax.Array, shard: Shard = ALONE, product: Matmul = matmul
     ) -> jax.Array:
-        """As GPT.embed."""
+        """As Transformer.embed."""
         model: Any = self.rest
         return self._whole(model.embed(token_ids, positions))
 
-    def through(
-        self,
-        x: jax.Array,
-        positions: jax.Array,
-        slot_of_token: jax.Array,
-        caches: list[LayerCache],
-        attend: Attend,
-        shard: Shard = ALONE,
-        product: Matmul = matmul,
-        evaluated: Evaluated | None = None,
-        cross: Attend | None = None,
-    ) -> Through:
-        """As GPT.through, but for all tokens: what a layer does with them is not known."""
-        assert evaluated is None and cross is None
+    def through(self, x: jax.Array, caches: list[LayerCache], iteration: Iteration) -> Through:
+        """As Transformer.through, but for all tokens: what a layer does with them is not known."""
+        assert iteration.wanted is None and iteration.tokens.cross is None
+        slots = iteration.slot_of_token
+        assert slots is not None
 
-        # Traced once for all layers of a kind, as in GPT.
+        # Traced once for all layers of a kind, as in Transformer.
         @partial(jax.jit, static_argnums=0)
         def run(graph: Any, weights: Any, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-            attention = _Attention(self.config, cache, slot_of_token, attend, self.mesh)
-            out = nnx.merge(graph, weights)(x, positions, attention)
+            attention = _Attention(self.config, cache, slots, iteration.tokens.attend, self.mesh)
+            out = nnx.merge(graph, weights)(x, iteration.positions, attention)
             assert attention.written is not None, "try_once has seen that a layer calls attend"
             return self._whole(out), attention.written
 
@@ -171,16 +163,16 @@ class OwnDecoder(nnx.Module):
         x = x.astype(caches[0].dtype)
         return Through(x, x, written)
 
-    def last_layer(self, x: jax.Array, positions: jax.Array, cache: LayerCache, *_: Any) -> Passed:
-        """As GPT.last_layer, of what comes from the last layer already."""
+    def last_layer(self, x: jax.Array, cache: LayerCache, iteration: Iteration) -> Passed:
+        """As Transformer.last_layer, of what comes from the last layer already."""
         return Passed(x, cache, None)
 
     def final_states(self, x: jax.Array, product: Matmul = matmul) -> jax.Array:
-        """As GPT.final_states: what the last layer leaves, because `unembed` alone knows what follows."""
+        """As Transformer.final_states, but the last layer's: `unembed` alone knows what follows."""
         return x
 
     def logits(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
-        """As GPT.logits."""
+        """As Transformer.logits."""
         model: Any = self.rest
         logits = model.unembed(x)
         return self._whole(logits[:, : self.config.vocab_size].astype(jnp.float32))
@@ -221,7 +213,7 @@ class _Attention:
                 mesh=self._mesh,
                 in_specs=(grouped, heads, heads, CACHE_SPEC),
                 out_specs=(grouped, CACHE_SPEC),
-                check_vma=False,  # as in stage.py
+                check_vma=False,  # as in execution/stage.py
             )
         out, self.written = compute(by_group.astype(dtype), k.astype(dtype), v.astype(dtype), self._cache)
         return out.swapaxes(1, 2).reshape(q.shape).astype(q.dtype)

@@ -1,0 +1,218 @@
+"""The programs of one stage, each a function of arrays, traced by Stage.
+
+In every one `weights` are the stage's flat weights, `caches` one of its LayerCaches a layer, keys and values
+[n_blocks, K, B, D], and `buffer` int32 what the host made for the batch (host_buffer.py), with `layout` its
+form. On several devices each computes its share: weights are split, and caches, by heads; the rest is whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from orca_jax.execution.host_buffer import HostBuffer
+from orca_jax.execution.matmul_backend import Products
+from orca_jax.execution.sampling import packed_logprobs
+from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout, SamplerArrays
+from orca_jax.model.block import Passed
+from orca_jax.model.context import Iteration, Tokens
+from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.routed import Routed, packed
+from orca_jax.model.shard import ALONE, Shard
+from orca_jax.model.transformer import Transformer
+from orca_jax.request.routed_experts import Routing
+from orca_jax.sharding.partition import StagePart
+from orca_jax.user_model.decoder import OwnDecoder
+
+Weights = Sequence[jax.Array]
+
+
+@dataclass(frozen=True, slots=True)
+class StageModel:
+    """All that a stage's programs know before an iteration comes.
+
+    `graph` and `tree` make the model of flat weights. `by_hand`: each device computes its share, rather than
+    XLA's partitioner. `host_buffer` reads the buffer of `forward`, `score_buffer` that of the others.
+    """
+
+    graph: Any
+    tree: Any
+    part: StagePart
+    by_hand: bool
+    host_buffer: HostBuffer
+    score_buffer: HostBuffer
+    products: Products
+    routing: Routing
+    last_is_sparse: bool
+    native_choice: bool
+
+    def shard(self) -> Shard:
+        """The share of the device that computes."""
+        return self.part.group.shard() if self.by_hand else ALONE
+
+    def model(self, weights: Weights) -> Transformer | OwnDecoder:
+        """The model with these weights."""
+        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
+
+    def tokens(self, layout: FlatLayout, batch: FlatArrays, buffer: jax.Array) -> Tokens:
+        """All tokens of a batch whose buffer is like that of `score`."""
+        product = self.products.bind(batch.row_start[-1:])
+        return Tokens(self.score_buffer.bind(layout, batch, buffer), product)
+
+
+def forward(
+    stage: StageModel,
+    weights: Weights,
+    caches: list[LayerCache],
+    arrived: jax.Array,
+    buffer: jax.Array,
+    *,
+    layout: FlatLayout,
+) -> tuple[Any, list[LayerCache], Routed]:
+    """An iteration of the stage's layers; the caches are donated.
+
+    In: `arrived` is the hidden array [T, H] of the stage before, or in the first stage each row's newest
+    token, last_token [n_rows] int32. Out: the hidden array [T, H], or from the last stage the logits [R, V]
+    float32 of each row's last token, and what entered the last layer [T, H]; the written caches; the experts.
+    """
+    part, (model, shard) = stage.part, (stage.model(weights), stage.shard())
+    batch = layout.split(buffer)
+    product = stage.products.bind(batch.row_start[-1:])
+    if part.first:
+        last = arrived.at[batch.last_row].get(mode="clip")
+        token_ids = jnp.where(batch.take_last == 1, last, batch.token_ids)
+        x = model.embed(token_ids, batch.positions, shard, product)
+    else:
+        x = arrived
+    attend = stage.host_buffer.bind(layout, batch, buffer)
+    last_token_index = jnp.maximum(batch.row_start[1:] - 1, 0)  # [R] of the tokens that a new one follows
+    wanted = None
+    if (bound := stage.host_buffer.bind_last(layout, batch, buffer)) is not None:
+        attend_last, n_rows = bound
+        cross_last = stage.host_buffer.bind_last_cross(layout, batch)
+        wanted = Tokens(attend_last, stage.products.bind(n_rows), cross_last, last_token_index)
+    tokens = Tokens(attend, product, stage.host_buffer.bind_cross(layout, batch))
+    iteration = Iteration(batch.positions, batch.slot_of_token, tokens, wanted, shard)
+    x, hidden, caches, chosen = model.through(x, caches, iteration)
+    routed = packed(chosen, stage.routing, last_apart=stage.last_is_sparse and wanted is not None)
+    if not part.last:
+        return x, caches, routed
+    if wanted is None:
+        x = x.at[last_token_index].get(mode="clip")
+    else:
+        product = wanted.product
+    return (model.logits(x, shard, product), hidden), caches, routed
+
+
+class _AgainThroughLast(NamedTuple):
+    model: Transformer | OwnDecoder
+    iteration: Iteration
+    batch: FlatArrays
+    passed: Passed
+
+
+def _through_last_layer(
+    stage: StageModel,
+    weights: Weights,
+    x: jax.Array,
+    cache: LayerCache,
+    buffer: jax.Array,
+    layout: FlatLayout,
+) -> _AgainThroughLast:
+    """x [S, H] through the last layer, in whose cache the tokens' keys and values are already."""
+    model, shard = stage.model(weights), stage.shard()
+    batch = layout.split(buffer)
+    iteration = Iteration(batch.positions, None, stage.tokens(layout, batch, buffer), shard=shard)
+    return _AgainThroughLast(model, iteration, batch, model.last_layer(x, cache, iteration))
+
+
+def score(
+    stage: StageModel,
+    weights: Weights,
+    x: jax.Array,
+    cache: LayerCache,
+    buffer: jax.Array,
+    *,
+    layout: FlatLayout,
+) -> jax.Array:
+    """Log-probabilities of a ScoredPart's tokens, LOGPROBS as words [SCORED, LOGPROB_WORDS] int32.
+
+    In: `x` [SCORED, H] is `take` of what entered the last layer, `cache` the last layer's.
+    """
+    model, iteration, batch, passed = _through_last_layer(stage, weights, x, cache, buffer, layout)
+    n_top = SamplerArrays(*batch.sampler).n_top
+    logits = model.logits(passed.x, iteration.shard, iteration.tokens.product)
+    return packed_logprobs(logits, batch.token_ids, n_top, native=stage.native_choice)
+
+
+def pool(
+    stage: StageModel,
+    weights: Weights,
+    x: jax.Array,
+    cache: LayerCache,
+    buffer: jax.Array,
+    *,
+    layout: FlatLayout,
+) -> jax.Array:
+    """Sums [R, E] float32 of each row's final hidden states in a PooledPart; the input is as in `score`."""
+    model, iteration, batch, passed = _through_last_layer(stage, weights, x, cache, buffer, layout)
+    x = model.final_states(passed.x, iteration.tokens.product).astype(jnp.float32)
+    token = jnp.arange(layout.n_tokens)
+    mine = (token >= batch.row_start[:-1, None]) & (token < batch.row_start[1:, None])  # [R, T]
+    # Not a product with ones and zeros: no number of another row may have an effect, not even NaN.
+    return jnp.where(mine[:, :, None], x, 0).sum(axis=1)
+
+
+def route(
+    stage: StageModel,
+    weights: Weights,
+    x: jax.Array,
+    cache: LayerCache,
+    buffer: jax.Array,
+    *,
+    layout: FlatLayout,
+) -> jax.Array:
+    """The experts that a PooledPart's tokens choose in the last layer, [SCORED, 1, k]; as `score`."""
+    passed = _through_last_layer(stage, weights, x, cache, buffer, layout).passed
+    assert passed.chosen is not None
+    return passed.chosen[:, None].astype(stage.routing.dtype)
+
+
+def encode(
+    stage: StageModel, weights: Weights, cache: LayerCache, buffer: jax.Array, *, layout: FlatLayout
+) -> tuple[jax.Array, LayerCache]:
+    """The encoder, on the first stage: its output [T, H], and the first layer's cache, which is donated.
+
+    The batch is the encoder's. Its layers keep their keys and values in the slots of that cache in turn.
+    """
+    model, shard = stage.model(weights), stage.shard()
+    batch = layout.split(buffer)
+    tokens = stage.tokens(layout, batch, buffer)
+    assert isinstance(model, Transformer) and model.encoder is not None
+    x = model.embed_input(batch.token_ids, batch.positions, shard)
+    iteration = Iteration(batch.positions, batch.slot_of_token, tokens, shard=shard)
+    return model.encoder.through(x, cache, iteration)
+
+
+def cross(
+    stage: StageModel,
+    weights: Weights,
+    caches: list[LayerCache],
+    encoded: jax.Array,
+    buffer: jax.Array,
+    *,
+    layout: FlatLayout,
+) -> list[LayerCache]:
+    """The caches, donated, with cross attention's keys and values of the encoder's output [T, H]."""
+    model, batch = stage.model(weights), layout.split(buffer)
+    assert isinstance(model, Transformer)
+    tokens = stage.tokens(layout, batch, buffer)
+    return model.cross_caches(encoded, caches, Iteration(batch.positions, batch.slot_of_token, tokens))
+
+
+def take(hidden: jax.Array, at: jax.Array) -> jax.Array:
+    """Rows `at` [S] int32 of the hidden array [T, H]: [S, H]."""
+    return hidden.at[at].get(mode="clip")

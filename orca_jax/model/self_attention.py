@@ -1,0 +1,96 @@
+"""Attention of tokens to their own request's keys and values, which it writes to the cache first."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from orca_jax.families.attention_config import Attention
+from orca_jax.model.context import Context, Placing
+from orca_jax.model.kv_cache import write
+from orca_jax.model.layers import RMSNorm, Weights, linear_of
+from orca_jax.model.rotation import rotate
+from orca_jax.model.shard import Shard
+
+
+class SelfAttention(nnx.Module):
+    """The projections around split attention, with norms, rotary positions and what is added to scores."""
+
+    def __init__(self, config: Attention, p: Weights) -> None:
+        self.config = config
+        self.qkv = linear_of(p, "qkv")
+        self.q_norm, self.k_norm = _qk_norms(config, p)
+        self.out = linear_of(p, "out")
+        self.relative_bias = None if config.scores.relative is None else nnx.Param(p("relative_bias"))
+        self.sinks = nnx.Param(p("sinks")) if config.scores.sinks else None
+
+    def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
+        """x [T, H] to [R, H] of the tokens that attend, or to this device's slice of them."""
+        config = self.config
+        qkv = self.qkv(x, ctx.tokens.product)
+        qkv = qkv.reshape(x.shape[0], config.group + 2, config.n_kv_heads // ctx.shard.n, config.head_size)
+        queries = self._placed(qkv, ctx)
+        sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32).reshape(config.group, -1)
+        attended = ctx.queries.attend(queries, ctx.cache, config, self._bias(ctx.shard), sinks)
+        return self.out(attended.reshape(attended.shape[0], -1), ctx.queries.product, ctx.shard)
+
+    def _placed(self, qkv: jax.Array, ctx: Context) -> jax.Array:
+        """Write the keys and values of qkv [T, G + 2, K, D], if there are slots; return the queries.
+
+        They are the first G slices of the result [R, n, K, D]. Queries and keys have their norm and rotation.
+        """
+        config, group, rotation = self.config, self.config.group, ctx.rotation
+        interleaved = config.rotary is not None and config.rotary.interleaved
+        all_attend, slots, attend = ctx.queries.at is None, ctx.slot_of_token, ctx.tokens.attend
+        # The queries of all tokens come with the keys: without them the weight would have to be cut.
+        queries, keys = ctx.queries.of(qkv), qkv[:, group : group + 1]
+        heads, key = qkv, group  # what has the keys, and where
+        if self.q_norm is not None and self.k_norm is not None and config.qk_norm is not None:
+            queries = queries[:, :group]
+            if config.qk_norm.over == "width":
+                queries = self.q_norm.over_heads(queries, ctx.shard)
+                keys = self.k_norm.over_heads(keys, ctx.shard)
+            else:
+                queries, keys = self.q_norm(queries), self.k_norm(keys)
+            heads, key = (jnp.concatenate([queries, keys], 1), group) if all_attend else (keys, 0)
+        if slots is not None and isinstance(attend, Placing):
+            n_queries = 0 if rotation is None or not all_attend else group
+            rotated, ctx.cache = attend.place(
+                heads,
+                qkv,
+                slots,
+                ctx.cache,
+                rotation,
+                n_queries=n_queries,
+                key=key,
+                interleaved=interleaved,
+            )
+            if n_queries:
+                return rotated
+            slots = None  # the keys and values are in the cache
+        if rotation is not None:
+            by = rotation if all_attend else rotation.of(ctx.queries.of)
+            queries = rotate(queries[:, :group], by, interleaved=interleaved)
+            keys = rotate(keys, rotation, interleaved=interleaved)
+        if slots is not None:
+            ctx.cache = write(ctx.cache, keys[:, 0], qkv[:, group + 1], slots)
+        return queries
+
+    def _bias(self, shard: Shard) -> jax.Array | None:
+        """What `Attend` adds to the scores of this device's heads."""
+        if self.relative_bias is not None and self.config.scores.relative is not None:
+            buckets = self.config.scores.relative.buckets(causal=self.config.causal)
+            return self.relative_bias[...].astype(jnp.float32)[buckets]
+        slopes = self.config.slopes()
+        if slopes is None or shard.n == 1:
+            return None if slopes is None else jnp.asarray(slopes)
+        n_kv_heads = slopes.shape[1] // shard.n
+        return lax.dynamic_slice_in_dim(jnp.asarray(slopes), shard.index * n_kv_heads, n_kv_heads, axis=1)
+
+
+def _qk_norms(attention: Attention, p: Weights) -> tuple[RMSNorm | None, RMSNorm | None]:
+    if attention.qk_norm is None:
+        return None, None
+    q_scale, k_scale = p("q_norm.scale"), p("k_norm.scale")
+    assert q_scale is not None and k_scale is not None
+    return RMSNorm(attention.qk_norm.norm, q_scale), RMSNorm(attention.qk_norm.norm, k_scale)
