@@ -1,9 +1,12 @@
 """Checks of configuration values: each raises a ConfigError that says what is allowed."""
 
 import math
+import re
 from typing import NamedTuple
 
 from orca_jax.errors import ConfigError
+
+_PLACE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def check_seconds(name: str, value: object) -> None:
@@ -22,6 +25,12 @@ def check_fraction(name: str, value: object) -> None:
     """Raises ConfigError unless `value` is a number above 0, and at most 1."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
         raise ConfigError(f"{name} is {value!r}; it must be a number above 0, and at most 1")
+
+
+def check_place(name: str, value: object) -> None:
+    """Raises ConfigError unless `value` has the form "package.file:name"."""
+    if not isinstance(value, str) or _PLACE.fullmatch(value) is None:
+        raise ConfigError(f"{name} is {value!r}; it must have the form package.file:name")
 
 
 def check_whole(name: str, value: object, low: int, high: int) -> None:

@@ -35,6 +35,7 @@ from orca_jax.request.prompts import (
 )
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
+from orca_jax.scheduling.policies import users_policy
 from orca_jax.service.embeddings import pooled_prompt, pooled_vectors
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.generation import Generation, GenerationResult
@@ -82,6 +83,8 @@ class LLM:
     @takes(Start)
     def __init__(self, start: Start) -> None:
         config = EngineConfig.part_of(start)
+        if config.policy not in ("default", "orca"):
+            users_policy(config.policy)  # a mistake in its name is reported before the weights are loaded
         found = find_any_model(config)
         if found.note:
             (start.on_event or _LOGGER.warning)(found.note)

@@ -51,6 +51,12 @@ class Named(NamedTuple):
     name: str
 
 
+class Or(NamedTuple):
+    """The form of other values than the choices. The option's type is a union of the choices and str."""
+
+    form: str
+
+
 class In(tuple[str, ...]):
     """The commands that have the option's flag, if not the usual ones; none: only `LLM` has the option."""
 
@@ -96,6 +102,7 @@ class Option:
     optional: bool = False
     choices: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()
+    other: str = ""  # the form of further values
     checks: tuple[Check, ...] = ()
 
     @property
@@ -110,8 +117,12 @@ class Option:
     @property
     def allowed(self) -> str:
         """The allowed values, for an error message."""
-        allowed = f"one of {', '.join(self.choices)}" if self.choices else _ALLOWED[self.kind]
+        allowed = f"one of {', '.join(self.shown_choices)}" if self.choices else _ALLOWED[self.kind]
         return f"{allowed}, or none" if self.optional else allowed
+
+    @property
+    def shown_choices(self) -> tuple[str, ...]:
+        return (*self.choices, self.other) if self.other else self.choices
 
     @property
     def full_help(self) -> str:
@@ -122,7 +133,7 @@ class Option:
         """The value of `text`. Raises ValueError, which states the allowed values."""
         if self.optional and text.lower() == "none":
             return None
-        if self.choices and text not in self.choices:
+        if self.choices and text not in self.choices and not (self.other and ":" in text):
             raise ValueError(f"invalid choice: {text!r}; it must be {self.allowed}")
         if self.kind is tuple:
             return tuple(each.strip() for each in text.split(","))
@@ -136,8 +147,10 @@ class Option:
         """Raise ConfigError unless the field may have this value."""
         if value is None and self.optional:
             return
-        if self.choices and value not in (*self.choices, *self.hidden):
-            names = ", ".join((*self.choices, *self.hidden))
+        if value in self.choices or value in self.hidden:
+            return
+        if self.choices and not (self.other and ":" in str(value)):
+            names = ", ".join((*self.shown_choices, *self.hidden))
             raise ConfigError(f"{self.name} is {value!r}; it must be one of {names}")
         if self.kind is bool and not isinstance(value, bool):
             raise ConfigError(f"{self.name} is {value!r}; it must be True or False")
@@ -204,6 +217,8 @@ def option(
                 made = replace(made, name=each.name)
             case Also():
                 made = replace(made, commands=(*commands, *each))
+            case Or():
+                made = replace(made, other=each.form)
             case Hidden():
                 made = replace(
                     made, choices=tuple(value for value in choices if value not in each), hidden=tuple(each)

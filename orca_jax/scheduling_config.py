@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from orca_jax.checks import Whole, check_seconds
+from orca_jax.checks import Whole, check_place, check_seconds
 from orca_jax.errors import ConfigError
-from orca_jax.options import Options
+from orca_jax.options import Options, Or
 
-# orca: Algorithm 1 and nothing else. default: with the extensions that the other fields turn on.
+# default: with the extensions that the other fields turn on. Others are the names of users' classes.
 PolicyName = Literal["default", "orca"]
 # full: slots for the longest possible output, as in Algorithm 1. on-demand: block by block.
 Reservation = Literal["full", "on-demand"]
@@ -20,8 +20,10 @@ class SchedulingOptions(Options):
     """The scheduler's options (docs/scheduling.md). None: on, except where another option excludes it."""
 
     policy: Annotated[
-        PolicyName,
-        "orca: Algorithm 1 of the paper and nothing else; it excludes the flags below",
+        PolicyName | str,
+        "which requests run next; orca: Algorithm 1 of the paper and nothing else, which excludes the flags "
+        "below; package.file:Class: a policy of your own (docs/scheduling.md)",
+        *(Or("package.file:Class"), check_place),
     ] = "default"
     chunked_prefill: Annotated[
         bool | None,

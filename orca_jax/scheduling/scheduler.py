@@ -15,12 +15,12 @@ from orca_jax.request.request import FinishReason, Request, RequestState, RowAns
 from orca_jax.scheduling.allocation import allocate, continue_beams, grow, rows_without_slots
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling.policy import Choice, OrcaPolicy, Policy, one_phase
+from orca_jax.scheduling.policies import configured_policy
+from orca_jax.scheduling.policy import Choice, Policy, one_phase
 from orca_jax.scheduling.prefix_lookup import publish_full_blocks
 from orca_jax.scheduling.quarantine import Quarantine
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.select import Held, running_ahead
-from orca_jax.scheduling.serving_policy import ServingPolicy
 from orca_jax.scheduling.timeline import Timeline
 
 INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
@@ -36,7 +36,7 @@ class Scheduler:
     slots. With overlap, one more batch is in flight than there are workers, so the host prepares an iteration
     while the previous one runs. A request may then end while an iteration for it is in flight. Its result is
     discarded; the request is `leaving`, and its slots, to which the iteration may write, are released when
-    that returns. `policy` chooses the rows of each iteration; the default is Algorithm 1.
+    that returns. `policy` chooses the rows of each iteration; the default is the configured one.
 
     `gate` is how the service brings the engine to rest: a request has begun if it is admitted, or has output
     from before a preemption. `weights_version` is the version of the weights that compute all new tokens.
@@ -57,7 +57,7 @@ class Scheduler:
         self.kv = kv
         self.config = config
         self.timeline = timeline
-        self.policy = self._configured_policy() if policy is None else policy
+        self.policy = policy or configured_policy(config, kv, n_workers=engine.n_workers)
         self._on_demand = config.scheduling.on_demand
         self.in_flight: deque[Iteration] = deque()  # line 1
         self.n_rsrv = 0  # line 2
@@ -117,11 +117,6 @@ class Scheduler:
         ended = [self.end(req, reason) for req, reason in asked if req.state is not RUNNING]
         self.deliver(ended)
         return bool(ended)
-
-    def _configured_policy(self) -> Policy:
-        if self.config.scheduling.policy == "orca":
-            return OrcaPolicy.of(self.config)
-        return ServingPolicy(self.config, self.kv, n_workers=self.engine.n_workers)
 
     def _next_rows(self) -> Choice:
         """Line 4. For a deterministic engine, only the rows of one phase; the phases alternate."""

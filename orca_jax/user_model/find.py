@@ -1,10 +1,7 @@
 # pyright: standard
 """Finds a user's model, and puts its weights onto an engine's devices."""
 
-import os
-import pkgutil
 import reprlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
 from orca_jax.model_files.found_model import FoundModel, find_model, is_function, with_tokenizer
+from orca_jax.named_object import named_object
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.partition import StagePart
@@ -123,12 +121,7 @@ def _spec(name: str, spec: Any, shape: tuple[int, ...], n_devices: int) -> Parti
 
 def _made(place: str) -> Any:
     """What the function at "package.file:function" makes; also of files in the working directory."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        make = pkgutil.resolve_name(place)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"model is {place!r}, a function that cannot be imported: {error}") from error
+    make = named_object("model", place)
     if not callable(make):
         raise ConfigError(f"model is {place!r}, which is no function; it must make a model")
     return make()

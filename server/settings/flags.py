@@ -143,7 +143,9 @@ def add_flag(parser: argparse._ActionsContainer, option: Option, default: Any) -
         action = parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=default)
         action.help = escaped(text)  # as an argument, some versions of Python would append the default again
         return
-    metavar = "{" + ",".join(option.choices) + "}" if option.choices else _METAVARS.get(option.kind, "FILE")
+    metavar = (
+        "{" + ",".join(option.shown_choices) + "}" if option.choices else _METAVARS.get(option.kind, "FILE")
+    )
     parser.add_argument(
         option.flag,
         type=argparse_type(option.parse),

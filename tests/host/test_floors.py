@@ -30,6 +30,7 @@ HOST_ROOMS: dict[str, set[str]] = {
     "scheduling_config": {"errors", "checks", "options"},
     "config": {"errors", "checks", "options", "scheduling_config"},
     "small_files": set(),
+    "named_object": {"errors"},
     "request": {"errors", "config", "small_files"},
     "families": {"errors", "checks", "config", "suggestions"},
 }
@@ -37,7 +38,12 @@ HOST_ROOMS["engine_memory"] = {"families"}
 HOST_ROOMS["model_files"] = {"errors", "config", "suggestions", "request", "families"}
 HOST_ROOMS["grammar"] = {"errors", "config", "request"}
 HOST_ROOMS["iteration"] = {"errors", "checks", "config", "request", "grammar"}
-HOST_ROOMS["scheduling"] = HOST_ROOMS["iteration"] | {"iteration", "families", "scheduling_config"}
+HOST_ROOMS["scheduling"] = HOST_ROOMS["iteration"] | {
+    "iteration",
+    "families",
+    "scheduling_config",
+    "named_object",
+}
 HOST_ROOMS["control"] = HOST_ROOMS["iteration"] | {"iteration", "families"}
 HOST_ROOMS["service"] = HOST_ROOMS["scheduling"] | {"scheduling", "engine_memory"}
 HOST_ROOMS["planning"] = HOST_ROOMS["scheduling"] | {"scheduling"}
@@ -52,7 +58,9 @@ DEVICE_ROOMS: dict[str, set[str]] = {
     "cudnn": set(),
 }
 DEVICE_ROOMS["sharding"] = {"errors", "config", "families", "planning", "model"}
-DEVICE_ROOMS["user_model"] = DEVICE_ROOMS["sharding"] | {"request", "model_files", "sharding"}
+DEVICE_ROOMS["user_model"] = DEVICE_ROOMS["sharding"] | {
+    *("request", "model_files", "sharding", "named_object"),
+}
 DEVICE_ROOMS["execution"] = {
     *("errors", "config", "families", "request", "grammar", "iteration", "control", "workers"),
     *("planning", "engine_memory"),
@@ -74,7 +82,7 @@ ON_DEMAND = {
 HIDES_IMPORTS = {
     "import_module": set[str](),
     "__import__": set[str](),
-    "resolve_name": {"orca_jax/user_model/find.py", "server/process/by_name.py"},
+    "resolve_name": {"orca_jax/named_object.py", "server/process/by_name.py"},
     "function_named": {
         *("server/cli.py", "server/commands/chat.py", "server/commands/generate.py"),
         "server/commands/serve.py",
