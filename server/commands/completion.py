@@ -28,6 +28,7 @@ def _describe(action: argparse.Action) -> None:
     """Say which values an argument takes, which our parsers' own conversions hide from the library."""
     shown = action.metavar if isinstance(action.metavar, str) else ""
     if shown.startswith("{"):
-        action.choices = shown.strip("{}").split(",")
+        names = shown.strip("{}").split(",")
+        action.choices = [name for name in names if ":" not in name]  # those are the form of others
     elif shown.startswith(_FILES):
         setattr(action, "complete", shtab.FILE)  # noqa: B010
