@@ -15,7 +15,7 @@ import pytest
 
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.gpt_config import gpt_config
-from orca_jax.model.gpt import init_parameters
+from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import PLAIN, FinishReason, InputRow, Request, RowAnswer, RowKind
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.restart import run_again
