@@ -303,11 +303,6 @@ class ModelConfig:
         return None if not plain else "plain" if all(plain) else "other"
 
     @property
-    def ffn_sizes(self) -> tuple[int, ...]:
-        """The different widths of the feed-forward layers, the encoder's among them."""
-        return tuple({each.size: None for each in self.feed_forwards})
-
-    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

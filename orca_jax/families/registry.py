@@ -71,10 +71,3 @@ def register(family: Family) -> None:
     if family.model_type in _families:
         raise ConfigError(f"a family of the model_type {family.model_type!r} is registered already")
     _families[family.model_type] = family
-
-
-def unregister(model_type: str) -> Family:
-    """Forget a family, and return it. Raises ConfigError where there is none of that model_type."""
-    if model_type not in _families:
-        raise ConfigError(f"no family of the model_type {model_type!r} is registered")
-    return _families.pop(model_type)

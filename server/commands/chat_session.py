@@ -12,7 +12,7 @@ from orca_jax.errors import PromptTooLong
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from server.commands.notes import Notes
-from server.commands.printable import printable
+from server.commands.outputs import printable
 from server.commands.replies import Prepared, Replies
 from server.gateway.reply.events import Reasoning, ReplyEvent, Text, whole_reply
 from server.settings.sampling_flags import chat_params

@@ -21,7 +21,7 @@ from server.commands.answer_file import Answers
 from server.commands.loading import load, summary
 from server.commands.logprob_table import logprob_table
 from server.commands.notes import Notes
-from server.commands.printable import printable
+from server.commands.outputs import printable
 from server.commands.replies import Replies
 from server.commands.request_hash import model_hash
 from server.errors import UsageError

@@ -4,13 +4,18 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import orca_jax
 from orca_jax.config import EngineConfig
+from orca_jax.errors import OrcaError
+from orca_jax.families.hf_config import read_config
+from orca_jax.model_files.found_model import DEMO_MODEL
+from orca_jax.native.compiler import keep_libraries
+from orca_jax.native.operations import build_all_ahead
 from orca_jax.planning.known_devices import MEMORY_FRACTION
-from orca_jax.workers.environment import hold_memory
-from server.commands import operations_ahead
+from orca_jax.workers.environment import compile_cache_folder, hold_memory, visible_gpus
 from server.commands.notes import Notes
 from server.commands.progress_bars import bytes_bar, programs_bar
 
@@ -65,7 +70,7 @@ def load(notes: Notes, config: EngineConfig, start_workers: "StartWorkers | None
     """Build the LLM and show progress on stderr."""
     if not config.worker_processes:  # each of those reserves its own memory
         hold_memory(os.environ, config.memory_fraction or MEMORY_FRACTION)
-    operations_ahead.begin(config)
+    _begin_operations(config)
     with LoadingBars(notes) as bars:
         llm = orca_jax.LLM.from_config(
             config,
@@ -82,3 +87,22 @@ def load(notes: Notes, config: EngineConfig, start_workers: "StartWorkers | None
 def summary(llm: "LLM") -> str:
     """A line that describes the model."""
     return f"{llm.name}: {llm.n_parameters / 1e6:,.1f} million parameters, {llm.dtype}, {llm.device}"
+
+
+def _begin_operations(config: EngineConfig) -> None:
+    """Begin to build a CPU's operations while JAX is imported: both take seconds, and there are two cores.
+
+    Only for an engine in this process, without a GPU, of a model in a directory here. It is a guess: the
+    engine builds what it needs, and reports what is wrong with the model.
+    """
+    directory = DEMO_MODEL if config.model is None else Path(str(config.model)).expanduser()
+    if not config.in_this_process or visible_gpus(os.environ, os.listdir("/dev")):
+        return
+    try:
+        model = read_config(directory)
+    except (OrcaError, OSError, ValueError):
+        return
+    keep_libraries(compile_cache_folder(config.compile_cache, os.environ))
+    dtype = config.dtype or "float32"
+    forms = {"experts": model.kind_of_experts, "value_size": model.attention.value_part}
+    build_all_ahead(model.head_size, config.block_size, dtype, **forms)

@@ -1,4 +1,4 @@
-"""The `n` outputs of one prompt, running concurrently."""
+"""The `n` outputs of one prompt, running concurrently, and their text on a terminal."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +7,8 @@ from orca_jax.service.generation import Generation
 
 if TYPE_CHECKING:
     from orca_jax import LLM
+
+_NO_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 def start(llm: "LLM", prompt: Any, sampling: SamplingParams) -> list[Generation]:
@@ -30,3 +32,8 @@ def close(outputs: list[Generation]) -> None:
     """Cancel the outputs that are still running."""
     for output in outputs:
         output.close()
+
+
+def printable(text: str) -> str:
+    """The text with control characters replaced, which a terminal executes, but for line breaks and tabs."""
+    return text.translate(_NO_CONTROLS)

@@ -1,8 +1,15 @@
 """What routers and autoscalers see of a server besides its endpoints: metrics, capacity, K/V events."""
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
 
-from server.commands.capacity import PredictedCapacity, capacity_of
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+
+from orca_jax.config import Dtype
+from orca_jax.planning.capacity import Capacity, predicted_capacity
+from orca_jax.planning.known_devices import CPU, KnownDevice, cpu_device, gpu_like
+from orca_jax.workers.ask_xla import NoAnswer, ask_rates
 from server.commands.notes import Notes
 from server.gateway.served_model import ServedModel
 from server.kv_events.start import kv_publisher
@@ -11,6 +18,8 @@ from server.settings.serve_settings import ServeSettings
 
 if TYPE_CHECKING:
     from orca_jax import LLM
+
+_LABELS = ("model_name",)
 
 
 class RouterView:
@@ -26,7 +35,7 @@ class RouterView:
 
     def open(self, llm: "LLM", model: ServedModel, metrics: Metrics, notes: Notes) -> None:
         """Attach the metrics to the model, and publish its prefix cache. Call it while no request is live."""
-        others = [PredictedCapacity(capacity_of(llm, self._settings, notes), model.name).collect]
+        others = [_PredictedCapacity(_capacity_of(llm, self._settings, notes), model.name).collect]
         if self._publisher is not None:
             self._publisher.start(model.service.scheduler.kv)
             others.append(self._publisher.collect)
@@ -36,3 +45,68 @@ class RouterView:
         """A second call does nothing."""
         if self._publisher is not None:
             self._publisher.close()
+
+
+class _PredictedCapacity:
+    """A capacity as metrics of the model that clients call `model_name`; None: there is none to tell."""
+
+    def __init__(self, capacity: Capacity | None, model_name: str) -> None:
+        self._capacity = capacity
+        self._values = (model_name,)
+
+    def collect(self) -> Iterator[Metric]:
+        """Metrics; for any thread."""
+        capacity = self._capacity
+        if capacity is None:
+            return
+        for name, documentation, value in (
+            (
+                "predicted_capacity_tokens_per_second",
+                "Tokens a second that the devices could generate at best within the latency budget.",
+                capacity.tokens_per_second,
+            ),
+            ("predicted_capacity_requests", "Requests in that batch.", capacity.batch_size),
+            ("predicted_capacity_context_tokens", "Cached tokens of each of them.", capacity.context),
+        ):
+            gauge = GaugeMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
+            gauge.add_metric(self._values, value)
+            yield gauge
+
+
+def _capacity_of(llm: "LLM", settings: ServeSettings, notes: Notes) -> Capacity | None:
+    """What the engine could do at best; None if its device's rates are not known.
+
+    A CPU is measured, which takes seconds, if there is a latency budget. Raises ConfigError.
+    """
+    routing, dtype = settings.routing, cast("Dtype", llm.dtype)
+    device = _device(llm.device, dtype, measured=routing.latency_budget is not None, notes=notes)
+    if device is None:
+        return None
+    capacity = predicted_capacity(
+        llm.config,
+        llm.serving,
+        device,
+        dtype=dtype,
+        parallel=settings.engine,
+        context=routing.predicted_context,
+        latency_budget=routing.latency_budget,
+    )
+    if not capacity.batch_size:
+        notes(
+            "the predicted capacity is 0: even one request takes longer than latency_budget, or lacks slots"
+        )
+    return capacity
+
+
+def _device(name: str, dtype: Dtype, *, measured: bool, notes: Notes) -> KnownDevice | None:
+    if name != CPU:
+        return gpu_like(name)
+    if not measured:
+        return None
+    try:
+        bandwidth, matrix_rate = ask_rates(dtype)
+    except NoAnswer as error:
+        notes(f"/metrics has no predicted capacity: {error}")
+        return None
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return cpu_device(memory=memory, bandwidth=bandwidth, matrix_rate=matrix_rate)

@@ -4,14 +4,20 @@ The server's modules take a second to import, and JAX more, so both are imported
 """
 
 import argparse
+import importlib.util
+import json
 import os
+import sys
+from typing import NoReturn
 
+from orca_jax.errors import ConfigError
+from orca_jax.extras import install_line
 from orca_jax.model_files.found_model import check_model
 from orca_jax.request.chat.template_files import load_chat_template
-from server.commands import replicas
 from server.commands.notes import Notes
 from server.process.by_name import function_named
 from server.process.certificate import check_certificate
+from server.settings.flags import SERVE_OPTIONS
 from server.settings.serve_settings import serve_settings
 
 SERVING = "server.commands.serving:serve_until_stopped"
@@ -22,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     settings = serve_settings(args, os.environ)
     engine = settings.engine
     if settings.routing.replicas is not None:
-        replicas.run(args)
+        run_replicas(args)
     if settings.endpoint.chat_template is not None:
         load_chat_template(None, settings.endpoint.chat_template)
     check_certificate(settings.endpoint)
@@ -31,3 +37,17 @@ def run(args: argparse.Namespace) -> int:
     for note in settings.notes:
         notes(note)
     return function_named(SERVING)(settings, notes)
+
+
+def run_replicas(args: argparse.Namespace) -> NoReturn:
+    """Hand over to a process that knows Ray, `python -m server.ray.launch` with the same flags.
+
+    Raises ConfigError if Ray is missing.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"--replicas needs Ray, which is not installed: {install_line('ray')}")
+    names = ["config", *(option.name for option in SERVE_OPTIONS)]
+    flags = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "server.ray.launch", json.dumps(flags, default=str)])

@@ -1,6 +1,7 @@
 """The settings of `orca serve` and `orca compile`. A flag overrides a variable, which overrides the file."""
 
 import argparse
+import os.path
 import re
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
@@ -17,12 +18,13 @@ from server.settings import api_keys, control_secret
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 from server.settings.flags import COMPILE_OPTIONS, SERVE_OPTIONS
-from server.settings.model_name import model_name
 from server.settings.router_options import RouterOptions
 from server.settings.settings_file import read_settings
 
 _OPTIONS = {option.name: option for option in SERVE_OPTIONS}
 _CONFIG = "ORCA_CONFIG"
+_DEMO = "demo"
+_SNAPSHOTS, _CACHED = "snapshots", "models--"  # of the hub's cache: models--org--name/snapshots/COMMIT
 
 # Kubernetes sets these in every pod for a Service whose name begins with "orca".
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://", re.IGNORECASE)
@@ -74,6 +76,24 @@ def serve_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Serv
         admin_keys=admin_keys,
         notes=(*_unknown_variables(environ), *keys.notes, *admin_keys.notes),
     )
+
+
+def model_name(model: str | None) -> str:
+    """The name by which clients know a model that its operator gave none.
+
+    It is the name of the model's directory; a name on the hub, a preset's or a function's is its own.
+
+    A directory of the hub's cache has the name of its repository.
+    """
+    if model is None:
+        return _DEMO
+    path = Path(model).expanduser()
+    if not (model.startswith(("/", "~", ".")) or model.endswith("/") or path.is_dir()):
+        return model
+    path = Path(os.path.abspath(path))  # without following links, whose names were chosen
+    if path.parent.name == _SNAPSHOTS and path.parents[1].name.startswith(_CACHED):
+        return path.parents[1].name.removeprefix(_CACHED).replace("--", "/")
+    return path.name or model
 
 
 def compile_config(args: argparse.Namespace, environ: Mapping[str, str]) -> EngineConfig:

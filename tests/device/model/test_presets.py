@@ -41,7 +41,11 @@ def test_table_1(name: str) -> None:
     billions, n_layers, hidden_size = TABLE_1[name]
     config = PRESETS[name]
     assert (config.n_layers, config.hidden_size) == (n_layers, hidden_size)
-    assert (config.head_size, config.n_positions, config.ffn_sizes) == (128, 2048, (4 * hidden_size,))
+    assert (config.head_size, config.n_positions, {each.size for each in config.feed_forwards}) == (
+        128,
+        2048,
+        {4 * hidden_size},
+    )
     assert (config.vocab_size, config.padded_vocab_size) == (50257, 50304)
     assert round(n_parameters(name) / 1e9) == billions
 

@@ -12,7 +12,7 @@ import pytest
 
 from orca_jax.model_files.found_model import DEMO_MODEL
 from server import cli
-from server.commands import replicas, serve
+from server.commands import serve
 from server.commands.completion import script
 from server.parser import SHELLS, parser
 from server.process.by_name import function_named
@@ -165,7 +165,7 @@ def test_a_wrong_path_or_setting_imports_no_jax(tmp_path: Path) -> None:
 def test_replicas_check_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machines that run them have it, and this one need not."""
     handed: list[str] = []
-    monkeypatch.setattr(replicas, "run", lambda args: handed.append(args.model) or sys.exit(0))
+    monkeypatch.setattr(serve, "run_replicas", lambda args: handed.append(args.model) or sys.exit(0))
     assert cli.main(["serve", "/nowhere", "--replicas", "2"]) == 0
     assert handed == ["/nowhere"]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from server.settings.model_name import model_name
+from server.settings.serve_settings import model_name
 
 
 @pytest.mark.parametrize(
