@@ -256,7 +256,7 @@ def test_the_commands_know_it(directory: Path, tmp_path: Path, capsys: pytest.Ca
     assert cli.main(["plan", str(directory), "--device", "h200", "--no-compile", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["parameters"] == sum(value.size for value in tensors().values())
-    prompt = ("generate", str(directory), "--max-tokens", "2")
+    prompt = ("generate", "--model", str(directory))
     assert cli.main([*prompt, "words"]) == 2  # it has no tokenizer: the model itself was found
     assert "tokenizer" in capsys.readouterr().err
     write_json(tmp_path / "tou" / "config.json", CONFIG | {"model_type": "tou"})
