@@ -259,6 +259,7 @@ def test_the_commands_know_it(directory: Path, tmp_path: Path, capsys: pytest.Ca
     prompt = ("generate", "--model", str(directory))
     assert cli.main([*prompt, "words"]) == 2  # it has no tokenizer: the model itself was found
     assert "tokenizer" in capsys.readouterr().err
+    (tmp_path / "tou").mkdir()
     write_json(tmp_path / "tou" / "config.json", CONFIG | {"model_type": "tou"})
     assert cli.main(["plan", str(tmp_path / "tou"), "--device", "h200"]) == 2
     assert re.search(r"one of gpt2, .*, toy, found 'tou'", capsys.readouterr().err)
