@@ -1,7 +1,7 @@
 """The configuration of an engine. Each option is declared here, once (orca_jax/options.py)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -97,12 +97,21 @@ class ServingConfig(ServingOptions):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `dataclasses.asdict`, also of earlier versions."""
+        """The inverse of `dataclasses.asdict`, and of `recorded`."""
         scheduling = dict(values["scheduling"])
-        if "order" in scheduling:  # of recordings before the version 0.3
+        if "order" in scheduling:
             scheduling["scheduling_policy"] = scheduling.pop("order")
         sizes: dict[str, Any] = {name: value for name, value in values.items() if name != "scheduling"}
         return cls(**sizes, scheduling=SchedulingConfig(**scheduling))
+
+    def recorded(self) -> dict[str, Any]:
+        """As `dataclasses.asdict`, with the names of recordings, where `scheduling_policy` is `order`."""
+        values = asdict(self)
+        scheduling: dict[str, Any] = values["scheduling"]
+        values["scheduling"] = {
+            "order" if name == "scheduling_policy" else name: value for name, value in scheduling.items()
+        }
+        return values
 
     @property
     def max_queue_each(self) -> int:

@@ -3,7 +3,7 @@
 
 import platform
 import time
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def recording_header(config: EngineConfig, built: BuiltEngine) -> dict[str, Any]
         "n_workers": built.engine.n_workers,
         "keeps_tokens": built.engine.keeps_tokens,
         "compile_ahead": config.compile_ahead,
-        "serving": asdict(built.serving),
+        "serving": built.serving.recorded(),
     }
 
 

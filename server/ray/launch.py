@@ -49,9 +49,12 @@ def main(flags: str) -> int:
 
 
 def _settings(flags: dict[str, Any]) -> ServeSettings:
+    """The settings of flags that were JSON on the way: paths are texts there, and tuples are lists."""
     parse = {option.name: option.parse for option in SERVE_OPTIONS}
     values = {
-        name: parse[name](str(value)) if name in parse and value is not None else value
+        name: parse[name](",".join(value) if isinstance(value, list) else str(value))
+        if name in parse and value is not None
+        else value
         for name, value in flags.items()
     }
     return serve_settings(argparse.Namespace(**values), os.environ)

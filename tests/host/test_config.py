@@ -1,11 +1,13 @@
 """How an engine's configuration is composed, and what contradicts itself in it."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from orca_jax.config import EngineConfig, ParallelConfig
+from orca_jax.config import EngineConfig, ParallelConfig, ServingConfig
 from orca_jax.errors import ConfigError
+from orca_jax.scheduling_config import SchedulingConfig
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,19 @@ def test_worker_processes_may_fail_on_a_missing_program() -> None:
     """They compile ahead whatever the server is told."""
     config = EngineConfig(worker_processes=True, on_compile="error")
     assert config.on_compile == "error" and not config.compile_ahead
+
+
+def test_recorded_sizes_have_the_names_of_earlier_recordings() -> None:
+    scheduling = SchedulingConfig(scheduling_policy="priority", prefill_tokens=7, aging_seconds=3)
+    serving = ServingConfig(n_slots=64, scheduling=scheduling, overlap=False)
+    recorded = serving.recorded()
+    assert recorded["scheduling"] == {
+        "policy": "default",
+        "chunked_prefill": True,
+        "prefill_tokens": 7,
+        "prefix_caching": True,
+        "reservation": "on-demand",
+        "order": "priority",
+        "aging_seconds": 3,
+    }
+    assert ServingConfig.from_dict(recorded) == ServingConfig.from_dict(asdict(serving)) == serving
