@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Literal
 
-from orca_jax.request.request import Request, RequestState, Row
+from orca_jax.request.request import PLAIN, Request, RequestState, Row
 from orca_jax.scheduling.kv_manager import most_blocks, round_up
 from orca_jax.scheduling.request_pool import InArrivalOrder
 
@@ -108,9 +108,12 @@ def select_rows(
             break
         # 1 for an increment. The condition is `not req.in_initiation`, inlined for speed.
         n_tokens = 1 if req.state is INCREMENT or req.n_in_flight > req.n_partial else req.n_to_compute
-        n_rows = req.kind.n_rows  # 1, or one for each beam of a search
-        n_places += n_rows
-        batch_tokens += n_tokens if n_tokens > n_rows else n_rows
+        if req.kind is PLAIN:
+            n_places += 1
+            batch_tokens += n_tokens
+        else:
+            n_places += req.kind.n_rows
+            batch_tokens += max(n_tokens, req.kind.n_rows)
         if req.encoder_ids:
             batch_tokens += req.n_to_encode
         # Break, as in line 25, so that no later request overtakes this one.

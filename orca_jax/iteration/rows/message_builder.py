@@ -110,8 +110,8 @@ class MessageBuilder:
         if inputs:
             known, answers = initiation.copy(), np.ones(n, np.bool_)
             known[list(inputs)] = True
-        next_token = np.full(n, SAMPLED, np.int32)
         n_prompt = np.zeros(n, np.int32)
+        next_token = n_prompt + np.int32(SAMPLED)  # in half the time of np.full
         row_end = np.add.accumulate(input_length, dtype=np.int32)
         token_ids = np.zeros(row_end[-1], np.int32)
         for i in initiation_rows if not inputs else known.nonzero()[0].tolist():
