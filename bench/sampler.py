@@ -85,7 +85,7 @@ class Bench:
         programs = token_programs(sampling)
         rows = jax.device_put(_rows(sampling), self.logits.sharding)
         words = self.words if programs.allow else None
-        return lambda: self.chooser._run(self.logits, rows, programs, words)
+        return lambda: self.chooser.choose(self.logits, rows, programs, words)
 
 
 def _rows(sampling: np.ndarray) -> np.ndarray:

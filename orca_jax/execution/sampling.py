@@ -6,7 +6,7 @@ penalties, constraints, three samplers, log-probabilities. An iteration runs tho
 a sampler also gives the log-probabilities, from what it has read anyway (native/token_choice.c).
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
@@ -25,6 +25,7 @@ from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, s
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.token_choice import choice_target, native_choice
 from orca_jax.request.pooled_vector import Vector
+from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import LOGPROB_WORDS, Sampled, as_records
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS
 
@@ -44,23 +45,42 @@ class RowStart(NamedTuple):
     bias: npt.NDArray[np.float32]  # [V]
 
 
-class DeviceTokens:
-    """What an issued iteration samples, on its way to the host; `prompts` by place in the batch, in parts.
+class PromptReads(NamedTuple):
+    """What rows ask of their input tokens, on its way to the host; places are those of rows in the batch."""
 
-    `pooled` has parts too: sums of hidden states by row, with the rows' places in the batch. `routed` has
-    what stages tell of experts, first to last.
-    """
+    scores: dict[int, list[tuple[jax.Array, int]]]  # by place: LOGPROBS as words, of so many tokens, in parts
+    pooled: list[tuple[jax.Array, list[int]]]  # sums of hidden states by row, with the rows' places, in parts
+    routed: Sequence[DeviceRouted]  # experts in each stage, first to last
+
+    def arrays(self) -> Iterator[jax.Array]:
+        """What has to come from the device."""
+        for parts in self.scores.values():
+            yield from (part for part, _ in parts)
+        yield from (part for part, _ in self.pooled)
+        for stage in self.routed:
+            yield from stage.arrays()
+
+    def fetch(self) -> tuple[dict[int, npt.NDArray[np.void]], dict[int, Vector], dict[int, ExpertIds]]:
+        """Wait for the device; each by place, as in `Sampled`."""
+        nothing = np.zeros((0, LOGPROB_WORDS), np.int32)  # of a prompt of one token
+        prompts = {
+            place: as_records(np.concatenate([nothing, *(np.asarray(part)[:n] for part, n in parts)]))
+            for place, parts in self.scores.items()
+        }
+        pooled: dict[int, Vector] = {}
+        for part, places in self.pooled:
+            for place, vector in zip(places, np.asarray(part), strict=False):  # padding rows follow
+                pooled[place] = pooled[place] + vector if place in pooled else vector
+        return prompts, pooled, joined([stage.fetch() for stage in self.routed])
+
+
+class DeviceTokens:
+    """What an issued iteration samples, on its way to the host: tokens [R] int32, and LOGPROBS as words."""
 
     def __init__(
-        self,
-        tokens: jax.Array,
-        logprobs: jax.Array | None = None,
-        prompts: Mapping[int, Sequence[tuple[jax.Array, int]]] | None = None,
-        pooled: Sequence[tuple[jax.Array, Sequence[int]]] = (),
-        routed: Sequence[DeviceRouted] = (),
+        self, tokens: jax.Array, logprobs: jax.Array | None = None, reads: PromptReads | None = None
     ) -> None:
-        self._tokens, self._logprobs, self._prompts = tokens, logprobs, prompts or {}
-        self._pooled, self._routed = pooled, routed
+        self.tokens, self.logprobs, self._reads = tokens, logprobs, reads
         for array in self._arrays():
             array.copy_to_host_async()
 
@@ -71,30 +91,20 @@ class DeviceTokens:
 
     def fetch(self) -> Sampled:
         """Wait for the device and return everything. Raises what failed there."""
-        nothing = np.zeros((0, LOGPROB_WORDS), np.int32)  # of a prompt of one token
-        prompts = {
-            place: as_records(np.concatenate([nothing, *(np.asarray(part)[:n] for part, n in parts)]))
-            for place, parts in self._prompts.items()
-        }
-        records = None if self._logprobs is None else as_records(np.asarray(self._logprobs))
-        pooled: dict[int, Vector] = {}
-        for part, places in self._pooled:
-            for place, vector in zip(places, np.asarray(part), strict=False):  # padding rows follow
-                pooled[place] = pooled[place] + vector if place in pooled else vector
-        routed = joined([stage.fetch() for stage in self._routed])
-        return Sampled(np.asarray(self._tokens), records, prompts, pooled, routed)
+        records = None if self.logprobs is None else as_records(np.asarray(self.logprobs))
+        tokens = np.asarray(self.tokens)
+        return (
+            Sampled(tokens, records)
+            if self._reads is None
+            else Sampled(tokens, records, *self._reads.fetch())
+        )
 
     def _arrays(self) -> Iterator[jax.Array]:
-        yield self._tokens
-        if self._logprobs is not None:
-            yield self._logprobs
-        for parts in self._prompts.values():
-            for part, _ in parts:
-                yield part
-        for part, _ in self._pooled:
-            yield part
-        for stage in self._routed:
-            yield from stage.arrays()
+        yield self.tokens
+        if self.logprobs is not None:
+            yield self.logprobs
+        if self._reads is not None:
+            yield from self._reads.arrays()
 
 
 class TokenChooser:
@@ -139,27 +149,35 @@ class TokenChooser:
         """Free the device's memory; `renew` must follow before the next choice."""
         del self.last_token, self._tables
 
-    def choose(
-        self,
-        logits: jax.Array,
-        rows: jax.Array,
-        message: ControlMessage,
-        flat: FlatBatch,
-        words: npt.NDArray[np.int32] | None,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The next token of each row [R] int32, and LOGPROBS as words where they are asked for.
-
-        logits [R, V] float32, rows the buffer's SamplerArrays [n, R]; words as in `Worker.choose`.
-        """
+    def begin_rows(self, message: ControlMessage) -> None:
+        """Set up the tables of rows with biases or penalties that sample their first token, or again."""
         for start in row_starts(message, self._vocab_size):
             parts = jax.device_put((np.int32(start.row), start.seen, start.bias), self._place)
             self._tables = self._set_row(self._tables, *parts)
-        given = None
-        if flat.programs.allow:
-            given = np.full((flat.layout.n_rows, n_words(self._vocab_size)), -1, np.int32)
-            assert words is not None
-            given[np.flatnonzero(message.constrained)] = words
-        return self._run(logits, rows, flat.programs, given)
+
+    def choose(
+        self,
+        raw: jax.Array,
+        rows: jax.Array,
+        programs: TokenPrograms,
+        words: npt.NDArray[np.int32] | None = None,
+        reads: PromptReads | None = None,
+    ) -> DeviceTokens:
+        """Start the choice of each row's next token, and of LOGPROBS where they are asked for.
+
+        The model's logits `raw` [R, V] float32, the buffer's SamplerArrays `rows` [n, R], and the token masks
+        of all rows [R, n_words] (`row_words`). What it `reads` of prompts goes to the host with the tokens.
+        """
+        logits = raw
+        if programs.adjust:
+            logits, self._tables = self._adjust(logits, rows, self._tables, self.last_token)
+        if words is not None:
+            logits = self._allow(logits, jax.device_put(words, self._place))
+        choice = self._choose(logits, raw, rows, self.last_token, sampler=programs.sampler)
+        tokens, self.last_token, told = choice
+        if programs.logprobs and told is None:
+            told = self._logprobs(raw, rows, tokens)
+        return DeviceTokens(tokens, told if programs.logprobs else None, reads)
 
     def programs(self, n_rows: Iterable[int]) -> Iterator[ToCompile]:
         """All that may be asked for with batches of each of these numbers of rows R."""
@@ -189,20 +207,6 @@ class TokenChooser:
                 logprobs = partial(self._logprobs.compile, logits, rows, tokens)
                 yield ToCompile(f"log-probabilities, {said}", logprobs)
 
-    def _run(
-        self, raw: jax.Array, rows: jax.Array, programs: TokenPrograms, words: npt.NDArray[np.int32] | None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        logits = raw
-        if programs.adjust:
-            logits, self._tables = self._adjust(logits, rows, self._tables, self.last_token)
-        if words is not None:
-            logits = self._allow(logits, jax.device_put(words, self._place))
-        choice = self._choose(logits, raw, rows, self.last_token, sampler=programs.sampler)
-        tokens, self.last_token, told = choice
-        if programs.logprobs and told is None:
-            told = self._logprobs(raw, rows, tokens)
-        return tokens, told if programs.logprobs else None
-
 
 def has_native_choice(device: Any) -> bool:
     """Whether tokens are chosen in C on this jax.Device."""
@@ -210,6 +214,15 @@ def has_native_choice(device: Any) -> bool:
         return device.platform == "cpu" and bool(choice_target())
     except NotBuilt:
         return False
+
+
+def row_words(
+    words: npt.NDArray[np.int32], message: ControlMessage, flat: FlatBatch
+) -> npt.NDArray[np.int32]:
+    """The token masks of all rows [R, n_words], from those of the constrained rows."""
+    given = np.full((flat.layout.n_rows, words.shape[1]), -1, np.int32)
+    given[np.flatnonzero(message.constrained)] = words
+    return given
 
 
 def row_starts(message: ControlMessage, vocab_size: int) -> list[RowStart]:

@@ -23,7 +23,7 @@ from orca_jax.errors import BadFrame, EngineError
 from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.compile_counter import CompileCounter
 from orca_jax.execution.programs import compile_all
-from orca_jax.execution.sampling import DeviceTokens
+from orca_jax.execution.sampling import DeviceTokens, row_words
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.token_mask import n_words
@@ -262,12 +262,16 @@ class JaxStageDevice:
                 assert self._link is not None
                 key = (epoch, iteration, self._model.stage - 1)
                 arrived = self._link.pull(key, worker.hidden_like(flat.layout.n_tokens))
-            worker.copy_blocks(message)
+            worker.prepare(message)
             out = worker.forward(flat, arrived)
             routed = worker.routed(out, message)
             if part.last:
-                words = self._allowed(epoch, iteration, message) if flat.programs.allow else None
-                out = worker.choose(out, message, flat, words, routed)
+                assert worker.chooser is not None
+                words = None
+                if flat.programs.allow:
+                    words = row_words(self._allowed(epoch, iteration, message), message, flat)
+                reads = worker.read_prompts(out, message, routed)
+                out = worker.chooser.choose(out.logits, out.rows, flat.programs, words, reads)
             else:
                 assert self._link is not None
                 sent += self._link.offer((epoch, iteration, self._model.stage), out)

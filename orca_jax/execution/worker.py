@@ -9,21 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 
 from orca_jax.config import Attention
 from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.execution.attention_paths import HostWork
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.programs import Program, ToCompile
-from orca_jax.execution.sampling import DeviceTokens, TokenChooser
+from orca_jax.execution.prompt_reads import PromptReader, PromptReads
+from orca_jax.execution.sampling import DeviceTokens, TokenChooser, row_words
 from orca_jax.execution.stage import Last, Stage
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch, FlatLayout
-from orca_jax.iteration.message import POOLED, ROUTED, ControlMessage, MakeWords
+from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch
+from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.iteration.rows.encoder import lay_out_encoder
-from orca_jax.iteration.rows.pooled import pooled_layout, pooled_parts
-from orca_jax.iteration.rows.scored import SCORED, scored_layout, scored_parts
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.kv_cache import LayerCache, cache_shape, copy_blocks, layer_cache
 from orca_jax.model.routed import DeviceRouted, Routed, RoutedAgain
@@ -93,7 +91,10 @@ class Worker:
         self._copy = Program(copy, key=lambda *_: ())
         self._caches: list[LayerCache] = []
         self._routed = Routed(None, None)  # of the newest forward pass
-        self._chooser = TokenChooser(config.vocab_size, shape.n_rows, self._place) if part.last else None
+        self.chooser = TokenChooser(config.vocab_size, shape.n_rows, self._place) if part.last else None
+        self.prompts = None
+        if part.last:
+            self.prompts = PromptReader(self.stage, shape, self._place, has_words=self._has_words)
         self._no_tokens = jax.device_put(np.zeros(shape.n_rows, np.int32), self._place)
         if caches:
             self.renew()
@@ -102,22 +103,24 @@ class Worker:
         """Give the caches up, whatever state they are in, and make empty ones."""
         self._caches = []
         self._caches = [layer_cache(self._config, self._empty) for _ in self.stage.part.layers]
-        if self._chooser is not None:
-            self._chooser.renew()
+        if self.chooser is not None:
+            self.chooser.renew()
 
     def release_caches(self) -> None:
         """Free the caches and what is kept by row; `renew` must follow before the next iteration."""
         self._caches = []
-        if self._chooser is not None:
-            self._chooser.give_up()
+        if self.chooser is not None:
+            self.chooser.give_up()
 
     @property
     def last_token(self) -> jax.Array:
         """Each row's newest token, [n_rows] int32; of a stage that does not choose them, 0."""
-        return self._no_tokens if self._chooser is None else self._chooser.last_token
+        return self._no_tokens if self.chooser is None else self.chooser.last_token
 
-    def copy_blocks(self, message: ControlMessage) -> None:
-        """Start the copies of blocks that the iteration needs, before its forward pass."""
+    def prepare(self, message: ControlMessage) -> None:
+        """Start what precedes the forward pass: copies of blocks, and on the last stage rows' tables."""
+        if self.chooser is not None:
+            self.chooser.begin_rows(message)
         if len(message.copies):
             copies = self._no_copies.copy()
             copies[: len(message.copies)] = message.copies
@@ -139,7 +142,10 @@ class Worker:
         """What the forward pass that gave `out`, the newest one, told of experts; [] where nobody asks."""
         if not message.routed_rows or self._routed == (None, None):
             return []
-        again = [] if self._routed.of_last is None else self._route_again(out.hidden, message)
+        again: list[RoutedAgain] = []
+        if self._routed.of_last is not None:
+            assert self.prompts is not None
+            again = self.prompts.route_again(out.hidden, self._caches[-1], message)
         return [DeviceRouted(message, self._routed, again)]
 
     def encode(self, flat: FlatBatch, encoded: jax.Array | None) -> jax.Array:
@@ -155,23 +161,12 @@ class Worker:
         self._caches = stage.cross(stage.weights, self._caches, encoded, buffer, layout=layout)
         return encoded
 
-    def choose(
-        self,
-        last: Last,
-        message: ControlMessage,
-        flat: FlatBatch,
-        words: npt.NDArray[np.int32] | None,
-        routed: Sequence[DeviceRouted] = (),
-    ) -> DeviceTokens:
-        """Start the choice of the next tokens, on the last stage.
-
-        `words` are those of the constrained rows, [their number, n_words]; None where there are none. What
-        was `routed` goes to the host with the tokens.
-        """
-        assert self._chooser is not None
-        prompts, pooled = self._score(last.hidden, message), self._pool(last.hidden, message)
-        tokens, logprobs = self._chooser.choose(last.logits, last.rows, message, flat, words)
-        return DeviceTokens(tokens, logprobs, prompts, pooled, routed)
+    def read_prompts(
+        self, last: Last, message: ControlMessage, routed: Sequence[DeviceRouted]
+    ) -> PromptReads | None:
+        """Start on the last stage what rows ask of their input tokens, besides what was `routed`."""
+        assert self.prompts is not None
+        return self.prompts.read(last.hidden, self._caches[-1], message, routed)
 
     def hidden_like(self, n_tokens: int) -> jax.ShapeDtypeStruct:
         """What `forward` takes from the stage before for a bucket, [T, H], and where it lies."""
@@ -190,85 +185,22 @@ class Worker:
             n_words = stage.host_buffer.size(layout)
             buffer = jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=place)
             forward = partial(stage.forward.compile, weights, caches, arrived, buffer, layout=layout)
-            yield ToCompile(f"forward pass, {_tokens(layout)}", forward)
+            yield ToCompile(f"forward pass, {layout.said}", forward)
         for layout in reversed(sizes.encoder_layouts):
             buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=place)
             if stage.part.first:
                 encode = partial(stage.encode.compile, weights, caches[0], buffer, layout=layout)
-                yield ToCompile(f"encoder, {_tokens(layout)}", encode)
+                yield ToCompile(f"encoder, {layout.said}", encode)
             arrays = (weights, caches, self.hidden_like(layout.n_tokens), buffer)
             cross = partial(stage.cross.compile, *arrays, layout=layout)
-            yield ToCompile(f"cross attention's keys and values, {_tokens(layout)}", cross)
-        if self._chooser is not None and self._config.encoder is None:
-            scored = scored_layout(sizes.shape.max_blocks)
-            at = jax.ShapeDtypeStruct((SCORED,), jnp.int32, sharding=place)
-            n_words = stage.score_buffer.size(scored)
-            buffer = jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=place)
-            arrays = (weights, self.hidden_like(SCORED), caches[-1], buffer)
-            score = partial(stage.score.compile, *arrays, layout=scored)
-            yield ToCompile("a prompt's log-probabilities", score)
-            pooled = pooled_layout(sizes.shape)
-            n_words = stage.score_buffer.size(pooled)
-            buffer = jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=place)
-            arrays = (weights, self.hidden_like(SCORED), caches[-1], buffer)
-            pool = partial(stage.pool.compile, *arrays, layout=pooled)
-            yield ToCompile("embeddings of prompts", pool)
-            if stage.last_is_sparse:
-                route = partial(stage.route.compile, *arrays, layout=pooled)
-                yield ToCompile("the last layer's experts of prompts", route)
-            for layout in layouts:
-                take = partial(stage.take.compile, self.hidden_like(layout.n_tokens), at)
-                yield ToCompile(f"a prompt's hidden states, {_tokens(layout)}", take)
-        if self._chooser is not None:
-            yield from self._chooser.programs(sorted({layout.n_rows for layout in layouts}))
+            yield ToCompile(f"cross attention's keys and values, {layout.said}", cross)
+        if self.prompts is not None and self._config.encoder is None:
+            yield from self.prompts.programs(sizes, weights, caches[-1], self.hidden_like)
+        if self.chooser is not None:
+            yield from self.chooser.programs(sorted({layout.n_rows for layout in layouts}))
         copies = jax.ShapeDtypeStruct(self._no_copies.shape, jnp.int32, sharding=place)
         yield ToCompile("copies of blocks", partial(self._copy.compile, caches, copies))
         yield ToCompile("empty caches", self._empty.compile)
-
-    def _score(self, hidden: jax.Array, message: ControlMessage) -> dict[int, list[tuple[jax.Array, int]]]:
-        """The log-probabilities of the prompts' tokens after this input, where they are asked for.
-
-        By place in the batch, in parts.
-        """
-        asked = np.flatnonzero(message.sampling["prompt_logprobs"] >= 0)
-        scored: dict[int, list[tuple[jax.Array, int]]] = {int(i): [] for i in asked}
-        if not scored:
-            return scored
-        for place, at, flat in scored_parts(message, self._shape.max_blocks):
-            part = self._past_last_layer(self.stage.score, hidden, at, flat)
-            scored[place].append((part, flat.n_tokens))
-        return scored
-
-    def _pool(self, hidden: jax.Array, message: ControlMessage) -> list[tuple[jax.Array, list[int]]]:
-        """The sums of hidden states that rows ask for, in parts with the rows' places in the batch."""
-        pooled: list[tuple[jax.Array, list[int]]] = []
-        if not (message.sampling["flags"] & POOLED).any():
-            return pooled
-        for places, at, flat in pooled_parts(message, message.n_pooled, self._shape):
-            part = self._past_last_layer(self.stage.pool, hidden, at, flat)
-            pooled.append((part, places))
-        return pooled
-
-    def _route_again(self, hidden: jax.Array, message: ControlMessage) -> list[RoutedAgain]:
-        """The last layer's experts of the rows that ask and have more than one token."""
-        wants = (message.sampling["flags"] & ROUTED > 0) & (message.input_length > 1)
-        again = list[RoutedAgain]()
-        for _, at, flat in pooled_parts(message, message.input_length * wants, self._shape):
-            ids = self._past_last_layer(self.stage.route, hidden, at, flat)
-            again.append(RoutedAgain(ids, at[: flat.n_tokens]))
-        return again
-
-    def _past_last_layer(
-        self, program: Program, hidden: jax.Array, at: npt.NDArray[np.int32], flat: FlatBatch
-    ) -> jax.Array:
-        """One of the stage's programs over the tokens `at` of the batch, laid out anew as `flat`.
-
-        The last layer's cache is what the forward pass left: the next one has not begun.
-        """
-        words = self.stage.score_buffer.fill(flat) if self._has_words else flat.buffer
-        tokens, buffer = jax.device_put((at, words), self._place)
-        x = self.stage.take(hidden, tokens)
-        return program(self.stage.weights, x, self._caches[-1], buffer, layout=flat.layout)
 
 
 class LocalIteration:
@@ -309,6 +241,9 @@ class LocalWorkers:
     def __init__(self, workers: Sequence[Worker], sizes: BatchSizes) -> None:
         self.workers = tuple(workers)
         self.sizes = sizes
+        chooser = self.workers[-1].chooser
+        assert chooser is not None, "the last stage samples"
+        self._chooser = chooser
         self._links = [DeviceLink(worker.stage.part.group) for worker in self.workers]
         self._to_do: deque[LocalIteration] = deque()
 
@@ -332,16 +267,17 @@ class LocalWorkers:
                 message, flat = iteration.message, iteration.flat
                 if iteration.out is None:
                     for worker in self.workers:
-                        worker.copy_blocks(message)
+                        worker.prepare(message)
                     if iteration.encoder_flat is not None:
                         self._encode(iteration.encoder_flat)
                     iteration.out = self._forward(iteration)
                 words = iteration.words() if flat.programs.allow else None
                 if flat.programs.allow and words is None:
                     return
-                iteration.tokens = self.workers[-1].choose(
-                    iteration.out, message, flat, words, iteration.routed
-                )
+                last, chooser = iteration.out, self._chooser
+                reads = self.workers[-1].read_prompts(last, message, iteration.routed)
+                words = None if words is None else row_words(words, message, flat)
+                iteration.tokens = chooser.choose(last.logits, last.rows, flat.programs, words, reads)
                 iteration.out = None
                 self._to_do.popleft()
         except Exception:
@@ -381,7 +317,3 @@ def programs_by_stage(workers: Sequence[Worker], sizes: BatchSizes) -> list[list
         ]
         for i, worker in enumerate(workers)
     ]
-
-
-def _tokens(layout: FlatLayout) -> str:
-    return f"{layout.n_tokens} tokens" if layout.n_tokens > 1 else "1 token"

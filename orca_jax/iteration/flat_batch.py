@@ -101,6 +101,11 @@ class FlatLayout:
         )  # fmt: skip
 
     @property
+    def said(self) -> str:
+        """Its number of tokens in words."""
+        return f"{self.n_tokens} tokens" if self.n_tokens > 1 else "1 token"
+
+    @property
     def size(self) -> int:
         """The buffer's size in 32-bit words, a multiple of 64."""
         return aligned(_places(self)[-1][0].stop)

@@ -13,12 +13,10 @@ import pytest
 
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
-from orca_jax.execution.sampling import DeviceTokens
-from orca_jax.execution.stage import Last
+from orca_jax.execution.sampling import DeviceTokens, TokenChooser
 from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.iteration.flat_batch import FlatBatch
-from orca_jax.iteration.message import ControlMessage
 from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import Request
 from orca_jax.scheduling.timeline import IterationRecord
@@ -82,7 +80,7 @@ class Recorded:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """Every forward pass of a worker, and every reading of tokens by the host."""
     result = Recorded()
-    forward, choose, fetch = Worker.forward, Worker.choose, DeviceTokens.fetch
+    forward, choose, fetch = Worker.forward, TokenChooser.choose, DeviceTokens.fetch
     stage, iteration = 0, -1
     iteration_of: dict[int, int] = {}
     kept: list[DeviceTokens] = []  # so that no id is given twice
@@ -95,8 +93,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
         result.calls.append(("forward", iteration, stage))
         return forward(self, flat, arrived)
 
-    def recording_choose(self: Worker, last: Last, message: ControlMessage, *others: Any) -> DeviceTokens:
-        tokens = choose(self, last, message, *others)
+    def recording_choose(self: TokenChooser, *given: Any) -> DeviceTokens:
+        tokens = choose(self, *given)
         kept.append(tokens)
         iteration_of[id(tokens)] = iteration
         return tokens
@@ -106,7 +104,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
         return fetch(self)
 
     monkeypatch.setattr(Worker, "forward", recording_forward)
-    monkeypatch.setattr(Worker, "choose", recording_choose)
+    monkeypatch.setattr(TokenChooser, "choose", recording_choose)
     monkeypatch.setattr(DeviceTokens, "fetch", recording_fetch)
     return result
 
@@ -221,13 +219,13 @@ def test_the_host_waits_for_no_device_when_it_issues(
     held = jax.make_array_from_single_device_arrays(first.shape, first.sharding, on_device)
     monkeypatch.setattr(worker.stage, "weights", [held, *others])
     issued: list[DeviceTokens] = []
-    choose = Worker.choose
+    choose = TokenChooser.choose
 
-    def keep(self: Worker, *all_of_it: Any) -> DeviceTokens:
+    def keep(self: TokenChooser, *all_of_it: Any) -> DeviceTokens:
         issued.append(choose(self, *all_of_it))
         return issued[-1]
 
-    monkeypatch.setattr(Worker, "choose", keep)
+    monkeypatch.setattr(TokenChooser, "choose", keep)
     for request in requests(2 * n_stages, [2]):
         ran.pool.add(request)
     for _ in range(n_stages - 1):  # the step after these waits for the first batch

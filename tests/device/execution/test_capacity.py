@@ -69,7 +69,7 @@ def test_an_engine_allocates_what_was_planned(model: ModelConfig, n_stages: int,
         for device in part.group.devices:
             assert bytes_on(device, worker.stage.weights) == memory.weights
             assert bytes_on(device, worker._caches) == memory.slot * SERVING.n_slots
-            chooser = worker._chooser
+            chooser = worker.chooser
             kept = worker.last_token if chooser is None else (worker.last_token, chooser._tables)
             assert bytes_on(device, kept) == memory.tables
 

@@ -61,7 +61,8 @@ def test_both_forms_choose_and_tell_the_same(sampler: Sampler, changes: bool) ->
         words = rng.integers(-(2**31), 2**31, (N_ROWS, n_words(VOCAB))).astype(np.int32) if changes else None
         batch, results = SamplerArrays(*rows), []
         for chooser in choosers:
-            tokens, told = chooser._run(logits, jax.device_put(rows, place), programs, words)
+            chosen = chooser.choose(logits, jax.device_put(rows, place), programs, words)
+            tokens, told = chosen.tokens, chosen.logprobs
             assert told is not None
             results.append((np.asarray(tokens), as_records(np.asarray(told)), np.asarray(chooser.last_token)))
         (ours, told, last), (theirs, expected, their_last) = results

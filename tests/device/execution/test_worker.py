@@ -48,13 +48,16 @@ def compilations() -> Iterator[list[str]]:
 
 
 def chooser(device: Worker) -> TokenChooser:
-    assert device._chooser is not None
-    return device._chooser
+    assert device.chooser is not None
+    return device.chooser
 
 
 def issue(device: Worker, message: ControlMessage, flat: FlatBatch) -> DeviceTokens:
     """An iteration without constrained rows."""
-    return device.choose(device.forward(flat, device.last_token), message, flat, None)
+    device.prepare(message)
+    last = device.forward(flat, device.last_token)
+    reads = device.read_prompts(last, message, [])
+    return chooser(device).choose(last.logits, last.rows, flat.programs, None, reads)
 
 
 def batch(

@@ -1,0 +1,107 @@
+"""What rows ask of their input tokens: a prompt's log-probabilities, embeddings, and all tokens' experts.
+
+The last layer of a forward pass runs each row's last token alone. The other tokens of rows that ask pass
+through it once more, in parts (iteration/rows/scored.py, pooled.py), with the cache that the pass left.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.execution.programs import Program, ToCompile
+from orca_jax.execution.sampling import PromptReads
+from orca_jax.execution.stage import Stage
+from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch
+from orca_jax.iteration.message import POOLED, ROUTED, ControlMessage
+from orca_jax.iteration.rows.pooled import pooled_layout, pooled_parts
+from orca_jax.iteration.rows.scored import SCORED, scored_layout, scored_parts
+from orca_jax.iteration.shape import EngineShape
+from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.routed import DeviceRouted, RoutedAgain
+
+
+class PromptReader:
+    """Starts the last stage's programs that read prompts. `has_words`: the host makes the stage's buffer."""
+
+    def __init__(
+        self, stage: Stage, shape: EngineShape, place: jax.sharding.Sharding, *, has_words: bool
+    ) -> None:
+        self._stage, self._shape, self._place, self._has_words = stage, shape, place, has_words
+
+    def read(
+        self,
+        hidden: jax.Array,
+        cache: LayerCache,
+        message: ControlMessage,
+        routed: Sequence[DeviceRouted] = (),
+    ) -> PromptReads | None:
+        """Start what rows ask for; None if they ask for nothing.
+
+        `hidden` [T, H] and `cache` are the last layer's, of the iteration whose next one has not begun.
+        """
+        scores: dict[int, list[tuple[jax.Array, int]]] = {
+            place: [] for place in np.flatnonzero(message.sampling["prompt_logprobs"] >= 0).tolist()
+        }
+        pools = bool((message.sampling["flags"] & POOLED).any())
+        if not (scores or pools or routed):
+            return None
+        if scores:
+            for place, at, flat in scored_parts(message, self._shape.max_blocks):
+                part = self._past_last_layer(self._stage.score, hidden, cache, at, flat)
+                scores[place].append((part, flat.n_tokens))
+        pooled: list[tuple[jax.Array, list[int]]] = []
+        if pools:
+            for places, at, flat in pooled_parts(message, message.n_pooled, self._shape):
+                part = self._past_last_layer(self._stage.pool, hidden, cache, at, flat)
+                pooled.append((part, places))
+        return PromptReads(scores, pooled, routed)
+
+    def route_again(self, hidden: jax.Array, cache: LayerCache, message: ControlMessage) -> list[RoutedAgain]:
+        """The last layer's experts of the rows that ask and have more than one token."""
+        wants = (message.sampling["flags"] & ROUTED > 0) & (message.input_length > 1)
+        again = list[RoutedAgain]()
+        for _, at, flat in pooled_parts(message, message.input_length * wants, self._shape):
+            ids = self._past_last_layer(self._stage.route, hidden, cache, at, flat)
+            again.append(RoutedAgain(ids, at[: flat.n_tokens]))
+        return again
+
+    def programs(
+        self, sizes: BatchSizes, weights: Sequence[Any], cache: Any, hidden_like: Any
+    ) -> Iterator[ToCompile]:
+        """All that rows may ask for; `hidden_like(n)` describes an array of `n` tokens' hidden states."""
+        stage = self._stage
+        scored, pooled = scored_layout(sizes.shape.max_blocks), pooled_layout(sizes.shape)
+        for name, program, layout in (
+            ("a prompt's log-probabilities", stage.score, scored),
+            ("embeddings of prompts", stage.pool, pooled),
+            ("the last layer's experts of prompts", stage.route if stage.last_is_sparse else None, pooled),
+        ):
+            if program is not None:
+                buffer = self._words_like(stage.score_buffer.size(layout))
+                arrays = (weights, hidden_like(SCORED), cache, buffer)
+                yield ToCompile(name, partial(program.compile, *arrays, layout=layout))
+        for layout in sorted(sizes.layouts, key=lambda layout: -layout.n_tokens):
+            take = partial(stage.take.compile, hidden_like(layout.n_tokens), self._words_like(SCORED))
+            yield ToCompile(f"a prompt's hidden states, {layout.said}", take)
+
+    def _words_like(self, n_words: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=self._place)
+
+    def _past_last_layer(
+        self,
+        program: Program,
+        hidden: jax.Array,
+        cache: LayerCache,
+        at: npt.NDArray[np.int32],
+        flat: FlatBatch,
+    ) -> jax.Array:
+        """One of the stage's programs over the tokens `at` of the batch, laid out anew as `flat`."""
+        words = self._stage.score_buffer.fill(flat) if self._has_words else flat.buffer
+        tokens, buffer = jax.device_put((at, words), self._place)
+        x = self._stage.take(hidden, tokens)
+        return program(self._stage.weights, x, cache, buffer, layout=flat.layout)
