@@ -1,42 +1,16 @@
-"""Prompts: the arguments of `LLM` as lists of equal length, and a prompt that has been checked."""
+"""The arguments of `LLM`, normalized: prompts and sampling parameters as lists of equal length."""
 
 # Users' values are checked at run time too, whatever the annotations promise.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from orca_jax.errors import InvalidPrompt, InvalidSamplingParameter
-from orca_jax.request.pooling import Pooling
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedPrompt:
-    """A prompt that admission accepted, together with up to `n_output` output tokens.
-
-    With an encoder, `encoder_ids` is the prompt and `token_ids` the decoder's. `given_ids` are the output
-    tokens, if they are given and not sampled. The service adds how its requests are scheduled; see `Request`,
-    also for `pooling`.
-    """
-
-    token_ids: tuple[int, ...]
-    n_output: int
-    encoder_ids: tuple[int, ...] = ()
-    given_ids: tuple[int, ...] = ()
-    pooling: Pooling | None = None
-    priority: int = 0
-    cache_salt: tuple[str, ...] = ()
-    block_hashes: tuple[bytes, ...] | None = None
-
-    @property
-    def n_input(self) -> int:
-        """Tokens of what the user sent; with an encoder, of its input."""
-        return len(self.encoder_ids or self.token_ids)
 
 
 def prompt_token_ids(model: str, tokenizer: Tokenizer | None, prompt: object) -> list[int]:

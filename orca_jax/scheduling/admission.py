@@ -7,7 +7,7 @@ from typing import NamedTuple
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EmptyPrompt, NotSupported, PromptTooLong, RequestTooLarge, TokenOutOfRange
 from orca_jax.families.model_config import Encoder, ModelConfig
-from orca_jax.request.prompts import CheckedPrompt
+from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager, most_blocks

@@ -19,7 +19,8 @@ from orca_jax.errors import (
     RequestCancelled,
 )
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.request.prompts import CheckedPrompt, prompt_token_ids
+from orca_jax.request.checked_prompt import CheckedPrompt
+from orca_jax.request.prompts import prompt_token_ids
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams

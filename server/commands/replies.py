@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from orca_jax.request.chat.chat_prompts import ChatPrompts
 from orca_jax.request.chat.conversation import prompt_text
 from orca_jax.request.chat.template_files import load_chat_template
-from orca_jax.request.prompts import CheckedPrompt
+from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.service.generation import Generation
 from orca_jax.service.prepared_params import OutputRules

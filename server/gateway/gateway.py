@@ -22,7 +22,7 @@ from orca_jax.errors import (
     RequestTimedOut,
     WorkerLost,
 )
-from orca_jax.request.prompts import CheckedPrompt
+from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.request_pool import Delivery

@@ -9,8 +9,8 @@ from orca_jax.config import ServingConfig
 from orca_jax.errors import InvalidPrompt, InvalidRequest, PromptTooLong
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.chat.chat_template import Templates
+from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
-from orca_jax.request.prompts import CheckedPrompt
 from orca_jax.request.routed_experts import Routing
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from starlette.types import Receive
 
 import orca_jax
 from orca_jax.errors import InvalidPrompt, InvalidRequest
-from orca_jax.request.prompts import CheckedPrompt
+from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from starlette.types import Receive
 
-from orca_jax.request.prompts import CheckedPrompt
+from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.request import FinishReason
 from orca_jax.request.routed_experts import EncodedIds, as_base64
 from orca_jax.service.output import Piece

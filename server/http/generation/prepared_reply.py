@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from orca_jax.errors import NotSupported
 from orca_jax.request.chat.conversation import reads_effort
-from orca_jax.request.prompts import CheckedPrompt
+from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.prepared_params import OutputRules
