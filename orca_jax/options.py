@@ -57,18 +57,20 @@ class Or(NamedTuple):
     form: str
 
 
-class In(tuple[str, ...]):
+class _Names(tuple[str, ...]):
+    def __new__(cls, *names: str) -> Self:
+        return super().__new__(cls, names)
+
+
+class In(_Names):
     """The commands that have the option's flag, if not the usual ones; none: only `LLM` has the option."""
 
-    def __new__(cls, *commands: str) -> "In":
-        return super().__new__(cls, commands)
 
-
-class Also(In):
+class Also(_Names):
     """Commands that have the option's flag besides the usual ones."""
 
 
-class Hidden(In):
+class Hidden(_Names):
     """Values for tests, which no command offers."""
 
 
