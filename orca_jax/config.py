@@ -20,7 +20,7 @@ OnCompile = Literal["warn", "error"]
 COMPILE_CACHE = "~/.cache/orca_jax/compiled"  # the default folder for compiled programs
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)  # only a base: quicker to make
 class ServingOptions(Options):
     """The parameters of Algorithm 1 and the limits of an engine. None: from the model and the memory."""
 

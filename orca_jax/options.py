@@ -273,7 +273,7 @@ def _annotations(config: type) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)  # only a base: quicker to make
 class Options:
     """A dataclass of options. Raises ConfigError when made with a value that an option may not have."""
 

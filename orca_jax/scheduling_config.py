@@ -15,7 +15,7 @@ Reservation = Literal["full", "on-demand"]
 QueueOrder = Literal["fcfs", "priority", "fair", "longest-prefix"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)  # only a base: quicker to make
 class SchedulingOptions(Options):
     """The scheduler's options (docs/scheduling.md). None: on, except where another option excludes it."""
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from orca_jax.workers.worker_options import WorkerLink
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerFlags:
     """The stage, its addresses and its link. The server sends the batch sizes."""
 
@@ -35,7 +35,7 @@ class WorkerFlags:
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanFlags:
     """The devices, and what is computed for them."""
 
