@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 def stack(frame: FrameType | None) -> list[Call]:
-    """The functions of this repository on a stack, outermost first; without this script's own.
+    """The engine's and the server's functions on a stack, outermost first; without those of scripts and tests.
 
     A list comprehension is a function in Python 3.11, and not in 3.12.
     """
@@ -52,8 +52,10 @@ def stack(frame: FrameType | None) -> list[Call]:
     while frame is not None:
         code, frame = frame.f_code, frame.f_back
         path = Path(code.co_filename)
-        if path.is_relative_to(ROOT) and path != Path(__file__) and "<listcomp>" not in code.co_qualname:
-            calls.append(Call(code.co_qualname, path.relative_to(ROOT).as_posix(), code.co_firstlineno))
+        if path.is_relative_to(ROOT) and "<listcomp>" not in code.co_qualname:
+            file = path.relative_to(ROOT)
+            if file.parts[0] in ("orca_jax", "server"):
+                calls.append(Call(code.co_qualname, file.as_posix(), code.co_firstlineno))
     return calls[::-1]
 
 
@@ -152,7 +154,7 @@ def table(name: str, calls: Sequence[Call]) -> list[str]:
     """A list in Markdown, one call a line."""
     lines = [f"{name}, {len(calls)} calls:", ""]
     lines += [
-        f"{i + 1}. `{call.name}` [{call.file}:{call.line}](../{call.file}#L{call.line})"
+        f"{i + 1}. `{call.name}`, [{call.file}](../{call.file}) line {call.line}"
         for i, call in enumerate(calls)
     ]
     return [*lines, ""]
@@ -168,7 +170,7 @@ def lists() -> str:
 
 def without_lines(text: str) -> str:
     """The text without line numbers, which change with every edit above a function."""
-    return re.sub(r":\d+\]|#L\d+", "", text)
+    return re.sub(r" line \d+", "", text)
 
 
 def main() -> int:
