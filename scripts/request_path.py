@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 def stack(frame: FrameType | None) -> list[Call]:
-    """The engine's and the server's functions on a stack, outermost first; without those of scripts and tests.
+    """The functions of the engine and the server on a stack, outermost first.
 
     A list comprehension is a function in Python 3.11, and not in 3.12.
     """
