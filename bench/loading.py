@@ -32,7 +32,7 @@ from rich.table import Table
 
 from bench.peers.checkpoint import write_random_checkpoint
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import ParallelConfig
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from orca_jax.checkpoint.directory import load_directory
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import Attention, Dtype, ParallelConfig, Sizes
 from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.families.model_config import ModelConfig
@@ -69,7 +69,7 @@ class BareEngine:
         if directory is None:
             self.parameters = [random_parameters(model, seed, element, place) for place in placements]
         else:
-            loaded = load_directory(directory, dtype=element, placements=placements)
+            loaded = load_checkpoint(directory, dtype=element, placements=placements)
             self.parameters = loaded.stages
         self.serving = chosen_sizes(
             model, element, parts, sizes, n_devices=pipeline_parallel, attention=attention

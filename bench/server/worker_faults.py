@@ -33,7 +33,7 @@ from bench.server.repeated_streams import KnownStream, RepeatedStreams, asked
 from bench.server.server_process import ServerProcess
 from bench.server.sure_choices import sure_choices
 from orca_jax import LLM, SamplingParams
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.model_files.found_model import DEMO_MODEL
 
 N_STREAMS = 24

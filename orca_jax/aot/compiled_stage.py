@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.stage import Stage
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
+from orca_jax.families.weight_form import HeldArray
 from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.iteration.rows.scored import SCORED, scored_layout
 from orca_jax.model.kv_cache import LayerCache, cache_shape, layer_cache
+from orca_jax.model.weight import held
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
 
@@ -46,12 +48,16 @@ def described_array(
     return cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype, sharding=place))
 
 
-def placed_parameters(model: ModelConfig, part: StagePart, dtype: DTypeLike = DTYPE) -> dict[str, jax.Array]:
+def placed_parameters(model: ModelConfig, part: StagePart, dtype: DTypeLike = DTYPE) -> dict[str, Any]:
     """A stage's parameters as placeholders."""
     table = parameter_table(model)
+
+    def described(array: HeldArray, place: jax.sharding.Sharding) -> jax.Array:
+        return described_array(array.shape, place, array.dtype)
+
     return {
-        name: described_array(table[name].held_shape, place, table[name].held_dtype(dtype))
-        for name, place in part.placement(model).items()
+        name: jax.tree.map(described, held(table[name], dtype, lambda array: array), places)
+        for name, places in part.placement(model).items()
     }
 
 

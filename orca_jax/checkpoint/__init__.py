@@ -1,4 +1,4 @@
 """Reads and writes weights: safetensors, Orbax, and conversion between them.
 
-Only each device's own part is read. Start with load.py.
+Only each device's own part is read. Start with directory.py.
 """

@@ -78,7 +78,7 @@ def convert_checkpoint(
     table = parameter_table(model)
     shapes = {name: parameter.shape for name, parameter in table.items()}
     dtypes = {
-        name: table[name].held_dtype(_DTYPES[dtype]) if dtype else _own_dtype(parts[name]) for name in shapes
+        name: table[name].dense_dtype(_DTYPES[dtype]) if dtype else _own_dtype(parts[name]) for name in shapes
     }
     reader = _Reader(parts, table, dtypes, on_bytes)
     try:

@@ -5,9 +5,10 @@ consistency before any weight is read. Then each parameter is read shard by shar
 are needed, so the host holds one shard in addition to what is placed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -20,48 +21,52 @@ from orca_jax.checkpoint.shard_reader import Parts, Place, bytes_read, put
 from orca_jax.errors import ConfigError, UnsupportedModel
 from orca_jax.families.hf_config import read_hf_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import parameter_table
+from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.strict_json import shown
 from orca_jax.families.trainers.orca_json import read_description
+from orca_jax.families.weight_form import DENSE, Dense, WeightForm
+from orca_jax.model.weight import kind_of
 from orca_jax.model_files.description import is_orbax
+from orca_jax.model_files.locate import find_directory
+from orca_jax.sharding.partition import Placement
+from orca_jax.sharding.specs import in_form, place_of_dense
 
 _DTYPES = tuple(np.dtype(dtype) for dtype in (np.float32, ml_dtypes.bfloat16, np.float16))
-
-Placement = Mapping[str, jax.sharding.Sharding]  # a stage's parameters by name
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on its devices: each stage's parameters by name, shaped as in `parameter_shapes(config)`."""
+    """A model on its devices: each stage's parameters by name, in the forms of `parameter_table(config)`."""
 
     config: ModelConfig
-    stages: list[dict[str, jax.Array]]
+    stages: list[dict[str, Any]]
     directory: Path
 
     @property
-    def parameters(self) -> dict[str, jax.Array]:
+    def parameters(self) -> dict[str, Any]:
         """The parameters of the only stage."""
         (parameters,) = self.stages
         return parameters
 
 
-def load_directory(
-    directory: Path,
+def load_checkpoint(
+    path_or_name: str | Path,
     *,
     dtype: DTypeLike,
     vocab_multiple: int = 1,
     kv_repeats: int = 1,
     packed: bool = False,
+    linear_form: WeightForm = DENSE,
     placements: Sequence[Placement] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
-    """Read a checkpoint and put its parameters onto devices.
+    """Read a checkpoint, from a directory or from the hub, and put its parameters onto devices.
 
     The directory has config.json and either model.safetensors or model.safetensors.index.json with its files
     (if both exist, the single file is read, as in transformers); or it is an Orbax checkpoint with orca.json
     or config.json. The weights are converted to `dtype`: float32, bfloat16 or float16. `vocab_multiple` pads
     the vocabulary's rows with zeros, and each K/V head is read `kv_repeats` times (ModelConfig). With
-    `packed` experts in MXFP4 stay so.
+    `packed` experts in MXFP4 stay so, and matrices of linear layers are held in `linear_form`.
 
     `placements` has a mapping from parameter names to shardings for each stage of this process. Parameters
     that no stage names are not read; those that several name (a tied embedding) are read once. Without
@@ -74,12 +79,14 @@ def load_directory(
     target = np.dtype(dtype)
     if target not in _DTYPES:
         raise ConfigError(f"dtype is {target.name}; it must be float32, bfloat16 or float16")
+    directory = find_directory(path_or_name)
     model, parts = find_parameters(directory, kv_repeats, packed=packed)
-    config = replace(model, vocab_multiple=vocab_multiple)
+    config = replace(model, vocab_multiple=vocab_multiple, linear_form=linear_form)
     table = parameter_table(config)
-    shapes = {name: parameter.held_shape for name, parameter in table.items()}
+    read = {name: parameter.array_to_read(target) for name, parameter in table.items()}
+    shapes = {name: array.shape for name, array in read.items()}
 
-    wanted: dict[str, dict[int, Place]] = {name: {0: None} for name in parts}  # in the order of reading
+    wanted: dict[str, dict[int, Any]] = {name: {0: None} for name in parts}  # in the order of reading
     if placements is not None:
         unknown = {name for placement in placements for name in placement} - set(shapes)
         assert not unknown, unknown
@@ -88,20 +95,45 @@ def load_directory(
             for name in parts
         }
     n_bytes = {
-        name: bytes_read(parts[name], shapes[name], [*places.values()]) for name, places in wanted.items()
+        name: bytes_read(parts[name], shapes[name], _places(table[name], places.values()))
+        for name, places in wanted.items()
     }
     total, done = sum(n_bytes.values()), 0
-    stages: list[dict[str, jax.Array]] = [{} for _ in placements or [None]]
+    stages: list[dict[str, Any]] = [{} for _ in placements or [None]]
     for name, places in wanted.items():
         if not places:
             continue
-        arrays = put(parts[name], shapes[name], table[name].held_dtype(target), [*places.values()])
-        for i, array in zip(places, arrays, strict=True):
-            stages[i][name] = array
+        loaded = put_in_form(parts[name], table[name], target, [*places.values()])
+        for i, weight in zip(places, loaded, strict=True):
+            stages[i][name] = weight
         done += n_bytes[name]
         if on_bytes is not None:
             on_bytes(done, total)
     return Checkpoint(config, stages, directory)
+
+
+def put_in_form(parts: Parts, parameter: Parameter, dtype: np.dtype, places: Sequence[Any]) -> list[Any]:
+    """Read a parameter onto each of `places`, in its form. Raises TensorMismatch or CorruptFile.
+
+    Where checkpoints have no such form, the dense numbers are read first, and encoded on the devices.
+    """
+    array, form = parameter.array_to_read(dtype), parameter.form
+    read = put(parts, array.shape, array.dtype, _places(parameter, places))
+    if isinstance(form, Dense):
+        return read
+    if form.stored:
+        (name,) = parameter.held_arrays(dtype)
+        return [kind_of(form)(form, {name: one}) for one in read]
+    return [in_form(parameter, one, place) for one, place in zip(read, places, strict=True)]
+
+
+def _places(parameter: Parameter, places: Iterable[Any]) -> list[Place]:
+    """Where what is read goes."""
+    if isinstance(parameter.form, Dense):
+        return [*places]
+    if parameter.form.stored:
+        return [None if place is None else jax.tree.leaves(place)[0] for place in places]
+    return [None if place is None else place_of_dense(parameter, place) for place in places]
 
 
 def find_parameters(

@@ -16,7 +16,7 @@ from orca_jax.checkpoint.orbax_boxes import runs
 from orca_jax.checkpoint.safetensors_reader import StoredTensor
 from orca_jax.checkpoint.shard_reader import Box, Parts, Stored, read_box
 from orca_jax.errors import TensorMismatch
-from orca_jax.families.mixtures.mxfp4 import BLOCK, GREATEST_SCALE, unpack
+from orca_jax.families.mixtures.mxfp4 import BLOCK, GREATEST_SCALE, MXFP4, unpack
 from orca_jax.families.parameters import Parameter
 from orca_jax.families.stored_name import StoredName
 
@@ -33,7 +33,7 @@ def expert_shapes(parameter: Parameter, wanted: StoredName) -> list[tuple[int, .
 def parts_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, wanted: StoredName) -> Parts:
     """How the parameter is made of tensors of those shapes. Raises TensorMismatch."""
     number, n_rows, *columns = _sizes(parameter)
-    if parameter.packed and not wanted.mxfp4:
+    if parameter.form == MXFP4 and not wanted.mxfp4:
         raise TensorMismatch(f"{tensors[0]} is not packed in MXFP4, so it cannot stay packed")
     if wanted.mxfp4:
         blocks, scales = tensors
@@ -42,7 +42,7 @@ def parts_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, want
                 f"{blocks}: MXFP4 has blocks of {BLOCK} numbers, and {columns[0]} is no multiple of it"
             )
         n = number * n_rows
-        kind = PackedBytes if parameter.packed else PackedMatrix
+        kind = PackedBytes if parameter.form == MXFP4 else PackedMatrix
         stored: Stored = kind(
             replace(blocks, shape=(n, columns[0] // 2)), replace(scales, shape=(n, columns[0] // BLOCK))
         )
@@ -51,7 +51,8 @@ def parts_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, want
         stored = replace(tensors[0], shape=(number * first, *others))
     if not (wanted.transpose or wanted.alternating):
         return Parts((stored,))
-    return Parts((ExpertView(stored, parameter.held_shape, wanted.transpose, wanted.alternating),))
+    shape = parameter.array_to_read(stored.element).shape
+    return Parts((ExpertView(stored, shape, wanted.transpose, wanted.alternating),))
 
 
 def written_experts(values: np.ndarray, wanted: StoredName) -> np.ndarray:

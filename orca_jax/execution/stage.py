@@ -4,7 +4,7 @@ The choice of tokens is apart (sampling.py), so that a forward pass can go ahead
 waits for the host. What one iteration needs from the host comes as a single int32 buffer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -57,9 +57,9 @@ class Stage:
 
     `parameters` are those of `part.placement`, where that says, as arrays, or as jax.ShapeDtypeStruct with a
     sharding to compile without them. With `command_buffer_collectives` a GPU's command buffers hold the
-    forward pass's collectives too. Every program takes first `weights`, by the names in `names`, and last a
-    buffer, which `host_buffer` makes for `forward` and `score_buffer` for the others, and `layout`. Each of
-    the weights may be replaced between two calls by another of its shape, dtype and sharding.
+    forward pass's collectives too. Every program takes first `weights`, in which each parameter is at its
+    `places`, and last a buffer, which `host_buffer` makes for `forward` and `score_buffer` for the others,
+    and `layout`. A weight may be replaced between two calls by another of its shapes, dtypes and shardings.
 
     The model's last layer computes keys and values of all tokens, and the rest of each row's last token; one
     that a user wrote computes everything of all. `forward` gives (out, caches, routed), with `out` a Last in
@@ -85,7 +85,10 @@ class Stage:
         graph, state = nnx.split(parameters.decoder if own else Transformer(config, parameters, part.layers))
         # A flat tuple: each call passes every weight, and a deep tree costs the host more at each.
         self.weights, tree = jax.tree.flatten(state)
-        self.names = parameters.names if own else _flat_names(config, parameters, part)
+        if own:
+            self.places: Mapping[str, Any] = {name: i for i, name in enumerate(parameters.names)}
+        else:
+            self.places = _places(config, parameters, part)
         routing, device = Routing(*config.expert_routing), part.group.devices[0]
         # Of the model's last layer only each row's last token needs the part with the experts.
         last_is_sparse = part.last and config.layers[-1].feed_forward.experts is not None
@@ -116,6 +119,11 @@ class Stage:
         self.encode, self.cross = self._program(encode, donated=(1,)), self._program(cross, donated=(1,))
         take = jax.jit(stage_programs.take, out_shardings=part.group.place())
         self.take = Program(take, key=lambda hidden, at: hidden.shape[0])
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The weights by name, each in its form."""
+        return jax.tree.map(lambda place: self.weights[place], dict(self.places))
 
     def _forward(self, *arrays: Any, layout: FlatLayout) -> tuple[jax.Array | Last, list[LayerCache], Routed]:
         """stage_programs.forward on each device; with the last stage's logits the buffer's SamplerArrays."""
@@ -158,12 +166,12 @@ class Stage:
         return Program(made, key=lambda *arrays, layout: layout)
 
 
-def _flat_names(config: ModelConfig, parameters: Parameters, part: StagePart) -> list[str]:
-    """The names of a stage's parameters in the order of its flat weights."""
-    marks: Any = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in parameters.items()}
-    name_of = {id(mark): name for name, mark in marks.items()}
+def _places(config: ModelConfig, parameters: Parameters, part: StagePart) -> dict[str, Any]:
+    """Where each parameter is in a stage's flat weights: an index, or a FormedWeight of indices."""
+    marks = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), dict(parameters))
     leaves = jax.tree.leaves(nnx.state(Transformer(config, marks, part.layers)))
-    return [name_of[id(leaf)] for leaf in leaves]
+    place_of = {id(mark): i for i, mark in enumerate(leaves)}
+    return jax.tree.map(lambda mark: place_of[id(mark)], marks)
 
 
 def _gpu_options(*, command_buffer_collectives: bool) -> dict[str, str | bool]:

@@ -33,6 +33,7 @@ from orca_jax.iteration.rows.encoder import lay_out_encoder
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.routed import DeviceRouted, joined
 from orca_jax.model.transformer import Parameters
+from orca_jax.model.weight import model_dtype
 from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.partition import StagePart
 from orca_jax.workers.controller import Controller
@@ -178,8 +179,7 @@ class JaxStageDevice:
         if memory is not None:
             memory.restore()
             self._adapt(memory, 0, "")  # the next memory must have the weights without any
-        parameters = dict(zip(worker.stage.names, worker.stage.weights, strict=True))
-        self._model = replace(self._model, parameters=parameters)
+        self._model = replace(self._model, parameters=worker.stage.parameters)
 
     def _arrange(self, worker: Worker, order: StartOrder) -> None:
         """The weights and caches that an epoch is ordered to have."""
@@ -220,7 +220,7 @@ class JaxStageDevice:
         """A worker for these sizes, with every program compiled that it may need."""
         model = self._model
         self._compiles.watch(None, model.on_compile)
-        dtype = next(iter(model.parameters.values())).dtype
+        dtype = model_dtype(model.parameters)
         assert shape.vocab_size == model.config.vocab_size, "the model's digest was compared"
         room = stage_room(
             model.config,

@@ -13,25 +13,29 @@ class StageWeights:
 
     def __init__(self, stage: Stage) -> None:
         self._arrays: list[Any] = stage.weights
-        self._place_of = {name: i for i, name in enumerate(stage.names)}
+        self._places = stage.places
         self._shardings = [array.sharding for array in stage.weights]
-        self._parked: dict[int, np.ndarray] = {}  # those that are not on the device
+        self._parked: dict[int, np.ndarray] = {}  # arrays that are not on the device
 
     def __contains__(self, name: str) -> bool:
-        return name in self._place_of
+        return name in self._places
 
-    def sharding(self, name: str) -> jax.sharding.Sharding:
-        """Where the weight lies while it is on the device."""
-        return self._shardings[self._place_of[name]]
+    def sharding(self, name: str) -> Any:
+        """Where the weight lies while it is on the device: a Sharding, or a FormedWeight of such."""
+        return jax.tree.map(lambda i: self._shardings[i], self._places[name])
 
-    def copy(self, name: str) -> np.ndarray:
-        """A copy of the whole weight in host memory."""
-        i = self._place_of[name]
+    def copy(self, name: str) -> Any:
+        """A copy of the whole weight in host memory, in its form."""
+        return jax.tree.map(self._copied, self._places[name])
+
+    def replace(self, name: str, weight: Any) -> None:
+        """Put a weight into the place of another; the old one's memory is freed."""
+        jax.tree.map(self._put, self._places[name], weight)
+
+    def _copied(self, i: int) -> np.ndarray:
         return self._parked[i].copy() if i in self._parked else np.array(self._arrays[i])
 
-    def replace(self, name: str, array: jax.Array) -> None:
-        """Put a weight into the place of another; the old one's memory is freed."""
-        i = self._place_of[name]
+    def _put(self, i: int, array: jax.Array) -> None:
         self._parked.pop(i, None)
         self._arrays[i] = array
 
@@ -43,7 +47,7 @@ class StageWeights:
                 self._arrays[i] = None
 
     def unpark(self) -> None:
-        """Move those that are in host memory back to the device."""
+        """Move the weights that are in host memory back to the device."""
         for i in [*self._parked]:
             value = jax.device_put(self._parked[i], self._shardings[i], may_alias=False)
             self._arrays[i] = jax.block_until_ready(value)

@@ -26,6 +26,7 @@ from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.kv_cache import LayerCache, cache_shape, copy_blocks, layer_cache
 from orca_jax.model.routed import DeviceRouted, Routed, RoutedAgain
 from orca_jax.model.transformer import Parameters
+from orca_jax.model.weight import model_dtype
 from orca_jax.request.sampled import Sampled
 from orca_jax.sharding.link import DeviceLink
 from orca_jax.sharding.partition import StagePart
@@ -53,7 +54,7 @@ class Worker:
         attention: Attention | None = None,
         caches: bool = True,
     ) -> None:
-        group, self._dtype = part.group, next(iter(parameters.values())).dtype
+        group, self._dtype = part.group, model_dtype(parameters)
         self._n_rows = shape.n_rows
         self._shape = shape
         self._no_copies = np.full((shape.max_rows, 2), shape.n_blocks, np.int32)  # out of range

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 from orca_jax.errors import ConfigError
 from orca_jax.families.limits import check_size
 from orca_jax.families.model_config import Layer, ModelConfig
+from orca_jax.families.weight_form import DENSE
 
 Bad = Callable[[str, str, object], Exception]  # the error for a field's name, what is expected, and its value
 
@@ -20,6 +21,8 @@ Bad = Callable[[str, str, object], Exception]  # the error for a field's name, w
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """What `config_from_json` reads as this model."""
     values: dict[str, Any] = asdict(config) | {"layers": _grouped(config.layers)}
+    form = values.pop("linear_form")  # what the devices hold, not what the model is
+    assert config.linear_form == DENSE, form
     if config.encoder is not None:
         values["encoder"]["layers"] = _grouped(config.encoder.layers)
     return values

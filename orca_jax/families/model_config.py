@@ -15,6 +15,7 @@ from orca_jax.families.limits import check_choice, check_positive, check_size
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.mixtures.mxfp4 import BLOCK
 from orca_jax.families.norm_config import Norm
+from orca_jax.families.weight_form import DENSE, WeightForm
 
 Activation = Literal["gelu_tanh", "gelu", "relu", "silu"]
 Residual = Literal["pre", "post", "both", "after", "parallel", "parallel_two_norms"]
@@ -171,7 +172,7 @@ class ModelConfig:
     Layers may differ in all but the number and size of their heads. Without `positions` nothing is added to
     the token's embedding. `vocab_multiple` pads the embedding table to a multiple, for hardware or for
     sharding; padded ids are never sampled. Logits are multiplied by `logit_multiplier`, then capped:
-    logit_soft_cap * tanh(logits / logit_soft_cap).
+    logit_soft_cap * tanh(logits / logit_soft_cap). Matrices of linear layers are held in `linear_form`.
     """
 
     vocab_size: int
@@ -191,6 +192,7 @@ class ModelConfig:
     decoder_start_token_id: int | None = None
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
+    linear_form: WeightForm = DENSE
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_positions", "hidden_size", "vocab_multiple"):
@@ -324,6 +326,12 @@ class ModelConfig:
     def has_packed_experts(self) -> bool:
         """Whether its experts stay packed in MXFP4."""
         return any(each.experts is not None and each.experts.packed for each in self.feed_forwards)
+
+    @property
+    def fixed_weights(self) -> str | None:
+        """Why weights of this model cannot be replaced; None if they can."""
+        forms = {each.experts.form for each in self.feed_forwards if each.experts is not None}
+        return next((form.fixed for form in (*forms, self.linear_form) if form.fixed), None)
 
     def with_kv_heads(self, repeats: int) -> "ModelConfig":
         """The same model with each K/V head of the checkpoint `repeats` times in a row."""

@@ -34,7 +34,7 @@ An encoder's layers are `encoder.layers.{i}`; the first stage has all of them be
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -45,9 +45,9 @@ import numpy.typing as npt
 
 from orca_jax.families.attention_matrices import attention_matrices, latent_sizes
 from orca_jax.families.mixtures.experts_config import Experts
-from orca_jax.families.mixtures.mxfp4 import BLOCK, BLOCK_BYTES
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
+from orca_jax.families.weight_form import DENSE, EXACT, Dense, HeldArray, WeightForm, form_bytes
 
 SPLIT = frozenset("VKFSN")
 _HEADS = frozenset("KN")
@@ -55,11 +55,11 @@ _HEADS = frozenset("KN")
 EXPERT_SHARE = 128
 TOKEN_EMBEDDING, HEAD, HEAD_BIAS = "token_embedding", "head.weight", "head.bias"
 
-# normal: with deviation 0.02, as GPT-2 was initialised; packed: so in MXFP4
-Initial = Literal["normal", "ones", "zeros", "packed"]
+Initial = Literal["normal", "ones", "zeros"]  # normal: with deviation 0.02, as GPT-2 was initialised
 Use = Literal["embedding", "linear", "expert", "bias", "norm", "head"]
 Stage = Literal["first", "last", "both"]  # both: the first and the last
 
+_NO_PRODUCT = frozenset({"kv_b"})  # matrices of linear layers that attention reads itself, and so dense
 _COUNT = re.compile(r"[GX\d+]+")  # an axis that counts matrices
 _LAYER = re.compile(r"(encoder\.)?layers\.(\d+)\.")
 ENCODER = "encoder."
@@ -69,8 +69,7 @@ ENCODER = "encoder."
 class Parameter:
     """One weight. `shape` has a size for each of `axes`; `stage` is None for a weight of a layer.
 
-    `exact`: it is float32 in a model of any dtype. `whole`: each device has whole experts, whatever their
-    size. `packed`: the weight is bytes of MXFP4.
+    `whole`: each device has whole experts, whatever their size. `form` says in which arrays it is held.
     """
 
     axes: tuple[str, ...]
@@ -78,22 +77,31 @@ class Parameter:
     initial: Initial
     use: Use
     stage: Stage | None = None
-    exact: bool = False
+    form: WeightForm = DENSE
     whole: bool = False
 
     @property
-    def packed(self) -> bool:
-        return self.initial == "packed"
+    def n_in(self) -> int:
+        """The number of its last axes that are inputs of a matrix."""
+        return len(self.axes) - 1 if self.takes_attention else 1
 
-    @property
-    def held_shape(self) -> tuple[int, ...]:
-        """The shape of the array: of packed rows first the numbers, two in a byte, then their scales."""
-        *others, last = self.shape
-        return (*others, last // BLOCK * BLOCK_BYTES if self.packed else last)
+    def array_to_read(self, dtype: npt.DTypeLike) -> HeldArray:
+        """What is read of a checkpoint: the only array of its form, or the dense one, to be encoded."""
+        form = self.form if self.form.stored else DENSE
+        (array,) = form.arrays(self.shape, self.n_in, dtype).values()
+        return array
 
-    def held_dtype(self, dtype: npt.DTypeLike) -> np.dtype[Any]:
-        """The dtype of the array in a model of `dtype`."""
-        return np.dtype(np.uint8 if self.packed else np.float32 if self.exact else dtype)
+    def held_arrays(self, dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
+        """The arrays that hold it in a model of `dtype`, by their names in its form."""
+        return self.form.arrays(self.shape, self.n_in, dtype)
+
+    def dense_dtype(self, dtype: npt.DTypeLike) -> np.dtype[Any]:
+        """The dtype of its numbers where they are dense, in a model of `dtype`."""
+        return self.form.dtype(dtype) if isinstance(self.form, Dense) else np.dtype(dtype)
+
+    def n_bytes(self, n_devices: int, itemsize: int) -> int:
+        """The bytes that each of `n_devices` holds, in a model whose dtype has `itemsize` bytes."""
+        return form_bytes(self.form, self.local_shape(n_devices), self.n_in, itemsize)
 
     @property
     def counting_axes(self) -> tuple[int, ...]:
@@ -166,8 +174,8 @@ def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the array of every weight."""
-    return {name: parameter.held_shape for name, parameter in parameter_table(config).items()}
+    """Name and shape of every weight."""
+    return {name: parameter.shape for name, parameter in parameter_table(config).items()}
 
 
 def stage_parameters(config: ModelConfig, layers: range) -> dict[str, Parameter]:
@@ -233,11 +241,12 @@ def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
             else (("up", inner, ("H",), feed_forward.bias), ("down", ("H",), ("F",), feed_forward.bias))
         ),
     ):
-        found[f"{name}.weight"] = _parameter((*out, *into), sizes, "normal", "linear")
+        weight = _parameter((*out, *into), sizes, "normal", "linear")
+        found[f"{name}.weight"] = weight if name in _NO_PRODUCT else replace(weight, form=config.linear_form)
         if bias:
             found[f"{name}.bias"] = _parameter(out, sizes, "zeros", "bias")
     if feed_forward.experts is not None:
-        found |= _of_experts(feed_forward, feed_forward.experts, sizes)
+        found |= _of_experts(feed_forward, feed_forward.experts, sizes, config.linear_form)
     if attention.scores.relative is not None:
         sizes["U"] = attention.scores.relative.n_buckets
         found["relative_bias"] = _parameter(("U", "K"), sizes, "normal", "bias")
@@ -255,7 +264,9 @@ def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
     return found
 
 
-def _of_experts(own: FeedForward, experts: Experts, sizes: Mapping[str, int]) -> dict[str, Parameter]:
+def _of_experts(
+    own: FeedForward, experts: Experts, sizes: Mapping[str, int], form: WeightForm
+) -> dict[str, Parameter]:
     """The router, the experts, and what all tokens share."""
     sizes = {**sizes, "X": experts.number, "Y": experts.number, "S": experts.shared_size or 0}
     inner = ("X", "2", "F") if own.gated else ("X", "F")
@@ -263,46 +274,42 @@ def _of_experts(own: FeedForward, experts: Experts, sizes: Mapping[str, int]) ->
     if experts.router_bias:
         found["router.bias"] = _parameter(("Y",), sizes, "zeros", "bias")
     if experts.correction_bias:
-        found["router.correction"] = replace(_parameter(("Y",), sizes, "zeros", "bias"), exact=True)
+        found["router.correction"] = replace(_parameter(("Y",), sizes, "zeros", "bias"), form=EXACT)
     for name, out, into in (("up", inner, "H"), ("down", ("X", "H"), "F")):
-        weight = _parameter((*out, into), sizes, "packed" if experts.packed else "normal", "expert")
-        found[f"experts.{name}.weight"] = replace(weight, whole=experts.packed)
+        weight = _parameter((*out, into), sizes, "normal", "expert")
+        found[f"experts.{name}.weight"] = replace(weight, form=experts.form, whole=experts.packed)
         if own.bias:
             bias = _parameter(out, sizes, "zeros", "bias")
             found[f"experts.{name}.bias"] = replace(bias, whole=experts.packed)
     if experts.shared_size is not None:
-        found["shared.up.weight"] = _parameter(("2", "S", "H"), sizes, "normal", "linear")
-        found["shared.down.weight"] = _parameter(("H", "S"), sizes, "normal", "linear")
+        for name, axes in (("up", ("2", "S", "H")), ("down", ("H", "S"))):
+            weight = _parameter(axes, sizes, "normal", "linear")
+            found[f"shared.{name}.weight"] = replace(weight, form=form)
     if experts.shared_gate:
         found["shared.gate"] = _parameter(("H",), sizes, "normal", "bias")
     return found
 
 
 @lru_cache(maxsize=4096)
-def stage_elements(config: ModelConfig, layers: range, n_devices: int, *, packed: bool | None = None) -> int:
-    """Elements of weights on each of the `n_devices` of the stage of these layers.
+def stage_elements(config: ModelConfig, layers: range, n_devices: int) -> int:
+    """Elements of weights on each of the `n_devices` of the stage of these layers."""
+    return _sum_over_stage(config, layers, lambda one: math.prod(one.local_shape(n_devices)))
 
-    All, or with `packed` those of weights that are or are not.
-    """
-    outside = _elements(outside_parameters(config, layers).values(), n_devices, packed)
+
+@lru_cache(maxsize=4096)
+def stage_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
+    """Bytes of weights on each of the `n_devices` of the stage of these layers."""
+    return _sum_over_stage(config, layers, lambda one: one.n_bytes(n_devices, itemsize))
+
+
+def _sum_over_stage(config: ModelConfig, layers: range, count: Callable[[Parameter], int]) -> int:
+    """The sum of `count` over the weights of a stage; layers that are alike are counted once."""
     encoding = config.encoder.layers if config.encoder else ()
     every = [config.layers[i] for i in layers] + [encoding[i] for i in encoder_layers_of(config, layers)]
     alike = [[*group] for _, group in groupby(every)]
-    return outside + sum(
-        len(group) * _elements(_of_layer(config, group[0]).values(), n_devices, packed) for group in alike
+    return sum(map(count, outside_parameters(config, layers).values())) + sum(
+        len(group) * sum(map(count, _of_layer(config, group[0]).values())) for group in alike
     )
-
-
-def stage_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
-    """Bytes of weights on each of the `n_devices` of the stage of these layers."""
-    plain, packed = (stage_elements(config, layers, n_devices, packed=packed) for packed in (False, True))
-    exact = sum(_exact_elements(config.layers[i].feed_forward) for i in layers)
-    return itemsize * plain + (4 - itemsize) * exact + packed // BLOCK * BLOCK_BYTES
-
-
-def _exact_elements(own: FeedForward) -> int:
-    """Elements of a layer's weights that are float32 in a model of any dtype."""
-    return own.experts.number if own.experts is not None and own.experts.correction_bias else 0
 
 
 def layers_with(config: ModelConfig, name: str) -> tuple[Layer, ...]:
@@ -388,8 +395,3 @@ def _size(axis: str, sizes: Mapping[str, int]) -> int:
         math.prod(int(letter) if letter.isdigit() else sizes[letter] for letter in term)
         for term in axis.split("+")
     )
-
-
-def _elements(parameters: Iterable[Parameter], n_devices: int, packed: bool | None) -> int:
-    counted = (each for each in parameters if packed is None or each.packed is packed)
-    return sum(math.prod(parameter.local_shape(n_devices)) for parameter in counted)

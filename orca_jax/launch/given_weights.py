@@ -59,11 +59,8 @@ def named_arrays(weights: object) -> dict[str, Any]:
 
 def check_replaceable(model: ModelConfig) -> None:
     """Raises ConfigError for a model whose weights cannot be replaced."""
-    if model.has_packed_experts:
-        raise ConfigError(
-            "weights cannot be replaced while experts are packed in MXFP4; load the model without "
-            'load_format="packed"'
-        )
+    if model.fixed_weights is not None:
+        raise ConfigError(model.fixed_weights)
 
 
 def check_arrays(
@@ -94,7 +91,7 @@ def check_arrays(
     wrong = _absent(table, named)
     for name, value in named.items():
         if name in table:
-            wrong += _differences(name, value, table[name].shape, table[name].held_dtype(dtype), cast=cast)
+            wrong += _differences(name, value, table[name].shape, table[name].dense_dtype(dtype), cast=cast)
     _raise(wrong)
     return {name: partial(_as_it_is, value) for name, value in named.items()}
 
@@ -136,7 +133,7 @@ def _of_trainer(
             shape = tuple(getattr(value, "shape", ()))
             form = form.fitting(shape, sizes)
             expected_shape = shape if form.fits(shape, sizes) else form.shape(sizes)
-            wrong += _differences(theirs, value, expected_shape, parameter.held_dtype(dtype), cast=cast)
+            wrong += _differences(theirs, value, expected_shape, parameter.dense_dtype(dtype), cast=cast)
             forms.append(form)
         places = {frozenset(value.devices()) for value in values if isinstance(value, jax.Array)}
         if len(places) > 1:

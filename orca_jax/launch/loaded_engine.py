@@ -12,9 +12,9 @@ from orca_jax.execution.programs import OnProgram
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.host_memory import keep_large_buffers
 from orca_jax.iteration.shape import serving_buckets
+from orca_jax.launch.load_stages import load_stages
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
 from orca_jax.launch.local_memory import LocalMemory
-from orca_jax.launch.stage_weights import load_stages
 from orca_jax.model_files.found_model import FoundModel
 from orca_jax.native.operations import build_all_ahead
 from orca_jax.planning.stage_layers import split_summary

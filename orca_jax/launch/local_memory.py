@@ -2,7 +2,7 @@
 """The weights and caches of an engine in this process, replaced or given back between iterations."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import cache, partial
@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orca_jax.checkpoint.directory import find_parameters
+from orca_jax.checkpoint.directory import find_parameters, put_in_form
 from orca_jax.checkpoint.safetensors_reader import StoredTensor, read_header
-from orca_jax.checkpoint.shard_reader import Parts, put
+from orca_jax.checkpoint.shard_reader import Parts
 from orca_jax.errors import ConfigError, CorruptFile, EngineError, TensorMismatch
 from orca_jax.execution.stage_weights import StageWeights
 from orca_jax.execution.worker import Worker
@@ -24,6 +24,7 @@ from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import own_order
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.formats import Layout
+from orca_jax.families.weight_form import Dense
 from orca_jax.host_memory import give_back
 from orca_jax.launch.given_weights import (
     Adapter,
@@ -37,14 +38,15 @@ from orca_jax.launch.given_weights import (
 )
 from orca_jax.model_files.weight_files import SINGLE
 from orca_jax.sharding.random_parameters import with_repeated_heads
+from orca_jax.sharding.specs import in_form, place_of_dense
 from orca_jax.user_model.decoder import OwnParameters
 
 # Of a directory of adapters, beside their arrays in one safetensors file.
 ADAPTERS_JSON = "adapters.json"
 _MAX_JSON_BYTES = 1000
 
-# Yields the new arrays of a weight, one for each of the given places.
-_New = Callable[[str, Sequence[jax.sharding.Sharding]], Iterator[jax.Array]]
+# Yields a new weight for each of the given places, which are Shardings or FormedWeights of such.
+_New = Callable[[str, Sequence[Any]], Iterator[Any]]
 
 
 class LocalMemory:
@@ -94,6 +96,7 @@ class LocalMemory:
         arrays = named_arrays(weights)
         adapters = check_adapters(arrays, self._stored, layout)
         if adapters is not None:
+            self._check_dense(adapters)
             return partial(self._merge, adapters, lora_scale)
         made = check_arrays(arrays, self._stored, self._dtype, cast=cast, layout=layout)
         return partial(self._install, partial(self._convert, made))
@@ -140,6 +143,13 @@ class LocalMemory:
         self._replace(parameter_table(self._model), new)
         self._without_adapter.clear()
 
+    def _check_dense(self, names: Iterable[str]) -> None:
+        """Raise ConfigError unless these weights are dense: adapters are merged into no other form."""
+        for name in names:
+            form = parameter_table(self._model)[name].form
+            if not isinstance(form, Dense):
+                raise ConfigError(f"an adapter cannot be merged into {name}, which is held in {form}")
+
     def _merge(self, adapters: Mapping[str, Adapter], scale: float) -> None:
         """Add adapters to the weights as they are without any; those that had one before lose it."""
         names = dict.fromkeys((*self._without_adapter, *adapters))
@@ -182,15 +192,12 @@ class LocalMemory:
     def _stages_of(self, name: str) -> list[StageWeights]:
         return [stage for stage in self._stages if name in stage]
 
-    def _read(
-        self, parts: Mapping[str, Parts], name: str, places: Sequence[jax.sharding.Sharding]
-    ) -> Iterator[jax.Array]:
-        parameter = parameter_table(self._model)[name]
-        return iter(put(parts[name], parameter.shape, parameter.held_dtype(self._dtype), places))
+    def _read(self, parts: Mapping[str, Parts], name: str, places: Sequence[Any]) -> Iterator[Any]:
+        return iter(put_in_form(parts[name], parameter_table(self._model)[name], self._dtype, places))
 
     def _convert(
-        self, made: Mapping[str, Callable[[], Any]], name: str, places: Sequence[jax.sharding.Sharding]
-    ) -> Iterator[jax.Array]:
+        self, made: Mapping[str, Callable[[], Any]], name: str, places: Sequence[Any]
+    ) -> Iterator[Any]:
         value = made[name]()
         return (self._fits.placed(name, value, place) for place in places)
 
@@ -201,8 +208,9 @@ def checked_directory(directory: Path, model: ModelConfig) -> dict[str, Parts]:
     Raises a CheckpointError; TensorMismatch if it is another model.
     """
     found, parts = find_parameters(directory, model.attention.kv_repeats)
-    # The end-of-sequence tokens may come from other files, and the vocabulary is padded for the devices.
-    found = replace(found, eos_token_ids=model.eos_token_ids, vocab_multiple=model.vocab_multiple)
+    # The end-of-sequence tokens may come from other files; padding and form are what the devices hold.
+    same = ("eos_token_ids", "vocab_multiple", "linear_form")
+    found = replace(found, **{name: getattr(model, name) for name in same})
     differing = [
         field.name for field in fields(found) if getattr(found, field.name) != getattr(model, field.name)
     ]
@@ -269,9 +277,14 @@ class _Fitting:
         self._fitted = cache(self._make_fitted)
         self._merged = cache(self._make_merged)
 
-    def placed(self, name: str, value: Any, place: jax.sharding.Sharding) -> jax.Array:
-        """A copy of the weight in the model's dtype, on the devices of `place`."""
-        dtype = self._held[name].held_dtype(self._dtype)
+    def placed(self, name: str, value: Any, places: Any) -> Any:
+        """A copy of the weight in the model's dtype and its form, in the places of the form's arrays."""
+        held = self._held[name]
+        dense = self._placed_dense(name, value, place_of_dense(held, places))
+        return in_form(held, dense, places)
+
+    def _placed_dense(self, name: str, value: Any, place: jax.sharding.Sharding) -> jax.Array:
+        dtype = self._held[name].dense_dtype(self._dtype)
         if not self._differs(name):
             return _copied(value, dtype, place)
         whole = jax.sharding.SingleDeviceSharding(min(place.device_set, key=lambda device: device.id))

@@ -140,7 +140,7 @@ def write_arrays(
     table = parameter_table(model)
     try:
         orbax.write(
-            directory, made, lambda name: np.asarray(made[name]()).astype(table[name].held_dtype(dtype))
+            directory, made, lambda name: np.asarray(made[name]()).astype(table[name].dense_dtype(dtype))
         )
         text = json.dumps({"model": config_to_json(model)})
         (directory / ORCA_JSON).write_text(text, encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from orca_jax.model.mixture import Mixture
 from orca_jax.model.rotation import Rotation
 from orca_jax.model.self_attention import SelfAttention
 
-Parameters = Mapping[str, jax.Array]
+Parameters = Mapping[str, Any]  # by name: an array, or a FormedWeight
 
 
 def weights_of_layer(parameters: Parameters, layer: int) -> Weights:

@@ -7,6 +7,7 @@ hold weights and nothing else.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ from jax import lax
 
 from orca_jax.families.norm_config import Norm
 from orca_jax.model.shard import Shard
+from orca_jax.model.weight import FormedWeight
 
-Weights = Callable[[str], jax.Array | None]  # the parameters of a layer, or of what is around them, by name
+Weight = jax.Array | FormedWeight
+Weights = Callable[[str], Any]  # the parameters of a layer, or of what is around them, by name; None if none
 
 # Up to this many rows the CPU's matrix library is memory-bound or nearly so, and weights times x runs at
 # 1.5 to 2 times the speed of x times weights; beyond it the two are equal.
@@ -105,7 +108,7 @@ MixtureProduct = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array
 class Matmul:
     """The matrix products of an iteration, of which the first `n_tokens` [1] int32 are real; None: all are.
 
-    A call takes x [T, in] and weight [out, in], and gives [T, out] in x's dtype. `linear` is also told
+    Weights in any form enter here and nowhere else. `linear` takes x [T, in], a dense weight [out, in] and
     `n_tokens`, and may leave the rest out. `grouped` is like grouped_matmul. `mixture` is all that experts
     without biases do for x [T, H]: it is given weights and experts [T, k], and what is stored of them, and
     gives [T, H], or None if it is not for these shapes.
@@ -116,8 +119,17 @@ class Matmul:
     mixture: MixtureProduct | None = None
     n_tokens: jax.Array | None = None
 
-    def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        return self.linear(x, weight, self.n_tokens)
+    def __call__(self, x: jax.Array, weight: Weight) -> jax.Array:
+        """x [T, in] times a weight [*out, *in] in any form: [T, out] in x's dtype."""
+        if isinstance(weight, FormedWeight):
+            return weight.product(x, self)
+        return self.linear(x, weight.reshape(-1, x.shape[-1]), self.n_tokens)
+
+    def by_expert(self, x: jax.Array, weight: Weight, sizes: jax.Array) -> jax.Array:
+        """As grouped_matmul with the experts' weights [X, *out, in] in any form."""
+        if isinstance(weight, FormedWeight):
+            return weight.by_expert(x, sizes, self.grouped)
+        return self.grouped(x, weight.reshape(weight.shape[0], -1, weight.shape[-1]), sizes)
 
 
 matmul = Matmul()  # XLA's
@@ -126,14 +138,13 @@ matmul = Matmul()  # XLA's
 class Linear(nnx.Module):
     """A weight [out, in] and perhaps a bias [out]; `out` and `in` may be several axes, taken as one."""
 
-    def __init__(self, weight: jax.Array, bias: jax.Array | None) -> None:
+    def __init__(self, weight: Weight, bias: jax.Array | None) -> None:
         self.weight = nnx.Param(weight)
         self.bias = None if bias is None else nnx.Param(bias)
 
     def __call__(self, x: jax.Array, product: Matmul, shard: Shard | None = None) -> jax.Array:
         """[T, in] to [T, out]. Where `in` is split over shards, theirs are joined before the bias comes."""
-        weight = self.weight[...]
-        y = product(x, weight.reshape(-1, x.shape[-1]))
+        y = product(x, self.weight.get_value())
         if shard is not None:
             y = shard.joined(y)
         return y if self.bias is None else y + self.bias[...].reshape(-1)

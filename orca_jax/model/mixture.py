@@ -17,7 +17,6 @@ from orca_jax.families.model_config import FeedForward
 from orca_jax.model.context import Context
 from orca_jax.model.feed_forward import activate, between
 from orca_jax.model.layers import Matmul, Weights, linear_of
-from orca_jax.model.packed import packed_grouped
 from orca_jax.model.shard import Shard
 
 
@@ -81,30 +80,28 @@ class Mixture(nnx.Module):
         self, x: jax.Array, weights: jax.Array, chosen: jax.Array, product: Matmul, shard: Shard
     ) -> jax.Array:
         """What this device's experts add to each token, [T, H]."""
-        up, down = self.up.weight[...], self.down.weight[...]
+        up, down = self.up.weight.get_value(), self.down.weight.get_value()
         n_tokens, top_k = chosen.shape
-        n_here = up.shape[0]
+        n_here = jax.tree.leaves(up)[0].shape[0]  # in every form the experts are the first axis
         assert self.config.experts is not None
         first = shard.index * n_here if n_here < self.config.experts.number else 0
         expert = chosen - first
         real = True if product.n_tokens is None else jnp.arange(n_tokens)[:, None] < product.n_tokens
         expert = jnp.where((expert >= 0) & (expert < n_here) & real, expert, n_here)  # [T, k]
-        if product.mixture is not None and self.config.is_plain:
-            mixed = product.mixture(x, weights, expert, up, down)
+        mixture = product.mixture if self.config.is_plain else None
+        if mixture is not None and isinstance(up, jax.Array) and isinstance(down, jax.Array):
+            mixed = mixture(x, weights, expert, up, down)
             if mixed is not None:
                 return mixed
         expert = expert.reshape(-1)
         order = jnp.argsort(expert, stable=True)
         sizes = (expert[:, None] == jnp.arange(n_here)).sum(axis=0, dtype=jnp.int32)
         rows = x.at[order // top_k].get(mode="clip")  # [T k, H], sorted by expert
-        grouped = product.grouped
-        if self.config.experts.packed:
-            grouped = partial(packed_grouped, grouped=grouped)
-        inner = grouped(rows, up.reshape(n_here, -1, up.shape[-1]), sizes)
+        inner = product.by_expert(rows, up, sizes)
         if self.up.bias is not None:
             of_row = self.up.bias[...].reshape(n_here, -1).at[expert[order]]
             inner = inner + of_row.get(mode="clip")
-        out = grouped(between(inner, self.config), down, sizes)
+        out = product.by_expert(between(inner, self.config), down, sizes)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
         by_token = out.at[place].get(mode="clip").reshape(n_tokens, top_k, -1).astype(jnp.float32)
         return (weights[:, :, None] * by_token).sum(axis=1).astype(x.dtype)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from orca_jax.families.mixtures.mxfp4 import BLOCK, BLOCK_BYTES
 
-Grouped = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Grouped = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # layers.grouped_matmul
 
 
 def unpacked(packed: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -39,7 +39,7 @@ def _power(scale: jax.Array) -> jax.Array:
 
 
 def packed_grouped(x: jax.Array, weight: jax.Array, sizes: jax.Array, grouped: Grouped) -> jax.Array:
-    """As `grouped` (layers.grouped_matmul) with a weight uint8 [X, out, 17 in / 32]."""
+    """As `grouped` with a weight uint8 [X, out, 17 in / 32]."""
     at_once, one_by_one = (partial(each, grouped=grouped) for each in (of_those_hit, of_each_hit))
     return lax.platform_dependent(x, weight, sizes, cpu=one_by_one, default=at_once)
 

@@ -1,15 +1,17 @@
 """An iteration of all layers over a flat batch (ORCA 2, Figure 1; selective batching: 3.2)."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from orca_jax.families.mixtures.mxfp4 import BIAS, BLOCK, BLOCK_BYTES
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import ENCODER, HEAD, HEAD_BIAS, Initial, parameter_table
+from orca_jax.families.parameters import ENCODER, HEAD, HEAD_BIAS, Parameter, parameter_table
 from orca_jax.families.rotary import Rotary
+from orca_jax.families.weight_form import Dense
 from orca_jax.model.block import Block, Parameters, Passed, run_blocks, weights_of_layer
 from orca_jax.model.context import Iteration
 from orca_jax.model.encoder import Encoder
@@ -17,30 +19,46 @@ from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import Linear, Matmul, matmul, norm_of, soft_cap
 from orca_jax.model.rotation import Rotation, rotation
 from orca_jax.model.shard import ALONE, Shard
+from orca_jax.model.weight import kind_of
 
 
-def init_parameters(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> dict[str, jax.Array]:
-    """Random parameters, of the shapes and initial values in the table of weights."""
+def init_parameters(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> dict[str, Any]:
+    """Random parameters, of the shapes, initial values and forms in the table of weights."""
     table = parameter_table(config)
     keys = jax.random.split(key, len(table))
     return {
-        name: init_parameter(entry.initial, entry.held_shape, own, entry.held_dtype(dtype))
+        name: init_parameter(entry, own, dtype)
         for (name, entry), own in zip(table.items(), keys, strict=True)
     }
 
 
-def init_parameter(initial: Initial, shape: tuple[int, ...], key: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """One parameter."""
-    match initial:
+def init_parameter(
+    parameter: Parameter,
+    key: jax.Array,
+    dtype: jnp.dtype,
+    arranged: Callable[[jax.Array], jax.Array] | None = None,
+) -> Any:
+    """One parameter, in its form; `arranged` is applied to its dense numbers."""
+    dense = partial(_dense_parameter, parameter, key, parameter.dense_dtype(dtype), arranged)
+    if isinstance(parameter.form, Dense):
+        return dense()
+    return kind_of(parameter.form).drawn(parameter.form, parameter, key, dense)
+
+
+def _dense_parameter(
+    parameter: Parameter,
+    key: jax.Array,
+    dtype: jnp.dtype,
+    arranged: Callable[[jax.Array], jax.Array] | None,
+) -> jax.Array:
+    match parameter.initial:
         case "ones":
-            return jnp.ones(shape, dtype)
+            value = jnp.ones(parameter.shape, dtype)
         case "zeros":
-            return jnp.zeros(shape, dtype)
+            value = jnp.zeros(parameter.shape, dtype)
         case "normal":
-            return 0.02 * jax.random.normal(key, shape, dtype)
-        case "packed":  # numbers of 3 on average, times 2 ** -7
-            is_number = jnp.arange(shape[-1]) < shape[-1] // BLOCK_BYTES * (BLOCK // 2)
-            return jnp.where(is_number, jax.random.bits(key, shape, jnp.uint8), jnp.uint8(BIAS - 7))
+            value = 0.02 * jax.random.normal(key, parameter.shape, dtype)
+    return value if arranged is None else arranged(value)
 
 
 class Through(NamedTuple):

@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple
 
 from orca_jax.families.attention_config import Attention, Latent
 from orca_jax.families.mixtures.experts_config import Experts
-from orca_jax.families.mixtures.mxfp4 import BLOCK, BLOCK_BYTES
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import (
     ENCODER,
@@ -34,6 +33,7 @@ from orca_jax.families.parameters import (
     stage_bytes,
     stage_elements,
 )
+from orca_jax.families.weight_form import DENSE, WeightForm, form_bytes
 
 OperationKind = Literal["embed", "linear", "attention", "head", "sampler"]
 
@@ -219,9 +219,10 @@ def linear_operation(product: "_Product", n_tokens: int, *, weight_bytes: int) -
         n_rows *= product.experts.top_k * product.share
         n_read = product.experts.expected_hit(n_tokens) * product.share
     n_activations = n_rows * (product.n_in + product.n_out)
-    each = weight_bytes
-    if product.experts is not None and product.experts.packed:
-        each = BLOCK_BYTES / BLOCK  # of a number, which its few biases count as
+    n_out, n_in = product.n_out, product.n_in
+    each = form_bytes(product.form, (n_out, n_in), 1, weight_bytes) / (
+        n_out * n_in
+    )  # and the few biases count so
     n_bytes = each * n_read * product.n_weights + weight_bytes * n_activations
     return Operation("linear", n_bytes, 2 * n_rows * product.n_in * product.n_out)
 
@@ -244,6 +245,7 @@ class _Product(NamedTuple):
     share: float = 1.0
     of_queries: bool = False  # and of no other token
     expands: bool = False
+    form: WeightForm = DENSE
 
 
 class _StageProducts(NamedTuple):
@@ -272,13 +274,16 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
     def product(parameter: Parameter, bias: Parameter | None = None, *, crosses: bool = False) -> _Product:
         n_out, n_in = parameter.local_stacked_shape(n_shards)
         n_biases = 0 if bias is None else math.prod(bias.local_shape(n_shards))
-        return _Product(n_in, n_out, n_in * n_out + n_biases, parameter.takes_attention, crosses)
+        return _Product(
+            n_in, n_out, n_in * n_out + n_biases, parameter.takes_attention, crosses, form=parameter.form
+        )
 
     def of_expert(parameter: Parameter, bias: Parameter | None, experts: Experts) -> _Product:
         n_experts, *outs, n_in = parameter.local_shape(n_shards)
         n_out = math.prod(outs)
         n_weights = n_in * n_out + (n_out if bias is not None else 0)
-        return _Product(n_in, n_out, n_weights, False, False, experts, n_experts / experts.number)
+        share = n_experts / experts.number
+        return _Product(n_in, n_out, n_weights, False, False, experts, share, form=parameter.form)
 
     def of_layer(parameters: Mapping[str, Parameter], experts: Experts | None) -> dict[str, _Product]:
         found: dict[str, _Product] = {}

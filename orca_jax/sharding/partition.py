@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -11,7 +12,9 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import stage_parameters
 from orca_jax.planning.stage_layers import check_split, stage_layers
 from orca_jax.sharding.device_group import Device, DeviceGroup
-from orca_jax.sharding.specs import spec
+from orca_jax.sharding.specs import held_specs
+
+Placement = Mapping[str, Any]  # of a stage's parameters by name: a Sharding, or a FormedWeight of such
 
 _ONE_DEVICE = ParallelConfig()
 
@@ -25,10 +28,10 @@ class StagePart:
     first: bool
     last: bool
 
-    def placement(self, config: ModelConfig) -> Mapping[str, jax.sharding.Sharding]:
-        """The sharding of each of the stage's parameters."""
+    def placement(self, config: ModelConfig) -> Placement:
+        """The sharding of each of the stage's parameters, or of each array of its form."""
         return {
-            name: self.group.place(spec(parameter, len(self.group)))
+            name: jax.tree.map(self.group.place, held_specs(parameter, len(self.group)))
             for name, parameter in stage_parameters(config, self.layers).items()
         }
 

@@ -1,7 +1,8 @@
 """Random weights, drawn directly on their devices."""
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,14 @@ import numpy as np
 
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Initial, Parameter, parameter_table
+from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import head_places, own_order, size_of_heads
+from orca_jax.families.weight_form import DENSE
 from orca_jax.model.transformer import Parameters, init_parameter
+from orca_jax.sharding.partition import Placement
 
 
-def random_parameters(
-    config: ModelConfig, seed: int, dtype: jnp.dtype, placement: Mapping[str, jax.sharding.Sharding]
-) -> Parameters:
+def random_parameters(config: ModelConfig, seed: int, dtype: jnp.dtype, placement: Placement) -> Parameters:
     """Draw parameters on the devices of `placement`; the values do not depend on how the model is split."""
     stored = config.with_kv_heads(1)
     table = parameter_table(stored)
@@ -24,28 +25,25 @@ def random_parameters(
 
     @cache
     def drawing(
-        initial: Initial,
-        shape: tuple[int, ...],
-        dtype: jnp.dtype,
-        sharding: jax.sharding.Sharding,
-        repeated: Parameter | None,
-    ) -> Callable[..., jax.Array]:
-        """One program for equal parameters of all layers; of `repeated` each K/V head is needed often."""
+        parameter: Parameter, repeats: bool, places: tuple[Any, ...], tree: Any
+    ) -> Callable[..., Any]:
+        """One program for equal parameters of all layers; with `repeats` each K/V head is needed often."""
+        arranged = partial(with_repeated_heads, parameter=parameter, attention=config.attention)
 
-        def draw(key: jax.Array) -> jax.Array:
-            value = init_parameter(initial, shape, key, dtype)
-            return value if repeated is None else with_repeated_heads(value, repeated, config.attention)
+        def draw(key: jax.Array) -> Any:
+            return init_parameter(parameter, key, dtype, arranged if repeats else None)
 
-        return jax.jit(draw, out_shardings=sharding)
+        return jax.jit(draw, out_shardings=jax.tree.unflatten(tree, places))
 
-    def draw(name: str, sharding: jax.sharding.Sharding) -> jax.Array:
+    def draw(name: str, places: Any) -> Any:
         parameter = table[name]
-        has_heads = own_order(parameter, stored.attention) is not None and config.attention.kv_repeats > 1
-        kind = (parameter.initial, parameter.held_shape, parameter.held_dtype(dtype))
-        program = drawing(*kind, sharding, parameter if has_heads else None)
-        return program(keys[name])
+        repeats = own_order(parameter, stored.attention) is not None and config.attention.kv_repeats > 1
+        if parameter.form == DENSE and not repeats:  # then its axes do not matter
+            parameter = Parameter((), parameter.shape, parameter.initial, "linear")
+        leaves, tree = jax.tree.flatten(places)
+        return drawing(parameter, repeats, tuple(leaves), tree)(keys[name])
 
-    return {name: draw(name, sharding) for name, sharding in placement.items()}
+    return {name: draw(name, places) for name, places in placement.items()}
 
 
 def with_repeated_heads(value: jax.Array, parameter: Parameter, attention: Attention) -> jax.Array:

@@ -1,15 +1,57 @@
-"""The PartitionSpecs of parameters and caches, from the letters of their axes."""
+"""The PartitionSpecs of weights and caches, and the encoding of weights into their forms' arrays there."""
 
-from jax.sharding import PartitionSpec
+from functools import cache
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from orca_jax.families.parameters import Parameter
+from orca_jax.families.weight_form import Dense, HeldArray
+from orca_jax.model.weight import held, kind_of
 from orca_jax.sharding.device_group import TENSOR
+
+CACHE_SPEC = PartitionSpec(None, TENSOR, None, None)  # keys or values of a layer, [n_blocks, K, B, D]
 
 
 def spec(parameter: Parameter, n_devices: int) -> PartitionSpec:
-    """The spec of a parameter that is split over `n_devices`."""
+    """The spec of a dense parameter that is split over `n_devices`."""
+    return _spec_of(range(len(parameter.axes)), parameter, n_devices)
+
+
+def held_specs(parameter: Parameter, n_devices: int) -> Any:
+    """The spec of each array that holds the parameter: a FormedWeight of specs, or the dense one's alone."""
+
+    def spec_of(array: HeldArray) -> PartitionSpec:
+        return _spec_of(array.axes, parameter, n_devices)
+
+    return held(parameter, jax.numpy.float32, spec_of)
+
+
+def _spec_of(axes: Any, parameter: Parameter, n_devices: int) -> PartitionSpec:
     split = parameter.split_axis(n_devices)
-    return PartitionSpec(*(TENSOR if i == split else None for i in range(len(parameter.axes))))
+    return PartitionSpec(*(TENSOR if axis == split and split is not None else None for axis in axes))
 
 
-CACHE_SPEC = PartitionSpec(None, TENSOR, None, None)  # keys or values of a layer, [n_blocks, K, B, D]
+def place_of_dense(parameter: Parameter, places: Any) -> Sharding:
+    """Where the dense numbers of a parameter go before they are encoded, from the places of its arrays."""
+    one = jax.tree.leaves(places)[0]
+    if isinstance(one, NamedSharding):
+        return NamedSharding(one.mesh, spec(parameter, one.mesh.size))
+    return one
+
+
+def in_form(parameter: Parameter, dense: jax.Array, places: Any) -> Any:
+    """Dense numbers in the parameter's form, each array in its place."""
+    if isinstance(parameter.form, Dense):
+        return dense
+    leaves, tree = jax.tree.flatten(places)
+    return _encoding(parameter, tuple(leaves), tree)(dense)
+
+
+@cache
+def _encoding(parameter: Parameter, places: tuple[Sharding, ...], tree: Any) -> Any:
+    kind, form, n_in = kind_of(parameter.form), parameter.form, parameter.n_in
+    return jax.jit(
+        lambda dense: kind.encoded(form, dense, n_in), out_shardings=jax.tree.unflatten(tree, places)
+    )

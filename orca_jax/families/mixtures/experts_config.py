@@ -6,6 +6,8 @@ from typing import Literal
 from orca_jax.checks import check_whole
 from orca_jax.errors import ConfigError
 from orca_jax.families.limits import check_choice, check_positive, check_size
+from orca_jax.families.mixtures.mxfp4 import MXFP4
+from orca_jax.families.weight_form import DENSE, WeightForm
 
 Scores = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
@@ -64,6 +66,11 @@ class Experts:
             )
         if self.n_groups > 1 and self.group_size < self.scores_of_group:
             raise ConfigError(f"a group of {self.group_size} experts has no {self.scores_of_group} scores")
+
+    @property
+    def form(self) -> WeightForm:
+        """The form of the experts' matrices."""
+        return MXFP4 if self.packed else DENSE
 
     @property
     def group_size(self) -> int:

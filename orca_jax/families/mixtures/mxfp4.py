@@ -4,10 +4,14 @@ A number is a sign, two bits of exponent and one of mantissa: FP4. Two are in a 
 half. The shared exponent counts from -127.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
+
+from orca_jax.families.weight_form import HeldArray
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same below zero
 BLOCK = 32  # numbers with one scale
@@ -40,3 +44,23 @@ def _pairs() -> npt.NDArray[np.uint32]:
         numbers = (both * scale).astype("<f4")
     bits = (numbers.view("<u4") >> 16).astype("<u2")  # what bfloat16 leaves out is zero
     return bits.view("<u4").reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """The form of experts that stay in MXFP4: each row's numbers, two in a byte, then their scales."""
+
+    stored: bool = True
+    fixed: str | None = (
+        "weights cannot be replaced while experts are packed in MXFP4; load the model without "
+        'load_format="packed"'
+    )
+
+    def arrays(self, shape: tuple[int, ...], n_in: int, dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
+        """One array of bytes; rows of 32 n numbers have 17 n."""
+        *others, last = shape
+        held = (*others, last // BLOCK * BLOCK_BYTES)
+        return {"packed": HeldArray(held, np.dtype(np.uint8), tuple(range(len(shape))))}
+
+
+MXFP4 = Mxfp4()

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from orca_jax.checkpoint import orbax_store, safetensors_reader
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.families.parameters import parameter_shapes
 from tests.device.checkpoint.tiny_checkpoint import GPT2, OPT, gpt2_tensors, opt_tensors, write_checkpoint
 

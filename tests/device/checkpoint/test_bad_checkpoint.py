@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from orca_jax.checkpoint import safetensors_reader
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.errors import (
     BadModelConfig,
     CheckpointError,

@@ -13,8 +13,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from orca_jax.checkpoint import safetensors_reader as safetensors_file
-from orca_jax.checkpoint.directory import Checkpoint
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import Checkpoint, load_checkpoint
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint, TensorMismatch
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import read_config

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.checkpoint.huggingface import find_tensors
-from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.checkpoint.safetensors_reader import read_header
 from orca_jax.errors import CheckpointError
 from orca_jax.families.hf_config import read_config

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from orca_jax.checkpoint import orbax_store
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.errors import CheckpointError, ConfigError, UnsupportedModel
 from orca_jax.families.gpt_config import flat_options
 from orca_jax.families.hf_config import hf_config_of, read_config

@@ -17,8 +17,7 @@ from safetensors.numpy import load_file
 
 from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.directory import load_directory
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.checkpoint.shard_reader import BlockScaled, ComputedArray, read_box
 from orca_jax.errors import BadModelConfig, TensorMismatch, UnsupportedModel
 from orca_jax.sharding.device_group import DeviceGroup
@@ -139,7 +138,7 @@ def test_each_device_unpacks_its_part(tmp_path: Path, n_devices: int) -> None:
     part = StagePart(range(config.n_layers), group, first=True, last=True)
     cut = re.compile(r"layers\.\d\.(q_a|q_b|kv_a|kv_b|out|experts\.up|experts\.down)\.weight")
     only = {name: place for name, place in part.placement(config).items() if cut.fullmatch(name)}
-    (given_,) = load_directory(directory, dtype=jnp.float32, placements=[only], kv_repeats=n_devices).stages
+    (given_,) = load_checkpoint(directory, dtype=jnp.float32, placements=[only], kv_repeats=n_devices).stages
     heads = given_["layers.0.kv_b.weight"]
     assert {shard.data.shape for shard in heads.addressable_shards} == {(4 * 16 // n_devices, 16)}
     for name, value in given_.items():

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.errors import BadModelConfig, CheckpointError, TensorMismatch, UnsupportedModel
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.config_json import config_to_json

@@ -12,8 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.directory import load_directory
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.errors import TensorMismatch
 from orca_jax.sharding.device_group import DeviceGroup
 from orca_jax.sharding.partition import StagePart
@@ -94,7 +93,7 @@ def test_each_device_gets_its_experts_or_its_part_of_each(
     group = DeviceGroup(tuple(jax.devices()[:n_devices]))
     part = StagePart(range(whole.config.n_layers), group, first=True, last=True)
     only = {key: place for key, place in part.placement(whole.config).items() if ".experts." in key}
-    (given,) = load_directory(DIRECTORY / name, dtype=jnp.float32, placements=[only]).stages
+    (given,) = load_checkpoint(DIRECTORY / name, dtype=jnp.float32, placements=[only]).stages
     up = given["layers.1.experts.up.weight"]
     assert {shard.data.shape for shard in up.addressable_shards} == {each}
     for key, value in given.items():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.errors import BadModelConfig, CheckpointError, TensorMismatch, UnsupportedModel
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.hf_config import read_config

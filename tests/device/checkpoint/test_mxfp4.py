@@ -15,8 +15,7 @@ from safetensors.numpy import load_file
 
 from orca_jax.checkpoint import safetensors_reader
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.directory import find_parameters, load_directory
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import find_parameters, load_checkpoint
 from orca_jax.checkpoint.safetensors_reader import StoredTensor
 from orca_jax.errors import CheckpointError, TensorMismatch, UnsupportedModel
 from orca_jax.families.parameters import parameter_table
@@ -62,7 +61,7 @@ def test_each_device_gets_its_part(
     whole = load_checkpoint(PACKED, dtype=jnp.float32)
     part = StagePart(range(2), DeviceGroup(tuple(jax.devices()[:n_devices])), first=True, last=True)
     only = {key: place for key, place in part.placement(whole.config).items() if ".experts." in key}
-    (given,) = load_directory(PACKED, dtype=jnp.float32, placements=[only]).stages
+    (given,) = load_checkpoint(PACKED, dtype=jnp.float32, placements=[only]).stages
     for name, shape in ((UP, up), (DOWN, down)):
         assert {shard.data.shape for shard in given[name].addressable_shards} == {shape}
     for key, value in given.items():

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orca_jax.checkpoint import orbax, orbax_boxes, orbax_store
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.errors import BadModelConfig, CheckpointError, CorruptFile, NotACheckpoint, TensorMismatch
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.parameters import parameter_shapes

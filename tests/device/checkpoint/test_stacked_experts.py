@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from orca_jax.checkpoint import array_view
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.errors import BadModelConfig, TensorMismatch, UnsupportedModel
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.parameters import in_layers

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.errors import BadModelConfig, TensorMismatch, UnsupportedModel
 from orca_jax.families.hf_config import read_hf_config
 

@@ -13,8 +13,7 @@ import pytest
 import tensorstore as ts
 
 from orca_jax.checkpoint import array_view
-from orca_jax.checkpoint.directory import Checkpoint, find_parameters
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import Checkpoint, find_parameters, load_checkpoint
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.trainers.orca_json import read_description

@@ -1,4 +1,4 @@
-"""Checkpoints that trainers saved (scripts/make_golden_tunix.py and its like): their logits and tokens."""
+"""Checkpoints that trainers saved (scripts/golden/tunix.py and its like): their logits and tokens."""
 
 import json
 import math
@@ -16,8 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.directory import find_parameters
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import find_parameters, load_checkpoint
 from orca_jax.checkpoint.orbax_store import open_arrays, read_tree
 from orca_jax.config import ServingConfig
 from orca_jax.errors import BadModelConfig, CheckpointError, ConfigError, TensorMismatch, UnsupportedModel

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.iteration.rows.beams import Beams

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.request.pooling import POOLINGS, Pooling
 from orca_jax.request.request import Request
@@ -83,7 +83,7 @@ def test_they_are_those_of_hugging_face(name: str) -> None:
 
 
 def test_every_family_is_there() -> None:
-    """One that is new needs scripts/make_golden_hidden.py, after scripts/make_golden.py."""
+    """One that is new needs scripts/golden/hidden.py, after scripts/golden/decoders.py."""
     families = [
         {json.loads((DIRECTORY / name / "config.json").read_text())["model_type"] for name in names}
         for names in (NAMES, hidden_names())

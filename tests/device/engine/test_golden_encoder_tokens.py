@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import ServingConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import Request

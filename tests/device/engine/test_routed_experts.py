@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.worker import LocalWorkers, Worker

@@ -1,5 +1,6 @@
 """What a plan says of memory against what engines then have: on CPU devices, and by shape for presets."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import stage_memory, stage_weight_bytes
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.partition import StagePart, split_model
-from orca_jax.sharding.specs import spec
+from orca_jax.sharding.specs import held_specs
 from tests.changed_config import changed_config
 
 TIED = gpt_config(vocab_size=51, n_positions=48, hidden_size=16, n_layers=3, n_heads=2, ffn_size=32)
@@ -82,14 +83,12 @@ def test_the_weights_of_every_preset_are_split_as_planned(name: str, n_stages: i
     model = PRESETS[name].for_devices(tensor)
     mesh = AbstractMesh((tensor,), (TENSOR,))
     for layers in stage_layers(model.n_layers, n_stages):
-        parameters = {
-            key: jax.ShapeDtypeStruct(
-                NamedSharding(mesh, spec(own, mesh.size)).shard_shape(own.held_shape),
-                own.held_dtype(jnp.bfloat16),
-            )
-            for key, own in stage_parameters(model, layers).items()
-        }
-        n_bytes = sum(one.size * one.dtype.itemsize for one in parameters.values())
+        n_bytes = 0
+        for own in stage_parameters(model, layers).values():
+            arrays, specs = own.held_arrays(jnp.bfloat16).values(), jax.tree.leaves(held_specs(own, tensor))
+            for array, one in zip(arrays, specs, strict=True):
+                local = NamedSharding(mesh, one).shard_shape(array.shape)
+                n_bytes += math.prod(local) * array.dtype.itemsize
         assert n_bytes == stage_weight_bytes(model, layers, tensor, 2)
 
 

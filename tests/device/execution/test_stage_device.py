@@ -295,7 +295,7 @@ def test_adapters_are_added_once_to_each_stage_s_weights_and_leave_no_trace(tmp_
 
         def weights() -> dict[str, np.ndarray]:
             stages = [stage.device._worker.stage for stage in pipeline.stages if stage.device._worker]
-            pairs = (pair for stage in stages for pair in zip(stage.names, stage.weights, strict=True))
+            pairs = (pair for stage in stages for pair in stage.parameters.items())
             return {name: np.array(value) for name, value in pairs}
 
         def change(epoch: int, **fields: Any) -> None:

@@ -1,6 +1,6 @@
 """Reader of the golden files: small models and what Hugging Face transformers computes on them in float32.
 
-scripts/make_golden.py makes them. A model's `golden.npz` holds, for 64 prompts of 1 to `n_positions - 1`
+scripts/golden/decoders.py makes them. A model's `golden.npz` holds, for 64 prompts of 1 to `n_positions - 1`
 tokens:
 
     prompt_tokens  int32 [sum of lengths]   prompts, one after another

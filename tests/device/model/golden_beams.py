@@ -1,6 +1,6 @@
 """Reader of the golden beam searches: what generate() of Hugging Face transformers finds with several beams.
 
-scripts/make_golden_beams.py makes them. A model's `beams.npz` holds, for S settings and a few prompts P:
+scripts/golden/beams.py makes them. A model's `beams.npz` holds, for S settings and a few prompts P:
 
     eos_token_ids    int32 [n]              what ends a text
     max_output       int32                  the longest output, in tokens

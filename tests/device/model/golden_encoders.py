@@ -1,4 +1,4 @@
-"""Reader of the golden files of models with an encoder, which scripts/make_golden_encoders.py makes.
+"""Reader of the golden files of models with an encoder, which scripts/golden/encoders.py makes.
 
 A model's `encoder_golden.npz` holds, for 24 inputs of 1 to 60 tokens:
 

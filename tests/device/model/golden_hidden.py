@@ -1,6 +1,6 @@
 """Reader of hidden.npz: final hidden states that Hugging Face transformers computes in float32.
 
-scripts/make_golden_hidden.py makes it. Of one golden model of each family without an encoder, by its name:
+scripts/golden/hidden.py makes it. Of one golden model of each family without an encoder, by its name:
 
     NAME.rows    int32 [n]        prompts of the model's golden.npz
     NAME.last  float32 [n, size]  the hidden state of each prompt's last token, as the head reads it

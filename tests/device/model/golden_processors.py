@@ -1,5 +1,5 @@
 """Reader of `processors.npz`: rows of random logits, each with parameters of its own, and what Hugging Face
-transformers' logits processors make of them. scripts/make_golden_processors.py makes the file and says how it
+transformers' logits processors make of them. scripts/golden/processors.py makes the file and says how it
 is laid out.
 """
 

@@ -1,6 +1,6 @@
 """Reader of routing.npz: the experts that Hugging Face transformers chooses in golden mixtures of experts.
 
-scripts/make_golden_routing.py makes it. Of each, over the prompts whose logits are kept, one after the other:
+scripts/golden/routing.py makes it. Of each, over the prompts whose logits are kept, one after the other:
 
     NAME.chosen  uint8 [tokens, layers with experts, k]  the best first
     NAME.gaps  float32 [tokens, layers with experts]     the worst chosen expert's logit less the best other's

@@ -1,4 +1,4 @@
-"""Hugging Face transformers' logits and greedy tokens, from the files of scripts/make_golden.py."""
+"""Hugging Face transformers' logits and greedy tokens, from the files of scripts/golden/decoders.py."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import ServingConfig
 from orca_jax.model import reference
 from orca_jax.request.request import Request

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.model import reference
 from tests.device.model.golden_beams import NAMES, Search, load_beams
 from tests.device.model.golden_encoders import quick_and_long

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.families.attention_config import RelativeBias
 from orca_jax.families.registry import FAMILIES
 from orca_jax.model import reference

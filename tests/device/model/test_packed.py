@@ -13,8 +13,7 @@ import pytest
 
 from orca_jax import LLM, SamplingParams, find_config
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.directory import load_directory
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import ExpertExchange, ParallelConfig, ServingConfig
 from orca_jax.errors import ConfigError, TensorMismatch, UnsupportedModel
 from orca_jax.families.config_json import config_to_json
@@ -24,6 +23,7 @@ from orca_jax.families.parameters import parameter_table, stage_bytes
 from orca_jax.model.layers import grouped_matmul
 from orca_jax.model.packed import of_each_hit, of_those_hit, unpacked
 from orca_jax.model.transformer import init_parameters
+from orca_jax.model.weight import PackedExperts
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import greedy_request, harness
 from tests.device.model.golden import DIRECTORY, load_golden
@@ -47,6 +47,15 @@ def by_numpy(packed: np.ndarray) -> np.ndarray:
     rows = packed.reshape(-1, 17 * n)
     bits = unpack(np.ascontiguousarray(rows[:, : 16 * n]), rows[:, 16 * n :])
     return bits.view(ml_dtypes.bfloat16).astype(np.float32).reshape(*packed.shape[:-1], 32 * n)
+
+
+def as_dense(value: Any) -> np.ndarray:
+    """A parameter's numbers."""
+    return by_numpy(np.asarray(value.arrays["packed"])) if isinstance(value, PackedExperts) else value
+
+
+def padded(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.pad(value, [(0, n - m) for n, m in zip(shape, value.shape, strict=True)])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -85,16 +94,17 @@ def test_few_rows_unpack_few_experts() -> None:
 
 
 def test_the_devices_hold_the_file_s_own_bytes() -> None:
-    given = load_directory(DIRECTORY / PACKED, dtype=jnp.float32, packed=True)
+    given = load_checkpoint(DIRECTORY / PACKED, dtype=jnp.float32, packed=True)
     plain = load_checkpoint(DIRECTORY / PACKED, dtype=jnp.float32)
     assert given.config == plain.config.with_packed_experts()
     for name, parameter in parameter_table(given.config).items():
-        value = given.parameters[name]
-        assert (value.shape, value.dtype) == (parameter.held_shape, parameter.held_dtype(np.float32))
-        expected = np.asarray(plain.parameters[name])
-        assert np.array_equal(by_numpy(np.asarray(value)) if parameter.packed else value, expected), name
-    assert given.parameters[UP].shape == (3, 2, 64, 17)
-    n_bytes = sum(value.nbytes for value in given.parameters.values())
+        value, expected = given.parameters[name], np.asarray(plain.parameters[name])
+        arrays = parameter.held_arrays(np.float32).values()
+        of_arrays = [(array.shape, array.dtype) for array in arrays]
+        assert [(array.shape, array.dtype) for array in jax.tree.leaves(value)] == of_arrays
+        assert np.array_equal(as_dense(value), expected), name
+    assert given.parameters[UP].arrays["packed"].shape == (3, 2, 64, 17)
+    n_bytes = sum(array.nbytes for array in jax.tree.leaves(given.parameters))
     assert n_bytes == stage_bytes(given.config, range(2), 1, 4)
 
 
@@ -104,7 +114,7 @@ def engine_tokens(model: ModelConfig, n_stages: int = 1, tensor: int = 1) -> dic
     parts = split_model(
         model, jax.devices(), ParallelConfig(tensor_parallel=tensor, pipeline_parallel=n_stages)
     )
-    stages = load_directory(
+    stages = load_checkpoint(
         golden.directory,
         dtype=jnp.float32,
         packed=model.has_packed_experts,
@@ -135,7 +145,8 @@ def test_devices_have_whole_packed_experts() -> None:
     wide = find_config("gpt-oss-20b", "packed")
     table = parameter_table(wide)
     up, down = table[UP], table["layers.0.experts.down.weight"]
-    assert up.held_shape == (32, 2, 2880, 1530) and down.held_shape == (32, 2880, 1530)
+    shapes = [one.held_arrays(np.float32)["packed"].shape for one in (up, down)]
+    assert shapes == [(32, 2, 2880, 1530), (32, 2880, 1530)]
     assert [each.split_axis(2) for each in (up, down, table["layers.0.experts.up.bias"])] == [0, 0, 0]
 
 
@@ -149,32 +160,27 @@ def test_over_devices_the_tokens_are_the_same() -> None:
     model = replace(
         plain.config, layers=tuple(replace(each, feed_forward=four) for each in plain.config.layers)
     )
-    held = model.with_packed_experts()
-    packed = init_parameters(held, jax.random.key(1), jnp.dtype("float32"))
+    packed_model = model.with_packed_experts()
+    packed = init_parameters(packed_model, jax.random.key(1), jnp.dtype("float32"))
     packed = {
-        name: value if held_.packed or value.ndim == 1 else 10 * value
-        for (name, value), held_ in zip(packed.items(), parameter_table(held).values(), strict=True)
-    }
-    dense = {
-        name: jnp.asarray(by_numpy(np.asarray(value))) if parameter_table(held)[name].packed else value
+        name: value if isinstance(value, PackedExperts) or value.ndim == 1 else 10 * value
         for name, value in packed.items()
     }
+    dense = {name: jnp.asarray(as_dense(value)) for name, value in packed.items()}
     serving = ServingConfig(max_batch_size=4, n_slots=4 * 64, max_batch_tokens=64)
     prompts = [[7 * i % 97 for i in range(n)] for n in (1, 30, 9)]
     tokens: list[dict[str, list[int]]] = []
     cases: list[tuple[Any, Any, int, ExpertExchange]] = [
         (model, dense, 1, "auto"),
-        (held, packed, 1, "auto"),
-        (held, packed, 2, "gather"),
-        (held, packed, 2, "exchange"),
+        (packed_model, packed, 1, "auto"),
+        (packed_model, packed, 2, "gather"),
+        (packed_model, packed, 2, "exchange"),
     ]
     for config, parameters, tensor, exchange in cases:
         config = config.for_devices(tensor)
         table = parameter_table(config)
         own = {
-            name: jnp.pad(
-                value, [(0, n - m) for n, m in zip(table[name].held_shape, value.shape, strict=True)]
-            )
+            name: value if isinstance(value, PackedExperts) else padded(value, table[name].shape)
             for name, value in parameters.items()
         }
         parallel = ParallelConfig(tensor_parallel=tensor, expert_exchange=exchange)
@@ -210,11 +216,11 @@ def test_what_cannot_stay_packed(tmp_path: Path) -> None:
     with pytest.raises(
         TensorMismatch, match=r"gate_up_proj' is not packed in MXFP4, so it cannot stay packed"
     ):
-        load_directory(tmp_path / "plain", dtype=jnp.float32, packed=True)
+        load_checkpoint(tmp_path / "plain", dtype=jnp.float32, packed=True)
     convert_checkpoint(DIRECTORY / PACKED, tmp_path / "orbax")
     for packed in (True, False):
         with pytest.raises(UnsupportedModel, match="is an Orbax checkpoint, which has no packed experts"):
-            load_directory(tmp_path / "orbax", dtype=jnp.float32, packed=packed)
+            load_checkpoint(tmp_path / "orbax", dtype=jnp.float32, packed=packed)
         model = config_to_json(find_config(DIRECTORY / PACKED, "packed"))
         (tmp_path / "orbax" / "orca.json").write_text(json.dumps({"model": model}))
 

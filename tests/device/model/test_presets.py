@@ -57,9 +57,10 @@ def test_shapes_of_init_and_forward(name: str) -> None:
     parameters = jax.eval_shape(
         partial(init_parameters, config, dtype=jnp.dtype(jnp.bfloat16)), jax.random.key(0)
     )
-    assert {key: value.shape for key, value in parameters.items()} == parameter_shapes(config)
+    assert parameters.keys() == parameter_table(config).keys()
     for key, value in parameter_table(config).items():
-        assert parameters[key].dtype == value.held_dtype(jnp.bfloat16)
+        arrays, own = value.held_arrays(jnp.bfloat16).values(), jax.tree.leaves(parameters[key])
+        assert [(one.shape, one.dtype) for one in own] == [(one.shape, one.dtype) for one in arrays], key
     n_tokens = jax.ShapeDtypeStruct((3,), jnp.int32)
     inputs = [n_tokens] * (1 if config.encoder is None else 2)
     if not config.has_packed_experts:  # which the reference does not know

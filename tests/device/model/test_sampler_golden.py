@@ -1,5 +1,5 @@
 """The sampler's functions against Hugging Face's logits processors, and the penalties that Hugging Face has
-not against OpenAI's formula. The files of scripts/make_golden_processors.py.
+not against OpenAI's formula. The files of scripts/golden/processors.py.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import ParallelConfig, Sizes
 from orca_jax.errors import BadModelConfig, ConfigError, UnsupportedModel
 from orca_jax.families import registry

@@ -16,6 +16,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.parameters import parameter_shapes, parameter_table
 from orca_jax.families.rotary import Rotary, Scaling
+from orca_jax.families.weight_form import EXACT
 
 # DeepSeek-V2-Lite, as published.
 V2_LITE: dict[str, Any] = {
@@ -129,7 +130,7 @@ def test_groups_and_corrections(tmp_path: Path) -> None:
         shared_size=2816,
     )
     assert model.attention.latent is not None and model.attention.latent.query_rank == 24
-    exact = {name for name, parameter in parameter_table(model).items() if parameter.exact}
+    exact = {name for name, parameter in parameter_table(model).items() if parameter.form == EXACT}
     assert exact == {f"layers.{i}.router.correction" for i in range(1, 27)}
     halves = read(tmp_path, V3, rope_interleave=False)
     assert halves.attention.rotary is not None and not halves.attention.rotary.interleaved

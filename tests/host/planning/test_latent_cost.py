@@ -14,6 +14,7 @@ from orca_jax.families.norm_config import Norm
 from orca_jax.families.parameters import parameter_table
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.families.rotary import Rotary
+from orca_jax.families.weight_form import EXACT
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.cost_model import (
     IterationShape,
@@ -136,7 +137,7 @@ def test_corrections_are_float32_in_any_model() -> None:
     experts = Experts(number=6, top_k=2, scores="sigmoid", correction_bias=True)
     sparse = replace(LAYER, feed_forward=replace(LAYER.feed_forward, experts=experts))
     model = replace(MODEL, layers=(LAYER, sparse))
-    exact = sum(one.shape[0] for one in parameter_table(model).values() if one.exact)
+    exact = sum(one.shape[0] for one in parameter_table(model).values() if one.form == EXACT)
     assert exact == 6
     assert stage_weight_bytes(model, range(2), 1, 2) == 2 * parameter_count(model) + 2 * exact
 

@@ -13,8 +13,8 @@ import pytest
 
 import orca_jax
 from orca_jax import LLM, SamplingParams
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.checkpoint.huggingface import find_tensors
-from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.config import ParallelConfig, Sizes
 from orca_jax.errors import (
     ConfigError,

@@ -10,7 +10,7 @@ import pytest
 from scipy.special import log_softmax
 
 from orca_jax import LLM, SamplingParams
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.errors import (
     EmptyPrompt,
     InvalidPrompt,

@@ -9,7 +9,7 @@ import pytest
 
 from examples.own_model import GatedModel
 from orca_jax import LLM, SamplingParams
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.model_files.found_model import DEMO_MODEL
 from tests.documents import Block, blocks
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from schemathesis import Case
 
 from orca_jax import LLM, SamplingParams
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import Deadlines
 from orca_jax.request.request import Request
 from server.settings.endpoint_options import EndpointOptions

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from orca_jax import LLM, SamplingParams
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.model import reference
 from orca_jax.model_files.found_model import DEMO_MODEL
 from tests.endpoint.harness import serving_model

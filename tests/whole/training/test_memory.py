@@ -29,7 +29,7 @@ def resident():
 with LLM(sys.argv[1], load_format="dummy", dtype="float32", max_batch_size=2, n_slots=256) as llm:
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
     stage = llm.service.scheduler.engine._workers.workers[0].stage
-    weights = {name: np.array(array) for name, array in zip(stage.names, stage.weights)}
+    weights = {name: np.array(array) for name, array in stage.parameters.items()}
     sizes = []
     for _ in range(8):
         llm.update_weights(weights)

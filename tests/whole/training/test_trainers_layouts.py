@@ -10,7 +10,7 @@ import pytest
 from flax import linen, traverse_util
 
 from orca_jax import LLM, SamplingParams
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.errors import ConfigError, TensorMismatch
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.trainers.layouts import detect

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax import LLM, SamplingParams
-from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.model import reference
 from tests.device.checkpoint.tiny_checkpoint import GPT2, gpt2_tensors, write_checkpoint

@@ -34,7 +34,7 @@ GEMMA_CONFIG: dict[str, Any] = CONFIG | {
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-OUTPUT = Path(__file__).resolve().parent.parent / "tests" / "data" / "trainers"
+OUTPUT = Path(__file__).resolve().parents[2] / "tests" / "data" / "trainers"
 MAX_BYTES = 300_000  # of a model's directory
 _N_PROMPTS, _N_TOKENS, _N_GREEDY = 3, 13, 8
 _MARGIN = 1e-3  # rounding alone can swap two logits that are closer

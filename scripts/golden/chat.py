@@ -4,7 +4,7 @@ Runs in an environment of its own, with transformers: tests/endpoint/data/chat_t
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import tokenizers
 import transformers
 from transformers.utils import chat_template_utils
 
-DATA = Path(__file__).resolve().parents[1] / "tests" / "endpoint" / "data" / "chat_templates"
+DATA = Path(__file__).resolve().parents[2] / "tests" / "endpoint" / "data" / "chat_templates"
 TODAY = datetime(2026, 11, 22, 12, 0)
 
 
@@ -25,7 +25,7 @@ class FixedDate(datetime):
         return TODAY
 
 
-def main() -> None:
+def make_files(only: Sequence[str]) -> None:
     """Write golden.json and golden_openai.json."""
     chat_template_utils.datetime = FixedDate
     special_tokens = json.loads((DATA / "special_tokens.json").read_text("utf-8"))
@@ -112,7 +112,3 @@ def rendered(tokenizer: Any, conversation: dict[str, Any]) -> dict[str, str]:
     except Exception as error:  # a template can raise anything
         return {"error": f"{type(error).__name__}: {error}".partition("\n")[0][:200]}
     return {"text": text}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,4 @@
-#!/usr/bin/env python3
 """Make the golden files of Tunix: tiny models that its CheckpointManager saved, and its own forward pass.
-
-    python -m scripts.make_golden_tunix [NAME ...]
 
 Needs `google-tunix`; the tests that read the files do not. Llama and Qwen 3 of Tunix 0.1.7 rotate with
 the base 1,000,000 whatever their configuration says, so config.json says so too.
@@ -9,7 +6,7 @@ the base 1,000,000 whatever their configuration says, so config.json says so too
 
 # pyright: reportMissingImports=false
 
-import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +20,7 @@ from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
 from tunix.sft.checkpoint_manager import CheckpointManager
 
-from scripts.trainer_golden import CONFIG, GEMMA_CONFIG, drawn, finish, start
+from scripts.golden.trainers import CONFIG, GEMMA_CONFIG, drawn, finish, start
 
 SIZES: dict[str, Any] = {
     "num_layers": 2,
@@ -47,9 +44,9 @@ GEMMA: dict[str, Any] = {
 }
 
 
-def save(name: str, model: Any, config: dict[str, Any]) -> None:
+def save(only: Sequence[str], name: str, model: Any, config: dict[str, Any]) -> None:
     """Draw the weights of `model`, save them as a trainer does, and write what the model computes."""
-    if sys.argv[1:] and name not in sys.argv[1:]:
+    if only and name not in only:
         return
     directory = start(name)
     nnx.update(model, drawn(nnx.state(model, nnx.Param)))
@@ -66,32 +63,37 @@ def save(name: str, model: Any, config: dict[str, Any]) -> None:
     finish(directory, config, forward)
 
 
-def main() -> None:
+def make_files(only: Sequence[str]) -> None:
     """Write all of them, or those that the command line names."""
     jax.config.update("jax_default_matmul_precision", "highest")
     save(
+        only,
         "tunix-llama3",
         llama3.Llama3(llama3.ModelConfig(**SIZES), rngs=nnx.Rngs(0)),
         {**CONFIG, "model_type": "llama", "rope_theta": 1_000_000},
     )
     save(
+        only,
         "tunix-qwen3-tied",
         qwen3.Qwen3(qwen3.ModelConfig(**SIZES, use_tied_embedding=True), rngs=nnx.Rngs(0)),
         {**CONFIG, "model_type": "qwen3", "rope_theta": 1_000_000, "tie_word_embeddings": True},
     )
     save(
+        only,
         "tunix-qwen3-moe",
         qwen3.Qwen3(qwen3.ModelConfig(**SIZES | EXPERTS), rngs=nnx.Rngs(0)),
         {**CONFIG, "model_type": "qwen3_moe", "rope_theta": 1_000_000, "moe_intermediate_size": 16}
         | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
     )
     save(
+        only,
         "tunix-qwen2",
         qwen2.Qwen2(qwen2.ModelConfig(**SIZES), rngs=nnx.Rngs(0)),
         {**CONFIG, "model_type": "qwen2"},
     )
     kinds = gemma.AttentionType
     save(
+        only,
         "tunix-gemma-fused",
         gemma.Gemma(
             gemma.ModelConfig(
@@ -107,6 +109,7 @@ def main() -> None:
         {**GEMMA_CONFIG, "model_type": "gemma", "num_key_value_heads": 4},
     )
     save(
+        only,
         "tunix-gemma2",
         gemma.Gemma(
             gemma.ModelConfig(
@@ -124,6 +127,7 @@ def main() -> None:
         {**GEMMA_CONFIG, "model_type": "gemma2", "query_pre_attn_scalar": 8, "sliding_window": 5},
     )
     save(
+        only,
         "tunix-gemma3",
         gemma3.Gemma3(
             gemma3.ModelConfig(
@@ -140,7 +144,3 @@ def main() -> None:
         {**GEMMA_CONFIG, "model_type": "gemma3_text", "num_hidden_layers": 7}
         | {"query_pre_attn_scalar": 8, "sliding_window": 5, "rope_theta": 1_000_000},
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,4 @@
-#!/usr/bin/env python3
 """Make the golden files of Gemma's own code: tiny models that its `save_params` saved, and its forward pass.
-
-    python -m scripts.make_golden_gemma
 
 Needs `gemma` on Python 3.12; the tests that read the files do not. One model is saved once more with the
 flat names of the checkpoints that Google published.
@@ -9,6 +6,7 @@ flat names of the checkpoints that Google published.
 
 # pyright: reportMissingImports=false
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +17,7 @@ from gemma import gm
 from gemma.gm.ckpts import _compat
 from gemma.gm.nn import _config, _modules, _transformer
 
-from scripts.trainer_golden import GEMMA_CONFIG, drawn, finish, start
+from scripts.golden.trainers import GEMMA_CONFIG, drawn, finish, start
 
 FULL, LOCAL = _modules.AttentionType.GLOBAL, _modules.AttentionType.LOCAL_SLIDING
 SIZES: dict[str, Any] = {
@@ -58,7 +56,7 @@ def save(name: str, settings: dict[str, Any], config: dict[str, Any], *, flat: b
     finish(directory, GEMMA_CONFIG | config, forward)
 
 
-def main() -> None:
+def make_files(only: Sequence[str]) -> None:
     """Write all of them."""
     jax.config.update("jax_default_matmul_precision", "highest")
     gemma2: dict[str, Any] = {
@@ -88,7 +86,3 @@ def main() -> None:
         },
         config | {"model_type": "gemma3_text", "num_hidden_layers": 7, "rope_theta": 1_000_000},
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,6 @@
-#!/usr/bin/env python3
 """Make the golden beam searches: what Hugging Face's generate() finds with several beams.
 
-    python scripts/make_golden_beams.py [--only NAME ...]
-
-Needs `torch` and `transformers`, as scripts/make_golden.py does, whose checkpoints it reads. Each model of
+It reads the checkpoints of decoders.py. Each model of
 NAMES gets a `beams.npz`, which tests/device/model/golden_beams.py describes. Random models never end a text
 by themselves, so end-of-sequence tokens are chosen for each that some of its texts meet early.
 
@@ -13,7 +10,6 @@ generate() must find the same tokens.
 
 # pyright: reportMissingImports=false
 
-import argparse
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-GOLDEN = REPOSITORY / "tests" / "data" / "golden"
-SEED = 20221
+from scripts.golden.with_torch import GOLDEN, SEED
+
 NAMES = ("gpt2-tied-gelu-new", "llama-grouped", "qwen2-tied")  # of decoders
 N_PROMPTS = 5
 MAX_OUTPUT = 12
@@ -168,19 +162,9 @@ def write_beams(
     )
 
 
-def main() -> None:
+def make_files(only: Sequence[str]) -> None:
     """Make the beam searches of NAMES."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only", nargs="+", default=NAMES, metavar="NAME", help="these models, by their names"
-    )
-    flags = parser.parse_args()
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    transformers.logging.disable_progress_bar()
-    for name in flags.only:
+    for name in only or NAMES:
         directory = GOLDEN / name
         model = AutoModelForCausalLM.from_pretrained(
             directory, attn_implementation="eager", dtype=torch.float32
@@ -190,7 +174,3 @@ def main() -> None:
             rng.integers(0, model.config.vocab_size, n).astype(np.int32) for n in rng.integers(1, 20, 30)
         ]
         print(write_beams(model, directory, prompts, [None] * len(prompts)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

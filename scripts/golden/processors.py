@@ -1,9 +1,6 @@
-#!/usr/bin/env python3
 """Make the golden file of the sampler: the results of Hugging Face's logits processors on random logits.
 
-    python scripts/make_golden_processors.py [--output tests/data/golden/processors.npz]
-
-Needs `torch` (the CPU build is enough) and `transformers`; tests/device/model/golden_processors.py reads the
+tests/device/model/golden_processors.py reads the
 file and needs neither. Everything follows from the seed below; `versions` in the file has what made it.
 
 Each row has its own logits, token ids of a prompt and an output, and parameters, and goes alone through
@@ -42,21 +39,17 @@ that are shorter than their array end in -1.
 
 # pyright: reportMissingImports=false
 
-import argparse
 import json
-import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from transformers.generation import logits_process as hf
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-SEED = 20221
+from scripts.golden.with_torch import GOLDEN, SEED, versions
+
 ROWS_ALONE = {50: 6, 333: 5, 1009: 3}  # vocabulary size: rows of each processor alone
 ROWS_CHAINED = {50: 40, 333: 32, 1009: 24}
 MOST_PROMPT, MOST_OUTPUT, MOST_BIASED, MOST_WORDS, MOST_STOPS = 16, 12, 8, 8, 3
@@ -311,24 +304,10 @@ def arrays_of(rows: list[Row]) -> dict[str, np.ndarray]:
     }
 
 
-def main() -> None:
+def make_files(only: Sequence[str]) -> None:
     """Make the file and print how much of the vocabulary the rows leave."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = REPOSITORY / "tests" / "data" / "golden" / "processors.npz"
-    parser.add_argument("--output", type=Path, default=default)
-    output: Path = parser.parse_args().output
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "numpy": np.__version__,
-        "seed": SEED,
-    }
-    arrays = {"versions": np.array(json.dumps(versions))}
+    output = GOLDEN / "processors.npz"
+    arrays = {"versions": np.array(json.dumps(versions()))}
     for vocab in ROWS_ALONE:
         made = arrays_of(rows_of(vocab, np.random.default_rng([SEED, vocab])))
         arrays |= {f"{vocab}_{name}": array for name, array in made.items()}
@@ -339,7 +318,3 @@ def main() -> None:
     size = output.stat().st_size
     print(f"{size / 1e6:.2f} MB in {output}")
     assert size < MAX_BYTES, f"more than {MAX_BYTES} bytes"
-
-
-if __name__ == "__main__":
-    main()

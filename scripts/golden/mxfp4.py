@@ -1,9 +1,6 @@
-#!/usr/bin/env python3
 """Make tests/data/golden/gpt-oss-mxfp4: a golden model with experts packed in MXFP4, as gpt-oss is published.
 
-    python scripts/make_golden_mxfp4.py
-
-In the same environment as make_golden.py, whose files it has. transformers unpacks the experts as it loads
+It has the files of decoders.py. transformers unpacks the experts as it loads
 them; `unpacked.npz` has those of the first layer, as float32.
 """
 
@@ -11,14 +8,16 @@ them; `unpacked.npz` has those of the first layer, as float32.
 
 import json
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
-import transformers
-from make_golden import REPOSITORY, SEED, Golden, compute, draw_weights
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+
+from scripts.golden.decoders import Golden, compute, draw_weights
+from scripts.golden.with_torch import GOLDEN, SEED
 
 NAME = "gpt-oss-mxfp4"
 BLOCK = 32
@@ -57,12 +56,9 @@ def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return code[..., 0::2] | code[..., 1::2] << 4, (exponent + 127).to(torch.uint8)
 
 
-def main() -> None:
+def make_files(only: Sequence[str]) -> None:
     """Write the directory and print statistics."""
-    torch.manual_seed(SEED)
-    torch.set_num_threads(1)
-    transformers.logging.disable_progress_bar()
-    directory = REPOSITORY / "tests" / "data" / "golden" / NAME
+    directory = GOLDEN / NAME
     shutil.rmtree(directory, ignore_errors=True)
     rng = np.random.default_rng([SEED, *NAME.encode()])
     golden = Golden(NAME, AutoConfig.for_model("gpt_oss", **CONFIG), n_prompts=32)
@@ -103,7 +99,3 @@ def main() -> None:
         down_proj=experts.down_proj.detach().numpy(),
     )
     print(compute(golden, model, directory, rng))
-
-
-if __name__ == "__main__":
-    main()

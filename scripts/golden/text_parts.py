@@ -1,9 +1,6 @@
-#!/usr/bin/env python3
 """Make tests/data/text_parts: small random models of text and pictures, and transformers' tokens for texts.
 
-    python scripts/make_golden_text_parts.py
-
-Run it in the environment of make_golden.py. Each model has a directory as transformers saves it, with the
+Each model has a directory as transformers saves it, with the
 tower for pictures, and golden.json: prompts of token ids, and the greedy continuation of each in float32.
 """
 
@@ -11,14 +8,15 @@ tower for pictures, and golden.json: prompts of token ids, and the greedy contin
 
 import json
 import shutil
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-TARGET = Path(__file__).resolve().parents[1] / "tests" / "data" / "text_parts"
+from scripts.golden.with_torch import REPOSITORY, versions
+
+TARGET = REPOSITORY / "tests" / "data" / "text_parts"
 VISION = {
     "model_type": "siglip_vision_model",
     "hidden_size": 8,
@@ -57,9 +55,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
+def make_files(only: Sequence[str]) -> None:
     """Write the directories and print one line for each."""
-    torch.set_num_threads(1)
     for name, fields in MODELS.items():
         directory = TARGET / name
         shutil.rmtree(directory, ignore_errors=True)
@@ -75,7 +72,7 @@ def main() -> None:
         model.save_pretrained(directory)
         prompts = [torch.randint(2, 100, (length,)).tolist() for length in (1, 3, 7, 20, 40)]
         rows = [{"prompt": prompt, "token_ids": _greedy(model, prompt)} for prompt in prompts]
-        golden = {"transformers": transformers.__version__, "torch": torch.__version__, "rows": rows}
+        golden = {name: versions()[name] for name in ("transformers", "torch")} | {"rows": rows}
         (directory / "golden.json").write_text(json.dumps(golden))
         print(f"{directory}: {len(rows)} prompts")
 
@@ -88,7 +85,3 @@ def _greedy(model: torch.nn.Module, prompt: list[int], n: int = 12) -> list[int]
             assert best.values[0] - best.values[1] > 1e-3, "rounding could swap the best two"
             ids.append(int(best.indices[0]))
     return ids[len(prompt) :]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,31 +1,26 @@
-#!/usr/bin/env python3
 """Make tests/data/golden/routing.npz: the experts that Hugging Face chooses in golden mixtures.
 
-    python scripts/make_golden_routing.py
-
-Run it after make_golden.py, in the same environment. tests/device/model/golden_routing.py describes the file.
+tests/device/model/golden_routing.py describes the file.
 The experts are the best of the router logits that the model returns with `output_router_logits`, in float32.
 """
 
 # pyright: reportMissingImports=false
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-import transformers
-from make_golden import REPOSITORY
 from transformers import AutoModelForCausalLM
 
-GOLDEN = REPOSITORY / "tests" / "data" / "golden"
+from scripts.golden.with_torch import GOLDEN, versions
+
 # Those whose routers choose the best logits.
 FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 
-def main() -> None:
+def make_files(only: Sequence[str]) -> None:
     """Write the file and print one line a model."""
-    torch.set_num_threads(1)
-    transformers.logging.disable_progress_bar()
     arrays: dict[str, np.ndarray] = {}
     for path in sorted(GOLDEN.glob("*/golden.npz")):
         directory, name = path.parent, path.parent.name
@@ -52,9 +47,5 @@ def main() -> None:
         arrays[f"{name}.chosen"] = np.concatenate(chosen)
         arrays[f"{name}.gaps"] = np.concatenate(gaps).astype(np.float32)
         print(f"{name:40} {arrays[f'{name}.chosen'].shape}", flush=True)
-    arrays["versions"] = np.array([f"torch {torch.__version__}", f"transformers {transformers.__version__}"])
+    arrays["versions"] = np.array([f"{name} {versions()[name]}" for name in ("torch", "transformers")])
     np.savez_compressed(GOLDEN / "routing.npz", allow_pickle=False, **arrays)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,6 @@
-#!/usr/bin/env python3
 """Make tests/data/golden/hidden.npz: final hidden states that Hugging Face computes with the golden models.
 
-    python scripts/make_golden_hidden.py
-
-Run it after make_golden.py, in the same environment. It takes one model of each family, and of that one its
+It takes one model of each family, and of that one its
 shortest and its longest prompt and those whose logits are kept. tests/device/model/golden_hidden.py describes
 the file. The model is the one without its head (`base_model`), in float32; its last hidden states are
 compared with those of the same model in float64 before anything is written.
@@ -12,16 +9,17 @@ compared with those of the same model in float64 before anything is written.
 # pyright: reportMissingImports=false
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from make_golden import REPOSITORY, switching_length
 from transformers import AutoModelForCausalLM
 
-GOLDEN = REPOSITORY / "tests" / "data" / "golden"
+from scripts.golden.decoders import switching_length
+from scripts.golden.with_torch import GOLDEN, versions
+
 ROUNDING = 5e-5
 
 
@@ -35,7 +33,7 @@ def chosen() -> list[Path]:
 
 
 def hidden_states(model: Any, token_ids: np.ndarray) -> np.ndarray:
-    """[n, size]; filled up where make_golden.logits_of fills up."""
+    """[n, size]; filled up where decoders.logits_of fills up."""
     with torch.no_grad():
         ids = torch.from_numpy(token_ids.astype(np.int64))[None]
         if switching_length(model.config) is not None:
@@ -44,10 +42,8 @@ def hidden_states(model: Any, token_ids: np.ndarray) -> np.ndarray:
         return states[0, : len(token_ids)].double().numpy()
 
 
-def main() -> None:
+def make_files(only: Sequence[str]) -> None:
     """Write the file and print one line a model."""
-    torch.set_num_threads(1)
-    transformers.logging.disable_progress_bar()
     arrays: dict[str, np.ndarray] = {}
     for directory in chosen():
         with np.load(directory / "golden.npz") as golden:
@@ -75,9 +71,5 @@ def main() -> None:
         arrays[f"{name}.mean"] = np.stack([one.mean(axis=0) for one in states]).astype(np.float32)
         size = arrays[f"{name}.last"].shape[1]
         print(f"{name:30} {len(rows)} prompts, {size} numbers, rounding {worst:.1e}", flush=True)
-    arrays["versions"] = np.array([f"torch {torch.__version__}", f"transformers {transformers.__version__}"])
+    arrays["versions"] = np.array([f"{name} {versions()[name]}" for name in ("torch", "transformers")])
     np.savez_compressed(GOLDEN / "hidden.npz", allow_pickle=False, **arrays)
-
-
-if __name__ == "__main__":
-    main()

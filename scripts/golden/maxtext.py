@@ -1,7 +1,4 @@
-#!/usr/bin/env python3
 """Make the golden files of MaxText: tiny models that its checkpointing saved, and its own forward pass.
-
-    python -m scripts.make_golden_maxtext [NAME ...]
 
 Needs `maxtext` on Python 3.12, without its extras for accelerators but with the packages that it imports; the
 tests that read the files need none of them. The checkpoints are those of a training state (weights, the
@@ -12,6 +9,7 @@ optimizer's state, the step), with layers scanned and not.
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +24,7 @@ from maxtext.configs import pyconfig
 from maxtext.layers.moe import MoEBiasVar
 from maxtext.utils import maxtext_utils, model_creation_utils
 
-from scripts.trainer_golden import CONFIG, GEMMA_CONFIG, drawn, finish, start
+from scripts.golden.trainers import CONFIG, GEMMA_CONFIG, drawn, finish, start
 
 BASE = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
 SIZES: dict[str, Any] = {
@@ -187,15 +185,11 @@ def save(name: str, model_name: str, settings: dict[str, Any], config: dict[str,
         finish(directory, CONFIG | config | own, forward)
 
 
-def main() -> None:
+def make_files(only: Sequence[str]) -> None:
     """Write all of them, or those that the command line names."""
     jax.config.update("jax_default_matmul_precision", "highest")
     for name, (model_name, settings, config) in MODELS.items():
         for scan in (False, True):
             full = f"{name}-scanned" if scan else name
-            if not sys.argv[1:] or full in sys.argv[1:]:
+            if not only or full in only:
                 save(full, model_name, settings | {"scan_layers": scan}, config)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,31 +1,28 @@
-#!/usr/bin/env python3
 """Make the golden files of models with an encoder: small random ones, and what Hugging Face computes.
 
-    python scripts/make_golden_encoders.py [--only NAME ...]
-
-As scripts/make_golden.py, whose environment it needs, for the shapes of ENCODER_SHAPES in golden_shapes.py.
+As decoders.py, for the shapes of ENCODER_SHAPES in shapes.py.
 Each model gets a directory with a checkpoint, `encoder_golden.npz`, which
-tests/device/model/golden_encoders.py describes, and `beams.npz` of make_golden_beams.py. A field of a shape
+tests/device/model/golden_encoders.py describes, and `beams.npz` of beams.py. A field of a shape
 that begins with "_" says how the checkpoint is written.
 """
 
 # pyright: reportMissingImports=false
 
-import argparse
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import make_golden_beams
 import numpy as np
 import safetensors.torch
 import torch
-import transformers
-from golden_shapes import ENCODER_SHAPES
-from make_golden import MARGIN, REPOSITORY, SEED
-from make_golden_beams import write_beams
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig
+
+from scripts.golden import beams
+from scripts.golden.beams import write_beams
+from scripts.golden.shapes import ENCODER_SHAPES
+from scripts.golden.with_torch import GOLDEN, MARGIN, SEED
 
 MAX_OUTPUT = 16
 N_INPUTS = 24
@@ -36,7 +33,7 @@ _EMBEDDED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def draw_weights(model: torch.nn.Module, rng: np.random.Generator, lacks_positions: bool) -> None:
-    """As in make_golden.py: every weight, bias and norm is drawn, and text does not collapse."""
+    """As in decoders.py: every weight, bias and norm is drawn, and text does not collapse."""
     scale = model.config.d_model if getattr(model.config, "scale_embedding", False) else 1.0
     model_type = model.config.model_type
     is_t5 = "t5" in model_type
@@ -94,8 +91,8 @@ def build(name: str, shape: dict[str, Any]) -> Any:
     names = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
     stated = {key: getattr(model.config, key, None) for key in names}
     stated |= shape | shape.get("_generation_config", {})
-    make_golden_beams.DECODER_IDS = {key: stated[key] for key in names if stated[key] is not None}
-    model.generation_config = GenerationConfig(pad_token_id=0, **make_golden_beams.DECODER_IDS)
+    beams.DECODER_IDS = {key: stated[key] for key in names if stated[key] is not None}
+    model.generation_config = GenerationConfig(pad_token_id=0, **beams.DECODER_IDS)
     return model
 
 
@@ -109,7 +106,7 @@ def save(model: Any, shape: dict[str, Any], directory: Path) -> None:
         config["tie_word_embeddings"] = not shape.get("_untied")
     elif shape.get("_untied"):
         config["tie_word_embeddings"] = True  # as transformers 5 writes it
-    config |= make_golden_beams.DECODER_IDS
+    config |= beams.DECODER_IDS
     config |= dict.fromkeys(shape.get("_generation_config", {})) | shape.get("_fields", {})
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     if "_generation_config" in shape:
@@ -145,7 +142,7 @@ def greedy(model: Any, encoder_ids: np.ndarray, start: int) -> tuple[np.ndarray,
     ids = np.array([start], np.int32)
     gaps: list[float] = []
     for i in range(MAX_OUTPUT):
-        token = make_golden_beams.DECODER_IDS.get(forced.get(i, ""))
+        token = beams.DECODER_IDS.get(forced.get(i, ""))
         if token is not None:
             gaps.append(1.0)
             ids = np.append(ids, np.int32(token))
@@ -194,7 +191,7 @@ def make(name: str, shape: dict[str, Any], directory: Path) -> str:
     rng = np.random.default_rng([SEED, *name.encode(), 1])
     n_inputs = rng.permutation(np.linspace(1, LONGEST_INPUT, N_INPUTS).round().astype(int))
     inputs = [rng.integers(0, model.config.vocab_size, n).astype(np.int32) for n in n_inputs]
-    start = make_golden_beams.DECODER_IDS["decoder_start_token_id"]
+    start = beams.DECODER_IDS["decoder_start_token_id"]
     results = [greedy(model, own, start) for own in inputs]
     outputs, gaps = (np.stack(each) for each in zip(*results, strict=True))
     worst = check(model, inputs, outputs, gaps, start)
@@ -224,25 +221,12 @@ def make(name: str, shape: dict[str, Any], directory: Path) -> str:
     )
 
 
-def main() -> None:
+def make_files(only: Sequence[str]) -> None:
     """Make every model of ENCODER_SHAPES and print statistics."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "tests" / "data" / "golden")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these models, by their names")
-    flags = parser.parse_args()
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    transformers.logging.disable_progress_bar()
     for name, shape in ENCODER_SHAPES.items():
-        if flags.only and name not in flags.only:
+        if only and name not in only:
             continue
-        directory = flags.output / name
+        directory = GOLDEN / name
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         print(make(name, shape, directory), flush=True)
-
-
-if __name__ == "__main__":
-    main()

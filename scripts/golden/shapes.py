@@ -1,7 +1,7 @@
 """The shapes of the golden models, by name: what transformers' config of the model_type is made of.
 
-scripts/make_golden.py makes their files. `max_position_embeddings` is the longest sequence of the tests; keep
-sizes small and odd. Sections are in alphabetical order.
+decoders.py and encoders.py make their files. `max_position_embeddings` is the longest sequence of the tests;
+keep sizes small and odd. Sections are in alphabetical order.
 """
 
 from typing import Any
@@ -571,7 +571,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }
 
-# Of models with an encoder. Fields that begin with "_" say how make_golden_encoders.py writes the checkpoint.
+# Of models with an encoder. Fields that begin with "_" say how encoders.py writes the checkpoint.
 ENCODER_SHAPES: dict[str, dict[str, Any]] = {
     # t5: tied, as the first T5
     "t5-relu": _t5("t5", 103, 24, (3, 2), 3, 10, 50, _older=True),

@@ -1,9 +1,6 @@
-#!/usr/bin/env python3
 """Make the golden files: small random models, and the results that Hugging Face computes with them.
 
-    python scripts/make_golden.py [--only NAME ...] [--output tests/data/golden]
-
-The shapes of GPT-2 and OPT are below, those of other families in golden_shapes.py: one line a shape.
+The shapes of GPT-2 and OPT are below, those of other families in shapes.py: one line a shape.
 
 Needs `torch` (the CPU build is enough) and `transformers`; the tests that read the files need neither. Each
 model gets a directory with a checkpoint (config.json, float32 safetensors) and `golden.npz`, which
@@ -17,20 +14,16 @@ anything is written.
 
 # pyright: reportMissingImports=false
 
-import argparse
 import json
-import platform
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import safetensors.torch
 import torch
-import transformers
-from golden_shapes import SHAPES
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -40,11 +33,11 @@ from transformers import (
     OPTConfig,
 )
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-SEED = 20221
+from scripts.golden.shapes import SHAPES
+from scripts.golden.with_torch import GOLDEN, MARGIN, SEED, versions
+
 MAX_OUTPUT = 16
 LOGIT_LENGTHS = (1, 7, 23)  # the prompts whose logits at every position are stored
-MARGIN = 1e-4  # rounding alone can swap two logits closer than this
 MAX_TOTAL_BYTES = 18_000_000
 
 
@@ -361,42 +354,19 @@ def compute(golden: Golden, model: Any, directory: Path, rng: np.random.Generato
     )
 
 
-def main() -> None:
+def make_files(only: Sequence[str]) -> None:
     """Make every model of MODELS and print statistics."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "tests" / "data" / "golden")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these models, by their names")
-    flags = parser.parse_args()
-    output: Path = flags.output
-    torch.manual_seed(SEED)
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    transformers.logging.disable_progress_bar()
     # The order of MODELS is part of their seeds; a shape's seed is its name.
     models = [(golden, [SEED, i]) for i, golden in enumerate(MODELS)]
     models += [(_of_shape(name, shape), [SEED, *name.encode()]) for name, shape in SHAPES.items()]
     for golden, seed in models:
-        if flags.only and golden.name not in flags.only:
+        if only and golden.name not in only:
             continue
-        directory = output / golden.name
+        directory = GOLDEN / golden.name
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         print(make(golden, directory, np.random.default_rng(seed)), flush=True)
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "safetensors": safetensors.__version__,
-        "numpy": np.__version__,
-        "seed": SEED,
-    }
-    (output / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
-    total = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    print(f"{total / 1e6:.2f} MB in {output}")
+    (GOLDEN / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
+    total = sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file())
+    print(f"{total / 1e6:.2f} MB in {GOLDEN}")
     assert total < MAX_TOTAL_BYTES, f"more than {MAX_TOTAL_BYTES} bytes"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,23 @@
-#!/usr/bin/env python3
 """Make tests/data/golden/fp8.npz: a matrix in FP8 with a scale for each block, as transformers unpacks it.
 
-    python scripts/make_golden_fp8.py
-
-Needs `torch` and `transformers`, as make_golden.py does. `values` [256, 384] are the bytes, `scales` [2, 3]
+`values` [256, 384] are the bytes, `scales` [2, 3]
 float32, and `unpacked` float32 the elements of the flat matrix at `places`.
 """
 
 # pyright: reportMissingImports=false
 
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-PATH = Path(__file__).resolve().parent.parent / "tests" / "data" / "golden" / "fp8.npz"
+from scripts.golden.with_torch import GOLDEN
+
+PATH = GOLDEN / "fp8.npz"
 
 
-def main() -> None:
+def make_files(only: Sequence[str]) -> None:
     """Write the file."""
     rng = np.random.default_rng(20221)
     values = ((7 * np.arange(256)[:, None] + 13 * np.arange(384)) % 256).astype(np.uint8)  # a small file
@@ -32,7 +31,3 @@ def main() -> None:
         PATH, values=values, scales=scales, places=places, unpacked=unpacked.numpy().ravel()[places]
     )
     print(f"{PATH.stat().st_size} bytes")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""Golden files: what transformers and the trainers' own code compute, for the tests to compare with."""

@@ -1,0 +1,44 @@
+"""Make golden files: small random models, and what transformers or a trainer's own code makes of them.
+
+    python -m scripts.golden decoders --only llama-grouped
+    python -m scripts.golden tunix
+
+Those of transformers need `torch` (the CPU build is enough) and `transformers`, those of a trainer its own
+package, each in an environment of its own; the tests that read the files need none of these. `beams`,
+`hidden`, `mxfp4` and `routing` read what `decoders` makes. What a file holds is said where tests read it.
+"""
+
+import argparse
+import importlib
+
+KINDS = {
+    "decoders": "a checkpoint, logits and greedy tokens of each shape of shapes.py, GPT-2 and OPT",
+    "encoders": "the same of models with an encoder, and their beam searches",
+    "beams": "what generate() finds with several beams",
+    "hidden": "final hidden states",
+    "routing": "the experts that mixtures choose",
+    "mxfp4": "a model with experts packed in MXFP4",
+    "fp8": "a matrix in FP8, unpacked",
+    "processors": "what logits processors make of random logits",
+    "text_parts": "models of text and pictures, and their tokens for texts",
+    "chat": "renderings of chat templates",
+    "tunix": "what Tunix's CheckpointManager saves, and its own logits",
+    "maxtext": "the same of MaxText",
+    "gemma": "the same of Gemma's own code",
+}
+
+
+def main() -> None:
+    """Make the files of one kind."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    for kind, text in KINDS.items():
+        kinds.add_parser(kind, help=text).add_argument(
+            "--only", nargs="+", default=[], metavar="NAME", help="the models of these names alone"
+        )
+    flags = parser.parse_args()
+    importlib.import_module(f"scripts.golden.{flags.kind}").make_files(flags.only)
+
+
+if __name__ == "__main__":
+    main()
