@@ -29,7 +29,8 @@ from orca_jax.iteration.shape import EngineShape, bucket_sizes
 from orca_jax.request.request import Request
 from orca_jax.request.sampled import Sampled
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.kv_manager import KVManager, round_up
+from orca_jax.scheduling.blocks import round_up
+from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_lookup import hash_prompt
 from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler

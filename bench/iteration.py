@@ -47,8 +47,8 @@ from orca_jax.launch.local_engine import build_engine
 from orca_jax.planning.cost_model import Device, IterationShape, floor, operations
 from orca_jax.request.request import FinishReason, Request, Row
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned
-from orca_jax.scheduling.kv_manager import round_up
 from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline

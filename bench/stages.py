@@ -41,8 +41,9 @@ from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.request.request import Request, Row
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned
-from orca_jax.scheduling.kv_manager import KVManager, round_up
+from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline

@@ -33,8 +33,8 @@ from orca_jax.errors import ConfigError
 from orca_jax.extras import install_line
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.request.request import Request, begin_iteration
+from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.engine_protocol import Iteration, never
-from orca_jax.scheduling.kv_manager import round_up
 
 SYSTEMS = ("orca", "ft")
 DEADLINE = 600.0  # seconds for one batch

@@ -94,7 +94,7 @@ class EngineMaster:
             n_reserved=kv.n_reserved,
             encoder_blocks=kv.encoder_blocks,
             max_encoder_blocks=kv.max_encoder_blocks,
-            rows_of=kv.rows_of,
+            rows_of=kv.beams.rows_of,
         )
         self._builder = MessageBuilder(tables, keeps_tokens=keeps_tokens)
 

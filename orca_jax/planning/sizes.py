@@ -9,7 +9,8 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.prefill_tokens import with_prefill_tokens
 from orca_jax.planning.stage_memory import StageRoom
-from orca_jax.scheduling.kv_manager import KVManager, round_up
+from orca_jax.scheduling.blocks import round_up
+from orca_jax.scheduling.kv_manager import KVManager
 
 # Tokens of an iteration by default where prompts come in chunks: enough to use a GPU's arithmetic, and few
 # enough that the temporaries of models with long contexts leave memory for keys and values.

@@ -10,7 +10,8 @@ from orca_jax.families.model_config import Encoder, ModelConfig
 from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.kv_manager import KVManager, most_blocks
+from orca_jax.scheduling.beam_blocks import most_blocks
+from orca_jax.scheduling.kv_manager import KVManager
 
 # The memory of a waiting request, in bytes:
 _REQUEST = 4096  # fixed cost: the request, its Output, its parameters

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from orca_jax.request.request import Request, Row
+from orca_jax.scheduling.cache_kinds import slots_to_reserve
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_lookup import reserve_sharing
-from orca_jax.scheduling.select import slots_to_reserve
 
 
 def rows_without_slots(rows: Sequence[Row], kv: KVManager) -> list[Row]:
@@ -34,7 +34,7 @@ def allocate(
     for req in new:
         if req.kind.forks:
             n_most = slots_to_reserve(req, kv.block_size) // kv.block_size
-            kv.begin_beams(req.row, req.kind.n_rows, None if on_demand else n_most)
+            kv.beams.begin(req.row, req.kind.n_rows, None if on_demand else n_most)
 
 
 def grow(short: Sequence[Row], kv: KVManager) -> None:
@@ -52,5 +52,5 @@ def continue_beams(rows: Sequence[Row], kv: KVManager) -> list[tuple[int, int]]:
     copies: list[tuple[int, int]] = []
     for req, _ in rows:
         if req.kind.forks and not req.in_initiation:
-            copies += kv.continue_beams(req.row, req.kind.parents, req.n_computed)
+            copies += kv.beams.proceed(req.row, req.kind.parents, req.n_computed)
     return copies

@@ -163,7 +163,7 @@ class Scheduler:
         if self._on_demand:
             grow(short, self.kv)
         self.kv.copies = ()
-        if self.kv.has_beams:
+        if self.kv.beams:
             self.kv.copies = continue_beams(rows, self.kv)
             self.n_rsrv = (self.kv.n_blocks - self.kv.n_free_blocks) * self.config.block_size
         record = self.timeline.issued(rows)

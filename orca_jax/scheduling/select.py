@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import Literal
 
 from orca_jax.request.request import PLAIN, Request, RequestState, Row
-from orca_jax.scheduling.kv_manager import most_blocks, round_up
+from orca_jax.scheduling.cache_kinds import slots_to_reserve
 from orca_jax.scheduling.request_pool import InArrivalOrder
 
 INITIATION, RUNNING, INCREMENT, _ = RequestState
@@ -18,15 +18,6 @@ INITIATION, RUNNING, INCREMENT, _ = RequestState
 # that may have cost a worker runs alone; a deterministic engine's iteration is of the other phase.
 Why = Literal["batch", "slots", "tokens", "prefix", "alone", "phase"]
 Held = tuple[Request, Why]
-
-
-def slots_to_reserve(req: Request, block_size: int) -> int:
-    """What Algorithm 1 calls `max_tokens`, in whole blocks: the most slots that the request can take."""
-    n_encoder = round_up(len(req.encoder_ids), block_size) if req.encoder_ids else 0
-    if not req.kind.forks:
-        return n_encoder + round_up(req.max_tokens, block_size)
-    n_blocks = most_blocks(len(req.prompt_ids), req.max_tokens, req.kind.n_rows, block_size)
-    return n_encoder + n_blocks * block_size
 
 
 def running_ahead(rows: Iterable[Row]) -> frozenset[Request]:

@@ -14,11 +14,13 @@ from itertools import chain, repeat
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.shape import serving_buckets
 from orca_jax.request.request import PLAIN, Request, RequestState, Row
-from orca_jax.scheduling.kv_manager import KVManager, round_up
+from orca_jax.scheduling.blocks import round_up
+from orca_jax.scheduling.cache_kinds import blocks_at_first, slots_to_reserve
+from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import Choice
 from orca_jax.scheduling.prefix_lookup import LongestPrefixFirst, cached_blocks, next_block_hash
 from orca_jax.scheduling.request_pool import InArrivalOrder, split
-from orca_jax.scheduling.select import Held, Why, slots_to_reserve
+from orca_jax.scheduling.select import Held, Why
 
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
 _WINDOW = 16  # the requests among which the longest cached beginning goes first
@@ -223,7 +225,7 @@ class ServingPolicy:
         """A row for each; those that need another block get it, if need be from later requests."""
         slots_of = self._kv.slots_of
         short: list[Row] | None = None
-        if self._kv.has_beams:
+        if self._kv.beams:
             decodes = self._that_fit(decodes)
             n_new = sum(map(self._n_to_grow, decodes))
         else:
@@ -265,10 +267,10 @@ class ServingPolicy:
         """The blocks that a request's next decode takes."""
         if not req.kind.forks:
             return int(req.n_computed >= self._kv.slots_of[req.row])
-        return self._kv.n_for_beams(req.row, len(req.kind.parents), req.n_computed)
+        return self._kv.beams.n_to_grow(req.row, len(req.kind.parents), req.n_computed)
 
     def _n_places(self, requests: Collection[Request]) -> int:
-        return sum(req.kind.n_rows for req in requests) if self._kv.has_beams else len(requests)
+        return sum(req.kind.n_rows for req in requests) if self._kv.beams else len(requests)
 
     # Prompts.
 
@@ -390,7 +392,7 @@ class ServingPolicy:
     def _blocks_to_reserve(self, req: Request) -> int:
         """The blocks that a request gets when it is admitted."""
         if self._on_demand:
-            return self._kv.n_blocks_for(req.n_tokens) + self._kv.n_blocks_for(len(req.encoder_ids))
+            return blocks_at_first(req, self._kv.block_size)
         return slots_to_reserve(req, self._kv.block_size) // self._kv.block_size
 
     def _n_tokens(self, n_to_compute: int, room: int) -> int:

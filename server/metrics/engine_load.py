@@ -1,6 +1,6 @@
 """An engine's load as one number, for routers, autoscalers and `/metrics`."""
 
-from orca_jax.scheduling.select import slots_to_reserve
+from orca_jax.scheduling.cache_kinds import slots_to_reserve
 from orca_jax.service.orca import Orca
 
 

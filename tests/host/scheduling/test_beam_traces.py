@@ -18,8 +18,8 @@ from orca_jax.iteration.rows.beams import Beams
 from orca_jax.request.beam_search import begin_search
 from orca_jax.request.request import FinishReason, Request, Row
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.beam_blocks import most_blocks
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
-from orca_jax.scheduling.kv_manager import most_blocks
 from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
@@ -56,7 +56,7 @@ class MemoryEngine:
             before, beams = self._outputs[req], req.kind.search
             newest = list(zip(beams.parents, beams.last_ids, strict=True))
             outputs = self._outputs[req] = [(*before[parent], token) for parent, token in newest]
-            rows_of_beams = self.kv.rows_of(req.row)
+            rows_of_beams = self.kv.beams.rows_of(req.row)
             assert len(set(rows_of_beams)) == len(outputs) <= req.kind.n_rows
             for row, output in zip(rows_of_beams, outputs, strict=True):
                 tokens = (*req.prompt_ids, *output)
@@ -98,11 +98,11 @@ def check_blocks(scheduler: Scheduler) -> None:
     held = Counter[int]()
     n_promised = 0
     for req in requests:
-        rows = kv.rows_of(req.row)
+        rows = kv.beams.rows_of(req.row)
         own = {block for row in rows for block in kv.blocks_of(row).tolist()}
         held.update(own)
         if isinstance(req.kind, Beams):
-            n_promised += kv._beams[req.row].n_promised or 0
+            n_promised += kv.beams.promised(req.row)
             lasts = [kv.blocks_of(row).tolist()[-1] for row in rows]
             assert len(set(lasts)) == len(rows)
     assert kv.n_free_blocks + n_promised + len(held) == kv.n_blocks

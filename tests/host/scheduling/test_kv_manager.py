@@ -4,7 +4,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from orca_jax.scheduling.kv_manager import KVManager, round_up
+from orca_jax.scheduling.blocks import round_up
+from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_cache import PrefixCache, chain_hashes, root_hash
 
 

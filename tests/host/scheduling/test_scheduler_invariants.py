@@ -22,8 +22,9 @@ from orca_jax.errors import EngineError
 from orca_jax.request.request import FinishReason, Request, RequestState, Row, begin_iteration
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling import kv_manager, scheduler, select, serving_policy, timeline
+from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
-from orca_jax.scheduling.kv_manager import KVManager, round_up
+from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, InArrivalOrder, RequestPool
 from orca_jax.scheduling.restart import fail_all
 from orca_jax.scheduling.scheduler import Scheduler

@@ -18,8 +18,8 @@ from orca_jax.errors import EngineError
 from orca_jax.request.request import FinishReason, Request, RequestState, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling import serving_policy
+from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
-from orca_jax.scheduling.kv_manager import round_up
 from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.scheduling.restart import fail_all
 from orca_jax.scheduling_config import SchedulingConfig

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from orca_jax.request.request import FinishReason, Request, RequestState
-from orca_jax.scheduling.kv_manager import round_up
+from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.quarantine import Suspicion
 from orca_jax.simulation.fault_trace import (
     DEADLINES,
