@@ -1,8 +1,8 @@
 """Cache kinds: what layers keep of a request, each with the rule by which it gets blocks.
 
 A kind answers how many blocks a request takes when it is admitted, and how many it can ever take.
-Reservations (Algorithm 1, line 24) and admission on demand sum over all kinds. The K/V manager allocates them:
-a request's fixed blocks at the beginning of its row, then those that grow.
+Reservations (Algorithm 1, line 24) and admission on demand sum over all kinds. The K/V manager allocates
+them: a request's fixed blocks at the beginning of its row, then those that grow.
 """
 
 from typing import Protocol
