@@ -80,7 +80,7 @@ def compile_stage(
     `n_rows` is the number of rows for all admitted requests, by default twice `max_bs`. `compiler_options`
     are passed to XLA in addition to the stage's own.
     """
-    stage, chosen = _stage(
+    stage, chosen = described_stage(
         model,
         part,
         block_size=block_size,
@@ -91,7 +91,7 @@ def compile_stage(
     group, encoder_blocks = part.group, _encoder_blocks(model, block_size)
     max_blocks = -(-model.n_positions // block_size)
     layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks, encoder_blocks)
-    caches = _caches(model, part, n_blocks, block_size, chosen.stored(part.group.devices[0], dtype))
+    caches = described_caches(model, part, n_blocks, block_size, chosen.stored(part.group.devices[0], dtype))
     hidden = described_array((bucket, model.hidden_size), group.place(), dtype)
     last_token = described_array((2 * max_bs if n_rows is None else n_rows,), group.place(), jnp.int32)
     arrived = last_token if part.first else hidden
@@ -109,38 +109,16 @@ def compile_stage(
     return CompiledStage(program, chosen.description, weights, arguments, score)
 
 
-def compile_encoder(
-    model: ModelConfig,
-    part: StagePart,
-    bucket: int,
-    *,
-    max_bs: int,
-    n_blocks: int,
-    block_size: int = BLOCK_SIZE,
-    dtype: DTypeLike = DTYPE,
-) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
-    """Compile one bucket of the first stage's encoder, and of what cross attention reads."""
-    stage, chosen = _stage(model, part, block_size=block_size, dtype=dtype)
-    place = part.group.place()
-    layout = FlatLayout(bucket, min(bucket, max_bs), _encoder_blocks(model, block_size))
-    caches = _caches(model, part, n_blocks, block_size, chosen.stored(part.group.devices[0], dtype))
-    buffer = described_array((layout.size,), place, jnp.int32)
-    encoded = described_array((bucket, model.hidden_size), place, dtype)
-    encode = stage.encode.lower(stage.weights, caches[0], buffer, layout=layout)
-    cross = stage.cross.lower(stage.weights, caches, encoded, buffer, layout=layout)
-    return encode.compile(), cross.compile()
-
-
 def _encoder_blocks(model: ModelConfig, block_size: int) -> int:
     return 0 if model.encoder is None else -(-model.encoder.n_positions // block_size)
 
 
-def _stage(
+def described_stage(
     model: ModelConfig,
     part: StagePart,
     *,
-    block_size: int,
-    dtype: DTypeLike,
+    block_size: int = BLOCK_SIZE,
+    dtype: DTypeLike = DTYPE,
     deterministic: bool = False,
     command_buffer_collectives: bool = False,
 ) -> tuple[Stage, AttentionChoice]:
@@ -167,9 +145,10 @@ def _stage(
     return stage, chosen
 
 
-def _caches(
+def described_caches(
     model: ModelConfig, part: StagePart, n_blocks: int, block_size: int, dtype: DTypeLike
 ) -> list[LayerCache]:
+    """Placeholders for the caches of a stage's layers; `dtype` is what the device stores."""
     shape = cache_shape(model, n_blocks=n_blocks, block_size=block_size)
     cache = described_array(shape, part.group.place(CACHE_SPEC), dtype)
     return [layer_cache(model, lambda: cache) for _ in part.layers]

@@ -14,7 +14,7 @@ import numpy as np
 from orca_jax.checkpoint.array_view import ArrayView, changed
 from orca_jax.checkpoint.orbax_boxes import runs
 from orca_jax.checkpoint.safetensors_reader import StoredTensor
-from orca_jax.checkpoint.shard_reader import Box, Parts, Stored, read_box
+from orca_jax.checkpoint.shard_reader import Box, MadeOf, Parts, Stored, read_box
 from orca_jax.errors import TensorMismatch
 from orca_jax.families.mixtures.mxfp4 import BLOCK, GREATEST_SCALE, MXFP4, unpack
 from orca_jax.families.parameters import Parameter
@@ -71,14 +71,15 @@ def _sizes(parameter: Parameter) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedMatrix:
+class PackedMatrix(MadeOf):
     """A matrix in MXFP4, as bfloat16: `blocks` [rows, columns / 2] and `scales` [rows, columns / 32]."""
 
     blocks: StoredTensor
     scales: StoredTensor
 
-    def __str__(self) -> str:
-        return str(self.blocks)
+    @property
+    def sources(self) -> tuple[Stored, ...]:
+        return self.blocks, self.scales
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,10 +88,6 @@ class PackedMatrix:
     @property
     def element(self) -> np.dtype:
         return np.dtype(ml_dtypes.bfloat16)
-
-    @property
-    def divisible(self) -> bool:
-        return True
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """The part `box`, of which whole blocks are read. Raises CorruptFile or TensorMismatch."""
@@ -104,26 +101,19 @@ class PackedMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedBytes:
+class PackedBytes(MadeOf):
     """The same as it stays packed: of each row the bytes of its blocks, then those of its scales."""
 
     blocks: StoredTensor
     scales: StoredTensor
 
-    def __str__(self) -> str:
-        return str(self.blocks)
+    @property
+    def sources(self) -> tuple[Stored, ...]:
+        return self.blocks, self.scales
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.blocks.shape[0], self.blocks.shape[1] + self.scales.shape[1]
-
-    @property
-    def element(self) -> np.dtype:
-        return self.blocks.element
-
-    @property
-    def divisible(self) -> bool:
-        return True
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """The part `box` of whole rows. Raises CorruptFile or TensorMismatch."""
@@ -146,7 +136,7 @@ def _scales(stored: StoredTensor, box: Box) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertView:
+class ExpertView(MadeOf):
     """A weight [X, 2, F, H], [X, 2, F] or [X, H, F], of `stored`, where experts' rows follow one another.
 
     `transpose`: each expert is stored [in, out]. `alternating`: with its outputs gate, up, gate, ...
@@ -157,16 +147,9 @@ class ExpertView:
     transpose: bool
     alternating: bool
 
-    def __str__(self) -> str:
-        return str(self.stored)
-
     @property
-    def element(self) -> np.dtype:
-        return self.stored.element
-
-    @property
-    def divisible(self) -> bool:
-        return self.stored.divisible
+    def sources(self) -> tuple[Stored, ...]:
+        return (self.stored,)
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """The part `box`, an expert at a time: its number within the box, and its part."""
@@ -188,7 +171,7 @@ class ExpertView:
 
 
 @dataclass(frozen=True, slots=True)
-class StackedExperts:
+class StackedExperts(MadeOf):
     """A weight [X, 2, F, H], [X, 2, F], [X, H, F] or [X, H] of a trainer's arrays, all experts in each.
 
     `views` has an array for gate and one for up, or the only one; the experts are the first of its axes that
@@ -197,22 +180,14 @@ class StackedExperts:
 
     views: tuple[ArrayView, ...]
 
-    def __str__(self) -> str:
-        return str(self.views[0])
+    @property
+    def sources(self) -> tuple[Stored, ...]:
+        return self.views
 
     @property
     def shape(self) -> tuple[int, ...]:
         n_rows, *columns = self.views[0].shape
         return (len(self.views) * n_rows, *columns)
-
-    @property
-    def element(self) -> np.dtype:
-        elements = {view.element for view in self.views}
-        return elements.pop() if len(elements) == 1 else np.dtype(np.float32)
-
-    @property
-    def divisible(self) -> bool:
-        return all(view.divisible for view in self.views)
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """The part `box`, an expert's rows of one array at a time. Raises CorruptFile."""

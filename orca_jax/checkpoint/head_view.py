@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from orca_jax.checkpoint.shard_reader import Box, Stored, read_box
+from orca_jax.checkpoint.shard_reader import Box, MadeOf, Stored, read_box
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.parameters import Parameter
 from orca_jax.families.stored_name import (
@@ -36,7 +36,7 @@ def stored_shapes(parameter: Parameter, wanted: StoredName, attention: Attention
 
 
 @dataclass(frozen=True, slots=True)
-class HeadView:
+class HeadView(MadeOf):
     """A weight of the shape [slices, K D], [slices, K D, H] or [H, slices, K D], made of stored heads.
 
     `places` has the stored head of each slice and head. `in_columns`: heads are columns of the weight.
@@ -62,18 +62,9 @@ class HeadView:
         size = size_of_heads(parameter, attention)
         return cls(tuple(tensors), parameter.shape, places, size, in_columns, wanted.transpose)
 
-    def __str__(self) -> str:
-        return str(self.tensors[0])
-
     @property
-    def element(self) -> np.dtype:
-        """The dtype of the tensors; float32 where they differ."""
-        elements = {tensor.element for tensor in self.tensors}
-        return elements.pop() if len(elements) == 1 else np.dtype(np.float32)
-
-    @property
-    def divisible(self) -> bool:
-        return all(tensor.divisible for tensor in self.tensors)
+    def sources(self) -> tuple[Stored, ...]:
+        return self.tensors
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """The part `box`: the row within the box, and the piece. Raises CorruptFile."""

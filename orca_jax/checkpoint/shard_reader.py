@@ -41,6 +41,28 @@ class Stored(Protocol):
         ...
 
 
+class MadeOf:
+    """What a Stored that is made of others, its `sources`, has of them."""
+
+    @property
+    def sources(self) -> tuple[Stored, ...]:
+        """The others, the one that it is named after first."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return str(self.sources[0])
+
+    @property
+    def element(self) -> np.dtype:
+        """The dtype of all sources; float32 where they differ."""
+        elements = {source.element for source in self.sources}
+        return elements.pop() if len(elements) == 1 else np.dtype(np.float32)
+
+    @property
+    def divisible(self) -> bool:
+        return all(source.divisible for source in self.sources)
+
+
 def read_box(stored: Stored, box: Box) -> np.ndarray:
     """The elements of `box` in one array."""
     out = np.empty([end - first for first, end in box], stored.element)
@@ -77,7 +99,7 @@ class ComputedArray:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockScaled:
+class BlockScaled(MadeOf):
     """A matrix of small floats, of which each block, BLOCK by BLOCK, is multiplied by a number; in float32.
 
     `scales` are those of all blocks; the last of a row or a column may be cut off.
@@ -86,8 +108,9 @@ class BlockScaled:
     values: Stored
     scales: Stored
 
-    def __str__(self) -> str:
-        return str(self.values)
+    @property
+    def sources(self) -> tuple[Stored, ...]:
+        return (self.values,)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,10 +119,6 @@ class BlockScaled:
     @property
     def element(self) -> np.dtype:
         return np.dtype(np.float32)
-
-    @property
-    def divisible(self) -> bool:
-        return self.values.divisible
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """The part `box`, some rows at a time. Raises CorruptFile."""

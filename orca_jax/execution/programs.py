@@ -3,6 +3,7 @@
 A program is compiled from shapes and shardings alone: neither weights nor caches need exist.
 """
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -12,9 +13,11 @@ from typing import Any
 
 import jax
 import jax.stages
+from jax.experimental.mosaic.gpu import fragmented_array
 
 OnProgram = Callable[[int, int, str], object]  # number done, total, name of the one begun last
 
+_ASK = "_get_ptxas_isa_version"
 _MAX_THREADS = 16
 # Python runs one thread at a time. If programs are lowered in turn, XLA compiles the first while the next is
 # lowered; if all were lowered at once, XLA would start late on all of them.
@@ -92,3 +95,17 @@ def compile_all(programs: Sequence[ToCompile], on_program: OnProgram | None = No
 
 def _no_report(done: int, total: int, name: str) -> None:
     pass
+
+
+def ask_ptxas_once() -> None:
+    """Make Mosaic ask ptxas for its version once, not each time a kernel converts a boolean to a number.
+
+    Each time it starts a process and waits for it with the GIL held: about 118 times for the split-attention
+    kernel, more than a second per bucket, during which no other bucket can be lowered. Does nothing if
+    Mosaic's compiler is not installed.
+    """
+    library: Any = getattr(fragmented_array, "mgpu_lib", None)
+    extension = getattr(library, "_mosaic_gpu_ext", None)
+    ask = getattr(extension, _ASK, None)
+    if ask is not None and not hasattr(ask, "cache_info"):
+        setattr(extension, _ASK, functools.cache(ask))

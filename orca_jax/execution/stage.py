@@ -16,8 +16,7 @@ from orca_jax.execution import stage_programs
 from orca_jax.execution.attention_paths import AttentionPath
 from orca_jax.execution.host_buffer import HostBuffer
 from orca_jax.execution.matmul_backend import Products
-from orca_jax.execution.programs import Program
-from orca_jax.execution.ptxas_version import ask_ptxas_once
+from orca_jax.execution.programs import Program, ask_ptxas_once
 from orca_jax.execution.sampling import has_native_choice
 from orca_jax.execution.stage_programs import StageModel
 from orca_jax.families.model_config import ModelConfig

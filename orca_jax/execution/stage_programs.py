@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from orca_jax.execution.host_buffer import HostBuffer
 from orca_jax.execution.matmul_backend import Products
@@ -27,7 +28,7 @@ from orca_jax.request.routed_experts import Routing
 from orca_jax.sharding.partition import StagePart
 from orca_jax.user_model.decoder import OwnDecoder
 
-Weights = Sequence[jax.Array]
+Weights = Sequence[Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class StageModel:
         """The model with these weights."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
 
-    def tokens(self, layout: FlatLayout, batch: FlatArrays, buffer: jax.Array) -> Tokens:
+    def tokens(self, layout: FlatLayout, batch: FlatArrays, buffer: Array) -> Tokens:
         """All tokens of a batch whose buffer is like that of `score`."""
         product = self.products.bind(batch.row_start[-1:])
         return Tokens(self.score_buffer.bind(layout, batch, buffer), product)
@@ -67,8 +68,8 @@ def forward(
     stage: StageModel,
     weights: Weights,
     caches: list[LayerCache],
-    arrived: jax.Array,
-    buffer: jax.Array,
+    arrived: Array,
+    buffer: Array,
     *,
     layout: FlatLayout,
 ) -> tuple[Any, list[LayerCache], Routed]:
@@ -115,12 +116,7 @@ class _AgainThroughLast(NamedTuple):
 
 
 def _through_last_layer(
-    stage: StageModel,
-    weights: Weights,
-    x: jax.Array,
-    cache: LayerCache,
-    buffer: jax.Array,
-    layout: FlatLayout,
+    stage: StageModel, weights: Weights, x: Array, cache: LayerCache, buffer: Array, layout: FlatLayout
 ) -> _AgainThroughLast:
     """x [S, H] through the last layer, in whose cache the tokens' keys and values are already."""
     model, shard = stage.model(weights), stage.shard()
@@ -130,14 +126,8 @@ def _through_last_layer(
 
 
 def score(
-    stage: StageModel,
-    weights: Weights,
-    x: jax.Array,
-    cache: LayerCache,
-    buffer: jax.Array,
-    *,
-    layout: FlatLayout,
-) -> jax.Array:
+    stage: StageModel, weights: Weights, x: Array, cache: LayerCache, buffer: Array, *, layout: FlatLayout
+) -> Array:
     """Log-probabilities of a ScoredPart's tokens, LOGPROBS as words [SCORED, LOGPROB_WORDS] int32.
 
     In: `x` [SCORED, H] is `take` of what entered the last layer, `cache` the last layer's.
@@ -149,14 +139,8 @@ def score(
 
 
 def pool(
-    stage: StageModel,
-    weights: Weights,
-    x: jax.Array,
-    cache: LayerCache,
-    buffer: jax.Array,
-    *,
-    layout: FlatLayout,
-) -> jax.Array:
+    stage: StageModel, weights: Weights, x: Array, cache: LayerCache, buffer: Array, *, layout: FlatLayout
+) -> Array:
     """Sums [R, E] float32 of each row's final hidden states in a PooledPart; the input is as in `score`."""
     model, iteration, batch, passed = _through_last_layer(stage, weights, x, cache, buffer, layout)
     x = model.final_states(passed.x, iteration.tokens.product).astype(jnp.float32)
@@ -167,14 +151,8 @@ def pool(
 
 
 def route(
-    stage: StageModel,
-    weights: Weights,
-    x: jax.Array,
-    cache: LayerCache,
-    buffer: jax.Array,
-    *,
-    layout: FlatLayout,
-) -> jax.Array:
+    stage: StageModel, weights: Weights, x: Array, cache: LayerCache, buffer: Array, *, layout: FlatLayout
+) -> Array:
     """The experts that a PooledPart's tokens choose in the last layer, [SCORED, 1, k]; as `score`."""
     passed = _through_last_layer(stage, weights, x, cache, buffer, layout).passed
     assert passed.chosen is not None
@@ -182,8 +160,8 @@ def route(
 
 
 def encode(
-    stage: StageModel, weights: Weights, cache: LayerCache, buffer: jax.Array, *, layout: FlatLayout
-) -> tuple[jax.Array, LayerCache]:
+    stage: StageModel, weights: Weights, cache: LayerCache, buffer: Array, *, layout: FlatLayout
+) -> tuple[Array, LayerCache]:
     """The encoder, on the first stage: its output [T, H], and the first layer's cache, which is donated.
 
     The batch is the encoder's. Its layers keep their keys and values in the slots of that cache in turn.
@@ -201,8 +179,8 @@ def cross(
     stage: StageModel,
     weights: Weights,
     caches: list[LayerCache],
-    encoded: jax.Array,
-    buffer: jax.Array,
+    encoded: Array,
+    buffer: Array,
     *,
     layout: FlatLayout,
 ) -> list[LayerCache]:
@@ -213,6 +191,6 @@ def cross(
     return model.cross_caches(encoded, caches, Iteration(batch.positions, batch.slot_of_token, tokens))
 
 
-def take(hidden: jax.Array, at: jax.Array) -> jax.Array:
+def take(hidden: Array, at: Array) -> Array:
     """Rows `at` [S] int32 of the hidden array [T, H]: [S, H]."""
     return hidden.at[at].get(mode="clip")

@@ -10,11 +10,20 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from orca_jax.aot.compiled_stage import BLOCK_SIZE, compile_encoder, compile_stage
+from orca_jax.aot.compiled_stage import (
+    BLOCK_SIZE,
+    DTYPE,
+    compile_stage,
+    described_array,
+    described_caches,
+    described_stage,
+)
 from orca_jax.aot.described_gpu import described_devices
 from orca_jax.families.parameters import parameter_shapes
 from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.model.kv_cache import cache_shape
 from orca_jax.sharding.partition import split_model
 
@@ -51,7 +60,15 @@ def described(program: jax.stages.Compiled) -> dict[str, Any]:
 def main() -> None:
     """The encoder, what cross attention reads, and the decoder's forward pass."""
     (part,) = split_model(MODEL, described_devices("h200", 1))
-    encode, cross = compile_encoder(MODEL, part, BUCKET, max_bs=MAX_BS, n_blocks=N_BLOCKS)
+    assert MODEL.encoder is not None
+    stage, chosen = described_stage(MODEL, part)
+    layout = FlatLayout(BUCKET, MAX_BS, -(-MODEL.encoder.n_positions // BLOCK_SIZE))
+    stored, place = chosen.stored(part.group.devices[0], DTYPE), part.group.place()
+    caches = described_caches(MODEL, part, N_BLOCKS, BLOCK_SIZE, stored)
+    buffer = described_array((layout.size,), place, jnp.int32)
+    encoded = described_array((BUCKET, MODEL.hidden_size), place)
+    encode = stage.encode.lower(stage.weights, caches[0], buffer, layout=layout).compile()
+    cross = stage.cross.lower(stage.weights, caches, encoded, buffer, layout=layout).compile()
     forward = compile_stage(MODEL, part, MAX_BS, max_bs=MAX_BS, n_blocks=N_BLOCKS)
     programs = {"encode": encode, "cross": cross, "forward": forward.program}
     found = {name: described(program) for name, program in programs.items()}

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.mosaic.gpu import fragmented_array
 
 from bench.compiled.compile_time import Figures, figures
-from orca_jax.execution.ptxas_version import ask_ptxas_once
+from orca_jax.execution.programs import ask_ptxas_once
 from tests.device.aot.without_gpu import needs_plugin, told_apart
 
 # Counts the calls while a forward program is lowered, with the kernel in it.
