@@ -25,7 +25,7 @@ from orca_jax.request.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from orca_jax.checkpoint.convert import convert_checkpoint
     from orca_jax.launch.precompile import compile_engine, compile_model
-    from orca_jax.launch.replay import replay
+    from orca_jax.launch.replay_recording import replay
     from orca_jax.launch.worker_process import run_worker
     from orca_jax.llm import LLM
     from orca_jax.model_files.found_model import find_config
@@ -73,7 +73,7 @@ def __getattr__(name: str) -> Any:
 
         return find_config
     if name == "replay":
-        from orca_jax.launch.replay import replay
+        from orca_jax.launch.replay_recording import replay
 
         return replay
     if name == "run_worker":

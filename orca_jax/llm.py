@@ -17,7 +17,7 @@ from orca_jax.engine.owned_pipeline import StartWorkers
 from orca_jax.errors import EngineError, InvalidRequest, ServiceClosed
 from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
 from orca_jax.families.trainers.formats import Layout
-from orca_jax.launch.replay import recording_header
+from orca_jax.launch.replay_recording import recording_header
 from orca_jax.launch.start_engine import start_engine
 from orca_jax.options import takes
 from orca_jax.request.beam_search import EarlyStopping

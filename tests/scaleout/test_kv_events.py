@@ -23,7 +23,7 @@ from orca_jax.scheduling.prefix_lookup import publish_full_blocks
 from server.kv_events.batch import batches, encoded
 from server.kv_events.event_queue import Cleared, Event, EventQueue, Removed, Stored
 from server.kv_events.publisher import Publisher
-from server.kv_events.replay import ReplayLog
+from server.kv_events.replay_log import ReplayLog
 from tests.host.engines import SOON
 from tests.scaleout.vllm_subscriber import (
     AllBlocksCleared,
