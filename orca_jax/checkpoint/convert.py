@@ -165,7 +165,7 @@ class _Reader:
         return written_experts(self.whole(name), wanted)
 
     def of_experts(self, name: str, array: int, n_arrays: int) -> np.ndarray:
-        """Of all experts what a trainer has in one of its arrays: all, or gate or up alone."""
+        """All experts' numbers that a trainer has in one of its arrays: all, or gate or up alone."""
         shape = self._table[name].shape
         number, *others = _all(shape)
         box = (number, (array, array + 1), *others[1:]) if n_arrays > 1 else (number, *others)
@@ -212,7 +212,7 @@ class _TrainersArrays:
 
     @property
     def axes_apart(self) -> dict[str, tuple[int, ...]]:
-        """Of each array the axes of layers and of experts."""
+        """The axes of layers and of experts of each array."""
         forms = {theirs: self._names[name].forms[i] for theirs, ((name, i), *_) in self.contents.items()}
         return {
             theirs: tuple(i for i, letter in enumerate(form.letters) if letter in (LAYERS, EXPERTS))

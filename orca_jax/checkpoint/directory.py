@@ -128,7 +128,7 @@ def put_in_form(parts: Parts, parameter: Parameter, dtype: np.dtype, places: Seq
 
 
 def _places(parameter: Parameter, places: Iterable[Any]) -> list[Place]:
-    """Where what is read goes."""
+    """The places of the array that is read."""
     if isinstance(parameter.form, Dense):
         return [*places]
     if parameter.form.stored:

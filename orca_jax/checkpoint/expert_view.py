@@ -31,7 +31,7 @@ def expert_shapes(parameter: Parameter, wanted: StoredName) -> list[tuple[int, .
 
 
 def parts_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, wanted: StoredName) -> Parts:
-    """How the parameter is made of tensors of those shapes. Raises TensorMismatch."""
+    """The parameter's parts, of tensors of those shapes. Raises TensorMismatch."""
     number, n_rows, *columns = _sizes(parameter)
     if parameter.form == MXFP4 and not wanted.mxfp4:
         raise TensorMismatch(f"{tensors[0]} is not packed in MXFP4, so it cannot stay packed")
@@ -102,7 +102,7 @@ class PackedMatrix(MadeOf):
 
 @dataclass(frozen=True, slots=True)
 class PackedBytes(MadeOf):
-    """The same as it stays packed: of each row the bytes of its blocks, then those of its scales."""
+    """A matrix that stays in MXFP4: of each row the bytes of its blocks, then those of its scales."""
 
     blocks: StoredTensor
     scales: StoredTensor

@@ -42,7 +42,7 @@ class Stored(Protocol):
 
 
 class MadeOf:
-    """What a Stored that is made of others, its `sources`, has of them."""
+    """The name, dtype and divisibility of a Stored that is made of others, its `sources`."""
 
     @property
     def sources(self) -> tuple[Stored, ...]:
@@ -136,7 +136,7 @@ class BlockScaled(MadeOf):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How a parameter is stored: vectors or matrices stacked along the rows, possibly transposed.
+    """A parameter's stored vectors or matrices, stacked along the rows, possibly transposed.
 
     The parameter's leading axes are merged: `qkv` [3, H, H] is one matrix [3H, H] or three of [H, H]. Rows of
     the parameter beyond the stored ones are zero.

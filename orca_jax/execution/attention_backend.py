@@ -95,7 +95,7 @@ KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
 
 
 def features_of(config: ModelConfig) -> tuple[Feature, ...]:
-    """What any layer of the model asks of attention, its encoder's included."""
+    """The features that any layer needs of attention, the encoder's included."""
     layers = {*config.layers, *(config.encoder.layers if config.encoder else ())}
     kinds = {kind for layer in layers for kind in (layer.attention, layer.cross) if kind is not None}
     longest = config.n_positions  # a window of that many hides nothing
@@ -122,7 +122,7 @@ class AttentionChoice:
     description: str
 
     def stored(self, device: Device, dtype: Any) -> np.dtype[Any]:
-        """What the device stores keys and values of `dtype` in."""
+        """The dtype in which the device stores keys and values of `dtype`."""
         # A GPU's kernel, interpreted, reads numbers alone.
         as_bits = device.platform == "cpu" and self.kind != "interpreted"
         return dtype_on_cpu(dtype) if as_bits else np.dtype(dtype)

@@ -38,7 +38,7 @@ Numbers = jax.Array | None  # what is added to the scores, or sinks, in a form t
 
 
 class _Form(TypedDict):
-    """What pure JAX and C are told of a layer's attention."""
+    """A layer's attention as keyword arguments of pure JAX and C."""
 
     scale: float
     window: int | None

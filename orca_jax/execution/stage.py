@@ -166,7 +166,7 @@ class Stage:
 
 
 def _places(config: ModelConfig, parameters: Parameters, part: StagePart) -> dict[str, Any]:
-    """Where each parameter is in a stage's flat weights: an index, or a FormedWeight of indices."""
+    """The place of each parameter in a stage's flat weights: an index, or a FormedWeight of indices."""
     marks = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), dict(parameters))
     leaves = jax.tree.leaves(nnx.state(Transformer(config, marks, part.layers)))
     place_of = {id(mark): i for i, mark in enumerate(leaves)}

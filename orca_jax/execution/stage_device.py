@@ -297,7 +297,7 @@ class JaxStageDevice:
         return self._link.offer((epoch, iteration, _ENCODED + stage), encoded)
 
     def _allowed(self, epoch: int, iteration: int, message: ControlMessage) -> npt.NDArray[np.int32]:
-        """What the constrained rows allow, once it has come."""
+        """The tokens that constrained rows allow, once they have come."""
         words = self._words.take(epoch, iteration)
         shape = (np.count_nonzero(message.constrained), n_words(self._model.config.vocab_size))
         if words.size != math.prod(shape):

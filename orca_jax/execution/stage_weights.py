@@ -21,7 +21,7 @@ class StageWeights:
         return name in self._places
 
     def sharding(self, name: str) -> Any:
-        """Where the weight lies while it is on the device: a Sharding, or a FormedWeight of such."""
+        """The weight's place on the devices: a Sharding, or a FormedWeight of such."""
         return jax.tree.map(lambda i: self._shardings[i], self._places[name])
 
     def copy(self, name: str) -> Any:

@@ -86,7 +86,7 @@ class Parameter:
         return len(self.axes) - 1 if self.takes_attention else 1
 
     def array_to_read(self, dtype: npt.DTypeLike) -> HeldArray:
-        """What is read of a checkpoint: the only array of its form, or the dense one, to be encoded."""
+        """The array that a checkpoint has: the only one of its form, or the dense one, to be encoded."""
         form = self.form if self.form.stored else DENSE
         (array,) = form.arrays(self.shape, self.n_in, dtype).values()
         return array
@@ -105,7 +105,7 @@ class Parameter:
 
     @property
     def counting_axes(self) -> tuple[int, ...]:
-        """Which axes count matrices or vectors: "G+2", "X", "2"."""
+        """The axes that count matrices or vectors: "G+2", "X", "2"."""
         return tuple(i for i, axis in enumerate(self.axes) if _COUNT.fullmatch(axis))
 
     @property
@@ -118,12 +118,12 @@ class Parameter:
         return self._stacked(self.local_shape(n_devices))
 
     def local_shape(self, n_devices: int) -> tuple[int, ...]:
-        """What each of a stage's devices has of it."""
+        """The shape of each device's part."""
         split = self.split_axis(n_devices)
         return tuple(-(-size // n_devices) if i == split else size for i, size in enumerate(self.shape))
 
     def split_axis(self, n_devices: int) -> int | None:
-        """Which axis `n_devices` share; None where each of them has the whole.
+        """The axis that `n_devices` share; None where each of them has the whole.
 
         Experts are split along their size while each device's share is EXPERT_SHARE or more: then all devices
         have the same work, whatever the routing. Smaller ones stay whole, and each device has as many, where
@@ -324,7 +324,7 @@ def in_layers(name: str) -> tuple[str, str]:
 
 
 def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
-    """Those that are drawn before those of layers, and those that are drawn after them."""
+    """Non-layer weights initialised before the layers, and after."""
     sizes = _sizes(config)
     tied = config.embedding.tied
     before = {

@@ -187,7 +187,7 @@ def check_adapters(
 
 
 def adapted_weights(names: Collection[str], stored: ModelConfig) -> dict[str, str]:
-    """Of arrays that check_adapters has taken, by name: the weight that each is for."""
+    """The weight that each array is for, by name, of arrays that check_adapters has taken."""
     if any(name.endswith((LORA_A, LORA_B)) for name in names):
         known = state_names(stored)
     else:
@@ -202,7 +202,7 @@ def adapted_weights(names: Collection[str], stored: ModelConfig) -> dict[str, st
 def _own_adapters(
     pairs: Mapping[str, Mapping[str, Any]], stored: ModelConfig, wrong: list[str]
 ) -> dict[str, Adapter]:
-    """Of a weight [*out, *into]: b [*out, r] times a [r, *into]."""
+    """Adapters of weights [*out, *into]: b [*out, r] times a [r, *into]."""
     table, paths = parameter_table(stored), state_names(stored)
     adapters = dict[str, Adapter]()
     for given, pair in pairs.items():

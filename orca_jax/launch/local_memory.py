@@ -203,7 +203,7 @@ class LocalMemory:
 
 
 def checked_directory(directory: Path, model: ModelConfig) -> dict[str, Parts]:
-    """How a checkpoint of this same model stores each weight; reads none.
+    """Find how a checkpoint of this same model stores each weight; reads none.
 
     Raises a CheckpointError; TensorMismatch if it is another model.
     """
@@ -308,7 +308,7 @@ class _Fitting:
         return own_order(stored, self._attention) is not None
 
     def _kind(self, name: str) -> tuple[Parameter, tuple[int, ...]]:
-        """What weights of all layers have in common that one program converts."""
+        """The key of one program, which converts this weight of all layers."""
         return self._stored[name], self._held[name].shape
 
     def _fit(self, value: jax.Array, stored: Parameter, shape: tuple[int, ...]) -> jax.Array:

@@ -22,7 +22,7 @@ from orca_jax.user_model.find import find_any_model
 
 
 def recording_header(config: EngineConfig, built: BuiltEngine) -> dict[str, Any]:
-    """What a recording says of its engine, to build it again."""
+    """A recording's first line: all that is needed to build its engine again."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"jax": jax.__version__, "python": platform.python_version()},

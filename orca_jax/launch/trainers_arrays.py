@@ -20,7 +20,7 @@ from orca_jax.sharding.random_parameters import in_order_of_heads
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How arrays that fit `forms`, with axes of these `sizes` by letter, become one of our weights."""
+    """The making of one of our weights of arrays that fit `forms`, with axes of these `sizes` by letter."""
 
     forms: tuple[ArrayForm, ...]
     heads: HeadOrder | None
@@ -80,7 +80,7 @@ def _weight(arrays: tuple[jax.Array, ...], layers: tuple[jax.Array, ...], *, rec
 
 @dataclass(frozen=True, slots=True)
 class AdaptersChange:
-    """What adapters add to one of our weights, which are on those of its arrays that are `adapted`.
+    """The change that adapters make to one of our weights, on those of its arrays that are `adapted`.
 
     As in Qwix, an array's `a` has its axes that are inputs, then the rank, and `b` the rank, then the others.
     """
@@ -114,7 +114,7 @@ def product_of(one: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def _own_layer(array: Any, form: ArrayForm) -> tuple[Any, ArrayForm]:
-    """Of a stack in host memory the one layer, so that only that goes to a device."""
+    """Take one layer of a stack in host memory, so that only that goes to a device."""
     if not isinstance(array, np.ndarray) or LAYERS not in form.letters:
         return array, form
     axis = form.letters.index(LAYERS)

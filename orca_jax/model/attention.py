@@ -58,7 +58,7 @@ _TILINGS = {
 
 
 def _tilings(n_tokens: int, *, follow_lengths: bool) -> Tilings:
-    """Those for a bucket of `n_tokens`: no tile has more queries than it."""
+    """The tilings for a bucket of `n_tokens`: no tile has more queries than that."""
     increment, initiation = _TILINGS[follow_lengths]
     # Of those that would hold the whole bucket, the smallest is enough.
     needed = initiation[sum(tiling.queries >= n_tokens for tiling in initiation[1:]) :]
@@ -76,7 +76,7 @@ class Tiles(NamedTuple):
 
 
 class AttentionWork(NamedTuple):
-    """What there is to do, made once per iteration and used by every layer."""
+    """The tiles of an iteration, made once and used by every layer."""
 
     increment: Tiles
     initiation: tuple[Tiles, ...]  # by size, as in the Tilings

@@ -1,4 +1,4 @@
-"""What surrounds a layer in an iteration: cache, slots, the split over devices, which tokens are wanted.
+"""The surroundings of a layer in an iteration: cache, slots, split over devices, wanted tokens.
 
 `Iteration` is the same for all layers; `Context` is one layer's, and takes what the layer leaves.
 """
@@ -84,7 +84,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What surrounds all layers of an iteration.
+    """The surroundings of all layers in an iteration.
 
     `positions` and `slot_of_token` are [T] int32; without slots all keys and values are in the cache already.
     Only keys and values of all `tokens` are wanted from the stage's last layer, and hidden states only of
@@ -118,7 +118,7 @@ class Iteration:
 
 @dataclass(slots=True)
 class Context:
-    """What surrounds one layer. The layer leaves its written `cache`, and the experts that tokens chose.
+    """The surroundings of one layer, in which it leaves its written `cache`, and the experts chosen.
 
     All `tokens` have keys and values; the `queries` among them attend, and go on after attention with
     `product` and `shard`. Where devices exchange tokens, each goes on with its slice of them, in `slices`.

@@ -36,17 +36,17 @@ class LayerCache(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """That of keys and values as numbers."""
+        """The logical dtype: bfloat16 even when stored as uint16."""
         return np.dtype(jnp.bfloat16) if self.keys.dtype == jnp.uint16 else self.keys.dtype
 
 
 def dtype_on_cpu(dtype: Any) -> np.dtype[Any]:
-    """What a CPU stores keys and values of `dtype` in."""
+    """The dtype in which a CPU stores keys and values of `dtype`."""
     return np.dtype(np.uint16 if dtype == jnp.bfloat16 else dtype)
 
 
 def as_numbers(stored: jax.Array) -> jax.Array:
-    """What was read from a cache, as numbers of its `dtype`."""
+    """Values read from a cache, as numbers of its `dtype`."""
     return lax.bitcast_convert_type(stored, jnp.bfloat16) if stored.dtype == jnp.uint16 else stored
 
 

@@ -101,7 +101,7 @@ class LatentAttention(nnx.Module):
         return self.out(attended, queries.product, ctx.shard)
 
     def _keys(self, x: jax.Array, rotation: Rotation, product: Matmul) -> jax.Array:
-        """What x [T, H] leaves in the cache, [T, 1, C + rotary size]."""
+        """The compressed keys of x [T, H] for the cache: [T, 1, C + rotary size]."""
         own = self.config
         compressed = self.kv_a(x, product)
         turned = self._rotated(compressed[:, None, own.rank :], rotation)
@@ -110,7 +110,7 @@ class LatentAttention(nnx.Module):
     def _attended(
         self, x: jax.Array, rotation: Rotation, product: Matmul, cache: LayerCache, attend: Attend
     ) -> jax.Array:
-        """What the heads of x [T, H] get from the cache, side by side: [T, N W]."""
+        """Attention of x [T, H] to the cache, all heads side by side: [T, N W]."""
         queries = self._queries(x, rotation, product)
         if not isinstance(attend, ByRow):
             return self._absorbed(queries, cache, attend).reshape(len(x), -1)
@@ -142,7 +142,7 @@ class LatentAttention(nnx.Module):
         return jnp.einsum("tnc,nwc->tnw", found[:, :, 0], makes_values)
 
     def _of_heads(self) -> jax.Array:
-        """What makes a head's keys and its values, [N, P + W, C]."""
+        """The matrices that make a head's keys and its values, [N, P + W, C]."""
         own = self.config
         return self.kv_b.weight[...].reshape(-1, own.plain_size + own.value_size, own.rank)
 
@@ -167,8 +167,8 @@ def plain_attention(
     kv_length [R] int32. A row's queries are the last positions of its `kv_length`. The result [T, N, W] has
     q's dtype, with zeros for padding tokens and for rows without a key.
 
-    Of a row some tokens' keys and values are made at a time, and all its queries meet them before the next
-    are made, a tile after the other, with a running softmax: no array is as long as the context.
+    Keys and values are expanded a chunk at a time; every query tile visits a chunk before the next is
+    expanded, with a running softmax, so that no array is as long as the context.
     """
     n_tokens, n_heads, size = q.shape
     rank, (_, _, block_size, width) = makes.shape[2], cache.keys.shape

@@ -79,7 +79,7 @@ class Mixture(nnx.Module):
     def _mixed(
         self, x: jax.Array, weights: jax.Array, chosen: jax.Array, product: Matmul, shard: Shard
     ) -> jax.Array:
-        """What this device's experts add to each token, [T, H]."""
+        """The sum of this device's experts for each token, [T, H]."""
         up, down = self.up.weight.get_value(), self.down.weight.get_value()
         n_tokens, top_k = chosen.shape
         n_here = jax.tree.leaves(up)[0].shape[0]  # in every form the experts are the first axis

@@ -94,7 +94,7 @@ def forward(
         return q, jnp.concatenate([keys, of_all], axis=-1), values
 
     def attention(own: Attention, name: str, value: jax.Array, real: jax.Array) -> jax.Array:
-        """Of tokens to one another; `real` [T] is false for those that none sees."""
+        """Attention of tokens to one another; `real` [T] is false for tokens that none sees."""
         q, k, v = heads(own, name, value)
         n_tokens, position = len(value), jnp.arange(len(value))
         scores = jnp.einsum("qnd,knd->nqk", q, k) * own.scale
@@ -127,7 +127,7 @@ def forward(
         return by_group.reshape(n_tokens, -1) @ out.T + p.get(f"{name}.out.bias", 0)
 
     def cross_attention(own: Attention, name: str, value: jax.Array, encoded: jax.Array) -> jax.Array:
-        """Of the decoder's tokens to what the encoder made of its input."""
+        """Attention of the decoder's tokens to the encoder's output."""
         q = linear(f"{name}.cross_q", value).reshape(len(value), own.n_heads, own.head_size)
         keys_values = linear(f"{name}.cross_kv", encoded)  # [S, 2, K D]
         k, v = keys_values.reshape(len(encoded), 2, own.n_heads, own.head_size).swapaxes(0, 1)
@@ -241,7 +241,7 @@ _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def _activated(own: FeedForward, inner: jax.Array) -> jax.Array:
-    """What is between the two products: inner [T, F], gated [T, 2, F]."""
+    """The activation between the two products: inner [T, F], gated [T, 2, F]."""
     if not own.gated:
         return _ACTIVATIONS[own.activation](inner)
     gate, up = inner[:, 0], inner[:, 1]

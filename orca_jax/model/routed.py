@@ -18,7 +18,7 @@ from orca_jax.request.routed_experts import ExpertIds, Routing
 
 
 class Routed(NamedTuple):
-    """What a stage's tokens chose, in the dtype of `Routing`; None where there are no such layers."""
+    """The experts that a stage's tokens chose, in the dtype of `Routing`; None without such layers."""
 
     of_all: jax.Array | None  # [T, layers, k], in the layers that run all tokens
     of_last: jax.Array | None  # [R, 1, k], of each row's last token, in a layer that runs no other
@@ -37,7 +37,7 @@ def packed(chosen: Sequence[jax.Array], routing: Routing, *, last_apart: bool) -
 
 
 class RoutedAgain(NamedTuple):
-    """What tokens chose that passed through the last layer once more: `ids` [tokens and padding, 1, k]."""
+    """The choices of tokens that passed through the last layer again: `ids` [tokens and padding, 1, k]."""
 
     ids: jax.Array
     at: npt.NDArray[np.int32]  # where the tokens are in the batch
@@ -52,7 +52,7 @@ class DeviceRouted:
             array.copy_to_host_async()
 
     def arrays(self) -> Iterator[jax.Array]:
-        """What has to come from the device."""
+        """The arrays that have to come from the device."""
         yield from (array for array in self._routed if array is not None)
         yield from (again.ids for again in self._again)
 

@@ -77,7 +77,7 @@ class SelfAttention(nnx.Module):
         return queries
 
     def _bias(self, shard: Shard) -> jax.Array | None:
-        """What `Attend` adds to the scores of this device's heads."""
+        """The bias that `Attend` adds to the scores of this device's heads."""
         if self.relative_bias is not None and self.config.scores.relative is not None:
             buckets = self.config.scores.relative.buckets(causal=self.config.causal)
             return self.relative_bias[...].astype(jnp.float32)[buckets]

@@ -30,7 +30,7 @@ class Send(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenExchange:
-    """How parts send each other tokens, so that each computes what is the whole layer's for a slice of them.
+    """The exchange of tokens between parts, after which each computes the whole layer for a slice of them.
 
     `wanted` is told a layer, the bytes of a token's hidden state, and the number of tokens. `scattered` gives
     each part its slice of the sum [n S, H] over all parts, [S, H]; `gathered` sets slices one below another.

@@ -62,7 +62,7 @@ class Slices:
         *,
         n_experts: int,
     ) -> tuple[jax.Array, jax.Array]:
-        """What all experts add to the tokens x [S, H] of this slice, whose `product` it is.
+        """The sum of all experts' results for the tokens x [S, H] of this slice, whose `product` it is.
 
         And the experts of all slices' tokens, [T, k]; of padding `n_experts`.
         """
@@ -91,7 +91,7 @@ class Slices:
         return rows.astype(jnp.float32).sum(axis=1).astype(x.dtype), chosen[: self.n_tokens]
 
     def _all_routings(self, weights: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Those of all slices, in one collective."""
+        """The routings of all slices, in one collective."""
         words = lax.bitcast_convert_type(weights.astype(jnp.float32), jnp.int32)
         both = self.exchange.gathered(jnp.concatenate([words, chosen.astype(jnp.int32)], axis=1))
         words, chosen = jnp.split(both, 2, axis=1)

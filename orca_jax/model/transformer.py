@@ -110,7 +110,7 @@ class Transformer(nnx.Module):
         shard: Shard = ALONE,
         product: Matmul = matmul,
     ) -> jax.Array:
-        """What goes into the first layer: token_ids, positions [T] int32 to [T, H]."""
+        """Embed tokens for the first layer: token_ids, positions [T] int32 to [T, H]."""
         x = self._embedded(token_ids, shard)
         if self.project_in is not None:
             x = self.project_in(x, product)
@@ -120,7 +120,7 @@ class Transformer(nnx.Module):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def embed_input(self, token_ids: jax.Array, positions: jax.Array, shard: Shard = ALONE) -> jax.Array:
-        """What goes into the encoder's first layer: token_ids, positions [T] int32 to [T, H]."""
+        """Embed tokens for the encoder's first layer: token_ids, positions [T] int32 to [T, H]."""
         assert self.encoder is not None
         return self.encoder.begin(self._embedded(token_ids, shard), positions)
 
@@ -176,13 +176,13 @@ class Transformer(nnx.Module):
         return None if rotary is None else rotation(rotary, positions, self.config.n_positions)
 
     def final_states(self, x: jax.Array, product: Matmul = matmul) -> jax.Array:
-        """What the last layer leaves of some tokens, x [R, H]: what the head reads of them, [R, E]."""
+        """The head's input [R, E] from the last layer's output x [R, H]."""
         if self.final_norm is not None:
             x = self.final_norm(x)
         return x if self.project_out is None else self.project_out(x, product)
 
     def logits(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
-        """What the last layer leaves of some tokens, x [R, H]: the logits [R, V] float32 that follow them."""
+        """The logits [R, V] float32 from the last layer's output x [R, H]."""
         x = self.final_states(x, product)
         head = self.token_embedding if self.head is None else self.head.weight
         logits = product(x, head[...])

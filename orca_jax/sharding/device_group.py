@@ -67,7 +67,7 @@ class DeviceGroup:
 
     @cached_property
     def token_exchange(self) -> TokenExchange:
-        """How they give tokens to experts that are whole on one of them, where the rule says so."""
+        """The exchange of tokens with experts that are whole on one device, where the rule says so."""
         device = self.devices[0]
         on_cpu = device.platform == "cpu"
         return TokenExchange(

@@ -34,7 +34,7 @@ def _spec_of(axes: Any, parameter: Parameter, n_devices: int) -> PartitionSpec:
 
 
 def place_of_dense(parameter: Parameter, places: Any) -> Sharding:
-    """Where the dense numbers of a parameter go before they are encoded, from the places of its arrays."""
+    """The place of a parameter's dense numbers before they are encoded, from the places of its arrays."""
     one = jax.tree.leaves(places)[0]
     if isinstance(one, NamedSharding):
         return NamedSharding(one.mesh, spec(parameter, one.mesh.size))

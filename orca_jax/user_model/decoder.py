@@ -41,7 +41,7 @@ class OwnLayer(Protocol):
 
 
 class OwnModel(Protocol):
-    """What the engine needs of a model: an nnx module with these attributes and methods.
+    """A model as the engine needs it: an nnx module with these attributes and methods.
 
     `layers` is an nnx.List. All layers have the same numbers of heads. It may also have `eos_token_ids`, the
     `tokenizer` as a path to its tokenizer.json, and `ffn_size`, the width of a layer where it is widest, from
@@ -61,7 +61,7 @@ class OwnModel(Protocol):
         ...
 
     def unembed(self, x: jax.Array, /) -> jax.Array:
-        """What the last layer leaves, [..., H], to logits [..., V]."""
+        """The last layer's output, [..., H], to logits [..., V]."""
         ...
 
 
@@ -221,6 +221,6 @@ class _Attention:
     def _on_device(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache]:
-        """What one device computes: q [T, G, K, D] of its K/V heads."""
+        """Attention of one device's K/V heads: q [T, G, K, D]."""
         cache = write(cache, k, v, self._slot_of_token)
         return self._attend(q, cache, self._config, None, None), cache

@@ -120,7 +120,7 @@ def _spec(name: str, spec: Any, shape: tuple[int, ...], n_devices: int) -> Parti
 
 
 def _made(place: str) -> Any:
-    """What the function at "package.file:function" makes; also of files in the working directory."""
+    """The model that the function at "package.file:function" makes; files in the working directory count."""
     make = named_object("model", place)
     if not callable(make):
         raise ConfigError(f"model is {place!r}, which is no function; it must make a model")
@@ -148,7 +148,7 @@ def _check(model: Any) -> None:
 
 
 def _config(model: Any) -> ModelConfig:
-    """What scheduler, caches and memory plan need to know; the feed-forward part stands for the widest."""
+    """The shape that scheduler, caches and memory plan need; the feed-forward part is the widest."""
     multiple = -(-model.hidden_size // model.n_heads) * model.n_heads
     layer = Layer(
         attention=Attention(
