@@ -30,8 +30,8 @@ class Choice(NamedTuple):
 
 
 def fill_places(rows: list[Row], max_bs: int) -> None:
-    """Let increments that can compute several tokens take the places that the batch has left."""
-    free = max_bs - sum(req.kind.n_rows for req, _ in rows)
+    """Let increments that can compute several tokens take the places that a batch of increments has left."""
+    free = max_bs - sum(max(req.kind.n_rows, n_tokens) for req, n_tokens in rows)
     for i, (req, n_tokens) in enumerate(rows):
         if req.kind is not PLAIN and not req.in_initiation:
             n_more = max(0, min(free, req.kind.most_tokens(req) - n_tokens))

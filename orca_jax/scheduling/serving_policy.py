@@ -126,6 +126,7 @@ class ServingPolicy:
         self._prefill_tokens = scheduling.prefill_tokens or config.max_batch_tokens
         self._buckets = serving_buckets(config)
         self._on_demand = scheduling.on_demand
+        self._fills = not config.deterministic  # else `one_phase` does it, when it knows which rows stay
         self._by_priority = scheduling.scheduling_policy == "priority"
         self._by_prefix = (
             LongestPrefixFirst(_WINDOW, kv) if scheduling.scheduling_policy == "longest-prefix" else None
@@ -166,7 +167,7 @@ class ServingPolicy:
             if prompts_alone.rows:
                 self._were_prompts_alone = True
                 plan = prompts_alone
-        if not (isinstance(pool, InArrivalOrder) and pool.all_plain):
+        if self._fills and not (isinstance(pool, InArrivalOrder) and pool.all_plain):
             self._fill_places(plan)
         return self._choice(plan)
 

@@ -159,10 +159,12 @@ def test_after_a_loss_they_resume() -> None:
 
 def test_a_deterministic_engine_computes_them_too() -> None:
     house = engine(deterministic=True)
-    alone = asked(1)
-    house.run([alone])
-    kind = Drafted(alone.output_ids, 3, 5)
-    request = asked(1, kind)
-    house.run([request])
-    assert request.output_ids == alone.output_ids and kind.n_kept > 0
-    assert [one.logprob for one in request.logprobs] == [one.logprob for one in alone.logprobs]
+    alone = [asked(i) for i in range(6)]
+    for request in alone:
+        house.run([request])
+    kinds = [Drafted(request.output_ids, 5, 5) for request in alone]
+    requests = [asked(i, kind) for i, kind in enumerate(kinds)]
+    house.run(requests)  # all at once: six newest tokens and two guesses fill a batch
+    for request, one, kind in zip(requests, alone, kinds, strict=True):
+        assert request.output_ids == one.output_ids and kind.n_kept > 0
+        assert [record.logprob for record in request.logprobs] == [record.logprob for record in one.logprobs]
