@@ -57,6 +57,15 @@ def test_the_same_batches_and_bits(recording: Path, capfd: pytest.CaptureFixture
     assert all(end.logprobs for end in recorded.ends.values() if end.output_ids)
 
 
+@pytest.mark.parametrize("name", ["default", "deterministic"])
+def test_recordings_of_an_earlier_version_have_the_same_batches(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Made by commit 81d2993: prompts in chunks, log-probabilities, beams, embeddings, given outputs."""
+    cli.main(["replay", str(ROOT / "tests" / "data" / "recordings" / f"{name}.jsonl")])
+    assert "the same batches in every iteration" in capfd.readouterr().out
+
+
 def test_another_bit_is_found(recording: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A log-probability that is off by one float32 is another bit."""
     lines = [json.loads(line) for line in recording.read_text(encoding="utf-8").splitlines()]
