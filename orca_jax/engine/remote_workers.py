@@ -8,7 +8,7 @@ caches.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from orca_jax.config import Deadlines
@@ -34,9 +34,24 @@ from orca_jax.control.start_order import StartOrder, encode_start
 from orca_jax.engine.channel import Arrival, Channel
 from orca_jax.engine.remote_tokens import RemoteTokens, RoutedParts
 from orca_jax.engine.stage_counters import RemoteCounters, StageCounters
-from orca_jax.engine.start_attempt import StartAttempt
 from orca_jax.errors import BadFrame, EngineError, WorkerLost
 from orca_jax.iteration.message import ControlMessage, MakeWords
+
+
+@dataclass(slots=True)
+class _StartAttempt:
+    """An attempt to start an epoch on all workers: when to send START again, which stages are ready, and
+    when to give up. Times are the master's clock's.
+
+    Each move of a worker puts the deadline off, never beyond `latest`.
+    """
+
+    deadline: float
+    latest: float
+    ask_at: float
+    suspect_at: float  # when to report the stages that are not ready as suspects
+    ready: set[int] = field(default_factory=set[int])
+    addresses: tuple[str, ...] = ()  # of the workers that were last asked; none: nobody was
 
 
 class RemoteWorkers:
@@ -82,7 +97,7 @@ class RemoteWorkers:
         self._on_suspect = on_suspect
         self._on_ready = on_ready
         self._failure = failure
-        self._attempt: StartAttempt | None = None
+        self._attempt: _StartAttempt | None = None
         self._lost: WorkerLost | None = WorkerLost(0, "the workers are not up yet")
         self._unanswered: deque[RemoteTokens] = deque()  # issued; begins with an iteration without tokens
         self._n_issued = 0  # in this epoch
@@ -209,7 +224,7 @@ class RemoteWorkers:
         """Close the lines to all workers."""
         self._channel.close()
 
-    def _begin(self) -> StartAttempt:
+    def _begin(self) -> _StartAttempt:
         while (arrival := self._channel.receive(0.0)) is not None:
             if arrival.data is None:  # a broken line is reported only once
                 self._on_suspect(arrival.stage)
@@ -223,7 +238,7 @@ class RemoteWorkers:
             counters.received_at.clear()
         now, ready_seconds = self._clock(), self._deadlines.ready_seconds
         patience = ready_seconds if self._moves_weights else self._deadlines.worker_seconds
-        self._attempt = StartAttempt(
+        self._attempt = _StartAttempt(
             deadline=now + ready_seconds,
             latest=now + 2 * ready_seconds,
             ask_at=now,
@@ -231,7 +246,7 @@ class RemoteWorkers:
         )
         return self._attempt
 
-    def _follow(self, attempt: StartAttempt) -> None:
+    def _follow(self, attempt: _StartAttempt) -> None:
         """Give each stage's order the next one's present address.
 
         A worker takes one order in an epoch, so another address after the first means another epoch, for
