@@ -26,6 +26,7 @@ KINDS = {
     "maxtext": "the same of MaxText",
     "gemma": "the same of Gemma's own code",
 }
+BY_NAME = {"decoders", "encoders", "beams", "tunix", "maxtext"}  # kinds that can make some of their models
 
 
 def main() -> None:
@@ -33,9 +34,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     kinds = parser.add_subparsers(dest="kind", required=True)
     for kind, text in KINDS.items():
-        kinds.add_parser(kind, help=text).add_argument(
-            "--only", nargs="+", default=[], metavar="NAME", help="the models of these names alone"
-        )
+        added = kinds.add_parser(kind, help=text)
+        added.set_defaults(only=[])
+        if kind in BY_NAME:
+            added.add_argument("--only", nargs="+", metavar="NAME", help="the models of these names alone")
     flags = parser.parse_args()
     importlib.import_module(f"scripts.golden.{flags.kind}").make_files(flags.only)
 
