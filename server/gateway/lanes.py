@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,7 +107,8 @@ class Lane:
             self._n_bytes += work.n_bytes
             starts = self._n_threads < self._threads
             self._n_threads += starts
-        work.future.add_done_callback(partial(self._release, share, work))
+        # Not the work itself: its future keeps the callback, and would keep itself and its result in a cycle.
+        work.future.add_done_callback(partial(self._release, share, work.n_bytes))
         if starts:
             self._start_thread()
         return work.future
@@ -175,13 +175,15 @@ class Lane:
         share.n_running += 1
         return share, share.waiting.popleft()
 
-    def _release(self, share: _Share, work: _Work, _: Future[Any]) -> None:
+    def _release(self, share: _Share, n_bytes: int, future: Future[Any]) -> None:
         with self._lock:
-            with suppress(ValueError):
-                share.waiting.remove(work)  # it was cancelled
-            share.n_bytes -= work.n_bytes
+            if future.cancelled():
+                place = next((i for i, work in enumerate(share.waiting) if work.future is future), None)
+                if place is not None:
+                    del share.waiting[place]
+            share.n_bytes -= n_bytes
             self._n -= 1
-            self._n_bytes -= work.n_bytes
+            self._n_bytes -= n_bytes
             self.n_done += 1
             if not self._n:
                 self._shares.clear()

@@ -122,6 +122,7 @@ LARGE = {
     "a text of backslashes": "\\" * 1_900_000,
     "a schema": {"properties": {f"name {i}": {"type": "string"} for i in range(2000)}},
     "a long conversation": [{"role": "user", "content": "x" * 600}] * 4900,
+    "a long conversation of one word each": [{"role": "user", "content": "a"}] * 20_000,
     "biases": {str(i): 1 for i in range(4096)},
 }
 
@@ -134,10 +135,14 @@ def test_ordinary_requests_are_far_below_the_limits(value: Any) -> None:
 TOO_MUCH = {
     "numbers": (b"[" + b"1," * 1_100_000 + b"1]", 413, "1000000 values"),
     "empty strings": (b"[" + b'"",' * 1_100_000 + b'""]', 413, "1000000 values"),
-    "lists": (b"[" + b"[]," * 6000 + b"[]]", 413, "5000 lists and objects"),
+    "lists": (b"[" + b"[]," * 6000 + b"[]]", 413, "5000 lists and objects in 18004 bytes, one for each 16"),
     "lists, deep": (b"[" * 900 + b"[]," * 6000, 413, "5000 lists and objects"),
-    "messages": (b"[" + b'{"role":"user","content":""},' * 130_000 + b"{}]", 413, "60000 names"),
-    "names": (b"{" + b",".join(b'"%d":1' % i for i in range(70_000)) + b"}", 413, "60000 names"),
+    "lists in a long body": (b"[" + b"[]," * 90_000 + b'"' + b"x" * 900_000 + b'"]', 413, "73125 lists"),
+    "messages": (b"[" + b'{"role":"user","content":""},' * 100_001 + b"{}]", 413, "200000 names"),
+    "many lists": (b"[" + b'["",1234567890123],' * 100_001 + b"[]]", 413, "100000 lists and objects"),
+    "names": (b"[" + b'{"a":1},' * 10_000 + b"{}]", 413, "5000 lists and objects"),
+    "short names": (b"[" + b'{"":1,"a":2,"b":3,"c":4},' * 4_000 + b"{}]", 413, "12500 names in 100004 bytes"),
+    "many names": (b"[" + b'{"a":"","b":"","c":"","d":""},' * 50_001 + b"{}]", 413, "200000 names"),
     "names of one": (b"{" + b",".join(b'"%d":1' % i for i in range(5001)) + b"}", 400, "5001 names"),
     "digits": (b"[" + b"9" * 1001 + b"]", 400, "more than 1000 digits"),
     "no end": (b'{"a": [' + b"1," * 1_100_000, 413, "1000000 values"),

@@ -1,11 +1,14 @@
 """Memory is returned to the system after long request bodies, and only then."""
 
 import asyncio
+import gc
+from typing import Any
 
 import httpx2
 import pytest
 
 from server.gateway import side_threads
+from server.http.fields.strict import Strict
 from server.process import freed_memory
 from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import serving, until
@@ -26,6 +29,41 @@ def test_trim_returns_freed_memory_to_the_system() -> None:
 def resident_bytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
+
+
+MESSAGES = [{"role": "user", "content": "a"}] * 500
+BODIES: dict[str, tuple[str, Any]] = {
+    "answered": ("/v1/chat/completions", {"messages": MESSAGES[:20], "max_tokens": 1, "user": "u" * 10_000}),
+    "streamed": (
+        "/v1/chat/completions",
+        {"messages": MESSAGES[:20], "max_tokens": 1, "user": "u" * 10_000, "stream": True},
+    ),
+    "too long": ("/v1/chat/completions", {"messages": MESSAGES}),
+    "an unknown field": ("/v1/chat/completions", {"messages": [*MESSAGES, {**MESSAGES[0], "x": 1}]}),
+    "a wrong element": ("/v1/chat/completions", {"messages": [*MESSAGES, 1]}),
+    "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}),
+    "responses": ("/v1/responses", {"input": MESSAGES}),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES.values(), ids=BODIES)
+def test_a_long_body_is_freed_at_once(path: str, body: Any) -> None:
+    """No cycle holds it until a garbage collection, which comes rarely in a server."""
+    options = EndpointOptions(port=0, grpc_port=None, access_log="off", max_stored_responses=0)
+    with serving(options=options) as server, httpx2.Client(base_url=server.url, timeout=SOON) as client:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                client.post(path, json=body)
+            until(lambda: server.at_rest() and n_models() < 20, "the end of what the bodies had")
+        finally:
+            gc.enable()
+
+
+def n_models() -> int:
+    """How many parts of request bodies there are."""
+    return sum(isinstance(each, Strict) for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("n_long", [[0, 0, 0, 0], [0, 1, 1, 3]])

@@ -1,20 +1,23 @@
 """Python's settings in a server: loaded objects are frozen, and the GIL switch interval is short."""
 
 import gc
+import json
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from server.commands import served
+from server.http.bodies.json_text import parse
 from server.process import interpreter
 
 
 @pytest.fixture
 def as_before() -> Iterator[None]:
-    interval = sys.getswitchinterval()
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     yield
     sys.setswitchinterval(interval)
+    gc.set_threshold(*thresholds)
     gc.unfreeze()
     gc.freeze()  # as tests/conftest.py does
 
@@ -27,6 +30,20 @@ def test_garbage_collection_skips_loaded_objects(as_before: None) -> None:
     assert not looked_at & {id(each) for each in loaded}
     assert {id(each) for each in later} <= looked_at
     assert sys.getswitchinterval() == pytest.approx(0.001)
+
+
+def test_a_long_body_is_read_without_a_full_collection(as_before: None) -> None:
+    """It would visit all of the body's objects while it holds the GIL."""
+    data = json.dumps({"messages": [{"role": "user", "content": "a"}] * 50_000}).encode()
+    interpreter.settle()
+    seen: list[int] = []
+    note = lambda phase, info: seen.append(info["generation"])  # noqa: E731
+    gc.callbacks.append(note)
+    try:
+        parse(data)
+    finally:
+        gc.callbacks.remove(note)
+    assert seen and 2 not in seen
 
 
 def test_a_server_applies_the_settings_when_its_model_is_loaded() -> None:

@@ -1,7 +1,9 @@
 """A lane's owners take turns by the time that their work takes, and none can fill it."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
@@ -109,6 +111,27 @@ def test_a_thousand_who_leave_are_not_kept() -> None:
         assert not held.lane._shares
 
     asyncio.run(main())
+
+
+def test_a_result_is_freed_with_its_last_user() -> None:
+    """Not by a garbage collection, which comes rarely in a server: bodies of megabytes are such results."""
+
+    class Body:
+        pass
+
+    async def main() -> None:
+        lane = Lane("test", threads=1)
+        body = await lane.run(1, Body)
+        ref = weakref.ref(body)
+        del body
+        await asyncio.sleep(0)
+        assert ref() is None
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
 
 
 def test_an_error_of_the_work_is_raised() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from orca_jax.scheduling_config import SchedulingConfig
 from tests.endpoint.harness import CONFIG, MODEL, serving
 from tests.endpoint.http_client import connected
 from tests.endpoint.tool_replies import TEMPLATE, Replies
@@ -354,3 +355,50 @@ def _text(response: httpx2.Response) -> str:
 def test_a_models_list_with_a_clients_version() -> None:
     with serving() as server, connected(server) as client:
         assert client.get("/v1/models?client_version=0.169.0").status_code == 200
+
+
+N_TURNS = 5_000
+
+
+def turns(path: str) -> list[dict[str, Any]]:
+    """A conversation of so many tool calls with their results, as the protocol has it."""
+    found: list[dict[str, Any]] = [{"role": "user", "content": "Look at all of it."}]
+    for i in range(N_TURNS):
+        name, arguments, result = f"call_{i}", {"path": f"src/{i}.py"}, f"{i} lines"
+        text = json.dumps(arguments)
+        if path == CHAT:
+            function = {"name": "read", "arguments": text}
+            call = {"id": name, "type": "function", "function": function}
+            found.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            found.append(
+                {"role": "tool", "tool_call_id": name, "content": [{"type": "text", "text": result}]}
+            )
+        elif path == RESPONSES:
+            found.append({"type": "function_call", "call_id": name, "name": "read", "arguments": text})
+            found.append({"type": "function_call_output", "call_id": name, "output": result})
+        else:
+            use = {"type": "tool_use", "id": name, "name": "read", "input": arguments}
+            content = [{"type": "text", "text": result}]
+            answer = {"type": "tool_result", "tool_use_id": name, "content": content}
+            found.append({"role": "assistant", "content": [{"type": "text", "text": "Next."}, use]})
+            found.append({"role": "user", "content": [answer]})
+    return found
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_a_conversation_of_five_thousand_tool_calls(path: str) -> None:
+    reply = Replies("Done.")
+    n = 1 << 21  # positions; a token is a byte here
+    model = replace(MODEL, n_positions=n)
+    sizes = replace(CONFIG, n_slots=n, max_batch_tokens=1 << 16, scheduling=SchedulingConfig())
+    name = "input" if path == RESPONSES else "messages"
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    body = {"model": "test", name: turns(path), limit: 8}
+    with (
+        serving(reply, model=model, config=sizes, chat_template=TEMPLATE) as server,
+        connected(server) as client,
+    ):
+        answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert "Done." in answer.text
+    assert reply.prompt.count("<tool_call>") == N_TURNS and f"{N_TURNS - 1} lines" in reply.prompt
