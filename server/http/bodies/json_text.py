@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from starlette.exceptions import HTTPException
 
-# A list, an object or a name costs 0.2 to 1 us of processor time to parse, and 1 to 3 us to validate, whatever
-# the bytes between them. So a body may have as many as its bytes pay for. An agent's turn with one tool call
+# A list, object or name costs 0.2 to 1 us of processor time to parse, and 1 to 3 us to validate, whatever the
+# bytes between them. So a body may have as many as its bytes pay for. An agent's turn with one tool call
 # has 6 to 10 lists and objects in 260 to 320 bytes, which are 32 for each or more: thousands of turns pass.
 COUNTED_FROM = 5_000  # bytes: what a shorter body costs does not matter
 BYTES_PER_CONTAINER = 16
