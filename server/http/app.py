@@ -19,7 +19,7 @@ from server.http.batches.state import off_router
 from server.http.bodies import json_text
 from server.http.bodies.errors import handle_errors
 from server.http.connections.body_limit import BodyLimit, Upload
-from server.http.fields.unused import HEADER
+from server.http.fields.strict import HEADER
 from server.http.generation import chat, completions
 from server.http.messages import messages
 from server.http.observation import Observation

@@ -4,8 +4,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import Unauthorized
 from server.gateway.lanes import act_for
-from server.http.bodies.error_forms import is_anthropic
-from server.http.bodies.errors import error_response
+from server.http.bodies.errors import error_response, is_anthropic
 from server.http.pages import PAGES, STATIC
 from server.process.addresses import owner_at
 from server.settings.api_keys import ApiKeys

@@ -1,20 +1,34 @@
 """The outermost middleware: it gives each request an id, and logs and counts it when it ends."""
 
+import re
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.http.bodies.error_forms import is_anthropic
+from server.http.bodies.errors import is_anthropic
 from server.http.pages import PAGES, STATIC
-from server.http.request_id import HEADER, request_id
 from server.metrics.access_log import log_access
 from server.metrics.metrics import Metrics
 from server.settings.endpoint_options import AccessLog
 from server.tracing import attributes
 from server.tracing.call import AttributeValue, Call
 from server.tracing.tracing import Tracing
+
+HEADER = b"x-request-id"
+
+_USABLE = re.compile(rb"[!-~]{1,128}").fullmatch  # printable ASCII without spaces
+
+
+def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The id in the headers if it is 1 to 128 printable ASCII characters without spaces, else a new id."""
+    for name, value in headers:
+        if name == HEADER:
+            return value.decode("ascii") if _USABLE(value) else uuid.uuid4().hex
+    return uuid.uuid4().hex
+
 
 _EVENTS = b"text/event-stream"
 _CLIENT_LEFT = 499  # nginx's status for a client that closed the connection

@@ -5,9 +5,8 @@ from typing import Any
 from fastapi import FastAPI
 
 from server.http.authentication import ADMIN, OPEN_PATHS
-from server.http.bodies.error_forms import ErrorBody, MessagesErrorBody, is_anthropic
-from server.http.bodies.errors import error_responses
-from server.http.fields.unused import HEADER
+from server.http.bodies.errors import ErrorBody, MessagesErrorBody, error_responses, is_anthropic
+from server.http.fields.strict import HEADER
 
 _OF_BODIES = (400, 408, 413, 415)
 _SCHEME = "bearer"

@@ -8,8 +8,8 @@ from pydantic import BaseModel, Field
 from orca_jax.errors import InvalidRequest, TokenOutOfRange
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.errors import error_responses
-from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
+from server.http.bodies.json_text import as_json
 from server.http.fields.conversation import ConversationFields, Messages
 from server.http.fields.strict import Strict
 from server.http.generation.conversation import text_of

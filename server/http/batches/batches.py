@@ -10,8 +10,7 @@ from server.batches.batch import WINDOW, Batch
 from server.http.batches.state import After, BatchesOf, FingerprintOf, Limit, listing, page
 from server.http.bodies.errors import error_responses
 from server.http.bodies.json_body import JsonRoute
-from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import Strict
+from server.http.fields.strict import NotBuilt, Strict
 from server.http.generation.state import OwnerOf
 
 _MAX_METADATA = 16

@@ -17,7 +17,7 @@ from server.batches.runner import Answered
 from server.gateway.gateway import Gateway
 from server.gateway.lanes import act_for
 from server.http.bodies.errors import error_response, status_response
-from server.http.request_id import request_id
+from server.http.observation import request_id
 
 _LOGGER = logging.getLogger("orca")
 _MOST_BYTES = 16 << 20  # of an answer

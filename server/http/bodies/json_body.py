@@ -15,8 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_text import parse
-from server.http.fields.strict import Strict
-from server.http.fields.unused import HEADER, Unused
+from server.http.fields.strict import HEADER, Strict, Unused
 
 _MOST_ERRORS = 64  # enough for the first field at fault, whose errors come first; only that one is reported
 

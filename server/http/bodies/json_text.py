@@ -1,4 +1,4 @@
-"""Parses JSON strictly and at a bounded cost; rejects what is ambiguous or malformed.
+"""Parses JSON strictly and at a bounded cost, and writes it without blocking other threads.
 
 Python's parser, and pydantic after it, hold the GIL while they read a list, and the garbage collector holds
 it while it visits the result. So the number of values in a body is limited to what takes a few tens of
@@ -8,11 +8,15 @@ milliseconds. One long string costs almost nothing.
 import json
 import math
 import re
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 from starlette.exceptions import HTTPException
+
+from server.gateway.side_threads import LONG
 
 # A list, object or name costs 0.2 to 1 us of processor time to parse, and 1 to 3 us to validate, whatever the
 # bytes between them. So a body may have as many as its bytes pay for. An agent's turn with one tool call
@@ -208,3 +212,26 @@ _DECODER: Any = json.JSONDecoder(
     parse_float=_number,
     parse_int=_whole_number,
 )
+
+
+_AT_ONCE = 4_000  # encoder tokens joined at a time: they are short, and a list of all would take much memory
+
+_ascii = json.JSONEncoder(separators=(",", ":"))
+_unicode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+
+
+def as_json(value: object, n_characters: int = 0, *, ascii: bool = True) -> str:
+    """`value` as JSON. Without `ascii`, characters outside ASCII are not escaped.
+
+    Python's fast encoder holds the GIL until it is done. So if `n_characters`, the approximate length, is
+    large, the slow encoder writes the JSON, and other threads can run meanwhile.
+    """
+    encoder = _ascii if ascii else _unicode
+    if n_characters <= LONG:
+        return encoder.encode(value)
+    return "".join(_joined(encoder.iterencode(value)))
+
+
+def _joined(parts: Iterator[str]) -> Iterator[str]:
+    while part := "".join(islice(parts, _AT_ONCE)):
+        yield part

@@ -22,8 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from server.http.bodies.errors import status_response
-from server.http.connections.open_connections import Place
-from server.http.connections.refusal import response_bytes
+from server.http.connections.listener import Place, response_bytes
 from server.http.connections.turns import Turns
 from server.settings.endpoint_options import EndpointOptions
 

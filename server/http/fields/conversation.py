@@ -5,10 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WrapValidator
 
-from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import Strict, null_is
+from server.http.fields.strict import NotBuilt, Strict, Unused, null_is
 from server.http.fields.tools import taken_tools
-from server.http.fields.unused import Unused
 
 
 class ContentPart(Strict):

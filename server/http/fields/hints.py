@@ -2,13 +2,11 @@
 
 None of them could change the tokens or the meaning of an answer: they are hints, annotations or metadata. A
 response names those it did not use in the header `x-orca-ignored`. What could change an answer is refused
-instead (not_built.py), and so is a field that is in no table: it may be a misspelt parameter.
+instead (NotBuilt, in strict.py), and so is a field that is in no table: it may be a misspelt parameter.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-from server.http.fields.not_built import is_one_of
 
 
 class Hint(NamedTuple):
@@ -19,6 +17,11 @@ class Hint(NamedTuple):
 
     def asks_nothing(self, value: object) -> bool:
         return value is None or is_one_of(value, self.neutral)
+
+
+def is_one_of(value: object, others: tuple[Any, ...]) -> bool:
+    """Whether `value` equals one of them as JSON: false is not 0."""
+    return any(type(value) is type(other) and value == other for other in others)
 
 
 _CACHE = "prompts that begin alike share their keys and values without being asked"

@@ -1,13 +1,160 @@
-"""Log-probabilities in the forms of OpenAI's completions and chat APIs."""
+"""Log-probabilities in responses: which tokens come with a piece of text, their names, and their JSON.
+
+Text is held back while it may be the beginning of a stop string, or is an incomplete character. The
+log-probabilities of its tokens are held back with it.
+"""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from server.http.fields.token_names import TokenNames
-from server.http.fields.token_places import PlacedToken
+from orca_jax.request.request import FinishReason
+from orca_jax.request.sampled import TokenLogprobs
+from orca_jax.request.token_text import TextDecoder, TokenText, Utf8Decoder
+from orca_jax.request.tokenizer import Tokenizer
+from orca_jax.service.output import Piece
+
+
+class PlacedToken(NamedTuple):
+    """A token and its `offset`: the number of characters before the character in which it begins.
+
+    `logprob` and `top` are those of TokenLogprobs; None for the first token of a prompt, which has no
+    context.
+    """
+
+    token_id: int
+    offset: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] | None
+
+
+def n_characters(tokens: Sequence[PlacedToken]) -> int:
+    """Roughly how many characters the log-probabilities of these tokens take in a response."""
+    return sum(12 * (1 + len(token.top or ())) for token in tokens)
+
+
+class TokenPlaces:
+    """Places one output's tokens. A token is released with the character in which it begins.
+
+    A token without text, such as a special token, is released with the next token that has text. So no token
+    after a stop string is released, nor an end-of-sequence token. But if the output ends because of its
+    length, all remaining tokens are. Without a tokenizer there is no text to wait for, and every token is
+    released at once. With `continuing` the output follows other text, and `shown` are special tokens with
+    text, as in TextStream.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        offset: int = 0,
+        *,
+        continuing: bool = True,
+        shown: Mapping[int, TokenText] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._special = shown or {}
+        self._decoder: TextDecoder = Utf8Decoder()
+        if tokenizer is not None:
+            self._decoder = tokenizer.text_decoder(continuing=continuing)
+        self._offset = offset
+        self._n_shown = offset  # characters of text
+        self._waiting: list[tuple[PlacedToken, bool]] = []  # each with whether it has text
+
+    def take(self, piece: Piece) -> list[PlacedToken]:
+        """The tokens to release with this piece of the output."""
+        for token_id, (_, logprob, top) in zip(piece.token_ids, piece.logprobs, strict=True):
+            text = self._special.get(token_id)
+            if text is None and self._tokenizer is not None:
+                text = self._tokenizer.token_text(token_id)
+            place = self._decoder.n if text is None else self._decoder.place(text)
+            placed = PlacedToken(token_id, self._offset + place, logprob, top)
+            self._waiting.append((placed, text is not None and bool(text.data)))
+        self._n_shown += len(piece.text)
+        if self._tokenizer is None or piece.finish_reason is FinishReason.LENGTH:
+            n = len(self._waiting)
+        else:
+            n = self._n_begun()
+        released = [placed for placed, _ in self._waiting[:n]]
+        del self._waiting[:n]
+        return released
+
+    def _n_begun(self) -> int:
+        """The number of waiting tokens up to the last one with text that has begun to be shown."""
+        n = 0
+        for i, (placed, has_text) in enumerate(self._waiting, 1):
+            if placed.offset >= self._n_shown:
+                break
+            if has_text:
+                n = i
+        return n
+
+
+def prompt_places(
+    token_ids: Sequence[int], text: bytes, logprobs: Iterable[TokenLogprobs], tokenizer: Tokenizer | None
+) -> list[PlacedToken]:
+    """A prompt's tokens, placed in its `text`, which is in UTF-8.
+
+    A special token counts as text where its name appears in the prompt. `logprobs` are the log-probabilities
+    of all tokens but the first.
+    """
+    characters = Utf8Decoder()
+    placed = list[PlacedToken]()
+    n_bytes = 0
+    remaining = iter(logprobs)
+    for token_id in token_ids:
+        data = b""
+        if tokenizer is not None:
+            data = tokenizer.token_bytes(token_id)
+            name = b"" if data else (tokenizer.token_name(token_id) or "").encode()
+            if name and text.startswith(name, n_bytes):
+                data = name
+            if not n_bytes and data[:1] == b" " != text[:1] and tokenizer.drops_first_space:
+                data = data[1:]
+        n_bytes += len(data)
+        scored = next(remaining) if placed else None
+        offset = characters.place(TokenText(data, data))
+        placed.append(PlacedToken(token_id, offset, scored and scored.logprob, scored and scored.top))
+    return placed
+
+
+class TokenNames:
+    """The names of a model's tokens, cached. Without a tokenizer every name is `token_id:` and the number."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self._names: dict[int, str] = {}
+        self._bytes: dict[int, list[int] | None] = {}
+
+    def name(self, token_id: int) -> str:
+        """The token's text; or `bytes:` and its bytes, as OpenAI writes them, if they are not valid UTF-8.
+
+        A special token has its own name. Any other token is `token_id:7`.
+        """
+        name = self._names.get(token_id)
+        if name is None:
+            name = self._names[token_id] = self._look_up(token_id)
+        return name
+
+    def byte_values(self, token_id: int) -> list[int] | None:
+        """The bytes of the token's text; None if it has no text."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = list(self._data(token_id)) or None
+        return self._bytes[token_id]
+
+    def _look_up(self, token_id: int) -> str:
+        data = self._data(token_id)
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        special = None if self.tokenizer is None else self.tokenizer.token_name(token_id)
+        return text or special or f"token_id:{token_id}"
+
+    def _data(self, token_id: int) -> bytes:
+        return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
+
 
 Logprobs = dict[str, Any]
 LogprobsWriter = Callable[[Sequence[PlacedToken], TokenNames], Logprobs]

@@ -1,6 +1,15 @@
-"""The base of all request models: strict validation, and what becomes of fields that are not used."""
+"""The base of all request models: strict validation, and what becomes of fields that are not used.
+
+A field that could change an answer and is not built takes neutral values only, so that a client that spells
+out every default works unchanged:
+
+    truncation: Annotated[str | None, NotBuilt("disabled", why="it leaves items out")] = None
+
+Fields that could change no answer are taken (hints.py) and named in the response header `x-orca-ignored`.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -11,9 +20,88 @@ from pydantic_core import CoreSchema
 
 from orca_jax.errors import InvalidRequest, NotSupported
 from server.http.fields.first_fault import stop_at_first_faults
-from server.http.fields.hints import HINTS, Hint
-from server.http.fields.not_built import NotBuilt
-from server.http.fields.unused import Unused
+from server.http.fields.hints import HINTS, Hint, is_one_of
+
+
+@dataclass(frozen=True, init=False)
+class NotBuilt:
+    """An annotation for fields of which only null and the `neutral` values are accepted.
+
+    `why` says what would be lost if the field were ignored, for the documentation. `instead` tells clients an
+    alternative.
+    """
+
+    neutral: tuple[Any, ...]
+    why: str
+    instead: str | None
+
+    def __init__(self, *neutral: Any, why: str, instead: str | None = None) -> None:
+        object.__setattr__(self, "neutral", neutral)
+        object.__setattr__(self, "why", why)
+        object.__setattr__(self, "instead", instead)
+
+    def __get_pydantic_json_schema__(
+        self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {**handler(core_schema), "description": f"Not built yet ({self.why}): {self.advice()}."}
+
+    def takes(self, value: object) -> bool:
+        """Whether a value of the marked field asks for nothing."""
+        return value is None or is_one_of(value, self.neutral)
+
+    def advice(self) -> str:
+        """What a client can do instead, for error messages."""
+        ways = ["leave it out"]
+        if self.neutral:
+            ways.append("give " + " or ".join(map(_as_json, self.neutral)))
+        if self.instead:
+            ways.append(self.instead)
+        return ", or ".join(ways)
+
+
+def _as_json(value: object) -> str:
+    return {False: "false", True: "true"}[value] if isinstance(value, bool) else repr(value).replace("'", '"')
+
+
+HEADER = "x-orca-ignored"
+MOST_CHARACTERS = 1024  # of the header; proxies limit the size of all headers together
+
+
+class Unused:
+    """Names of fields that a request has and this server does not use, each once.
+
+    A name is a dotted path without the positions in lists, `messages.content.cache_control`, made of names in
+    this server's tables alone. So there are few of them, and none needs escaping in a header. With `refuse`,
+    which is `--strict`, such a field is an error instead.
+    """
+
+    def __init__(self, *, refuse: bool = False) -> None:
+        self._refuse = refuse
+        self._names: dict[str, None] = {}
+
+    def note(self, name: str, reason: str, *, param: str | None = None) -> None:
+        """Note a field. `param` is its path with positions, if it has any.
+
+        Raises NotSupported with `--strict`.
+        """
+        if self._refuse:
+            param = param or name
+            message = f"{param} is not used: {reason}; leave it out, because this server runs with --strict"
+            raise NotSupported(message, param=param)
+        self._names[name] = None
+
+    def header(self) -> str:
+        """The header's value, empty if all fields were used; it ends with "..." where names are left out."""
+        shown = list[str]()
+        n = 0
+        for name in self._names:
+            n += len(name) + 2
+            if n > MOST_CHARACTERS - 3:
+                shown.append("...")
+                break
+            shown.append(name)
+        return ", ".join(shown)
+
 
 _MOST_CHARACTERS = 64  # of an unknown name that is compared with known ones
 _SIMILARITY = 0.8

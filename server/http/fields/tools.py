@@ -9,8 +9,7 @@ from pydantic import Field
 from orca_jax.errors import InvalidRequest, NotSupported
 from server.gateway.reply.offered_tools import NO_TOOLS, OfferedTool, ToolWish
 from server.http.fields.hints import HINTS
-from server.http.fields.strict import Strict, take_extra
-from server.http.fields.unused import Unused
+from server.http.fields.strict import Strict, Unused, take_extra
 from server.http.fields.validation import shown
 
 MAX_TOOLS = 128

@@ -18,9 +18,9 @@ from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_response
 from server.http.bodies.errors import error_responses
-from server.http.bodies.json_answer import as_json
+from server.http.bodies.json_text import as_json
 from server.http.fields.generation import GenerationRequest, StreamOptions
-from server.http.fields.token_places import n_characters
+from server.http.fields.logprobs import n_characters
 from server.http.generation.choices import Choices, CompleteChoice
 from server.http.generation.chunks import ChunkShape, ChunkWriter
 from server.http.generation.event_stream import EventStream

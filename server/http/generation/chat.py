@@ -18,10 +18,8 @@ from server.http.fields.generation import (
     Usage,
     ranged,
 )
-from server.http.fields.logprobs import ChatLogprobs, chat_logprobs
-from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import Strict
-from server.http.fields.token_names import TokenNames
+from server.http.fields.logprobs import ChatLogprobs, TokenNames, chat_logprobs
+from server.http.fields.strict import NotBuilt, Strict
 from server.http.fields.tools import ToolChoice, check_tools, tool_wish
 from server.http.generation.answer import (
     GENERATION_ERRORS,

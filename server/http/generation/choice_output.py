@@ -8,9 +8,14 @@ from orca_jax.request.request import FinishReason
 from orca_jax.request.token_text import TokenText
 from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest
-from server.http.fields.logprobs import Logprobs, LogprobsWriter
-from server.http.fields.token_names import TokenNames
-from server.http.fields.token_places import PlacedToken, TokenPlaces, prompt_places
+from server.http.fields.logprobs import (
+    Logprobs,
+    LogprobsWriter,
+    PlacedToken,
+    TokenNames,
+    TokenPlaces,
+    prompt_places,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

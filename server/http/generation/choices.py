@@ -20,7 +20,7 @@ from server.gateway.reply.reply_plan import ReplyPlan
 from server.gateway.reply.reply_reader import ReplyReader
 from server.gateway.side_threads import run_for_response
 from server.http.fields.generation import CompletionTokensDetails, PromptTokensDetails, Usage
-from server.http.fields.token_places import PlacedToken
+from server.http.fields.logprobs import PlacedToken
 from server.http.generation.choice_output import ChoiceOutput, OutputExtras, ShownPiece
 
 

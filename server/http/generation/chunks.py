@@ -9,9 +9,8 @@ from typing import NamedTuple
 from orca_jax.errors import OrcaError
 from orca_jax.request.request import FinishReason
 from orca_jax.service.output import Piece
-from server.http.bodies.error_forms import body_at
-from server.http.bodies.errors import trouble_of
-from server.http.bodies.json_answer import as_json
+from server.http.bodies.errors import body_at, trouble_of
+from server.http.bodies.json_text import as_json
 from server.http.fields.generation import Usage
 
 DONE = b"data: [DONE]\n\n"

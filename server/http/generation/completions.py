@@ -19,9 +19,8 @@ from server.http.fields.generation import (
     ranged,
     renamed_fields,
 )
-from server.http.fields.logprobs import CompletionLogprobs, completion_logprobs
-from server.http.fields.not_built import NotBuilt
-from server.http.fields.token_names import TokenNames
+from server.http.fields.logprobs import CompletionLogprobs, TokenNames, completion_logprobs
+from server.http.fields.strict import NotBuilt
 from server.http.generation.answer import (
     GENERATION_ERRORS,
     accept,

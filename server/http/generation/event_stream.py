@@ -11,9 +11,9 @@ from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest
 from server.gateway.reply.events import ReplyEvent
 from server.gateway.side_threads import run_for_response
-from server.http.bodies.json_answer import as_json
+from server.http.bodies.json_text import as_json
 from server.http.fields.generation import StreamOptions
-from server.http.fields.token_places import n_characters
+from server.http.fields.logprobs import n_characters
 from server.http.generation.chat_reply import deltas_of
 from server.http.generation.choices import Choices
 from server.http.generation.chunks import DONE, NO_EXTRAS, ChoiceEnd, ChunkWriter, PieceExtras, error_event

@@ -19,7 +19,7 @@ from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_request
 from server.http.fields.conversation import ConversationFields
 from server.http.fields.generation import renamed_fields
-from server.http.fields.unused import Unused
+from server.http.fields.strict import Unused
 from server.http.generation.answer import check
 from server.http.generation.conversation import text_of
 

@@ -13,8 +13,8 @@ from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest
 from server.gateway.reply.events import ReplyEvent, Text
 from server.gateway.side_threads import run_for_response
-from server.http.bodies.json_answer import as_json
-from server.http.fields.token_places import PlacedToken, n_characters
+from server.http.bodies.json_text import as_json
+from server.http.fields.logprobs import PlacedToken, n_characters
 from server.http.generation.choices import Choices
 from server.http.generation.event_stream import HEADERS
 

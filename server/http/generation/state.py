@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from server.gateway.gateway import Gateway
-from server.http.fields.unused import Unused
+from server.http.fields.strict import Unused
 from server.settings.endpoint_options import EndpointOptions
 
 

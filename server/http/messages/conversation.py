@@ -11,16 +11,18 @@ from server.http.fields.conversation import (
     ConversationFields,
     ToolCall,
 )
-from server.http.fields.unused import Unused
-from server.http.messages.blocks import (
+from server.http.fields.strict import Unused
+from server.http.messages.fields import (
     InputMessage,
+    PromptFields,
     TextBlock,
+    Thinking,
     ThinkingBlock,
+    Tool,
     ToolResultBlock,
     ToolUseBlock,
     texts_of,
 )
-from server.http.messages.fields import PromptFields, Thinking, Tool
 
 # Variables by which chat templates let clients choose whether the model reasons.
 _SWITCHES = ("enable_thinking", "thinking")

@@ -9,10 +9,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from server.gateway.side_threads import run_for_request, run_for_response
-from server.http.bodies.error_forms import MESSAGES, MessagesErrorBody
-from server.http.bodies.errors import error_responses
-from server.http.bodies.json_answer import as_json
+from server.http.bodies.errors import MESSAGES, MessagesErrorBody, error_responses
 from server.http.bodies.json_body import JsonRoute
+from server.http.bodies.json_text import as_json
 from server.http.fields.generation import renamed_fields
 from server.http.generation.answer import accept, new_id
 from server.http.generation.choices import Choices

@@ -15,9 +15,8 @@ from server.gateway.reply.events import (
     ReplyEvent,
     Text,
 )
-from server.http.bodies.error_forms import anthropic_body
-from server.http.bodies.errors import trouble_of
-from server.http.fields.token_places import PlacedToken
+from server.http.bodies.errors import anthropic_body, trouble_of
+from server.http.fields.logprobs import PlacedToken
 from server.http.generation.reply_stream import Event, ReplyEnd
 
 _Block = dict[str, Any]

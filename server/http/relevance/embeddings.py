@@ -14,8 +14,8 @@ from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Submission
 from server.gateway.many_requests import check_embeddings, check_inputs
 from server.gateway.side_threads import run_for_request, run_for_response
-from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
+from server.http.bodies.json_text import as_json
 from server.http.fields.generation import ranged, renamed_fields
 from server.http.generation.answer import GENERATION_ERRORS, accept, each, new_response_id
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf

@@ -8,8 +8,8 @@ from pydantic import BaseModel, Field
 
 from server.gateway.many_requests import check_inputs
 from server.gateway.side_threads import run_for_request, run_for_response
-from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
+from server.http.bodies.json_text import as_json
 from server.http.fields.generation import ranged, renamed_fields
 from server.http.fields.strict import Strict
 from server.http.generation.answer import GENERATION_ERRORS, accept, new_response_id

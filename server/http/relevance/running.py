@@ -10,7 +10,7 @@ from starlette.types import Receive
 from server.gateway import many_requests
 from server.gateway.gateway import Gateway, LiveRequest, Submission
 from server.http.fields.generation import SchedulingFields
-from server.http.fields.not_built import NotBuilt
+from server.http.fields.strict import NotBuilt
 from server.http.generation.choices import end_if_client_leaves
 
 

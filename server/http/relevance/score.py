@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field
 from orca_jax.errors import InvalidRequest
 from server.gateway.many_requests import check_inputs
 from server.gateway.side_threads import run_for_request, run_for_response
-from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
+from server.http.bodies.json_text import as_json
 from server.http.fields.generation import renamed_fields
 from server.http.generation.answer import GENERATION_ERRORS, accept, new_response_id
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf

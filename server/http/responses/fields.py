@@ -12,8 +12,7 @@ from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, w
 from server.gateway.reply.offered_tools import ToolWish
 from server.http.fields.generation import SchedulingFields, SharedSamplingFields, ranged, renamed_tool_fields
 from server.http.fields.hints import HINTS
-from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import Strict
+from server.http.fields.strict import NotBuilt, Strict, Unused
 from server.http.fields.tools import (
     AllowedTools,
     NamedFunction,
@@ -22,7 +21,6 @@ from server.http.fields.tools import (
     check_tools,
     tool_wish,
 )
-from server.http.fields.unused import Unused
 from server.http.responses.items import Input
 from server.http.responses.tools import HostedTool, OfferedTools, ResponseTool, joined_name
 

@@ -10,13 +10,10 @@ from orca_jax.errors import InvalidRequest
 from orca_jax.request.sampling_params import SamplingParams
 from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_response
-from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
-from server.http.bodies.json_text import excess_of, parse
+from server.http.bodies.json_text import as_json, excess_of, parse
 from server.http.fields.conversation import ConversationFields
-from server.http.fields.logprobs import chat_logprobs
-from server.http.fields.token_names import TokenNames
-from server.http.fields.token_places import PlacedToken
+from server.http.fields.logprobs import PlacedToken, TokenNames, chat_logprobs
 from server.http.generation.answer import GENERATION_ERRORS, accept, new_id
 from server.http.generation.choice_output import OutputExtras
 from server.http.generation.choices import Choices
@@ -24,12 +21,10 @@ from server.http.generation.chunks import RESPONSES
 from server.http.generation.prepared_reply import ReplyRequest, prepared
 from server.http.generation.reply_stream import Reply, ReplyStream
 from server.http.generation.state import FactsOf, GatewayOf, OwnerOf, TenantOf, UnusedOf
-from server.http.responses.conversation import messages_of
 from server.http.responses.fields import ResponseRequest
-from server.http.responses.items import Item, ItemReference, kept_items
-from server.http.responses.objects import ResponseObject
+from server.http.responses.items import Item, ItemReference, kept_items, messages_of
 from server.http.responses.store import ResponseStore, StoredResponse
-from server.http.responses.stored import StoreOf
+from server.http.responses.stored import ResponseObject, StoreOf
 from server.http.responses.tools import FunctionTool
 from server.http.responses.writer import ResponseWriter
 

@@ -10,15 +10,72 @@ from pydantic import BaseModel, ConfigDict, Field
 from orca_jax.errors import InvalidRequest
 from server.gateway.side_threads import run_for_response
 from server.http.bodies.errors import error_responses
-from server.http.bodies.json_answer import as_json
-from server.http.bodies.json_text import parse
-from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import take_fields
-from server.http.fields.unused import Unused
+from server.http.bodies.json_text import as_json, parse
+from server.http.fields.strict import NotBuilt, Unused, take_fields
 from server.http.generation.state import TenantOf
 from server.http.responses.items import Item
-from server.http.responses.objects import DeletedResponse, ResponseItems, ResponseObject
 from server.http.responses.store import ResponseStore
+
+
+class InputTokensDetails(BaseModel):
+    """Of the input's tokens, those whose keys and values were in the prefix cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(BaseModel):
+    """Of the output's tokens, those that are reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    """Counts of tokens."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseObject(BaseModel):
+    """A response. Besides these fields it has those of the request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: Annotated[int, Field(description="in seconds since 1970")]
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    incomplete_details: dict[str, Any] | None
+    error: dict[str, Any] | None
+    model: str
+    output: Annotated[
+        list[dict[str, Any]], Field(description="items of type message, reasoning or function_call")
+    ]
+    previous_response_id: str | None
+    store: Annotated[bool, Field(description="whether it can be retrieved and continued")]
+    usage: ResponseUsage | None
+
+
+class ResponseItems(BaseModel):
+    """Items of a stored response's input."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedResponse(BaseModel):
+    """A response that is no longer stored."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
 
 _ID = "response_id"
 _JSON = "application/json"

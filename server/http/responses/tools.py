@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, Tag
 
-from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import Strict
+from server.http.fields.strict import NotBuilt, Strict
 
 CUSTOM_INPUT = "input"  # the argument of a custom tool's function
 _PLACE = "tools of responses"

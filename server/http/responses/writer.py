@@ -15,7 +15,7 @@ from server.gateway.reply.events import (
     ReplyEvent,
     Text,
 )
-from server.http.fields.token_places import PlacedToken
+from server.http.fields.logprobs import PlacedToken
 from server.http.generation.answer import new_id
 from server.http.generation.reply_stream import Event, ReplyEnd, text_size
 from server.http.responses.items import Item, custom_input

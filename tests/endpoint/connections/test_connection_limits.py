@@ -18,7 +18,7 @@ import uvloop
 
 from server.commands import endpoints
 from server.errors import TooManyConnections, TooManyFromAddress
-from server.http.connections.open_connections import OpenConnections
+from server.http.connections.listener import OpenConnections
 from server.process import descriptors
 from server.process.addresses import bound_socket
 from server.process.descriptors import with_room

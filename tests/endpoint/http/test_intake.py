@@ -21,8 +21,7 @@ from server.http.app import create_app
 from server.http.bodies.json_body import JsonRoute
 from server.http.bodies.json_text import MAX_NAMES_OF_ONE, parse
 from server.http.fields.first_fault import parts
-from server.http.fields.strict import Strict
-from server.http.fields.unused import Unused
+from server.http.fields.strict import Strict, Unused
 from server.http.fields.validation import fault, shown
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys

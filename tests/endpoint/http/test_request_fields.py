@@ -15,10 +15,8 @@ from openai.types.responses import response_create_params
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from server.http.fields.conversation import ChatMessage, ContentPart
-from server.http.fields.generation import StreamOptions
-from server.http.fields.not_built import NotBuilt
-from server.http.fields.response_format import JsonSchema, ResponseFormat
-from server.http.fields.strict import Strict, hints_of
+from server.http.fields.generation import JsonSchema, ResponseFormat, StreamOptions
+from server.http.fields.strict import NotBuilt, Strict, hints_of
 from server.http.generation.chat import ChatCompletionRequest
 from server.http.generation.completions import CompletionRequest
 from server.http.messages.fields import CountTokensRequest, MessageRequest

@@ -15,7 +15,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from orca_jax.request.tokenizer import TextStream, Tokenizer
 from orca_jax.service.output import Piece
-from server.http.fields.token_places import PlacedToken, TokenPlaces, prompt_places
+from server.http.fields.logprobs import PlacedToken, TokenPlaces, prompt_places
 from tests.host.engines import SOON, orca, simulated
 
 # Besides the 256 bytes: runs of bytes that split characters anywhere.

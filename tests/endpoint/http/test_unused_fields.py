@@ -12,9 +12,7 @@ from pydantic import TypeAdapter
 
 from server.http.admin import Sleep
 from server.http.fields.hints import HINTS, Hint
-from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import Strict, hints_of
-from server.http.fields.unused import MOST_CHARACTERS, Unused
+from server.http.fields.strict import MOST_CHARACTERS, NotBuilt, Strict, Unused, hints_of
 from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import Server, serving
 from tests.endpoint.http_client import connected, error_of
