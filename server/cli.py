@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pkgutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,6 @@ from contextlib import contextmanager, nullcontext
 
 from orca_jax.errors import EngineError, OrcaError
 from server.parser import parser
-from server.process.by_name import function_named
 
 INTERRUPTED = 130  # the shells' convention: 128 + SIGINT
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for hint in getattr(args, "hints", ()):
             print(f"orca: {hint}", file=sys.stderr)
         with _quiet() if args.quiet else nullcontext():
-            return function_named(args.run)(args)
+            return pkgutil.resolve_name(args.run)(args)
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
     except KeyboardInterrupt:

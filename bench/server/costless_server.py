@@ -31,6 +31,7 @@ from server.commands.endpoints import Endpoints
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
 from server.metrics.metrics import Metrics
+from server.process.interpreter import settle
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 
@@ -108,6 +109,7 @@ async def _serve(connection: Connection) -> None:
         await endpoints.start()
         metrics.attach(model)
         gateway.open(model)
+        settle()  # as `orca serve` does: else one full garbage collection falls into some measurement
         try:
             while True:
                 question: Question | Direct = await asyncio.to_thread(connection.recv)

@@ -4,13 +4,13 @@ What talks takes a second to import, and JAX more, so both are imported once not
 """
 
 import argparse
+import pkgutil
 from pathlib import Path
 
 from orca_jax.config import EngineConfig
 from orca_jax.errors import NotSupported
 from orca_jax.model_files.found_model import DEMO_MODEL, check_model
 from orca_jax.request.chat.template_files import load_chat_template
-from server.process.by_name import function_named
 from server.settings.flags import engine_config
 from server.settings.sampling_flags import chat_params
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     engine = engine_config("chat", args)
     check_model(engine)
     _check_template(engine, args.chat_template)
-    return function_named(TALKING)(args, engine, no_template=_NO_TEMPLATE)
+    return pkgutil.resolve_name(TALKING)(args, engine, no_template=_NO_TEMPLATE)
 
 
 def _check_template(engine: EngineConfig, file: Path | None) -> None:

@@ -1,8 +1,14 @@
 """The HTTP and gRPC endpoints on one event loop: bind, serve, stop."""
 
 import asyncio
+import gc
+import logging
+import resource
 import socket
+from collections.abc import Callable
+from dataclasses import replace
 
+from orca_jax import host_memory
 from orca_jax.errors import EngineError
 from server.batches.service import Batches
 from server.gateway.gateway import Gateway
@@ -10,10 +16,7 @@ from server.gateway.side_threads import n_very_long
 from server.http.app import create_app
 from server.http.connections.server import HttpServer
 from server.metrics.metrics import Metrics
-from server.process.addresses import bound_socket, in_url
-from server.process.certificate import check_certificate
-from server.process.descriptors import with_room
-from server.process.freed_memory import give_back
+from server.process.addresses import bound_socket, check_certificate, in_url
 from server.rpc.server import create_server
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
@@ -134,3 +137,62 @@ class Endpoints:
         await asyncio.wait([*others, http], timeout=2 * _STOP_SECONDS)
         http.cancel()
         await asyncio.wait([http], timeout=_STOP_SECONDS)
+
+
+_LOGGER = logging.getLogger("orca.limits")
+
+_OTHERS = 512  # for files, workers, the model's weights and refused connections
+
+
+def with_room(options: EndpointOptions) -> EndpointOptions:
+    """Raise the process's limit on open files as far as needed and allowed.
+
+    If that is not enough, return options with a lower `max_connections` and log a warning.
+    """
+    n_endpoints = 1 if options.grpc_port is None else 2
+    needed = n_endpoints * options.max_connections + _OTHERS
+    limit = _raised(needed)
+    if limit >= needed:
+        return options
+    most = max((limit - _OTHERS) // n_endpoints, 1)
+    _LOGGER.warning(
+        "max_connections is %d, not %d: the process may have %d files open (ulimit -n), and %d are needed",
+        *(most, options.max_connections, limit, needed),
+    )
+    return replace(options, max_connections=most)
+
+
+def _raised(needed: int) -> int:
+    """Raise the soft limit towards `needed`; return the limit that now applies, at most `needed`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return needed
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    except (OSError, ValueError):
+        return soft
+    return allowed
+
+
+_LOOK_SECONDS = 5.0
+
+
+async def give_back(n_long: Callable[[], int]) -> None:
+    """Run forever: trim memory when `n_long`, the count of long bodies so far, has grown."""
+    n_trimmed = n_long()
+    while True:
+        await asyncio.sleep(_LOOK_SECONDS)
+        n = n_long()
+        if n != n_trimmed:
+            n_trimmed = n
+            await asyncio.to_thread(trim)
+
+
+def trim() -> bool:
+    """Collect young reference cycles, then release free pages; False if the C library has no `malloc_trim`.
+
+    A collection of all generations would visit every object while it holds the GIL: 0.1 s for all others.
+    """
+    gc.collect(1)
+    return host_memory.give_back()

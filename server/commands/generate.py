@@ -4,11 +4,11 @@ What generates takes a second to import, and JAX more, so both are imported once
 """
 
 import argparse
+import pkgutil
 
 from orca_jax.model_files.found_model import check_model
 from orca_jax.request.chat.template_files import load_chat_template
 from server.errors import UsageError
-from server.process.by_name import function_named
 from server.settings.flags import engine_config
 from server.settings.sampling_flags import sampling_params
 
@@ -32,4 +32,4 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--overwrite runs every line; leave --retry-errors out")
     if args.chat_template is not None:
         load_chat_template(None, args.chat_template)
-    return function_named(GENERATING)(args, engine, no_template=_NO_TEMPLATE)
+    return pkgutil.resolve_name(GENERATING)(args, engine, no_template=_NO_TEMPLATE)

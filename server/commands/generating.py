@@ -3,32 +3,38 @@
 import argparse
 import hashlib
 import io
+import math
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, BinaryIO
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from orca_jax.config import EngineConfig
 from orca_jax.errors import InvalidPrompt
 from orca_jax.model_files.found_model import FoundModel, find_model, is_function, with_tokenizer
+from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.generation import Generation
 from server.commands import jsonl, outputs
 from server.commands.answer_file import Answers
 from server.commands.loading import load, summary
-from server.commands.logprob_table import logprob_table
 from server.commands.notes import Notes
 from server.commands.outputs import printable
 from server.commands.replies import Replies
-from server.commands.request_hash import model_hash
+from server.commands.request_lines import model_hash
 from server.errors import UsageError
 from server.settings.sampling_flags import sampling_params
 
 if TYPE_CHECKING:
     from orca_jax import LLM
+
 
 _MAX_STDIN_BYTES = 1 << 24
 
@@ -175,3 +181,39 @@ def _show(
     score = "" if result.score is None else f", score {result.score:.4f}"
     end = f"finish reason {result.finish_reason}, seed {result.seed}{score}"
     notes(f"{result.n_input} + {n_tokens} tokens{times}; {end}")
+
+
+def logprob_table(title: str, logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> Table:
+    """A row per token: its id and text, its log-probability, and the most likely tokens.
+
+    Texts are shown as Python literals: whitespace is visible and control characters are harmless.
+    """
+    table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE, pad_edge=False)
+    table.add_column("token", justify="right")
+    table.add_column("text", overflow="fold")
+    table.add_column("logprob", justify="right")
+    table.add_column("%", justify="right")
+    has_top = any(token.top for token in logprobs)
+    if has_top:
+        table.add_column("most likely, %", overflow="fold")
+    for token in logprobs:
+        row = [
+            str(token.token_id),
+            _text(token.token_id, tokenizer),
+            f"{token.logprob:.3f}",
+            _percent(token.logprob),
+        ]
+        if has_top:
+            row.append("  ".join(f"{_text(i, tokenizer) or i} {_percent(value)}" for i, value in token.top))
+        table.add_row(*map(Text, row))  # Text: square brackets are not markup
+    return table
+
+
+def _text(token_id: int, tokenizer: Tokenizer | None) -> str:
+    """Empty for a special token, and if there is no tokenizer."""
+    text = "" if tokenizer is None else tokenizer.decode([token_id])
+    return repr(text) if text else ""
+
+
+def _percent(logprob: float) -> str:
+    return f"{100 * math.exp(logprob):.1f}"

@@ -28,8 +28,7 @@ from server.commands import outputs
 from server.commands.answer_file import OTHERWISE, Answers, AnswerStream, Kept, locked_answers
 from server.commands.conversation_lines import check_fields, message_fields, prepare_reply
 from server.commands.replies import Prepared, Replies
-from server.commands.request_hash import request_hash
-from server.commands.request_lines import BadLine, Line, read_lines
+from server.commands.request_lines import BadLine, Line, read_lines, request_hash
 from server.errors import UsageError
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.service.generation import Generation
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.reply.offered_tools import NO_TOOLS, ToolWish
-from server.gateway.reply.reply_plan import ReplyPlan, compiled_rules, plan_reply
-from server.gateway.reply.reply_reader import ReplyReader
+from server.gateway.reply.reply_plan import ReplyPlan, ReplyReader, compiled_rules, plan_reply
 from server.gateway.served_model import ServedModel
 from server.gateway.tool_formats.table import AUTO, reply_formats
 

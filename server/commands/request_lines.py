@@ -1,11 +1,16 @@
 """The input of `orca generate --input`: lines of JSON objects."""
 
+import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from orca_jax.errors import InvalidRequest
+from orca_jax.request.sampling_params import SamplingParams, with_defaults
 
 MAX_LINE_BYTES = 1 << 22
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -67,3 +72,82 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
+
+
+_N_BYTES = 8  # of a hash; among a file's lines nobody looks for collisions
+# A larger file is known by its size and samples, so that a model of any size takes seconds at most.
+_WHOLE_BYTES = 1 << 20
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 12
+_MODEL_FILES = ("config.json", "orca.json", "*.safetensors")
+_TEXT_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja"),
+)
+_as_json = json.JSONEncoder(sort_keys=True, default=str).encode
+_DEFAULTS = {  # as JSON, in which true is not 1
+    field.name: _as_json(field.default if field.default_factory is MISSING else field.default_factory())
+    for field in fields(SamplingParams)
+}
+
+
+def request_hash(line: Line, values: Mapping[str, Any] | None, defaults: SamplingParams) -> str:
+    """The hash of a line's request: prompt and sampling parameters, whether from the line or from flags.
+
+    `values` is the line's object, None if it is not one: then the hash is of its bytes. Parameters with
+    SamplingParams' default values are left out, so that new ones do not change the hash of old requests.
+    """
+    if values is None:
+        return _hash(b"line", line.data or b"")
+    request = _without_defaults(with_defaults(_flags(defaults), values))
+    return _hash(b"request", _as_json(request).encode("ascii"))
+
+
+def model_hash(model: Path | None, text: Path | None, settings: Mapping[str, object]) -> str:
+    """The hash of a model: of its files, and of the settings that change what it computes.
+
+    `model` and `text` are the directories of its weights and of its tokenizer, if it has them. Where they are
+    does not matter. Large files are known by their size and some of their bytes.
+    """
+    files = [] if model is None else _files(model, _MODEL_FILES)
+    if model is not None and all(path.suffix != ".safetensors" for path in files):  # Orbax's, in folders
+        files += _files(model, ["*/**/*"])
+    files += [] if text is None else _files(text, _TEXT_FILES)
+    parts = [_as_json(settings).encode("ascii")]
+    for path in files:
+        parts += [path.name.encode("utf-8", "surrogateescape"), *_contents(path)]
+    return _hash(b"model", *parts)
+
+
+@lru_cache(maxsize=4)
+def _flags(defaults: SamplingParams) -> dict[str, Any]:
+    return _without_defaults({field.name: getattr(defaults, field.name) for field in fields(SamplingParams)})
+
+
+def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in _DEFAULTS or _as_json(value) != _DEFAULTS[name]
+    }
+
+
+def _hash(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[: 2 * _N_BYTES]
+
+
+def _files(directory: Path, patterns: Iterable[str]) -> list[Path]:
+    found = [path for pattern in patterns for path in sorted(directory.glob(pattern))]
+    return [path for path in found if path.is_file()]
+
+
+def _contents(path: Path) -> Iterable[bytes]:
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= _WHOLE_BYTES:
+            return [file.read()]
+        places = [i * (size - _SAMPLE_BYTES) // (_SAMPLES - 1) for i in range(_SAMPLES)]
+        samples = [os.pread(file.fileno(), _SAMPLE_BYTES, place) for place in places]
+        return [size.to_bytes(8, "little"), *samples]

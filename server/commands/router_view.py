@@ -2,22 +2,28 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from orca_jax.config import Dtype
+from orca_jax.errors import ConfigError
+from orca_jax.extras import install_line
 from orca_jax.planning.capacity import Capacity, predicted_capacity
 from orca_jax.planning.known_devices import CPU, KnownDevice, cpu_device, gpu_like
 from orca_jax.workers.ask_xla import NoAnswer, ask_rates
 from server.commands.notes import Notes
 from server.gateway.served_model import ServedModel
-from server.kv_events.start import kv_publisher
 from server.metrics.metrics import Metrics
+from server.settings.router_options import RouterOptions
 from server.settings.serve_settings import ServeSettings
 
 if TYPE_CHECKING:
     from orca_jax import LLM
+if TYPE_CHECKING:
+    from server.kv_events.publisher import Publisher
+
 
 _LABELS = ("model_name",)
 
@@ -110,3 +116,21 @@ def _device(name: str, dtype: Dtype, *, measured: bool, notes: Notes) -> KnownDe
         return None
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return cpu_device(memory=memory, bandwidth=bandwidth, matrix_rate=matrix_rate)
+
+
+def kv_publisher(options: RouterOptions) -> "Publisher | None":
+    """A publisher with its addresses bound, to be started; None if no events are asked for.
+
+    Raises ConfigError if a library is missing or an address is of no use.
+    """
+    if options.kv_events is None:
+        return None
+    missing = [name for module, name in (("zmq", "pyzmq"), ("msgpack", "msgpack")) if not find_spec(module)]
+    if missing:
+        raise ConfigError(
+            f"kv_events needs {' and '.join(missing)}: {install_line('kv-events')} (or leave it out)"
+        )
+    # Imported on demand: the libraries are an extra, which a server without events does not need.
+    from server.kv_events.publisher import Publisher
+
+    return Publisher(options.kv_events, options.kv_events_replay, topic=options.kv_events_topic)

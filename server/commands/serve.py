@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 import json
 import os
+import pkgutil
 import sys
 from typing import NoReturn
 
@@ -15,8 +16,7 @@ from orca_jax.extras import install_line
 from orca_jax.model_files.found_model import check_model
 from orca_jax.request.chat.template_files import load_chat_template
 from server.commands.notes import Notes
-from server.process.by_name import function_named
-from server.process.certificate import check_certificate
+from server.process.addresses import check_certificate
 from server.settings.flags import SERVE_OPTIONS
 from server.settings.serve_settings import serve_settings
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     notes = Notes()
     for note in settings.notes:
         notes(note)
-    return function_named(SERVING)(settings, notes)
+    return pkgutil.resolve_name(SERVING)(settings, notes)
 
 
 def run_replicas(args: argparse.Namespace) -> NoReturn:

@@ -6,6 +6,8 @@ slow client has not read stays there, bounded by the request's whole output, so 
 """
 
 import asyncio
+import logging
+import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
@@ -31,10 +33,36 @@ from orca_jax.service.prepared_params import OutputRules
 from server.errors import NotReady, RequestIdTaken, UnknownModel
 from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import RuleCompiler
-from server.gateway.trouble_log import log_failure, log_loss, log_recovery
+
+LOGGER = logging.getLogger("orca.workers")
+
+
+def log_loss(lost: WorkerLost, n_running: int) -> None:
+    """A worker was lost. `n_running` requests were running; they run again after recovery."""
+    consequence = "no request has to run again"
+    if n_running:
+        runs = "request runs" if n_running == 1 else "requests run"
+        consequence = f"{n_running} {runs} again when the workers are up"
+    LOGGER.warning("%s", _one_line(f"stage {lost.stage + 1} is lost: {lost.why}; {consequence}"))
+
+
+def log_recovery(seconds: float) -> None:
+    """The engine recovered, `seconds` after the loss."""
+    LOGGER.warning("the workers are up again after %.2f seconds", seconds)
+
+
+def log_failure(failure: EngineError) -> None:
+    """The engine failed permanently."""
+    LOGGER.error("%s", _one_line(f"the engine failed, and takes no more requests: {failure}"))
+
+
+def _one_line(text: str) -> str:
+    """`text` with unprintable characters replaced: a worker's error may have several lines."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
 
 _GRACE_SECONDS = 5.0  # for the scheduler to end a request when asked; if a device hangs it never does
-_AT_ONCE = 8  # submissions before the event loop may run something else
+_SUBMITTED_AT_ONCE = 8  # submissions before the event loop may run something else
 
 
 class Phase(StrEnum):
@@ -379,10 +407,71 @@ async def submitted(
     with ExitStack() as stack:
         requests = list[LiveRequest]()
         for i, (prompt, rules, request_id) in enumerate(submissions):
-            if i and i % _AT_ONCE == 0:
+            if i and i % _SUBMITTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
             live = gateway.submit(
                 prompt, rules, request_id=request_id, owner=owner, party=party, timeout=timeout
             )
             requests.append(stack.enter_context(live))
         yield requests
+
+
+_LONGEST_SECONDS = 60
+
+
+def retry_after_seconds(gateway: Gateway) -> int:
+    """Whole seconds, 1 to 60: how long the waiting requests take to finish at the recent rate.
+
+    1 if too few requests have finished to tell the rate.
+    """
+    if gateway.served is None:
+        return 1
+    service = gateway.served.service
+    interval = service.timeline.recent_finish_interval()
+    if interval is None:
+        return 1
+    return min(max(math.ceil(interval * service.pool.n_waiting), 1), _LONGEST_SECONDS)
+
+
+_MOST_IN_ENGINE = 128  # requests of one answer; the others wait here and take no place of its queue
+_MOST_NUMBERS = 1 << 22  # of an answer: about 90 MB of JSON
+
+
+async def all_ended(
+    gateway: Gateway,
+    submissions: Sequence[Submission],
+    *,
+    owner: str,
+    running: list[LiveRequest],
+    timeout: float | None = None,
+) -> list[LiveRequest]:
+    """The requests when all have ended; `running` has those that are in the engine now.
+
+    They are cancelled if one fails. Raises QueueFull, NotReady, EngineError, or whatever ended a request
+    before it was complete.
+    """
+    ended: list[LiveRequest] = []
+    most = max(1, min(_MOST_IN_ENGINE, gateway.model().service.pool.max_each))
+    for first in range(0, len(submissions), most):
+        some = submissions[first : first + most]
+        async with submitted(gateway, some, owner=owner, timeout=timeout) as requests:
+            running[:] = requests
+            for request in requests:
+                async for _ in request:
+                    pass
+            ended += requests
+    return ended
+
+
+def check_inputs(n: int, most: int, param: str) -> None:
+    """Raise InvalidRequest for no inputs, or too many."""
+    if not 1 <= n <= most:
+        advice = f"a request may have 1 to {most} (orca serve --max-inputs)"
+        raise InvalidRequest(f"{param} has {n} inputs; {advice}", param=param)
+
+
+def check_embeddings(n_inputs: int, size: int, param: str) -> None:
+    """Raise InvalidRequest if as many embeddings of `size` numbers are too much for one answer."""
+    if n_inputs * size > _MOST_NUMBERS:
+        message = f"{param} has {n_inputs} inputs, for {size} numbers each; send {_MOST_NUMBERS // size} "
+        raise InvalidRequest(message + "at a time, or ask for fewer dimensions", param=param)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from orca_jax.config import ServingConfig
-from orca_jax.errors import InvalidPrompt, InvalidRequest, PromptTooLong
+from orca_jax.errors import InvalidPrompt, InvalidRequest, NotSupported, PromptTooLong
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.request.chat.chat_template import Templates
+from orca_jax.request.chat.chat_template import ChatTemplate, Templates
 from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from orca_jax.request.routed_experts import Routing
@@ -110,3 +110,21 @@ class ServedModel:
                 f"{most} tokens, prompts and outputs of all choices together; ask for fewer max_tokens"
             )
             raise InvalidRequest(message, param="return_routed_experts")
+
+
+def template_for(model: ServedModel, name: str | None, *, has_tools: bool) -> ChatTemplate:
+    """The template called `name`, or the model's choice.
+
+    Raises NotSupported if the model reads no conversations, or no tools and there are some; UnknownTemplate.
+    """
+    if model.tokenizer is None:
+        message = f"{model.name} has no tokenizer, so it reads no messages; give token ids to /v1/completions"
+        raise NotSupported(message, param="messages")
+    if model.chat_template is None:
+        message = f"{model.name} has no chat template; use /v1/completions, or start the server with "
+        raise NotSupported(f"{message}--chat-template FILE", param="messages")
+    template = model.chat_template.choose(name, has_tools=has_tools)
+    if has_tools and not template.reads("tools"):
+        message = "the model's chat template does not show tools to the model; leave tools out, or set "
+        raise NotSupported(message + 'tool_choice to "none"', param="tools")
+    return template

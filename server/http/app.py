@@ -11,7 +11,7 @@ import orca_jax
 from server.batches.service import Batches
 from server.gateway.gateway import Gateway
 from server.http import admin, live, models, status, tokenization
-from server.http.authentication import Authentication
+from server.http.authentication import Authentication, OriginCheck
 from server.http.batches import batches as batch_routes
 from server.http.batches import files
 from server.http.batches.in_process import InProcess
@@ -24,7 +24,6 @@ from server.http.generation import chat, completions
 from server.http.messages import messages
 from server.http.observation import Observation
 from server.http.openapi import describe
-from server.http.origin import OriginCheck
 from server.http.pages import pages_router
 from server.http.relevance import embeddings, rerank, score
 from server.http.responses import responses, stored

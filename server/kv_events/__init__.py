@@ -1,4 +1,4 @@
 """K/V events: tells routers over ZeroMQ which blocks the prefix cache has, as vLLM does.
 
-Needs the extra kv-events. start.py alone is imported without it; read publisher.py first.
+Needs the extra kv-events (server/commands/router_view.py imports it on demand). Read publisher.py first.
 """

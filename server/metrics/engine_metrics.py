@@ -1,15 +1,21 @@
 """An engine's metrics for Prometheus: counters and histograms fed by its timeline, and gauges read on scrape.
 
-The names match other engines' dashboards, with the prefix `orca_`, or are vLLM's own (metric_names.py). Every
-metric has the label `model_name`.
+The names match other engines' dashboards, with the prefix `orca_`, or are vLLM's own (`metric_name`; source:
+vllm/v1/metrics/loggers.py of vLLM 0.32), which routers of the Gateway API inference extension and dashboards
+know. What vLLM counts differently keeps our name: its `iteration_tokens_total`, for instance, counts the
+tokens that come out of an iteration besides those that go in. Every metric has the label `model_name`.
 """
 
 import threading
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
+import numpy as np
+import numpy.typing as npt
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -19,14 +25,108 @@ from prometheus_client.metrics_core import (
 from prometheus_client.utils import floatToGoString
 
 from orca_jax.request.request import FinishReason
+from orca_jax.scheduling.cache_kinds import slots_to_reserve
 from orca_jax.scheduling.select import Why
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
+from orca_jax.service.orca import Orca
 from server.gateway.served_model import CompileCounts, ServedModel
-from server.metrics.engine_load import batch_load, engine_load
-from server.metrics.histogram import Histogram
-from server.metrics.metric_names import MetricName, metric_name
 from server.metrics.worker_metrics import WorkerMetrics
 from server.settings.router_options import MetricNames
+
+_SAME_IN_VLLM = frozenset(
+    (
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
+        *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens"),
+        *("generation_tokens", "request_success", "request_prompt_tokens", "request_generation_tokens"),
+        *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+        "request_queue_time_seconds",
+    )
+)
+_ENGINE = "0"  # vLLM numbers the engines of a server; ours has one
+_VLLM_REASONS = {FinishReason.CANCELLED: "abort", FinishReason.TIMEOUT: "abort"}
+
+
+@dataclass(frozen=True, slots=True)
+class MetricName:
+    """A metric's whole name, and the names and values of the labels that all its samples have."""
+
+    name: str
+    labels: tuple[str, ...]
+    values: tuple[str, ...]
+    is_vllm: bool
+
+    def reason(self, reason: FinishReason) -> str:
+        """How the label `finished_reason` says it."""
+        return _VLLM_REASONS.get(reason, reason.value) if self.is_vllm else reason.value
+
+
+def metric_name(name: str, model: str, names: MetricNames) -> MetricName:
+    """The metric that our code calls `name`, of the model that clients call `model`."""
+    if names == "vllm" and name in _SAME_IN_VLLM:
+        return MetricName(f"vllm:{name}", ("model_name", "engine"), (model, _ENGINE), is_vllm=True)
+    return MetricName(f"orca_{name}", ("model_name",), (model,), is_vllm=False)
+
+
+def engine_load(service: Orca) -> float:
+    """The slots that all live requests may take to their ends, over all slots of the engine.
+
+    Above 1 not all live requests fit to their ends. Admitted requests count with what Algorithm 1 promises
+    them, `max_tokens` in whole blocks, and waiting ones with what they will ask for. So a request counts the
+    same from its arrival to its end, whatever the policy reserves and however far it is. Blocks that several
+    requests share count for each of them.
+
+    For any thread; O(live requests), microseconds for a full batch and below a millisecond for a full queue.
+    """
+    kv = service.scheduler.kv
+    n_slots = sum([slots_to_reserve(req, kv.block_size) for req in service.pool.live()])
+    return n_slots / (kv.n_blocks * kv.block_size)
+
+
+def batch_load(service: Orca) -> float:
+    """The places that all live requests take in a batch, over the places of all batches in flight.
+
+    Above 1 requests wait for a place, even where slots are left. A beam search takes a place for each beam.
+    For any thread; O(live requests).
+    """
+    scheduler = service.scheduler
+    n_places = scheduler.config.max_batch_size * scheduler.engine.n_workers
+    return sum([req.kind.n_rows for req in service.pool.live()]) / n_places
+
+
+_MANY = 32  # from this many values on numpy is faster than a loop
+
+
+class Histogram:
+    """Counts of values by ascending, inclusive upper bounds, with one bucket above the last bound.
+
+    Not thread-safe: callers that share it need a lock.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = list(bounds)
+        self._limits: npt.NDArray[np.float64] = np.asarray(self._bounds, np.float64)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Count many values. An `array` of doubles is fastest."""
+        if len(values) < _MANY:
+            for value in values:
+                self.observe(value)
+            return
+        numbers = np.asarray(values, np.float64)
+        counts = np.bincount(np.searchsorted(self._limits, numbers), minlength=len(self._counts))
+        self._counts = [a + b for a, b in zip(self._counts, counts.tolist(), strict=True)]
+        self._sum += float(numbers.sum())
+
+    def read(self) -> tuple[list[int], float]:
+        """The count of each bucket, in order, ending with the one above the last bound, and the sum."""
+        return list(self._counts), self._sum
+
 
 _LABELS = ("model_name",)
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)

@@ -1,9 +1,11 @@
-"""Addresses to listen on, and the addresses of clients."""
+"""Addresses to listen on, the certificate for them, and the addresses of clients."""
 
 import ipaddress
 import socket
+import ssl
 
 from orca_jax.errors import ConfigError
+from server.settings.endpoint_options import EndpointOptions
 
 
 def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
@@ -51,3 +53,14 @@ def network_of(host: str) -> str:
 def owner_at(host: str) -> str:
     """The owner of requests from this address that carry no API key."""
     return f"address {network_of(host)}"
+
+
+def check_certificate(options: EndpointOptions) -> None:
+    """Raise ConfigError unless certificate and key are usable, or there are none."""
+    if options.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        files = f"{options.ssl_certfile} and {options.ssl_keyfile}"
+        raise ConfigError(f"{files} are not a usable certificate and key: {error}") from error

@@ -20,8 +20,7 @@ from server.gateway.side_threads import run_for_request
 from server.http.bodies.errors import NOT_READY_SECONDS, error_response, status_response
 from server.http.connections.body_limit import read_body
 from server.ray.asgi_call import HttpCall
-from server.ray.door_metrics import DoorMetrics
-from server.ray.merged_metrics import merged
+from server.ray.door_metrics import DoorMetrics, merged
 from server.ray.relay import Relay
 from server.ray.routing.prefix_key import prefix_chain
 from server.settings.endpoint_options import EndpointOptions

@@ -19,14 +19,14 @@ from server.commands.served import load_served
 from server.gateway.gateway import Gateway, Phase
 from server.http.app import create_app
 from server.metrics.access_log import configure_access_log
-from server.metrics.engine_load import batch_load, engine_load
+from server.metrics.engine_metrics import batch_load, engine_load
 from server.metrics.metrics import Metrics
 from server.ray.asgi_call import HttpCall, responses
 from server.ray.scaling import LOAD
 from server.ray.stages.placement import StageNeeds
 from server.ray.stages.stage_actors import StageActors
 from server.settings.serve_settings import ServeSettings
-from server.tracing.start import tracing_to
+from server.tracing.tracing import tracing_to
 from server.web.live_view import LiveView
 
 

@@ -12,19 +12,43 @@ import grpc
 
 from orca_jax.errors import EngineError, InvalidRequest, OrcaError, OutputFailed, QueueFull
 from server.errors import Unauthorized
-from server.gateway.gateway import Gateway
+from server.gateway.gateway import Gateway, retry_after_seconds
 from server.gateway.lanes import act_for
-from server.gateway.retry_after import retry_after_seconds
 from server.metrics.access_log import log_access
 from server.metrics.metrics import Metrics
 from server.process.addresses import owner_at
-from server.rpc.deadline import Deadline
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import AccessLog
 from server.statuses import meaning
 from server.tracing import attributes
 from server.tracing.call import AttributeValue, Call
 from server.tracing.tracing import Tracing
+
+_SHARE = 0.02
+_SECONDS = 0.05
+
+
+class Deadline:
+    """The deadline of a call. `seconds` is the time left at construction, None without a deadline."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._context = context
+        self.seconds = _time_remaining(context)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the deadline has passed or is about to.
+
+        The client measures its deadline itself and hangs up when it passes. The server's copy is later by the
+        transmission time and by up to a hundredth, because gRPC rounds the timeout up when it sends it.
+        """
+        left = _time_remaining(self._context)
+        return left is not None and self.seconds is not None and left <= _SECONDS + _SHARE * self.seconds
+
+
+def _time_remaining(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
+    return context.time_remaining()  # None without a deadline, whatever its annotation says
+
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_CHARACTERS = 500  # of a status message: it is sent as a header, and clients accept 8 KiB of headers

@@ -7,14 +7,12 @@ from orca_jax.errors import InvalidPrompt, RequestCancelled
 from orca_jax.request.pooled_vector import embedding
 from orca_jax.request.pooling import check_dimensions
 from orca_jax.service.embeddings import pooled_prompt
-from server.gateway.gateway import Gateway, LiveRequest, Submission
-from server.gateway.many_requests import all_ended, check_embeddings, check_inputs
+from server.gateway.gateway import Gateway, LiveRequest, Submission, all_ended, check_embeddings, check_inputs
 from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_request, run_for_response
 from server.rpc import generation_pb2 as pb
 from server.rpc import messages
-from server.rpc.calls import Calls, Context
-from server.rpc.deadline import Deadline
+from server.rpc.calls import Calls, Context, Deadline
 from server.settings.endpoint_options import EndpointOptions
 
 

@@ -14,9 +14,8 @@ from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_request
 from server.rpc import generation_pb2 as pb
 from server.rpc import messages
-from server.rpc.calls import Calls, Context
+from server.rpc.calls import Calls, Context, Deadline
 from server.rpc.choices import Choice, choices_of, end_all, write_all
-from server.rpc.deadline import Deadline
 from server.rpc.embedding import Embedding
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name

@@ -1,24 +1,70 @@
 """The gRPC endpoint: orca.v1.Generation, health and reflection on one port, optionally over TLS."""
 
+import asyncio
 from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 
 from orca_jax.errors import ConfigError
-from server.gateway.gateway import Gateway
+from server.gateway.gateway import Gateway, Phase
 from server.metrics.metrics import Metrics
 from server.process.addresses import bound_socket, in_url
 from server.rpc.call_limits import CallLimits
-from server.rpc.calls import Calls, KeyCheck
+from server.rpc.calls import Calls, Context, KeyCheck
 from server.rpc.embedding import Embedding
 from server.rpc.generation import SERVICE, Generation
-from server.rpc.health import Health
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 from server.tracing.tracing import Tracing
+
+_LOOK_SECONDS = 0.25
+_Status = health_pb2.HealthCheckResponse
+
+
+class Health(HealthServicer):
+    """SERVING while the gateway is ready, for each of `services` and for the whole server ("").
+
+    NOT_SERVING at any other time, for example while lost workers restart.
+    """
+
+    def __init__(self, gateway: Gateway, services: tuple[str, ...]) -> None:
+        self._gateway = gateway
+        self._known = {"", *services}
+        self._closing = asyncio.Event()
+
+    def close(self) -> None:
+        """End all calls of `Watch`, because the server is about to stop."""
+        self._closing.set()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> _Status:
+        """The current status; NOT_FOUND for an unknown service."""
+        if request.service not in self._known:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service here")
+        return _Status(status=self._status(request.service))
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        """The current status, and each change within a quarter of a second, until the server stops."""
+        sent = None
+        while not self._closing.is_set():
+            status = self._status(request.service)
+            if status != sent:
+                await context.write(_Status(status=status))
+                sent = status
+            try:
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await self._closing.wait()
+            except TimeoutError:
+                pass
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+
+    def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
+        if service not in self._known:
+            return _Status.SERVICE_UNKNOWN
+        return _Status.SERVING if self._gateway.phase is Phase.READY else _Status.NOT_SERVING
+
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 

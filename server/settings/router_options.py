@@ -7,7 +7,7 @@ from orca_jax.checks import check_timeout
 from orca_jax.errors import ConfigError
 from orca_jax.options import Options
 
-MetricNames = Literal["orca", "vllm"]  # of what the engine measures: server/metrics/metric_names.py
+MetricNames = Literal["orca", "vllm"]  # of what the engine measures: server/metrics/engine_metrics.py
 
 
 @dataclass(frozen=True, kw_only=True)

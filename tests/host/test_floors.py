@@ -74,18 +74,17 @@ LAZY = {"checkpoint", "user_model", "launch", "llm"}  # where the face's lazy na
 # Imported inside a function, by the one file that may: what is slow to import and few need.
 ON_DEMAND = {
     "orca_jax/checkpoint/orbax.py": "orca_jax.checkpoint.orbax_store",
-    "server/kv_events/start.py": "server.kv_events.publisher",
-    "server/tracing/start.py": "server.tracing.otlp",
+    "server/commands/router_view.py": "server.kv_events.publisher",
+    "server/tracing/tracing.py": "server.tracing.otlp",
 }
 
 # Functions that import by name, and the files that may call them: a user's own function, a command's module.
 HIDES_IMPORTS = {
     "import_module": set[str](),
     "__import__": set[str](),
-    "resolve_name": {"orca_jax/named_object.py", "server/process/by_name.py"},
-    "function_named": {
-        *("server/cli.py", "server/commands/chat.py", "server/commands/generate.py"),
-        "server/commands/serve.py",
+    "resolve_name": {
+        *("orca_jax/named_object.py", "server/cli.py", "server/commands/chat.py"),
+        *("server/commands/generate.py", "server/commands/serve.py"),
     },
 }
 
@@ -388,7 +387,6 @@ def test_rooms_without_jax_import_where_there_is_none() -> None:
         ),
         ("orca_jax/scheduling/scheduler.py", "x = __import__('jax')", "__import__() hides an import"),
         ("server/http/app.py", "pkgutil.resolve_name('jax:jit')", "resolve_name() hides an import"),
-        ("server/http/app.py", "function_named('server.rpc.server:run')", "function_named() hides an import"),
         ("orca_jax/model/transformer.py", "from . import layers", "relative import"),
         ("orca_jax/model/transformer.py", "from ..config import ServingConfig", "relative import"),
         # files

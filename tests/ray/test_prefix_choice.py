@@ -5,8 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.ray.routing.ongoing import Ongoing
-from server.ray.routing.prefix_choice import PrefixChoice
+from server.ray.routing.prefix_choice import Ongoing, PrefixChoice
 
 ENGINES = ["a", "b", "c"]
 IDLE = dict.fromkeys(ENGINES, 0.0)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.ray.routing.prefix_choice import MOST_STEPS, covered_bytes
 from server.ray.routing.prefix_key import prefix_chain
-from server.ray.routing.prefix_steps import MOST_STEPS, covered_bytes
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 

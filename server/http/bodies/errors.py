@@ -15,8 +15,7 @@ from starlette.exceptions import HTTPException
 
 from orca_jax.errors import InvalidRequest, OrcaError, QueueFull, ServiceClosed
 from server.errors import NotReady, Unauthorized, UnknownModel, UnknownResponse
-from server.gateway.gateway import Gateway
-from server.gateway.retry_after import retry_after_seconds
+from server.gateway.gateway import Gateway, retry_after_seconds
 from server.http.fields.validation import fault
 from server.statuses import meaning
 

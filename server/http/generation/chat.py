@@ -29,8 +29,7 @@ from server.http.generation.answer import (
     new_response_id,
 )
 from server.http.generation.chat_reply import message_of
-from server.http.generation.choice_output import OutputExtras
-from server.http.generation.choices import Choices, CompleteChoice, scored
+from server.http.generation.choices import Choices, CompleteChoice, OutputExtras, scored
 from server.http.generation.chunks import CHAT_CHUNK
 from server.http.generation.prepared_reply import ReplyRequest, prepared
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf, UnusedOf

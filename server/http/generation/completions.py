@@ -31,8 +31,7 @@ from server.http.generation.answer import (
     new_response_id,
     texts,
 )
-from server.http.generation.choice_output import OutputExtras
-from server.http.generation.choices import Choices, CompleteChoice, scored
+from server.http.generation.choices import Choices, CompleteChoice, OutputExtras, scored
 from server.http.generation.chunks import TEXT_CHUNK
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 

@@ -11,8 +11,7 @@ from orca_jax.request.pooled_vector import Vector, embedding
 from orca_jax.request.pooling import Pooling, check_dimensions
 from orca_jax.service.embeddings import pooled_prompt
 from orca_jax.service.prepared_params import OutputRules
-from server.gateway.gateway import Submission
-from server.gateway.many_requests import check_embeddings, check_inputs
+from server.gateway.gateway import Submission, check_embeddings, check_inputs
 from server.gateway.side_threads import run_for_request, run_for_response
 from server.http.bodies.json_body import JsonRoute
 from server.http.bodies.json_text import as_json

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
-from server.gateway.many_requests import check_inputs
+from server.gateway.gateway import check_inputs
 from server.gateway.side_threads import run_for_request, run_for_response
 from server.http.bodies.json_body import JsonRoute
 from server.http.bodies.json_text import as_json

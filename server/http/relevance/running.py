@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 from starlette.types import Receive
 
-from server.gateway import many_requests
+from server.gateway import gateway as engine
 from server.gateway.gateway import Gateway, LiveRequest, Submission
 from server.http.fields.generation import SchedulingFields
 from server.http.fields.strict import NotBuilt
@@ -50,7 +50,7 @@ async def all_ended(
     ended: list[LiveRequest] = []
     watch = asyncio.create_task(end_if_client_leaves(receive, running, facts))
     try:
-        ended = await many_requests.all_ended(gateway, submissions, owner=owner, running=running)
+        ended = await engine.all_ended(gateway, submissions, owner=owner, running=running)
     finally:
         facts["n_input"] = sum(live.n_input for live in ended)
         facts["n_cached"] = sum(live.n_cached for live in ended)

@@ -15,8 +15,7 @@ from server.http.bodies.json_text import as_json, excess_of, parse
 from server.http.fields.conversation import ConversationFields
 from server.http.fields.logprobs import PlacedToken, TokenNames, chat_logprobs
 from server.http.generation.answer import GENERATION_ERRORS, accept, new_id
-from server.http.generation.choice_output import OutputExtras
-from server.http.generation.choices import Choices
+from server.http.generation.choices import Choices, OutputExtras
 from server.http.generation.chunks import RESPONSES
 from server.http.generation.prepared_reply import ReplyRequest, prepared
 from server.http.generation.reply_stream import Reply, ReplyStream

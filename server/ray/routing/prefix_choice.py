@@ -10,10 +10,45 @@ which another engine would have had too.
 """
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from time import monotonic
 
-from server.ray.routing.prefix_steps import covered_bytes
+_STEP = 64  # bytes of the first steps
+_GROWS_AFTER = 64  # steps; each such group's steps are four times as long as those of the group before
+MOST_STEPS = 256
+
+
+def step_hashes(root: bytes, pieces: Iterable[bytes], *, whole_steps: bool) -> tuple[int, ...]:
+    """At most MOST_STEPS hashes of 64 bits, which with another `root` are all others.
+
+    No step spans two pieces. What is left of a piece is a step too, unless there are only `whole_steps`.
+    """
+    digest = hashlib.blake2b(root, digest_size=8).digest()
+    hashes = list[int]()
+    for piece in pieces:
+        start = 0
+        while start < len(piece):
+            if len(hashes) == MOST_STEPS:
+                return tuple(hashes)
+            end = start + _step(len(hashes))
+            if whole_steps and end > len(piece):
+                break
+            digest = hashlib.blake2b(piece[start:end], digest_size=8, key=digest).digest()
+            hashes.append(int.from_bytes(digest, "little"))
+            start = end
+    return tuple(hashes)
+
+
+def covered_bytes(n_steps: int) -> int:
+    """The most bytes of a prompt that its first `n_steps` cover."""
+    groups, rest = divmod(n_steps, _GROWS_AFTER)
+    return sum(_GROWS_AFTER * _step(_GROWS_AFTER * group) for group in range(groups)) + rest * _step(n_steps)
+
+
+def _step(index: int) -> int:
+    return _STEP << (2 * (index // _GROWS_AFTER))
+
 
 _MOST_HOLDERS = 8  # engines remembered for one beginning; more have it, and are found by their pressure
 # Two engines count as equally full if they differ by less: their loads are measured, not exact.
@@ -89,3 +124,58 @@ class PrefixChoice:
 def _rendezvous(step: int, name: str) -> int:
     digest = hashlib.blake2b(step.to_bytes(8, "little") + name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+_UNSENT_SECONDS = 5.0  # a request that was given up before it was sent is never reported as ended
+
+
+class Ongoing:
+    """Counts requests from the choice of their engine on, so that a burst is spread before any of it arrives.
+
+    For one thread. A request is known by its id.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: dict[str, tuple[str, float]] = {}  # not known to have arrived; the oldest first
+        self._running: dict[str, str] = {}
+        self._counts: Counter[str] = Counter()
+
+    def count(self, engine: str) -> int:
+        """The requests that are at `engine`, or on their way."""
+        return self._counts[engine]
+
+    def chose(self, request: str, engine: str, now: float | None = None) -> None:
+        """The request is about to be sent to `engine`; until it arrives, another may be chosen."""
+        now = monotonic() if now is None else now
+        self.ended(request)
+        self._forget_unsent(now)
+        self._chosen[request] = engine, now
+        self._counts[engine] += 1
+
+    def arrived(self, request: str, engine: str) -> None:
+        """The engine has accepted the request. One that has ended meanwhile is not counted again."""
+        if (chosen := self._chosen.pop(request, None)) is None:
+            return
+        self._subtract(chosen[0])
+        self._running[request] = engine
+        self._counts[engine] += 1
+
+    def ended(self, request: str) -> None:
+        """The request has ended, or was refused."""
+        if (chosen := self._chosen.pop(request, None)) is not None:
+            self._subtract(chosen[0])
+        if (engine := self._running.pop(request, None)) is not None:
+            self._subtract(engine)
+
+    def _forget_unsent(self, now: float) -> None:
+        while self._chosen:
+            request, (engine, since) = next(iter(self._chosen.items()))
+            if now - since < _UNSENT_SECONDS:
+                break
+            del self._chosen[request]
+            self._subtract(engine)
+
+    def _subtract(self, engine: str) -> None:
+        self._counts[engine] -= 1
+        if not self._counts[engine]:
+            del self._counts[engine]

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from server.http.bodies.json_text import parse
-from server.ray.routing.prefix_steps import step_hashes
+from server.ray.routing.prefix_choice import step_hashes
 
 # What stands before the messages in a rendered prompt, or chooses the form that they are rendered in.
 _BEFORE_MESSAGES = (

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from orca_jax.request.sampling_params import SamplingParams
-from server.commands.request_hash import model_hash, request_hash
-from server.commands.request_lines import Line
+from server.commands.request_lines import Line, model_hash, request_hash
 
 FLAGS = SamplingParams(max_tokens=128, temperature=0.8, stop=("x",))
 

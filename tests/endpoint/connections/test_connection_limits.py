@@ -17,11 +17,10 @@ import pytest
 import uvloop
 
 from server.commands import endpoints
+from server.commands.endpoints import with_room
 from server.errors import TooManyConnections, TooManyFromAddress
 from server.http.connections.listener import OpenConnections
-from server.process import descriptors
 from server.process.addresses import bound_socket
-from server.process.descriptors import with_room
 from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import DATA, Server, serving, until
 from tests.endpoint.http_client import raw, received, received_until
@@ -276,7 +275,7 @@ class Limits:
 def test_the_descriptor_limit_is_raised_or_fewer_connections_allowed(
     limits: Limits, soft: int, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(descriptors, "resource", limits)
+    monkeypatch.setattr(endpoints, "resource", limits)
     assert with_room(EndpointOptions(max_connections=1000)).max_connections == most
     assert limits.now[0] == soft
     if most == 1000:

@@ -11,7 +11,7 @@ from orca_jax.request.chat import template_sandbox
 from orca_jax.request.chat.chat_template import Templates
 from orca_jax.request.chat.template_files import load_chat_template
 from server.http.fields.conversation import ConversationFields
-from server.http.generation.conversation import rendered
+from server.http.generation.prepared_reply import rendered
 from tests.endpoint.harness import DATA
 
 FOLDER = DATA / "chat_templates"

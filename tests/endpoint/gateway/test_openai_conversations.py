@@ -16,7 +16,7 @@ from orca_jax.errors import InvalidRequest
 from orca_jax.request.chat import template_sandbox
 from orca_jax.request.chat.chat_template import ChatTemplate, NamedTemplates, Templates
 from server.http.fields.conversation import ConversationFields
-from server.http.generation.conversation import rendered
+from server.http.generation.prepared_reply import rendered
 from tests.endpoint.harness import DATA
 
 FOLDER = DATA / "chat_templates"

@@ -9,7 +9,7 @@ from orca_jax.config import ServingConfig
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.service.orca import Orca
-from server.metrics.engine_load import batch_load, engine_load
+from server.metrics.engine_metrics import batch_load, engine_load
 from tests.host.engines import SOON, GatedEngine, at_rest, orca
 
 ON_DEMAND = SchedulingConfig()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.metrics.histogram import Histogram
+from server.metrics.engine_metrics import Histogram
 
 BOUNDS = (0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 10.0)
 VALUES = st.floats(0, 100) | st.sampled_from(BOUNDS) | st.just(0.0)

@@ -19,8 +19,7 @@ from orca_jax.errors import EngineError, WorkerLost
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.service.orca import Orca
-from server.gateway.gateway import Phase
-from server.gateway.trouble_log import LOGGER, log_failure, log_loss, log_recovery
+from server.gateway.gateway import LOGGER, Phase, log_failure, log_loss, log_recovery
 from server.rpc import generation_pb2 as pb
 from server.rpc.generation_pb2_grpc import GenerationStub
 from tests.endpoint.harness import CONFIG, MODEL, Server, serving_model, until

@@ -91,7 +91,7 @@ def test_mistakes_are_named(client: httpx2.Client, body: dict[str, Any], param: 
 
 
 def test_an_answer_has_bounded_size(client: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.gateway.many_requests._MOST_NUMBERS", 40)
+    monkeypatch.setattr("server.gateway.gateway._MOST_NUMBERS", 40)
     answer = client.post("/v1/embeddings", json={"input": ["a"] * 6})
     message = "input has 6 inputs, for 8 numbers each; send 5 at a time, or ask for fewer dimensions"
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)

@@ -12,8 +12,7 @@ import pytest
 
 from orca_jax.config import ServingConfig
 from orca_jax.request.request import FinishReason, Request
-from server.gateway.gateway import Gateway
-from server.gateway.retry_after import retry_after_seconds
+from server.gateway.gateway import Gateway, retry_after_seconds
 from server.rpc import generation_pb2 as pb
 from server.rpc.generation_pb2_grpc import GenerationStub
 from server.settings.endpoint_options import EndpointOptions

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from server import cli
 from server.commands import serve
 from server.commands.completion import script
 from server.parser import SHELLS, parser
-from server.process.by_name import function_named
 from server.settings.command_parser import shown_flags
 from tests.places import ROOT
 
@@ -75,8 +75,8 @@ def test_what_only_looks_like_a_flag(prompt: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_there(name: str) -> None:
     run = parser().commands[name].get_default("run")
-    assert callable(function_named(run)) and run.startswith("server.commands.")
-    assert callable(function_named(serve.SERVING))
+    assert callable(pkgutil.resolve_name(run)) and run.startswith("server.commands.")
+    assert callable(pkgutil.resolve_name(serve.SERVING))
 
 
 def started(

@@ -27,7 +27,7 @@ from orca_jax.errors import ConfigError
 from server.settings.endpoint_options import EndpointOptions
 from server.tracing import tracing
 from server.tracing.call import Call
-from server.tracing.start import tracing_to
+from server.tracing.tracing import tracing_to
 from tests.endpoint.harness import Server, serving, until
 from tests.endpoint.http_client import connected
 from tests.endpoint.log_lines import Lines
@@ -288,7 +288,7 @@ def test_calls_that_come_faster_than_their_spans_are_made_are_counted_out(monkey
 def test_without_the_extra_the_flag_is_refused(monkeypatch: pytest.MonkeyPatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        "server.tracing.start.find_spec",
+        "server.tracing.tracing.find_spec",
         lambda name: None if name.startswith("opentelemetry.exporter") else find(name),
     )
     with pytest.raises(ConfigError, match=r"otlp_traces_endpoint needs .*: pip install .*'opentelemetry-sdk"):

@@ -17,7 +17,7 @@ import pytest
 from orca_jax import LLM, SamplingParams
 from server import cli
 from server.commands import chat_session
-from server.gateway.reply.reply_reader import ReplyReader
+from server.gateway.reply.reply_plan import ReplyReader
 from tests.places import ROOT
 from tests.whole.lent import Lent
 
@@ -317,7 +317,7 @@ def test_ctrl_c_in_a_pipe_ends_the_command(piped: Talk, monkeypatch: pytest.Monk
 def test_a_model_without_a_template_is_refused_before_it_is_loaded(
     tiny_directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.commands.chat.function_named", None)
+    monkeypatch.setattr("server.commands.chat.pkgutil", None)
     assert cli.main(["chat", str(tiny_directory)]) == 2
     err = capsys.readouterr().err
     assert (

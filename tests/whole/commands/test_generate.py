@@ -27,7 +27,7 @@ from orca_jax.service.prepared_params import OutputRules
 from server import cli
 from server.commands import jsonl
 from server.commands.answer_file import AnswerStream
-from server.commands.logprob_table import logprob_table
+from server.commands.generating import logprob_table
 from server.commands.request_lines import MAX_LINE_BYTES
 from server.settings.flags import GENERATE_OPTIONS
 from server.settings.sampling_flags import sampling_params
