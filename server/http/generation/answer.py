@@ -14,7 +14,6 @@ from orca_jax.errors import InvalidPrompt, InvalidRequest
 from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.prepared_params import OutputRules
-from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_response
 from server.http.bodies.errors import error_responses
@@ -32,23 +31,6 @@ R = TypeVar("R")
 GENERATION_ERRORS = error_responses(404, 429, 500, 503, 504)
 
 ChoicesWriter = Callable[[Choices, list[CompleteChoice]], list[dict[str, Any]]]
-
-
-def accept(
-    gateway: Gateway,
-    facts: dict[str, Any],
-    scheduling: SchedulingParams,
-    *,
-    model: str | None,
-    user: str | None,
-) -> ServedModel:
-    """The model for a request. Raises InvalidRequest, UnknownModel, NotReady or EngineError."""
-    if user is not None:
-        facts["user"] = user
-    served = gateway.model(model)
-    if scheduling.priority:
-        scheduling.check_policy(served.serving.scheduling.scheduling_policy)
-    return served
 
 
 def new_response_id(prefix: str) -> str:

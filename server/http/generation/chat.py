@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest
@@ -23,7 +23,6 @@ from server.http.fields.strict import NotBuilt, Strict
 from server.http.fields.tools import ToolChoice, check_tools, tool_wish
 from server.http.generation.answer import (
     GENERATION_ERRORS,
-    accept,
     answer,
     check_number,
     new_response_id,
@@ -32,7 +31,7 @@ from server.http.generation.chat_reply import message_of
 from server.http.generation.choices import Choices, CompleteChoice, OutputExtras, scored
 from server.http.generation.chunks import CHAT_CHUNK
 from server.http.generation.prepared_reply import ReplyRequest, prepared
-from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf, UnusedOf
+from server.http.generation.state import CallOf
 
 
 class ReasoningWish(Strict):
@@ -180,20 +179,14 @@ router = APIRouter(route_class=JsonRoute, tags=["generation"])
 )
 async def create_chat_completion(
     body: ChatCompletionRequest,
-    request: Request,
-    gateway: GatewayOf,
-    options: OptionsOf,
-    owner: OwnerOf,
-    tenant: TenantOf,
-    facts: FactsOf,
-    unused: UnusedOf,
+    call: CallOf,
 ) -> Response:
     """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
     body.check_stream_options()
-    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
+    model = call.accept(body.scheduling, model=body.model, user=body.user)
 
     def conversation() -> ChatCompletionRequest:
-        check_number(1, body.n_choices, options, model)
+        check_number(1, body.n_choices, call.options, model)
         return body
 
     asked = ReplyRequest(
@@ -206,10 +199,10 @@ async def create_chat_completion(
         use_tools=body.tool_choice != "none",
         effort=body.effort,
         names=body.client_names,
-        unused=unused,
+        unused=call.unused,
     )
-    n_bytes = len(await request.body())
-    ready = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
+    n_bytes = call.n_bytes
+    ready = await prepared(call.gateway, model, asked, n_bytes=n_bytes, tenant=call.tenant)
     model.check_routed([ready.prompt], ready.rules.sampling)
     extras = None
     if body.logprobs or body.return_routed_experts or body.return_token_ids:
@@ -221,20 +214,18 @@ async def create_chat_completion(
         )
     response_id = new_response_id("chatcmpl")
     choices = Choices(
-        gateway,
+        call,
         [ready.prompt],
         ready.rules,
         extras=extras,
         response_id=response_id,
-        owner=owner,
-        facts=facts,
         plan=None if ready.plan.is_plain else ready.plan,
     )
     return await answer(
         body,
         model,
         choices,
-        request.receive,
+        call.receive,
         shape=CHAT_CHUNK,
         object_name="chat.completion",
         write_choices=_choices,

@@ -16,7 +16,7 @@ from orca_jax.request.routed_experts import EncodedIds, as_base64
 from orca_jax.request.token_text import TokenText
 from orca_jax.service.output import Piece
 from orca_jax.service.prepared_params import OutputRules
-from server.gateway.gateway import Gateway, LiveRequest, Submission, submitted
+from server.gateway.gateway import LiveRequest, Submission, submitted
 from server.gateway.reply.events import ReplyEvent
 from server.gateway.reply.reply_plan import ReplyPlan, ReplyReader
 from server.gateway.side_threads import run_for_response
@@ -29,6 +29,7 @@ from server.http.fields.logprobs import (
     TokenPlaces,
     prompt_places,
 )
+from server.http.generation.state import ApiCall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,24 +196,20 @@ class Choices:
     Each choice of a prompt has its own seed: `seed + i`, or a random one. Those of a beam search are one
     request, and complete at once.
     `extras` is what to return besides output text, None for nothing. `plan` is how a chat's replies are read,
-    None if they are only text. `owner` is the API key or address whose share of the queue the requests use.
-    `facts` go into the access log.
+    None if they are only text.
     """
 
     def __init__(
         self,
-        gateway: Gateway,
+        call: ApiCall,
         prompts: Sequence[CheckedPrompt],
         rules: OutputRules,
         *,
         extras: OutputExtras | None,
         response_id: str,
-        owner: str,
-        facts: dict[str, Any],
         plan: ReplyPlan | None = None,
     ) -> None:
         self.response_id = response_id
-        self._owner = owner
         self.extras = extras
         rules_each = rules.choices(prompt_once=True)
         self._n_requests = len(rules_each)  # for each prompt
@@ -232,8 +229,7 @@ class Choices:
                 for _ in range(self._n_each)
             ]
         self._prompts = prompts
-        self._gateway = gateway
-        self._facts = facts
+        self._call = call
         choices = [(prompt, choice_rules) for prompt in prompts for choice_rules in rules_each]
         self._submissions = [
             Submission(prompt, choice_rules, f"{response_id}-{i}")
@@ -250,15 +246,15 @@ class Choices:
         The service accepts either all of them or none, and then this raises QueueFull, NotReady or
         EngineError.
         """
-        async with submitted(self._gateway, self._submissions, owner=self._owner) as requests:
+        async with submitted(self._call.gateway, self._submissions, owner=self._call.owner) as requests:
             self._outputs = self._new_outputs(requests)
             self._requests = requests
             self.tally.first_choices = requests[:: self._n_requests]
-            watch = asyncio.create_task(end_if_client_leaves(receive, requests, self._facts))
+            watch = asyncio.create_task(end_if_client_leaves(receive, requests, self._call.facts))
             try:
                 yield requests
             finally:
-                self._facts.update(self.tally.facts())
+                self._call.facts.update(self.tally.facts())
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
 

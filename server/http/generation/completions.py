@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, BeforeValidator, Field
 
 from orca_jax.errors import InvalidSamplingParameter, NotSupported
@@ -23,7 +23,6 @@ from server.http.fields.logprobs import CompletionLogprobs, TokenNames, completi
 from server.http.fields.strict import NotBuilt
 from server.http.generation.answer import (
     GENERATION_ERRORS,
-    accept,
     answer,
     check,
     check_number,
@@ -33,7 +32,7 @@ from server.http.generation.answer import (
 )
 from server.http.generation.choices import Choices, CompleteChoice, OutputExtras, scored
 from server.http.generation.chunks import TEXT_CHUNK
-from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
+from server.http.generation.state import CallOf
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -149,21 +148,16 @@ router = APIRouter(route_class=JsonRoute, tags=["generation"])
 )
 async def create_completion(
     body: CompletionRequest,
-    request: Request,
-    gateway: GatewayOf,
-    options: OptionsOf,
-    owner: OwnerOf,
-    tenant: TenantOf,
-    facts: FactsOf,
+    call: CallOf,
 ) -> Response:
     """Continue one or more prompts, in one response or, with `stream`, as server-sent events."""
     body.check_stream_options()
-    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
-    n_bytes = len(await request.body())
+    model = call.accept(body.scheduling, model=body.model, user=body.user)
+    n_bytes = call.n_bytes
 
     def read() -> tuple[SamplingParams, list[list[int]], list[int] | None]:
         sampling = body.sampling(model.defaults)
-        check_number(len(body.prompts), body.n_choices, options, model)
+        check_number(len(body.prompts), body.n_choices, call.options, model)
         if body.echo and model.has_encoder:
             message = (
                 "echo is not supported for a model with an encoder: the output does not continue the prompt"
@@ -175,13 +169,13 @@ async def create_completion(
         return sampling, encode(model, body.prompts), decoder
 
     def check_prompts() -> tuple[list[CheckedPrompt], list[str] | None]:
-        checked = check(model, prompts, rules, body.scheduling, tenant, decoder_ids)
+        checked = check(model, prompts, rules, body.scheduling, call.tenant, decoder_ids)
         model.check_routed(checked, sampling)
         return checked, texts(model, body.prompts) if body.echo else None
 
     with renamed_fields(**body.client_names):
         sampling, prompts, decoder_ids = await run_for_request(n_bytes, read)
-        rules = await gateway.compiler.rules(model, sampling)
+        rules = await call.gateway.compiler.rules(model, sampling)
         checked, prompt_texts = await run_for_request(n_bytes, check_prompts)
     extras = None
     if body.echo or body.logprobs is not None or body.return_routed_experts or body.return_token_ids:
@@ -193,14 +187,12 @@ async def create_completion(
             token_ids=bool(body.return_token_ids),
         )
     response_id = new_response_id("cmpl")
-    choices = Choices(
-        gateway, checked, rules, extras=extras, response_id=response_id, owner=owner, facts=facts
-    )
+    choices = Choices(call, checked, rules, extras=extras, response_id=response_id)
     return await answer(
         body,
         model,
         choices,
-        request.receive,
+        call.receive,
         shape=TEXT_CHUNK,
         object_name="text_completion",
         write_choices=_choices,

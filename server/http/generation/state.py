@@ -1,6 +1,6 @@
 """FastAPI dependencies for routes: the server's state, and facts about the current request.
 
-A route asks for them by annotation: `async def route(gateway: GatewayOf, facts: FactsOf)`. Routes raise
+A route asks for them by annotation: `async def route(body: Body, call: CallOf)`. Routes raise
 errors as they are (server/http/bodies/errors.py turns them into responses), and `JsonRoute` in
 server/http/bodies/json_body.py reads their bodies. The dependencies are async functions because FastAPI runs
 others on a thread, for each request.
@@ -9,8 +9,11 @@ others on a thread, for each request.
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
+from starlette.types import Receive
 
+from orca_jax.request.scheduling_params import SchedulingParams
 from server.gateway.gateway import Gateway
+from server.gateway.served_model import ServedModel
 from server.http.fields.strict import Unused
 from server.settings.endpoint_options import EndpointOptions
 
@@ -19,29 +22,53 @@ async def _gateway(request: Request) -> Gateway:
     return request.app.state.gateway
 
 
-async def _options(request: Request) -> EndpointOptions:
-    return request.app.state.options
+async def _owner(request: Request) -> str:
+    return request.scope["state"]["owner"]
 
 
-async def _facts(request: Request) -> dict[str, Any]:
-    return request.scope["state"]["facts"]
+async def _call(request: Request) -> "ApiCall":
+    return ApiCall(request, len(await request.body()))
 
 
 async def _unused(request: Request) -> Unused:
     return request.scope["state"]["unused"]
 
 
-async def _owner(request: Request) -> str:
-    return request.scope["state"]["owner"]
-
-
 async def _tenant(request: Request) -> str:
     return request.scope["state"]["tenant"]
 
 
+class ApiCall:
+    """A request with a JSON body of `n_bytes`: who sent it, what it may use, and what is noted about it.
+
+    `owner` is the API key or address whose share of the queue it uses; `tenant` is the API key, "" without
+    keys, and tenants share no keys and values. `facts` are for the access log, and never have prompts or
+    output text. `unused` names the fields that are not used.
+    """
+
+    def __init__(self, request: Request, n_bytes: int) -> None:
+        server, state = request.app.state, request.scope["state"]
+        self.gateway: Gateway = server.gateway
+        self.options: EndpointOptions = server.options
+        self.receive: Receive = request.receive
+        self.n_bytes = n_bytes
+        self.owner: str = state["owner"]
+        self.tenant: str = state["tenant"]
+        self.facts: dict[str, Any] = state["facts"]
+        self.unused: Unused = state["unused"]
+
+    def accept(self, scheduling: SchedulingParams, *, model: str | None, user: str | None) -> ServedModel:
+        """The model that it asks for. Raises InvalidRequest, UnknownModel, NotReady or EngineError."""
+        if user is not None:
+            self.facts["user"] = user
+        served = self.gateway.model(model)
+        if scheduling.priority:
+            scheduling.check_policy(served.serving.scheduling.order)
+        return served
+
+
+CallOf = Annotated[ApiCall, Depends(_call)]
 GatewayOf = Annotated[Gateway, Depends(_gateway)]
-OptionsOf = Annotated[EndpointOptions, Depends(_options)]
-OwnerOf = Annotated[str, Depends(_owner)]  # the API key or address whose share of the queue the request uses
-TenantOf = Annotated[str, Depends(_tenant)]  # the API key, "" without keys; tenants share no keys and values
-UnusedOf = Annotated[Unused, Depends(_unused)]  # of a route with a JSON body: fields that are not used
-FactsOf = Annotated[dict[str, Any], Depends(_facts)]  # for the access log; never prompts or output text
+OwnerOf = Annotated[str, Depends(_owner)]  # whose share of the queue the request uses
+TenantOf = Annotated[str, Depends(_tenant)]  # the API key, "" without keys
+UnusedOf = Annotated[Unused, Depends(_unused)]  # of a route with a JSON body

@@ -13,11 +13,11 @@ from server.http.bodies.errors import MESSAGES, MessagesErrorBody, error_respons
 from server.http.bodies.json_body import JsonRoute
 from server.http.bodies.json_text import as_json
 from server.http.fields.generation import renamed_fields
-from server.http.generation.answer import accept, new_id
+from server.http.generation.answer import new_id
 from server.http.generation.choices import Choices
 from server.http.generation.prepared_reply import ReplyRequest, prepared, prompt_of
 from server.http.generation.reply_stream import Reply, ReplyStream
-from server.http.generation.state import FactsOf, GatewayOf, OwnerOf, TenantOf, UnusedOf
+from server.http.generation.state import CallOf, GatewayOf, UnusedOf
 from server.http.messages.conversation import conversation_of
 from server.http.messages.fields import CountTokensRequest, MessageRequest
 from server.http.messages.writer import MessageWriter
@@ -65,44 +65,37 @@ class TokenCount(BaseModel):
 )
 async def create_message(
     body: MessageRequest,
-    request: Request,
-    gateway: GatewayOf,
-    owner: OwnerOf,
-    tenant: TenantOf,
-    facts: FactsOf,
-    unused: UnusedOf,
+    call: CallOf,
 ) -> Response:
     """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
     body.check()
-    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
+    model = call.accept(body.scheduling, model=body.model, user=body.user)
     asked = ReplyRequest(
-        conversation=lambda: conversation_of(body, model, unused),
+        conversation=lambda: conversation_of(body, model, call.unused),
         sampling=lambda longest: body.sampling(model.defaults, longest=longest),
         scheduling=body.scheduling,
         wish=body.wish,
         use_tools=body.uses_tools,
         effort=body.effort,
         names=body.client_names,
-        unused=unused,
+        unused=call.unused,
     )
-    n_bytes = len(await request.body())
-    ready = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
+    n_bytes = call.n_bytes
+    ready = await prepared(call.gateway, model, asked, n_bytes=n_bytes, tenant=call.tenant)
     message_id = new_id("msg")
     choices = Choices(
-        gateway,
+        call,
         [ready.prompt],
         ready.rules,
         extras=None,
         response_id=message_id,
-        owner=owner,
-        facts=facts,
         plan=ready.plan,
     )
     writer = MessageWriter(message_id, model.name, n_input=ready.prompt.n_input, max_tokens=body.max_tokens)
     reply = Reply(choices, writer)
     if body.stream:
         return ReplyStream(reply)
-    await reply.complete(request.receive)
+    await reply.complete(call.receive)
     n = writer.n_characters
     text = await run_for_response(n, lambda: as_json(writer.message, n, ascii=False).encode())
     return Response(text, media_type="application/json")

@@ -3,7 +3,7 @@
 import base64
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
 from orca_jax.request.checked_prompt import CheckedPrompt
@@ -16,8 +16,8 @@ from server.gateway.side_threads import run_for_request, run_for_response
 from server.http.bodies.json_body import JsonRoute
 from server.http.bodies.json_text import as_json
 from server.http.fields.generation import ranged, renamed_fields
-from server.http.generation.answer import GENERATION_ERRORS, accept, each, new_response_id
-from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
+from server.http.generation.answer import GENERATION_ERRORS, each, new_response_id
+from server.http.generation.state import CallOf
 from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
 
 _CHARACTERS = {"float": 22, "base64": 6}  # of a number in a response, at most
@@ -88,38 +88,33 @@ router = APIRouter(route_class=JsonRoute, tags=["relevance"])
 )
 async def create_embeddings(
     body: EmbeddingRequest,
-    request: Request,
-    gateway: GatewayOf,
-    options: OptionsOf,
-    owner: OwnerOf,
-    tenant: TenantOf,
-    facts: FactsOf,
+    call: CallOf,
 ) -> Response:
     """Make a vector of each input."""
-    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
+    model = call.accept(body.scheduling, model=body.model, user=body.user)
     size = model.config.embedding.size if body.dimensions is None else body.dimensions
     response_id = new_response_id("embd")
 
     def read() -> list[Submission]:
         inputs = body.inputs
-        check_inputs(len(inputs), options.max_inputs, "input")
+        check_inputs(len(inputs), call.options.max_inputs, "input")
         check_dimensions(body.dimensions, model.config.embedding.size)
         check_embeddings(len(inputs), size, "input")
-        special, pooling = body.add_special_tokens is not False, body.pooling or options.pooling
+        special, pooling = body.add_special_tokens is not False, body.pooling or call.options.pooling
 
         def encoded(text: str) -> list[int]:
             return model.encode(text, param="input", add_special_tokens=special)
 
         def checked(one: str | list[int]) -> tuple[CheckedPrompt, OutputRules]:
             ids = encoded(one) if isinstance(one, str) else one
-            return pooled_prompt(model.service, ids, pooling, body.scheduling, tenant=tenant)
+            return pooled_prompt(model.service, ids, pooling, body.scheduling, tenant=call.tenant)
 
         prompts = each(inputs, checked, "input")
         return [Submission(*one, f"{response_id}-{i}") for i, one in enumerate(prompts)]
 
     with renamed_fields(prompt="input"):
-        submissions = await run_for_request(len(await request.body()), read)
-    ended = await all_ended(gateway, submissions, owner=owner, receive=request.receive, facts=facts)
+        submissions = await run_for_request(call.n_bytes, read)
+    ended = await all_ended(call, submissions)
     encoding = body.encoding_format or "float"
     n_characters = len(ended) * size * _CHARACTERS[encoding]
 

@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
 from server.gateway.gateway import check_inputs
@@ -12,8 +12,8 @@ from server.http.bodies.json_body import JsonRoute
 from server.http.bodies.json_text import as_json
 from server.http.fields.generation import ranged, renamed_fields
 from server.http.fields.strict import Strict
-from server.http.generation.answer import GENERATION_ERRORS, accept, new_response_id
-from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
+from server.http.generation.answer import GENERATION_ERRORS, new_response_id
+from server.http.generation.state import CallOf
 from server.http.relevance.conditional import MAX_TEMPLATE, Pair, pairs, score_of, template_of
 from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
 
@@ -78,30 +78,25 @@ router = APIRouter(route_class=JsonRoute, tags=["relevance"])
 )
 async def rerank(
     body: RerankRequest,
-    request: Request,
-    gateway: GatewayOf,
-    options: OptionsOf,
-    owner: OwnerOf,
-    tenant: TenantOf,
-    facts: FactsOf,
+    call: CallOf,
 ) -> Response:
     """Order documents by how likely the query is after each of them."""
-    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
+    model = call.accept(body.scheduling, model=body.model, user=body.user)
     response_id, texts = new_response_id("rerank"), body.texts
 
     def read() -> list[Pair]:
-        check_inputs(len(texts), options.max_inputs, "documents")
+        check_inputs(len(texts), call.options.max_inputs, "documents")
         if body.top_n is not None:
             check_inputs(body.top_n, 1 << 20, "top_n")
         template = template_of(body.template or _LINES, "document", "query")
         both = [(text, body.query) for text in texts]
-        names = {"tenant": tenant, "response_id": response_id}
+        names = {"tenant": call.tenant, "response_id": response_id}
         return pairs(model, both, template, body.scheduling, **names, params=("documents", "query"))
 
     with renamed_fields(prompt="documents"):
-        asked = await run_for_request(len(await request.body()), read)
+        asked = await run_for_request(call.n_bytes, read)
     submissions = [pair.submission for pair in asked]
-    ended = await all_ended(gateway, submissions, owner=owner, receive=request.receive, facts=facts)
+    ended = await all_ended(call, submissions)
     n_tokens = sum(live.n_input for live in ended)
     shows = body.return_documents is not False
 

@@ -2,16 +2,16 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field
-from starlette.types import Receive
 
 from server.gateway import gateway as engine
-from server.gateway.gateway import Gateway, LiveRequest, Submission
+from server.gateway.gateway import LiveRequest, Submission
 from server.http.fields.generation import SchedulingFields
 from server.http.fields.strict import NotBuilt
 from server.http.generation.choices import end_if_client_leaves
+from server.http.generation.state import ApiCall
 
 
 class RelevanceRequest(SchedulingFields):
@@ -34,27 +34,20 @@ def usage_of(n_input: int) -> dict[str, int]:
     return {"prompt_tokens": n_input, "total_tokens": n_input}
 
 
-async def all_ended(
-    gateway: Gateway,
-    submissions: Sequence[Submission],
-    *,
-    owner: str,
-    receive: Receive,
-    facts: dict[str, Any],
-) -> list[LiveRequest]:
+async def all_ended(call: ApiCall, submissions: Sequence[Submission]) -> list[LiveRequest]:
     """The requests when all have ended; they are cancelled if the client leaves or one fails.
 
     Raises QueueFull, NotReady, EngineError, or whatever ended a request before it was complete.
     """
     running: list[LiveRequest] = []
     ended: list[LiveRequest] = []
-    watch = asyncio.create_task(end_if_client_leaves(receive, running, facts))
+    watch = asyncio.create_task(end_if_client_leaves(call.receive, running, call.facts))
     try:
-        ended = await engine.all_ended(gateway, submissions, owner=owner, running=running)
+        ended = await engine.all_ended(call.gateway, submissions, owner=call.owner, running=running)
     finally:
-        facts["n_input"] = sum(live.n_input for live in ended)
-        facts["n_cached"] = sum(live.n_cached for live in ended)
-        facts["n_output"] = 0
+        call.facts["n_input"] = sum(live.n_input for live in ended)
+        call.facts["n_cached"] = sum(live.n_cached for live in ended)
+        call.facts["n_output"] = 0
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
     return ended

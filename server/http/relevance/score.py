@@ -3,7 +3,7 @@
 import time
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest
@@ -12,8 +12,8 @@ from server.gateway.side_threads import run_for_request, run_for_response
 from server.http.bodies.json_body import JsonRoute
 from server.http.bodies.json_text import as_json
 from server.http.fields.generation import renamed_fields
-from server.http.generation.answer import GENERATION_ERRORS, accept, new_response_id
-from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
+from server.http.generation.answer import GENERATION_ERRORS, new_response_id
+from server.http.generation.state import CallOf
 from server.http.relevance.conditional import MAX_TEMPLATE, Pair, pairs, score_of, template_of
 from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
 
@@ -75,27 +75,22 @@ router = APIRouter(route_class=JsonRoute, tags=["relevance"])
 )
 async def create_scores(
     body: ScoreRequest,
-    request: Request,
-    gateway: GatewayOf,
-    options: OptionsOf,
-    owner: OwnerOf,
-    tenant: TenantOf,
-    facts: FactsOf,
+    call: CallOf,
 ) -> Response:
     """Score each second text by its mean log-probability per token after the first."""
-    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
+    model = call.accept(body.scheduling, model=body.model, user=body.user)
     response_id = new_response_id("score")
 
     def read() -> list[Pair]:
-        texts = body.text_pairs(options.max_inputs)
+        texts = body.text_pairs(call.options.max_inputs)
         template = template_of(body.template or _PLAIN, "text_1", "text_2")
-        names = {"tenant": tenant, "response_id": response_id}
+        names = {"tenant": call.tenant, "response_id": response_id}
         return pairs(model, texts, template, body.scheduling, **names, params=("text_1", "text_2"))
 
     with renamed_fields(prompt="text_1"):
-        asked = await run_for_request(len(await request.body()), read)
+        asked = await run_for_request(call.n_bytes, read)
     submissions = [pair.submission for pair in asked]
-    ended = await all_ended(gateway, submissions, owner=owner, receive=request.receive, facts=facts)
+    ended = await all_ended(call, submissions)
     n_tokens = sum(live.n_input for live in ended)
 
     def write() -> bytes:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from orca_jax.errors import InvalidRequest
 from orca_jax.request.sampling_params import SamplingParams
@@ -14,12 +14,12 @@ from server.http.bodies.json_body import JsonRoute
 from server.http.bodies.json_text import as_json, excess_of, parse
 from server.http.fields.conversation import ConversationFields
 from server.http.fields.logprobs import PlacedToken, TokenNames, chat_logprobs
-from server.http.generation.answer import GENERATION_ERRORS, accept, new_id
+from server.http.generation.answer import GENERATION_ERRORS, new_id
 from server.http.generation.choices import Choices, OutputExtras
 from server.http.generation.chunks import RESPONSES
 from server.http.generation.prepared_reply import ReplyRequest, prepared
 from server.http.generation.reply_stream import Reply, ReplyStream
-from server.http.generation.state import FactsOf, GatewayOf, OwnerOf, TenantOf, UnusedOf
+from server.http.generation.state import CallOf
 from server.http.responses.fields import ResponseRequest
 from server.http.responses.items import Item, ItemReference, kept_items, messages_of
 from server.http.responses.store import ResponseStore, StoredResponse
@@ -37,19 +37,14 @@ router = APIRouter(route_class=JsonRoute, tags=["responses"])
 )
 async def create_response(
     body: ResponseRequest,
-    request: Request,
-    gateway: GatewayOf,
-    owner: OwnerOf,
-    tenant: TenantOf,
-    facts: FactsOf,
-    unused: UnusedOf,
+    call: CallOf,
     store: StoreOf,
 ) -> Response:
     """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
     body.check()
-    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
-    exchange = _Exchange(body, store, tenant, owner)
-    n_body = len(await request.body())
+    model = call.accept(body.scheduling, model=body.model, user=body.user)
+    exchange = _Exchange(body, store, call.tenant, call.owner)
+    n_body = call.n_bytes
     asked = ReplyRequest(
         conversation=exchange.conversation,
         sampling=lambda longest: body.sampling(model.defaults, longest=longest),
@@ -58,10 +53,10 @@ async def create_response(
         use_tools=body.tool_choice != "none",
         effort=None if body.reasoning is None else body.reasoning.effort,
         names=body.client_names,
-        unused=unused,
+        unused=call.unused,
     )
     n_bytes = n_body + exchange.n_earlier_bytes
-    ready = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
+    ready = await prepared(call.gateway, model, asked, n_bytes=n_bytes, tenant=call.tenant)
     names = TokenNames(model.tokenizer)
 
     def write_logprobs(tokens: Sequence[PlacedToken]) -> list[dict[str, Any]]:
@@ -71,13 +66,11 @@ async def create_response(
     if body.with_logprobs:
         extras = OutputExtras(names=names, shown=ready.rules.shown, write_logprobs=chat_logprobs)
     choices = Choices(
-        gateway,
+        call,
         [ready.prompt],
         ready.rules,
         extras=extras,
         response_id=exchange.response_id,
-        owner=owner,
-        facts=facts,
         plan=ready.plan,
     )
     head = _head(body, model, exchange, ready.rules.sampling)
@@ -85,7 +78,7 @@ async def create_response(
     reply = Reply(choices, writer)
     if body.stream:
         return ReplyStream(reply)
-    await reply.complete(request.receive)
+    await reply.complete(call.receive)
     n = writer.n_characters
     text = await run_for_response(n, lambda: as_json(writer.response, n, ascii=False).encode())
     return Response(text, media_type="application/json")
