@@ -11,8 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from orca_jax.errors import EngineError, OrcaError
 from server.errors import NotReady
-from server.http.bodies.errors import NOT_READY_SECONDS, error_response
-from server.http.generation.chunks import error_event
+from server.http.bodies.errors import NOT_READY_SECONDS, error_event, error_response
 from server.http.observation import HEADER
 
 _CLIENT_LEFT = 499

@@ -16,9 +16,11 @@ from starlette.exceptions import HTTPException
 from orca_jax.errors import InvalidRequest, OrcaError, QueueFull, ServiceClosed
 from server.errors import NotReady, Unauthorized, UnknownModel, UnknownResponse
 from server.gateway.gateway import Gateway, retry_after_seconds
+from server.http.bodies.json_text import as_json
 from server.http.fields.validation import fault
 from server.statuses import meaning
 
+RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"  # Anthropic's protocol: this path and those below it
 
 _MOST_CHARACTERS = 600  # of a message, which may quote what the client sent, and that may be megabytes
@@ -155,6 +157,20 @@ def error_response(error: OrcaError, *, path: str = "", retry_after: int | None 
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
     return _response(path, trouble_of(error), headers)
+
+
+def error_event(error: OrcaError, path: str = "") -> bytes:
+    """The error that ended a stream early, in the form of the path's protocol.
+
+    Clients raise it and expect no event after it. Protocols with names for events call it `error`.
+    """
+    trouble = trouble_of(error)
+    body, name = body_at(path, trouble), ""
+    if path == RESPONSES:
+        body = {"type": "error", "code": trouble.code, "message": trouble.message, "param": trouble.param}
+    if "type" in body:
+        name = "event: error\n"
+    return f"{name}data: {as_json(body)}\n\n".encode("ascii")
 
 
 def status_response(

@@ -22,7 +22,7 @@ from server.http.fields.generation import GenerationRequest, StreamOptions
 from server.http.fields.logprobs import n_characters
 from server.http.generation.choices import Choices, CompleteChoice
 from server.http.generation.chunks import ChunkShape, ChunkWriter
-from server.http.generation.event_stream import EventStream
+from server.http.generation.reply_stream import ReplyStream
 from server.settings.endpoint_options import EndpointOptions
 
 T = TypeVar("T")
@@ -108,14 +108,8 @@ async def answer(
     }
     if body.stream:
         options = body.stream_options or StreamOptions()
-        chunks = ChunkWriter(
-            shape,
-            head,
-            len(choices),
-            include_usage=bool(options.include_usage),
-            versions=model.controls is not None,
-        )
-        return EventStream(choices, chunks, options, has_text=model.tokenizer is not None)
+        has_text, versions = model.tokenizer is not None, model.controls is not None
+        return ReplyStream(ChunkWriter(choices, shape, head, options, has_text=has_text, versions=versions))
     complete = await choices.complete(receive)
     n = sum(n_characters(choice.tokens) + len(choice.text) for choice in complete)
     n += sum(map(choices.routed_size, range(len(complete))))

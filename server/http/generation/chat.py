@@ -27,9 +27,8 @@ from server.http.generation.answer import (
     check_number,
     new_response_id,
 )
-from server.http.generation.chat_reply import message_of
 from server.http.generation.choices import Choices, CompleteChoice, OutputExtras, scored
-from server.http.generation.chunks import CHAT_CHUNK
+from server.http.generation.chunks import CHAT_CHUNK, message_of
 from server.http.generation.prepared_reply import ReplyRequest, prepared
 from server.http.generation.state import CallOf
 

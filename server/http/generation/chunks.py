@@ -1,20 +1,27 @@
-"""Writes the chunks of a stream as bytes. The constant parts are encoded once per response; for each piece
-only its text and any log-probabilities are.
+"""Writes replies in OpenAI's form: whole messages, and the chunks of a stream as bytes.
+
+The constant parts of chunks are encoded once per response; for each piece only its text and any
+log-probabilities are.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from orca_jax.errors import OrcaError
 from orca_jax.request.request import FinishReason
 from orca_jax.service.output import Piece
-from server.http.bodies.errors import body_at, trouble_of
+from server.gateway.reply.events import CallArguments, CallBegin, Reasoning, ReplyEvent, Text, whole_reply
+from server.gateway.side_threads import run_for_response
+from server.http.bodies.errors import error_event
 from server.http.bodies.json_text import as_json
-from server.http.fields.generation import Usage
+from server.http.fields.generation import StreamOptions, Usage
+from server.http.fields.logprobs import n_characters
+from server.http.generation.choices import Choices
+from server.http.generation.reply_stream import ReplyWriter
 
+_DIGITS = 6  # roughly, of a token id with its comma
 DONE = b"data: [DONE]\n\n"
-RESPONSES = "/v1/responses"
 TOOL_CALLS = "tool_calls"  # the finish reason of a reply with calls
 
 # Everything is ASCII, so that no client mistakes a Unicode character for a line break.
@@ -63,48 +70,91 @@ class PieceExtras(NamedTuple):
 NO_EXTRAS = PieceExtras()
 
 
-class ChoiceEnd(NamedTuple):
-    """How a choice of a chat ended."""
-
-    reason: FinishReason | str
-    weights_version: int | None
-
-
-class ChunkWriter:
-    """Writes the chunks of one response as server-sent events.
+class ChunkWriter(ReplyWriter):
+    """Writes the chunks of one response.
 
     `head` has the fields that all chunks share. With `include_usage` every chunk has a `usage`, which is null
-    unless one is given. With `versions` the last chunk of a choice has the version of the weights.
+    before the last. With `versions` the last chunk of a choice has the version of the weights. `has_text` is
+    False for a model without a tokenizer, whose pieces get a chunk each although their text is empty.
     """
+
+    ping = b""
 
     def __init__(
         self,
+        choices: Choices,
         shape: ChunkShape,
         head: Mapping[str, object],
-        n_choices: int,
+        options: StreamOptions,
         *,
-        include_usage: bool,
-        versions: bool = False,
+        has_text: bool,
+        versions: bool,
     ) -> None:
+        self.choices = choices
+        self._is_plain = choices.extras is None and not choices.tally.readers  # only text
+        self._final_usage = bool(options.include_usage)
+        self._running_usage = bool(options.continuous_usage_stats)
+        self._has_text = has_text
+        self._begun = set[int]()  # choices that have sent the ids of their prompt
         fields = as_json({**head, "object": shape.object})
         self._head = "data: " + fields.removesuffix("}")
-        choices = [f'{self._head},"choices":[{{"index":{i},' for i in range(n_choices)]
-        self._before = [start + shape.first for start in choices]
-        self._before_later = [start + shape.before for start in choices]
-        self._starts = [f'{start}"delta":' for start in choices]
-        self._n_deltas = [0] * n_choices
+        starts = [f'{self._head},"choices":[{{"index":{i},' for i in range(len(choices))]
+        self._before = [start + shape.first for start in starts]
+        self._before_later = [start + shape.before for start in starts]
+        self._starts = [f'{start}"delta":' for start in starts]
+        self._n_deltas = [0] * len(choices)
         reasons = [None, FinishReason.STOP, FinishReason.LENGTH, TOOL_CALLS]
         self._reason = {reason: f',"finish_reason":{as_json(reason)}}}]' for reason in reasons}
         self._logprobs = f'{shape.after},"logprobs":'
         self._after = {reason: f"{self._logprobs}null{end}" for reason, end in self._reason.items()}
         self._versions = versions
         self._prompt_ids_by_choice = shape.prompt_ids_by_choice
-        self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
+        self._no_usage = ',"usage":null}\n\n' if self._final_usage else "}\n\n"
 
-    def chunk(
-        self, index: int, piece: Piece, usage: Usage | None = None, extras: PieceExtras = NO_EXTRAS
-    ) -> bytes:
-        """The chunk for a piece of choice `index`."""
+    async def begin(self) -> bytes:
+        return b""
+
+    async def take(self, index: int, piece: Piece) -> bytes:
+        return self._chunk(index, piece) if self._is_plain else await self._rich_chunk(index, piece)
+
+    async def end(self) -> bytes:
+        if not self._final_usage:
+            return DONE
+        usage = f'{self._head},"choices":[]{_usage_end(self.choices.tally.usage())}'
+        return usage.encode("ascii") + DONE
+
+    def fail(self, error: OrcaError) -> bytes:
+        return error_event(error)
+
+    async def _rich_chunk(self, index: int, piece: Piece) -> bytes:
+        """Like `_chunk`, with the echoed prompt, log-probabilities, token ids and experts, or a chat's
+        reasoning and calls.
+        """
+        events = await self.choices.events(index, piece)
+        piece, tokens = await self.choices.take(index, piece)
+        logprobs = routed = token_ids = prompt_ids = None
+        if tokens:
+            n = n_characters(tokens)
+            logprobs = await run_for_response(n, lambda: as_json(self.choices.logprobs(tokens), n))
+        if piece.finish_reason is not None and (n := self.choices.routed_size(index)):
+            routed = await run_for_response(n, lambda: as_json(self.choices.routed_experts(index), n))
+        if self.choices.tells_token_ids:
+            token_ids = as_json(piece.token_ids)
+            if index not in self._begun:
+                self._begun.add(index)
+                ids = [*self.choices.prompt_ids(index)]
+                n = _DIGITS * len(ids)
+                prompt_ids = await run_for_response(n, lambda: as_json(ids, n))
+        extras = PieceExtras(logprobs, token_ids, prompt_ids, routed)
+        if self.choices.tally.readers:
+            return self._deltas(index, piece, deltas_of(events), extras)
+        return self._chunk(index, piece, extras)
+
+    def _chunk(self, index: int, piece: Piece, extras: PieceExtras = NO_EXTRAS) -> bytes:
+        """The chunk for a piece; empty if there is nothing to show yet, as in the middle of a character."""
+        self.choices.tally.take(index, piece)
+        if not piece.text and piece.finish_reason is None and self._has_text and not extras.need_chunk:
+            return b""
         before = self._before[index]
         self._before[index] = self._before_later[index]
         if extras is NO_EXTRAS and (piece.finish_reason is None or not self._versions):
@@ -115,34 +165,32 @@ class ChunkWriter:
                 fields += self._last_fields(piece.weights_version, extras)
             end = self._reason[piece.finish_reason].removesuffix("}]")
             after = f"{self._logprobs}{extras.logprobs or 'null'}{end}{fields}}}]{self._beside(extras)}"
-        end = self._no_usage if usage is None else _usage_end(usage)
-        return f"{before}{as_json(piece.text)}{after}{end}".encode("ascii")
+        return f"{before}{as_json(piece.text)}{after}{self._usage_so_far()}".encode("ascii")
 
-    def deltas(
-        self,
-        index: int,
-        deltas: Sequence[Mapping[str, object]],
-        end: ChoiceEnd | None,
-        usage: Usage | None = None,
-        extras: PieceExtras = NO_EXTRAS,
+    def _deltas(
+        self, index: int, piece: Piece, deltas: Sequence[Mapping[str, object]], extras: PieceExtras
     ) -> bytes:
-        """A chunk for each of a chat choice's deltas, the first with its role and the first of these with
-        `extras`, and one for its `end`, with the routed experts.
+        """The chunks for a piece of a chat whose replies are more than text, one for each delta.
+
+        The first of a choice has its role, the first of a piece its `extras`. The end of a choice has a chunk
+        of its own, with the routed experts.
         """
+        tally = self.choices.tally
+        tally.take(index, piece)
         shown = [*deltas] if deltas or not extras.need_chunk else [{}]
         if shown and not self._n_deltas[index]:
             shown[0] = {"role": "assistant", "content": None, **shown[0]}
         self._n_deltas[index] += len(shown)
-        usage_end = self._no_usage if usage is None else _usage_end(usage)
+        usage_end = self._usage_so_far()
         chunks = list[str]()
         now = extras
         for delta in shown:
             after = f"{self._reason[None].removesuffix('}]')}{self._first_fields(now)}}}]{self._beside(now)}"
             chunks.append(self._delta(index, delta, now.logprobs, f"{after}{usage_end}"))
             now = NO_EXTRAS
-        if end is not None:
-            fields = self._last_fields(end.weights_version, extras)
-            after = f"{self._reason[end.reason].removesuffix('}]')}{fields}}}]"
+        if piece.finish_reason is not None:
+            fields = self._last_fields(piece.weights_version, extras)
+            after = f"{self._reason[tally.finish_reason(index)].removesuffix('}]')}{fields}}}]"
             chunks.append(self._delta(index, {}, None, f"{after}{usage_end}"))
         return "".join(chunks).encode("ascii")
 
@@ -169,24 +217,43 @@ class ChunkWriter:
     def _delta(self, index: int, delta: Mapping[str, object], logprobs: str | None, end: str) -> str:
         return f'{self._starts[index]}{as_json(delta)},"logprobs":{logprobs or "null"}{end}'
 
-    def usage(self, usage: Usage) -> bytes:
-        """The chunk after all choices, with the usage of all."""
-        return f'{self._head},"choices":[]{_usage_end(usage)}'.encode("ascii")
-
-
-def error_event(error: OrcaError, path: str = "") -> bytes:
-    """The error that ended a stream early, in the form of the path's protocol.
-
-    Clients raise it and expect no event after it. Protocols with names for events call it `error`.
-    """
-    trouble = trouble_of(error)
-    body, name = body_at(path, trouble), ""
-    if path == RESPONSES:
-        body = {"type": "error", "code": trouble.code, "message": trouble.message, "param": trouble.param}
-    if "type" in body:
-        name = "event: error\n"
-    return f"{name}data: {as_json(body)}\n\n".encode("ascii")
+    def _usage_so_far(self) -> str:
+        return _usage_end(self.choices.tally.usage()) if self._running_usage else self._no_usage
 
 
 def _usage_end(usage: Usage) -> str:
     return f',"usage":{usage.model_dump_json(exclude_none=True)}}}\n\n'
+
+
+def message_of(events: Sequence[ReplyEvent]) -> dict[str, Any]:
+    """A whole reply in the form of AnswerMessage."""
+    reply = whole_reply(events)
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+    if reply.reasoning is not None:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in reply.calls
+        ]
+    return message
+
+
+def deltas_of(events: Sequence[ReplyEvent]) -> list[dict[str, Any]]:
+    """What these events add to a reply, each kind in a `delta` of its own."""
+    deltas = list[dict[str, Any]]()
+    for event in events:
+        match event:
+            case Text(text):
+                delta: dict[str, Any] = {"content": text}
+            case Reasoning(text):
+                delta = {"reasoning_content": text}
+            case CallBegin(index, id, name):
+                function = {"name": name, "arguments": ""}
+                delta = {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+            case CallArguments(index, text):
+                delta = {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+            case _:
+                continue
+        deltas.append(delta)
+    return deltas

@@ -1,183 +1,133 @@
-"""One reply as it is generated: its events, in the protocol that a writer speaks."""
+"""Streams replies as server-sent events, each piece as soon as it is generated, in any protocol."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from orca_jax.errors import OrcaError
-from orca_jax.request.request import FinishReason
 from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest
-from server.gateway.reply.events import ReplyEvent, Text
-from server.gateway.side_threads import run_for_response
-from server.http.bodies.json_text import as_json
-from server.http.fields.logprobs import PlacedToken, n_characters
 from server.http.generation.choices import Choices
-from server.http.generation.event_stream import HEADERS
 
 PING_SECONDS = 10.0  # of silence, after which a protocol that has pings sends one
 
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # keep proxies from buffering events
 
-class Event(NamedTuple):
-    """A server-sent event, named by its `type`. `n` is roughly how many characters its JSON has."""
-
-    data: dict[str, Any]
-    n: int = 0
-
-
-class ReplyEnd(NamedTuple):
-    """How a reply ended, and its counts of tokens."""
-
-    reason: FinishReason
-    stop_string: str | None
-    n_input: int
-    n_cached: int
-    n_output: int
-    n_reasoning: int
-    weights_version: int | None
+_Write = Callable[[bytes], Awaitable[None]]
 
 
 class ReplyWriter(Protocol):
-    """Makes a protocol's events of a reply, and keeps the whole reply."""
+    """Writes the events of a response's choices in one protocol, as bytes; empty for none."""
 
-    ping: Event | None  # keeps a silent connection alive
+    choices: Choices
+    ping: bytes  # keeps a silent connection alive; empty for a protocol that has none
 
-    def begin(self) -> list[Event]:
+    async def begin(self) -> bytes:
         """The events before the reply."""
         ...
 
-    def take(self, event: ReplyEvent, tokens: Sequence[PlacedToken]) -> list[Event]:
-        """The events for more of the reply; `tokens` are those whose log-probabilities come with it."""
+    async def take(self, index: int, piece: Piece) -> bytes:
+        """The events for the next piece of choice `index`; none in the middle of a character."""
         ...
 
-    async def end(self, end: ReplyEnd) -> list[Event]:
+    async def end(self) -> bytes:
         """The events after the reply."""
         ...
 
-    def fail(self, error: OrcaError) -> list[Event]:
+    def fail(self, error: OrcaError) -> bytes:
         """The events that end a stream early."""
         ...
 
 
-_Emit = Callable[[list[Event]], Awaitable[None]]
-
-
-class Reply:
-    """The reply that `choices`, of which there is one, generate."""
-
-    def __init__(self, choices: Choices, writer: ReplyWriter) -> None:
-        self.choices = choices
-        self.writer = writer
-        self._tokens: list[PlacedToken] = []  # whose text the reader holds back
-
-    async def complete(self, receive: Receive) -> None:
-        """Generate the whole reply, which the writer then has.
-
-        Raises QueueFull, NotReady, EngineError, or whatever ended the reply before it was complete.
-        """
-
-        async def nowhere(_: list[Event]) -> None:
-            pass
-
-        async with self.choices.running(receive) as requests:
-            await self.generate(requests[0], nowhere)
-
-    async def generate(self, request: LiveRequest, emit: _Emit) -> None:
-        """Generate the reply, and emit its events as they come. Raises what ends it early."""
-        writer = self.writer
-        await emit(writer.begin())
-        if writer.ping is not None:
-            await emit([writer.ping])
-        while (piece := await self._next_piece(request, emit)) is not None:
-            shown, tokens = await self.choices.take(0, piece)
-            self.choices.tally.take(0, shown)
-            await self._emit_parts(await self._parts(shown), tokens, emit)
-        await emit(await writer.end(self._end(request)))
-
-    async def _next_piece(self, request: LiveRequest, emit: _Emit) -> Piece | None:
-        while True:
-            waiting = asyncio.timeout(PING_SECONDS)
-            try:
-                async with waiting:
-                    return await anext(request, None)
-            except TimeoutError:
-                if not waiting.expired():  # it is the request's own
-                    raise
-                if self.writer.ping is not None:
-                    await emit([self.writer.ping])
-
-    async def _parts(self, piece: Piece) -> Sequence[ReplyEvent]:
-        if self.choices.tally.readers:
-            return await self.choices.events(0, piece)
-        return (Text(piece.text),) if piece.text else ()
-
-    async def _emit_parts(
-        self, parts: Sequence[ReplyEvent], tokens: Sequence[PlacedToken], emit: _Emit
-    ) -> None:
-        """Log-probabilities come with the content of their tokens; those of other parts are dropped."""
-        self._tokens += tokens
-        if self._tokens and not parts and not self.choices.tally.readers:
-            parts = (Text(""),)
-        events = list[Event]()
-        for part in parts:
-            events += self.writer.take(part, self._tokens if isinstance(part, Text) else ())
-            self._tokens = []
-        if events:
-            await emit(events)
-
-    def _end(self, request: LiveRequest) -> ReplyEnd:
-        tally = self.choices.tally
-        reason = tally.finish_reasons[0]
-        assert reason is not None, "the request is complete"
-        return ReplyEnd(
-            reason,
-            request.stop_string,
-            tally.n_input,
-            tally.n_cached,
-            tally.n_output,
-            sum(reader.n_reasoning_tokens for reader in tally.readers),
-            tally.weights_versions[0],
-        )
-
-
 class ReplyStream(Response):
-    """A reply as server-sent events. It submits the request before it sends the response headers.
+    """The response to a request with `stream`. It submits the choices before it sends the response headers.
 
     So a request that cannot start gets an ordinary HTTP error, raised here. A later failure becomes the
-    protocol's event for it.
+    protocol's event for it, which ends the stream.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, writer: ReplyWriter) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers(HEADERS)
-        self._reply = reply
+        self.init_headers(_HEADERS)
+        self._writer = writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def emit(events: list[Event]) -> None:
-            n = sum(event.n for event in events)
-            body = await run_for_response(n, lambda: b"".join(map(_as_bytes, events)))
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        writer = self._writer
 
-        async with self._reply.choices.running(receive) as requests:
+        async def write(events: bytes) -> None:
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+
+        async with writer.choices.running(receive) as requests:
             await send({"type": "http.response.start", "status": 200, "headers": list(self.raw_headers)})
             try:
-                await self._reply.generate(requests[0], emit)
+                if begin := await writer.begin() + writer.ping:
+                    await write(begin)
+                if len(requests) == 1:
+                    await self._stream_one(requests[0], write)
+                else:
+                    await self._stream_merged(requests, write)
+                end = await writer.end()
             except OrcaError as error:
-                await emit(self._reply.writer.fail(error))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                end = writer.fail(error)
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
+    async def _stream_one(self, request: LiveRequest, write: _Write) -> None:
+        take = self._writer.take
+        pieces = self._with_pings(request, write) if self._writer.ping else request
+        async for piece in pieces:
+            if events := await take(0, piece):
+                await write(events)
 
-def text_size(text: str, tokens: Sequence[PlacedToken] = ()) -> int:
-    """Roughly how many characters a text and its tokens' log-probabilities take in an event."""
-    return len(text) + n_characters(tokens)
+    async def _with_pings(self, request: LiveRequest, write: _Write) -> AsyncIterator[Piece]:
+        """The request's pieces; a ping is written whenever it is silent."""
+        while True:
+            waiting = asyncio.timeout(PING_SECONDS)
+            try:
+                async with waiting:
+                    piece = await anext(request, None)
+            except TimeoutError:
+                if not waiting.expired():  # it is the request's own
+                    raise
+                await write(self._writer.ping)
+                continue
+            if piece is None:
+                return
+            yield piece
 
+    async def _stream_merged(self, requests: Sequence[LiveRequest], write: _Write) -> None:
+        """One task per choice queues its events; all that are ready leave in one message."""
+        ready = asyncio.Queue[bytes | Exception | None](maxsize=len(requests))
 
-def _as_bytes(event: Event) -> bytes:
-    """ASCII only, so that no client mistakes a Unicode character for a line break."""
-    return f"event: {event.data['type']}\ndata: {as_json(event.data, event.n)}\n\n".encode("ascii")
+        async def enqueue(index: int, request: LiveRequest) -> None:
+            try:
+                async for piece in request:
+                    if events := await self._writer.take(index, piece):
+                        await ready.put(events)
+                await ready.put(None)
+            except Exception as error:
+                await ready.put(error)
+
+        tasks = [asyncio.create_task(enqueue(i, request)) for i, request in enumerate(requests)]
+        n_open = len(tasks)
+        try:
+            while n_open:
+                items = [await ready.get()]
+                while not ready.empty():
+                    items.append(ready.get_nowait())
+                events = b"".join(item for item in items if isinstance(item, bytes))
+                if events:
+                    await write(events)
+                for error in items:
+                    if isinstance(error, Exception):
+                        raise error
+                n_open -= items.count(None)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

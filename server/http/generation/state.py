@@ -63,7 +63,7 @@ class ApiCall:
             self.facts["user"] = user
         served = self.gateway.model(model)
         if scheduling.priority:
-            scheduling.check_policy(served.serving.scheduling.order)
+            scheduling.check_policy(served.serving.scheduling.scheduling_policy)
         return served
 
 

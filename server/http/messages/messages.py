@@ -15,8 +15,9 @@ from server.http.bodies.json_text import as_json
 from server.http.fields.generation import renamed_fields
 from server.http.generation.answer import new_id
 from server.http.generation.choices import Choices
+from server.http.generation.event_writer import EventWriter
 from server.http.generation.prepared_reply import ReplyRequest, prepared, prompt_of
-from server.http.generation.reply_stream import Reply, ReplyStream
+from server.http.generation.reply_stream import ReplyStream
 from server.http.generation.state import CallOf, GatewayOf, UnusedOf
 from server.http.messages.conversation import conversation_of
 from server.http.messages.fields import CountTokensRequest, MessageRequest
@@ -92,7 +93,7 @@ async def create_message(
         plan=ready.plan,
     )
     writer = MessageWriter(message_id, model.name, n_input=ready.prompt.n_input, max_tokens=body.max_tokens)
-    reply = Reply(choices, writer)
+    reply = EventWriter(choices, writer)
     if body.stream:
         return ReplyStream(reply)
     await reply.complete(call.receive)

@@ -17,7 +17,7 @@ from server.gateway.reply.events import (
 )
 from server.http.bodies.errors import anthropic_body, trouble_of
 from server.http.fields.logprobs import PlacedToken
-from server.http.generation.reply_stream import Event, ReplyEnd
+from server.http.generation.event_writer import Event, ReplyEnd
 
 _Block = dict[str, Any]
 

@@ -10,15 +10,16 @@ from orca_jax.errors import InvalidRequest
 from orca_jax.request.sampling_params import SamplingParams
 from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_response
+from server.http.bodies.errors import RESPONSES
 from server.http.bodies.json_body import JsonRoute
 from server.http.bodies.json_text import as_json, excess_of, parse
 from server.http.fields.conversation import ConversationFields
 from server.http.fields.logprobs import PlacedToken, TokenNames, chat_logprobs
 from server.http.generation.answer import GENERATION_ERRORS, new_id
 from server.http.generation.choices import Choices, OutputExtras
-from server.http.generation.chunks import RESPONSES
+from server.http.generation.event_writer import EventWriter
 from server.http.generation.prepared_reply import ReplyRequest, prepared
-from server.http.generation.reply_stream import Reply, ReplyStream
+from server.http.generation.reply_stream import ReplyStream
 from server.http.generation.state import CallOf
 from server.http.responses.fields import ResponseRequest
 from server.http.responses.items import Item, ItemReference, kept_items, messages_of
@@ -75,7 +76,7 @@ async def create_response(
     )
     head = _head(body, model, exchange, ready.rules.sampling)
     writer = ResponseWriter(head, n_body, write_logprobs, exchange.keep, body.offered.called)
-    reply = Reply(choices, writer)
+    reply = EventWriter(choices, writer)
     if body.stream:
         return ReplyStream(reply)
     await reply.complete(call.receive)

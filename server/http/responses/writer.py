@@ -17,7 +17,7 @@ from server.gateway.reply.events import (
 )
 from server.http.fields.logprobs import PlacedToken
 from server.http.generation.answer import new_id
-from server.http.generation.reply_stream import Event, ReplyEnd, text_size
+from server.http.generation.event_writer import Event, ReplyEnd, text_size
 from server.http.responses.items import Item, custom_input
 from server.http.responses.tools import ToolName
 
