@@ -21,6 +21,7 @@ from server.settings.flags import (
 from server.settings.foreign_flags import add_foreign_flags
 from server.settings.sampling_flags import add_chat_sampling_flags, add_sampling_flags, text_or_file
 
+Commands = argparse._SubParsersAction[CommandParser]  # what argparse calls it
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -38,6 +39,16 @@ def parser() -> CommandParser:
     top.add_argument("--version", action="version", version=f"orca {orca_jax.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
+    for add in (_generate, _chat, _serve, _compile, _worker, _plan, _replay, _convert, _completion):
+        add(commands)
+    for command in commands.choices.values():
+        add_foreign_flags(command)
+        command.commands = commands.choices
+    top.commands, top.is_command = commands.choices, False
+    return top
+
+
+def _generate(commands: Commands) -> None:
     command = commands.add_parser(
         "generate",
         help="continue prompts, on the terminal or from a file",
@@ -71,6 +82,8 @@ def parser() -> CommandParser:
     add_engine_flags(command.add_argument_group("model and engine"))
     command.set_defaults(run="server.commands.generate:run", quiet=True)
 
+
+def _chat(commands: Commands) -> None:
     command = commands.add_parser(
         "chat",
         help="talk with a model in the terminal",
@@ -92,6 +105,8 @@ def parser() -> CommandParser:
     add_chat_flags(command)
     command.set_defaults(run="server.commands.chat:run", quiet=True)
 
+
+def _serve(commands: Commands) -> None:
     command = commands.add_parser(
         "serve",
         help="serve a model over HTTP (OpenAI's API) and gRPC",
@@ -110,6 +125,8 @@ def parser() -> CommandParser:
     add_serve_flags(command)
     command.set_defaults(run="server.commands.serve:run", quiet=False)
 
+
+def _compile(commands: Commands) -> None:
     command = commands.add_parser(
         "compile",
         help="compile a model's programs ahead of time",
@@ -126,6 +143,8 @@ def parser() -> CommandParser:
     add_serve_flags(command, COMPILE_OPTIONS)
     command.set_defaults(run="server.commands.compile:run", quiet=True)
 
+
+def _worker(commands: Commands) -> None:
     command = commands.add_parser(
         "worker",
         help="run one stage of a pipeline, for an `orca serve --workers` elsewhere",
@@ -142,6 +161,8 @@ def parser() -> CommandParser:
     add_flags(command, WorkerFlags, title="worker")
     command.set_defaults(run="server.commands.worker:run", quiet=True)
 
+
+def _plan(commands: Commands) -> None:
     command = commands.add_parser(
         "plan",
         help="show a model's memory and speed on given devices",
@@ -165,6 +186,8 @@ def parser() -> CommandParser:
     )
     command.set_defaults(run="server.commands.plan:run", quiet=True)
 
+
+def _replay(commands: Commands) -> None:
     command = commands.add_parser(
         "replay",
         help="repeat a recording of `orca serve --record`",
@@ -184,6 +207,8 @@ def parser() -> CommandParser:
     )
     command.set_defaults(run="server.commands.replay:run", quiet=True)
 
+
+def _convert(commands: Commands) -> None:
     command = commands.add_parser(
         "convert",
         help="convert a checkpoint from safetensors to Orbax, or back",
@@ -208,6 +233,8 @@ def parser() -> CommandParser:
     )
     command.set_defaults(run="server.commands.convert:run", quiet=True)
 
+
+def _completion(commands: Commands) -> None:
     command = commands.add_parser(
         "completion",
         help="print a script that completes commands and flags in a shell",
@@ -220,12 +247,6 @@ def parser() -> CommandParser:
     )
     command.add_argument("shell", choices=SHELLS, help="the shell")
     command.set_defaults(run="server.commands.completion:run", quiet=True)
-
-    for command in commands.choices.values():
-        add_foreign_flags(command)
-        command.commands = commands.choices
-    top.commands, top.is_command = commands.choices, False
-    return top
 
 
 def _wide(prog: str) -> argparse.HelpFormatter:

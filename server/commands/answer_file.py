@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 from server.errors import UsageError
 
-# The beginning of every record; what follows is any JSON. `request_hash.py` makes the hashes.
+# The beginning of every record; what follows is any JSON. `request_lines.py` makes the hashes.
 _HEAD = re.compile(
     rb'\{"line": (\d{1,18}), "request_hash": "([0-9a-f]{16})", "model_hash": "([0-9a-f]{16})", ("error": )?'
 )
