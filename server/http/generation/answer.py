@@ -21,7 +21,7 @@ from server.http.bodies.json_text import as_json
 from server.http.fields.generation import GenerationRequest, StreamOptions
 from server.http.fields.logprobs import n_characters
 from server.http.generation.choices import Choices, CompleteChoice
-from server.http.generation.chunks import ChunkShape, ChunkWriter
+from server.http.generation.chunks import ChunkWriter, ReplyForm
 from server.http.generation.reply_stream import ReplyStream
 from server.settings.endpoint_options import EndpointOptions
 
@@ -29,8 +29,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 GENERATION_ERRORS = error_responses(404, 429, 500, 503, 504)
-
-ChoicesWriter = Callable[[Choices, list[CompleteChoice]], list[dict[str, Any]]]
 
 
 def new_response_id(prefix: str) -> str:
@@ -86,20 +84,9 @@ def check_number(n_prompts: int, n: int, options: EndpointOptions, model: Served
 
 
 async def answer(
-    body: GenerationRequest,
-    model: ServedModel,
-    choices: Choices,
-    receive: Receive,
-    *,
-    shape: ChunkShape,
-    object_name: str,
-    write_choices: ChoicesWriter,
+    body: GenerationRequest, model: ServedModel, choices: Choices, receive: Receive, form: ReplyForm
 ) -> Response:
-    """Generate the choices: as a stream, or as one JSON object when all are complete.
-
-    The `object` field of that JSON is `object_name`, and `write_choices` makes its `choices`. `shape` is the
-    form of a stream's chunks.
-    """
+    """Generate the choices: as a stream, or as one JSON object when all are complete."""
     head = {
         "id": choices.response_id,
         "created": int(time.time()),
@@ -109,7 +96,7 @@ async def answer(
     if body.stream:
         options = body.stream_options or StreamOptions()
         has_text, versions = model.tokenizer is not None, model.controls is not None
-        return ReplyStream(ChunkWriter(choices, shape, head, options, has_text=has_text, versions=versions))
+        return ReplyStream(ChunkWriter(choices, form, head, options, has_text=has_text, versions=versions))
     complete = await choices.complete(receive)
     n = sum(n_characters(choice.tokens) + len(choice.text) for choice in complete)
     n += sum(map(choices.routed_size, range(len(complete))))
@@ -119,25 +106,36 @@ async def answer(
         )
 
     def write() -> bytes:
+        written = [_choice(choices, form, i, done, model) for i, done in enumerate(complete)]
         usage = choices.tally.usage().model_dump(exclude_none=True)
-        written = write_choices(choices, complete)
-        if model.controls is not None:
-            for choice, version in zip(written, choices.tally.weights_versions, strict=True):
-                choice["weights_version"] = version
-        for i, choice in enumerate(written):
-            if (experts := choices.routed_experts(i)) is not None:
-                choice["routed_experts"] = experts
-        whole = {**head, "object": object_name, "choices": written, "usage": usage}
-        if choices.tells_token_ids:
-            for i, (choice, done) in enumerate(zip(written, complete, strict=True)):
-                choice["token_ids"] = [*done.token_ids]
-                if shape.prompt_ids_by_choice:
-                    choice["prompt_token_ids"] = [*choices.prompt_ids(i)]
-            if not shape.prompt_ids_by_choice:
-                whole["prompt_token_ids"] = [*choices.prompt_ids(0)]
+        whole = {**head, "object": form.object, "choices": written, "usage": usage}
+        if choices.tells_token_ids and not form.prompt_ids_by_choice:
+            whole["prompt_token_ids"] = [*choices.prompt_ids(0)]
         return as_json(whole, n, ascii=False).encode()
 
     return Response(await run_for_response(n, write), media_type="application/json")
+
+
+def _choice(
+    choices: Choices, form: ReplyForm, index: int, done: CompleteChoice, model: ServedModel
+) -> dict[str, Any]:
+    written: dict[str, Any] = {
+        "index": index,
+        **form.content(done),
+        "logprobs": choices.logprobs(done.tokens),
+        "finish_reason": choices.tally.finish_reason(index),
+    }
+    if done.score is not None:
+        written["score"] = done.score
+    if model.controls is not None:
+        written["weights_version"] = choices.tally.weights_versions[index]
+    if (experts := choices.routed_experts(index)) is not None:
+        written["routed_experts"] = experts
+    if choices.tells_token_ids:
+        written["token_ids"] = [*done.token_ids]
+        if form.prompt_ids_by_choice:
+            written["prompt_token_ids"] = [*choices.prompt_ids(index)]
+    return written
 
 
 def _text(model: ServedModel, prompt: str | list[int]) -> str:

@@ -8,7 +8,6 @@ from pydantic import BaseModel, Field
 from orca_jax.errors import InvalidRequest
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from server.gateway.reply.events import Text
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.conversation import ConversationFields
 from server.http.fields.generation import (
@@ -27,8 +26,8 @@ from server.http.generation.answer import (
     check_number,
     new_response_id,
 )
-from server.http.generation.choices import Choices, CompleteChoice, OutputExtras, scored
-from server.http.generation.chunks import CHAT_CHUNK, message_of
+from server.http.generation.choices import Choices, OutputExtras
+from server.http.generation.chunks import CHAT_FORM
 from server.http.generation.prepared_reply import ReplyRequest, prepared
 from server.http.generation.state import CallOf
 
@@ -198,10 +197,8 @@ async def create_chat_completion(
         use_tools=body.tool_choice != "none",
         effort=body.effort,
         names=body.client_names,
-        unused=call.unused,
     )
-    n_bytes = call.n_bytes
-    ready = await prepared(call.gateway, model, asked, n_bytes=n_bytes, tenant=call.tenant)
+    ready = await prepared(call, model, asked)
     model.check_routed([ready.prompt], ready.rules.sampling)
     extras = None
     if body.logprobs or body.return_routed_experts or body.return_token_ids:
@@ -220,28 +217,4 @@ async def create_chat_completion(
         response_id=response_id,
         plan=None if ready.plan.is_plain else ready.plan,
     )
-    return await answer(
-        body,
-        model,
-        choices,
-        call.receive,
-        shape=CHAT_CHUNK,
-        object_name="chat.completion",
-        write_choices=_choices,
-    )
-
-
-def _choices(choices: Choices, complete: list[CompleteChoice]) -> list[dict[str, Any]]:
-    """In the form of ChatChoice."""
-    return [
-        scored(
-            {
-                "index": i,
-                "message": message_of(events if choices.tally.readers else [Text(text)]),
-                "logprobs": choices.logprobs(tokens),
-                "finish_reason": choices.tally.finish_reason(i),
-            },
-            score,
-        )
-        for i, (text, tokens, _, score, events) in enumerate(complete)
-    ]
+    return await answer(body, model, choices, call.receive, CHAT_FORM)

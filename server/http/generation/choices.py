@@ -165,18 +165,16 @@ class Tally:
 
 
 class CompleteChoice(NamedTuple):
-    """A complete choice, and the tokens whose log-probabilities were requested; a chat's with its events."""
+    """A complete choice, and the tokens whose log-probabilities were requested.
+
+    `score` is that of a beam search. `events` are a chat's reply, None if it is only `text`.
+    """
 
     text: str
     tokens: list[PlacedToken]
-    token_ids: Sequence[int] = ()
-    score: float | None = None  # of a beam search
-    events: Sequence[ReplyEvent] = ()
-
-
-def scored(choice: dict[str, Any], score: float | None) -> dict[str, Any]:
-    """A choice of a response; that of a beam search with its score."""
-    return choice if score is None else {**choice, "score": score}
+    token_ids: Sequence[int]
+    score: float | None
+    events: Sequence[ReplyEvent] | None
 
 
 async def end_if_client_leaves(
@@ -340,7 +338,8 @@ class Choices:
             shown, tokens = await self.take(index, piece)
             self.tally.take(index, shown)
             events = await self.events(index, piece)
-            choices.append(CompleteChoice(shown.text, tokens, shown.token_ids, piece.score, events))
+            reply = events if self.tally.readers else None
+            choices.append(CompleteChoice(shown.text, tokens, shown.token_ids, piece.score, reply))
         return choices
 
     async def _complete(self, index: int, request: LiveRequest) -> CompleteChoice:
@@ -355,4 +354,5 @@ class Choices:
             self.tally.take(index, shown)
             text.append(shown.text)
             events += await self.events(index, piece)
-        return CompleteChoice("".join(text), tokens, token_ids, score, events)
+        reply = events if self.tally.readers else None
+        return CompleteChoice("".join(text), tokens, token_ids, score, reply)

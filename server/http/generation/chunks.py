@@ -4,7 +4,7 @@ The constant parts of chunks are encoded once per response; for each piece only 
 log-probabilities are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from server.http.bodies.errors import error_event
 from server.http.bodies.json_text import as_json
 from server.http.fields.generation import StreamOptions, Usage
 from server.http.fields.logprobs import n_characters
-from server.http.generation.choices import Choices
+from server.http.generation.choices import Choices, CompleteChoice
 from server.http.generation.reply_stream import ReplyWriter
 
 _DIGITS = 6  # roughly, of a token id with its comma
@@ -28,27 +28,21 @@ TOOL_CALLS = "tool_calls"  # the finish reason of a reply with calls
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkShape:
-    """The JSON around a choice's text in a chunk: `before` (`first` in the first chunk) and `after`.
+class ReplyForm:
+    """How a route writes a choice: whole, as `content`, or in chunks, as the JSON around its text.
 
-    `prompt_ids_by_choice` says where a prompt's token ids are returned: in each choice, or once beside them.
+    `object` and `chunk_object` are the names of a response and of a chunk. `before` (`first` in the first
+    chunk) and `after` are around the text. `prompt_ids_by_choice` says where a prompt's token ids are
+    returned: in each choice, or once beside them.
     """
 
     object: str
+    content: Callable[[CompleteChoice], dict[str, Any]]
+    chunk_object: str
     first: str
     before: str
     after: str
     prompt_ids_by_choice: bool
-
-
-TEXT_CHUNK = ChunkShape("text_completion", '"text":', '"text":', "", prompt_ids_by_choice=True)
-CHAT_CHUNK = ChunkShape(
-    "chat.completion.chunk",
-    '"delta":{"role":"assistant","content":',
-    '"delta":{"content":',
-    "}",
-    prompt_ids_by_choice=False,
-)
 
 
 class PieceExtras(NamedTuple):
@@ -83,7 +77,7 @@ class ChunkWriter(ReplyWriter):
     def __init__(
         self,
         choices: Choices,
-        shape: ChunkShape,
+        form: ReplyForm,
         head: Mapping[str, object],
         options: StreamOptions,
         *,
@@ -96,19 +90,19 @@ class ChunkWriter(ReplyWriter):
         self._running_usage = bool(options.continuous_usage_stats)
         self._has_text = has_text
         self._begun = set[int]()  # choices that have sent the ids of their prompt
-        fields = as_json({**head, "object": shape.object})
+        fields = as_json({**head, "object": form.chunk_object})
         self._head = "data: " + fields.removesuffix("}")
         starts = [f'{self._head},"choices":[{{"index":{i},' for i in range(len(choices))]
-        self._before = [start + shape.first for start in starts]
-        self._before_later = [start + shape.before for start in starts]
+        self._before = [start + form.first for start in starts]
+        self._before_later = [start + form.before for start in starts]
         self._starts = [f'{start}"delta":' for start in starts]
         self._n_deltas = [0] * len(choices)
         reasons = [None, FinishReason.STOP, FinishReason.LENGTH, TOOL_CALLS]
         self._reason = {reason: f',"finish_reason":{as_json(reason)}}}]' for reason in reasons}
-        self._logprobs = f'{shape.after},"logprobs":'
+        self._logprobs = f'{form.after},"logprobs":'
         self._after = {reason: f"{self._logprobs}null{end}" for reason, end in self._reason.items()}
         self._versions = versions
-        self._prompt_ids_by_choice = shape.prompt_ids_by_choice
+        self._prompt_ids_by_choice = form.prompt_ids_by_choice
         self._no_usage = ',"usage":null}\n\n' if self._final_usage else "}\n\n"
 
     async def begin(self) -> bytes:
@@ -225,9 +219,13 @@ def _usage_end(usage: Usage) -> str:
     return f',"usage":{usage.model_dump_json(exclude_none=True)}}}\n\n'
 
 
-def message_of(events: Sequence[ReplyEvent]) -> dict[str, Any]:
-    """A whole reply in the form of AnswerMessage."""
-    reply = whole_reply(events)
+def _text_of(choice: CompleteChoice) -> dict[str, Any]:
+    return {"text": choice.text}
+
+
+def _message_of(choice: CompleteChoice) -> dict[str, Any]:
+    """The reply in the form of AnswerMessage."""
+    reply = whole_reply([Text(choice.text)] if choice.events is None else choice.events)
     message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
     if reply.reasoning is not None:
         message["reasoning_content"] = reply.reasoning
@@ -236,7 +234,7 @@ def message_of(events: Sequence[ReplyEvent]) -> dict[str, Any]:
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in reply.calls
         ]
-    return message
+    return {"message": message}
 
 
 def deltas_of(events: Sequence[ReplyEvent]) -> list[dict[str, Any]]:
@@ -257,3 +255,23 @@ def deltas_of(events: Sequence[ReplyEvent]) -> list[dict[str, Any]]:
                 continue
         deltas.append(delta)
     return deltas
+
+
+TEXT_FORM = ReplyForm(
+    object="text_completion",
+    content=_text_of,
+    chunk_object="text_completion",
+    first='"text":',
+    before='"text":',
+    after="",
+    prompt_ids_by_choice=True,
+)
+CHAT_FORM = ReplyForm(
+    object="chat.completion",
+    content=_message_of,
+    chunk_object="chat.completion.chunk",
+    first='"delta":{"role":"assistant","content":',
+    before='"delta":{"content":',
+    after="}",
+    prompt_ids_by_choice=False,
+)

@@ -30,8 +30,8 @@ from server.http.generation.answer import (
     new_response_id,
     texts,
 )
-from server.http.generation.choices import Choices, CompleteChoice, OutputExtras, scored
-from server.http.generation.chunks import TEXT_CHUNK
+from server.http.generation.choices import Choices, OutputExtras
+from server.http.generation.chunks import TEXT_FORM
 from server.http.generation.state import CallOf
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -188,28 +188,4 @@ async def create_completion(
         )
     response_id = new_response_id("cmpl")
     choices = Choices(call, checked, rules, extras=extras, response_id=response_id)
-    return await answer(
-        body,
-        model,
-        choices,
-        call.receive,
-        shape=TEXT_CHUNK,
-        object_name="text_completion",
-        write_choices=_choices,
-    )
-
-
-def _choices(choices: Choices, complete: list[CompleteChoice]) -> list[dict[str, Any]]:
-    """In the form of CompletionChoice."""
-    return [
-        scored(
-            {
-                "index": i,
-                "text": text,
-                "logprobs": choices.logprobs(tokens),
-                "finish_reason": choices.tally.finish_reason(i),
-            },
-            score,
-        )
-        for i, (text, tokens, _, score, _) in enumerate(complete)
-    ]
+    return await answer(body, model, choices, call.receive, TEXT_FORM)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from starlette.responses import Response
 from starlette.types import Receive
 
 from orca_jax.errors import OrcaError
@@ -13,7 +14,7 @@ from server.gateway.side_threads import run_for_response
 from server.http.bodies.json_text import as_json
 from server.http.fields.logprobs import PlacedToken, n_characters
 from server.http.generation.choices import Choices
-from server.http.generation.reply_stream import ReplyWriter
+from server.http.generation.reply_stream import ReplyStream, ReplyWriter
 
 
 class Event(NamedTuple):
@@ -39,6 +40,8 @@ class ReplyEvents(Protocol):
     """Makes a protocol's events of a reply, and keeps the whole reply."""
 
     ping: Event | None  # keeps a silent connection alive
+    whole: dict[str, Any]  # the reply so far
+    n_characters: int  # of the whole reply, roughly
 
     def begin(self) -> list[Event]:
         """The events before the reply."""
@@ -118,6 +121,17 @@ class EventWriter(ReplyWriter):
             sum(reader.n_reasoning_tokens for reader in tally.readers),
             tally.weights_versions[0],
         )
+
+
+async def reply(choices: Choices, events: ReplyEvents, receive: Receive, *, stream: bool) -> Response:
+    """Generate the reply: as a stream, or as one JSON object when it is complete."""
+    writer = EventWriter(choices, events)
+    if stream:
+        return ReplyStream(writer)
+    await writer.complete(receive)
+    n = events.n_characters
+    text = await run_for_response(n, lambda: as_json(events.whole, n, ascii=False).encode())
+    return Response(text, media_type="application/json")
 
 
 async def _written(events: Sequence[Event]) -> bytes:

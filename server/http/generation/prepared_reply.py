@@ -12,7 +12,6 @@ from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.prepared_params import OutputRules
-from server.gateway.gateway import Gateway
 from server.gateway.reply.offered_tools import ToolWish
 from server.gateway.reply.reply_plan import ReplyPlan, plan_reply, reply_rules
 from server.gateway.served_model import ServedModel, template_for
@@ -22,6 +21,7 @@ from server.http.fields.generation import renamed_fields
 from server.http.fields.strict import Unused
 from server.http.fields.tools import check_tools
 from server.http.generation.answer import check
+from server.http.generation.state import ApiCall
 
 
 def text_of(
@@ -97,7 +97,7 @@ class ReplyRequest:
     The functions may raise a subclass of InvalidRequest; their cost may grow with the request. `sampling`
     takes how many tokens the reply may have at most, 0 or less if the prompt leaves no room; `wish` takes the
     conversation's tools. Without `use_tools` the prompt has none. `effort` is that of the model's reasoning,
-    which `unused` names if the chat template does not read it.
+    which the call's `unused` names if the chat template does not read it.
     `names` are the client's names of fields, see `renamed_fields`.
     """
 
@@ -105,7 +105,6 @@ class ReplyRequest:
     sampling: Callable[[int], SamplingParams]
     scheduling: SchedulingParams
     wish: Callable[[Sequence[dict[str, Any]]], ToolWish]
-    unused: Unused
     use_tools: bool = True
     effort: str | None = None
     names: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -148,13 +147,13 @@ def prompt_of(
 
 
 async def prepared(
-    gateway: Gateway, model: ServedModel, asked: ReplyRequest, *, n_bytes: int, tenant: str
+    call: ApiCall, model: ServedModel, asked: ReplyRequest, *, n_earlier_bytes: int = 0
 ) -> PreparedReply:
-    """What the reply is generated from. `n_bytes` are what the conversation takes.
+    """What the reply is generated from. `n_earlier_bytes` of the conversation are not in the request.
 
     Raises a subclass of InvalidRequest, or QueueFull.
     """
-    service = model.service
+    service, n_bytes = model.service, call.n_bytes + n_earlier_bytes
 
     def read() -> tuple[SamplingParams, list[int], ReplyPlan]:
         asked.sampling(service.most_output(1))  # reject invalid parameters before the expensive work
@@ -166,14 +165,14 @@ async def prepared(
             use_tools=asked.use_tools,
             effort=asked.effort,
             names=asked.names,
-            unused=asked.unused,
+            unused=call.unused,
         )
         sampling = asked.sampling(service.most_output(len(prompt)))
         return sampling, prompt, plan_reply(model, text, sampling, wish)
 
     with renamed_fields(**asked.names):
         sampling, prompt, plan = await run_for_request(n_bytes, read)
-        rules = await reply_rules(gateway, model, sampling, plan)
-        work = partial(check, model, [prompt], rules, asked.scheduling, tenant)
+        rules = await reply_rules(call.gateway, model, sampling, plan)
+        work = partial(check, model, [prompt], rules, asked.scheduling, call.tenant)
         (checked,) = await run_for_request(n_bytes, work)
     return PreparedReply(checked, rules, plan)

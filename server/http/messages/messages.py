@@ -8,16 +8,14 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from server.gateway.side_threads import run_for_request, run_for_response
+from server.gateway.side_threads import run_for_request
 from server.http.bodies.errors import MESSAGES, MessagesErrorBody, error_responses
 from server.http.bodies.json_body import JsonRoute
-from server.http.bodies.json_text import as_json
 from server.http.fields.generation import renamed_fields
 from server.http.generation.answer import new_id
 from server.http.generation.choices import Choices
-from server.http.generation.event_writer import EventWriter
+from server.http.generation.event_writer import reply
 from server.http.generation.prepared_reply import ReplyRequest, prepared, prompt_of
-from server.http.generation.reply_stream import ReplyStream
 from server.http.generation.state import CallOf, GatewayOf, UnusedOf
 from server.http.messages.conversation import conversation_of
 from server.http.messages.fields import CountTokensRequest, MessageRequest
@@ -79,10 +77,8 @@ async def create_message(
         use_tools=body.uses_tools,
         effort=body.effort,
         names=body.client_names,
-        unused=call.unused,
     )
-    n_bytes = call.n_bytes
-    ready = await prepared(call.gateway, model, asked, n_bytes=n_bytes, tenant=call.tenant)
+    ready = await prepared(call, model, asked)
     message_id = new_id("msg")
     choices = Choices(
         call,
@@ -93,13 +89,7 @@ async def create_message(
         plan=ready.plan,
     )
     writer = MessageWriter(message_id, model.name, n_input=ready.prompt.n_input, max_tokens=body.max_tokens)
-    reply = EventWriter(choices, writer)
-    if body.stream:
-        return ReplyStream(reply)
-    await reply.complete(call.receive)
-    n = writer.n_characters
-    text = await run_for_response(n, lambda: as_json(writer.message, n, ascii=False).encode())
-    return Response(text, media_type="application/json")
+    return await reply(choices, writer, call.receive, stream=bool(body.stream))
 
 
 @router.post(f"{MESSAGES}/count_tokens", responses=error_responses(404, 429, 503, form=MessagesErrorBody))

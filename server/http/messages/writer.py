@@ -25,13 +25,13 @@ _Block = dict[str, Any]
 class MessageWriter:
     """Writes one message, of a request for at most `max_tokens` whose prompt has `n_input` tokens.
 
-    A block of its content is open from its first event to its last. `message` is the whole message so far.
+    A block of its content is open from its first event to its last. `whole` is the message so far.
     """
 
     ping: Event | None = Event({"type": "ping"})
 
     def __init__(self, message_id: str, model: str, *, n_input: int, max_tokens: int) -> None:
-        self.message: dict[str, Any] = {
+        self.whole: dict[str, Any] = {
             "id": message_id,
             "type": "message",
             "role": "assistant",
@@ -51,11 +51,11 @@ class MessageWriter:
     @property
     def content(self) -> list[_Block]:
         """The complete blocks."""
-        return self.message["content"]
+        return self.whole["content"]
 
     def begin(self) -> list[Event]:
         """The message without content."""
-        return [Event({"type": "message_start", "message": {**self.message, "content": []}})]
+        return [Event({"type": "message_start", "message": {**self.whole, "content": []}})]
 
     def take(self, event: ReplyEvent, tokens: Sequence[PlacedToken]) -> list[Event]:
         """The events for more of the reply. The protocol has no log-probabilities."""
@@ -84,7 +84,7 @@ class MessageWriter:
         events = self._close()
         reason, text = self._stop(end)
         usage = _usage(end.n_input, end.n_cached, end.n_output)
-        self.message |= {"stop_reason": reason, "stop_sequence": text, "usage": usage}
+        self.whole |= {"stop_reason": reason, "stop_sequence": text, "usage": usage}
         delta = {"stop_reason": reason, "stop_sequence": text}
         return [
             *events,

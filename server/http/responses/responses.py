@@ -17,9 +17,8 @@ from server.http.fields.conversation import ConversationFields
 from server.http.fields.logprobs import PlacedToken, TokenNames, chat_logprobs
 from server.http.generation.answer import GENERATION_ERRORS, new_id
 from server.http.generation.choices import Choices, OutputExtras
-from server.http.generation.event_writer import EventWriter
+from server.http.generation.event_writer import reply
 from server.http.generation.prepared_reply import ReplyRequest, prepared
-from server.http.generation.reply_stream import ReplyStream
 from server.http.generation.state import CallOf
 from server.http.responses.fields import ResponseRequest
 from server.http.responses.items import Item, ItemReference, kept_items, messages_of
@@ -45,7 +44,6 @@ async def create_response(
     body.check()
     model = call.accept(body.scheduling, model=body.model, user=body.user)
     exchange = _Exchange(body, store, call.tenant, call.owner)
-    n_body = call.n_bytes
     asked = ReplyRequest(
         conversation=exchange.conversation,
         sampling=lambda longest: body.sampling(model.defaults, longest=longest),
@@ -54,10 +52,8 @@ async def create_response(
         use_tools=body.tool_choice != "none",
         effort=None if body.reasoning is None else body.reasoning.effort,
         names=body.client_names,
-        unused=call.unused,
     )
-    n_bytes = n_body + exchange.n_earlier_bytes
-    ready = await prepared(call.gateway, model, asked, n_bytes=n_bytes, tenant=call.tenant)
+    ready = await prepared(call, model, asked, n_earlier_bytes=exchange.n_earlier_bytes)
     names = TokenNames(model.tokenizer)
 
     def write_logprobs(tokens: Sequence[PlacedToken]) -> list[dict[str, Any]]:
@@ -75,14 +71,8 @@ async def create_response(
         plan=ready.plan,
     )
     head = _head(body, model, exchange, ready.rules.sampling)
-    writer = ResponseWriter(head, n_body, write_logprobs, exchange.keep, body.offered.called)
-    reply = EventWriter(choices, writer)
-    if body.stream:
-        return ReplyStream(reply)
-    await reply.complete(call.receive)
-    n = writer.n_characters
-    text = await run_for_response(n, lambda: as_json(writer.response, n, ascii=False).encode())
-    return Response(text, media_type="application/json")
+    writer = ResponseWriter(head, call.n_bytes, write_logprobs, exchange.keep, body.offered.called)
+    return await reply(choices, writer, call.receive, stream=bool(body.stream))
 
 
 class _Exchange:

@@ -31,7 +31,7 @@ class ResponseWriter:
 
     `called` gives a tool by the name that the model calls.
 
-    An output item is open from its first event to its last. `response` is the whole response so far.
+    An output item is open from its first event to its last. `whole` is the response so far.
     """
 
     ping: Event | None = None
@@ -44,7 +44,7 @@ class ResponseWriter:
         keep: Keep,
         called: Callable[[str], ToolName],
     ) -> None:
-        self.response: dict[str, Any] = {**head, "status": "in_progress", "output": []}
+        self.whole: dict[str, Any] = {**head, "status": "in_progress", "output": []}
         self.n_characters = n_head
         self._write_logprobs = write_logprobs
         self._keep = keep
@@ -58,7 +58,7 @@ class ResponseWriter:
     @property
     def output(self) -> list[Item]:
         """The complete items."""
-        return self.response["output"]
+        return self.whole["output"]
 
     def begin(self) -> list[Event]:
         """The response without output."""
@@ -92,21 +92,21 @@ class ResponseWriter:
             events += self._message("", ())
         events += self._close(status)
         if status == "incomplete":
-            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+            self.whole["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
-            self.response["completed_at"] = int(time.time())
-        self.response["status"] = status
-        self.response["usage"] = usage_of(end)
-        if "weights_version" in self.response:
-            self.response["weights_version"] = end.weights_version
-        self.response["store"] = await self._keep(self.response, self.n_characters)
+            self.whole["completed_at"] = int(time.time())
+        self.whole["status"] = status
+        self.whole["usage"] = usage_of(end)
+        if "weights_version" in self.whole:
+            self.whole["weights_version"] = end.weights_version
+        self.whole["store"] = await self._keep(self.whole, self.n_characters)
         return [*events, self._lifecycle(status)]
 
     def fail(self, error: OrcaError) -> list[Event]:
         """The response as far as it came, with the error."""
         events = self._close("incomplete")
-        self.response["status"] = "failed"
-        self.response["error"] = {"code": "server_error", "message": str(error)}
+        self.whole["status"] = "failed"
+        self.whole["error"] = {"code": "server_error", "message": str(error)}
         return [*events, self._lifecycle("failed")]
 
     def _message(self, text: str, tokens: Sequence[PlacedToken]) -> list[Event]:
@@ -198,7 +198,7 @@ class ResponseWriter:
         return self._event(name, n, item_id=self._item["id"], output_index=len(self.output), **fields)
 
     def _lifecycle(self, name: str) -> Event:
-        response = {**self.response, "output": [*self.output]}
+        response = {**self.whole, "output": [*self.output]}
         return self._event(name, self.n_characters, response=response)
 
     def _event(self, name: str, n: int, **fields: Any) -> Event:
