@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import get_args
+from typing import TypeAlias, get_args
 
 import orca_jax
 from orca_jax.config import Dtype
@@ -21,7 +21,7 @@ from server.settings.flags import (
 from server.settings.foreign_flags import add_foreign_flags
 from server.settings.sampling_flags import add_chat_sampling_flags, add_sampling_flags, text_or_file
 
-Commands = argparse._SubParsersAction[CommandParser]  # what argparse calls it
+Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"  # what argparse calls it
 SHELLS = ("bash", "zsh", "fish")
 
 
