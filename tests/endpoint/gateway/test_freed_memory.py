@@ -7,9 +7,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from server.commands import endpoints
 from server.gateway import side_threads
 from server.http.fields.strict import Strict
-from server.commands import endpoints
 from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import serving, until
 from tests.host.engines import SOON
