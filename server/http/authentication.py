@@ -1,4 +1,4 @@
-"""Who may send a request, before any of its body is read: API keys, and no web page of another site."""
+"""Whose request it is, and whether it may come, before its body is read: API keys, pages of other sites."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -15,10 +15,7 @@ ADMIN = "/admin/"  # the paths below it need an admin key, which opens no other 
 
 
 class Authentication:
-    """ASGI middleware that answers 401 if a path needs an API key and the request has no valid one.
-
-    It stores the owner and the tenant of each request in the scope's state, for generation/state.py.
-    """
+    """ASGI middleware that answers 401 if a path needs an API key and the request has no valid one."""
 
     def __init__(self, app: ASGIApp, *, api_keys: ApiKeys, admin_keys: ApiKeys) -> None:
         self._app = app
@@ -26,29 +23,42 @@ class Authentication:
         self._admin_keys = admin_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not _is_open(scope["path"]):
-            is_admin = self._admin_keys.required and scope["path"].startswith(ADMIN)
-            keys = self._admin_keys if is_admin else self._api_keys
+        if scope["type"] == "http":
             try:
-                key = _checked(keys, scope)
+                identify(scope, scope["path"], api_keys=self._api_keys, admin_keys=self._admin_keys)
             except Unauthorized as error:
                 await error_response(error, path=scope["path"])(scope, receive, send)
                 return
-            client = scope.get("client")
-            scope["state"]["tenant"] = key or ""
-            owner = key or owner_at(client[0] if client else "")
-            scope["state"]["owner"] = owner
-            act_for(owner)
         await self._app(scope, receive, send)
+
+
+def identify(scope: Scope, path: str, *, api_keys: ApiKeys, admin_keys: ApiKeys) -> str:
+    """The tenant of a request: its API key, or "" where none is needed. Raises Unauthorized.
+
+    The owner is the key, or else the client's address: from now on the current task's work is the owner's.
+    Both are stored in the scope's state, for generation/state.py. Every way in over HTTP begins here.
+    """
+    client = scope.get("client")
+    address = owner_at(client[0] if client else "")
+    act_for(address)
+    if _is_open(path):
+        key = None
+    else:
+        is_admin = admin_keys.required and path.startswith(ADMIN)
+        key = _checked(admin_keys if is_admin else api_keys, scope, path)
+    tenant, owner = key or "", key or address
+    scope.setdefault("state", {}).update(tenant=tenant, owner=owner)
+    act_for(owner)
+    return tenant
 
 
 def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(STATIC)
 
 
-def _checked(keys: ApiKeys, scope: Scope) -> str | None:
+def _checked(keys: ApiKeys, scope: Scope, path: str) -> str | None:
     """The name of the request's key. Anthropic's protocol may have it in a header of its own."""
-    if is_anthropic(scope["path"]):
+    if is_anthropic(path):
         own = _header(scope, b"x-api-key")
         if own is not None:
             return keys.check_key(own, "x-api-key: KEY")

@@ -66,7 +66,8 @@ def application(settings: ServeSettings, replicas: ReplicaOptions) -> serve.Appl
         graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
         logging_config=_LOGGING,
     )(Door)
-    return door.bind(engine.bind(settings, needs), settings.endpoint, keyed=settings.api_keys.required)
+    keys = {"api_keys": settings.api_keys, "admin_keys": settings.admin_keys}
+    return door.bind(engine.bind(settings, needs), settings.endpoint, **keys)
 
 
 def _scaling(replicas: ReplicaOptions) -> AutoscalingConfig | None:

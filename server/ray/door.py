@@ -15,14 +15,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from orca_jax.errors import OrcaError, QueueFull
+from server.errors import Unauthorized
 from server.gateway.gateway import Phase
 from server.gateway.side_threads import run_for_request
+from server.http.authentication import identify
 from server.http.bodies.errors import NOT_READY_SECONDS, error_response, status_response
 from server.http.connections.body_limit import read_body
 from server.ray.asgi_call import HttpCall
 from server.ray.door_metrics import DoorMetrics, merged
 from server.ray.relay import Relay
 from server.ray.routing.prefix_key import prefix_chain
+from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 
 _LOGGER = logging.getLogger("orca")
@@ -37,12 +40,13 @@ class Door:
     `/health`, `/ready` and `/metrics` are about all engines, and answered here.
     """
 
-    def __init__(self, engine: DeploymentHandle, options: EndpointOptions, *, keyed: bool) -> None:
-        """`keyed`: clients need API keys, and share no prefixes with each other."""
+    def __init__(
+        self, engine: DeploymentHandle, options: EndpointOptions, *, api_keys: ApiKeys, admin_keys: ApiKeys
+    ) -> None:
         self._engine = engine
         self._call = engine.options(stream=True).call
         self._options = options
-        self._keyed = keyed
+        self._keys = {"api_keys": api_keys, "admin_keys": admin_keys}
         self._metrics = DoorMetrics()
         self._name = serve.get_replica_context().replica_id.unique_id
         self._asking = dict[str, asyncio.Task[list[Any]]]()
@@ -55,10 +59,7 @@ class Door:
             return await own()
         self._metrics.began()
         try:
-            body = await read_body(
-                scope, request.receive, max_bytes=options.max_body_bytes, seconds=options.body_timeout
-            )
-            prefix = await self._prefix(request, path, body)
+            body, prefix = await self._read(request, path)
         except HTTPException as error:
             self._metrics.ended(error.status_code)
             return status_response(error.status_code, error.detail, error.headers, path=path)
@@ -88,14 +89,24 @@ class Door:
             stream, path=path, seconds=options.request_timeout + _SPARE_SECONDS, done=self._metrics.ended
         )
 
-    async def _prefix(self, request: Request, path: str, body: bytes) -> tuple[int, ...]:
-        headers = request.headers
-        key = headers.get("x-api-key") or headers.get("authorization", "")
-        tenant = key.encode() if self._keyed else b""
+    async def _read(self, request: Request, path: str) -> tuple[bytes, tuple[int, ...]]:
+        """The body, and the chain of hashes by which a router finds its prompt; API keys share no prefixes.
+
+        Nothing is read of a request without a valid key: any engine answers it, from the headers alone.
+        """
         try:
-            return await run_for_request(len(body), partial(prefix_chain, path, tenant, body))
+            tenant = identify(request.scope, path, **self._keys)
+        except Unauthorized:
+            return b"", ()
+        options = self._options
+        body = await read_body(
+            request.scope, request.receive, max_bytes=options.max_body_bytes, seconds=options.body_timeout
+        )
+        try:
+            chain = partial(prefix_chain, path, tenant.encode(), body)
+            return body, await run_for_request(len(body), chain)
         except QueueFull:  # any engine will do
-            return ()
+            return body, ()
 
     async def _health(self) -> Response:
         return JSONResponse({"status": "ok"})

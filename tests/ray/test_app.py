@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2
@@ -148,3 +149,22 @@ def test_health_ready_and_metrics_are_about_all_engines(served: Served) -> None:
     assert set(values["orca_engine_load"]) == set(ready.json()["engines"])
     assert list(values["orca_door_engines"].values()) == [2.0]
     assert len(values["process_resident_memory_bytes"]) == 3
+
+
+def test_each_api_key_is_a_tenant_of_its_own(run_app: Serve, tmp_path: Path) -> None:
+    """A door lets no request without a key be read, and passes on those of each key. Replaces the application."""
+    keys = tmp_path / "keys"
+    keys.write_text("first-tenant-key\nsecond-tenant-key\n")
+    keys.chmod(0o600)
+    served = run_app(api_key_file=str(keys))
+    prompt = "In the beginning " * 8
+    for key in ("first-tenant-key", "second-tenant-key"):
+        with served.client(api_key=key) as client:
+            cached: list[int] = []
+            for _ in range(2):
+                usage = client.completions.create(model="demo", prompt=prompt, max_tokens=2).usage
+                assert usage is not None and usage.prompt_tokens_details is not None
+                cached.append(usage.prompt_tokens_details.cached_tokens or 0)
+            assert cached[0] == 0 < cached[1], "a key finds its own prompt in the cache, and no other's"
+    with served.client(api_key="a-wrong-key") as client, pytest.raises(openai.AuthenticationError):
+        client.completions.create(model="demo", prompt="a" * 500_000, max_tokens=2)
