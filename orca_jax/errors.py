@@ -4,6 +4,8 @@ A message says what was given, what is allowed, and what to do. `InvalidRequest.
 fault, for the endpoint's own error format.
 """
 
+_MOST_SHOWN = 100  # characters of a value in a message
+
 
 class OrcaError(Exception):
     """Base class of everything that this package raises on purpose."""
@@ -160,3 +162,15 @@ class UnsafeFile(CheckpointError):
 
 class TensorMismatch(CheckpointError):
     """A tensor that is missing, or whose shape or dtype differs from the config."""
+
+
+def shown(value: object) -> str:
+    """A short form of the client's value for an error message, at a cost that does not grow with it."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return "an object"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value[: _MOST_SHOWN + 1] if isinstance(value, str) else value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

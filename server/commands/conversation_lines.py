@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from orca_jax.request.chat.tools import NO_TOOLS, ToolWish, check_tools
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.service.generation import GenerationResult
@@ -10,9 +11,7 @@ from orca_jax.suggestions import did_you_mean
 from server.commands.replies import Prepared, Replies
 from server.commands.request_lines import BadLine
 from server.gateway.reply.events import whole_reply
-from server.gateway.reply.offered_tools import NO_TOOLS, ToolWish
 from server.gateway.reply.parser import ReplyParser
-from server.http.fields.tools import check_tools
 
 # The fields besides those of SamplingParams, with their types; null is as if left out.
 _RENDERING: dict[str, type] = {
@@ -108,9 +107,6 @@ def message_fields(reply: Prepared, result: GenerationResult, *, call_id: str) -
 
 def _wish(tools: list[Any], given: Mapping[str, Any]) -> ToolWish:
     """Decide which of the tools may and must be called."""
-    for i, tool in enumerate(tools):
-        if not isinstance(tool, dict):
-            raise BadLine(f"tools.{i} must be an object", param=f"tools.{i}")
     offered = check_tools(tools)
     choice = given.get("tool_choice", "auto")
     parallel = given.get("parallel_tool_calls", True)

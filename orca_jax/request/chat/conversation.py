@@ -6,6 +6,7 @@ from typing import Any
 from orca_jax.errors import InvalidRequest, NotSupported
 from orca_jax.request.chat.chat_template import ChatTemplate, Templates, UnknownTemplate
 from orca_jax.request.chat.template_reading import Message, TemplateReading, fitted, fitted_tools
+from orca_jax.request.chat.tools import check_tools
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -34,6 +35,7 @@ def prompt_text(
     if add_generation_prompt and continue_final_message:
         message = "add_generation_prompt and continue_final_message are both true; set one of them"
         raise InvalidRequest(message, param="continue_final_message")
+    check_tools(tools or ())
     reading = template.reading(has_tools=bool(tools))
     for i, message in enumerate(messages):
         _check(message, f"messages.{i}")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
-from server.gateway.reply.offered_tools import OfferedTool
+from orca_jax.request.chat.tools import OfferedTool
 from server.gateway.reply.reasoning_format import ReasoningFormat
 from server.gateway.tool_formats.gpt_oss import CHANNEL, END, GPT_OSS, MESSAGE, START
 from server.gateway.tool_formats.tool_format import ToolFormat

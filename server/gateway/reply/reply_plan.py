@@ -9,6 +9,7 @@ from typing import Any
 
 from orca_jax.errors import InvalidSamplingParameter, NotSupported
 from orca_jax.grammar.source import check_schemas
+from orca_jax.request.chat.tools import NO_TOOLS, ToolWish
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.service.orca import Orca
@@ -17,7 +18,6 @@ from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway
 from server.gateway.reply.call_grammar import ReplyGrammar, Special, Thinking
 from server.gateway.reply.events import ReplyEvent
-from server.gateway.reply.offered_tools import NO_TOOLS, ToolWish
 from server.gateway.reply.parser import Read, ReplyParser
 from server.gateway.reply.reasoning_format import ReasoningFormat, plain_text
 from server.gateway.served_model import ServedModel

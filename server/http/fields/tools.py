@@ -1,20 +1,15 @@
 """The request fields of tools: what is offered, and whether the model must call one."""
 
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from orca_jax.errors import InvalidRequest, NotSupported
-from server.gateway.reply.offered_tools import NO_TOOLS, OfferedTool, ToolWish
+from orca_jax.errors import InvalidRequest, NotSupported, shown
+from orca_jax.request.chat.tools import NO_TOOLS, OfferedTool, ToolWish
 from server.http.fields.hints import HINTS
 from server.http.fields.strict import Strict, Unused, take_extra
-from server.http.fields.validation import shown
 
-MAX_TOOLS = 128
-MAX_SCHEMAS = 1 << 16  # characters of all parameters together, as JSON
-_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
 _TOOL = ("type", "function")
 _FUNCTION = ("name", "description", "parameters", "strict")
 
@@ -40,28 +35,6 @@ class ToolChoice(Strict):
     type: Literal["function", "allowed_tools"]
     function: Annotated[NamedFunction | None, Field(description="call this one")] = None
     allowed_tools: Annotated[AllowedTools | None, Field(description="only these may be called")] = None
-
-
-def check_tools(tools: Sequence[dict[str, Any]], paths: Sequence[str] | None = None) -> list[OfferedTool]:
-    """The tools of a request, which stand at these paths in it, by default in a list `tools`.
-
-    Raises InvalidRequest, which names the field at fault.
-    """
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools has {len(tools)} tools; {MAX_TOOLS} are allowed", param="tools")
-    offered = dict[str, OfferedTool]()
-    for i, tool in enumerate(tools):
-        place = f"tools.{i}" if paths is None else paths[i]
-        one = _tool(tool, place)
-        if one.name in offered:
-            path = f"{place}.function.name"
-            raise InvalidRequest(f"{path} is {one.name!r}, which another tool has; rename it", param=path)
-        offered[one.name] = one
-    n = sum(tool.n_characters for tool in offered.values())
-    if n > MAX_SCHEMAS:
-        message = f"the parameters of tools have {n} characters as JSON; {MAX_SCHEMAS} are allowed"
-        raise InvalidRequest(message, param="tools")
-    return list(offered.values())
 
 
 def taken_tools(tools: Sequence[dict[str, Any]], unused: Unused) -> list[dict[str, Any]]:
@@ -145,32 +118,3 @@ def _path(value: Any, *keys: str) -> Any:
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
-
-
-def _tool(tool: dict[str, Any], path: str) -> OfferedTool:
-    function: Any = tool.get("function")
-    parts: dict[str, Any] = function if isinstance(function, dict) else {}
-    name, parameters, strict = parts.get("name"), parts.get("parameters"), parts.get("strict")
-    is_name = isinstance(name, str) and _NAME.fullmatch(name) is not None
-    is_schema = isinstance(parameters, dict | None) and _is_of_objects(parameters)
-    for field, value, is_valid, rule in (
-        ("type", tool.get("type"), tool.get("type") == "function", "'function'"),
-        ("function", function, isinstance(function, dict), "an object with a name"),
-        ("function.name", name, is_name, "a text of 1 to 128 letters, digits and _ - . : /"),
-        (
-            "function.description",
-            parts.get("description"),
-            isinstance(parts.get("description"), str | None),
-            "a text",
-        ),
-        ("function.parameters", parameters, is_schema, "a JSON schema of an object"),
-        ("function.strict", strict, isinstance(strict, bool | None), "true or false"),
-    ):
-        if not is_valid:
-            message = f"{path}.{field} is {shown(value)}; it must be {rule}"
-            raise InvalidRequest(message, param=f"{path}.{field}")
-    return OfferedTool(name=parts["name"], parameters=parameters, strict=strict is True)
-
-
-def _is_of_objects(schema: dict[str, Any] | None) -> bool:
-    return schema is None or schema.get("type", "object") == "object"

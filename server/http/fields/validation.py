@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-_MOST_SHOWN = 100  # characters of the client's value
+from orca_jax.errors import shown
+
 _MOST_RULES = 4
 _PYDANTIC = "Input should be "
 _OBJECT_TYPES = ("dict_type", "model_type", "model_attributes_type")
@@ -34,18 +35,6 @@ def fault(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str | None
         if (below := _path(error, body))[: len(path)] == path
     )
     return param, f"{value}; it should be {', or '.join(islice(rules, _MOST_RULES))}"
-
-
-def shown(value: object) -> str:
-    """A short form of the client's value for an error message, at a cost that does not grow with it."""
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if isinstance(value, dict):
-        return "an object"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value[: _MOST_SHOWN + 1] if isinstance(value, str) else value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _path(error: Mapping[str, Any], body: object) -> _Path:

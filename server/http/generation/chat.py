@@ -6,6 +6,7 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest
+from orca_jax.request.chat.tools import check_tools
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from server.http.bodies.json_body import JsonRoute
@@ -19,7 +20,7 @@ from server.http.fields.generation import (
 )
 from server.http.fields.logprobs import ChatLogprobs, TokenNames, chat_logprobs
 from server.http.fields.strict import NotBuilt, Strict
-from server.http.fields.tools import ToolChoice, check_tools, tool_wish
+from server.http.fields.tools import ToolChoice, tool_wish
 from server.http.generation.answer import (
     GENERATION_ERRORS,
     answer,

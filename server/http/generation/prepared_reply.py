@@ -8,18 +8,17 @@ from typing import Any, NamedTuple
 from orca_jax.errors import NotSupported
 from orca_jax.request.chat.chat_template import ChatTemplate, Templates
 from orca_jax.request.chat.conversation import prompt_text, reads_effort
+from orca_jax.request.chat.tools import ToolWish, check_tools
 from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.prepared_params import OutputRules
-from server.gateway.reply.offered_tools import ToolWish
 from server.gateway.reply.reply_plan import ReplyPlan, plan_reply, reply_rules
 from server.gateway.served_model import ServedModel, template_for
 from server.gateway.side_threads import run_for_request
 from server.http.fields.conversation import ChatMessage, ConversationFields
 from server.http.fields.generation import renamed_fields
 from server.http.fields.strict import Unused
-from server.http.fields.tools import check_tools
 from server.http.generation.answer import check
 from server.http.generation.state import ApiCall
 
@@ -59,7 +58,8 @@ def rendered(
 def _rendered(
     template: ChatTemplate, conversation: ConversationFields, use_tools: bool, reasoning_effort: str | None
 ) -> str:
-    check_tools(conversation.tools or ())
+    if not use_tools:  # `prompt_text` checks those that it gets
+        check_tools(conversation.tools or ())
     return prompt_text(
         template,
         [_as_json(message) for message in conversation.messages],

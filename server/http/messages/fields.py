@@ -6,14 +6,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, WrapValidator
 
 from orca_jax.errors import InvalidRequest
+from orca_jax.request.chat.tools import ToolWish, check_tools
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import SamplingParams, with_defaults
 from server.errors import UnknownThread
-from server.gateway.reply.offered_tools import ToolWish
 from server.http.fields.generation import SchedulingFields, SharedSamplingFields, renamed_tool_fields
 from server.http.fields.generation import Texts as StopTexts
 from server.http.fields.strict import NotBuilt, Strict, Unused
-from server.http.fields.tools import NamedFunction, check_left_out, check_tools, tool_wish
+from server.http.fields.tools import NamedFunction, check_left_out, tool_wish
 from server.http.fields.tools import ToolChoice as ChatToolChoice
 
 _PLACE = "blocks of messages"

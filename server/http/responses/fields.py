@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from orca_jax.errors import InvalidRequest
+from orca_jax.request.chat.tools import ToolWish, check_tools
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, with_defaults
-from server.gateway.reply.offered_tools import ToolWish
 from server.http.fields.generation import SchedulingFields, SharedSamplingFields, ranged, renamed_tool_fields
 from server.http.fields.hints import HINTS
 from server.http.fields.strict import NotBuilt, Strict, Unused
@@ -18,7 +18,6 @@ from server.http.fields.tools import (
     NamedFunction,
     ToolChoice,
     check_left_out,
-    check_tools,
     tool_wish,
 )
 from server.http.responses.items import Input

@@ -559,7 +559,7 @@ _PHI4 = _PHI3 | {
     "vocab_size": 100352,
 }
 del _PHI4["auto_map"]
-_FACTORS = {"short_factor": [1.0 + i / 64 for i in range(48)], "long_factor": [1.0 + i for i in range(48)]}
+FACTORS = {"short_factor": [1.0 + i / 64 for i in range(48)], "long_factor": [1.0 + i for i in range(48)]}
 _PHI4_MINI = _PHI3 | {
     "_name_or_path": "Phi-4-mini-instruct",
     "auto_map": _PHI3_CODE | {"AutoTokenizer": "Xenova/gpt-4o"},
@@ -574,7 +574,7 @@ _PHI4_MINI = _PHI3 | {
     "num_key_value_heads": 8,
     "pad_token_id": 199999,
     "partial_rotary_factor": 0.75,
-    "rope_scaling": {"type": "longrope", **_FACTORS},
+    "rope_scaling": {"type": "longrope", **FACTORS},
     "sliding_window": 262144,
     "tie_word_embeddings": True,
     "vocab_size": 200064,
@@ -1534,7 +1534,7 @@ PUBLISHED: dict[str, Published] = {
     "microsoft/Phi-3.5-mini-instruct": Published(
         _PHI3
         | {"max_position_embeddings": 131072, "sliding_window": 262144}
-        | {"rope_scaling": {"type": "longrope", **_FACTORS}},
+        | {"rope_scaling": {"type": "longrope", **FACTORS}},
         (32, 3072, 32, 32, 96, 8192, 32064, 131072),
         3_821_079_552,
         scaling="longrope",

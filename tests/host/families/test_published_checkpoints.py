@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orca_jax.families.hf_config import HFConfig, read_hf_config
+from orca_jax.families.hf_config import HFConfig, hf_config_of, read_hf_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_shapes
 from tests.host.families.published_checkpoints import PUBLISHED, Published
@@ -66,6 +66,13 @@ def test_a_published_config_is_read_as_it_stands(tmp_path: Path, name: str) -> N
     assert (None if scaling is None else scaling.kind) == published.scaling
     if published.parameters is not None:
         assert count_of(model) == published.parameters
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_config_that_is_written_is_read_as_the_same_model(tmp_path: Path, name: str) -> None:
+    model = read(tmp_path, PUBLISHED[name]).model
+    (tmp_path / "config.json").write_text(json.dumps(hf_config_of(model)))
+    assert read_hf_config(tmp_path).model == model
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -10,10 +10,10 @@ import jsonschema_rs
 import pytest
 
 from orca_jax import LLM
+from orca_jax.request.chat.tools import OfferedTool, ToolWish
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from server.gateway.reply.events import ReplyEvent, whole_reply
-from server.gateway.reply.offered_tools import OfferedTool, ToolWish
 from server.gateway.reply.parser import ReplyParser
 from server.gateway.reply.reply_plan import ReplyPlan, plan_reply
 from server.gateway.served_model import ServedModel
