@@ -76,10 +76,7 @@ class Database:
                 )
         except (sqlite3.Error, OSError) as error:
             self.close()
-            raise ConfigError(
-                f"batch_dir: {path} cannot be used: {error}. Check the disk and who may write there, or move "
-                "the folder away to begin with an empty one. Nothing was deleted"
-            ) from error
+            raise unusable(path, error) from error
         except ConfigError:
             self.close()
             raise
@@ -108,6 +105,14 @@ class Database:
             raise
 
 
+def unusable(path: Path, error: OSError | sqlite3.Error) -> ConfigError:
+    """The error for a store that cannot be opened, because of its folder or of a file in it."""
+    return ConfigError(
+        f"batch_dir: {str(path)!r} cannot be used: {error}. Check the disk and who may read and write there, "
+        "or give another folder. Nothing was deleted"
+    )
+
+
 def store_error(error: OSError | sqlite3.Error) -> StoreFailed:
     """The error for clients when the disk or the database fails."""
     if isinstance(error, OSError):
@@ -124,7 +129,7 @@ def _locked(folder: Path) -> int:
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"batch_dir is {str(folder)!r}, which cannot be used: {error}") from error
+        raise unusable(folder, error) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from orca_jax.errors import ConfigError, InvalidRequest
 from server.batches.batch import Batch, new_batch
-from server.batches.database import Database, store_error
+from server.batches.database import Database, store_error, unusable
 from server.batches.files import FileStore, StoredFile, refuse_older_form
 from server.batches.lines import ReadMembers
 from server.batches.runner import AGAIN_SECONDS, Answer, BatchRunner
@@ -56,13 +56,13 @@ class Batches:
             refuse_older_form(folder, (_FILES, _RESULTS))
             self._database = Database(folder)
         except OSError as error:
-            raise _unusable(folder, error) from error
+            raise unusable(folder, error) from error
         try:
             self.files = FileStore(folder / _FILES, self._database, max_bytes=max_bytes, max_each=max_each)
             self.table = BatchTable(folder / _RESULTS, self._database, self.files)
         except (OSError, sqlite3.Error) as error:
             self._database.close()
-            raise _unusable(folder, error) from error
+            raise unusable(folder, error) from error
         except ConfigError:
             self._database.close()
             raise
@@ -170,10 +170,3 @@ class Batches:
     def _open(self, batch: Batch) -> RunningBatch:
         assert self.read_members is not None
         return RunningBatch(batch, self.files, self.table, max_line=self.max_line, members=self.read_members)
-
-
-def _unusable(folder: Path, error: OSError | sqlite3.Error) -> ConfigError:
-    return ConfigError(
-        f"batch_dir is {str(folder)!r}, which cannot be used: {error}. Check the disk and who may read and "
-        "write there, or give another folder. Nothing was deleted"
-    )

@@ -52,6 +52,24 @@ def test_which_template_renders(tmp_path: Path) -> None:
         assert texts(listed) == ["^hello!"]
 
 
+@pytest.mark.parametrize(
+    ("tool", "param", "message"),
+    [
+        (1, "tools.0", "tools.0 is 1; it must be an object"),
+        ({"name": "look"}, "tools.0.type", "tools.0.type is null; it must be 'function'"),
+        (
+            {**TOOL, "function": {"name": "a b"}},
+            "tools.0.function.name",
+            "must be a text of 1 to 128 letters",
+        ),
+    ],
+)
+def test_tools_are_checked_as_over_http(tool: Any, param: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        prompts().listed(HELLO, tools=[tool])
+    assert caught.value.param == param
+
+
 def test_special_tokens_are_not_added_twice() -> None:
     class Tokenizer:
         def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
