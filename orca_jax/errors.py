@@ -167,7 +167,7 @@ class TensorMismatch(CheckpointError):
 def shown(value: object) -> str:
     """A short form of the client's value for an error message, at a cost that does not grow with it."""
     if isinstance(value, list):
-        return f"a list of {len(value)}"
+        return f"a list of {len(value)}"  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(value, dict):
         return "an object"
     if value is None or isinstance(value, bool):
