@@ -4,6 +4,8 @@ A message says what was given, what is allowed, and what to do. `InvalidRequest.
 fault, for the endpoint's own error format.
 """
 
+from enum import Enum
+
 _MOST_SHOWN = 100  # characters of a value in a message
 
 
@@ -45,6 +47,15 @@ class GrammarExhausted(OutputFailed):
     """
 
 
+class LossCause(Enum):
+    """What a loss of a worker says about the requests in flight, as scheduling/quarantine.py weighs it."""
+
+    FAULT = "fault"  # it crashed, raised, hung or sent nonsense: a request may have caused that
+    MEMORY = "memory"  # the kernel's OOM killer ended it: because of a request, or of anything else
+    UNKNOWN = "unknown"  # its line broke, and nobody knows how its process ended
+    OUTSIDE = "outside"  # another process's signal ended or stopped it
+
+
 class WorkerLost(EngineError):
     """A worker died, hangs or sends malformed messages. Its keys and values are lost, and so is everything in
     flight; an engine that can restart its workers resumes from there.
@@ -52,10 +63,11 @@ class WorkerLost(EngineError):
     `stage` counts from 0; the message counts from 1.
     """
 
-    def __init__(self, stage: int, why: str) -> None:
+    def __init__(self, stage: int, why: str, cause: LossCause = LossCause.FAULT) -> None:
         super().__init__(f"stage {stage + 1}: {why}")
         self.stage = stage
         self.why = why
+        self.cause = cause
 
 
 class BadFrame(OrcaError, ValueError):

@@ -58,6 +58,7 @@ class WorkerProcesses:
             on_suspect=self._supervisor.restart,
             on_ready=self._supervisor.joined,
             failure=self._supervisor.failure,
+            cause_of=self._supervisor.cause_of,
         )
         try:
             self._supervisor.start()

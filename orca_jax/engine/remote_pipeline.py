@@ -13,7 +13,7 @@ from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.engine.grpc_channel import ControlChannel
 from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.engine.remote_workers import RemoteWorkers
-from orca_jax.errors import ConfigError, EngineError, OrcaError
+from orca_jax.errors import ConfigError, EngineError, LossCause, OrcaError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import CPU
 from orca_jax.planning.sizes import engine_shape, kv_manager, serving_config
@@ -29,14 +29,20 @@ def _no_failure() -> None:
     """Workers that can always come up again."""
 
 
+def _as_seen(_: int, seen: LossCause) -> LossCause:
+    """The cause of a loss where nobody knows how processes end."""
+    return seen
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageWorkers:
-    """The workers' addresses, and callbacks to their supervisor. None of them may block.
+    """The workers' addresses, and callbacks to their supervisor. Only `cause_of` may block, for seconds.
 
     `addresses` returns where their control ports are now, stage 1 first: a worker that comes back may be
     somewhere else, and until then its last address counts. `on_suspect` is called with a stage whose worker
     may need a restart, `on_ready` with a stage that is ready for a new epoch. `failure` says why the workers
-    will never come up again.
+    will never come up again. `cause_of` returns the cause of a loss, given the stage where it was noticed and
+    the cause as far as it shows in what the workers sent.
     """
 
     addresses: Callable[[], Sequence[str]]
@@ -44,6 +50,7 @@ class StageWorkers:
     on_suspect: Callable[[int], None] = _nothing
     on_ready: Callable[[int], None] = _nothing
     failure: Callable[[], EngineError | None] = _no_failure
+    cause_of: Callable[[int, LossCause], LossCause] = _as_seen
 
 
 def remote_pipeline(
@@ -139,6 +146,7 @@ def _pipeline(
         on_suspect=workers.on_suspect,
         on_ready=workers.on_ready,
         failure=workers.failure,
+        cause_of=workers.cause_of,
     )
     kv = kv_manager(shape, prefix_caching=serving.scheduling.prefix_caching)
     engine = RemoteEngine(remote, kv, vocab_size=model.vocab_size, n_workers=n_stages)

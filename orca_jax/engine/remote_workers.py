@@ -34,8 +34,12 @@ from orca_jax.control.start_order import StartOrder, encode_start
 from orca_jax.engine.channel import Arrival, Channel
 from orca_jax.engine.remote_tokens import RemoteTokens, RoutedParts
 from orca_jax.engine.stage_counters import RemoteCounters, StageCounters
-from orca_jax.errors import BadFrame, EngineError, WorkerLost
+from orca_jax.errors import BadFrame, EngineError, LossCause, WorkerLost
 from orca_jax.iteration.message import ControlMessage, MakeWords
+
+# A stage that notices a neighbour's death reports trouble within 40 ms, perhaps before the neighbour's line is
+# seen to break.
+_NEIGHBOUR_SECONDS = 0.25
 
 
 @dataclass(slots=True)
@@ -67,6 +71,7 @@ class RemoteWorkers:
     sent a malformed frame, its line broke, or it has no new caches within `worker_seconds` (a process that is
     still starting has none either). `on_ready` is called with each stage that is ready for a new epoch.
     Neither may block. `failure` returns the error to raise when the workers will never come up again.
+    `cause_of` is as in StageWorkers.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class RemoteWorkers:
         on_suspect: Callable[[int], None] = lambda stage: None,
         on_ready: Callable[[int], None] = lambda stage: None,
         failure: Callable[[], EngineError | None] = lambda: None,
+        cause_of: Callable[[int, LossCause], LossCause] = lambda stage, seen: seen,
     ) -> None:
         n_stages = len(orders)
         assert n_stages >= 1 and first_epoch >= 1
@@ -97,6 +103,7 @@ class RemoteWorkers:
         self._on_suspect = on_suspect
         self._on_ready = on_ready
         self._failure = failure
+        self._cause_of = cause_of
         self._attempt: _StartAttempt | None = None
         self._lost: WorkerLost | None = WorkerLost(0, "the workers are not up yet")
         self._unanswered: deque[RemoteTokens] = deque()  # issued; begins with an iteration without tokens
@@ -274,10 +281,22 @@ class RemoteWorkers:
         if failure is not None:
             raise failure
 
-    def _lose(self, stage: int, why: str, *, suspects: Sequence[int] = ()) -> NoReturn:
+    def _lose(
+        self,
+        stage: int,
+        why: str,
+        *,
+        suspects: Sequence[int] = (),
+        seen: LossCause = LossCause.FAULT,
+    ) -> NoReturn:
+        """End the epoch; `seen` is its cause as far as it shows in what the workers sent."""
+        # While the workers come up nothing is in flight, and the cause concerns nobody. The supervisor is
+        # asked before it kills a suspect, which ends by another signal then.
+        origin = suspects[0] if suspects else stage
+        cause = seen if self._attempt is not None else self._cause_of(origin, seen)
         self._attempt = None
         self._unanswered.clear()
-        self._lost = WorkerLost(stage, why)
+        self._lost = WorkerLost(stage, why, cause)
         for suspect in suspects:
             self._on_suspect(suspect)
         raise self._lost
@@ -299,7 +318,8 @@ class RemoteWorkers:
         assert 0 <= stage < self._n_stages
         if arrival.data is None:
             if self._attempt is None or stage in self._attempt.ready:
-                self._lose(stage, f"its line broke: {arrival.why}", suspects=(stage,))
+                why = f"its line broke: {arrival.why}"
+                self._lose(stage, why, suspects=(stage,), seen=LossCause.UNKNOWN)
             # A stage that is not ready is asked again until the deadline; but its process may hang.
             self._on_suspect(stage)
             return
@@ -326,8 +346,7 @@ class RemoteWorkers:
         elif frame.epoch > self.epoch:
             raise BadFrame(f"it refers to epoch {frame.epoch}, but the current epoch is {self.epoch}")
         elif kind is TROUBLE:
-            # Not a suspect: it reports the trouble itself and waits for the next epoch.
-            self._lose(stage, frame.payload[:1000])
+            self._take_trouble(stage, frame.payload[:1000])
         elif kind is READY:
             ready = None if self._attempt is None else self._attempt.ready
             if ready is None or stage in ready:
@@ -344,6 +363,18 @@ class RemoteWorkers:
                 self._take_time(frame)
         else:
             raise BadFrame(f"it sent {kind.name}, which only an engine master sends")
+
+    def _take_trouble(self, stage: int, why: str) -> NoReturn:
+        """End the epoch in which a worker reports trouble, if only because a neighbour died a moment ago."""
+        end = self._clock() + _NEIGHBOUR_SECONDS
+        while self._n_stages > 1 and self._attempt is None and (left := end - self._clock()) > 0:
+            arrival = self._channel.receive(left)
+            # Frames of this epoch no longer matter.
+            if arrival is not None and arrival.data is None:
+                seen = LossCause.FAULT if arrival.stage == stage else LossCause.UNKNOWN
+                self._lose(stage, why, suspects=(arrival.stage,), seen=seen)
+        # Not a suspect: it reports the trouble itself and waits for the next epoch.
+        self._lose(stage, why)
 
     def _take_passed(self, epoch: int) -> None:
         """Continue above `epoch`, which a worker already knows."""

@@ -168,8 +168,9 @@ class Request:
     ended with the reason `error`, if the cause concerns only this request, and `failure_kind` the class of
     that error. `owner` is the client whose share
     of the queue the request uses ("": no share applies), and `weight` its memory in bytes. `n_losses` counts
-    the losses of a worker while the request was in flight; the request then runs alone until it has
-    `alone_until` tokens (scheduling/quarantine.py).
+    the losses of a worker while the request was in flight, `n_faults` those that a request may have caused,
+    and `n_stuck` those at which it ran alone and had `lost_at` tokens, the number at the last loss. After a
+    loss the request runs alone until it has `alone_until` tokens (scheduling/quarantine.py).
 
     An iteration computes a number of tokens from `n_computed` on. If that includes the last known token, it
     samples the next one. So a prompt can be computed in chunks, or start after cached tokens, or be
@@ -229,6 +230,9 @@ class Request:
     n_found: int = 0
     full_at: int = _NEVER  # `n_computed` at which the next block can be found
     n_losses: int = 0
+    n_faults: int = 0
+    n_stuck: int = 0
+    lost_at: int = -1
     alone_until: int = 0
     finish_reason: FinishReason | None = None
     failure: str | None = None

@@ -7,9 +7,13 @@ engine fails for all users.
 from collections.abc import Collection
 from typing import NamedTuple
 
+from orca_jax.errors import LossCause
 from orca_jax.request.request import Request, RequestState
 
-_GROWTH = 4  # factor on the tokens to generate alone, for each further loss
+_GROWTH = 4  # factor on the tokens to generate alone, for each further fault
+# Losses alone at one token that end a request although it may be innocent. With the first loss, in company,
+# they stay within RestartBound's default, past which all requests would end.
+_MOST_STUCK = {LossCause.MEMORY: 2, LossCause.UNKNOWN: 3, LossCause.OUTSIDE: 4}
 
 
 class Suspicion(NamedTuple):
@@ -23,24 +27,35 @@ class Quarantine:
     """The live suspects. For the scheduler's thread.
 
     A request that was in flight at a loss must run past that token alone before it may be batched again. So
-    a request that fails at a fixed token is identified at the second loss. A request that fails at random may
-    get past it; each further loss while it is in flight makes it run alone for longer.
+    a request at which workers fail (LossCause.FAULT) at a fixed token is identified at the second loss. One
+    at which they fail at random may get past it; each further fault while it is in flight makes it run alone
+    for longer.
+
+    A loss of another cause is no evidence by itself: an operator, or what takes a machine's memory, ends
+    workers whatever they run. Only a request that does not get one token further, however often it is tried
+    alone, is ended for such losses, since it would be retried for ever.
     """
 
     def __init__(self) -> None:
         self._suspects: list[Request] = []  # oldest first
 
-    def record_loss(self, present: Collection[Request]) -> Suspicion:
+    def record_loss(self, present: Collection[Request], cause: LossCause) -> Suspicion:
         """Count a loss while these requests were in flight; some of them may have ended."""
         culprit = None
+        alone = len(present) == 1
         for req in present:
             req.n_losses += 1
+            req.n_faults += cause is LossCause.FAULT
+            if req.n_tokens != req.lost_at:
+                req.lost_at, req.n_stuck = req.n_tokens, 0
+            req.n_stuck += alone
             # Up to the last token in flight. A prompt chunk has none: then the token after the known ones.
             req.alone_until = req.n_tokens + max(1, req.n_in_flight - req.n_partial)
-            if req.n_losses > 1:
-                req.alone_until += _GROWTH ** (req.n_losses - 1)
-                if len(present) == 1 and req.state is not RequestState.FINISHED:
-                    culprit = req
+            if req.n_faults > 1:
+                req.alone_until += _GROWTH ** (req.n_faults - 1)
+            guilty = req.n_faults > 1 if cause is LossCause.FAULT else req.n_stuck >= _MOST_STUCK[cause]
+            if guilty and alone and req.state is not RequestState.FINISHED:
+                culprit = req
         suspects = {*self._suspects, *present} - {culprit}
         self._suspects = sorted(suspects, key=lambda req: req.arrival)
         return Suspicion(frozenset(present), culprit)

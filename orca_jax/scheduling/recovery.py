@@ -165,7 +165,7 @@ class Recovery:
         seconds, since = self._down
         self._down = (seconds, now if since is None else since)
         self._scheduler.timeline.interrupted(self._scheduler.pool.admitted(), "worker lost")
-        present, culprit = run_again(self._scheduler, str(lost))
+        present, culprit = run_again(self._scheduler, str(lost), lost.cause)
         if culprit is not None:
             self.n_blamed += 1
             self._recent.forgive(culprit)

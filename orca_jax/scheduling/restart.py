@@ -3,6 +3,7 @@
 All functions are for the scheduler's thread, between two turns of its loop.
 """
 
+from orca_jax.errors import LossCause
 from orca_jax.request.request import FinishReason
 from orca_jax.scheduling.quarantine import Suspicion
 from orca_jax.scheduling.request_pool import Delivery
@@ -17,18 +18,20 @@ def fail_all(scheduler: Scheduler) -> None:
     scheduler.deliver([scheduler.end(req, FinishReason.ERROR) for req in live])
 
 
-def run_again(scheduler: Scheduler, why: str = "a worker was lost") -> Suspicion:
+def run_again(
+    scheduler: Scheduler, why: str = "a worker was lost", cause: LossCause = LossCause.FAULT
+) -> Suspicion:
     """After WorkerLost: drop the K/V cache and all batches in flight, and let the requests resume.
 
     Each admitted request returns to INITIATION and keeps its row, blocks and reservation, or with a prefix
     cache or blocks on demand waits again. Its next iteration recomputes the prompt and the output so far, and
     samples the same next token as without the loss. Tokens that were computed but not returned are
-    recomputed. Requests that were asked to end are ended, as is a request that causes losses; its error
-    quotes `why`.
+    recomputed. Requests that were asked to end are ended, as is a request that causes losses, by what `cause`
+    says of them; its error quotes `why`.
     Returns the requests that were in flight.
     """
     present = {req for iteration in scheduler.in_flight for req, _ in iteration.rows}
-    suspicion = scheduler.quarantine.record_loss(present)
+    suspicion = scheduler.quarantine.record_loss(present, cause)
     _drop_in_flight(scheduler)
     ended: list[Delivery] = []
     for req in reversed(scheduler.pool.admitted()):

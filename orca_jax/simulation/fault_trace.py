@@ -16,9 +16,10 @@ from orca_jax.simulation.workers import Poison, Timing
 DEADLINES = Deadlines(
     iteration_seconds=2.0, worker_seconds=4.0, ready_seconds=12.0, retry_seconds=0.5, look_seconds=12.0
 )
-# crash: the process dies and restarts after `seconds`. stop: SIGSTOP for `seconds`. hang: the device never
-# finishes again. fail: the device raises an error. lie: the worker sends a well-formed but false frame.
-FaultKind = Literal["crash", "stop", "hang", "fail", "lie"] | Damage
+# crash: the process dies and restarts after `seconds`. kill: the same, by SIGKILL from outside. stop: SIGSTOP
+# for `seconds`. hang: the device never finishes again. fail: the device raises an error. lie: the worker
+# sends a well-formed but false frame.
+FaultKind = Literal["crash", "kill", "stop", "hang", "fail", "lie"] | Damage
 _PROCESS_FAULTS: tuple[FaultKind, ...] = ("crash", "crash", "stop", "stop", "hang", "fail", "lie")
 # Chunked prefill, the prefix cache, blocks on demand, and the order of the queue.
 _ORDERS: tuple[QueueOrder, ...] = ("fcfs", "priority", "fair", "longest-prefix")

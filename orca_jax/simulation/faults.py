@@ -12,7 +12,7 @@ from orca_jax.config import RestartBound, ServingConfig
 from orca_jax.control.start_order import StartOrder
 from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.engine.remote_workers import RemoteWorkers
-from orca_jax.errors import EngineError, OrcaError, WorkerLost
+from orca_jax.errors import EngineError, LossCause, OrcaError, WorkerLost
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
@@ -27,8 +27,9 @@ from orca_jax.simulation.engine import VirtualClock
 from orca_jax.simulation.fault_trace import DEADLINES, Fault, FaultTrace, PlannedEnd, PlannedRequest
 from orca_jax.simulation.lines import SimulatedLines
 from orca_jax.simulation.tokens import SimulatedConstraint, undisturbed_tokens
-from orca_jax.simulation.workers import SimulatedStage
+from orca_jax.simulation.workers import KILLED, SimulatedStage
 from orca_jax.workers.controller import Controller
+from orca_jax.workers.loss_cause import cause_of_states
 
 VOCAB_SIZE = 97
 STOP_TOKEN = 5
@@ -104,6 +105,7 @@ class FaultSimulation:
             deadlines=DEADLINES,
             on_suspect=self._suspect,
             on_ready=self._note_ready,
+            cause_of=self._cause_of,
         )
         self.engine = RemoteEngine(
             self.workers,
@@ -207,6 +209,14 @@ class FaultSimulation:
 
     def _note_ready(self, stage: int) -> None:
         self._joined[stage] = self.stages[stage].controller
+        self.stages[stage].forget_states()
+
+    def _cause_of(self, stage: int, seen: LossCause) -> LossCause:
+        """Act as the supervisor, which knows how processes end."""
+        if not self.trace.supervised:
+            return seen
+        states = [state for stage in self.stages for state in stage.states]
+        return cause_of_states(states, seen=seen, for_memory=False)
 
     def _suspect(self, stage: int) -> None:
         """Act as the supervisor, which does not kill a process that is still starting."""
@@ -214,7 +224,7 @@ class FaultSimulation:
         suspect = self.stages[stage]
         joined = self._joined.get(stage) is suspect.controller
         if self.trace.supervised and (joined or self.clock.now() - suspect.began >= _SUPERVISOR_PATIENCE):
-            suspect.die(self.trace.timing.restart, noticed=True)
+            suspect.die(self.trace.timing.restart, noticed=True, status=KILLED, was_suspect=True)
 
     def _end(self, end: PlannedEnd) -> None:
         if self.pool.end(self.requests[end.number], end.reason):
@@ -225,6 +235,8 @@ class FaultSimulation:
         match fault.kind:
             case "crash":
                 stage.die(fault.seconds, noticed=fault.which % 2 == 0)
+            case "kill":
+                stage.die(fault.seconds, noticed=True, status=KILLED)
             case "stop":
                 stage.stop(fault.seconds)
             case "hang":

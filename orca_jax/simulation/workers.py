@@ -6,6 +6,7 @@ wrong tokens.
 
 import math
 import random
+import signal
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from orca_jax.request.sampled import Sampled
 from orca_jax.simulation.lines import SimulatedLines
 from orca_jax.simulation.tokens import prefix_digest, through_stage, token_of
 from orca_jax.workers.controller import Controller
+from orca_jax.workers.loss_cause import ProcessState
 
 _LOST = 777_777  # read from a cache slot that was never written
+CRASHED, KILLED = -signal.SIGSEGV, -signal.SIGKILL  # statuses of processes, as in ProcessState
 HIDDEN_BYTES = 4  # of one row's hidden state on the link
 
 
@@ -45,13 +48,15 @@ class Timing:
 class Poison:
     """A request that kills a stage's process when it computes output token `token_index`.
 
-    With `token_index` None it does so at each iteration with `probability`.
+    With `token_index` None it does so at each iteration with `probability`. `status` is how the process ends,
+    as in ProcessState.
     """
 
     stage: int
     token_index: int | None = None
     probability: float = 0.0
     noticed: bool = True  # the master notices at once; otherwise by a deadline
+    status: int = CRASHED
 
     def strikes(self, stage: int, token_index: int, rng: random.Random) -> bool:
         """Whether computing this token kills this stage's process."""
@@ -219,6 +224,7 @@ class SimulatedStage:
         self.rng = random.Random(index)
         self.next: SimulatedStage | None = None
         self.alive = False
+        self.states: list[ProcessState] = []  # of processes that ended or were stopped, until `forget_states`
         self._n_stages = n_stages
         self._lines = lines
         self._moves = moves
@@ -255,11 +261,18 @@ class SimulatedStage:
             clock=self.clock.now,
         )
 
-    def die(self, back_after: float, *, noticed: bool) -> None:
+    def forget_states(self) -> None:
+        """The stage is ready: what its processes went through before does not matter any more."""
+        self.states.clear()
+
+    def die(
+        self, back_after: float, *, noticed: bool, status: int = CRASHED, was_suspect: bool = False
+    ) -> None:
         """End the process; if `noticed`, the master's line breaks at once."""
         if not self.alive:
             return
         self.alive = False
+        self.states.append(ProcessState(status, was_suspect=was_suspect))
         if noticed:
             self._lines.broken(self.index)
         if back_after < math.inf:
@@ -273,12 +286,14 @@ class SimulatedStage:
         for seed, token_index in zip(message.sampling["seed"].tolist(), token_indices.tolist(), strict=True):
             poison = self.poisons.get(seed)
             if poison is not None and poison.strikes(self.index, token_index, self.rng):
-                self.die(self.timing.restart, noticed=poison.noticed)
+                self.die(self.timing.restart, noticed=poison.noticed, status=poison.status)
                 return True
         return False
 
     def stop(self, seconds: float) -> None:
         """Stop the process as by SIGSTOP; its events wait until it continues."""
+        if self.alive:
+            self.states.append(ProcessState(None, was_stopped=True))
         self._stopped = True
         self._n_stops += 1
         stop, life = self._n_stops, self.n_processes
@@ -359,4 +374,4 @@ class SimulatedStage:
     def _check(self) -> None:
         self._check_at = math.inf
         if self.controller.overdue() is not None:
-            self.die(self.timing.restart, noticed=True)
+            self.die(self.timing.restart, noticed=True, status=1)

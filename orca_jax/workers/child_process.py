@@ -30,6 +30,7 @@ class ChildProcess:
         stderr: int | IO[bytes] | None = None,
     ) -> None:
         self.status: int | None = None  # as Popen's returncode
+        self.was_stopped = False  # `reap` saw it stopped, as by SIGSTOP, since its owner last reset this
         self._lock = threading.Lock()
         self._popen = subprocess.Popen(
             command,
@@ -72,6 +73,12 @@ class ChildProcess:
             if self.status is None:
                 try:
                     if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                        # Takes the report of a stop, or of its end.
+                        if (
+                            os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+                            is not None
+                        ):
+                            self.was_stopped = True
                         return False
                 except ChildProcessError:  # another part of the program reaped it; its status is lost
                     pass

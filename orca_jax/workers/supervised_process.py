@@ -88,6 +88,7 @@ class SupervisedProcess(ChildProcess):
     def __init__(self, command: WorkerCommand, on_line: Callable[[str], None], started: float) -> None:
         self.started = started
         self.joined = False
+        self.was_suspect = False  # the supervisor killed it
         super().__init__(command.arguments, environment=command.environment, stderr=subprocess.STDOUT)
         try:
             self.listener = _Listener(self.stdout, on_line)

@@ -8,12 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from orca_jax.config import RestartBound
-from orca_jax.errors import EngineError
+from orca_jax.errors import EngineError, LossCause
 from orca_jax.scheduling.recovery import LossWindow
 from orca_jax.workers.child_process import DEATH_SECONDS, LOOK_SECONDS
+from orca_jax.workers.loss_cause import OomKills, ProcessState, cause_of_states
 from orca_jax.workers.supervised_process import SupervisedProcess, WorkerCommand
 
 _LONGEST_DELAY = 10.0  # before a restart
+_END_SECONDS = 2.0  # from the end of a worker's line to that of its process
 _USAGE_STATUS = 2  # exit status of a user's mistake, which a restart would only repeat
 _USAGE_PREFIX = "orca: error: "  # starts the line that describes it
 
@@ -28,7 +30,7 @@ class _Stage:
     command: WorkerCommand
     delay: float  # before the next restart, in seconds
     process: SupervisedProcess | None = None
-    killed: bool = False  # `restart` killed this process
+    ended: SupervisedProcess | None = None  # since the stage was last ready
     start_at: float | None = None  # when to restart it
 
 
@@ -64,6 +66,7 @@ class Supervisor:
         self._patience = patience_seconds
         self._grace = grace_seconds
         self._losses = LossWindow(bound)  # counts processes that ended before they joined
+        self._oom_kills = OomKills()
         self._failure: EngineError | None = None
         self._changed = threading.Condition()  # guards the stages and `_closing`; never held across a wait
         self._closing = False
@@ -93,7 +96,7 @@ class Supervisor:
             if process is None or self._closing or self._failure is not None:
                 return
             if process.joined or self._clock() - process.started >= self._patience:
-                suspect.killed = True
+                process.was_suspect = True
                 process.kill()
 
     def joined(self, stage: int) -> None:
@@ -101,9 +104,35 @@ class Supervisor:
         # READY from a process that has just ended cannot count for the next one: the restart delay is longer.
         with self._changed:
             ready = self._stages[stage]
+            ready.ended = None
             if ready.process is not None:
                 ready.process.joined = True
+                ready.process.was_stopped = False
                 ready.delay = self._delay
+        self._oom_kills.mark()
+
+    def cause_of(self, stage: int, seen: LossCause) -> LossCause:
+        """The cause of a loss, by how processes ended or were stopped since their stages were ready.
+
+        Where none did it is `seen`. If that is UNKNOWN, this stage's line broke: its process is waited for,
+        at most two seconds.
+        """
+        with self._changed:
+            processes = [
+                process
+                for other in self._stages
+                for process in (other.ended, other.process)
+                if process is not None
+            ]
+            suspect = self._stages[stage].process
+        for process in processes:
+            process.reap()  # the monitor may not have looked yet; it still handles the end
+        if seen is LossCause.UNKNOWN and suspect is not None and not suspect.was_stopped:
+            suspect.reap(_END_SECONDS)
+        states = [
+            ProcessState(process.status, process.was_suspect, process.was_stopped) for process in processes
+        ]
+        return cause_of_states(states, seen=seen, for_memory=self._oom_kills.rose())
 
     def failure(self) -> EngineError | None:
         """Why the supervisor no longer restarts processes; None while it does."""
@@ -154,7 +183,6 @@ class Supervisor:
             raise EngineError(f"{name}: its process cannot be started: {error}") from error
         with self._changed:
             stage.process = process
-            stage.killed = False
             stage.start_at = None
             closing = self._closing
         self._emit(f"{name}: its process (pid {process.pid}) was started")
@@ -183,7 +211,7 @@ class Supervisor:
         if process is not None:
             if process.reap():
                 with self._changed:
-                    stage.process = None
+                    stage.process, stage.ended = None, process
                 process.listener.finish()
                 self._handle_end(stage, process)
         elif self._failure is None and stage.start_at is not None and self._clock() >= stage.start_at:
@@ -196,7 +224,7 @@ class Supervisor:
         assert process.status is not None
         name = f"stage {stage.number + 1}"
         lines = tuple(process.listener.last_lines)
-        suspect = "was suspect and " if stage.killed else ""
+        suspect = "was suspect and " if process.was_suspect else ""
         end = f"its process (pid {process.pid}) {suspect}{_how(process.status)}"
         if self._failure is not None:
             self._emit(f"{name}: {end}")

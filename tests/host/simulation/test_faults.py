@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from orca_jax.errors import LossCause
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.quarantine import Suspicion
@@ -45,20 +46,33 @@ class Player(FaultSimulation):
         self.is_orca = trace.scheduling.policy == "orca"
         self.pieces = None if cut is None else RandomPieces(self.scheduler.policy, cut)
         self.scheduler.policy = self.pieces or self.scheduler.policy
-        self.in_flight_at_losses: list[frozenset[Request]] = []
+        self.losses: list[tuple[frozenset[Request], LossCause, dict[str, int]]] = []
         record_loss = self.scheduler.quarantine.record_loss
 
-        def note(present: Collection[Request]) -> Suspicion:
-            suspicion = record_loss(present)
-            self.in_flight_at_losses.append(suspicion.present)
+        def note(present: Collection[Request], cause: LossCause) -> Suspicion:
+            n_tokens = {req.request_id: len(req.output_ids) for req in self.requests}
+            suspicion = record_loss(present, cause)
+            self.losses.append((suspicion.present, cause, n_tokens))
             return suspicion
 
         self.scheduler.quarantine.record_loss = note
 
     def is_to_blame(self, request: Request) -> bool:
-        """It was in flight at two losses or more, the last time alone."""
-        its = [present for present in self.in_flight_at_losses if request in present]
-        return len(its) > 1 and its[-1] == {request}
+        """It was in flight at two faults or more, the last time alone; or at one token at too many losses."""
+        its = [
+            (present == {request}, cause, n_tokens[request.request_id])
+            for present, cause, n_tokens in self.losses
+            if request in present
+        ]
+        if not its:
+            return False
+        alone, last, stuck_at = its[-1]
+        if last is LossCause.FAULT:
+            return alone and sum(cause is LossCause.FAULT for _, cause, _ in its) > 1
+        while its and its[0][2] != stuck_at:
+            its.pop(0)
+        n_alone = sum(was_alone for was_alone, _, _ in its)
+        return alone and n_alone >= {LossCause.UNKNOWN: 3, LossCause.OUTSIDE: 4}[last]
 
     def play(self) -> None:
         n_tokens = sum(planned.n_output for planned in self.trace.requests)
@@ -204,6 +218,37 @@ def random_poison_trace(seed: int) -> FaultTrace:
     )
 
 
+def random_kill_trace(seed: int) -> FaultTrace:
+    """A trace from a seed whose faults come from outside: workers are killed and stopped, again and again.
+
+    Outputs are longer than elsewhere. In every fourth trace one request is poisonous as well.
+    """
+    rng = random.Random(seed)
+    trace = random_poison_trace(rng.getrandbits(32))
+    poisoned = [i for i, planned in enumerate(trace.requests) if planned.poison is not None]
+    kept = poisoned[0] if seed % 4 == 0 else None
+    requests = [
+        planned if i == kept else replace(planned, n_output=4 * planned.n_output, poison=None)
+        for i, planned in enumerate(trace.requests)
+    ]
+    longest = max(planned.n_input + planned.n_output for planned in requests)
+    faults: list[Fault] = []
+    at = 0.0
+    for _ in range(rng.randint(1, 8)):
+        at += rng.choice((0.05, 0.3, rng.uniform(0, 1), rng.uniform(0, 6)))
+        kind: FaultKind = rng.choice(("kill", "kill", "stop"))
+        seconds = rng.choice((0.05, 0.5, 1.9, 2.1, 6.0))
+        faults.append(Fault(at, kind, rng.randrange(trace.n_stages), seconds))
+    return replace(
+        trace,
+        requests=tuple(requests),
+        faults=tuple(faults),
+        n_slots=max(trace.n_slots, round_up(longest, trace.block_size)),
+        max_batch_tokens=max(trace.max_batch_tokens, longest - 1),
+        restarts=100,
+    )
+
+
 def _random_poison(rng: random.Random, request: PlannedRequest, n_stages: int, *, sure: bool) -> Poison:
     stage, noticed = rng.randrange(n_stages), rng.random() < 0.7
     if sure:
@@ -302,6 +347,43 @@ def test_one_request_s_poison_ends_that_request_alone(with_switches: bool):
     # The seeds have seen what they are for.
     assert ends[True, FinishReason.ERROR] > n_seeds // 2
     assert min(n_losses[n] for n in range(5)) > 20
+
+
+def play_kills(n_seeds: int) -> tuple[Counter[str], Counter[int]]:
+    """Play traces with kills from outside, which may end no healthy request; what the seeds have seen."""
+    seen: Counter[str] = Counter()
+    n_losses: Counter[int] = Counter()
+    for seed in range(n_seeds):
+        player = Player(switched(random_kill_trace(seed), seed))
+        try:
+            player.play()
+            assert player.failure is None and not player.refused
+            for request, planned in zip(player.requests, player.trace.requests, strict=True):
+                if request.finish_reason is FinishReason.ERROR:
+                    assert planned.poison is not None, "blamed for kills from outside"
+        except BaseException as error:
+            error.add_note(f"seed {seed}: {player.trace}")
+            raise
+        seen.update(blamed=player.recovery.n_blamed, kills=len(player.trace.faults))
+        seen.update(cause.name for _, cause, _ in player.losses)
+        seen.update(alone=sum(len(present) == 1 for present, _, _ in player.losses))
+        n_losses[min(player.recovery.losses, 5)] += 1
+    return seen, n_losses
+
+
+def test_some_kills_from_outside_end_no_healthy_request():
+    seen, _ = play_kills(200)
+    assert seen["blamed"] > 10 and seen["alone"] > 100
+
+
+@pytest.mark.long
+@MANY_TRACES
+def test_kills_from_outside_end_no_healthy_request():
+    """Poisonous requests among them are still found."""
+    seen, n_losses = play_kills(N_SEEDS)
+    assert seen["blamed"] > N_SEEDS // 16
+    assert seen[LossCause.OUTSIDE.name] > 2 * N_SEEDS and seen["alone"] > N_SEEDS
+    assert min(n_losses[n] for n in range(6)) > N_SEEDS // 50
 
 
 # Some traces by hand.
