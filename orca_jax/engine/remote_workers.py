@@ -37,8 +37,8 @@ from orca_jax.engine.stage_counters import RemoteCounters, StageCounters
 from orca_jax.errors import BadFrame, EngineError, LossCause, WorkerLost
 from orca_jax.iteration.message import ControlMessage, MakeWords
 
-# A stage that notices a neighbour's death reports trouble within 40 ms, perhaps before the neighbour's line is
-# seen to break.
+# A stage that notices a neighbour's death reports trouble within 40 ms, perhaps before the neighbour's line
+# is seen to break.
 _NEIGHBOUR_SECONDS = 0.25
 
 

@@ -37,7 +37,7 @@ from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.engine.remote_tokens import RemoteTokens
 from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.engine.stage_counters import IterationTimes
-from orca_jax.errors import ConfigError, EngineError, WorkerLost
+from orca_jax.errors import ConfigError, EngineError, LossCause, WorkerLost
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager
@@ -77,6 +77,8 @@ class Bench:
         self.suspects: list[int] = []
         self.ready: list[int] = []
         self.failure: EngineError | None = None
+        self.cause: LossCause | None = None  # the supervisor's answer; None: as the master saw it
+        self.asked_for_cause: list[tuple[int, LossCause]] = []
         self.workers = RemoteWorkers(
             self,
             orders=orders,
@@ -86,7 +88,13 @@ class Bench:
             on_suspect=self.suspects.append,
             on_ready=self.ready.append,
             failure=lambda: self.failure,
+            cause_of=self.cause_of,
         )
+
+    def cause_of(self, stage: int, seen: LossCause) -> LossCause:
+        assert not self.suspects, "suspects are killed only afterwards"
+        self.asked_for_cause.append((stage, seen))
+        return self.cause or seen
 
     # Channel
 
@@ -307,6 +315,45 @@ def test_a_worker_s_identity_is_passed_on():
     lost = bench.lost()
     assert str(lost).startswith("stage 2: out of memory \u00ffxxx") and len(str(lost)) < 1100
     assert bench.suspects == [], "it says so itself"
+
+
+def test_the_trouble_of_a_stage_whose_neighbour_s_line_breaks_is_the_neighbour_s():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    bench.say(1, TROUBLE, payload="connection closed")
+    bench.time(2, RECEIVED, 0)
+    bench.arrivals.append(Arrival(0, None, "connection reset"))
+    lost = bench.lost()
+    assert (str(lost), lost.cause) == ("stage 2: connection closed", LossCause.UNKNOWN)
+    assert bench.suspects == [0], "a broken line is reported only once"
+    assert bench.asked_for_cause == [(0, LossCause.UNKNOWN)]
+
+
+def test_trouble_before_the_end_of_the_same_worker_is_its_own():
+    bench = Bench().up()
+    bench.say(1, TROUBLE, payload="the device hangs")
+    bench.arrivals.append(Arrival(1, None, "closed"))
+    assert bench.lost().cause is LossCause.FAULT
+    assert bench.suspects == [1]
+
+
+def test_the_cause_of_a_loss_is_the_supervisor_s_to_say():
+    bench = Bench().up()
+    bench.cause = LossCause.OUTSIDE
+    for seen, arrive in (
+        (LossCause.UNKNOWN, lambda: bench.arrivals.append(Arrival(0, None, "closed"))),
+        (LossCause.FAULT, lambda: bench.say(0, TROUBLE, payload="out of memory")),
+        (LossCause.FAULT, lambda: bench.arrivals.append(Arrival(0, b"nonsense"))),
+        (LossCause.FAULT, lambda: None),
+    ):
+        bench.workers.issue(MESSAGE_OF_TWO, no_words)
+        arrive()
+        if not bench.arrivals:
+            bench.now += DEADLINES.iteration_seconds
+        assert bench.lost().cause is LossCause.OUTSIDE
+        assert bench.asked_for_cause.pop() == (0, seen)
+        bench.suspects.clear()
+        bench.up()
 
 
 def test_a_broken_line_is_a_loss_even_when_nothing_runs():

@@ -7,7 +7,7 @@ from typing import Never
 import pytest
 
 from orca_jax.config import ServingConfig
-from orca_jax.errors import EngineError, WorkerLost
+from orca_jax.errors import EngineError, LossCause, WorkerLost
 from orca_jax.request.request import FinishReason, Request, RequestState, Row
 from orca_jax.scheduling.engine_protocol import Returned
 from orca_jax.scheduling.request_pool import InArrivalOrder
@@ -675,7 +675,7 @@ def test_an_engine_that_returns_a_token_too_few_is_found_out():
 # When a worker is lost, and the engine is brought up again.
 
 
-def lose(house: House) -> None:
+def lose(house: House, cause: LossCause = LossCause.FAULT) -> None:
     """The engine raises at its next wait."""
 
     def failure(_: object) -> Never:
@@ -685,7 +685,7 @@ def lose(house: House) -> None:
     with pytest.raises(WorkerLost):
         house.steps(9)
     house.engine.on_wait = lambda _: False
-    run_again(house.scheduler)
+    run_again(house.scheduler, cause=cause)
 
 
 def test_what_was_admitted_goes_back_to_initiation_with_row_blocks_and_reservation():
@@ -761,6 +761,45 @@ def test_a_request_that_costs_another_loss_alone_is_ended_and_the_others_go_on()
     assert house.delivered()[-1] == [("B", None, FinishReason.ERROR)]
     assert house.steps(2) == ["issue C", "return C", "issue AC", "return AC"]
     assert (len(a.output_ids), len(c.output_ids), house.scheduler.n_rsrv) == (4, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("cause", "n_alone"), [(LossCause.MEMORY, 2), (LossCause.UNKNOWN, 3), (LossCause.OUTSIDE, 4)]
+)
+def test_losses_that_prove_nothing_end_only_a_request_that_gets_no_token_further(
+    cause: LossCause, n_alone: int
+):
+    house = House(max_bs=3)
+    a, b = house.add("A", n_output=9), house.add("B", n_output=9)
+    house.steps(2)
+    for _ in range(3):  # each time A gets a token further
+        lose(house, cause)
+        for _ in range(n_alone - 1):
+            lose(house, cause)
+            assert (a.finish_reason, b.finish_reason) == (None, None)
+        assert house.steps(1) == ["issue A", "return A"]
+        assert house.steps(1) == ["issue B", "return B"]
+        assert house.steps(1) == ["issue AB", "return AB"]
+    lose(house, cause)
+    for _ in range(n_alone):
+        assert a.finish_reason is None
+        lose(house, cause)
+    assert a.finish_reason is FinishReason.ERROR and b.finish_reason is None
+    assert house.steps(1) == ["issue B", "return B"]
+
+
+def test_one_fault_among_other_losses_ends_no_request():
+    house = House(max_bs=3)
+    a, b = house.add("A", n_output=30), house.add("B", n_output=30)
+    house.steps(2)
+    for cause in (LossCause.OUTSIDE, LossCause.FAULT, LossCause.OUTSIDE, LossCause.MEMORY):
+        lose(house, cause)
+        house.steps(3)
+        assert (a.finish_reason, b.finish_reason) == (None, None)
+    assert (a.n_losses, a.n_faults) == (4, 1)
+    lose(house, LossCause.OUTSIDE)
+    lose(house, LossCause.FAULT)  # A was alone, at its second fault
+    assert a.finish_reason is FinishReason.ERROR and b.finish_reason is None
 
 
 def test_a_cancelled_suspect_frees_the_requests_after_it():

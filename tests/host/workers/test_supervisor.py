@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from orca_jax.config import RestartBound
-from orca_jax.errors import EngineError
+from orca_jax.errors import EngineError, LossCause
 from orca_jax.workers.supervised_process import WorkerCommand
 from orca_jax.workers.supervisor import Supervisor
 from tests.places import ROOT
@@ -506,6 +506,76 @@ def test_restart_does_not_hit_the_replacement_process(start: Start) -> None:
     for _ in range(3):
         workers.supervisor.restart(0)
     workers.assert_untouched(0, second)
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [
+        (signal.SIGKILL, LossCause.OUTSIDE),
+        (signal.SIGTERM, LossCause.OUTSIDE),
+        (signal.SIGHUP, LossCause.OUTSIDE),
+        (signal.SIGSEGV, LossCause.FAULT),
+        (signal.SIGABRT, LossCause.FAULT),
+        (signal.SIGBUS, LossCause.FAULT),
+    ],
+)
+@pytest.mark.parametrize("seen", [LossCause.UNKNOWN, LossCause.FAULT])
+def test_the_cause_of_a_loss_is_how_a_process_ended(
+    start: Start, number: signal.Signals, cause: LossCause, seen: LossCause
+) -> None:
+    """Also where the line of another stage broke, or none."""
+    workers = start(WORKER, WORKER)
+    for stage in (0, 1):
+        workers.wait_for(f"stage {stage + 1}: up")
+        workers.supervisor.joined(stage)
+    pid = workers.pid(0)
+    os.kill(pid, number)
+    if seen is LossCause.UNKNOWN:
+        assert workers.supervisor.cause_of(0, seen) is cause
+    workers.wait_for(f"(pid {pid}) was ended by {number.name}")
+    assert workers.supervisor.cause_of(1, LossCause.FAULT) is cause
+    workers.wait_for("stage 1: up", times=2)
+    workers.supervisor.joined(0)
+    assert workers.supervisor.cause_of(1, LossCause.FAULT) is LossCause.FAULT, "in the epoch after it"
+
+
+@pytest.mark.parametrize(("status", "cause"), [(0, LossCause.OUTSIDE), (1, LossCause.FAULT)])
+def test_a_worker_that_was_asked_to_end_is_no_fault(start: Start, status: int, cause: LossCause) -> None:
+    workers = start(f"import sys; sys.stdin.buffer.read(1); raise SystemExit({status})", delay=300.0)
+    workers.supervisor.joined(0)
+    assert workers.supervisor.cause_of(0, LossCause.FAULT) is LossCause.FAULT
+    process = workers.supervisor._stages[0].process
+    assert process is not None
+    process.stdin.write(b"x")
+    assert workers.supervisor.cause_of(0, LossCause.UNKNOWN) is cause
+
+
+def test_a_worker_that_was_stopped_for_a_while_is_no_fault(start: Start) -> None:
+    workers = start(WORKER, WORKER)
+    workers.wait_for("stage 1: up")
+    workers.supervisor.joined(0)
+    workers.supervisor.joined(1)
+    pid = workers.pid(0)
+    assert workers.supervisor.cause_of(1, LossCause.FAULT) is LossCause.FAULT
+    stop(pid)
+    assert workers.supervisor.cause_of(1, LossCause.FAULT) is LossCause.OUTSIDE
+    os.kill(pid, signal.SIGCONT)
+    assert workers.supervisor.cause_of(1, LossCause.FAULT) is LossCause.OUTSIDE
+    workers.supervisor.restart(0)
+    workers.wait_for("was suspect and was ended by SIGKILL")
+    assert workers.supervisor.cause_of(1, LossCause.FAULT) is LossCause.OUTSIDE
+    workers.wait_for("stage 1: up", times=2)
+    workers.supervisor.joined(0)
+    assert workers.supervisor.cause_of(1, LossCause.FAULT) is LossCause.FAULT
+
+
+def test_a_suspect_that_the_supervisor_killed_was_not_killed_from_outside(start: Start) -> None:
+    workers = start(WORKER)
+    workers.wait_for("stage 1: up")
+    workers.supervisor.joined(0)
+    workers.supervisor.restart(0)
+    workers.wait_for("was suspect and was ended by SIGKILL")
+    assert workers.supervisor.cause_of(0, LossCause.FAULT) is LossCause.FAULT
 
 
 def test_supervisors_do_not_disturb_each_other(start: Start) -> None:

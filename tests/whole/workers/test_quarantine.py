@@ -49,7 +49,7 @@ def test_a_request_that_workers_die_of_ends_alone(tmp_path: Path, stage: int, at
         def deadly(rows: Sequence[Row]) -> Iteration:
             iteration = issue(rows)
             if any(req.request_id == "poison" and len(req.output_ids) >= at_token for req, _ in rows):
-                os.kill(pids[stage], signal.SIGKILL)
+                os.kill(pids[stage], signal.SIGSEGV)
             return iteration
 
         service.scheduler.engine.issue = deadly
