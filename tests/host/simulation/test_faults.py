@@ -228,16 +228,16 @@ def random_kill_trace(seed: int) -> FaultTrace:
     poisoned = [i for i, planned in enumerate(trace.requests) if planned.poison is not None]
     kept = poisoned[0] if seed % 4 == 0 else None
     requests = [
-        planned if i == kept else replace(planned, n_output=4 * planned.n_output, poison=None)
+        planned if i == kept else replace(planned, n_output=8 * planned.n_output, poison=None)
         for i, planned in enumerate(trace.requests)
     ]
     longest = max(planned.n_input + planned.n_output for planned in requests)
     faults: list[Fault] = []
     at = 0.0
     for _ in range(rng.randint(1, 8)):
-        at += rng.choice((0.05, 0.3, rng.uniform(0, 1), rng.uniform(0, 6)))
+        at += rng.choice((0.05, rng.uniform(0, 2), rng.uniform(0, 6)))
         kind: FaultKind = rng.choice(("kill", "kill", "stop"))
-        seconds = rng.choice((0.05, 0.5, 1.9, 2.1, 6.0))
+        seconds = rng.choice((2.1, 6.0) if kind == "stop" else (0.05, 0.5, 1.9))
         faults.append(Fault(at, kind, rng.randrange(trace.n_stages), seconds))
     return replace(
         trace,
@@ -380,10 +380,11 @@ def test_some_kills_from_outside_end_no_healthy_request():
 @MANY_TRACES
 def test_kills_from_outside_end_no_healthy_request():
     """Poisonous requests among them are still found."""
-    seen, n_losses = play_kills(N_SEEDS)
-    assert seen["blamed"] > N_SEEDS // 16
-    assert seen[LossCause.OUTSIDE.name] > 2 * N_SEEDS and seen["alone"] > N_SEEDS
-    assert min(n_losses[n] for n in range(6)) > N_SEEDS // 50
+    n_seeds = N_SEEDS // 2
+    seen, n_losses = play_kills(n_seeds)
+    assert seen["blamed"] > n_seeds // 16
+    assert seen[LossCause.OUTSIDE.name] > 0.8 * n_seeds and seen["alone"] > n_seeds // 2
+    assert min(n_losses[n] for n in range(6)) > n_seeds // 50
 
 
 # Some traces by hand.
