@@ -1,6 +1,6 @@
 """Errors of the server and the commands, beside the engine's in orca_jax. statuses.py has their statuses."""
 
-from orca_jax.errors import OrcaError
+from orca_jax.errors import OrcaError, QueueFull
 
 
 class UsageError(OrcaError):
@@ -65,6 +65,10 @@ class StoreFailed(OrcaError):
 
 class DiskFull(StoreFailed):
     """The disk under the server's folder of files is full."""
+
+
+class Overloaded(QueueFull):
+    """Work of several other clients fills the room that there is for it; this client has none there."""
 
 
 class TooManyViewers(OrcaError):

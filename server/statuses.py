@@ -25,6 +25,7 @@ from server.errors import (
     DiskFull,
     NotPermitted,
     NotReady,
+    Overloaded,
     RequestIdTaken,
     StoreFailed,
     StoreFull,
@@ -73,6 +74,7 @@ _MEANINGS: dict[type[OrcaError], Meaning] = {
         409, "invalid_request_error", "requests_running", grpc.StatusCode.FAILED_PRECONDITION
     ),
     EngineAsleep: Meaning(503, "service_unavailable_error", "asleep", grpc.StatusCode.UNAVAILABLE),
+    Overloaded: Meaning(503, "service_unavailable_error", "overloaded", grpc.StatusCode.UNAVAILABLE),
     QueueFull: Meaning(429, "rate_limit_error", "queue_full", grpc.StatusCode.RESOURCE_EXHAUSTED),
     TooManyFromAddress: Meaning(
         429, "rate_limit_error", "too_many_connections", grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -19,6 +19,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from orca_jax.errors import QueueFull
+from server.errors import Overloaded
 
 T = TypeVar("T")
 
@@ -71,7 +72,10 @@ class Lane:
         """At most `most_waiting` requests, of `most_bytes` together, may wait or run; None: any number.
 
         An owner may hold as much of both as is left free: half if it is alone, a third beside another who
-        wants as much. So nobody can fill a lane. If nothing waits, a request is accepted whatever its size.
+        wants as much. So nobody can fill a lane: it takes six owners to fill 32 places, and ten for 512. Only
+        then is an owner refused that has nothing there (Overloaded); one that has is refused for its own part
+        (QueueFull). Time is never refused, only who is next: each owner waits for its own work, and for one
+        piece of every other owner's. If nothing waits, a request is accepted whatever its size.
 
         One owner has at most half of the threads, and at least one. `what` the work is goes into errors;
         `meter` is the processor time of the current thread.
@@ -88,9 +92,10 @@ class Lane:
         self.n_done = 0
 
     async def run(self, n_bytes: int, work: Callable[[], T]) -> T:
-        """The result of `work`, whose cost grows with `n_bytes`. Raises QueueFull and what `work` raises.
+        """The result of `work`, whose cost grows with `n_bytes`.
 
-        Cancelling it frees the place of work that still waits.
+        Cancelling it frees the place of work that still waits. Raises QueueFull if too much of this owner's
+        waits, Overloaded if others fill the lane, and what `work` raises.
         """
         return await asyncio.wrap_future(self._queue(_owner.get(), _Work(n_bytes, work)))
 
@@ -119,6 +124,9 @@ class Lane:
             (n is not None and share.n + 1 > n - self._n)
             or (n_bytes is not None and share.n_bytes + work.n_bytes > n_bytes - self._n_bytes)
         ):
+            if not share.n:
+                message = f"{self._n} {self._what} of other clients wait, the limit"
+                raise Overloaded(f"{message}; try again later")
             yours = f", {share.n} of them yours" if share.n < self._n else ""
             raise QueueFull(f"{self._n} {self._what} wait{yours}, the limit; try again later")
 

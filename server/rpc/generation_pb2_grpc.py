@@ -40,7 +40,8 @@ class GenerationStub:
     RESOURCE_EXHAUSTED   the queue of requests, or of grammars to compile, is full; the trailing metadata
     `retry-after` gives the seconds to wait before a retry. From gRPC itself also: the
     message is too large
-    UNAVAILABLE          the model is still loading, the server is shutting down, or the engine failed
+    UNAVAILABLE          the model is still loading, the server is shutting down, or the engine failed; or many
+    other clients' long messages or grammars wait, with `retry-after` as above
     DEADLINE_EXCEEDED    the call's deadline or the server's own time limit passed
     CANCELLED            the client cancelled, by cancelling the call or with Cancel, or the server shut down
     INTERNAL             a bug in the server; or only this output failed, for example because its grammar
@@ -90,7 +91,8 @@ class GenerationServicer:
     RESOURCE_EXHAUSTED   the queue of requests, or of grammars to compile, is full; the trailing metadata
     `retry-after` gives the seconds to wait before a retry. From gRPC itself also: the
     message is too large
-    UNAVAILABLE          the model is still loading, the server is shutting down, or the engine failed
+    UNAVAILABLE          the model is still loading, the server is shutting down, or the engine failed; or many
+    other clients' long messages or grammars wait, with `retry-after` as above
     DEADLINE_EXCEEDED    the call's deadline or the server's own time limit passed
     CANCELLED            the client cancelled, by cancelling the call or with Cancel, or the server shut down
     INTERNAL             a bug in the server; or only this output failed, for example because its grammar
@@ -183,7 +185,8 @@ class Generation:
     RESOURCE_EXHAUSTED   the queue of requests, or of grammars to compile, is full; the trailing metadata
     `retry-after` gives the seconds to wait before a retry. From gRPC itself also: the
     message is too large
-    UNAVAILABLE          the model is still loading, the server is shutting down, or the engine failed
+    UNAVAILABLE          the model is still loading, the server is shutting down, or the engine failed; or many
+    other clients' long messages or grammars wait, with `retry-after` as above
     DEADLINE_EXCEEDED    the call's deadline or the server's own time limit passed
     CANCELLED            the client cancelled, by cancelling the call or with Cancel, or the server shut down
     INTERNAL             a bug in the server; or only this output failed, for example because its grammar

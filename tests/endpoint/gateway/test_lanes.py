@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orca_jax.errors import QueueFull
+from server.errors import Overloaded
 from server.gateway.lanes import Lane, act_for
 from tests.host.engines import SOON
 
@@ -59,7 +60,7 @@ def test_one_owner_may_hold_half_of_a_lane_and_the_next_half_of_the_rest() -> No
         await asyncio.sleep(0)
         with pytest.raises(QueueFull, match="3 long requests wait, the limit"):
             await held.ask("a")
-        with pytest.raises(QueueFull, match="3 long requests wait, 0 of them yours"):
+        with pytest.raises(Overloaded, match="3 long requests of other clients wait, the limit"):
             await held.ask("b", n_bytes=101)
         second = held.ask("b", n_bytes=50)
         await asyncio.sleep(0)
@@ -74,6 +75,36 @@ def test_one_owner_may_hold_half_of_a_lane_and_the_next_half_of_the_rest() -> No
         names = await settled(*first, second, third, fourth)
         assert all(name.startswith("test_") for name in names)
         assert await held.ask("b", n_bytes=300)  # it is alone, so it may be larger than the lane
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("n_places", "n_owners"), [(32, 6), (64, 7), (512, 10)])
+def test_an_owner_without_work_is_refused_only_when_many_others_fill_the_lane(
+    n_places: int, n_owners: int
+) -> None:
+    """Each of the others takes all that it may; those before the last leave room for one that comes."""
+
+    async def main() -> None:
+        held = Held(most_waiting=n_places)
+        tasks = [held.ask("flood 0")]
+        await asyncio.sleep(0)  # the thread has it: no other can be running when it leaves
+        for i in range(n_owners):
+            newcomer = held.ask(f"newcomer {i}")
+            await asyncio.sleep(0)
+            newcomer.cancel()  # it was taken, and leaves
+            await asyncio.sleep(0)
+            while True:
+                tasks.append(held.ask(f"flood {i}"))
+                await asyncio.sleep(0)
+                if tasks[-1].done():
+                    assert type(tasks.pop().exception()) is QueueFull, "for its own part"
+                    break
+        with pytest.raises(Overloaded, match=f"{n_places} long requests of other clients"):
+            await held.ask("newcomer")
+        held.gate.set()
+        await settled(*tasks)
+        assert await held.ask("newcomer")
 
     asyncio.run(main())
 

@@ -12,9 +12,10 @@ import grpc
 import pytest
 from openai import OpenAI
 
-from server.gateway import side_threads
+from server.gateway import lanes, side_threads
 from server.gateway.lanes import Lane
 from server.gateway.side_threads import LONG, run_for_request
+from server.http import authentication
 from server.http.bodies import json_body
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
@@ -67,7 +68,7 @@ def test_a_long_body_is_parsed_on_a_thread_and_a_short_one_on_the_loop(
     assert seen[0] == "endpoints" and seen[1].startswith("long_")
 
 
-def test_too_many_long_bodies_get_429_while_short_ones_are_accepted(
+def test_too_many_long_bodies_get_429_or_503_while_short_ones_are_accepted(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, gate = threading.Event(), threading.Event()
@@ -89,6 +90,12 @@ def test_too_many_long_bodies_get_429_while_short_ones_are_accepted(
             with connected(server) as other:
                 refused = other.post("/tokenize", content=body, headers=JSON)
                 assert (refused.status_code, error_of(refused)["code"]) == (429, "queue_full")
+                assert int(refused.headers["retry-after"]) >= 1
+                act = lanes.act_for
+                with monkeypatch.context() as patch:  # the same from another address
+                    patch.setattr(authentication, "act_for", lambda owner: act(f"not {owner}"))
+                    refused = other.post("/tokenize", content=body, headers=JSON)
+                assert (refused.status_code, error_of(refused)["code"]) == (503, "overloaded")
                 assert int(refused.headers["retry-after"]) >= 1
                 assert other.post("/tokenize", json={"prompt": "a"}).status_code == 200
         finally:
