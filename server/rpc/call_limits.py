@@ -11,6 +11,7 @@ from inspect import isasyncgenfunction
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from server.rpc.calls import Context, Handler
 
@@ -96,6 +97,10 @@ class CallLimits(grpc.aio.ServerInterceptor):
         try:
             async with asyncio.timeout(self._message_seconds):
                 return await context.read()
+        except (
+            DecodeError
+        ) as error:  # otherwise gRPC would log each with its traceback, and need no key for it
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message is malformed: {error}")
         except TimeoutError:
             text = f"no message came within {self._message_seconds:g} seconds (orca serve --body-timeout)"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -22,6 +23,7 @@ from server.tracing.tracing import Tracing
 
 _LOOK_SECONDS = 0.25
 _Status = health_pb2.HealthCheckResponse
+_Statuses: Any = health_pb2.HealthListResponse  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Health(HealthServicer):
@@ -44,6 +46,10 @@ class Health(HealthServicer):
         if request.service not in self._known:
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service here")
         return _Status(status=self._status(request.service))
+
+    async def List(self, request: object, context: Context) -> Any:
+        """The current status of each service."""
+        return _Statuses(statuses={one: _Status(status=self._status(one)) for one in sorted(self._known)})
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """The current status, and each change within a quarter of a second, until the server stops."""

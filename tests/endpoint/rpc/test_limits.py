@@ -225,3 +225,34 @@ def _code(stub: GenerationStub) -> grpc.StatusCode:
     except grpc.RpcError:
         pass
     return call.code()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "grpc.health.v1.Health/Check",
+        "grpc.health.v1.Health/Watch",
+        "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+def test_a_malformed_message_without_a_key_is_the_client_s_mistake(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC itself would log each with a traceback, so that anybody could fill the log."""
+    with limited(keys=ApiKeys([KEY])) as server, channel(server) as connection:
+        begin: Any = connection.stream_stream(f"/{method}")
+        code, details = error_of(begin(iter([b"\x0a\xff"]), timeout=SOON))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT and details.startswith("the message is malformed: ")
+    assert not caplog.records
+
+
+def test_the_statuses_of_all_services(caplog: pytest.LogCaptureFixture) -> None:
+    with limited(keys=ApiKeys([KEY])) as server, channel(server) as connection:
+        call: Any = connection.unary_unary("/grpc.health.v1.Health/List")
+        listed: Any = health_pb2.HealthListResponse.FromString(call(b"", timeout=SOON))  # pyright: ignore[reportAttributeAccessIssue]
+    serving = health_pb2.HealthCheckResponse.SERVING
+    assert {name: each.status for name, each in listed.statuses.items()} == {
+        "": serving,
+        "orca.v1.Generation": serving,
+    }
+    assert not caplog.records

@@ -121,7 +121,7 @@ METHODS: dict[str, tuple[str, str, str, str]] = {
     "orca.v1.Generation/Embed": NEEDS_KEY,
     "orca.v1.Generation/Models": NEEDS_KEY,
     "grpc.health.v1.Health/Check": ("OK", "OK", "OK", "OK"),
-    "grpc.health.v1.Health/List": ("UNIMPLEMENTED", "UNIMPLEMENTED", "UNIMPLEMENTED", "UNIMPLEMENTED"),
+    "grpc.health.v1.Health/List": ("OK", "OK", "OK", "OK"),
     "grpc.health.v1.Health/Watch": ("OK", "OK", "OK", "OK"),
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": ("OK", "OK", "OK", "OK"),
 }
