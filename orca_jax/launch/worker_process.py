@@ -50,7 +50,9 @@ OnLoad = Callable[[int, int], None]
 _LOOK_SECONDS = 0.1
 _INBOX_ITEMS = 8192  # frames and the device's news
 _LAST_REPORT_SECONDS = 0.2
+_ORPHAN_SECONDS = 5.0  # from the end of the parent to that of this process, whatever it does
 _HUNG_STATUS = 1
+_ORPHANED_STATUS = 3  # the parent ended, and this process could not be stopped
 
 
 class WorkerProcess:
@@ -236,13 +238,15 @@ def run_worker(
     `note` receives messages for people. `loading` provides the callback for the progress of loading, in bytes
     done and in total, as a context that ends with the loading.
     """
+    parent = _Parent()
+    if options.end_with_stdin:
+        parent.watch()
     keep_compiled_programs(options.engine.compile_cache, stage=(options.stage, options.n_stages))
     with loading() as on_load:
         worker = WorkerProcess(options, on_load=on_load)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.stop())
-    if options.end_with_stdin:
-        threading.Thread(target=_stop_with_stdin, args=(worker,), daemon=True).start()
+    parent.on_end(worker.stop)
     note(f"stage {options.stage + 1} of {options.n_stages} listens for control messages at {worker.address}")
     why = worker.run()
     if why is not None:
@@ -257,10 +261,31 @@ def _ignore_frames(data: bytes | None, why: str) -> bool:
     return True
 
 
-def _stop_with_stdin(worker: WorkerProcess) -> None:
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    worker.stop()
+class _Parent:
+    """Ends this process soon after its parent, whose end closes this process's stdin."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stop: Callable[[], object] | None = None  # None: still loading, which cannot be stopped
+
+    def watch(self) -> None:
+        """Start to watch stdin, on a thread of its own."""
+        threading.Thread(target=self._wait, name="orca-parent", daemon=True).start()
+
+    def on_end(self, stop: Callable[[], object]) -> None:
+        """Let the parent's end call `stop`, and end the process only if that does not."""
+        with self._lock:
+            self._stop = stop
+
+    def _wait(self) -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        with self._lock:
+            stop = self._stop
+        if stop is not None:
+            stop()
+            time.sleep(_ORPHAN_SECONDS)
+        os._exit(_ORPHANED_STATUS)
 
 
 def _print(line: str) -> None:
