@@ -17,9 +17,12 @@ from openai import OpenAI
 
 from orca_jax.scheduling_config import QueueOrder, SchedulingConfig
 from server.batches import service
+from server.http.batches import batches as batch_routes
+from server.http.batches import files as file_routes
+from server.http.batches import state
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
-from tests.endpoint.harness import CONFIG, Server, serving, until
+from tests.endpoint.harness import CONFIG, ENDPOINT_THREAD, Server, serving, until
 from tests.endpoint.openai_client import by_seed, client_of
 from tests.endpoint.tenants.party import HeldEngine
 from tests.host.engines import SOON, GatedEngine
@@ -166,6 +169,9 @@ def test_other_endpoints(client: OpenAI, server: Server, endpoint: str, body: di
             "custom_id",
         ),
         (b"x" * ((4 << 20) + 2), "line_too_large", 1, "4194304 bytes"),
+        # The limits of a body that is sent directly.
+        (lines_of(COMPLETIONS, [{"prompt": [1] * 1_100_000}]), "invalid_json_line", 1, "1000000 values"),
+        (lines_of(COMPLETIONS, [{"x": [[]] * 50_000}]), "invalid_json_line", 1, "lists and objects in"),
     ],
 )
 def test_a_wrong_input_fails_the_batch_before_anything_runs(
@@ -176,6 +182,24 @@ def test_a_wrong_input_fails_the_batch_before_anything_runs(
     first = batch.errors.data[0]
     assert (first.code, first.line, message in first.message) == (code, line, True), first
     assert not server.service.timeline.iterations
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
+def test_a_listing_is_made_beside_the_event_loop(
+    server: Server, client: OpenAI, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have thousands of entries, each up to 255 characters of a name."""
+    ended(client, begun(client, COMPLETIONS, lines_of(COMPLETIONS, [{"prompt": "a", "max_tokens": 1}])))
+    names = set[str]()
+
+    def noted(*arguments: Any) -> bytes:
+        names.add(threading.current_thread().name)
+        return state.listing(*arguments)
+
+    for module in (batch_routes, file_routes):
+        monkeypatch.setattr(module, "listing", noted)
+    assert httpx2.get(f"{server.url}{path}").json()["data"]
+    assert len(names) == 1 and not any(name.startswith(ENDPOINT_THREAD) for name in names)
 
 
 @pytest.mark.parametrize("order", ["fcfs", "priority"])
