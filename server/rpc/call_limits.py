@@ -97,9 +97,8 @@ class CallLimits(grpc.aio.ServerInterceptor):
         try:
             async with asyncio.timeout(self._message_seconds):
                 return await context.read()
-        except (
-            DecodeError
-        ) as error:  # otherwise gRPC would log each with its traceback, and need no key for it
+        except DecodeError as error:
+            # gRPC itself would log a traceback, and two services need no key: anybody could fill the log.
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message is malformed: {error}")
         except TimeoutError:
             text = f"no message came within {self._message_seconds:g} seconds (orca serve --body-timeout)"

@@ -34,7 +34,8 @@ def test_garbage_collection_skips_loaded_objects(as_before: None) -> None:
 
 def test_a_long_body_is_read_without_a_full_collection(as_before: None) -> None:
     """It would visit all of the body's objects while it holds the GIL."""
-    data = json.dumps({"messages": [{"role": "user", "content": "a"}] * 50_000}).encode()
+    part = {"type": "text", "text": "a"}
+    data = json.dumps({"messages": [{"role": "user", "content": [part]}] * 33_000}).encode()
     interpreter.settle()
     seen: list[int] = []
     note = lambda phase, info: seen.append(info["generation"])  # noqa: E731

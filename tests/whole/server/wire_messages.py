@@ -14,31 +14,12 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 VARINT, EIGHT_BYTES, LENGTH, GROUP, END_GROUP, FOUR_BYTES = range(6)
 
 _TEXTS = (
-    "",
-    "a",
-    "In the beginning",
-    "order-17",
-    "true",
-    "[a-z]+",
-    '{"type": "integer"}',
-    "é" * 50,
-    "x" * 2000,
+    *("", "a", "In the beginning", "order-17", "true", "[a-z]+", '{"type": "integer"}'),
+    *("é" * 50, "x" * 2000),
 )
 _WHOLE = (
-    0,
-    1,
-    2,
-    -1,
-    4,
-    16,
-    64,
-    259,
-    1 << 31,
-    (1 << 31) - 1,
-    -(1 << 31),
-    (1 << 63) - 1,
-    -(1 << 63),
-    (1 << 64) - 1,
+    *(0, 1, 2, -1, 4, 16, 64, 259, 1 << 31, (1 << 31) - 1, -(1 << 31)),
+    *((1 << 63) - 1, -(1 << 63), (1 << 64) - 1),
 )
 _REAL = (0.0, 1.0, -1.0, 0.5, 2.0, 1e-10, 5e-324, 100.0, 1e308, float("inf"), float("-inf"), float("nan"))
 _HUGE = (1_000, 17_000, 100_000)
