@@ -27,7 +27,6 @@ from orca_jax.families.trainers.orca_json import read_description
 from orca_jax.families.weight_form import DENSE, Dense, WeightForm
 from orca_jax.model.weight import kind_of
 from orca_jax.model_files.description import is_orbax
-from orca_jax.model_files.locate import find_directory
 from orca_jax.sharding.partition import Placement
 from orca_jax.sharding.specs import in_form, place_of_dense
 
@@ -50,7 +49,7 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    path_or_name: str | Path,
+    directory: Path,
     *,
     dtype: DTypeLike,
     vocab_multiple: int = 1,
@@ -60,7 +59,7 @@ def load_checkpoint(
     placements: Sequence[Placement] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
-    """Read a checkpoint, from a directory or from the hub, and put its parameters onto devices.
+    """Read the checkpoint in a directory and put its parameters onto devices.
 
     The directory has config.json and either model.safetensors or model.safetensors.index.json with its files
     (if both exist, the single file is read, as in transformers); or it is an Orbax checkpoint with orca.json
@@ -79,7 +78,6 @@ def load_checkpoint(
     target = np.dtype(dtype)
     if target not in _DTYPES:
         raise ConfigError(f"dtype is {target.name}; it must be float32, bfloat16 or float16")
-    directory = find_directory(path_or_name)
     model, parts = find_parameters(directory, kv_repeats, packed=packed)
     config = replace(model, vocab_multiple=vocab_multiple, linear_form=linear_form)
     table = parameter_table(config)

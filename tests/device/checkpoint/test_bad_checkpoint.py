@@ -23,6 +23,7 @@ from orca_jax.errors import (
     UnsupportedModel,
 )
 from orca_jax.families.hf_config import read_config
+from orca_jax.model_files.locate import find_directory
 from tests.device.checkpoint.tiny_checkpoint import (
     GPT2,
     OPT,
@@ -40,9 +41,9 @@ NAME = "transformer.h.0.ln_1.weight"
 
 
 def fails(error: type[CheckpointError], directory: Path | str, *words: str) -> None:
-    """Loading raises exactly `error`, and its message holds every word."""
+    """Finding and loading it raise exactly `error`, and its message holds every word."""
     with pytest.raises(error) as raised:
-        load_checkpoint(directory, dtype=np.float32)
+        load_checkpoint(find_directory(directory), dtype=np.float32)
     assert type(raised.value) is error
     message = str(raised.value)
     for word in words:

@@ -19,6 +19,7 @@ from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_shapes
+from orca_jax.model_files.locate import find_directory
 from orca_jax.model_files.weight_files import INDEX
 from tests.device.checkpoint.tiny_checkpoint import (
     DTYPES,
@@ -251,7 +252,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     snapshot.mkdir()
     for path in real.iterdir():
         (snapshot / path.name).symlink_to(os.path.relpath(path, snapshot))
-    assert load_checkpoint(str(snapshot), dtype=np.float32).parameters
+    assert load_checkpoint(find_directory(str(snapshot)), dtype=np.float32).parameters
 
 
 @pytest.mark.parametrize(
@@ -303,7 +304,7 @@ def test_a_hub_name_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert load_checkpoint("openai-community/gpt2", dtype=np.float32).directory == tmp_path
+    assert find_directory("openai-community/gpt2") == tmp_path
     name, options = asked[0]
     assert name == "openai-community/gpt2"
     assert options["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
@@ -318,7 +319,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(NotACheckpoint, match=r"no directory some/model.*hub.*no route to host"):
-        load_checkpoint("some/model", dtype=np.float32)
+        find_directory("some/model")
 
 
 def test_numbers_beyond_float16(tmp_path: Path) -> None:
