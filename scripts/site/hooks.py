@@ -87,6 +87,6 @@ def _grpc_page() -> str:
     proto = (_ROOT / "server/rpc/generation.proto").read_text(encoding="utf-8")
     return (
         "# gRPC\n\n`orca.v1.Generation`, as the server's reflection gives it too. "
-        "[Serving](../serving.md#grpc) has an example.\n\n"
+        "[Serving](../http.md#grpc) has an example.\n\n"
         f"```protobuf\n{proto}```\n"
     )

@@ -182,7 +182,7 @@ def test_llm_d_finds_the_metrics_that_a_pods_label_promises(folder: str, tmp_pat
 
 
 def test_the_documents_example_is_the_overlay_that_is_tested() -> None:
-    text = (ROOT / "docs" / "scale-out.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     assert OVERLAY.format(base="../orca_jax/deploy/kubernetes/replicas").strip() in text.replace(
         "\n    ", "\n"
     )
