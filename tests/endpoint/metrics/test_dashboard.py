@@ -23,8 +23,8 @@ from tests.places import ROOT
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy/grafana/orca_jax.json").read_text(encoding="utf-8"))
 OF_PROMETHEUS = frozenset(("instance", "job"))  # labels that it gives each sample itself
 ROWS = ["Traffic", "Latency", "Scheduler", "Keys and values", "Workers", "Host"]
-# Metrics of ours that no panel shows: when two counters were made. What needs a flag or a
-# known device (docs/observability.md, docs/scale-out.md), or is of a door of Ray Serve's, is not on this page.
+# Metrics that no panel shows: the creation times of two counters. Metrics that need a flag or a known device
+# (docs/observability.md, docs/kubernetes.md) or Ray Serve's door are not on this page.
 NOT_SHOWN = {"orca_grpc_requests_created", "orca_http_requests_created"}
 # How Grafana fills in its variables.
 FILLED = {"$__rate_interval": "5m", "$model": ".*", "$instance": ".*"}

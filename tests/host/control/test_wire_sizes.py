@@ -89,11 +89,11 @@ def test_a_control_message_has_the_documented_size() -> None:
 
 
 def test_a_worker_s_reports_have_the_documented_size() -> None:
-    (most,) = numbers(r"or is in trouble \| (\d+) at most, or why")
+    (most,) = numbers(r"or is in trouble \| (\d+) at most, or the reason")
     time = encode_stage_time(StageTime(1.5, MOST))
     sizes = [size(READY), size(PASSED), size(RECEIVED, time), size(DONE, time)]
     assert max(sizes) == most
-    assert size(TROUBLE, "x" * 1000) > most, "or why"
+    assert size(TROUBLE, "x" * 1000) > most, "or the reason"
 
 
 def test_tokens_have_the_documented_size() -> None:
