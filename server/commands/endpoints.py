@@ -21,7 +21,7 @@ from server.rpc.server import create_server
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 from server.tracing.tracing import Tracing
-from server.web.live_view import LiveView
+from server.web.feed import LiveView
 
 _START_SECONDS = 30.0
 _STOP_SECONDS = 5  # for complete answers to reach their clients

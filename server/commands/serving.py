@@ -21,7 +21,7 @@ from server.process.log_writer import LogHandler, LogStream, LogWriter
 from server.process.watchdog import Watchdog
 from server.settings.serve_settings import ServeSettings
 from server.tracing.tracing import tracing_to
-from server.web.live_view import LiveView
+from server.web.feed import LiveView
 
 _LOG_SECONDS = 2.0  # for the last log lines to be read
 

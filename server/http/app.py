@@ -32,7 +32,7 @@ from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 from server.tracing.tracing import Tracing
-from server.web.live_view import LiveView
+from server.web.feed import LiveView
 
 _DESCRIPTION = (
     "OpenAI's API for an engine with continuous batching: iteration-level scheduling and selective batching "

@@ -11,8 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.errors import NotPermitted, UnknownRecording
 from server.http.bodies.errors import error_responses
-from server.web.feed import LiveFeed
-from server.web.live_view import LiveView
+from server.web.feed import LiveFeed, LiveView
 
 _EVENTS = {"content": {"text/event-stream": {}}}
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}

@@ -19,7 +19,7 @@ _BARE = re.compile(r"[A-Za-z0-9_./:@+-]+").fullmatch
 
 
 def configure_access_log(style: AccessLog, handler: logging.Handler | None = None) -> None:
-    """Send access log lines to `handler` (default: stderr). A second call replaces what the first did."""
+    """Send access log lines to `handler` (default: stderr), and no longer to that of an earlier call."""
     LOGGER.propagate = False
     for earlier in list(LOGGER.handlers):
         LOGGER.removeHandler(earlier)

@@ -1,6 +1,6 @@
 """An engine's metrics for Prometheus: counters and histograms fed by its timeline, and gauges read on scrape.
 
-The names match other engines' dashboards, with the prefix `orca_`, or are vLLM's own (`metric_name`; source:
+The names match other engines' dashboards, with the prefix `orca_`, or are vLLM's own (source:
 vllm/v1/metrics/loggers.py of vLLM 0.32), which routers of the Gateway API inference extension and dashboards
 know. What vLLM counts differently keeps our name: its `iteration_tokens_total`, for instance, counts the
 tokens that come out of an iteration besides those that go in. Every metric has the label `model_name`.
@@ -10,8 +10,8 @@ import threading
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import get_args
 
 import numpy as np
@@ -29,8 +29,8 @@ from orca_jax.scheduling.cache_kinds import slots_to_reserve
 from orca_jax.scheduling.select import Why
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 from orca_jax.service.orca import Orca
-from server.gateway.served_model import CompileCounts, ServedModel
-from server.metrics.worker_metrics import WorkerMetrics
+from server.gateway.served_model import ServedModel
+from server.metrics.worker_metrics import worker_metrics
 from server.settings.router_options import MetricNames
 
 _SAME_IN_VLLM = frozenset(
@@ -46,34 +46,12 @@ _ENGINE = "0"  # vLLM numbers the engines of a server; ours has one
 _VLLM_REASONS = {FinishReason.CANCELLED: "abort", FinishReason.TIMEOUT: "abort"}
 
 
-@dataclass(frozen=True, slots=True)
-class MetricName:
-    """A metric's whole name, and the names and values of the labels that all its samples have."""
-
-    name: str
-    labels: tuple[str, ...]
-    values: tuple[str, ...]
-    is_vllm: bool
-
-    def reason(self, reason: FinishReason) -> str:
-        """How the label `finished_reason` says it."""
-        return _VLLM_REASONS.get(reason, reason.value) if self.is_vllm else reason.value
-
-
-def metric_name(name: str, model: str, names: MetricNames) -> MetricName:
-    """The metric that our code calls `name`, of the model that clients call `model`."""
-    if names == "vllm" and name in _SAME_IN_VLLM:
-        return MetricName(f"vllm:{name}", ("model_name", "engine"), (model, _ENGINE), is_vllm=True)
-    return MetricName(f"orca_{name}", ("model_name",), (model,), is_vllm=False)
-
-
 def engine_load(service: Orca) -> float:
-    """The slots that all live requests may take to their ends, over all slots of the engine.
+    """Compute the slots that all live requests may need until they end, as a fraction of the engine's slots.
 
-    Above 1 not all live requests fit to their ends. Admitted requests count with what Algorithm 1 promises
-    them, `max_tokens` in whole blocks, and waiting ones with what they will ask for. So a request counts the
-    same from its arrival to its end, whatever the policy reserves and however far it is. Blocks that several
-    requests share count for each of them.
+    Above 1 the live requests do not all fit until they end. From its arrival to its end a request counts with
+    its `max_tokens` in whole blocks, as Algorithm 1 reserves them, whatever the policy reserves and however
+    far the request is. Blocks that several requests share count for each of them.
 
     For any thread; O(live requests), microseconds for a full batch and below a millisecond for a full queue.
     """
@@ -83,9 +61,9 @@ def engine_load(service: Orca) -> float:
 
 
 def batch_load(service: Orca) -> float:
-    """The places that all live requests take in a batch, over the places of all batches in flight.
+    """Compute the rows that all live requests need, as a fraction of the rows of all batches in flight.
 
-    Above 1 requests wait for a place, even where slots are left. A beam search takes a place for each beam.
+    Above 1 requests wait for a row, even where slots are left. A beam search needs a row for each beam.
     For any thread; O(live requests).
     """
     scheduler = service.scheduler
@@ -93,11 +71,11 @@ def batch_load(service: Orca) -> float:
     return sum([req.kind.n_rows for req in service.pool.live()]) / n_places
 
 
-_MANY = 32  # from this many values on numpy is faster than a loop
+_MANY = 32  # values from which numpy is faster than a loop
 
 
 class Histogram:
-    """Counts of values by ascending, inclusive upper bounds, with one bucket above the last bound.
+    """A histogram with ascending, inclusive upper bounds, and one bucket above the last bound.
 
     Not thread-safe: callers that share it need a lock.
     """
@@ -124,11 +102,10 @@ class Histogram:
         self._sum += float(numbers.sum())
 
     def read(self) -> tuple[list[int], float]:
-        """The count of each bucket, in order, ending with the one above the last bound, and the sum."""
+        """Return the count of each bucket, in the order of the bounds, and the sum of all values."""
         return list(self._counts), self._sum
 
 
-_LABELS = ("model_name",)
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 # Upper bounds of histogram buckets, in seconds:
@@ -150,6 +127,25 @@ _ROWS = tuple(float(1 << power) for power in range(13))
 _BATCH_TOKENS = (1.0, *(float(1 << power) for power in range(3, 18)))
 
 
+# Each histogram's documentation and bounds, by its name.
+_HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "time_to_first_token_seconds": ("From a request's arrival to its first token.", _WAIT),
+    "request_queue_time_seconds": ("From a request's arrival to its first iteration.", _WAIT),
+    "inter_token_latency_seconds": ("From a token to the next of the same request.", _TOKEN),
+    "e2e_request_latency_seconds": ("From a request's arrival to its end, if it completed.", _WHOLE),
+    "request_normalized_latency_seconds_per_token": (
+        "End-to-end latency over generated tokens (ORCA 6.2), of complete requests.",
+        _TOKEN,
+    ),
+    "request_prompt_tokens": ("Prompt tokens of complete requests.", _TOKENS),
+    "request_generation_tokens": ("Generated tokens of complete requests.", _TOKENS),
+    "iteration_batch_size": ("Requests in an iteration.", _ROWS),
+    "iteration_tokens": ("Input tokens of an iteration.", _BATCH_TOKENS),
+    "iteration_bucket_tokens": ("Input tokens of an iteration, padding included.", _BATCH_TOKENS),
+    "iteration_seconds": ("From an iteration's issue to its return.", _TOKEN),
+}
+
+
 class EngineMetrics:
     """Observes the timeline, on the timeline's threads. `collect` may be called on any thread.
 
@@ -162,7 +158,6 @@ class EngineMetrics:
     def __init__(self, model: ServedModel, names: MetricNames = "orca") -> None:
         self._model = model
         self._names: MetricNames = names
-        self._workers = WorkerMetrics(model)
         self._lock = threading.Lock()  # held only briefly: the scheduler waits for it
         self._arrived_before = model.service.timeline.n_arrived
         self._n_prompt_tokens = 0
@@ -170,36 +165,18 @@ class EngineMetrics:
         self._n_iterations = 0
         self._n_padding = 0
         self._n_ended = dict.fromkeys(FinishReason, 0)
-        self._histograms: dict[str, tuple[str, Sequence[float], Histogram]] = {}
-
-        new = self._histogram
-        self._first_token = new(
-            "time_to_first_token_seconds", "From a request's arrival to its first token.", _WAIT
-        )
-        self._queue_time = new(
-            "request_queue_time_seconds", "From a request's arrival to its first iteration.", _WAIT
-        )
-        self._gap = new(
-            "inter_token_latency_seconds", "From a token to the next of the same request.", _TOKEN
-        )
-        self._latency = new(
-            "e2e_request_latency_seconds", "From a request's arrival to its end, if it completed.", _WHOLE
-        )
-        self._normalized = new(
-            "request_normalized_latency_seconds_per_token",
-            "End-to-end latency over generated tokens (ORCA 6.2), of complete requests.",
-            _TOKEN,
-        )
-        self._request_input = new("request_prompt_tokens", "Prompt tokens of complete requests.", _TOKENS)
-        self._request_output = new(
-            "request_generation_tokens", "Generated tokens of complete requests.", _TOKENS
-        )
-        self._rows = new("iteration_batch_size", "Requests in an iteration.", _ROWS)
-        self._tokens = new("iteration_tokens", "Input tokens of an iteration.", _BATCH_TOKENS)
-        self._bucket = new(
-            "iteration_bucket_tokens", "Input tokens of an iteration, padding included.", _BATCH_TOKENS
-        )
-        self._seconds = new("iteration_seconds", "From an iteration's issue to its return.", _TOKEN)
+        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._first_token = self._histograms["time_to_first_token_seconds"]
+        self._queue_time = self._histograms["request_queue_time_seconds"]
+        self._gap = self._histograms["inter_token_latency_seconds"]
+        self._latency = self._histograms["e2e_request_latency_seconds"]
+        self._normalized = self._histograms["request_normalized_latency_seconds_per_token"]
+        self._request_input = self._histograms["request_prompt_tokens"]
+        self._request_output = self._histograms["request_generation_tokens"]
+        self._rows = self._histograms["iteration_batch_size"]
+        self._tokens = self._histograms["iteration_tokens"]
+        self._bucket = self._histograms["iteration_bucket_tokens"]
+        self._seconds = self._histograms["iteration_seconds"]
 
     # Called by the timeline.
 
@@ -215,7 +192,7 @@ class EngineMetrics:
             self._seconds.observe(record.returned - record.issued)
 
     def delivered(self, gaps: "array[float]", first: Sequence[RequestRecord]) -> None:
-        """An iteration's tokens were delivered: `first` are the requests that got their first token.
+        """Count an iteration's tokens: the first token of each request in `first`, and one for each gap.
 
         `gaps` are the seconds since the previous token of each other request.
         """
@@ -242,7 +219,7 @@ class EngineMetrics:
     # Called on a scrape.
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics. Counters and histograms are a consistent snapshot."""
+        """Yield all metrics. Counters and histograms are a consistent snapshot."""
         with self._lock:
             n_arrived = self._model.service.timeline.n_arrived - self._arrived_before
             counts = (
@@ -253,40 +230,32 @@ class EngineMetrics:
                 ("iteration_padding_tokens", "Padding tokens computed.", self._n_padding),
             )
             ended = dict(self._n_ended)
-            histograms = {name: histogram.read() for name, (_, _, histogram) in self._histograms.items()}
-        for name, documentation, count in (*counts, *self._of_scheduler()):
-            full = self._name(name)
-            counter = CounterMetricFamily(full.name, documentation, labels=full.labels)
-            counter.add_metric(full.values, count)
-            yield counter
-        full = self._name("request_success")
-        reasons = CounterMetricFamily(
-            full.name, "Requests that ended, by reason.", labels=(*full.labels, "finished_reason")
-        )
-        by_reason: Counter[str] = Counter()
-        for reason, count in ended.items():
-            by_reason[full.reason(reason)] += count
-        for reason, count in by_reason.items():
-            reasons.add_metric((*full.values, reason), count)
-        yield reasons
-        for name, (documentation, bounds, _) in self._histograms.items():
-            full = self._name(name)
-            histogram = HistogramMetricFamily(full.name, documentation, labels=full.labels)
-            histogram.add_metric(full.values, *_cumulative(bounds, *histograms[name]))
+            histograms = {name: histogram.read() for name, histogram in self._histograms.items()}
+        for name, documentation, count in (*counts, *self._scheduler_counts(), *self._compile_counts()):
+            yield self._metric(CounterMetricFamily, name, documentation, {(): count})
+        yield self._ended(ended)
+        for name, (documentation, bounds) in _HISTOGRAMS.items():
+            full, labels, values = self._name(name)
+            counts, total = histograms[name]
+            limits = map(floatToGoString, (*bounds, float("inf")))
+            histogram = HistogramMetricFamily(full, documentation, labels=labels)
+            histogram.add_metric(values, list(zip(limits, accumulate(counts), strict=True)), total)
             yield histogram
         for name, documentation, value in self._gauges():
-            full = self._name(name)
-            gauge = GaugeMetricFamily(full.name, documentation, labels=full.labels)
-            gauge.add_metric(full.values, value)
-            yield gauge
-        yield self._held()
+            yield self._metric(GaugeMetricFamily, name, documentation, {(): value})
+        held = self._model.service.scheduler.held
+        yield self._metric(
+            GaugeMetricFamily,
+            "request_held",
+            "1 for why a request had to wait at the last choice.",
+            {(reason,): held is not None and held[1] == reason for reason in get_args(Why)},
+            ["reason"],
+        )
         yield self._cache_config()
-        if self._model.compiles is not None:
-            yield from _compiles(self._model.compiles(), [self._model.name])
-        yield from self._workers.collect()
+        yield from worker_metrics(self._model)
 
-    def _of_scheduler(self) -> tuple[tuple[str, str, int], ...]:
-        """What the scheduler and the prefix cache count themselves; without a cache its counts are 0."""
+    def _scheduler_counts(self) -> tuple[tuple[str, str, int], ...]:
+        """Return the counts that the scheduler and the prefix cache keep; 0 without a cache."""
         scheduler = self._model.service.scheduler
         prefixes = scheduler.kv.prefixes
         n_queries, n_hits, n_evictions = (
@@ -299,6 +268,26 @@ class EngineMetrics:
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", n_hits),
             ("prefix_cache_evictions", "Blocks evicted from the prefix cache.", n_evictions),
         )
+
+    def _compile_counts(self) -> Iterator[tuple[str, str, float]]:
+        if self._model.compiles is not None:
+            n = self._model.compiles()
+            yield "compiles", "Programs that JAX compiled or read from disk in this process.", n.programs
+            yield "compiles_from_disk", "Programs that JAX read from disk.", n.from_disk
+            yield (
+                "compile_seconds",
+                "Time spent compiling or reading programs, summed over threads.",
+                n.seconds,
+            )
+
+    def _ended(self, ended: Mapping[FinishReason, int]) -> Metric:
+        name = "request_success"
+        by_reason: Counter[tuple[str]] = Counter()
+        for reason, count in ended.items():
+            says_vllm = self._is_vllm(name)
+            by_reason[(_VLLM_REASONS.get(reason, reason.value) if says_vllm else reason.value,)] += count
+        text = "Requests that ended, by reason."
+        return self._metric(CounterMetricFamily, name, text, by_reason, ["finished_reason"])
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         service = self._model.service
@@ -325,58 +314,39 @@ class EngineMetrics:
         n_cached = 0 if kv.prefixes is None else len(kv.prefixes)
         yield "prefix_cache_blocks", "Blocks that the prefix cache can find.", n_cached
 
-    def _held(self) -> Metric:
-        full = self._name("request_held")
-        gauge = GaugeMetricFamily(
-            full.name, "1 for why a request had to wait at the last choice.", labels=(*full.labels, "reason")
-        )
-        held = self._model.service.scheduler.held
-        for reason in get_args(Why):
-            gauge.add_metric((*full.values, reason), held is not None and held[1] == reason)
-        return gauge
-
     def _cache_config(self) -> Metric:
-        """A gauge that is always 1 and says in its labels how large the K/V cache is, as vLLM's."""
+        """Make vLLM's gauge that is always 1 and has the size of the K/V cache in its labels."""
         kv = self._model.service.scheduler.kv
         facts = {
             "block_size": kv.block_size,
             "num_gpu_blocks": kv.n_blocks,
             "enable_prefix_caching": kv.prefixes is not None,
         }
-        full = self._name("cache_config_info")
-        gauge = GaugeMetricFamily(
-            full.name, "The size of the K/V cache in its labels.", labels=(*full.labels, *facts)
-        )
-        gauge.add_metric((*full.values, *map(str, facts.values())), 1)
-        return gauge
+        text = "The size of the K/V cache in its labels."
+        sample = {tuple(map(str, facts.values())): 1}
+        return self._metric(GaugeMetricFamily, "cache_config_info", text, sample, facts)
 
-    def _name(self, name: str) -> MetricName:
-        return metric_name(name, self._model.name, self._names)
+    def _metric(
+        self,
+        family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        documentation: str,
+        samples: Mapping[tuple[str, ...], float],
+        labels: Iterable[str] = (),
+    ) -> Metric:
+        """Make a metric with `samples`, by the values of `labels`, which follow those of the model."""
+        full, model_labels, model_values = self._name(name)
+        metric = family(full, documentation, labels=(*model_labels, *labels))
+        for values, value in samples.items():
+            metric.add_metric((*model_values, *values), value)
+        return metric
 
-    def _histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
-        histogram = Histogram(bounds)
-        self._histograms[name] = (documentation, bounds, histogram)
-        return histogram
+    def _is_vllm(self, name: str) -> bool:
+        """Say whether a metric goes by vLLM's name."""
+        return self._names == "vllm" and name in _SAME_IN_VLLM
 
-
-def _compiles(counts: CompileCounts, label: Sequence[str]) -> Iterator[Metric]:
-    for name, documentation, count in (
-        ("compiles", "Programs that JAX compiled or read from disk in this process.", counts.programs),
-        ("compiles_from_disk", "Programs that JAX read from disk.", counts.from_disk),
-        ("compile_seconds", "Time spent compiling or reading programs, summed over threads.", counts.seconds),
-    ):
-        counter = CounterMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
-        counter.add_metric(label, count)
-        yield counter
-
-
-def _cumulative(
-    bounds: Sequence[float], counts: Sequence[int], total: float
-) -> tuple[list[tuple[str, float]], float]:
-    """A histogram in Prometheus's form: cumulative counts by upper bound, and the sum of all values."""
-    buckets: list[tuple[str, float]] = []
-    n = 0
-    for bound, count in zip((*bounds, float("inf")), counts, strict=True):
-        n += count
-        buckets.append((floatToGoString(bound), n))
-    return buckets, total
+    def _name(self, name: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+        """Return a metric's whole name, and the names and values of the labels that all its samples have."""
+        if self._is_vllm(name):
+            return f"vllm:{name}", ("model_name", "engine"), (self._model.name, _ENGINE)
+        return f"orca_{name}", ("model_name",), (self._model.name,)

@@ -29,7 +29,7 @@ _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 @dataclass(frozen=True, slots=True)
 class _LoopState:
-    """State that may be read only on the event loop. `n_tasks` is None if no event loop runs."""
+    """State that only the event loop may read. `n_tasks` is None if no event loop runs."""
 
     phase: Phase
     n_live: int
@@ -37,7 +37,7 @@ class _LoopState:
 
 
 class Metrics(Collector):
-    """One server's metrics, in a registry of its own, so that several servers in one process do not mix.
+    """The metrics of one server, in a separate registry so that several servers in one process do not mix.
 
     Use it on the gateway's event loop; the engine's threads write only to the `EngineMetrics` that `attach`
     makes. A scrape is rendered on a thread, because it takes milliseconds and anyone may ask without a key.
@@ -55,7 +55,7 @@ class Metrics(Collector):
     ) -> None:
         self._gateway = gateway
         self._log, self._watchdog = log, watchdog
-        self._names: MetricNames = names  # of the engine's metrics
+        self._names: MetricNames = names
         self._engine: EngineMetrics | None = None
         self._others: tuple[Callable[[], Iterable[Metric]], ...] = ()
         self._loop_state = self._read_loop_state()
@@ -75,7 +75,7 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def attach(self, model: ServedModel, *others: Callable[[], Iterable[Metric]]) -> None:
-        """Observe the model's engine from now on. Call it while no request is live.
+        """Observe the model's engine. Call it while no request is live.
 
         `others` make more metrics on each scrape, on any thread.
         """
@@ -97,12 +97,12 @@ class Metrics(Collector):
         self._grpc.labels(method, code).inc()
 
     def render(self) -> bytes:
-        """All metrics in Prometheus's text format, whose content type is `content_type`."""
+        """Write all metrics in Prometheus's text format (`content_type`)."""
         self._loop_state = self._read_loop_state()
         return generate_latest(self.registry)
 
     async def scrape(self) -> bytes:
-        """Like `render`, without blocking the event loop. Concurrent callers share one rendering."""
+        """Render on a thread. Concurrent callers share one rendering."""
         if self._rendering is None:
             self._loop_state = self._read_loop_state()
             self._rendering = asyncio.create_task(asyncio.to_thread(generate_latest, self.registry))
@@ -110,7 +110,7 @@ class Metrics(Collector):
         return await asyncio.shield(self._rendering)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry: all metrics but the process's and the request counters."""
+        """Yield all metrics but those of the process and the request counters, which the registry has."""
         state = self._loop_state
         yield InfoMetricFamily("orca_build", "What is running.", {"version": orca_jax.__version__})
         phase = GaugeMetricFamily("orca_server_phase", "1 for the phase the server is in.", labels=["phase"])
@@ -144,7 +144,7 @@ class Metrics(Collector):
 
 
 def _holds(watchdog: Watchdog) -> Iterator[Metric]:
-    """How long something held the event loop or the GIL, while nobody else was answered."""
+    """Report how long something held the event loop or the GIL, while nobody else was answered."""
     longest = GaugeMetricFamily(
         "orca_longest_hold_seconds", "Longest hold since the last scrape.", labels=["what"]
     )

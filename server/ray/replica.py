@@ -27,7 +27,7 @@ from server.ray.stages.placement import StageNeeds
 from server.ray.stages.stage_actors import StageActors
 from server.settings.serve_settings import ServeSettings
 from server.tracing.tracing import tracing_to
-from server.web.live_view import LiveView
+from server.web.feed import LiveView
 
 
 class EngineReplica:

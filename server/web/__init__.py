@@ -1,1 +1,4 @@
-"""The pages for people, and the feed of the live view. Start with pages.py and feed.py."""
+"""The files of the pages (static/), which server/http/pages.py sends, and the feed of the live view.
+
+Start with feed.py; docs/pages.md describes the pages.
+"""

@@ -1,7 +1,7 @@
-"""The live view's feed: one pump makes each message once, for as long as somebody watches.
+"""The feed of the live view: server-sent events that say what the scheduler does.
 
-It is sampled, bounded, and free while nobody watches. A viewer that stops reading is dropped. docs/pages.md
-describes the messages.
+Each message is made once for all viewers. The feed costs nothing while nobody watches, and what a viewer
+leaves unread is bounded: one that stops reading is dropped. docs/pages.md describes the messages.
 """
 
 import asyncio
@@ -9,24 +9,26 @@ import json
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orca_jax
 from server.errors import TooManyViewers
 from server.gateway.gateway import Gateway, ServerStatus
 from server.gateway.served_model import ServedModel
-from server.web.stage_times import StageTimes
-from server.web.watch import Line, Watch
+from server.settings.serve_settings import ServeSettings
+from server.web.watch import Line, StageTimes, Watch
 
 _PERIOD = 0.05  # seconds between two messages
 _HEARTBEAT = 10.0  # seconds of silence, after which a comment shows that the connection lives
 _MOST_VIEWERS = 64
 _MOST_UNREAD = 1 << 20  # bytes that wait for one viewer
-_MOST_REQUESTS = 1024  # live requests that a new viewer is told of
+_MOST_REQUESTS = 1024  # live requests in a hello
 
 
 class Viewer:
-    """An async iterator of messages, which ends when the feed drops the viewer or closes."""
+    """An async iterator of messages. It ends when the feed drops the viewer or closes."""
 
     def __init__(self) -> None:
         self._unread = deque[bytes]()
@@ -35,7 +37,7 @@ class Viewer:
         self.ended = False
 
     def put(self, message: bytes) -> bool:
-        """Add a message; False if too much is unread, and the viewer has ended."""
+        """Add a message. If too much is unread the viewer ends, and this returns False."""
         if self._n_bytes + len(message) > _MOST_UNREAD:
             self._unread.clear()
             self.end()
@@ -46,7 +48,7 @@ class Viewer:
         return True
 
     def end(self) -> None:
-        """End after what is unread."""
+        """End once everything unread has been read."""
         self.ended = True
         self._woken.set()
 
@@ -67,26 +69,26 @@ class Viewer:
 class LiveFeed:
     """All viewers of one server. Use it on the gateway's event loop.
 
-    `shows_ids` False leaves the requests' ids out, because the viewers may not be the ones who chose them.
+    With `shows_ids` False the messages leave out the requests' ids: viewers may not be those who chose them.
     """
 
     def __init__(self, gateway: Gateway, *, shows_ids: bool = True) -> None:
         self._gateway = gateway
         self._shows_ids = shows_ids
-        self._run_id = secrets.token_hex(8)  # numbers of requests and iterations begin again with another run
+        self._run_id = secrets.token_hex(8)  # another run counts requests and iterations anew
         self._viewers: list[Viewer] = []
         self._pump: asyncio.Task[None] | None = None
-        self._model: ServedModel | None = None  # what is watched
+        self._model: ServedModel | None = None  # the watched one
         self._watch: Watch | None = None
         self._stage_times: StageTimes | None = None
-        self._status: ServerStatus | None = None  # what the viewers know
+        self._status: ServerStatus | None = None  # last sent
 
     @property
     def n_viewers(self) -> int:
         return len(self._viewers)
 
     def join(self) -> Viewer:
-        """A new viewer, who must `leave`. Raises TooManyViewers."""
+        """Add a viewer, which must `leave`. Raises TooManyViewers."""
         if len(self._viewers) >= _MOST_VIEWERS:
             raise TooManyViewers(f"{_MOST_VIEWERS} people watch already; try again later")
         self._flush()
@@ -99,7 +101,7 @@ class LiveFeed:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """The viewer is gone."""
+        """Remove a viewer."""
         viewer.end()
         if viewer in self._viewers:
             self._viewers.remove(viewer)
@@ -107,7 +109,7 @@ class LiveFeed:
             self._rest()
 
     async def close(self) -> None:
-        """End all viewers' streams."""
+        """End the streams of all viewers."""
         pump = self._pump
         for viewer in list(self._viewers):
             self.leave(viewer)
@@ -115,7 +117,7 @@ class LiveFeed:
             await asyncio.wait([pump])
 
     def _rest(self) -> None:
-        """Nobody watches: cost nothing."""
+        """Stop watching the scheduler, now that nobody is there."""
         if self._pump is not None:
             self._pump.cancel()
             self._pump = None
@@ -135,18 +137,18 @@ class LiveFeed:
                 silent = 0.0
 
     def _look_for_model(self) -> bool:
-        """Watch the model as soon as there is one; whether that was now."""
+        """Begin to watch a model that has been loaded; True if this call did."""
         model = self._gateway.served
         if model is None or model is self._model:
             return False
         self._model = model
         self._watch = Watch(model.service, shows_ids=self._shows_ids)
         self._watch.start()
-        self._stage_times = StageTimes(model.service.scheduler.engine)
+        self._stage_times = StageTimes(model)
         return True
 
     def _flush(self) -> bool:
-        """Send what has happened; False if nothing has."""
+        """Send what has happened since the last call; False if nothing has."""
         lines: list[Line] = []
         if self._watch is not None and self._stage_times is not None:
             lines = self._watch.take() + self._stage_times.lines(self._now())
@@ -166,7 +168,7 @@ class LiveFeed:
             self._rest()
 
     def _now(self) -> float:
-        """Seconds on the timeline's clock."""
+        """Read the timeline's clock, in seconds."""
         assert self._model is not None or self._watch is None
         return 0.0 if self._model is None else self._model.service.timeline.now()
 
@@ -186,8 +188,27 @@ class LiveFeed:
         return _event("hello", hello)
 
 
+@dataclass(frozen=True, slots=True)
+class LiveView:
+    """What the routes under /live/ need.
+
+    `recording` is the file that the server records into. `is_shared` is True where several API keys exist:
+    their owners must not see one another's requests.
+    """
+
+    feed: LiveFeed
+    recording: Path | None = None
+    is_shared: bool = False
+
+    @classmethod
+    def of(cls, gateway: Gateway, settings: ServeSettings) -> "LiveView":
+        shared = settings.api_keys.n_keys > 1
+        record = settings.engine.record
+        return cls(LiveFeed(gateway, shows_ids=not shared), None if record is None else Path(record), shared)
+
+
 def _sizes(model: ServedModel | None) -> Line:
-    """What is served, and the sizes of its engine; all None while it loads."""
+    """Describe the model and the sizes of its engine; all None while it loads."""
     if model is None:
         names = ("model", "policy", "scheduling_policy", "n_workers", "max_batch_size", "n_slots")
         return dict.fromkeys((*names, "block_size", "max_batch_tokens", "buckets"))

@@ -1,23 +1,28 @@
-"""What the scheduler does, as lines of JSON in a bounded buffer, for as long as somebody watches."""
+"""Writes what the scheduler and the stages do as lines of JSON."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from orca_jax.engine.stage_counters import IterationTimes
 from orca_jax.request.request import Request, Row
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 from orca_jax.service.iteration_lines import IterationLines
 from orca_jax.service.orca import Orca
+from server.gateway.served_model import ServedModel
+from server.metrics.worker_metrics import workers_of
 
 Line = dict[str, Any]
-_MOST_NUMBERS = 1 << 16  # in lines that nobody has taken yet
-_LINE = 8  # what a line counts beside the numbers in its lists
+_MOST_NUMBERS = 1 << 16  # in the lines of the buffer
+_LINE = 8  # numbers that a line counts as, besides those in its lists
+_SAME_CLOCK = 1.0  # seconds: a report that seems to take longer comes from another machine's clock
 
 
 class Watch:
-    """A TimelineWatcher. `take` returns the lines since the last call; beyond a limit they are counted only.
+    """A TimelineWatcher with a buffer of lines. Once it is full, iterations are only counted.
 
-    Lines have no texts but the requests' ids, and these only with `shows_ids`. `take` is for one thread.
+    Lines have no text but the requests' ids, and these only with `shows_ids`. `take` is for one thread.
     """
 
     def __init__(self, service: Orca, *, shows_ids: bool) -> None:
@@ -26,7 +31,7 @@ class Watch:
         self._iterations = IterationLines(service.scheduler)
         self._lines: deque[tuple[int, Line]] = deque()
         # Several threads change `_n_put`. It may lose a count, which only moves the limit.
-        self._n_put = self._n_taken = self._n_skipped = self._n_told = 0
+        self._n_put = self._n_taken = self._n_skipped = self._n_reported = 0
 
     def start(self) -> None:
         """Watch from now on."""
@@ -39,20 +44,20 @@ class Watch:
         timeline.watchers = tuple([watcher for watcher in timeline.watchers if watcher is not self])
 
     def take(self) -> list[Line]:
-        """The lines since the last call, oldest first."""
+        """Remove and return the lines of the buffer, oldest first."""
         lines: list[Line] = []
         for _ in range(len(self._lines)):
             n_numbers, line = self._lines.popleft()
             self._n_taken += n_numbers
             lines.append(line)
         n_skipped = self._n_skipped
-        if n_skipped > self._n_told:
-            lines.append({"skipped": n_skipped - self._n_told})
-            self._n_told = n_skipped
+        if n_skipped > self._n_reported:
+            lines.append({"skipped": n_skipped - self._n_reported})
+            self._n_reported = n_skipped
         return lines
 
     def live_requests(self, most: int) -> list[Line]:
-        """The live requests as arrivals, the newest `most`, with how far they are. For any thread."""
+        """Describe the newest `most` live requests: their arrival and their progress. For any thread."""
         records = self._service.timeline.live()
         live = sorted(self._service.pool.live(), key=lambda request: request.arrival)[-most:]
         return [
@@ -68,7 +73,7 @@ class Watch:
             if (record := records.get(request.arrival)) is not None
         ]
 
-    # On the threads of the timeline.
+    # The timeline calls these on its threads.
 
     def arrived(self, request: Request, at: float) -> None:
         self._put(self._arrival(request, at))
@@ -106,3 +111,44 @@ class Watch:
         self._n_put += n_numbers
         self._lines.append((n_numbers, line))
         return True
+
+
+class StageTimes:
+    """Turns new reports into lines with times on the engine's clock. For one thread.
+
+    The clock of a worker on another machine is aligned by the report that got here fastest, so its bars may
+    be late by the time that this report took.
+    """
+
+    def __init__(self, model: ServedModel) -> None:
+        workers = workers_of(model)
+        self._stages = () if workers is None else workers.stages
+        self._last = [stage.times[-1] if stage.times else None for stage in self._stages]
+        self._offsets = [math.inf] * len(self._stages)
+        self._first_epoch = 0
+
+    def lines(self, now: float) -> list[Line]:
+        """Return a line with all reports since the last call, or none; `now` is the engine's clock."""
+        reports: list[tuple[int | None, int, float, float | None]] = []
+        for i, stage in enumerate(self._stages):
+            for report in self._new(i, list(stage.times)):
+                if math.isnan(report.received):
+                    continue
+                offset = self._offset(i, now - report.received)
+                done = None if math.isnan(report.done) else report.done + offset
+                # Each epoch numbers its iterations from 0, and the timeline counts on.
+                self._first_epoch = self._first_epoch or report.epoch
+                number = report.iteration if report.epoch == self._first_epoch else None
+                reports.append((number, report.stage, report.received + offset, done))
+        return [{"stages": reports}] if reports else []
+
+    def _new(self, i: int, times: Sequence[IterationTimes]) -> Sequence[IterationTimes]:
+        last, self._last[i] = self._last[i], times[-1] if times else None
+        for n in range(len(times) - 1, -1, -1):
+            if times[n] is last:
+                return times[n + 1 :]
+        return times
+
+    def _offset(self, i: int, delay: float) -> float:
+        self._offsets[i] = min(self._offsets[i], delay)
+        return 0.0 if abs(self._offsets[i]) < _SAME_CLOCK else self._offsets[i]

@@ -37,8 +37,7 @@ from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 from server.tracing.tracing import Tracing
-from server.web.feed import LiveFeed
-from server.web.live_view import LiveView
+from server.web.feed import LiveFeed, LiveView
 from tests.endpoint.obedient import obedient
 from tests.host.engines import LETTERS, SOON, PacedEngine, at_rest, counting, orca, simulated
 

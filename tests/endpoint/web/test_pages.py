@@ -5,10 +5,9 @@ import re
 import httpx2
 import pytest
 
-from server.http.pages import PAGES
+from server.http.pages import PAGES, page_files
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
-from server.web.pages import page_files
 from tests.endpoint.harness import serving
 from tests.endpoint.http_client import connected
 
@@ -42,7 +41,7 @@ def test_an_unchanged_file_is_not_sent_again(client: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "nothing.js", "../pages.py", "..%2fpages.py", "live", "/etc/passwd", "%00"]
+    "name", ["", "nothing.js", "../feed.py", "..%2ffeed.py", "live", "/etc/passwd", "%00"]
 )
 def test_there_are_no_other_files(client: httpx2.Client, name: str) -> None:
     response = client.get(f"/static/{name}")

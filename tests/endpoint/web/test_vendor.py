@@ -3,7 +3,7 @@
 import hashlib
 import re
 
-from server.web.pages import page_files
+from server.http.pages import page_files
 from tests.places import ROOT
 
 FOLDER = ROOT / "server/web/static/vendor"
