@@ -1,12 +1,12 @@
-"""Rollouts of this engine and of Tunix's own sampler: tokens per second for the same samples, in turn.
+"""Compares rollouts of this engine and of Tunix's sampler: tokens per second for the same samples, in turn.
 
     .venv/bin/pip install -e '.[tunix]'
     python -m bench.rollout [--prompts 64] [--samples 8] [--layers 4] [--hidden 256] [--runs 3]
 
 Prompts have U(4, 32) tokens and samples U(8, 256), drawn once. Tunix's sampler works on padded batches of
 `--vanilla-batch` samples, in their order, and runs each for 256 steps: the longest of so many samples has
-about that many. No sample ends by itself. The tokens that count are those of the samples, without padding.
-Both compile in a run that is not timed.
+about that many. No sample ends early. Padding does not count as tokens. Both
+compile in a run that is not timed.
 """
 
 # pyright: reportMissingImports=false
@@ -33,26 +33,26 @@ VOCABULARY, LONGEST_PROMPT, LONGEST = 512, 32, 256
 
 
 class Numbers:
-    """A tokenizer of texts that are token ids; no token that is sampled ends a text."""
+    """A tokenizer of texts that are token ids; no sampled token ends a text."""
 
     def encode(self, text: str) -> list[int]:
         """The token ids of "12 7 300"."""
         return [int(word) for word in text.split()]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The reverse."""
+        """The text of these token ids."""
         return " ".join(map(str, token_ids))
 
     def pad_id(self) -> int:
-        """Fills up."""
+        """The padding token."""
         return 0
 
     def bos_id(self) -> int:
-        """None is added."""
+        """No token is added at the beginning."""
         return 0
 
     def eos_id(self) -> int:
-        """Beyond the vocabulary: it is never sampled."""
+        """A token beyond the vocabulary, which is never sampled."""
         return VOCABULARY
 
 
@@ -73,7 +73,7 @@ def llama(n_layers: int, hidden: int) -> Llama3:
 
 
 def orca_samples(rollout: OrcaRollout, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
-    """All samples, each of its length; returns the number of tokens."""
+    """Draw all samples, each with its length; return the number of tokens."""
     asked = [
         SamplingParams(max_tokens=n, temperature=1.0, ignore_eos=True, logprobs=0, seed=i)
         for i, n in enumerate(lengths)
@@ -84,7 +84,7 @@ def orca_samples(rollout: OrcaRollout, prompts: Sequence[Sequence[int]], lengths
 def vanilla_samples(
     rollout: VanillaRollout, prompts: Sequence[Sequence[int]], lengths: Sequence[int], batch: int
 ) -> int:
-    """Batch by batch, each up to its longest sample; returns the number of tokens that were asked for."""
+    """Draw the samples batch by batch, each up to its longest; return the number of requested tokens."""
     texts = [" ".join(map(str, prompt)) for prompt in prompts]
     for first in range(0, len(texts), batch):
         part = slice(first, first + batch)

@@ -3,9 +3,9 @@
     python -m bench.sampler [--rows 1,32,128] [--vocab 50257,151936] [--repeat 30] [--only greedy,temperature]
 
 Each of the chooser's programs runs on random logits with a spread like a model's; its results stay on the
-device. The floor is measured in the same run: the maximum of each row, which reads the same array once. So is
-the choice in JAX, where C makes it otherwise. All take turns in each round, forwards and backwards. The last
-line is JSON.
+device. The floor is measured in the same run: the maximum of each row, which reads the same array once. Where
+C chooses the tokens, the choice in JAX is measured too. All take turns in each round, forwards and backwards.
+The last line is JSON.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from orca_jax.iteration.flat_batch import SamplerArrays, TokenPrograms, token_pr
 from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, SAMPLED, neutral_sampling
 from orca_jax.sharding.device_group import DeviceGroup, device_name
 
-# The features that a batch's rows ask for, as fields of message.SAMPLING.
+# The features that a batch's rows request, as fields of message.SAMPLING.
 FEATURES: dict[str, dict[str, float]] = {
     "greedy": {},
     "temperature": {"temperature": 0.8},

@@ -184,7 +184,7 @@ def _prompt(rng: np.random.Generator, n_input: int, vocab_size: int) -> tuple[in
 
 
 class _FieldError(Exception):
-    """What is wrong with a field of a line."""
+    """An invalid field of a line; the message says why."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field} {message}")

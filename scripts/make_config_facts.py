@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make tests/host/families/data: what transformers reads of configurations, and saves of those published.
+"""Make tests/host/families/data: fields of configurations that transformers reads and saves.
 
     python -m scripts.make_config_facts
 
@@ -36,7 +36,7 @@ METHODS = {"to_dict", "get_text_config", "__setattr__"}
 
 
 def main() -> None:
-    """Write the files and print how much they have."""
+    """Write the files and print their sizes."""
     TARGET.mkdir(exist_ok=True)
     families = {model_type: _fields(model_type) for model_type in LANGUAGE_MODELS}
     _write("config_fields.json", {"transformers": transformers.__version__, "families": families})
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _write(name: str, values: dict[str, Any]) -> None:
-    """One entry a line."""
+    """Write one entry a line."""
     lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
     (TARGET / name).write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -69,7 +69,7 @@ def _saved(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _taken(tree: ast.AST) -> Iterator[str]:
-    """The names that code takes from an object whose name says that it is a configuration."""
+    """The attribute names that code reads from an object named like a configuration."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_config(node.value):
             yield node.attr

@@ -1,10 +1,10 @@
-"""Writes the tables of docs/models.md: what each family's golden models use, and what runs it.
+"""Writes the tables of docs/models.md: features in each family's golden models, and the code that runs it.
 
     python -m scripts.model_matrix
 
 A golden model is a small random checkpoint with the logits or tokens that transformers computes
-(tests/data/golden; tests/data/text_parts for models of which the text part is served). So a feature in the
-table is one that was compared with transformers.
+(tests/data/golden; tests/data/text_parts for models of which the text part is served). A feature in the
+table has therefore been compared with transformers.
 """
 
 from collections.abc import Iterator
@@ -106,7 +106,7 @@ def path_rows() -> Iterator[str]:
 
 
 def tables() -> str:
-    """What stands between BEGIN and END."""
+    """The text between BEGIN and END."""
     return "\n".join(["", *family_rows(), "", *path_rows(), "", ""])
 
 

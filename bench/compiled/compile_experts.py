@@ -2,7 +2,7 @@
 
     JAX_PLATFORMS=cpu python -m bench.compiled.compile_experts
 
-As compile_kernel.py does for attention's: nothing is run, and each size is compiled in a process.
+As in compile_kernel.py, nothing is run, and each size is compiled in a separate process.
 """
 
 import json
@@ -21,7 +21,7 @@ from orca_jax.pallas.grouped_product import grouped_product
 
 
 class Size(NamedTuple):
-    """What is compiled: rows, and experts of [out, in]."""
+    """Rows and experts of [out, in] to compile."""
 
     n_rows: int
     n_experts: int

@@ -2,8 +2,8 @@
 
     JAX_PLATFORMS=cpu python -m bench.compiled.compile_kernel
 
-Nothing is run: times need a GPU. Each size is compiled in a separate process, whose output contains that of
-Mosaic and ptxas. If the package nvidia-cuda-nvdisasm is installed too, the loops of the machine code are
+Nothing is run: times need a GPU. Each size is compiled in a separate process, whose output contains Mosaic's
+and ptxas' reports. If the package nvidia-cuda-nvdisasm is installed too, the loops of the machine code are
 checked: whether registers are spilled near the matrix instructions.
 """
 
@@ -29,7 +29,7 @@ from orca_jax.pallas.work_list.bounds import Plan
 
 
 class Size(NamedTuple):
-    """What is compiled; the queries are read from a fused product."""
+    """One size to compile; the queries are read from a fused QKV product."""
 
     head_size: int
     dtype: str
@@ -105,7 +105,7 @@ def figures(size: Size) -> Figures:
 
 
 def compilers_figures(module: str, size: tuple[Any, ...]) -> Figures:
-    """What the compilers say about a size that the module compiles, as `figures`."""
+    """The compilers' reports on a size that `module` compiles; see `figures`."""
     command = [sys.executable, "-m", module, json.dumps(size)]
     wanted = ["PTXAS", "PTX", "HOST_LLVM"] + ["SASS"] * _has_nvdisasm()
     dumps = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in wanted}

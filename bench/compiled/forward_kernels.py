@@ -103,7 +103,7 @@ class Program:
         return next((one for one in inner if " custom-call(" in one), None)
 
     def _computes(self, line: str) -> Iterator[str]:
-        """What an instruction, or the computation that it calls, computes."""
+        """Name the computation of an instruction, or of the computation that it calls."""
         match = _INSTRUCTION.match(line)
         if not match or match[3] in _NO_WORK:
             return

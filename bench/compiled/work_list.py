@@ -1,4 +1,4 @@
-"""How evenly the kernel's work list is distributed over a GPU's cores, and the host's time to build it.
+"""Measures the balance of the kernel's work list over a GPU's cores, and the host's time to build it.
 
     python -m bench.compiled.work_list [--cores 132] [--block-size 16] [--window N]
 

@@ -1,7 +1,7 @@
-"""The engine that `LLM` has inside, of one process: without its thread, texts, grammars and remote workers.
+"""The engine inside `LLM`, in one process, without its thread, texts, grammars and remote workers.
 
-It needs JAX, flax, numpy and what this repository carries: neither the libraries of tokenizers and grammars
-nor those of control lines and endpoints, which a machine with a GPU may lack.
+It needs JAX, flax, numpy and this repository, but no libraries for tokenizers, grammars, control lines or
+endpoints, which a machine with a GPU may lack.
 """
 
 import time
@@ -98,7 +98,7 @@ class BareEngine:
         return Scheduler(pool, self.engine, self.kv, config=config, timeline=timeline), pool
 
     def run(self, requests: Sequence[Request]) -> Scheduler:
-        """All requests at once, to their end; the scheduler that ran them."""
+        """Run all requests at once to their end; return the scheduler that ran them."""
         scheduler, pool = self.scheduler()
         for request in requests:
             pool.add(request)

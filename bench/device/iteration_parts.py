@@ -67,7 +67,7 @@ def time_parts(
     x = jax.random.normal(jax.random.key(1), (n_tokens, model.hidden_size), dtype)
 
     def through_experts(y: jax.Array, weight: jax.Array, config: FeedForward) -> jax.Array:
-        """As many tokens to each expert as the next: first up, then down."""
+        """Send equally many tokens to each expert: first up, then down."""
         assert config.experts is not None
         n_experts = config.experts.number
         if weight.ndim == 4:
@@ -87,7 +87,9 @@ def time_parts(
                     y = through_experts(y, p[f"layers.{i}.{name}"], layer.feed_forward)
                     if parameter.axes[-1] == "F":
                         x = x + y.reshape(len(x), -1, y.shape[1]).sum(axis=1)
-                if parameter.use != "linear" or parameter.axes[0] == "Y":  # the router gives no hidden states
+                if (
+                    parameter.use != "linear" or parameter.axes[0] == "Y"
+                ):  # the router returns no hidden states
                     continue
                 weight = p[f"layers.{i}.{name}"].reshape(parameter.stacked_shape)
                 if parameter.takes_attention and i + 1 == model.n_layers:

@@ -1,14 +1,14 @@
-"""A prompt's iteration in a model with latent attention: the absorbed form beside both forms.
+"""Times a prompt's iteration in a model with latent attention: the absorbed form against the engine's choice.
 
     python -m bench.device.latent_prefill [--tokens 1024,2048] [--before 0] [--heads 16] [--layers 4]
 
 Layers have DeepSeek-V3's sizes of keys and values (512 compressed elements, 64 rotated, heads of 128 and
-128), and little else. Each case is one row of `tokens` new tokens, behind `before` tokens that the cache has.
+128), and little else. Each case is one row of `tokens` new tokens after `before` cached ones.
 Its forward pass runs once with the absorbed form alone, once as the engine chooses, and so on in turn;
 compiling is not timed. With `--attention` follow_lengths in pure JAX, else in C if it can be built.
 
-Prints two lines for each case, of the time that passed, and of the processor's time, which depends less on
-what else runs on the machine: the median seconds of both, with the least and the most, and their ratio.
+Prints two lines for each case, wall time and processor time, which depends less on other programs of the
+machine: the median seconds of both forms, with minimum and maximum, and their ratio.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def small_latent(n_heads: int, n_layers: int) -> ModelConfig:
 def prefill(
     model: ModelConfig, dtype: Any, path: AttentionPath, n_tokens: int, before: int
 ) -> Callable[[], tuple[float, float]]:
-    """A function that runs the iteration and gives the seconds that passed, and those of the processor."""
+    """Return a function that runs the iteration and returns its wall seconds and processor seconds."""
     device = jax.devices()[0]
     (part,) = split_model(model, [device])
     parameters = random_parameters(model, 0, dtype, part.placement(model))
@@ -86,7 +86,7 @@ def prefill(
         jax.block_until_ready(out)
         return time.perf_counter() - start, time.process_time() - busy
 
-    for _ in range(2):  # the caches that it gives back are committed to their device: that is another program
+    for _ in range(2):  # the returned caches are committed to their device, which needs another program
         run()
     return run
 

@@ -1,4 +1,4 @@
-"""One split of `bench.stages` whose stages have processes of their own. Not to be run by hand."""
+"""One split of `bench.stages` with a process for each stage. Not to be run by hand."""
 
 import json
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from orca_jax.scheduling.blocks import round_up
 
 
 class StagesInProcesses:
-    """The engine of a preset whose stages have processes of their own; one for all batches up to `rows`."""
+    """A preset's engine with a process for each stage; one engine for all batches up to `rows`."""
 
     def __init__(self, preset: str, split: str, rows: int) -> None:
         self.n_stages, tensor = sizes_of(split)
@@ -37,7 +37,7 @@ class StagesInProcesses:
         )
 
     def build(self, serving: ServingConfig) -> Built:
-        """The engine; its programs for a batch of `serving` are those that an engine of that size has."""
+        """Return the engine; for a batch of `serving` it has the same programs as an engine of that size."""
         assert serving.max_batch_size <= self._built.serving.max_batch_size
         return Built(self._built.engine, self._built.kv, self._built.device)
 

@@ -1,4 +1,4 @@
-"""When each iteration was issued to the device, and when the device was done with it, seen from outside."""
+"""Observes when each iteration is issued to the device, and when the device has finished it."""
 
 import queue
 import threading
@@ -25,7 +25,7 @@ class WatchedWorkers:
         self._thread.start()
 
     def issue(self, message: ControlMessage, words: MakeWords) -> PendingTokens:
-        """The workers'."""
+        """Issue an iteration on the workers, and record it."""
         pending = self._workers.issue(message, words)
         self.issued.append(time.perf_counter())
         self._pending.put(pending)
@@ -53,7 +53,7 @@ class WatchedWorkers:
 def gaps(issued: Sequence[float], done: Sequence[float]) -> list[float]:
     """Seconds between iterations in which the device had nothing to do: [len - 1].
 
-    It has, from when an iteration is issued; one that was issued before the one before it was done leaves no
-    gap that the host is to blame for.
+    The device has work once an iteration is issued, so an iteration issued before the previous one was done
+    leaves no gap.
     """
     return [max(0.0, next_issued - end) for next_issued, end in zip(issued[1:], done, strict=False)]

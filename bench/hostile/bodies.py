@@ -13,7 +13,7 @@ def _names_and_one_twice(n_bytes: int) -> bytes:
 
 
 def _filled(before: bytes, piece: bytes, after: bytes, *, most: int = _MOST) -> bytes:
-    """As many comma-separated pieces as fit."""
+    """Join as many pieces with commas as fit."""
     n = (most - len(before) - len(after)) // (len(piece) + 1)
     return before + b",".join([piece] * n) + after
 
@@ -24,7 +24,7 @@ async def duplicate_keys(target: Target) -> None:
 
 
 async def duplicate_keys_4_mb(target: Target) -> None:
-    """The same with 4 MB, which once blocked the event loop for half an hour."""
+    """Objects of 4 MB with a duplicate name, which once blocked the event loop for half an hour."""
     await target.flood(1, [target.post(COMPLETIONS, _names_and_one_twice(_MOST))])
 
 
@@ -117,7 +117,7 @@ _CHAT = b'{"messages":[{"role":"user","content":"a"}],"max_tokens":1'
 
 
 async def tools_of_ones(target: Target) -> None:
-    """A list of 900,000 numbers where tools belong: once an error for each."""
+    """A list of 900,000 numbers in place of tools, which once gave an error for each."""
     body = _CHAT + b',"tools":[' + b"1," * 900_000 + b"1]}"
     await target.flood(2, [target.post(CHAT, body)])
 

@@ -14,7 +14,7 @@ from bench.server.http_client import post
 
 ADDRESS = "127.0.0.1"  # the attackers' address; gRPC's cannot use another
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-OUTPUT_FAILED = "500 output_failed"  # for a request whose own grammar could not continue
+OUTPUT_FAILED = "500 output_failed"  # for a request whose grammar could not continue
 _SHORT = 120  # characters of a message
 _MOST_KEPT = 4096  # bytes of an answer
 _REST_SECONDS = 0.02  # pause after a connection that failed at once

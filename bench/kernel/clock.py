@@ -1,10 +1,11 @@
-"""How the kernel benchmark measures time: chained calls in one program, many programs in flight, one wait.
+"""The clock of the kernel benchmark: chained calls in one program, many programs in flight, one wait.
 
 Each call's result is the next call's query, as between layers, and a program contains `n_calls` such calls.
-So no call can be dropped, moved or run concurrently, and nothing runs between two calls. Each call has its
-own keys and values; if they are small, there are enough sets to exceed the L2 cache. The programs are issued
-without waiting for about 20 ms, followed by one wait. The time of a call is the total over the number of
-calls; nothing is subtracted. `host` shows whether the host needs as long to issue a call as the call takes.
+No call can therefore be dropped, moved or run concurrently, and nothing runs between two calls. Each call has
+its own keys and values; if they are small, there are enough sets to exceed the L2 cache. The programs are
+issued without waiting for about 20 ms, followed by one wait. The time of a call is the total over the number
+of calls; nothing is subtracted. `host` shows whether the host needs as long to issue a call as the call
+takes.
 
 Keys and queries have a standard deviation of 1. A value's grows with the square root of its position, so that
 at every position a result is spread like a query, and a chain of results neither vanishes nor grows.

@@ -1,4 +1,4 @@
-"""The experts' kernel: whether it is right, and then its time over its floor.
+"""Checks the experts' kernel, then measures its time over its floor.
 
     python -m bench.kernel.experts [--one] [--tiny] [--repeat 7] [--json FILE]
 
@@ -7,10 +7,10 @@ rows of no expert. Those rows are NaN, as are the weights of experts without row
 same groups run several times: a result that changes is a race. If anything is wrong nothing is timed, and the
 status is 1.
 
-Then products of published mixtures, of tokens that choose experts at random. A program has several calls,
-each with weights of its own. The floor is the bytes of the experts that are hit, of rows and of results over
-the measured bandwidth, or the operations over the measured matrix rate; beside it is XLA's `ragged_dot`. The
-last line is JSON.
+Then it times products of published mixtures, for tokens that choose experts at random. A program has several
+calls, each with different weights. The floor is the bytes of the experts that are hit, of rows and of results
+over the measured bandwidth, or the operations over the measured matrix rate; beside it is XLA's `ragged_dot`.
+The last line is JSON.
 
 `--one` runs one form alone, for a tool that checks memory accesses. `--tiny` tries this out on a CPU: the
 kernel is interpreted in one form, once, and XLA's product is timed in its place.

@@ -165,7 +165,7 @@ def pooled(
     def int32(*shape: int) -> jax.ShapeDtypeStruct:
         return shape_of(*shape, dtype=jnp.int32)
 
-    # Of each row by itself: its row_start, kv_length, plan and list of work; equal rows share a kernel.
+    # Each row's row_start, kv_length, plan and work list; equal rows share a kernel.
     alone = [Plan(n, 1, n_kv, heads.group, **made) for n in lengths]
     starts = [np.array([0, n], np.int32) for n in lengths]
 

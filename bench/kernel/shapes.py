@@ -1,4 +1,4 @@
-"""What the kernel benchmark measures: batches of requests, their bytes and operations, and the list of tasks.
+"""The cases of the kernel benchmark: batches of requests, their bytes and operations, and the list of tasks.
 
 Letters as in `orca_jax/model/__init__.py`: R rows (requests), T query tokens, N heads, K key/value heads, D
 head size, B tokens of a block.
@@ -22,9 +22,9 @@ Subject = Literal[
 ]  # fmt: skip
 Scale = Literal["all", "quick", "tiny"]  # a few of each; one of each, the kernel interpreted on a CPU
 
-ITEM_BYTES = 2  # bfloat16, what is timed
+ITEM_BYTES = 2  # bfloat16, the timed dtype
 LONGEST = 8192
-BLOCK_SIZE = 16  # the engine's, unless it is told otherwise
+BLOCK_SIZE = 16  # the engine's default
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """PyTorch's scaled_dot_product_attention on the kernel benchmark's batches: a line of JSON for each.
 
-A process of its own, so that two frameworks do not share the memory. Calls are captured in a CUDA graph, each
-on keys and values of its own as far as memory goes, the last one's result as query; the graph's replays are
-timed. Not to be run by hand.
+It runs in a separate process, so that two frameworks do not share the memory. Calls are captured in a CUDA
+graph, each with different keys and values as far as memory allows and with the previous result as query; the
+graph's replays are timed. Not to be run by hand.
 """
 
 import argparse

@@ -49,7 +49,7 @@ from orca_jax.extras import install_line
 from orca_jax.families.presets.by_name import PRESETS
 
 TRACE_REQUESTS = 2048  # no rate plays more
-TWICE = 2.0  # the paper compares at twice the own execution time
+TWICE = 2.0  # the paper compares at twice the engine's own execution time
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def _pairs(text: str) -> list[tuple[int, int]]:
 
 
 def compared(load: Load, systems: Sequence[System], own: float) -> dict[str, Any]:
-    """Both at twice the own normalized execution time: the best of each over its sizes, and the ratio."""
+    """Compare both at twice the engine's normalized execution time: the best size of each, and the ratio."""
     latency = TWICE * own
     ours, theirs = (
         best_of({one.label: load.curve(one) for one in systems if one.is_orca is is_orca}, latency)
@@ -163,7 +163,7 @@ def compared(load: Load, systems: Sequence[System], own: float) -> dict[str, Any
 
 
 def both_at_one_rate(load: Load) -> dict[str, Playing]:
-    """Of a rate in the middle that both played, the system of each with the lowest latency."""
+    """Find a rate in the middle that both played, and the system of each with the lowest latency at it."""
     rates = [
         rate
         for rate in dict.fromkeys(one.rate for one in load.playings)
@@ -179,7 +179,7 @@ def both_at_one_rate(load: Load) -> dict[str, Playing]:
 
 
 def honest(results: Sequence[Honesty]) -> list[dict[str, Any]]:
-    """For the line of JSON."""
+    """The fields of the honesty runs for the line of JSON."""
     return [
         {
             "case": one.case,
@@ -209,7 +209,7 @@ def main() -> None:
             raise ValueError(f"{flags.trace}: all requests arrive at once, which is no load over time")
     except (ValueError, OSError, TraceError) as error:
         parser.error(str(error))
-    # The baseline's largest batch of one microbatch, for honesty.
+    # The baseline's largest batch of one microbatch, for the honesty runs.
     equal_bs = max((mbs for n, mbs in pairs if mbs == n), default=1)
     most_at_once = most_tokens_at_once([len(one.prompt_ids) for one in trace], max(mbs for _, mbs in pairs))
     with Progress(console=Console(stderr=True)) as progress:

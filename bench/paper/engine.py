@@ -4,10 +4,10 @@
         [--inputs 32,128] [--output 32] [--batches 1,2,4,8,16,32] [--paper]
 
 orca(n): this script injects the same batch, of requests with n input tokens, until all of them have their
-output, each iteration while the one before it runs; nothing is scheduled. Each request has slots for the
-tokens it will have. ft(n): the baseline (bench/paper/request_level.py) on the same engine, with slots for the
-model's maximum length for each request; where so many do not fit, its entry is missing. Every batch runs once
-before it is measured, then the two in turn.
+output, issuing each iteration while the previous one runs; nothing is scheduled. Each request has slots for
+the tokens it will have. ft(n): the baseline (bench/paper/request_level.py) on the same engine, with slots for
+the model's maximum length for each request; where so many do not fit, its entry is missing. Every batch runs
+once before it is measured, then the two in turn.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """As the paper labels its lines."""
+        """The label of the paper's line."""
         return f"{self.system}({self.n_input})"
 
 
@@ -86,7 +86,7 @@ def inject(shared: SharedEngine, trace: Trace) -> float:
 
 
 def by_request(shared: SharedEngine, trace: Trace) -> float:
-    """The same batch on the baseline."""
+    """Seconds of the same batch on the baseline."""
     n = len(trace)
     records = play(trace, shared.baseline(n, n), deadline=DEADLINE, check=shared.check)
     assert {one.batch for one in records.rows} == {0}, "all of them in one batch"
@@ -94,7 +94,7 @@ def by_request(shared: SharedEngine, trace: Trace) -> float:
 
 
 def fits(shared: SharedEngine, system: str, trace: Trace) -> bool:
-    """Whether the slots of all requests are there at once."""
+    """Whether the slots of all requests fit at once."""
     one, block_size = trace[0], shared.serving.block_size
     each = len(one.prompt_ids) + one.n_output if system == "orca" else shared.model.n_positions
     return len(trace) * round_up(each, block_size) <= shared.serving.n_blocks * block_size

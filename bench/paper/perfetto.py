@@ -1,8 +1,8 @@
 """A playing's timeline for Perfetto (https://ui.perfetto.dev) and chrome://tracing: Chrome's trace events.
 
-Two processes of tracks: the engine's, a track for each batch that may be in flight beside others; and the
-requests', a track each, with the time in the queue, the initiation phase, and the increment phase; of the
-baseline also the time in which input tokens are fed one by one, and that in which a request has all its
+There are two groups of tracks. The engine has a track for each batch that may be in flight at the same time.
+Each request has a track with the time in the queue, the initiation phase and the increment phase; for the
+baseline also the time in which input tokens are fed one by one, and the time in which a request has all its
 tokens and waits for its batch.
 """
 
@@ -16,7 +16,7 @@ from bench.paper.serving_records import ServingRecords
 from orca_jax.scheduling.timeline import RequestRecord
 
 Event = dict[str, Any]
-PHASES = {RowWork.FED: "input, token by token", RowWork.GENERATING: "increment"}  # behind the initiation
+PHASES = {RowWork.FED: "input, token by token", RowWork.GENERATING: "increment"}  # after the initiation
 
 
 def write_timeline(playings: Mapping[str, ServingRecords], path: Path) -> None:
@@ -33,7 +33,7 @@ def write_timeline(playings: Mapping[str, ServingRecords], path: Path) -> None:
 def events(records: ServingRecords, name: str, *, first_process: int = 1) -> Iterator[Event]:
     """Chrome's trace events: names ("M"), and a complete event ("X") for each slice; microseconds.
 
-    The engine is the process `first_process`, the requests are the one behind it.
+    The engine is the process `first_process`, the requests are the next one.
     """
     yield _named("process_name", first_process, 0, f"{name}: engine")
     yield _named("process_name", first_process + 1, 0, f"{name}: requests")
@@ -85,7 +85,7 @@ def _of_requests(records: ServingRecords, process: int) -> Iterator[Event]:
 
 
 def _of_request(one: RequestRecord, process: int, track: int, ends: dict[str, float]) -> Iterator[Event]:
-    """Its time in the queue, followed by its phases."""
+    """A request's time in the queue, followed by its phases."""
     args = {"n_input": one.n_input, "n_output": one.n_output}
     start = one.arrived
     if one.scheduled is not None:

@@ -1,4 +1,4 @@
-"""A trace played in real time: requests are added when they arrive, a thread turns the scheduler's loop.
+"""Plays a trace in real time: adds requests when they arrive, while a thread runs the scheduler's loop.
 
 The loop is the same for ORCA's scheduler and for the baseline's, so that only the scheduler differs. Nothing
 is sampled, and ends of sequences are ignored.
@@ -17,14 +17,14 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.timeline import Timeline
 
-_LOOK_SECONDS = 0.05  # how often an idle loop looks whether it is to end
+_LOOK_SECONDS = 0.05  # seconds between two checks of an idle loop whether to end
 
 
 class TraceScheduler(Protocol):
-    """What `play` needs of a scheduler; `Scheduler` and `RequestLevelScheduler` have it."""
+    """The part of a scheduler that `play` uses; `Scheduler` and `RequestLevelScheduler` have it."""
 
     def step(self) -> bool:
-        """One turn; False when no request is live."""
+        """Run one turn; return False when no request is live."""
         ...
 
 
@@ -32,7 +32,7 @@ MakeScheduler = Callable[[RequestPool, Timeline], TraceScheduler]
 
 
 class NotPlayed(Exception):
-    """A trace did not come to its end in time."""
+    """A trace did not end in time."""
 
 
 def play(
@@ -46,10 +46,9 @@ def play(
 ) -> ServingRecords:
     """Play `trace` from its start to the end of its last request.
 
-    A request counts from the arrival that was planned, also where this thread was late to add it: what it
-    then waits for is part of its latency. `check` is the pool's. `on_finished` is told how many requests
-    ended, on the scheduler's thread. Raises NotPlayed after `deadline` seconds; what `check`, the scheduler
-    or its engine raises is raised here too.
+    A request's latency counts from its planned arrival, even if this thread added it late. `check` is the
+    pool's. The scheduler's thread calls `on_finished` with the number of ended requests. Raises NotPlayed
+    after `deadline` seconds, and whatever `check`, the scheduler or its engine raises.
     """
     requests = [traced_request(i, traced) for i, traced in enumerate(trace)]
     start = time.perf_counter()
@@ -66,7 +65,7 @@ def play(
     scheduler = make_scheduler(pool, timeline)
     loop = _Loop(scheduler, pool, len(trace))
     at_once = sum(traced.arrival == 0 for traced in trace)
-    for request in requests[:at_once]:  # all are there when the scheduler first looks
+    for request in requests[:at_once]:  # all have arrived when the scheduler first looks
         pool.add(request)
     loop.start()
     try:
@@ -89,7 +88,7 @@ def play(
 
 
 def traced_request(number: int, traced: TracedRequest) -> Request:
-    """The request of that number in a trace: greedy, and to its length."""
+    """The request with this number in a trace: greedy, with the trace's output length."""
     sampling = SamplingParams(max_tokens=traced.n_output, temperature=0, ignore_eos=True)
     n_tokens = len(traced.prompt_ids) + traced.n_output
     return Request(str(number), traced.prompt_ids, n_tokens, sampling, seed=0)
@@ -130,6 +129,6 @@ class _Loop:
 
 
 def _sleep_until(moment: float, loop: _Loop) -> None:
-    """Of time.perf_counter; shorter where the loop ended before."""
+    """Sleep until a time of time.perf_counter, or until the loop has ended."""
     while (left := moment - time.perf_counter()) > 0 and not loop.ended.is_set():
         loop.ended.wait(left)

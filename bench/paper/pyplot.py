@@ -1,11 +1,11 @@
-"""Matplotlib for pictures on disk: an extra, so imported only by who draws."""
+"""Matplotlib for pictures on disk; an extra, so only modules that draw import it."""
 
 import importlib
 from typing import Any
 
 
 def matplotlib_here() -> bool:
-    """Is there a matplotlib?"""
+    """Whether matplotlib is installed."""
     try:
         importlib.import_module("matplotlib")
     except ImportError:

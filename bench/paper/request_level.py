@@ -1,12 +1,12 @@
 """The baseline: request-level scheduling, on our engine, so that only the scheduling differs (ORCA 2, 6).
 
 The paper compares with FasterTransformer behind a queue that forms batches of at most `max_bs` requests,
-first come, first served. A batch runs to its longest request; only then is anything returned, and the next
-batch formed: who finished early waits for it, and who came late waits for it. A batch has one input length,
-that of its shortest input: the first iteration takes so many tokens of every request, and what is left of
-longer inputs is fed one token an iteration (6.2). Keys and values
+first come, first served. A batch runs until its longest request ends; only then are results returned and the
+next batch formed, so requests that finished early or came late wait for it. A batch has one input length,
+its shortest input's: the first iteration takes that many tokens of every request, and the rest of longer
+inputs is fed one token an iteration (6.2). Keys and values
 are reserved for the model's maximum length (6.1). Over inter-layer partitions the batch goes as microbatches
-of `mbs` requests, one behind the other (4.2).
+of `mbs` requests, one after the other (4.2).
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ from orca_jax.scheduling.timeline import Timeline
 
 
 class RowWork(StrEnum):
-    """What an iteration computes for one of its rows."""
+    """The use of one row's computation in an iteration."""
 
     GENERATING = "generating"  # a token of the request's output
     FED = "fed"  # a piece of the input; nothing is sampled, because the next token is input too
@@ -32,7 +32,7 @@ class RowWork(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RowsRecord:
-    """The rows of one iteration of the timeline, the one of the same `number`, in its order."""
+    """The rows of the timeline's iteration with the same `number`, in its order."""
 
     number: int
     batch: int  # counts the batches of requests
@@ -41,24 +41,24 @@ class RowsRecord:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A request in its batch. The engine sees `inner`, which goes on as long as the batch does."""
+    """A request in its batch. The engine runs `inner`, which continues as long as the batch."""
 
     outer: Request
     inner: Request
 
     def next_row(self, n_first: int) -> Row:
-        """What goes into the next iteration: `n_first` tokens of the input, then one after the other."""
+        """The tokens for the next iteration: the first `n_first` of the input, then one at a time."""
         return (self.inner, 1 if self.inner.n_computed else n_first)
 
     def work_of(self, row: Row) -> RowWork:
-        """What the iteration of this row is good for."""
-        place = self.inner.n_computed + row[1]  # that of the token after its input
+        """The use of this row's iteration."""
+        place = self.inner.n_computed + row[1]  # the iteration of the first token after its input
         if place < len(self.outer.prompt_ids):
             return RowWork.FED
         return RowWork.GENERATING if place < self.outer.max_tokens else RowWork.DONE
 
     def take(self, token_id: int, *, sampled: bool) -> None:
-        """What a returned iteration sampled, if it did."""
+        """Take the token that a returned iteration sampled, if any."""
         inner = self.inner
         inner.n_in_flight -= 1
         inner.n_partial -= not sampled
@@ -68,18 +68,18 @@ class _Place:
             inner.state = RequestState.INCREMENT if sampled else RequestState.INITIATION
 
     def output_ids(self) -> list[int]:
-        """The request's output, of all that was computed."""
+        """The request's output, without tokens computed beyond its length."""
         return self.inner.output_ids[: self.outer.max_tokens - len(self.outer.prompt_ids)]
 
 
 class RequestLevelScheduler:
-    """Batches of requests, each run to its end; `step` is a turn as `Scheduler.step` is one.
+    """Runs batches of requests, each to its end; `step` is one turn, as in `Scheduler`.
 
-    `max_length` is the slots reserved for each request, and the most tokens, input and output, that one may
-    have; a batch has as many requests as there is room for, `max_bs` at most. With `overlap`, over an engine
-    that keeps tokens, a microbatch is issued once more while it is in flight, as ORCA's scheduler does.
-    Requests end by length or by an end token; those that are asked to end go on. `iterations` says of the
-    timeline's what their rows were good for, and of as many.
+    `max_length` is the number of slots reserved for each request, and the maximum of its input and output
+    tokens; a batch has as many requests as fit, at most `max_bs`. With `overlap`, over an engine that keeps
+    tokens, a microbatch is issued once more while it is in flight, as ORCA's scheduler does. Requests end by
+    length or by an end token; a request to end early is ignored. `iterations` has the use of each row in the
+    latest iterations of the timeline.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RequestLevelScheduler:
         self.iterations: deque[RowsRecord] = deque(maxlen=timeline.iterations.maxlen)
         self.n_batches = 0
         self._batch: list[_Place] = []
-        self._longest = 0  # tokens of its longest request: how far every row goes
+        self._longest = 0  # tokens of its longest request, to which every row runs
         self._n_first = 0  # tokens of its shortest input
         self._to_issue: deque[list[_Place]] = deque()  # microbatches with iterations left, in turn
         self._in_flight: deque[tuple[list[_Place], Iteration]] = deque()
@@ -128,13 +128,13 @@ class RequestLevelScheduler:
         return True
 
     def _may_issue(self) -> bool:
-        """Whether the next microbatch has returned, or may be in flight twice."""
+        """Whether the next microbatch has returned, or may be issued twice."""
         if not self._to_issue or len(self._in_flight) == self._most_in_flight:
             return False
         return self._to_issue[0][0].inner.n_in_flight < self._most_ahead
 
     def _form_batch(self) -> bool:
-        """The oldest waiting requests, as many as may be; whether there are any."""
+        """Form a batch of the oldest waiting requests, as many as fit; return whether there are any."""
         assert self.kv.n_free_rows == self.kv.n_rows, "the batch before has ended"
         blocks_each = -(-self.max_length // self.kv.block_size)
         room = min(self.max_bs, self.kv.n_rows, self.kv.n_blocks // blocks_each)
@@ -154,7 +154,7 @@ class RequestLevelScheduler:
         return True
 
     def _inner(self, req: Request) -> Request:
-        """What the engine sees of `req`, with a row and slots for the longest that there may be."""
+        """The request that the engine runs for `req`, with a row and slots for the maximum length."""
         req.state = RequestState.RUNNING
         return Request(
             request_id=req.request_id,
@@ -183,7 +183,7 @@ class RequestLevelScheduler:
             self._to_issue.append(places)
 
     def _take_return(self) -> None:
-        """The oldest microbatch in flight comes back."""
+        """Take back the oldest microbatch in flight."""
         places, iteration = self._in_flight.popleft()
         returned = self.engine.wait(iteration, never)
         assert returned is not None, "nothing interrupts a batch"
@@ -193,7 +193,7 @@ class RequestLevelScheduler:
             place.take(int(token_id), sampled=i not in iteration.partial)
 
     def _end_batch(self) -> None:
-        """Everything is delivered, and every slot is free again."""
+        """Deliver everything and free every slot."""
         deliveries: list[Delivery] = []
         for place in self._batch:
             req = place.outer
@@ -213,9 +213,9 @@ class RequestLevelScheduler:
 
 
 def most_tokens_at_once(input_lengths: Sequence[int], mbs: int) -> int:
-    """The most tokens that an iteration of the baseline takes, of requests with these inputs, oldest first.
+    """The maximum of tokens in one iteration of the baseline for requests with these inputs, oldest first.
 
-    A microbatch is of requests that stand side by side, and each takes as many as the shortest has.
+    A microbatch consists of neighbouring requests, and each takes as many tokens as the shortest has.
     """
     most = 0
     for start, shortest in enumerate(input_lengths):

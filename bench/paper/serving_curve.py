@@ -1,6 +1,6 @@
-"""From records to figures: throughput and latency of a playing, why they are so, and curves over the load.
+"""Turns records of a play into figures: throughput, latency, the reasons for them, and curves over the load.
 
-Pure: where the records come from, a clock or a simulation, is not known here.
+The records may come from a clock or from a simulation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from bench.paper.serving_records import ServingRecords
 
 @dataclass(frozen=True, slots=True)
 class Reasons:
-    """What scheduling made of a trace, counted (ORCA 2, 6.2).
+    """Counts of the effects of scheduling on a trace (ORCA 2, 6.2).
 
-    `late_joining` iterations were the first of one request and a later one of another;
-    after `early_finished` ones a request left while others of the batch went on. Of `rows`, one for each
-    request of each iteration, the token of `fed_rows` was thrown away for one of the input, and `done_rows`
-    were computed for requests that had all their tokens. `waited_for_batch` are the seconds, all requests'
-    together, from a request's last token to its end; `waited_to_begin` those from arrival to the first
+    `late_joining` iterations were the first of one request and a later one of another; after `early_finished`
+    ones a request left while others of the batch continued. Among `rows`, one for each request of each
+    iteration, the tokens of `fed_rows` were discarded because an input token followed, and `done_rows` were
+    computed for requests that had all their tokens. `waited_for_batch` is the sum over requests of the
+    seconds from a request's last token to its end, `waited_to_begin` of those from its arrival to its first
     iteration.
     """
 
@@ -38,10 +38,11 @@ class Reasons:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The figures of one playing; times in seconds.
+    """The figures of one play; times in seconds.
 
-    `seconds` go from the first arrival to the last end; `req_s` are finished requests, `tokens_s` generated
-    tokens, a second of them. Normalized latency is end-to-end latency over generated tokens (ORCA 6.2).
+    `seconds` is the time from the first arrival to the last end; `req_s` is finished requests and `tokens_s`
+    generated tokens per second of it. Normalized latency is end-to-end latency over generated tokens (ORCA
+    6.2).
     """
 
     n_requests: int
@@ -56,7 +57,7 @@ class Served:
 
 
 class Point(Protocol):
-    """What two systems are compared by: requests a second, and seconds of a generated token."""
+    """The two figures that systems are compared by: requests a second, and seconds per generated token."""
 
     @property
     def req_s(self) -> float:
@@ -73,7 +74,7 @@ Curve = Sequence[Served]  # of one system, by ascending load
 
 
 def served(records: ServingRecords) -> Served:
-    """The figures of a playing in which every request got its tokens."""
+    """The figures of a play in which every request got its tokens."""
     requests = records.requests
     latencies: list[float] = []
     normalized: list[float] = []
@@ -97,7 +98,7 @@ def served(records: ServingRecords) -> Served:
 
 
 def reasons(records: ServingRecords) -> Reasons:
-    """Why a playing went as it did."""
+    """Count the reasons for a play's figures."""
     last: dict[str, int] = {}  # by request: the index of its last iteration,
     last_token: dict[str, int] = {}  # and of the one that computed its last token
     n_fed = n_done = 0
@@ -138,8 +139,8 @@ def reasons(records: ServingRecords) -> Reasons:
 def throughput_at(curve: Sequence[Point], latency: float) -> float | None:
     """Requests a second at a median normalized latency, in seconds: on the line between two points.
 
-    Neighbours are points of neighbouring loads. Where the line passes there more than once it is the most;
-    None where it never does.
+    Lines connect points of neighbouring loads. If several pass that latency, the highest throughput counts;
+    None if none does.
     """
     found: list[float] = []
     for low, high in pairwise(curve):
@@ -151,6 +152,6 @@ def throughput_at(curve: Sequence[Point], latency: float) -> float | None:
 
 
 def best_of(curves: Mapping[str, Sequence[Point]], latency: float) -> tuple[str, float] | None:
-    """The system of the most requests a second at that latency, and how many; None if none passes there."""
+    """The system with the most requests a second at that latency, and their number, or None."""
     found = {name: at for name, curve in curves.items() if (at := throughput_at(curve, latency)) is not None}
     return max(found.items(), key=lambda item: item[1], default=None)

@@ -10,17 +10,17 @@ from bench.paper.serving_records import ServingRecords
 from bench.paper.shared_engine import SharedEngine
 from bench.trace import Trace, homogeneous_trace, mean_lengths, mean_rate, scaled
 
-PLAY_SECONDS = 900.0  # one playing
+PLAY_SECONDS = 900.0  # one play
 ALONE = 5  # requests that are measured alone
-FURTHER, STEP = 6, 1.5  # rates beyond those that were asked for
+FURTHER, STEP = 6, 1.5  # rates beyond the requested ones
 HONEST_REQUESTS = 8  # played at once, where batches have one request
 
-Progress = Callable[[str, int, int], object]  # what is played, requests done, requests in all
+Progress = Callable[[str, int, int], object]  # the play, requests done, requests in all
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What is measured: a scheduler with its sizes, on the one engine. The label is the paper's."""
+    """A system to measure: a scheduler with its sizes, on the one engine. The label is the paper's."""
 
     label: str
     is_orca: bool
@@ -29,7 +29,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Playing:
-    """A system at a rate, in requests a second."""
+    """One play: a system at a rate, in requests a second."""
 
     system: System
     rate: float
@@ -39,7 +39,7 @@ class Playing:
 
 @dataclass(slots=True)
 class Load:
-    """How the load rises: `requests` at each rate, or as many as arrive in `seconds` if that is more.
+    """Ascending load: `requests` at each rate, or as many as arrive in `seconds` if that is more.
 
     A system whose median normalized latency passed `until`, in seconds, is not played at higher rates; at
     `reach` systems are compared.
@@ -54,7 +54,7 @@ class Load:
     playings: list[Playing] = field(default_factory=list[Playing])
 
     def at_rate(self, rate: float) -> Trace:
-        """The trace's first requests, at `rate`; of a recorded trace all."""
+        """The trace's first requests, at `rate`; all requests of a recorded trace."""
         if self.recorded:
             return scaled(self.trace, mean_rate(self.trace) / rate)
         n = min(len(self.trace), max(self.requests, round(rate * self.seconds)))
@@ -63,9 +63,10 @@ class Load:
     def climb(
         self, shared: SharedEngine, systems: Sequence[System], rates: Sequence[float], on_progress: Progress
     ) -> None:
-        """Play every rate on every system in turn, so that what disturbs one disturbs all.
+        """Play every rate on every system in turn, so that a disturbance affects all systems.
 
-        Systems that have not come to `reach` then go on alone, to six rates more, each half as much again.
+        Systems that have not reached `reach` then continue alone, at up to six further rates, each 1.5
+        times the last.
         """
         for rate in sorted(rates):
             self._play(shared, [one for one in systems if self._last(one) <= self.until], rate, on_progress)
@@ -92,19 +93,19 @@ class Load:
             )
 
     def _last(self, system: System) -> float:
-        """Its median normalized latency at the highest rate so far."""
+        """The system's median normalized latency at the highest rate so far."""
         return max((one.normalized_median for one in self.curve(system)[-1:]), default=0.0)
 
     def curve(self, system: System) -> list[Served]:
-        """Its figures by ascending rate."""
+        """The system's figures by ascending rate."""
         return [one.figures for one in self.playings if one.system is system]
 
 
 @dataclass(frozen=True, slots=True)
 class Honesty:
-    """The same requests, all there at once, on both: what each finishes a second, ORCA over the baseline.
+    """Requests a second of ORCA over the baseline where all requests arrive at once.
 
-    One ratio for each round, of ORCA with overlap and without.
+    One ratio for each round, for ORCA with overlap and without.
     """
 
     case: str
@@ -137,7 +138,7 @@ def play_on(
 def own_execution(
     shared: SharedEngine, make: MakeScheduler, trace: Trace, on_progress: Progress
 ) -> tuple[float, float]:
-    """Of a request of the trace's mean lengths, alone: its seconds, and these over its generated tokens."""
+    """Seconds of a request of the trace's mean lengths alone, and seconds per generated token."""
     n_input, n_output = mean_lengths(trace)
     seconds: list[float] = []
     for i in range(ALONE + 1):
@@ -152,9 +153,9 @@ def own_execution(
 def honesty(
     shared: SharedEngine, trace: Trace, max_bs: int, rounds: int, on_progress: Progress
 ) -> list[Honesty]:
-    """Where scheduling makes no difference: batches of one request, and equal ones in batches of `max_bs`.
+    """Measure where scheduling makes no difference: one request, and equal requests in batches of `max_bs`.
 
-    In each round ORCA, ORCA without overlap and the baseline play in turn; a first one is not counted.
+    In each round ORCA, ORCA without overlap and the baseline play in turn; the first round is not counted.
     """
     n_input, n_output = mean_lengths(trace)
     vocab_size = shared.model.vocab_size

@@ -30,7 +30,7 @@ def draw_curves(
 ) -> None:
     """Figures 10 and 11: median latency over throughput, a line for each system. Raises ImportError.
 
-    With `normalized` latency is divided by generated tokens, and `target`, in seconds, is a line of its own.
+    With `normalized` latency is divided by generated tokens. `target`, in seconds, is drawn as a line.
     """
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(8, 5.5))
@@ -51,7 +51,7 @@ def draw_curves(
 
 
 def _style(label: str, i: int) -> dict[str, Any]:
-    """Ours are drawn through, the baseline's are dashed."""
+    """Solid lines for ORCA, dashed ones for the baseline."""
     return {"marker": _MARKS[i % len(_MARKS)], "linestyle": "-" if label.startswith("orca") else "--"}
 
 

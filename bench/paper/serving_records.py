@@ -1,4 +1,4 @@
-"""What a trace's playing leaves behind, on a real engine or a simulated one: requests, iterations, rows.
+"""The records of playing a trace, on a real engine or a simulated one: requests, iterations, rows.
 
 Times are seconds after the trace's start.
 """
@@ -13,9 +13,9 @@ from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class ServingRecords:
-    """Of one playing: finished requests in the order of their ends, iterations in that of their issue.
+    """Records of one play: finished requests in order of their ends, iterations in order of issue.
 
-    `rows` are the baseline's, one for each iteration; without them every row's token is part of an output.
+    `rows` has the baseline's rows for each iteration; without it every row's token is part of an output.
     """
 
     requests: Sequence[RequestRecord]
@@ -57,5 +57,5 @@ def as_json(records: ServingRecords) -> dict[str, Any]:
 
 
 def _rounded(seconds: float | None) -> float | None:
-    """To microseconds."""
+    """Round to microseconds."""
     return None if seconds is None else round(seconds, 6)

@@ -1,4 +1,4 @@
-"""Systems under load as tables, and as points of a line of JSON."""
+"""Formats systems under load as tables, and as points for the line of JSON."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -10,7 +10,7 @@ from bench.paper.serving_load import Honesty, Playing
 
 
 def figures_table(playings: Sequence[Playing]) -> Table:
-    """Throughput and latency of every playing, by rate."""
+    """Throughput and latency of every play, by rate."""
     made = Table(title="normalized latency in milliseconds a generated token")
     rows = [
         [
@@ -28,7 +28,7 @@ def figures_table(playings: Sequence[Playing]) -> Table:
 
 
 def reasons_table(playings: Sequence[Playing]) -> Table:
-    """Why, from the records of every playing."""
+    """The reasons, from the records of every play."""
     made = Table(
         title="why: iterations in which a request joined others, or left them; rows for nothing, of all;"
         " seconds that a request waited, in the mean"
@@ -56,7 +56,7 @@ def reasons_table(playings: Sequence[Playing]) -> Table:
 def _filled(
     made: Table, playings: Sequence[Playing], columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> Table:
-    """With rate and system before each row."""
+    """Put rate and system before each row."""
     made.add_column("req/s", justify="right")
     made.add_column("system")
     for column in columns:
@@ -71,7 +71,7 @@ def _filled(
 
 
 def by_rate(playings: Sequence[Playing]) -> Table:
-    """At each rate the system of each kind with the lowest median normalized latency."""
+    """For each rate, the system of each kind with the lowest median normalized latency."""
     made = Table(title="the best of each at every rate")
     for column in (
         "req/s",
@@ -100,7 +100,7 @@ def by_rate(playings: Sequence[Playing]) -> Table:
 
 
 def honesty_table(found: Sequence[Honesty]) -> Table:
-    """What ORCA finishes a second over what the baseline does, where scheduling makes no difference."""
+    """Requests a second of ORCA over the baseline where scheduling makes no difference."""
     made = Table(title="all requests there at once: ORCA over the baseline, median (least to most)")
     for column in ("case", "ORCA", "without overlap"):
         made.add_column(column, justify="left" if column == "case" else "right")
@@ -116,7 +116,7 @@ def honesty_table(found: Sequence[Honesty]) -> Table:
 
 
 def points(playings: Sequence[Playing]) -> dict[str, list[dict[str, Any]]]:
-    """By system: its points, by ascending rate."""
+    """Each system's points, by ascending rate."""
     found: dict[str, list[dict[str, Any]]] = {}
     for one in playings:
         figures = one.figures

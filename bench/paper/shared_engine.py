@@ -1,6 +1,6 @@
-"""One compiled engine of random weights that schedulers of every kind and size run on, one after the other.
+"""One compiled engine with random weights for schedulers of every kind and size, one after the other.
 
-So the systems differ only in their scheduling: weights, programs, buckets and slots are the same.
+Systems therefore differ only in their scheduling: weights, programs, buckets and slots are the same.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from orca_jax.scheduling.timeline import Timeline
 class SharedEngine:
     """An engine of a preset on the first devices that JAX has; every program is compiled when it is made.
 
-    `most_bs` is the largest batch of any scheduler, `most_tokens` the most tokens of any iteration (at
-    least the model's length); `buckets` are those of that many tokens unless given. Without `n_slots` there
-    are as many as an engine of `most_bs` would choose. Raises ConfigError.
+    `most_bs` is the largest batch of any scheduler, `most_tokens` the maximum of tokens in an iteration (at
+    least the model's length), from which `buckets` follow unless passed. `n_slots` defaults to the choice of
+    an engine of `most_bs`. Raises ConfigError.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SharedEngine:
         self.serving, self.buckets, self.kv, self.engine = bare.serving, bare.buckets, bare.kv, bare.engine
 
     def orca(self, max_bs: int, *, overlap: bool = True) -> MakeScheduler:
-        """Algorithm 1 with this `max_bs`."""
+        """A scheduler of Algorithm 1 with this `max_bs`."""
         config = replace(self.serving, max_batch_size=max_bs, overlap=overlap)
 
         def make(pool: RequestPool, timeline: Timeline) -> Scheduler:
@@ -74,7 +74,7 @@ class SharedEngine:
         return make
 
     def baseline(self, max_bs: int, mbs: int) -> MakeScheduler:
-        """Batches of `max_bs` requests in microbatches of `mbs`."""
+        """The baseline's scheduler: batches of `max_bs` requests in microbatches of `mbs`."""
 
         def make(pool: RequestPool, timeline: Timeline) -> RequestLevelScheduler:
             return RequestLevelScheduler(
@@ -107,7 +107,7 @@ class SharedEngine:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, preset: str) -> None:
-    """The flags of a SharedEngine: --preset, --dtype, --n-slots, --pipeline-parallel, --seed."""
+    """Add the flags of a SharedEngine: --preset, --dtype, --n-slots, --pipeline-parallel, --seed."""
     parser.add_argument("--preset", choices=sorted(PRESETS), help=f"default: {preset}; weights are random")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 on a CPU, bfloat16 else"
@@ -120,7 +120,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, preset: str) -> None:
 
 
 def compiling(progress: Progress) -> Callable[[int, int, str], None]:
-    """A bar for the programs that a SharedEngine compiles."""
+    """A progress bar for the programs that a SharedEngine compiles."""
     task = progress.add_task("weights", total=None)
 
     def show(done: int, total: int, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What this engine tells a comparison, with `LLM` and without: its tokens as they come, and its versions."""
+"""Reports of this engine to a comparison, with `LLM` and without: tokens as they come, and versions."""
 
 import platform
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from orca_jax.scheduling.request_pool import Delivery
 
 
 def delivered(playing: Playing, deliveries: Sequence[Delivery]) -> None:
-    """Pass deliveries on; requests have their numbers as ids."""
+    """Pass deliveries on; requests' ids are their numbers."""
     for request, _, reason in deliveries:
         if reason is not None:
             playing.done(int(request.request_id), request.output_ids)
@@ -20,5 +20,5 @@ def delivered(playing: Playing, deliveries: Sequence[Delivery]) -> None:
 
 
 def versions() -> str:
-    """What ran: this package, JAX and Python."""
+    """Versions of this package, JAX and Python."""
     return f"orca_jax {orca_jax.__version__}, jax {jax.__version__}, Python {platform.python_version()}"

@@ -42,12 +42,12 @@ class OrcaServer:
         self.about = {**about, "versions": versions, "flags": {"orca serve": self._flags, **about["flags"]}}
 
     def play(self, trace: Trace) -> Played:
-        """As HttpEngine's."""
+        """Like HttpEngine's."""
         assert self._http is not None, "start was not called"
         return self._http.play(trace)
 
     def warm_up(self, trace: Trace) -> Played:
-        """As HttpEngine's."""
+        """Like HttpEngine's."""
         assert self._http is not None, "start was not called"
         return self._http.warm_up(trace)
 

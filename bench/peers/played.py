@@ -58,7 +58,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far two engines' greedy tokens agree.
+    """The agreement of two engines' greedy tokens.
 
     `tokens` is the share of all tokens before their request's first difference; None if an engine does not
     return its tokens.

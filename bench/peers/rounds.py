@@ -52,7 +52,7 @@ class Rounds:
         return _by_percentile([one for one in each if one is not None])
 
     def agreement(self, name: str) -> Agreement | None:
-        """How far an engine's tokens agree with ours if all requests arrive at once."""
+        """The agreement of an engine's tokens with ours when all requests arrive at once."""
         return agreement(self.warm[OURS], self.warm[name])
 
     def missing(self, name: str) -> int:

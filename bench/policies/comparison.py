@@ -13,7 +13,7 @@ from bench.policies.traces import Trace
 
 
 class Machine(Protocol):
-    """What plays traces."""
+    """A machine that plays traces."""
 
     def play(self, policy: str, limits: Limits, trace: Trace) -> Figures:
         """Play the trace on a new engine."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The longest request, in tokens, and the engine's sizes; `n_slots` None: what the memory holds."""
+    """The longest request, in tokens, and the engine's sizes; `n_slots` None: as many as fit into memory."""
 
     n_positions: int
     max_batch_size: int

@@ -10,7 +10,7 @@ from bench.policies.table import Row
 
 @dataclass(frozen=True, slots=True)
 class _Measure:
-    """What a panel shows; `value` is None where a policy has no such figure."""
+    """A panel's figure; `value` is None if a policy does not have it."""
 
     label: str
     more_is_better: bool
@@ -45,7 +45,7 @@ _MEASURES = {"conversations": _FIRST, "long prompts": _BETWEEN, "tenants": _TENA
 
 _WIDTH, _LEFT, _BAR_WIDTH, _LINE = 760, 210, 430, 20
 _INK, _MUTED, _BAR, _ACCENT = "#1f2328", "#59636e", "#aab4be", "#0969da"
-_FAR = 8.0  # a bar is cut if it is so many times longer than the median one
+_FAR = 8.0  # a bar this many times longer than the median one is cut
 
 
 def picture(rows: Sequence[Row], titles: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Plays a trace with a scheduler, on a virtual or a real clock, and observes what its clients would.
+"""Plays a trace with a scheduler, on a virtual or a real clock, and measures what its clients would see.
 
 A request's times count from its planned arrival. Everything runs on one thread: with a real clock, a request
 that arrives during an iteration is added after it, when the scheduler could first take it.

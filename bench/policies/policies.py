@@ -1,4 +1,4 @@
-"""The policies that are compared, each by the sizes that turn it on."""
+"""The compared policies, each with the sizes that turn it on."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -30,7 +30,7 @@ class RealMachine:
         )
 
     def serving(self, policy: str, limits: Limits) -> ServingConfig:
-        """The sizes of the compiled engine with the policy's switches."""
+        """The compiled engine's sizes with the policy's switches."""
         built = self._bare.serving
         scheduling = POLICIES[policy].scheduling
         if scheduling.chunked_prefill:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from bench.policies.figures import Figures
 
 STEP = 1.5
-HALVINGS = 4  # of the step, so the rate is exact to 2.6%
-_FAR = 100.0  # times or parts of the first rate, at which the search ends
+HALVINGS = 4  # share of the step, so the rate is exact to 2.6%
+_FAR = 100.0  # the search ends at this multiple or fraction of the first rate
 
 
 def highest_rate(

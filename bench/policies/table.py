@@ -38,7 +38,7 @@ HEADER = (
 
 
 def cells(row: Row) -> list[str]:
-    """Times in milliseconds."""
+    """A row's figures as text; times in milliseconds."""
     f = row.figures
     # The baseline delivers a request's tokens together, at the end of its batch.
     between = (f.between_p50, f.between_p99, f.between_most)
@@ -71,7 +71,7 @@ def text_table(title: str, rows: Sequence[Row]) -> str:
 
 
 def markdown_table(title: str, rows: Sequence[Row]) -> str:
-    """For docs/scheduling.md."""
+    """A Markdown table for docs/scheduling.md."""
     lines = [HEADER, ["---", *["---:"] * (len(HEADER) - 1)], *(cells(row) for row in rows)]
     return "\n".join([f"**{title}**", "", *("| " + " | ".join(line) + " |" for line in lines)])
 

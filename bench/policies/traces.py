@@ -1,7 +1,7 @@
-"""The traces that policies are compared on: conversations of one or more turns, drawn from a seed.
+"""Traces for comparing policies: conversations of one or more turns, drawn from a seed.
 
-A turn's prompt is the conversation so far, with the engine's own answers, and new tokens. So a prefix cache
-finds in it what it would find in a real conversation. A turn asks for up to `limit` tokens and gets
+A turn's prompt is the conversation so far, with the engine's own answers, and new tokens. A prefix cache
+therefore finds as much as in a real conversation. A turn asks for up to `limit` tokens and gets
 `n_output`: a stop token, which the scheduler cannot foresee, ends it.
 """
 
@@ -59,7 +59,7 @@ def n_requests(trace: Trace) -> int:
 
 
 def longest(trace: Trace) -> int:
-    """The most tokens that a request may reach: input and limit."""
+    """The maximum length of a request: input tokens and limit."""
     return max(_most_tokens(conversation) for conversation in trace)
 
 
@@ -127,7 +127,7 @@ def with_long_prompts(trace: Trace, *, every: float, n_input: int, n_output: int
 
 
 def with_flood(trace: Trace, flood: Trace) -> Trace:
-    """The trace with another tenant's, which does not count."""
+    """The trace with another tenant's requests, which do not count."""
     return _merged(trace, tuple(replace(conversation, counts=False) for conversation in flood))
 
 

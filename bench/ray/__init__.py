@@ -1,4 +1,4 @@
-"""The application for Ray Serve, measured; needs the extra `ray`, and openai for conversations.py.
+"""Benchmarks of the Ray Serve application; needs the extra `ray`, and openai for conversations.py.
 
-conversations.py has how much of the prompts engines find in their caches, overhead.py what Ray Serve costs.
+conversations.py measures the share of prompts found in caches, overhead.py the cost of Ray Serve.
 """

@@ -1,10 +1,10 @@
-"""How much of the prompts of conversations comes from the cache, on one engine and over several.
+"""Measures the share of conversations' prompt tokens that comes from the cache, on one engine and on several.
 
     python -m bench.ray.conversations [--engines 3] [--conversations 12] [--turns 8] [--doors 2]
 
 Real HTTP with OpenAI's client, the demo model, greedy, several conversations at once; each case starts with
-empty caches. One engine is the most that can be had: there every turn finds the one before. Half of the
-conversations begin with the same instruction, the others with words of their own.
+empty caches. One engine is the upper bound, because every turn finds the previous one there. Half of the
+conversations begin with the same instruction, the others with different words.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from server.ray.app import build_app
 
 _ENGINE: dict[str, Any] = {
     "max_batch_size": 16,
-    "n_slots": 16384,  # so that nothing is evicted, on one engine neither
+    "n_slots": 16384,  # so that nothing is evicted, not even on one engine
     "max_batch_tokens": 256,
     "compile_ahead": False,
     "access_log": "off",
@@ -49,7 +49,7 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An application: how many engines, chosen how, behind how many doors."""
+    """An application: its number of engines and doors, and the router."""
 
     name: str
     num_replicas: int
@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of a case: the share of prompt tokens found in a cache, in all turns and in those after the first.
+    """A case's share of prompt tokens found in a cache, in all turns and in the turns after the first.
 
     `busiest` is the share of the prompt tokens that went to the engine with most of them.
     """
@@ -114,7 +114,7 @@ def _plain(result: Result) -> dict[str, Any]:
 
 @contextmanager
 def _cluster() -> Iterator[str]:
-    """A Ray of its own; the URL of its proxy."""
+    """Start a private Ray; yield the URL of its proxy."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -158,7 +158,7 @@ def _share(turns: list[tuple[int, int]]) -> float:
 
 
 def _converse(client: openai.OpenAI, number: int, n_turns: int) -> list[tuple[int, int]]:
-    """Of each turn, the prompt's tokens, and how many of them were in a cache."""
+    """Hold a conversation; return each turn's prompt tokens, and how many of them were cached."""
     words = random.Random(number)
     texts = (" ".join(words.choices(_WORDS, k=20)) for _ in range(n_turns))
     return cached_by_turn(client, texts, system=_COMMON if number % 2 else None)
@@ -167,7 +167,7 @@ def _converse(client: openai.OpenAI, number: int, n_turns: int) -> list[tuple[in
 def cached_by_turn(
     client: openai.OpenAI, texts: Iterable[str], *, system: str | None = None
 ) -> list[tuple[int, int]]:
-    """Say these texts in turn, in one conversation: of each, the prompt's tokens, and those in a cache."""
+    """Send these texts in turn as one conversation; return each turn's prompt tokens, and the cached ones."""
     messages = list[ChatCompletionMessageParam]()
     if system is not None:
         messages.append({"role": "system", "content": system})

@@ -1,10 +1,10 @@
-"""What Ray Serve costs: streams of the demo model through it and through plain `orca serve`, in one run.
+"""Measures the cost of Ray Serve: streams of the demo model through it and through plain `orca serve`.
 
     python -m bench.ray.overhead [--rounds 7] [--tokens 100] [--streams 1,16] [--only NAME,NAME] [--pause]
 
 All servers are up, each with one engine and its programs compiled, and one works at a time, in turn. A
-server's processor time is that of all its processes, Ray's own included. `idle` is what it takes while nobody
-asks: with few cores, compare few servers at a time.
+server's processor time is that of all its processes, Ray's own included. `idle` is its processor time without
+requests: with few cores, compare few servers at a time.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _FLAGS = ("--max-batch-size=16", "--max-batch-tokens=128", "--n-slots=8192", "--
 _RAY = ("--replicas=1", "--grpc-port=none")
 _FAST = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 _HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
-# By name: the variables of a server under Ray; None: there is no Ray.
+# Environment variables of each server under Ray, by name; None: without Ray.
 SERVERS: dict[str, Mapping[str, str] | None] = {
     "orca serve": None,
     "Ray": {},
@@ -60,11 +60,11 @@ class Load:
 
 @dataclass(slots=True)
 class Figures:
-    """Of a server and a number of streams: each round's milliseconds."""
+    """Milliseconds of each round, for a server and a number of streams."""
 
     first: list[float] = field(default_factory=list[float])  # to the first token
     each: list[float] = field(default_factory=list[float])  # from a token to the next
-    cpu: list[float] = field(default_factory=list[float])  # of the processor, for a token
+    cpu: list[float] = field(default_factory=list[float])  # of processor time, for a token
 
 
 def main() -> None:
@@ -105,7 +105,7 @@ def stream_client(connection: Connection) -> None:
 
 
 class _Stream(asyncio.Protocol):
-    """Stores the answer, and when its first and its last event came."""
+    """Stores the answer, and the times of its first and last event."""
 
     def __init__(self) -> None:
         self.answer = bytearray()
@@ -153,7 +153,7 @@ def _server(name: str) -> ServerProcess:
     variables = SERVERS[name]
     if variables is None:
         return ServerProcess(_FLAGS, compile_ahead=True)
-    if "RAY_SERVE_ENABLE_HA_PROXY" in variables:  # each has ports of its own
+    if "RAY_SERVE_ENABLE_HA_PROXY" in variables:  # each has separate ports
         number = list(SERVERS).index(name)
         variables = {
             **variables,
@@ -173,7 +173,7 @@ def _round(client: OtherProcess, server: ServerProcess, load: Load, figures: Fig
 
 
 def _idle(servers: Mapping[str, ServerProcess]) -> dict[str, float]:
-    """The processor cores that each server takes while nobody asks."""
+    """The processor cores that each server uses without requests."""
     before = {name: _tree_seconds(server.pid) for name, server in servers.items()}
     time.sleep(_IDLE_SECONDS)
     return {
@@ -182,7 +182,7 @@ def _idle(servers: Mapping[str, ServerProcess]) -> dict[str, float]:
 
 
 def _tree_seconds(pid: int) -> float:
-    """Processor time of a process and of all that it started, directly or not, and that still run."""
+    """Processor time of a process and of all its live descendants."""
     parents = dict[int, int]()
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():

@@ -109,7 +109,7 @@ async def _serve(connection: Connection) -> None:
         await endpoints.start()
         metrics.attach(model)
         gateway.open(model)
-        settle()  # as `orca serve` does: else one full garbage collection falls into some measurement
+        settle()  # as in `orca serve`; otherwise a full garbage collection falls into one of the measurements
         try:
             while True:
                 question: Question | Direct = await asyncio.to_thread(connection.recv)

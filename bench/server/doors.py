@@ -4,8 +4,8 @@
 
 Runs `orca` with each mistake and takes the median of the runs, in seconds from the start of the process to
 its end: on the clock, and as processor time of the process, which other programs on the machine change less.
-Before the runs that count there is one that does not, so that the files are in memory. The aims are 0.3
-seconds for a mistake in the command line itself and 1 second for one in what it names.
+A first run is not counted, so that the files are in memory. The aims are 0.3 seconds for a mistake in the
+command line itself and 1 second for a mistake in a file or model that it names.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Times:
 
 
 def mistakes() -> list[Mistake]:
-    """The mistakes, in a folder that `prepare` has made."""
+    """The mistakes, in a folder made by `prepare`."""
     prompt = ("generate", "a prompt", "--model")
     worker = ("--stage", "1", "--of", "2", "--listen", "127.0.0.1:0")
     return [

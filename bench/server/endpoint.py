@@ -5,8 +5,8 @@
 Server, offline API and client are separate processes, and one of the first two works at a time, in turn. All
 programs are compiled beforehand. The server's processor time per token, minus the offline API's, is the
 endpoint's; if server and client share few cores, this includes the time that the engine's threads spin while
-waiting for a core. So it is measured a second way: on an engine that uses no processor time, with and without
-an endpoint. `--profile` shows where the event loop of that server spends its time.
+waiting for a core. It is therefore measured in a second way: on an engine that uses no processor time, with
+and without an endpoint. `--profile` shows where the event loop of that server spends its time.
 """
 
 import argparse
@@ -71,7 +71,7 @@ class Own:
 
     @property
     def own_us(self) -> float:
-        """What the endpoint adds to the bare service."""
+        """The endpoint's addition to the bare service."""
         return self.whole_us - self.direct_us
 
 

@@ -55,7 +55,7 @@ class KnownStream:
         }
 
     def complaint(self, ended: Ended) -> str | None:
-        """What is wrong with its result; None if nothing."""
+        """The fault of the stream's result; None if it has none."""
         if ended.reasons != ["length"] or not ended.done:
             done = "with" if ended.done else "without"
             return f"a stream ended {done} [DONE], {ended.reasons}, status {ended.status}, {ended.error}"
@@ -87,7 +87,7 @@ class RepeatedStreams:
 
     @property
     def n_between(self) -> int:
-        """The number of streams that have their first token, but not yet their last but one."""
+        """The number of streams between their first and their second-last token."""
         return sum(
             live is not None and 0 < live.n_pieces < known.n_output - 1
             for live, known in zip(self._live, self._known, strict=True)

@@ -25,7 +25,7 @@ from server.rpc.generation_pb2_grpc import GenerationStub
 
 N_THREADS = 32
 N_IDS_DIRECT = 24
-N_IDS = 8  # over gRPC, fewer than threads: so many calls meet an id that is live or just ending
+N_IDS = 8  # over gRPC, fewer than threads, so that many calls meet an id that is live or just ending
 VOCAB_SIZE = 300
 MAX_TOKENS = 12  # of a call that is read to its end
 LONGEST = 200
@@ -47,7 +47,7 @@ def engine_token(request: Request, index: int) -> int:
 
 @dataclass(slots=True)
 class Outcomes:
-    """How often calls ended in each way, and the first failures."""
+    """Counts of calls by their outcome, and the first failures."""
 
     n: Counter[str] = field(default_factory=Counter[str])
     n_wrong: int = 0

@@ -70,7 +70,7 @@ def simulated_service() -> Orca:
 
 
 def left(service: Orca) -> str:
-    """What requests that have all ended still hold, or why the service failed; empty if neither."""
+    """Resources that ended requests still hold, or the reason why the service failed; empty if neither."""
     if service.failure is not None:
         return f"the service failed: {service.failure!r}"
     kv = service.scheduler.kv
@@ -84,7 +84,7 @@ def left(service: Orca) -> str:
 
 
 def left_at_rest(look: Callable[[], str]) -> str:
-    """What `look` reports once all in flight has ended, or after a while."""
+    """The report of `look` once everything in flight has ended, or after a while."""
     deadline = time.monotonic() + REST_SECONDS
     while (remaining := look()) and "failed" not in remaining and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -26,10 +26,10 @@ class ServerFailed(Exception):
 class ServerProcess:
     """A server on free ports, unless the `flags` of `orca serve` say others; a context manager that ends it.
 
-    It starts at once, and is ready after `wait_until_ready`: `url` and `grpc_address` are known then. What it
-    writes to stderr goes to a file, so that it never waits for a reader. `variables` are added to its
-    environment, which has no `ORCA_*` otherwise. Programs are compiled when they are first needed, or
-    with `compile_ahead` all of them before it is ready. `python` is the interpreter that runs it.
+    It starts at once, and is ready after `wait_until_ready`, when `url` and `grpc_address` are known. Its
+    stderr goes to a file, so that it never waits for a reader. `variables` are added to its environment,
+    which has no other `ORCA_*`. Programs are compiled when they are first needed, or with `compile_ahead`
+    before it is ready. `python` is the interpreter that runs it.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """The process id."""
         return self._process.pid
 
     @property
@@ -68,7 +68,7 @@ class ServerProcess:
         return host_and_port(self.url)
 
     def stderr(self) -> str:
-        """All that it wrote so far."""
+        """The text of stderr so far."""
         if self._file.closed:
             return self._said
         size = os.fstat(self._file.fileno()).st_size
@@ -81,18 +81,18 @@ class ServerProcess:
         return self
 
     def wait_until_ready(self, seconds: float = 120.0) -> Self:
-        """Wait until it takes requests. Raises ServerFailed if it ends or takes longer."""
+        """Wait until it accepts requests. Raises ServerFailed if it ends or takes longer."""
         self._wait_for(_READY, seconds)
         self.url = _found(_HTTP, self.stderr())
         self.grpc_address = _found(_GRPC, self.stderr())
         return self
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         self._process.send_signal(number)
 
     def wait(self, seconds: float = 60.0) -> int:
-        """Wait for its end; its exit status. Raises ServerFailed when it is still there after `seconds`."""
+        """Wait for the end; return the exit status. Raises ServerFailed if it still runs after `seconds`."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -103,13 +103,13 @@ class ServerProcess:
         return cpu_seconds(self.pid)
 
     def stop(self, seconds: float = 60.0) -> int:
-        """SIGTERM, and wait; its exit status. Raises ServerFailed when it is still there after `seconds`."""
+        """Send SIGTERM and wait; return the exit status. Raises ServerFailed after `seconds`."""
         if self._process.poll() is None:
             self.signal(signal.SIGTERM)
         return self.wait(seconds)
 
     def kill(self) -> None:
-        """End it whatever it does; nothing the second time."""
+        """Kill the process; a second call does nothing."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait(10)
@@ -139,7 +139,7 @@ class ServerProcess:
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Of an http URL."""
+    """Host and port of an http URL."""
     parts = urlsplit(url)
     return parts.hostname or "127.0.0.1", parts.port or 80
 

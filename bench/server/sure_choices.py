@@ -1,4 +1,4 @@
-"""How much of a continuation is certain: up to a choice that a different order of summation could change."""
+"""Finds the certain part of a continuation: up to a choice that another order of summation could change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""What viewers of the live view cost: tokens per second with 0, 1 and 20 of them, and without pages at all.
+"""Measures the cost of viewers of the live view: tokens per second with 0, 1 and 20, and without pages.
 
     python -m bench.server.viewers [--prompts 32] [--tokens 128] [--rounds 3]
 
-Two servers of the demo model, one of them with --no-pages, work in turn. The viewers read and drop what
-comes, in the process of the clients. On a machine of few cores their work is part of the difference in tokens
-per second, and not of the server's processor time.
+Two servers of the demo model, one of them with --no-pages, work in turn. The viewers read and drop their
+data in the clients' process. On a machine with few cores their work is part of the difference in tokens per
+second, and not of the server's processor time.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Watched:
 
 @dataclass(slots=True)
 class Runs:
-    """Of each round: tokens per second, the server's microseconds per token, kilobytes for each viewer."""
+    """Figures of each round: tokens per second, the server's microseconds per token, kilobytes per viewer."""
 
     rate: list[float] = field(default_factory=list[float])
     server_us: list[float] = field(default_factory=list[float])
@@ -48,7 +48,7 @@ class Runs:
 
 
 class _Viewer(asyncio.Protocol):
-    """Counts what comes."""
+    """Counts the bytes that arrive."""
 
     def __init__(self) -> None:
         self.n_bytes = 0
@@ -80,7 +80,7 @@ async def _watched(asked: Watched) -> tuple[Loaded, int]:
 
 
 def measure(n_prompts: int, n_output: int, n_rounds: int) -> dict[str, Runs]:
-    """All cases in turn, `n_rounds` times; the order turns round with each round."""
+    """Measure all cases in turn, `n_rounds` times; the order is reversed after each round."""
     runs_of = {case: Runs() for case in VIEWERS}
     with (
         ServerProcess(FLAGS, compile_ahead=True) as server,

@@ -17,7 +17,7 @@ SATURATED, FLOODED = 0.9, 0.5  # share of the load that is served: overloaded, a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """How a system is tried: from `lowest` requests per second up; `seed` determines the requests.
+    """The loads for a system, from `lowest` requests per second up; `seed` determines the requests.
 
     A point has `n_requests`, or as many as arrive in `seconds`, whichever is more; a coarse one fewer.
     """

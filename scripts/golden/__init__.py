@@ -1,1 +1,1 @@
-"""Golden files: what transformers and the trainers' own code compute, for the tests to compare with."""
+"""Makes golden files: results of transformers and of trainers' code, for the tests to compare with."""

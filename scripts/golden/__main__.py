@@ -1,11 +1,11 @@
-"""Make golden files: small random models, and what transformers or a trainer's own code makes of them.
+"""Make golden files: small random models, and the results of transformers or of a trainer's code on them.
 
     python -m scripts.golden decoders --only llama-grouped
     python -m scripts.golden tunix
 
-Those of transformers need `torch` (the CPU build is enough) and `transformers`, those of a trainer its own
-package, each in an environment of its own; the tests that read the files need none of these. `beams`,
-`hidden`, `mxfp4` and `routing` read what `decoders` makes. What a file holds is said where tests read it.
+Files of transformers need `torch` (the CPU build is enough) and `transformers`, files of a trainer its
+package, each in a separate environment; the tests that read the files need none of these. `beams`, `hidden`,
+`mxfp4` and `routing` read the files of `decoders`. The modules of the tests that read a file describe it.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Make the golden beam searches: what Hugging Face's generate() finds with several beams.
+"""Make the golden beam searches: the results of Hugging Face's generate() with several beams.
 
 It reads the checkpoints of decoders.py. Each model of
 NAMES gets a `beams.npz`, which tests/device/model/golden_beams.py describes. Random models never end a text
@@ -27,13 +27,13 @@ MAX_OUTPUT = 12
 MAX_ENDS = 8
 N_BEAMS = (2, 4)
 LENGTH_PENALTIES = (0.6, 1.0, 2.0)
-EARLY_STOPPING: tuple[bool | str, ...] = (False, True, "never")  # by their numbers in the file
+EARLY_STOPPING: tuple[bool | str, ...] = (False, True, "never")  # by number in the file
 NOISE = 1e-5
-DECODER_IDS: dict[str, int] = {}  # of a model with an encoder: what its texts begin and end with
+DECODER_IDS: dict[str, int] = {}  # for a model with an encoder: the tokens that its texts begin and end with
 
 
 class _Noise(LogitsProcessor):
-    """Adds rounding's like to the logits."""
+    """Adds noise of the size of rounding errors to the logits."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -101,7 +101,7 @@ def _settled(
 def choose_eos(
     model: Any, prompts: Sequence[np.ndarray], encoder_ids: Sequence[np.ndarray | None]
 ) -> list[int]:
-    """The tokens that most texts have, but not at once: as many as half of the texts need."""
+    """Choose the most common tokens that do not come first, until half of the texts have one."""
     texts: list[list[int]] = []
     for prompt, own in zip(prompts, encoder_ids, strict=True):
         texts += _search(model, prompt, own, [], (4, 1.0, False))[0]

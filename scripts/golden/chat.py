@@ -18,7 +18,7 @@ TODAY = datetime(2026, 11, 22, 12, 0)
 
 
 class FixedDate(datetime):
-    """A clock that has stopped."""
+    """A clock that always shows the same date."""
 
     @classmethod
     def now(cls, tz: Any = None) -> datetime:
@@ -49,7 +49,7 @@ def write(
     conversations: str,
     render: Callable[[Any, dict[str, Any]], dict[str, Any]],
 ) -> None:
-    """Write a file with what each family's tokenizer renders of the conversations."""
+    """Write a file with each family's renderings of the conversations."""
     cases = json.loads((DATA / conversations).read_text("utf-8"))
     golden = {
         family: {
@@ -70,9 +70,10 @@ def write(
 
 
 def rendered_twice(tokenizer: Any, conversation: dict[str, Any]) -> dict[str, Any]:
-    """What transformers renders of a conversation as OpenAI's clients hold it.
+    """Transformers' rendering of a conversation in the form of OpenAI's clients.
 
-    And, as `objects`, with arguments of tool calls as objects, where that differs: as transformers documents.
+    With `objects`, where the result differs, also the rendering with tool-call arguments as objects, the
+    form that transformers documents.
     """
     as_held = rendered(tokenizer, conversation)
     parsed = json.loads(json.dumps(conversation))
@@ -95,7 +96,7 @@ def templates_of(family: str) -> str | dict[str, str]:
 
 
 def rendered(tokenizer: Any, conversation: dict[str, Any]) -> dict[str, str]:
-    """What transformers renders, as `text`; or what it raises, as `error`."""
+    """Transformers' rendering as `text`, or its exception as `error`."""
     options = {
         name: conversation[name]
         for name in ("tools", "documents", "continue_final_message", "chat_template")

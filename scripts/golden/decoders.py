@@ -167,7 +167,7 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
     Every bias and norm is drawn too, so that a loader that confuses two of them is detected.
     """
     conv1d = isinstance(model, GPT2LMHeadModel)  # its layers are stored [in, out]
-    # Gemma and Granite multiply embeddings: theirs would outweigh the layers.
+    # Gemma and Granite multiply embeddings, which would outweigh the layers.
     multiplier = getattr(model.get_input_embeddings(), "scalar_embed_scale", None)
     multiplier = multiplier or getattr(model.config, "embedding_multiplier", 1.0)
     without_final_norm = getattr(model.config, "_remove_final_layer_norm", False)
@@ -195,7 +195,7 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
             values *= 1.5 / np.sqrt(shape[fan_in])
         elif "ln_" in name or "norm" in name:
             values = values * 0.1 + (1.0 if name.endswith("weight") and not one_plus else 0.0)
-            if "embeddings_layernorm" in name:  # as above, of a tied head
+            if "embeddings_layernorm" in name:  # as above, for a tied head
                 values *= 0.3
         elif not name.endswith("sinks"):  # which are as wide as scores
             values *= 0.1
@@ -216,11 +216,11 @@ def prompts_of(config: Any, n_prompts: int, rng: np.random.Generator) -> list[np
 
 
 def logits_of(model: Any, token_ids: np.ndarray) -> np.ndarray:
-    """[n, vocab_size] float32 (float64 for a model in float64).
+    """Logits [n, vocab_size] float32 (float64 for a model in float64).
 
-    transformers takes longrope's long factors for a sequence beyond the original length, we take them for a
-    model whose longest sequence is beyond it. So a sequence is filled up to that length; what is after a
-    token does not change its logits.
+    transformers uses longrope's long factors for a sequence beyond the original length, this engine for a
+    model whose longest sequence is beyond it. A sequence is therefore padded to that length; later tokens
+    do not change a token's logits.
     """
     with torch.no_grad():
         ids = torch.from_numpy(token_ids.astype(np.int64))[None]
@@ -314,7 +314,7 @@ def make(golden: Golden, directory: Path, rng: np.random.Generator) -> str:
     model = AutoModelForCausalLM.from_config(golden.config).eval().float()
     draw_weights(model, rng)
     save(golden, model, directory)
-    # Compute with the weights that were written.
+    # Compute with the written weights.
     model = AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation=golden.attention, dtype=torch.float32, **experts
     ).eval()
@@ -322,7 +322,7 @@ def make(golden: Golden, directory: Path, rng: np.random.Generator) -> str:
 
 
 def compute(golden: Golden, model: Any, directory: Path, rng: np.random.Generator) -> str:
-    """Write what a model computes; returns as `make`."""
+    """Write a model's results; returns the same as `make`."""
     prompts = prompts_of(golden.config, golden.n_prompts, rng)
     outputs = np.full((len(prompts), MAX_OUTPUT), -1, np.int32)
     gaps = np.zeros((len(prompts), MAX_OUTPUT), np.float32)

@@ -1,4 +1,4 @@
-"""Make the golden files of models with an encoder: small random ones, and what Hugging Face computes.
+"""Make the golden files of encoder-decoder models: small random ones, and Hugging Face's results on them.
 
 As decoders.py, for the shapes of ENCODER_SHAPES in shapes.py.
 Each model gets a directory with a checkpoint, `encoder_golden.npz`, which
@@ -33,7 +33,7 @@ _EMBEDDED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def draw_weights(model: torch.nn.Module, rng: np.random.Generator, lacks_positions: bool) -> None:
-    """As in decoders.py: every weight, bias and norm is drawn, and text does not collapse."""
+    """Fill a model as in decoders.py: every weight, bias and norm is drawn, and text does not collapse."""
     scale = model.config.d_model if getattr(model.config, "scale_embedding", False) else 1.0
     model_type = model.config.model_type
     is_t5 = "t5" in model_type
@@ -76,7 +76,7 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator, lacks_positio
 
 
 def build(name: str, shape: dict[str, Any]) -> Any:
-    """The model with random weights. transformers 5 ties T5's heads: `_untied` gives it one of its own."""
+    """The model with random weights. transformers 5 ties T5's heads; `_untied` adds a separate one."""
     sizes = {key: value for key, value in shape.items() if not key.startswith("_")}
     config = AutoConfig.for_model(**sizes)
     config._attn_implementation = "eager"
@@ -182,7 +182,7 @@ def make(name: str, shape: dict[str, Any], directory: Path) -> str:
     """Write one model's directory; returns lines of statistics about its outputs."""
     model = build(name, shape)
     save(model, shape, directory)
-    if shape.get("_loads", True):  # transformers computes the same with what was written
+    if shape.get("_loads", True):  # transformers computes the same with the written files
         loaded = AutoModelForSeq2SeqLM.from_pretrained(
             directory, attn_implementation="eager", dtype=torch.float32
         ).eval()

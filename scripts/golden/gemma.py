@@ -1,4 +1,4 @@
-"""Make the golden files of Gemma's own code: tiny models that its `save_params` saved, and its forward pass.
+"""Make the golden files of Gemma's library: tiny models saved by its `save_params`, and its forward pass.
 
 Needs `gemma` on Python 3.12; the tests that read the files do not. One model is saved once more with the
 flat names of the checkpoints that Google published.

@@ -1,9 +1,9 @@
-"""Make tests/data/golden/hidden.npz: final hidden states that Hugging Face computes with the golden models.
+"""Make tests/data/golden/hidden.npz: Hugging Face's final hidden states of the golden models.
 
-It takes one model of each family, and of that one its
-shortest and its longest prompt and those whose logits are kept. tests/device/model/golden_hidden.py describes
-the file. The model is the one without its head (`base_model`), in float32; its last hidden states are
-compared with those of the same model in float64 before anything is written.
+It takes one model of each family, with its shortest and longest prompt and the prompts whose logits are kept.
+tests/device/model/golden_hidden.py describes the file. The model is the one without its head (`base_model`),
+in float32; its last hidden states are compared with those of the same model in float64 before anything is
+written.
 """
 
 # pyright: reportMissingImports=false
@@ -33,7 +33,7 @@ def chosen() -> list[Path]:
 
 
 def hidden_states(model: Any, token_ids: np.ndarray) -> np.ndarray:
-    """[n, size]; filled up where decoders.logits_of fills up."""
+    """Hidden states [n, size], with the padding of decoders.logits_of."""
     with torch.no_grad():
         ids = torch.from_numpy(token_ids.astype(np.int64))[None]
         if switching_length(model.config) is not None:

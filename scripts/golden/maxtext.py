@@ -1,4 +1,4 @@
-"""Make the golden files of MaxText: tiny models that its checkpointing saved, and its own forward pass.
+"""Make the golden files of MaxText: tiny models saved by its checkpointing, and its forward pass.
 
 Needs `maxtext` on Python 3.12, without its extras for accelerators but with the packages that it imports; the
 tests that read the files need none of them. The checkpoints are those of a training state (weights, the
@@ -94,7 +94,7 @@ DEEPSEEK_CONFIG: dict[str, Any] = LATENT | {
     "num_experts_per_tok": 2,
     "rms_norm_eps": 1e-6,
 }
-# Name, MaxText's model, its settings, and what config.json has.
+# Name, MaxText's model, its settings, and the fields of config.json.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "maxtext-llama2": ("llama2-7b", {}, {"model_type": "llama"}),
     "maxtext-llama3.1": ("llama3.1-8b", {}, {"model_type": "llama", "rope_scaling": LLAMA3_ROPE}),

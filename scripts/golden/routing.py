@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.golden.with_torch import GOLDEN, versions
 
-# Those whose routers choose the best logits.
+# Families whose routers choose the best logits.
 FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 
@@ -40,7 +40,7 @@ def make_files(only: Sequence[str]) -> None:
             with torch.no_grad():
                 out = model(input_ids=ids, use_cache=False, output_router_logits=True)
             logits = torch.stack([one.reshape(ids.shape[1], -1) for one in out.router_logits], dim=1)
-            logits = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)  # where all are chosen
+            logits = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf)  # all experts are chosen
             best = logits.topk(top_k + 1, dim=-1)
             chosen.append(best.indices[..., :top_k].numpy().astype(np.uint8))
             gaps.append((best.values[..., top_k - 1] - best.values[..., top_k]).numpy())

@@ -1,7 +1,7 @@
 """Make tests/data/text_parts: small random models of text and pictures, and transformers' tokens for texts.
 
-Each model has a directory as transformers saves it, with the
-tower for pictures, and golden.json: prompts of token ids, and the greedy continuation of each in float32.
+Each model has a directory as transformers saves it, with the vision tower, and golden.json: prompts of token
+ids, and the greedy continuation of each in float32.
 """
 
 # pyright: reportMissingImports=false
@@ -66,7 +66,7 @@ def make_files(only: Sequence[str]) -> None:
         with torch.no_grad():
             for each, parameter in model.named_parameters():
                 spread = 0.1 if parameter.dim() == 1 else 1.5 / parameter.shape[-1] ** 0.5
-                if "embed_tokens" in each:  # multiplied, and the head: it would repeat the input
+                if "embed_tokens" in each:  # otherwise the tied head would repeat the input
                     spread = 0.15
                 parameter.copy_(torch.randn_like(parameter) * spread)
         model.save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""What the scripts that make the trainers' golden files share: random weights, prompts, and the files.
+"""Shared parts of the scripts that make trainers' golden files: random weights, prompts, and the files.
 
 A model's directory has a checkpoint as the trainer saved it, the config.json that it corresponds to, and
 golden.npz: `prompts` [n, length] int32, `logits` [n, length, V] float32 of the trainer's own forward pass,
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-# Of config.json, for the tiny models: what most of them share, and what Gemma has instead.
+# Fields of config.json for the tiny models: those of most families, and Gemma's.
 CONFIG: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -35,7 +35,7 @@ GEMMA_CONFIG: dict[str, Any] = CONFIG | {
     "hidden_activation": "gelu_pytorch_tanh",
 }
 OUTPUT = Path(__file__).resolve().parents[2] / "tests" / "data" / "trainers"
-MAX_BYTES = 300_000  # of a model's directory
+MAX_BYTES = 300_000  # maximum bytes of a model's directory
 _N_PROMPTS, _N_TOKENS, _N_GREEDY = 3, 13, 8
 _MARGIN = 1e-3  # rounding alone can swap two logits that are closer
 _SEED = 20221

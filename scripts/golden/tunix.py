@@ -1,4 +1,4 @@
-"""Make the golden files of Tunix: tiny models that its CheckpointManager saved, and its own forward pass.
+"""Make the golden files of Tunix: tiny models saved by its CheckpointManager, and its forward pass.
 
 Needs `google-tunix`; the tests that read the files do not. Llama and Qwen 3 of Tunix 0.1.7 rotate with
 the base 1,000,000 whatever their configuration says, so config.json says so too.

@@ -1,4 +1,4 @@
-"""Settings of all golden files that transformers makes: the same numbers in every run."""
+"""Settings for golden files made by transformers: the same numbers in every run."""
 
 # pyright: reportMissingImports=false
 
@@ -23,7 +23,7 @@ transformers.logging.disable_progress_bar()
 
 
 def versions() -> dict[str, Any]:
-    """What makes the files."""
+    """Versions of the packages that make the files."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

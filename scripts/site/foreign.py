@@ -30,7 +30,7 @@ class _Page(HTMLParser):
 
 
 def foreign(folder: Path) -> Iterator[str]:
-    """What the pages and style sheets in `folder` load from elsewhere, with the file."""
+    """Resources that pages and style sheets in `folder` load from another host, with the file."""
     for path in sorted(folder.rglob("*.html")):
         page = _Page()
         page.feed(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: pages from the code, links, diagrams, a check."""
+"""Hooks that mkdocs calls while it builds the site: pages from the code, links, diagrams, a check."""
 
 import json
 import urllib.request
