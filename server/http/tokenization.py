@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: text or a conversation to token ids, and back."""
+"""`/tokenize` turns text or a conversation into token ids; `/detokenize` turns token ids into text."""
 
 from typing import Annotated
 
@@ -6,13 +6,14 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest, TokenOutOfRange
+from server.gateway.served_model import template_for
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.errors import error_responses
 from server.http.bodies.json_body import JsonRoute
 from server.http.bodies.json_text import as_json
 from server.http.fields.conversation import ConversationFields, Messages
 from server.http.fields.strict import Strict
-from server.http.generation.prepared_reply import text_of
+from server.http.generation.prepared_reply import rendered
 from server.http.generation.state import GatewayOf
 
 router = APIRouter(tags=["tokens"], route_class=JsonRoute, responses=error_responses(404, 503))
@@ -34,7 +35,7 @@ class TokenizeRequest(ConversationFields, json_schema_extra=_ONE_OF):
 
 
 class TokenizeResponse(BaseModel):
-    """The tokens. `max_model_len` is how many a request may have, input and output together."""
+    """The tokens. `max_model_len` limits a request's tokens, input and output together."""
 
     tokens: list[int]
     count: int
@@ -60,7 +61,7 @@ async def tokenize(gateway: GatewayOf, body: TokenizeRequest, request: Request) 
     model = gateway.model(body.model)
     given = body.model_fields_set & {"prompt", "messages"}
     if len(given) != 1:
-        what = "neither prompt nor messages came" if not given else "both prompt and messages came"
+        what = "neither prompt nor messages is given" if not given else "prompt and messages are both given"
         raise InvalidRequest(f"{what}; give one of them", param="messages" if given else "prompt")
     special = body.add_special_tokens
     param = given.pop()
@@ -69,8 +70,8 @@ async def tokenize(gateway: GatewayOf, body: TokenizeRequest, request: Request) 
         if param == "prompt":
             tokens = model.encode(body.prompt, param=param, add_special_tokens=special is not False)
         else:
-            text = text_of(model, body)
-            tokens = model.encode(text, param=param, add_special_tokens=special is True)
+            template = template_for(model, body.chat_template, has_tools=bool(body.tools))
+            tokens = model.encode(rendered(template, body), param=param, add_special_tokens=special is True)
         longest = model.service.most_output(0)
         whole = {"tokens": tokens, "count": len(tokens), "max_model_len": longest}
         return as_json(whole, 4 * len(tokens)).encode()

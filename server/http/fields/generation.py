@@ -146,8 +146,20 @@ class SharedSamplingFields(Strict):
         listed(f"an extension: texts never generated; at most {MAX_BAD_WORDS} characters in total", 0, 256),
     ] = None
 
+    def most_tokens(self, wanted: int | None, default: int | None, longest: int) -> int:
+        """The output limit of a reply: `wanted` or else the model's `default`, where `longest` leaves room.
+
+        If not even one token has room, the limit is one that passes validation: the error is then about the
+        prompt's length, which is checked later.
+        """
+        if wanted is not None:
+            return wanted
+        least = self.min_tokens or 0
+        room = longest if longest > 0 else max(least, 1)
+        return min(max(default or room, least), room)
+
     def given(self) -> dict[str, Any]:
-        """What the client has set of the fields that `SamplingParams` has under the same name."""
+        """The fields that the client has set and that `SamplingParams` has under the same name."""
         return {name: value for name in _passed_on(type(self)) if (value := getattr(self, name)) is not None}
 
 

@@ -1,12 +1,13 @@
 """`POST /v1/chat/completions`: the model replies to a conversation."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest
-from orca_jax.request.chat.tools import check_tools
+from orca_jax.request.chat.tools import ToolWish, check_tools
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from server.http.bodies.json_body import JsonRoute
@@ -29,7 +30,7 @@ from server.http.generation.answer import (
 )
 from server.http.generation.choices import Choices, OutputExtras
 from server.http.generation.chunks import CHAT_FORM
-from server.http.generation.prepared_reply import ReplyRequest, prepared
+from server.http.generation.prepared_reply import prepared
 from server.http.generation.state import CallOf
 
 
@@ -78,8 +79,17 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
     moderation: Annotated[dict[str, Any] | None, NotBuilt(why="nothing is checked")] = None
 
     @property
+    def uses_tools(self) -> bool:
+        """Whether the prompt shows the tools."""
+        return self.tool_choice != "none"
+
+    def wish(self, tools: Sequence[dict[str, Any]]) -> ToolWish:
+        """Which of the `tools` may and must be called. Raises InvalidRequest."""
+        return tool_wish(check_tools(tools), self.tool_choice, parallel=self.parallel_tool_calls is not False)
+
+    @property
     def effort(self) -> str | None:
-        """The effort of the model's reasoning, under either name."""
+        """The requested reasoning effort, from `reasoning_effort` or `reasoning`."""
         if self.reasoning_effort is not None or self.reasoning is None:
             return self.reasoning_effort
         return "none" if self.reasoning.enabled is False else self.reasoning.effort
@@ -91,24 +101,17 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
         return names if self.reasoning_effort else {**names, "reasoning_effort": "reasoning.effort"}
 
     def sampling(self, defaults: GenerationDefaults, *, longest: int) -> SamplingParams:
-        """The sampling parameters, with the model's `defaults`; a reply may have up to `longest` tokens.
+        """The sampling parameters, with the model's `defaults`, of a reply of up to `longest` tokens.
 
-        Without room for a token `check` rejects the prompt, which these parameters must not forestall.
         Raises a subclass of InvalidRequest.
         """
-        if longest < 1:
-            longest = max(self.min_tokens or 0, 1)
-        wanted, n_top = self.wanted_tokens, self.top_logprobs
+        n_top = self.top_logprobs
         if n_top and not self.logprobs:
             message = f"top_logprobs is {n_top} without logprobs; set logprobs to true, or leave it out"
             raise InvalidRequest(message, param="top_logprobs")
-        if wanted is None:
-            wanted = min(max(defaults.max_tokens or longest, self.min_tokens or 0), longest)
-        return self.sampling_params(
-            defaults.sampling,
-            max_tokens=wanted,
-            logprobs=(n_top or 0) if self.logprobs else None,
-        )
+        most = self.most_tokens(self.wanted_tokens, defaults.max_tokens, longest)
+        logprobs = (n_top or 0) if self.logprobs else None
+        return self.sampling_params(defaults.sampling, max_tokens=most, logprobs=logprobs)
 
 
 class AnswerFunction(BaseModel):
@@ -176,30 +179,16 @@ router = APIRouter(route_class=JsonRoute, tags=["generation"])
     response_class=Response,
     responses={200: {"model": ChatCompletion, "content": {"text/event-stream": {}}}, **GENERATION_ERRORS},
 )
-async def create_chat_completion(
-    body: ChatCompletionRequest,
-    call: CallOf,
-) -> Response:
+async def create_chat_completion(body: ChatCompletionRequest, call: CallOf) -> Response:
     """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
     body.check_stream_options()
     model = call.accept(body.scheduling, model=body.model, user=body.user)
 
-    def conversation() -> ChatCompletionRequest:
+    def conversation() -> ConversationFields:
         check_number(1, body.n_choices, call.options, model)
         return body
 
-    asked = ReplyRequest(
-        conversation=conversation,
-        sampling=lambda longest: body.sampling(model.defaults, longest=longest),
-        scheduling=body.scheduling,
-        wish=lambda tools: tool_wish(
-            check_tools(tools), body.tool_choice, parallel=body.parallel_tool_calls is not False
-        ),
-        use_tools=body.tool_choice != "none",
-        effort=body.effort,
-        names=body.client_names,
-    )
-    ready = await prepared(call, model, asked)
+    ready = await prepared(call, model, body, conversation)
     model.check_routed([ready.prompt], ready.rules.sampling)
     extras = None
     if body.logprobs or body.return_routed_experts or body.return_token_ids:
@@ -209,13 +198,7 @@ async def create_chat_completion(
             write_logprobs=chat_logprobs if body.logprobs else None,
             token_ids=bool(body.return_token_ids),
         )
+    plan = None if ready.plan.is_plain else ready.plan
     response_id = new_response_id("chatcmpl")
-    choices = Choices(
-        call,
-        [ready.prompt],
-        ready.rules,
-        extras=extras,
-        response_id=response_id,
-        plan=None if ready.plan.is_plain else ready.plan,
-    )
+    choices = Choices(call, [ready.prompt], ready.rules, extras=extras, response_id=response_id, plan=plan)
     return await answer(body, model, choices, call.receive, CHAT_FORM)

@@ -1,15 +1,15 @@
-"""A reply to a conversation, in whatever protocol it is asked for: from the messages to a checked prompt."""
+"""Prepares a reply to a conversation, in any protocol: from the messages to a checked prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from orca_jax.errors import NotSupported
-from orca_jax.request.chat.chat_template import ChatTemplate, Templates
+from orca_jax.request.chat.chat_template import ChatTemplate
 from orca_jax.request.chat.conversation import prompt_text, reads_effort
 from orca_jax.request.chat.tools import ToolWish, check_tools
 from orca_jax.request.checked_prompt import CheckedPrompt
+from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.prepared_params import OutputRules
@@ -23,42 +23,19 @@ from server.http.generation.answer import check
 from server.http.generation.state import ApiCall
 
 
-def text_of(
-    model: ServedModel,
-    conversation: ConversationFields,
-    *,
-    use_tools: bool = True,
-    reasoning_effort: str | None = None,
-) -> str:
-    """The prompt text of a conversation, special tokens included; without `use_tools` its tools are left out.
-
-    `reasoning_effort` is a variable of some templates, and refused for the others.
-
-    Raises NotSupported, InvalidRequest and its subclass BadConversation. Call it in `run_for_request`: its
-    cost grows with the messages.
-    """
-    has_tools = use_tools and bool(conversation.tools)
-    template = template_for(model, conversation.chat_template, has_tools=has_tools)
-    return _rendered(template, conversation, use_tools, reasoning_effort)
-
-
 def rendered(
-    templates: Templates,
+    template: ChatTemplate,
     conversation: ConversationFields,
     *,
     use_tools: bool = True,
     reasoning_effort: str | None = None,
 ) -> str:
-    """The text of a conversation. Raises InvalidRequest, of which BadConversation and NotSupported."""
-    has_tools = use_tools and bool(conversation.tools)
-    template = templates.choose(conversation.chat_template, has_tools=has_tools)
-    return _rendered(template, conversation, use_tools, reasoning_effort)
+    """Render a conversation as the prompt's text, special tokens included; its tools only with `use_tools`.
 
-
-def _rendered(
-    template: ChatTemplate, conversation: ConversationFields, use_tools: bool, reasoning_effort: str | None
-) -> str:
-    if not use_tools:  # `prompt_text` checks those that it gets
+    Raises InvalidRequest and its subclasses BadConversation and NotSupported. Call it in `run_for_request`:
+    its cost grows with the messages.
+    """
+    if not use_tools:  # `prompt_text` checks only the tools that it renders
         check_tools(conversation.tools or ())
     return prompt_text(
         template,
@@ -73,7 +50,7 @@ def _rendered(
 
 
 def _as_json(message: ChatMessage) -> dict[str, Any]:
-    """The message as parsed JSON; values in the arguments of tool calls are kept as they are, also null."""
+    """The message as JSON values, without nulls except inside the arguments of tool calls."""
     plain = message.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
     content: str | list[Any] | None = message.content
     if isinstance(content, list):
@@ -90,28 +67,47 @@ def _as_json(message: ChatMessage) -> dict[str, Any]:
     return plain
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplyRequest:
-    """What a protocol's request asks for.
+class PromptRequest(Protocol):
+    """A protocol's request, as far as the prompt depends on it besides the conversation."""
 
-    The functions may raise a subclass of InvalidRequest; their cost may grow with the request. `sampling`
-    takes how many tokens the reply may have at most, 0 or less if the prompt leaves no room; `wish` takes the
-    conversation's tools. Without `use_tools` the prompt has none. `effort` is that of the model's reasoning,
-    which the call's `unused` names if the chat template does not read it.
-    `names` are the client's names of fields, see `renamed_fields`.
-    """
+    @property
+    def client_names(self) -> Mapping[str, str]:
+        """The client's names of fields; see `renamed_fields`."""
+        ...
 
-    conversation: Callable[[], ConversationFields]
-    sampling: Callable[[int], SamplingParams]
-    scheduling: SchedulingParams
-    wish: Callable[[Sequence[dict[str, Any]]], ToolWish]
-    use_tools: bool = True
-    effort: str | None = None
-    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the prompt shows the conversation's tools."""
+        ...
+
+    @property
+    def effort(self) -> str | None:
+        """The requested reasoning effort."""
+        ...
+
+
+class ReplyRequest(PromptRequest, Protocol):
+    """A protocol's request for a reply. The cost of its methods may grow with the request."""
+
+    @property
+    def scheduling(self) -> SchedulingParams:
+        """Priority and cache salt."""
+        ...
+
+    def wish(self, tools: Sequence[dict[str, Any]]) -> ToolWish:
+        """Which of the conversation's tools may and must be called. Raises InvalidRequest."""
+        ...
+
+    def sampling(self, defaults: GenerationDefaults, *, longest: int) -> SamplingParams:
+        """The sampling parameters of a reply of up to `longest` tokens, below 1 if the prompt leaves no room.
+
+        Raises a subclass of InvalidRequest.
+        """
+        ...
 
 
 class PreparedReply(NamedTuple):
-    """The prompt, the output's rules, and how the output is read."""
+    """The prompt, the rules for the output, and how the output is parsed."""
 
     prompt: CheckedPrompt
     rules: OutputRules
@@ -119,60 +115,58 @@ class PreparedReply(NamedTuple):
 
 
 def prompt_of(
-    model: ServedModel,
-    conversation: ConversationFields,
-    *,
-    use_tools: bool = True,
-    effort: str | None = None,
-    names: Mapping[str, str],
-    unused: Unused,
+    model: ServedModel, body: PromptRequest, conversation: ConversationFields, unused: Unused
 ) -> tuple[str, list[int]]:
-    """The conversation's text and tokens. Call it in `run_for_request`: its cost grows with the messages.
+    """The prompt's text and tokens. `unused` gets the reasoning effort if the chat template does not read it.
 
-    Raises NotSupported and other subclasses of InvalidRequest.
+    Raises NotSupported and other subclasses of InvalidRequest. Call it in `run_for_request`: its cost grows
+    with the messages.
     """
     if model.has_encoder:
         message = "this model reads a prompt with its encoder and knows no conversations; use /v1/completions"
         raise NotSupported(message, param="messages")
-    has_tools = use_tools and bool(conversation.tools)
+    has_tools = body.uses_tools and bool(conversation.tools)
     template = template_for(model, conversation.chat_template, has_tools=has_tools)
+    effort = body.effort
     if effort is not None and not reads_effort(template, effort):
-        field = names.get("reasoning_effort", "reasoning_effort")
+        field = body.client_names.get("reasoning_effort", "reasoning_effort")
         unused.note(field, f"it is {effort[:80]!r}, and the model's chat template does not read it")
         effort = None
-    text = text_of(model, conversation, use_tools=use_tools, reasoning_effort=effort)
+    text = rendered(template, conversation, use_tools=body.uses_tools, reasoning_effort=effort)
     # The chat template writes the special tokens, so by default the tokenizer does not add any.
     special = bool(conversation.add_special_tokens)
     return text, model.encode(text, param="messages", add_special_tokens=special)
 
 
 async def prepared(
-    call: ApiCall, model: ServedModel, asked: ReplyRequest, *, n_earlier_bytes: int = 0
+    call: ApiCall,
+    model: ServedModel,
+    body: ReplyRequest,
+    conversation: Callable[[], ConversationFields],
+    *,
+    n_earlier_bytes: int = 0,
 ) -> PreparedReply:
-    """What the reply is generated from. `n_earlier_bytes` of the conversation are not in the request.
+    """Turn a request for a reply into a checked prompt and the rules for the output.
+
+    `conversation` may raise a subclass of InvalidRequest, and its cost may grow with the request and with
+    `n_earlier_bytes`, the part of the conversation that the server had stored.
 
     Raises a subclass of InvalidRequest, or QueueFull.
     """
     service, n_bytes = model.service, call.n_bytes + n_earlier_bytes
 
     def read() -> tuple[SamplingParams, list[int], ReplyPlan]:
-        asked.sampling(service.most_output(1))  # reject invalid parameters before the expensive work
-        conversation = asked.conversation()
-        wish = asked.wish(conversation.tools or ())
-        text, prompt = prompt_of(
-            model,
-            conversation,
-            use_tools=asked.use_tools,
-            effort=asked.effort,
-            names=asked.names,
-            unused=call.unused,
-        )
-        sampling = asked.sampling(service.most_output(len(prompt)))
+        # Invalid parameters are rejected before the expensive work.
+        body.sampling(model.defaults, longest=service.most_output(1))
+        messages = conversation()
+        wish = body.wish(messages.tools or ())
+        text, prompt = prompt_of(model, body, messages, call.unused)
+        sampling = body.sampling(model.defaults, longest=service.most_output(len(prompt)))
         return sampling, prompt, plan_reply(model, text, sampling, wish)
 
-    with renamed_fields(**asked.names):
+    with renamed_fields(**body.client_names):
         sampling, prompt, plan = await run_for_request(n_bytes, read)
         rules = await reply_rules(call.gateway, model, sampling, plan)
-        work = partial(check, model, [prompt], rules, asked.scheduling, call.tenant)
+        work = partial(check, model, [prompt], rules, body.scheduling, call.tenant)
         (checked,) = await run_for_request(n_bytes, work)
     return PreparedReply(checked, rules, plan)

@@ -268,11 +268,12 @@ class PromptFields(Strict):
 
     @property
     def uses_tools(self) -> bool:
-        """Whether the prompt has the tools."""
+        """Whether the prompt shows the tools."""
         return self.tool_choice is None or self.tool_choice.type != "none"
 
     @property
     def effort(self) -> str | None:
+        """The requested reasoning effort."""
         return None if self.output_config is None else self.output_config.effort
 
     def wish(self, tools: Sequence[dict[str, Any]]) -> ToolWish:
@@ -346,7 +347,7 @@ class MessageRequest(PromptFields, SharedSamplingFields, SchedulingFields):
             raise InvalidRequest(message, param="thinking.budget_tokens")
 
     def sampling(self, defaults: GenerationDefaults, *, longest: int) -> SamplingParams:
-        """The sampling parameters, with the model's `defaults`; a reply may have up to `longest` tokens.
+        """The sampling parameters, with the model's `defaults`, of a reply of up to `longest` tokens.
 
         Raises a subclass of InvalidRequest.
         """

@@ -15,7 +15,7 @@ from server.http.fields.generation import renamed_fields
 from server.http.generation.answer import new_id
 from server.http.generation.choices import Choices
 from server.http.generation.event_writer import reply
-from server.http.generation.prepared_reply import ReplyRequest, prepared, prompt_of
+from server.http.generation.prepared_reply import prepared, prompt_of
 from server.http.generation.state import CallOf, GatewayOf, UnusedOf
 from server.http.messages.conversation import conversation_of
 from server.http.messages.fields import CountTokensRequest, MessageRequest
@@ -25,7 +25,7 @@ router = APIRouter(route_class=JsonRoute, tags=["messages"])
 
 
 class MessageUsage(BaseModel):
-    """Counts of tokens; `input_tokens` are those that were not in the prefix cache."""
+    """Token counts. `input_tokens` leaves out the tokens found in the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -34,7 +34,7 @@ class MessageUsage(BaseModel):
 
 
 class Message(BaseModel):
-    """The reply. Its content are blocks of type text, thinking or tool_use."""
+    """The reply. Its content is a list of blocks of type text, thinking or tool_use."""
 
     id: str
     type: Literal["message"]
@@ -49,7 +49,7 @@ class Message(BaseModel):
 
 
 class TokenCount(BaseModel):
-    """How many tokens a prompt has."""
+    """The number of tokens in a prompt."""
 
     input_tokens: int
 
@@ -62,32 +62,13 @@ class TokenCount(BaseModel):
         **error_responses(404, 429, 500, 503, 504, form=MessagesErrorBody),
     },
 )
-async def create_message(
-    body: MessageRequest,
-    call: CallOf,
-) -> Response:
+async def create_message(body: MessageRequest, call: CallOf) -> Response:
     """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
     body.check()
     model = call.accept(body.scheduling, model=body.model, user=body.user)
-    asked = ReplyRequest(
-        conversation=lambda: conversation_of(body, model, call.unused),
-        sampling=lambda longest: body.sampling(model.defaults, longest=longest),
-        scheduling=body.scheduling,
-        wish=body.wish,
-        use_tools=body.uses_tools,
-        effort=body.effort,
-        names=body.client_names,
-    )
-    ready = await prepared(call, model, asked)
+    ready = await prepared(call, model, body, lambda: conversation_of(body, model, call.unused))
     message_id = new_id("msg")
-    choices = Choices(
-        call,
-        [ready.prompt],
-        ready.rules,
-        extras=None,
-        response_id=message_id,
-        plan=ready.plan,
-    )
+    choices = Choices(call, [ready.prompt], ready.rules, extras=None, response_id=message_id, plan=ready.plan)
     writer = MessageWriter(message_id, model.name, n_input=ready.prompt.n_input, max_tokens=body.max_tokens)
     return await reply(choices, writer, call.receive, stream=bool(body.stream))
 
@@ -96,22 +77,15 @@ async def create_message(
 async def count_tokens(
     body: CountTokensRequest, request: Request, gateway: GatewayOf, unused: UnusedOf
 ) -> TokenCount:
-    """The number of tokens that a message's prompt has."""
+    """Count the tokens of a message's prompt."""
     body.check()
     model = gateway.model(body.model)
 
     def count() -> int:
         with renamed_fields(**body.client_names):
             conversation = conversation_of(body, model, unused)
-            body.wish(conversation.tools or ())  # it names the tools' fields
-            _, prompt = prompt_of(
-                model,
-                conversation,
-                use_tools=body.uses_tools,
-                effort=body.effort,
-                names=body.client_names,
-                unused=unused,
-            )
+            body.wish(conversation.tools or ())  # names the tools' fields in errors
+            _, prompt = prompt_of(model, body, conversation, unused)
         return len(prompt)
 
     return TokenCount(input_tokens=await run_for_request(len(await request.body()), count))

@@ -205,6 +205,16 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
     def format(self) -> TextFormat | None:
         return None if self.text is None else self.text.format
 
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the prompt shows the tools."""
+        return self.tool_choice != "none"
+
+    @property
+    def effort(self) -> str | None:
+        """The requested reasoning effort."""
+        return None if self.reasoning is None else self.reasoning.effort
+
     def wish(self, tools: Sequence[dict[str, Any]]) -> ToolWish:
         """Which of the `tools` may and must be called. Raises InvalidRequest."""
         choice = self.tool_choice
@@ -232,20 +242,17 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
         self._check_metadata(self.metadata or {})
 
     def sampling(self, defaults: GenerationDefaults, *, longest: int) -> SamplingParams:
-        """The sampling parameters, with the model's `defaults`; a reply may have up to `longest` tokens.
+        """The sampling parameters, with the model's `defaults`, of a reply of up to `longest` tokens.
 
         Raises a subclass of InvalidRequest.
         """
         given = self.given()
         if self.format is not None:
             given |= self.format.guided()
-        wanted = self.max_output_tokens
-        if wanted is None:
-            longest = max(longest, self.min_tokens or 0, 1) if longest < 1 else longest
-            wanted = min(max(defaults.max_tokens or longest, self.min_tokens or 0), longest)
+        most = self.most_tokens(self.max_output_tokens, defaults.max_tokens, longest)
         logprobs = (self.top_logprobs or 0) if self.with_logprobs else None
         return SamplingParams(
-            **{**with_defaults(defaults.sampling, given), "max_tokens": wanted, "logprobs": logprobs}
+            **{**with_defaults(defaults.sampling, given), "max_tokens": most, "logprobs": logprobs}
         )
 
     def _check_metadata(self, metadata: dict[str, str]) -> None:

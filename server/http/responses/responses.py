@@ -18,7 +18,7 @@ from server.http.fields.logprobs import PlacedToken, TokenNames, chat_logprobs
 from server.http.generation.answer import GENERATION_ERRORS, new_id
 from server.http.generation.choices import Choices, OutputExtras
 from server.http.generation.event_writer import reply
-from server.http.generation.prepared_reply import ReplyRequest, prepared
+from server.http.generation.prepared_reply import prepared
 from server.http.generation.state import CallOf
 from server.http.responses.fields import ResponseRequest
 from server.http.responses.items import Item, ItemReference, kept_items, messages_of
@@ -35,25 +35,12 @@ router = APIRouter(route_class=JsonRoute, tags=["responses"])
     response_class=Response,
     responses={200: {"model": ResponseObject, "content": {"text/event-stream": {}}}, **GENERATION_ERRORS},
 )
-async def create_response(
-    body: ResponseRequest,
-    call: CallOf,
-    store: StoreOf,
-) -> Response:
+async def create_response(body: ResponseRequest, call: CallOf, store: StoreOf) -> Response:
     """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
     body.check()
     model = call.accept(body.scheduling, model=body.model, user=body.user)
     exchange = _Exchange(body, store, call.tenant, call.owner)
-    asked = ReplyRequest(
-        conversation=exchange.conversation,
-        sampling=lambda longest: body.sampling(model.defaults, longest=longest),
-        scheduling=body.scheduling,
-        wish=body.wish,
-        use_tools=body.tool_choice != "none",
-        effort=None if body.reasoning is None else body.reasoning.effort,
-        names=body.client_names,
-    )
-    ready = await prepared(call, model, asked, n_earlier_bytes=exchange.n_earlier_bytes)
+    ready = await prepared(call, model, body, exchange.conversation, n_earlier_bytes=exchange.n_earlier_bytes)
     names = TokenNames(model.tokenizer)
 
     def write_logprobs(tokens: Sequence[PlacedToken]) -> list[dict[str, Any]]:
@@ -63,12 +50,7 @@ async def create_response(
     if body.with_logprobs:
         extras = OutputExtras(names=names, shown=ready.rules.shown, write_logprobs=chat_logprobs)
     choices = Choices(
-        call,
-        [ready.prompt],
-        ready.rules,
-        extras=extras,
-        response_id=exchange.response_id,
-        plan=ready.plan,
+        call, [ready.prompt], ready.rules, extras=extras, response_id=exchange.response_id, plan=ready.plan
     )
     head = _head(body, model, exchange, ready.rules.sampling)
     writer = ResponseWriter(head, call.n_bytes, write_logprobs, exchange.keep, body.offered.called)

@@ -90,7 +90,8 @@ def load(family: str) -> Templates:
 def outcome(family: str, name: str, templates: dict[str, Templates]) -> str | InvalidRequest:
     fields = {key: value for key, value in CONVERSATIONS[name].items() if key != "name"}
     try:
-        return rendered(templates[family], ConversationFields.model_validate(fields))
+        body = ConversationFields.model_validate(fields)
+        return rendered(templates[family].choose(None, has_tools=bool(body.tools)), body)
     except InvalidRequest as error:
         return error
 

@@ -92,12 +92,12 @@ def test_special_tokens(body: dict[str, Any], tokens: Sequence[int]) -> None:
 @pytest.mark.parametrize(
     "path, body, param, message",
     [
-        ("/tokenize", {}, "prompt", "neither prompt nor messages came; give one of them"),
+        ("/tokenize", {}, "prompt", "neither prompt nor messages is given; give one of them"),
         (
             "/tokenize",
             {"prompt": "a", "messages": [{"role": "user", "content": "a"}]},
             "messages",
-            "both prompt and messages came; give one of them",
+            "prompt and messages are both given; give one of them",
         ),
         ("/tokenize", {"prompt": "a" * 513}, "prompt", "prompt has 513 characters"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a" * 513}]}, "messages", "messages has"),
