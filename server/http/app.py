@@ -25,7 +25,7 @@ from server.http.messages import messages
 from server.http.observation import Observation
 from server.http.openapi import describe
 from server.http.pages import pages_router
-from server.http.relevance import embeddings, rerank, score
+from server.http.relevance import embeddings, score
 from server.http.responses import responses, stored
 from server.http.responses.store import ResponseStore
 from server.metrics.metrics import Metrics
@@ -76,7 +76,7 @@ def create_app(
     )
     app.state.methods = dict[str, set[str]]()
     generating = (completions, chat, responses, stored, messages)
-    for routes in (*generating, embeddings, score, rerank, models, tokenization, status):
+    for routes in (*generating, embeddings, score, models, tokenization, status):
         _include(app, routes.router)
     if admin_keys.required:
         _include(app, admin.router)

@@ -1,12 +1,11 @@
 """The request fields that describe a conversation: its messages and how the chat template renders them."""
 
-from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, WrapValidator
+from pydantic import Field
 
-from server.http.fields.strict import NotBuilt, Strict, Unused, null_is
-from server.http.fields.tools import taken_tools
+from server.http.fields.strict import NotBuilt, Strict, Unused, null_is, text_or
+from server.http.fields.tools import checked_tools
 
 
 class ContentPart(Strict):
@@ -27,14 +26,7 @@ class ContentPart(Strict):
     file: Annotated[dict[str, Any] | None, NotBuilt(why="the model reads text alone")] = None
 
 
-def _text_or_parts(content: Any, parts: Callable[[Any], Any]) -> Any:
-    return content if isinstance(content, str) else parts(content)
-
-
-Content = Annotated[
-    list[ContentPart],
-    WrapValidator(_text_or_parts, json_schema_input_type=str | list[ContentPart]),
-]
+Content = Annotated[list[ContentPart], text_or(list[ContentPart])]
 
 
 class CalledFunction(Strict):
@@ -44,7 +36,7 @@ class CalledFunction(Strict):
 
     name: str
     arguments: Annotated[
-        str | dict[str, Any], Field(description="a JSON object, or its text as OpenAI's API has it")
+        str | dict[str, Any], Field(description="a JSON object, or its text as in OpenAI's API")
     ]
 
 
@@ -59,7 +51,7 @@ class ToolCall(Strict):
 
 
 class ChatMessage(Strict):
-    """A message. The template sees the role `developer` as `system` unless it mentions that role."""
+    """A message. A template that does not mention the role `developer` gets `system` instead."""
 
     place: ClassVar = "messages of chat"
 
@@ -71,12 +63,14 @@ class ChatMessage(Strict):
         Content | None, Field(description="a text, or parts of type text; null with tool_calls")
     ] = None
     name: Annotated[str | None, Field(description="passed to the chat template")] = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(description="of an assistant's message")] = None
-    tool_call_id: Annotated[str | None, Field(description="of a tool's message")] = None
-    reasoning_content: Annotated[
-        str | None, Field(description="an extension: the reasoning of an assistant's message")
+    tool_calls: Annotated[list[ToolCall] | None, Field(description="only in an assistant's message")] = None
+    tool_call_id: Annotated[
+        str | None, Field(description="only in a tool's message: the call that it answers")
     ] = None
-    reasoning: Annotated[str | None, Field(description="another name of reasoning_content")] = None
+    reasoning_content: Annotated[
+        str | None, Field(description="an extension: an assistant's reasoning before the message")
+    ] = None
+    reasoning: Annotated[str | None, Field(description="an alias of reasoning_content")] = None
 
     refusal: Annotated[str | None, NotBuilt(why="chat templates have no place for it")] = None
     audio: Annotated[dict[str, Any] | None, NotBuilt(why="the model reads text alone")] = None
@@ -87,7 +81,7 @@ Messages = list[ChatMessage]
 
 
 class ConversationFields(Strict):
-    """The fields of every route that renders a conversation, as in vLLM and Hugging Face's tokenizers."""
+    """The conversation fields, named as in vLLM and in Hugging Face's tokenizers."""
 
     messages: Annotated[Messages, Field(min_length=1)]
     tools: Annotated[
@@ -106,7 +100,7 @@ class ConversationFields(Strict):
     ] = None
     add_special_tokens: Annotated[
         bool | None,
-        Field(description="an extension: tokenize with special tokens; default false: the template has them"),
+        Field(description="an extension: add special tokens; default false, because the template has them"),
     ] = None
     chat_template: Annotated[
         str | None, Field(description="an extension: name of one of the model's chat templates")
@@ -116,11 +110,11 @@ class ConversationFields(Strict):
     ] = None
 
     def take(self, unused: Unused) -> None:
-        """Check the fields, and drop what the chat template should not see."""
+        """Check the fields, and drop those that the chat template should not see."""
         super().take(unused)
         for message in self.messages:
             if message.reasoning is not None:
                 message.reasoning_content = message.reasoning_content or message.reasoning
                 message.reasoning = None
         if self.tools is not None:
-            self.tools = taken_tools(self.tools, unused)
+            self.tools = checked_tools(self.tools, unused)

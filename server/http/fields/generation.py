@@ -1,7 +1,7 @@
-"""The request and response fields that generating routes share, by OpenAI's names and strictly typed.
+"""The request and response fields that generating routes share, strictly typed and named as in OpenAI's API.
 
-Most are those of `SamplingParams`. The schema states ranges as documentation; only `SamplingParams` enforces
-them, and `renamed_fields` gives its errors the client's names.
+Most request fields are fields of `SamplingParams`. The schema states their ranges as documentation;
+`SamplingParams` enforces them, and `renamed_fields` translates its errors to the client's names.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class ResponseFormat(Strict):
 
     @property
     def client_names(self) -> dict[str, str]:
-        """The client's names for the fields of `SamplingParams` made from this; see `renamed_fields`."""
+        """The client's names for the fields that `guided` returns; see `renamed_fields`."""
         return {
             "text": {},
             "json_object": {"guided_json_object": "response_format"},
@@ -75,22 +75,22 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 _GRAMMAR: dict[str, Any] = {"minLength": 1, "maxLength": 1 << 16}
 
 # Where a message names fields: "top_k is 7; ...", "seed and n are both given; ...". The rest may quote the
-# client.
+# client, and is left alone.
 _NAMED = re.compile(r"\A(\w+)(?:( and )(\w+)(?= are both given))?")
 
 
 def ranged(description: str, low: float, high: float) -> Any:
-    """A numeric field whose range is in the schema but not enforced here."""
+    """Describe a number's range in the schema, without enforcing it here."""
     return Field(description=description, json_schema_extra={"minimum": low, "maximum": high})
 
 
 def in_schema(**schema: Any) -> Any:
-    """What the schema says of a field besides, without being enforced here."""
+    """Add keywords to a field's schema, without enforcing them here."""
     return Field(json_schema_extra=schema)
 
 
 def listed(description: str, least: int, most: int) -> Any:
-    """A list whose length is in the schema but not enforced here."""
+    """Describe a list's length in the schema, without enforcing it here."""
     return Field(description=description, json_schema_extra={"minItems": least, "maxItems": most})
 
 
@@ -160,11 +160,25 @@ class SharedSamplingFields(Strict):
 
     def given(self) -> dict[str, Any]:
         """The fields that the client has set and that `SamplingParams` has under the same name."""
-        return {name: value for name in _passed_on(type(self)) if (value := getattr(self, name)) is not None}
+        return {
+            name: value for name in _sampling_names(type(self)) if (value := getattr(self, name)) is not None
+        }
+
+
+Prompts = str | list[str] | list[int] | list[list[int]]
+
+
+def singles(prompts: Prompts) -> list[str] | list[list[int]]:
+    """The list of prompts, where a client may give one text or one list of token ids instead."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # pyright: ignore[reportReturnType] (all elements are integers)
+    return prompts  # pyright: ignore[reportReturnType]
 
 
 class SchedulingFields(Strict):
-    """What a request asks of the scheduler."""
+    """The fields that concern the scheduler."""
 
     priority: Annotated[
         int | None,
@@ -185,21 +199,21 @@ class SchedulingFields(Strict):
 
     @property
     def scheduling(self) -> SchedulingParams:
-        """What the request asks of the scheduler. Raises InvalidSchedulingParameter."""
+        """Priority and cache salt. Raises InvalidSchedulingParameter."""
         if not self.priority and self.cache_salt is None:
             return PLAIN
         return SchedulingParams(priority=self.priority or 0, cache_salt=self.cache_salt)
 
 
 @cache
-def _passed_on(fields: type[SharedSamplingFields]) -> tuple[str, ...]:
-    """All but `max_tokens`, whose name and default depend on the route."""
+def _sampling_names(fields: type[SharedSamplingFields]) -> tuple[str, ...]:
+    """The fields that `SamplingParams` has too, but for `max_tokens`, whose default depends on the route."""
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     return tuple(name for name in names if name in fields.model_fields and name != "max_tokens")
 
 
 class SamplingFields(SharedSamplingFields):
-    """How chat and completions ask for output."""
+    """The sampling fields of chat and completions."""
 
     n: Annotated[int | None, ranged("choices per prompt; default 1", 1, 1 << 16)] = None
     max_tokens: Annotated[int | None, ranged("maximum number of output tokens", 1, 1 << 30)] = None
@@ -233,8 +247,8 @@ class SamplingFields(SharedSamplingFields):
     return_routed_experts: Annotated[
         bool | None,
         Field(
-            description="an extension: each choice has routed_experts, those that every token but the last "
-            "chose in a mixture of experts; such a request reads no cached keys and values"
+            description="an extension, for a mixture of experts: each choice has routed_experts, the experts "
+            "of every token but the last; such a request reads no cached keys and values"
         ),
     ] = None
     use_beam_search: Annotated[
@@ -243,7 +257,9 @@ class SamplingFields(SharedSamplingFields):
     ] = None
     best_of: Annotated[
         int | None,
-        Field(description="the beams of use_beam_search, from n (the default) to 16; without it 1 or n"),
+        Field(
+            description="number of beams of use_beam_search, from n (the default) to 16; without it 1 or n"
+        ),
     ] = None
     length_penalty: Annotated[
         float | None,
@@ -279,8 +295,7 @@ class SamplingFields(SharedSamplingFields):
         return {"max_tokens": name, **structured}
 
     def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
-        """The request's sampling parameters. `more` are those that each route names differently; `defaults`
-        are the model's.
+        """The request's sampling parameters, with the model's `defaults` and the route's own fields (`more`).
 
         Raises a subclass of InvalidRequest, which names the field as `SamplingParams` does.
         """
@@ -307,7 +322,7 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(SamplingFields, SchedulingFields):
-    """The fields that both routes accept."""
+    """The fields that chat and completions accept."""
 
     model: Annotated[str | None, Field(description="default: the served model")] = None
     stream: Annotated[bool | None, Field(description="respond with server-sent events")] = None
@@ -316,8 +331,8 @@ class GenerationRequest(SamplingFields, SchedulingFields):
     return_token_ids: Annotated[
         bool | None,
         Field(
-            description="an extension, as in vLLM: token_ids of each choice, and prompt_token_ids; a stream "
-            "has the latter in a choice's first chunk"
+            description="an extension, as in vLLM: return token_ids with each choice, and prompt_token_ids; "
+            "a stream has the latter in a choice's first chunk"
         ),
     ] = None
     prompt_logprobs: Annotated[
@@ -345,9 +360,9 @@ class GenerationRequest(SamplingFields, SchedulingFields):
 
 
 class RoutedExperts(BaseModel):
-    """The experts that a choice's tokens chose, the prompt's and the output's but the last.
+    """The experts chosen for each token of prompt and output but the last.
 
-    [tokens, layers with experts, experts that a token chooses]
+    The array's axes are tokens, layers with experts, and chosen experts.
     """
 
     data: Annotated[str, Field(description="base64 of the array's little-endian elements")]
@@ -356,13 +371,13 @@ class RoutedExperts(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the prompt's tokens, those whose keys and values were in the prefix cache."""
+    """Prompt tokens whose keys and values were found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(BaseModel):
-    """Of the output's tokens, those that are reasoning or its markers."""
+    """Output tokens that are reasoning or its markers."""
 
     reasoning_tokens: int
 
@@ -375,8 +390,35 @@ class Usage(BaseModel):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: Annotated[
-        CompletionTokensDetails | None, Field(description="of a model whose format of reasoning is known")
+        CompletionTokensDetails | None, Field(description="only for a model whose reasoning format is known")
     ] = None
+
+
+class GeneratedChoice(BaseModel):
+    """The fields that a choice has in both OpenAI routes."""
+
+    index: int
+    finish_reason: FinishReason
+    weights_version: Annotated[
+        int | None, Field(description="version of the weights in use, on a server that can replace them")
+    ] = None
+    token_ids: Annotated[
+        list[int] | None, Field(description="with return_token_ids: the output's tokens")
+    ] = None
+    score: Annotated[float | None, Field(description="with use_beam_search")] = None
+    routed_experts: Annotated[
+        RoutedExperts | None, Field(description="with return_routed_experts; in a stream in the last chunk")
+    ] = None
+
+
+class GeneratedResponse(BaseModel):
+    """The fields that a response has in both OpenAI routes."""
+
+    id: str
+    created: Annotated[int, Field(description="in seconds since 1970")]
+    model: str
+    system_fingerprint: str
+    usage: Usage
 
 
 @contextmanager
@@ -399,8 +441,8 @@ def renamed_fields(**names: str) -> Iterator[None]:
 def renamed_tool_fields(**names: str) -> Iterator[None]:
     """Rename the fields of `tools` and `tool_choice` in any InvalidRequest raised inside.
 
-    `check_tools` and `tool_wish` name those of chat: `tools.0.function.NAME`. `names` are those of another
-    protocol, where they differ: it has `tools.0.NAME`.
+    `check_tools` and `tool_wish` use the names of chat, `tools.0.function.NAME`. Other protocols have
+    `tools.0.NAME`; `names` translates a NAME that differs too.
     """
 
     def renamed(path: str) -> str:

@@ -1,20 +1,28 @@
-"""The base of all request models: strict validation, and what becomes of fields that are not used.
+"""The base of all request models: strict validation, and the handling of unused fields.
 
-A field that could change an answer and is not built takes neutral values only, so that a client that spells
+A field that could change an answer and is not built accepts only neutral values, so that a client that spells
 out every default works unchanged:
 
     truncation: Annotated[str | None, NotBuilt("disabled", why="it leaves items out")] = None
 
-Fields that could change no answer are taken (hints.py) and named in the response header `x-orca-ignored`.
+Fields that cannot change an answer are accepted (hints.py) and named in the response header `x-orca-ignored`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    WrapValidator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -25,10 +33,10 @@ from server.http.fields.hints import HINTS, Hint, is_one_of
 
 @dataclass(frozen=True, init=False)
 class NotBuilt:
-    """An annotation for fields of which only null and the `neutral` values are accepted.
+    """Annotates a field that accepts only null and the `neutral` values.
 
-    `why` says what would be lost if the field were ignored, for the documentation. `instead` tells clients an
-    alternative.
+    `why` says what would be lost if the field were ignored, for the documentation; `instead` names an
+    alternative for clients.
     """
 
     neutral: tuple[Any, ...]
@@ -46,7 +54,7 @@ class NotBuilt:
         return {**handler(core_schema), "description": f"Not built yet ({self.why}): {self.advice()}."}
 
     def takes(self, value: object) -> bool:
-        """Whether a value of the marked field asks for nothing."""
+        """Whether the annotated field accepts this value."""
         return value is None or is_one_of(value, self.neutral)
 
     def advice(self) -> str:
@@ -68,11 +76,11 @@ MOST_CHARACTERS = 1024  # of the header; proxies limit the size of all headers t
 
 
 class Unused:
-    """Names of fields that a request has and this server does not use, each once.
+    """The names of a request's fields that this server does not use, each once.
 
-    A name is a dotted path without the positions in lists, `messages.content.cache_control`, made of names in
-    this server's tables alone. So there are few of them, and none needs escaping in a header. With `refuse`,
-    which is `--strict`, such a field is an error instead.
+    A name is a dotted path without list positions, such as `messages.content.cache_control`. It consists only
+    of names from this server's tables, so there are few, and none needs escaping in a header. With `refuse`
+    (`--strict`) such a field is an error instead.
     """
 
     def __init__(self, *, refuse: bool = False) -> None:
@@ -80,10 +88,7 @@ class Unused:
         self._names: dict[str, None] = {}
 
     def note(self, name: str, reason: str, *, param: str | None = None) -> None:
-        """Note a field. `param` is its path with positions, if it has any.
-
-        Raises NotSupported with `--strict`.
-        """
+        """Note a field; `param` is its path with list positions. Raises NotSupported with `--strict`."""
         if self._refuse:
             param = param or name
             message = f"{param} is not used: {reason}; leave it out, because this server runs with --strict"
@@ -91,7 +96,7 @@ class Unused:
         self._names[name] = None
 
     def header(self) -> str:
-        """The header's value, empty if all fields were used; it ends with "..." where names are left out."""
+        """The header's value, empty if all fields were used. Names that do not fit are replaced by "..."."""
         shown = list[str]()
         n = 0
         for name in self._names:
@@ -108,20 +113,44 @@ _SIMILARITY = 0.8
 
 
 def null_is(default: str) -> BeforeValidator:
-    """Take null for this value, in a field that has one even if it is left out."""
+    """Accept null as `default`, for a field that is not optional."""
     return BeforeValidator(
         lambda value: default if value is None else value, json_schema_input_type=Literal[default, None]
     )
 
 
+def _text_or_list(value: Any, validate_list: Callable[[Any], Any]) -> Any:
+    return value if isinstance(value, str) else validate_list(value)
+
+
+def text_or(kind: Any) -> WrapValidator:
+    """Accept a text besides a list of type `kind`: `Annotated[list[Part], text_or(list[Part])]`."""
+    return WrapValidator(_text_or_list, json_schema_input_type=str | kind)
+
+
+def type_of(value: Any) -> Any:
+    """The `type` of a JSON object or of a model; None if it has none."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def by_type(*known: str, other: str) -> Discriminator:
+    """Choose a union's member by a value's `type`: the tag of that name, or `other` if it is unknown."""
+
+    def tag(value: Any) -> str:
+        kind = type_of(value)
+        return kind if kind in known else other
+
+    return Discriminator(tag)
+
+
 class Strict(BaseModel):
-    """Rejects values of another type and numbers that are not finite; of a list or map, the first ones only.
+    """Rejects values of the wrong type and numbers that are not finite, and stops at a list's first fault.
 
-    Unknown fields pass validation and are checked by `take`: null is taken for every name, and hints are
-    taken in the places where HINTS has them. A model names its place there, and has those of its bases too.
+    Unknown fields pass validation and are checked by `take`: null is accepted under any name, and hints where
+    HINTS lists them for the model's `place` or its bases'.
 
-    A model with `types` stands for whatever has another `type` than the models beside it, and may have any
-    field. HINTS has the types that are left out; the others are not built.
+    A model with `types` is the fallback of a union: it matches every `type` that the other members do not
+    know, and may have any field. HINTS lists the types that are left out; the others are not built.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -153,7 +182,7 @@ class Strict(BaseModel):
         return schema
 
     def take(self, unused: Unused) -> None:
-        """Check the whole request's fields, which pydantic has validated, and drop those that are not used.
+        """Check the fields of the whole request after pydantic's validation, and drop unused ones.
 
         Raises InvalidRequest for an unknown field, and NotSupported for one that is not built; both name it.
         """
@@ -163,11 +192,11 @@ class Strict(BaseModel):
 def take_fields(request: BaseModel, unused: Unused, path: str = "", place: str = "") -> None:
     """Check the fields of a model and of the models in it.
 
-    `path` and `place` stand before the names of its fields, the latter without positions in lists.
+    `path` and `place` are prefixes for the names of its fields; `place` has no list positions.
     """
     known = _known(type(request))
     if known.types is not None:
-        kind: str = getattr(request, "type")  # noqa: B009 (such a model has it)
+        kind: str = getattr(request, "type")  # noqa: B009 (every model with `types` has it)
         left_out = known.types.get(kind)
         if left_out is not None:
             unused.note(f"{place}{kind}", left_out.reason, param=f"{path}type")
@@ -199,7 +228,7 @@ def take_extra(
     path: str,
     place: str,
 ) -> None:
-    """Note the hints among fields that are not in `names`. Raises InvalidRequest for an unknown one."""
+    """Note the hints among a request's extra fields. Raises InvalidRequest for an unknown field."""
     for name, value in extra.items():
         if value is None:
             continue
@@ -211,7 +240,7 @@ def take_extra(
 
 
 def unknown_field(name: str, known: tuple[str, ...], path: str = "") -> InvalidRequest:
-    """The error for a name that is not among the `known` ones, with the nearest of them."""
+    """The error for an unknown field, with the most similar of the `known` names."""
     near = list[str]()
     if len(name) <= _MOST_CHARACTERS:
         lower = {each.lower(): each for each in known}
@@ -224,13 +253,13 @@ def unknown_field(name: str, known: tuple[str, ...], path: str = "") -> InvalidR
 
 @cache
 def hints_of(model: type[Strict]) -> Mapping[str, Hint]:
-    """The hints that the model takes, by name."""
+    """The hints that the model accepts, by field name."""
     places = dict.fromkeys(base.place for base in model.__mro__ if issubclass(base, Strict) and base.place)
     return {name: hint for place in places for name, hint in HINTS[place].items()}
 
 
 class _Known(NamedTuple):
-    """A model's fields as clients name them, those that are not built, its hints, and types left out."""
+    """A model's field names as clients spell them, its unbuilt fields, its hints and its left-out types."""
 
     names: tuple[str, ...]
     marks: Mapping[str, NotBuilt]

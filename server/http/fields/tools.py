@@ -1,4 +1,4 @@
-"""The request fields of tools: what is offered, and whether the model must call one."""
+"""The request fields about tools: which ones are offered, and whether the model must call one."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -37,20 +37,20 @@ class ToolChoice(Strict):
     allowed_tools: Annotated[AllowedTools | None, Field(description="only these may be called")] = None
 
 
-def taken_tools(tools: Sequence[dict[str, Any]], unused: Unused) -> list[dict[str, Any]]:
-    """The tools of a chat request as the chat template sees them: without nulls and what is not used.
+def checked_tools(tools: Sequence[dict[str, Any]], unused: Unused) -> list[dict[str, Any]]:
+    """The tools of a chat request for the chat template, without nulls and unused fields.
 
-    Raises InvalidRequest for an unknown field. `check_tools` checks the others.
+    Raises InvalidRequest for an unknown field. `check_tools` checks the values.
     """
-    taken = list[dict[str, Any]]()
+    checked = list[dict[str, Any]]()
     for i, tool in enumerate(tools):
         function = tool.get("function")
         if isinstance(function, dict):
             tool = _known(tool, _TOOL, unused, f"tools.{i}.", "tools.")
             path = f"tools.{i}.function."
             tool["function"] = _known(function, _FUNCTION, unused, path, "tools.function.")
-        taken.append(tool)
-    return taken
+        checked.append(tool)
+    return checked
 
 
 def _known(
@@ -62,9 +62,9 @@ def _known(
 
 
 def check_left_out(tools: Sequence[Strict] | None, left_out: type[Strict], *, forced: bool) -> None:
-    """Check that a request can do without those of its tools that are `left_out`.
+    """Check that a request makes sense without its tools of the type `left_out`, which the server cannot run.
 
-    Raises NotSupported if the model must call a tool, which might have been one of them, or has no other.
+    Raises NotSupported if the model must call a tool (`forced`), or if the request has no other tool.
     """
     for i, tool in enumerate(tools or ()):
         if isinstance(tool, left_out) and (forced or all(isinstance(each, left_out) for each in tools or ())):

@@ -12,13 +12,7 @@ from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.conversation import ConversationFields
-from server.http.fields.generation import (
-    FinishReason,
-    GenerationRequest,
-    RoutedExperts,
-    Usage,
-    ranged,
-)
+from server.http.fields.generation import GeneratedChoice, GeneratedResponse, GenerationRequest, ranged
 from server.http.fields.logprobs import ChatLogprobs, TokenNames, chat_logprobs
 from server.http.fields.strict import NotBuilt, Strict
 from server.http.fields.tools import ToolChoice, tool_wish
@@ -139,36 +133,19 @@ class AnswerMessage(BaseModel):
     tool_calls: Annotated[list[AnswerCall] | None, Field(description="left out if there are none")] = None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(GeneratedChoice):
     """One reply."""
 
-    index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
-    weights_version: Annotated[
-        int | None, Field(description="of the weights that computed it, if the operator may replace them")
-    ] = None
-    token_ids: Annotated[
-        list[int] | None, Field(description="with return_token_ids: the output's tokens")
-    ] = None
-    score: Annotated[float | None, Field(description="of an output of use_beam_search")] = None
-    routed_experts: Annotated[
-        RoutedExperts | None, Field(description="with return_routed_experts; in a stream in the last chunk")
-    ] = None
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(GeneratedResponse):
     """The response to POST /v1/chat/completions without `stream`."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: Annotated[int, Field(description="in seconds since 1970")]
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     prompt_token_ids: Annotated[list[int] | None, Field(description="with return_token_ids")] = None
-    usage: Usage
 
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])

@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Response
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from orca_jax.errors import InvalidSamplingParameter, NotSupported
 from orca_jax.request.checked_prompt import CheckedPrompt
@@ -12,12 +12,13 @@ from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.generation import (
-    FinishReason,
+    GeneratedChoice,
+    GeneratedResponse,
     GenerationRequest,
-    RoutedExperts,
-    Usage,
+    Prompts,
     ranged,
     renamed_fields,
+    singles,
 )
 from server.http.fields.logprobs import CompletionLogprobs, TokenNames, completion_logprobs
 from server.http.fields.strict import NotBuilt
@@ -36,9 +37,6 @@ from server.http.generation.state import CallOf
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
-TokenIds = list[int]
-Prompt = str | list[str] | TokenIds | list[TokenIds]
-
 
 def _none_for_false(value: Any) -> Any:
     return None if value is False else value
@@ -47,14 +45,16 @@ def _none_for_false(value: Any) -> Any:
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions. Choices are in the order of the prompts, `n` for each."""
 
-    prompt: Annotated[Prompt, Field(description="a text, texts, token ids, or lists of token ids")]
+    prompt: Annotated[Prompts, Field(description="a text, texts, token ids, or lists of token ids")]
     max_tokens: Annotated[
         int | None, ranged("maximum number of output tokens; default 16; with echo also 0", 0, 1 << 30)
     ] = None
     max_completion_tokens: Annotated[int | None, ranged("an alias of max_tokens", 0, 1 << 30)] = None
     decoder_prompt: Annotated[
-        str | TokenIds | None,
-        Field(description="for a model with an encoder, which reads `prompt`: what the output continues"),
+        str | list[int] | None,
+        Field(
+            description="for an encoder-decoder, whose encoder reads `prompt`: the beginning of the output"
+        ),
     ] = None
     echo: Annotated[bool | None, Field(description="return the prompt before the output")] = None
     add_special_tokens: Annotated[
@@ -74,23 +74,18 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts as a list of texts or of token id lists; empty if the client gave an empty list."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # pyright: ignore[reportReturnType] (all elements are integers)
-        return self.prompt  # pyright: ignore[reportReturnType]
+        """The prompts; empty if the client gave an empty list."""
+        return singles(self.prompt)
 
     @property
     def only_prompt(self) -> bool:
-        """Whether to generate nothing and only return, and perhaps score, the prompt."""
+        """Whether to generate nothing, and only echo the prompt, perhaps with log-probabilities."""
         return bool(self.echo) and self.wanted_tokens == 0
 
     def sampling(self, defaults: GenerationDefaults) -> SamplingParams:
         """The sampling parameters, with the model's `defaults`. Raises a subclass of InvalidRequest.
 
-        If nothing is to be generated they still ask for one token, because scoring a prompt takes an
-        iteration.
+        With `only_prompt` the limit is one token, because scoring a prompt takes an iteration.
         """
         wanted = self.wanted_tokens
         if self.only_prompt:
@@ -106,36 +101,19 @@ class CompletionRequest(GenerationRequest):
         )
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(GeneratedChoice):
     """One completion."""
 
-    index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason
-    weights_version: Annotated[
-        int | None, Field(description="of the weights that computed it, if the operator may replace them")
-    ] = None
     prompt_token_ids: Annotated[list[int] | None, Field(description="with return_token_ids")] = None
-    token_ids: Annotated[
-        list[int] | None, Field(description="with return_token_ids: the output's tokens")
-    ] = None
-    score: Annotated[float | None, Field(description="of an output of use_beam_search")] = None
-    routed_experts: Annotated[
-        RoutedExperts | None, Field(description="with return_routed_experts; in a stream in the last chunk")
-    ] = None
 
 
-class Completion(BaseModel):
+class Completion(GeneratedResponse):
     """The response to POST /v1/completions without `stream`."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: Annotated[int, Field(description="in seconds since 1970")]
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage
 
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
@@ -146,10 +124,7 @@ router = APIRouter(route_class=JsonRoute, tags=["generation"])
     response_class=Response,
     responses={200: {"model": Completion, "content": {"text/event-stream": {}}}, **GENERATION_ERRORS},
 )
-async def create_completion(
-    body: CompletionRequest,
-    call: CallOf,
-) -> Response:
+async def create_completion(body: CompletionRequest, call: CallOf) -> Response:
     """Continue one or more prompts, in one response or, with `stream`, as server-sent events."""
     body.check_stream_options()
     model = call.accept(body.scheduling, model=body.model, user=body.user)

@@ -1,9 +1,9 @@
 """The fields of POST /v1/messages and /v1/messages/count_tokens, and the blocks of a message's content."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, WrapValidator
+from pydantic import Discriminator, Field, Tag
 
 from orca_jax.errors import InvalidRequest
 from orca_jax.request.chat.tools import ToolWish, check_tools
@@ -12,7 +12,7 @@ from orca_jax.request.sampling_params import SamplingParams, with_defaults
 from server.errors import UnknownThread
 from server.http.fields.generation import SchedulingFields, SharedSamplingFields, renamed_tool_fields
 from server.http.fields.generation import Texts as StopTexts
-from server.http.fields.strict import NotBuilt, Strict, Unused
+from server.http.fields.strict import NotBuilt, Strict, Unused, by_type, text_or, type_of
 from server.http.fields.tools import NamedFunction, check_left_out, tool_wish
 from server.http.fields.tools import ToolChoice as ChatToolChoice
 
@@ -38,7 +38,7 @@ class ThinkingBlock(Strict):
 
 
 class ToolUseBlock(Strict):
-    """A call that the model made."""
+    """A tool call that the model made."""
 
     place: ClassVar = _PLACE
 
@@ -49,7 +49,7 @@ class ToolUseBlock(Strict):
 
 
 class OtherBlock(Strict):
-    """A block that is left out, or one of a feature that is not built, such as an image."""
+    """A block of another type: one that is left out, or one that is not built, such as an image."""
 
     types: ClassVar = "types of blocks of messages"
 
@@ -59,31 +59,14 @@ class OtherBlock(Strict):
     ]
 
 
-def _tag_of(*known: str) -> Callable[[Any], str]:
-    """What chooses the class of a block by its `type`: the type itself if it is known, else "other"."""
-
-    def tag(block: Any) -> str:
-        kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-        return kind if kind in known else "other"
-
-    return tag
-
-
-def _text_or_list(content: Any, blocks: Callable[[Any], Any]) -> Any:
-    return content if isinstance(content, str) else blocks(content)
-
-
 OneText = Annotated[
-    Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")], Discriminator(_tag_of("text"))
+    Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")], by_type("text", other="other")
 ]
-Texts = Annotated[
-    list[OneText],
-    WrapValidator(_text_or_list, json_schema_input_type=str | list[OneText]),
-]
+Texts = Annotated[list[OneText], text_or(list[OneText])]
 
 
 class ToolResultBlock(Strict):
-    """What the client's tool returned."""
+    """The result of a tool call."""
 
     place: ClassVar = _PLACE
 
@@ -101,16 +84,13 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")]
     | Annotated[OtherBlock, Tag("other")],
-    Discriminator(_tag_of("text", "thinking", "tool_use", "tool_result")),
+    by_type("text", "thinking", "tool_use", "tool_result", other="other"),
 ]
-Blocks = Annotated[
-    list[Block],
-    WrapValidator(_text_or_list, json_schema_input_type=str | list[Block]),
-]
+Blocks = Annotated[list[Block], text_or(list[Block])]
 
 
 class InputMessage(Strict):
-    """A message. A last one of the assistant is continued by the reply."""
+    """A message. If the last message is the assistant's, the reply continues it."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
@@ -122,7 +102,7 @@ class InputMessage(Strict):
 
 
 def texts_of(content: Any) -> list[str]:
-    """The texts of a content that has only texts."""
+    """The texts of a message's content, which has text blocks only."""
     return [content] if isinstance(content, str) else [block.text for block in content or ()]
 
 
@@ -146,7 +126,7 @@ class Tool(Strict):
     input_examples: Annotated[list[Any] | None, NotBuilt([], why="the model would not see them")] = None
 
     def for_chat(self) -> dict[str, Any]:
-        """As the chat template sees it."""
+        """Convert the tool to the form that chat templates read."""
         function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
         if self.description is not None:
             function["description"] = self.description
@@ -156,7 +136,7 @@ class Tool(Strict):
 
 
 class ServerTool(Strict):
-    """A tool that Anthropic runs itself, or whose schema its models know."""
+    """A tool that Anthropic runs itself, or one whose schema only its models know."""
 
     types: ClassVar = "types of tools of messages"
 
@@ -164,8 +144,7 @@ class ServerTool(Strict):
 
 
 def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "tool" if kind in (None, "custom") else "server"
+    return "tool" if type_of(tool) in (None, "custom") else "server"
 
 
 AnyTool = Annotated[
@@ -184,7 +163,7 @@ class ToolChoice(Strict):
 
 
 class Thinking(Strict):
-    """`thinking`: whether the model reasons before it replies, where the chat template has a choice."""
+    """`thinking`: whether the model reasons before it replies, if its chat template has a switch for that."""
 
     place: ClassVar = "thinking"
 
@@ -220,10 +199,10 @@ class Metadata(Strict):
 
 
 class Thread(Strict):
-    """`thread`: a conversation that the server would hold, so that the client sends only what is new.
+    """`thread`: a conversation kept by the server, so that the client sends only the new messages.
 
-    None is held: the first request of a thread is answered, and one that goes on from it gets a 404, after
-    which Anthropic's clients send the whole conversation.
+    This server keeps none. It answers the first request of a thread, and answers 404 to a request that
+    continues one, upon which Anthropic's clients send the whole conversation.
     """
 
     type: Literal["create", "continue"]
@@ -231,7 +210,7 @@ class Thread(Strict):
 
 
 class PromptFields(Strict):
-    """What makes the prompt."""
+    """The fields that decide the prompt."""
 
     place: ClassVar = "/v1/messages"
 
@@ -252,9 +231,9 @@ class PromptFields(Strict):
         super().take(unused)
         if self.thread is not None:
             if self.thread.type == "continue":
-                message = "no conversation is held under thread.previous_message_id; send all of its messages"
+                message = "thread.previous_message_id is unknown: no conversation is kept; send all messages"
                 raise UnknownThread(message)
-            unused.note("thread", "conversations are not held; send all messages each time")
+            unused.note("thread", "the server keeps no conversations; send all messages each time")
         check_left_out(self.tools, ServerTool, forced=self._must_call)
 
     @property
@@ -263,7 +242,7 @@ class PromptFields(Strict):
 
     @property
     def client_names(self) -> dict[str, str]:
-        """The client's names for the prompt and what it depends on; see `renamed_fields`."""
+        """The client's names for the prompt and the reasoning effort; see `renamed_fields`."""
         return {"prompt": "messages", "reasoning_effort": "output_config.effort"}
 
     @property
@@ -286,7 +265,7 @@ class PromptFields(Strict):
             return tool_wish(check_tools(tools), choice, parallel=not given.disable_parallel_tool_use)
 
     def check(self) -> None:
-        """Raise InvalidRequest, which names the field, for what the types cannot say."""
+        """Check combinations of fields. Raises InvalidRequest, which names the field."""
         choice = self.tool_choice
         if choice is not None and (choice.name is not None) != (choice.type == "tool"):
             message = f"tool_choice.type is {choice.type!r}; a name goes with 'tool', and only with it"
@@ -303,7 +282,7 @@ class MessageRequest(PromptFields, SharedSamplingFields, SchedulingFields):
     max_tokens: Annotated[
         int,
         Field(
-            description="most output tokens; less if the model has no room for them",
+            description="maximum number of output tokens; fewer if the model has no room for them",
             json_schema_extra={"minimum": 1},
         ),
     ]
@@ -332,7 +311,7 @@ class MessageRequest(PromptFields, SharedSamplingFields, SchedulingFields):
         return None if self.metadata is None else self.metadata.user_id
 
     def check(self) -> None:
-        """Raise InvalidRequest, which names the field, for what the types cannot say."""
+        """Check combinations of fields. Raises InvalidRequest, which names the field."""
         super().check()
         thinking = self.thinking
         if thinking is None:

@@ -15,21 +15,18 @@ from server.gateway.gateway import Submission, check_embeddings, check_inputs
 from server.gateway.side_threads import run_for_request, run_for_response
 from server.http.bodies.json_body import JsonRoute
 from server.http.bodies.json_text import as_json
-from server.http.fields.generation import ranged, renamed_fields
+from server.http.fields.generation import Prompts, ranged, renamed_fields, singles
 from server.http.generation.answer import GENERATION_ERRORS, each, new_response_id
 from server.http.generation.state import CallOf
 from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
 
-_CHARACTERS = {"float": 22, "base64": 6}  # of a number in a response, at most
-
-_TokenIds = list[int]
-Input = str | list[str] | _TokenIds | list[_TokenIds]
+_CHARACTERS = {"float": 22, "base64": 6}  # that a number takes in a response, at most
 
 
 class EmbeddingRequest(RelevanceRequest):
     """POST /v1/embeddings."""
 
-    input: Annotated[Input, Field(description="a text, texts, token ids, or lists of token ids")]
+    input: Annotated[Prompts, Field(description="a text, texts, token ids, or lists of token ids")]
     encoding_format: Annotated[
         Literal["float", "base64"] | None,
         Field(description="default float; base64: of little-endian float32"),
@@ -53,12 +50,8 @@ class EmbeddingRequest(RelevanceRequest):
 
     @property
     def inputs(self) -> list[str] | list[list[int]]:
-        """As a list of texts or of token id lists; empty if the client gave an empty list."""
-        if isinstance(self.input, str):
-            return [self.input]
-        if self.input and isinstance(self.input[0], int):
-            return [self.input]  # pyright: ignore[reportReturnType] (all elements are integers)
-        return self.input  # pyright: ignore[reportReturnType]
+        """The inputs; empty if the client gave an empty list."""
+        return singles(self.input)
 
 
 class EmbeddingData(BaseModel):
@@ -66,7 +59,7 @@ class EmbeddingData(BaseModel):
 
     object: Literal["embedding"] = "embedding"
     index: int
-    embedding: Annotated[list[float] | str, Field(description="a text with encoding_format base64")]
+    embedding: Annotated[list[float] | str, Field(description="with encoding_format base64: a text")]
 
 
 class Embeddings(BaseModel):
@@ -82,14 +75,9 @@ router = APIRouter(route_class=JsonRoute, tags=["relevance"])
 
 
 @router.post(
-    "/v1/embeddings",
-    response_class=Response,
-    responses={200: {"model": Embeddings}, **GENERATION_ERRORS},
+    "/v1/embeddings", response_class=Response, responses={200: {"model": Embeddings}, **GENERATION_ERRORS}
 )
-async def create_embeddings(
-    body: EmbeddingRequest,
-    call: CallOf,
-) -> Response:
+async def create_embeddings(body: EmbeddingRequest, call: CallOf) -> Response:
     """Make a vector of each input."""
     model = call.accept(body.scheduling, model=body.model, user=body.user)
     size = model.config.embedding.size if body.dimensions is None else body.dimensions
@@ -102,11 +90,9 @@ async def create_embeddings(
         check_embeddings(len(inputs), size, "input")
         special, pooling = body.add_special_tokens is not False, body.pooling or call.options.pooling
 
-        def encoded(text: str) -> list[int]:
-            return model.encode(text, param="input", add_special_tokens=special)
-
-        def checked(one: str | list[int]) -> tuple[CheckedPrompt, OutputRules]:
-            ids = encoded(one) if isinstance(one, str) else one
+        def checked(ids: str | list[int]) -> tuple[CheckedPrompt, OutputRules]:
+            if isinstance(ids, str):
+                ids = model.encode(ids, param="input", add_special_tokens=special)
             return pooled_prompt(model.service, ids, pooling, body.scheduling, tenant=call.tenant)
 
         prompts = each(inputs, checked, "input")

@@ -1,4 +1,4 @@
-"""What these routes share: their requests' common fields, and many requests of the engine for one answer."""
+"""Shared by the routes of this folder: common request fields, and many engine requests for one response."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from server.http.generation.state import ApiCall
 
 
 class RelevanceRequest(SchedulingFields):
-    """The fields that all these routes accept."""
+    """The fields that all routes of this folder accept."""
 
     model: Annotated[str | None, Field(description="default: the served model")] = None
     user: Annotated[str | None, Field(description="written to the access log")] = None
@@ -23,19 +23,19 @@ class RelevanceRequest(SchedulingFields):
 
 
 class PromptUsage(BaseModel):
-    """Token counts. Nothing is generated."""
+    """Token counts, of a response without generated tokens."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 def usage_of(n_input: int) -> dict[str, int]:
-    """In the form of PromptUsage."""
+    """The counts in the form of PromptUsage."""
     return {"prompt_tokens": n_input, "total_tokens": n_input}
 
 
 async def all_ended(call: ApiCall, submissions: Sequence[Submission]) -> list[LiveRequest]:
-    """The requests when all have ended; they are cancelled if the client leaves or one fails.
+    """Run the requests until all have ended. They are cancelled if the client leaves or one fails.
 
     Raises QueueFull, NotReady, EngineError, or whatever ended a request before it was complete.
     """

@@ -1,22 +1,22 @@
 """The items of `input`: messages, tool calls and their outputs, and reasoning, as clients may send them.
 
-`kept_items` gives each the form that the store, GET input_items and the next request see, and `messages_of`
-turns these into the messages that the chat template renders.
+`kept_items` converts them to the form that is stored, returned by GET input_items and read by the next
+request. `messages_of` converts that form to the messages that the chat template renders.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, WrapValidator
+from pydantic import Discriminator, Field, Tag
 
 from orca_jax.errors import InvalidRequest
 from server.http.fields.conversation import CalledFunction, ChatMessage, ContentPart, ToolCall
-from server.http.fields.strict import NotBuilt, Strict, null_is
+from server.http.fields.strict import NotBuilt, Strict, null_is, text_or, type_of
 from server.http.generation.answer import new_id
 from server.http.responses.tools import CUSTOM_INPUT, joined_name
 
-Item = dict[str, Any]  # an item as it is kept
+Item = dict[str, Any]  # an item in its stored form
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -41,14 +41,7 @@ class InputPart(Strict):
     input_audio: Annotated[dict[str, Any] | None, NotBuilt(why="the model reads text alone")] = None
 
 
-def _text_or_list(content: Any, parts: Callable[[Any], Any]) -> Any:
-    return content if isinstance(content, str) else parts(content)
-
-
-Content = Annotated[
-    list[InputPart],
-    WrapValidator(_text_or_list, json_schema_input_type=str | list[InputPart]),
-]
+Content = Annotated[list[InputPart], text_or(list[InputPart])]
 
 
 def _texts(content: Any) -> list[str]:
@@ -71,7 +64,7 @@ class MessageItem(_InputItem):
     status: _Status | None = None
 
     def kept(self) -> Item:
-        """The message with an id, and its content as parts."""
+        """The stored form: with an id and a status, and the content as parts."""
         part = {"type": "input_text"}
         if self.role == "assistant":
             part = {"type": "output_text", "annotations": []}
@@ -84,53 +77,48 @@ class MessageItem(_InputItem):
         }
 
 
-class CallItem(_InputItem):
+class _CallItem(_InputItem):
     """A call that the model made."""
 
-    type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
-    arguments: Annotated[str, Field(description="the text of a JSON object")]
     id: str | None = None
     status: _Status | None = None
+    namespace: Annotated[str | None, Field(description="the namespace that the tool is in, if any")] = None
 
-    namespace: Annotated[str | None, Field(description="of a tool in a namespace")] = None
-
-    def kept(self) -> Item:
-        """The call with an id."""
-        item = {
-            "type": "function_call",
-            "id": self.id or new_id("fc"),
+    def _kept(self, kind: str, id_prefix: str, **fields: str) -> Item:
+        namespace = {} if self.namespace is None else {"namespace": self.namespace}
+        return {
+            "type": kind,
+            "id": self.id or new_id(id_prefix),
             "call_id": self.call_id,
             "name": self.name,
-            "arguments": self.arguments,
+            **fields,
             "status": self.status or "completed",
+            **namespace,
         }
-        return item if self.namespace is None else {**item, "namespace": self.namespace}
 
 
-class CustomCallItem(_InputItem):
+class CallItem(_CallItem):
+    """A function call that the model made."""
+
+    type: Literal["function_call"]
+    arguments: Annotated[str, Field(description="the text of a JSON object")]
+
+    def kept(self) -> Item:
+        """The stored form: with an id and a status."""
+        return self._kept(self.type, "fc", arguments=self.arguments)
+
+
+class CustomCallItem(_CallItem):
     """A call of a custom tool that the model made."""
 
     type: Literal["custom_tool_call"]
-    call_id: Annotated[str, Field(min_length=1)]
-    name: Annotated[str, Field(min_length=1)]
     input: str
-    id: str | None = None
-    status: _Status | None = None
-    namespace: Annotated[str | None, Field(description="of a tool in a namespace")] = None
 
     def kept(self) -> Item:
-        """The call with an id."""
-        item = {
-            "type": "custom_tool_call",
-            "id": self.id or new_id("ctc"),
-            "call_id": self.call_id,
-            "name": self.name,
-            "input": self.input,
-            "status": self.status or "completed",
-        }
-        return item if self.namespace is None else {**item, "namespace": self.namespace}
+        """The stored form: with an id and a status."""
+        return self._kept(self.type, "ctc", input=self.input)
 
 
 class CallOutputItem(_InputItem):
@@ -145,7 +133,7 @@ class CallOutputItem(_InputItem):
     status: _Status | None = None
 
     def kept(self) -> Item:
-        """The output with an id, as one text."""
+        """The stored form: with an id and a status, and the output as one text."""
         return {
             "type": self.type,
             "id": self.id or new_id("fco"),
@@ -171,7 +159,7 @@ class ReasoningItem(_InputItem):
     status: _Status | None = None
 
     def kept(self) -> Item:
-        """The reasoning with an id."""
+        """The stored form: with an id and a status."""
         return {
             "type": "reasoning",
             "id": self.id or new_id("rs"),
@@ -189,7 +177,7 @@ class ItemReference(Strict):
 
 
 class OtherItem(Strict):
-    """An item that is left out, or one of a feature that is not built."""
+    """An item of another type: one that is left out, or one that is not built."""
 
     types: ClassVar = "types of input items"
 
@@ -201,23 +189,24 @@ class OtherItem(Strict):
     ]
 
 
-_KINDS = {
-    "function_call": "function_call",
-    "function_call_output": "function_call_output",
-    "custom_tool_call": "custom_tool_call",
-    "custom_tool_call_output": "function_call_output",
-    "reasoning": "reasoning",
-    "item_reference": "item_reference",
-    "message": "message",
-    None: "message",
-}
+_TAGS = (
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "reasoning",
+    "item_reference",
+    "message",
+)
 
 
-def _kind(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    if kind is None and isinstance(item, dict) and "role" not in item and "id" in item:
-        return "item_reference"
-    return _KINDS.get(kind, "other") if isinstance(kind, str | None) else "other"
+def _tag(item: Any) -> str:
+    kind = type_of(item)
+    if kind is None:
+        is_reference = isinstance(item, dict) and "role" not in item and "id" in item
+        return "item_reference" if is_reference else "message"
+    if kind == "custom_tool_call_output":
+        return "function_call_output"
+    return kind if kind in _TAGS else "other"
 
 
 InputItem = Annotated[
@@ -228,17 +217,14 @@ InputItem = Annotated[
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("item_reference")]
     | Annotated[OtherItem, Tag("other")],
-    Discriminator(_kind),
+    Discriminator(_tag),
 ]
 
-Input = Annotated[
-    list[InputItem],
-    WrapValidator(_text_or_list, json_schema_input_type=str | list[InputItem]),
-]
+Input = Annotated[list[InputItem], text_or(list[InputItem])]
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a custom tool in the arguments of its function; the text itself of a call that was cut."""
+    """The custom tool's input within its function's arguments; all of them if the call was cut off."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -248,9 +234,9 @@ def custom_input(arguments: str) -> str:
 
 
 def kept_items(given: Any, referred: Mapping[str, Item]) -> list[Item]:
-    """The items of an `input` that the model reads; a text is a user's message.
+    """The stored form of the items of an `input`, of which a text is a user's message.
 
-    `referred` are the items that references name.
+    `referred` has, by id, the items that references name. Items that the model does not read are left out.
     """
     if isinstance(given, str):
         return [MessageItem(role="user", content=given).kept()]  # pyright: ignore[reportArgumentType]
@@ -262,10 +248,10 @@ def kept_items(given: Any, referred: Mapping[str, Item]) -> list[Item]:
 
 
 def messages_of(instructions: str | None, items: Sequence[Item], n_earlier: int) -> list[ChatMessage]:
-    """The messages: `instructions` as a system message, then the items.
+    """The chat messages: `instructions` as a system message, then the items.
 
-    The first `n_earlier` items are those of `previous_response_id`. What the model said in one turn, its
-    reasoning, text and calls, is one message. Raises InvalidRequest, which names the item.
+    The first `n_earlier` items are the conversation of `previous_response_id`. The reasoning, text and calls
+    of one turn of the model become one message. Raises InvalidRequest, which names the item.
     """
     messages = list[ChatMessage]()
     if instructions is not None:
@@ -306,7 +292,7 @@ def _message(role: str, content: Any, **fields: Any) -> ChatMessage:
 
 
 def _open_turn(messages: list[ChatMessage], *, new: bool = False) -> ChatMessage:
-    """The model's message that the next item belongs to: the last one, or a new one."""
+    """The assistant's message that the next item belongs to: the last message, or a new one."""
     if new or not messages or messages[-1].role != "assistant":
         messages.append(ChatMessage(role="assistant"))
     return messages[-1]

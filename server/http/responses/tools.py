@@ -1,16 +1,16 @@
-"""The tools of the Responses API: functions, custom tools, namespaces of both, and tools that are left out.
+"""The tools of the Responses API: functions, custom tools, namespaces of both, and hosted tools.
 
-The chat template and the grammar of calls know functions alone. So a function of a namespace has a joined
-name there, and a custom tool, whose input is a text, is a function with one argument, `input`. `ToolNames`
-turns a call back into the item that the client expects.
+The chat template and the grammar of calls know functions only. So a tool in a namespace becomes a function
+with a joined name, and a custom tool, whose input is a text, becomes a function with one argument, `input`.
+`OfferedTools.called` finds the client's tool for a call of such a function.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-from server.http.fields.strict import NotBuilt, Strict
+from server.http.fields.strict import NotBuilt, Strict, by_type
 
 CUSTOM_INPUT = "input"  # the argument of a custom tool's function
 _PLACE = "tools of responses"
@@ -31,7 +31,7 @@ class FunctionTool(Strict):
     allowed_callers: _Callers = None
 
     def for_chat(self) -> dict[str, Any]:
-        """As the chat template sees it."""
+        """Convert the tool to the form that chat templates read."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -43,7 +43,7 @@ class FunctionTool(Strict):
 
 
 class CustomFormat(Strict):
-    """The form of a custom tool's input. The model reads a grammar, and is not held to it."""
+    """The format of a custom tool's input. The model reads the grammar, but is not forced to follow it."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -63,7 +63,7 @@ class CustomTool(Strict):
     allowed_callers: _Callers = None
 
     def for_chat(self) -> dict[str, Any]:
-        """As the chat template sees it: a function with one text as its argument."""
+        """Convert the tool to the form that chat templates read: a function with one text as its argument."""
         texts = [self.description] if self.description else []
         if self.format is not None and self.format.definition:
             texts.append(
@@ -78,31 +78,23 @@ class CustomTool(Strict):
 
 
 class HostedTool(Strict):
-    """A tool that OpenAI runs itself, or one that is not built."""
+    """A tool that OpenAI runs itself, or one of another type that is not built."""
 
     types: ClassVar = "types of tools of responses"
 
     type: Annotated[str, NotBuilt("function", "custom", "namespace", why="the model would not know the tool")]
 
 
-def _tag_of(*known: str) -> Any:
-    def tag(tool: Any) -> str:
-        kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-        return kind if isinstance(kind, str) and kind in known else "hosted"
-
-    return Discriminator(tag)
-
-
 OneTool = Annotated[
     Annotated[FunctionTool, Tag("function")]
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[HostedTool, Tag("hosted")],
-    _tag_of("function", "custom"),
+    by_type("function", "custom", other="hosted"),
 ]
 
 
 class NamespaceTool(Strict):
-    """Functions and custom tools with a name in common."""
+    """Functions and custom tools under a common name."""
 
     type: Literal["namespace"]
     name: Annotated[str, Field(min_length=1)]
@@ -115,7 +107,7 @@ ResponseTool = Annotated[
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[NamespaceTool, Tag("namespace")]
     | Annotated[HostedTool, Tag("hosted")],
-    _tag_of("function", "custom", "namespace"),
+    by_type("function", "custom", "namespace", other="hosted"),
 ]
 
 
@@ -155,7 +147,7 @@ class OfferedTools:
             self._names[function["name"]] = ToolName(tool.name, namespace, isinstance(tool, CustomTool))
 
     def called(self, name: str) -> ToolName:
-        """The tool of that joined name."""
+        """The client's tool for the function that the model calls."""
         return self._names.get(name, ToolName(name, None, is_custom=False))
 
 

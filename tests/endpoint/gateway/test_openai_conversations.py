@@ -91,7 +91,7 @@ def outcome(family: str, name: str, templates: dict[str, Templates]) -> str | In
     fields = {key: value for key, value in CONVERSATIONS[name].items() if key != "name"}
     try:
         body = ConversationFields.model_validate(fields)
-        return rendered(templates[family].choose(None, has_tools=bool(body.tools)), body)
+        return rendered(templates[family].choose(body.chat_template, has_tools=bool(body.tools)), body)
     except InvalidRequest as error:
         return error
 
