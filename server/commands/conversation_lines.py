@@ -11,7 +11,7 @@ from orca_jax.suggestions import did_you_mean
 from server.commands.replies import Prepared, Replies
 from server.commands.request_lines import BadLine
 from server.gateway.reply.events import whole_reply
-from server.gateway.reply.parser import ReplyParser
+from server.gateway.reply.reply import ReplyParser
 
 # The fields besides those of SamplingParams, with their types; null is as if left out.
 _RENDERING: dict[str, type] = {

@@ -16,14 +16,14 @@ from google.protobuf.message import DecodeError
 from server.rpc.calls import Context, Handler
 
 _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
-_MOST_OPEN_CALLS = 256  # unary-response calls that need no key; a health probe is short
+_MOST_OPEN_CALLS = 256  # open calls with a unary response that need no key; a health probe is short
 
 
 class CallLimits(grpc.aio.ServerInterceptor):
     """Each message must arrive within `message_seconds`.
 
-    Only calls of `service` need an API key. Other services may have `max_streams` open streams; another one
-    ends with RESOURCE_EXHAUSTED.
+    Only calls of `service` need an API key. The other services may have `max_streams` open streams together;
+    one more ends with RESOURCE_EXHAUSTED.
     """
 
     def __init__(self, service: str, *, message_seconds: float, max_streams: int) -> None:
@@ -83,7 +83,7 @@ class CallLimits(grpc.aio.ServerInterceptor):
         return stream if inner.response_streaming else unary
 
     async def _message(self, context: Context) -> Any:
-        """The message of a unary request."""
+        """Read the message of a unary request."""
         message = await self._next(context)
         if message is _EOF:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
@@ -98,7 +98,7 @@ class CallLimits(grpc.aio.ServerInterceptor):
             async with asyncio.timeout(self._message_seconds):
                 return await context.read()
         except DecodeError as error:
-            # gRPC itself would log a traceback, and two services need no key: anybody could fill the log.
+            # gRPC itself would log a traceback, and calls without a key could fill the log with them.
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message is malformed: {error}")
         except TimeoutError:
             text = f"no message came within {self._message_seconds:g} seconds (orca serve --body-timeout)"

@@ -1,4 +1,4 @@
-"""Handling shared by all calls of orca.v1.Generation: API keys, errors as gRPC statuses, logs and metrics."""
+"""What all calls of orca.v1.Generation share: API keys, errors as gRPC statuses, logs and metrics."""
 
 import asyncio
 import logging
@@ -24,8 +24,9 @@ from server.tracing import attributes
 from server.tracing.call import AttributeValue, Call
 from server.tracing.tracing import Tracing
 
-_SHARE = 0.02
+# A deadline counts as passed with less than this left: a fixed time, and a share of the whole time.
 _SECONDS = 0.05
+_SHARE = 0.02
 
 
 class Deadline:
@@ -33,7 +34,7 @@ class Deadline:
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         self._context = context
-        self.seconds = _time_remaining(context)
+        self.seconds: float | None = context.time_remaining()
 
     @property
     def passed(self) -> bool:
@@ -42,18 +43,14 @@ class Deadline:
         The client measures its deadline itself and hangs up when it passes. The server's copy is later by the
         transmission time and by up to a hundredth, because gRPC rounds the timeout up when it sends it.
         """
-        left = _time_remaining(self._context)
+        left: float | None = self._context.time_remaining()  # its annotation leaves None out
         return left is not None and self.seconds is not None and left <= _SECONDS + _SHARE * self.seconds
-
-
-def _time_remaining(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
-    return context.time_remaining()  # None without a deadline, whatever its annotation says
 
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_CHARACTERS = 500  # of a status message: it is sent as a header, and clients accept 8 KiB of headers
 
-# A server's faults, as OpenTelemetry's conventions list them.
+# Statuses that are the server's fault, according to OpenTelemetry's conventions.
 _FAULTS = frozenset(
     (
         *(grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNIMPLEMENTED),
@@ -66,7 +63,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # quoted: generic
 
 
 class Calls:
-    """The calls of one server. Each runs inside `answered`."""
+    """Identifies, answers and records the calls of one server. Each call runs inside `answered`."""
 
     def __init__(
         self,
@@ -88,11 +85,11 @@ class Calls:
         return self.tenant(context) or owner_at(_address(context.peer()))
 
     def tenant(self, context: Context) -> str:
-        """The API key of the call, "" if none is needed. Tenants share no keys and values."""
+        """The API key of the call, "" on a server without keys. Tenants share no cached keys and values."""
         return self._api_keys.check(_authorization(context.invocation_metadata())) or ""
 
     def party(self, context: Context) -> str:
-        """The one who may cancel the call's request: the API key, or the connection where none is needed."""
+        """Who may cancel the call's request: the API key, or the connection on a server without keys."""
         return self.tenant(context) or f"connection {context.peer()}"
 
     @asynccontextmanager

@@ -50,7 +50,7 @@ class Choice:
             self.n_written += len(piece.token_ids)
 
     async def _write_search(self, write: Write) -> None:
-        """Write the choices of a beam search, which is over: one message each."""
+        """Write the choices of a completed beam search, one message each."""
         for index, piece in enumerate(self.live.pieces()):
             await write(messages.response(self.live, piece, 0, request_id=self._request_id, index=index))
             self.n_written += len(piece.token_ids)
@@ -67,10 +67,10 @@ async def choices_of(
     party: str,
     timeout: float | None,
 ) -> AsyncIterator[list[Choice]]:
-    """The `n` choices that the rules ask for, either all accepted or none. They end when the context exits.
+    """Submit the `n` choices that the rules ask for, all or none. They end when the context exits.
 
-    In the service, choice 0 has the id `request_id` and choice i the id `request_id i`. Clients' own ids
-    contain no spaces, so no other call can have that id. Raises what `Gateway.submit` raises.
+    In the service, choice 0 has the id `request_id` and choice i the id `request_id i`. Clients' ids contain
+    no spaces, so no other call can have such an id. Raises what `Gateway.submit` raises.
     """
     submissions = [
         Submission(prompt, choice_rules, f"{request_id} {i}" if i else request_id)
@@ -81,7 +81,7 @@ async def choices_of(
 
 
 def end_all(choices: Sequence[Choice], reason: FinishReason) -> bool:
-    """End the choices that are still running; False if none is."""
+    """End the choices that are still running. False if none was running."""
     running = [choice.live for choice in choices if choice.live.finish_reason is None]
     for live in running:
         live.end(reason)

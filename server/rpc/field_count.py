@@ -16,7 +16,7 @@ _VARINT, _EIGHT_BYTES, _LENGTH, _GROUP, _END_GROUP, _FOUR_BYTES = range(6)
 def has_too_many_fields(kind: Any, data: bytes) -> bool:
     """Whether a message of type `kind` has more than MAX_FIELDS fields, including those of nested messages.
 
-    The elements of a packed list of numbers do not count. Of malformed data, the fields before the first
+    The elements of a packed list of numbers do not count. In malformed data only the fields before the first
     fault count.
     """
     n = 0

@@ -1,22 +1,25 @@
-"""The service orca.v1.Generation; generation.proto documents its methods."""
+"""The methods of the service orca.v1.Generation, which generation.proto documents."""
 
 import asyncio
+import uuid
 from functools import partial
 from typing import Any
 
 import grpc
 
-from orca_jax.errors import InvalidRequest, RequestTimedOut
+from orca_jax.errors import InvalidPrompt, InvalidRequest, RequestTimedOut
+from orca_jax.request.pooling import check_dimensions
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
-from server.gateway.gateway import Gateway
+from orca_jax.service.embeddings import pooled_prompt
+from server.gateway.gateway import Gateway, Submission, all_ended, check_embeddings, check_inputs
 from server.gateway.served_model import ServedModel
-from server.gateway.side_threads import run_for_request
+from server.gateway.side_threads import run_for_request, run_for_response
 from server.rpc import generation_pb2 as pb
 from server.rpc import messages
 from server.rpc.calls import Calls, Context, Deadline
 from server.rpc.choices import Choice, choices_of, end_all, write_all
-from server.rpc.embedding import Embedding
+from server.settings.endpoint_options import EndpointOptions
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 
@@ -24,27 +27,14 @@ _UNREAD_SECONDS = 60.0  # for a slow client to read the rest, after the longest 
 
 
 class Generation:
-    """Passes calls to the gateway. `request_timeout` is the gateway's, in seconds; it bounds the writing too.
-
-    A call may ask for at most `max_choices` choices, and for no more than may wait in the queue.
+    """Passes calls to the gateway, within the limits of `options`.
 
     Messages arrive as bytes, so that a malformed one is answered, logged and counted like any other.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        calls: Calls,
-        embedding: Embedding,
-        *,
-        request_timeout: float,
-        max_choices: int,
-    ) -> None:
-        self._gateway = gateway
-        self._embedding = embedding
-        self._calls = calls
-        self._longest = request_timeout + _UNREAD_SECONDS
-        self._max_choices = max_choices
+    def __init__(self, gateway: Gateway, calls: Calls, options: EndpointOptions) -> None:
+        self._gateway, self._calls, self._options = gateway, calls, options
+        self._longest = options.request_timeout + _UNREAD_SECONDS
         self._live: dict[tuple[str, str], list[Choice]] = {}  # by party and request id
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -53,7 +43,7 @@ class Generation:
         handlers = {
             "Generate": stream(self.generate, None, pb.GenerateResponse.SerializeToString),
             "Cancel": unary(self.cancel, None, pb.CancelResponse.SerializeToString),
-            "Embed": unary(self._embedding.embed, None, pb.EmbedResponse.SerializeToString),
+            "Embed": unary(self.embed, None, pb.EmbedResponse.SerializeToString),
             "Models": unary(self.models, None, pb.ModelsResponse.SerializeToString),
         }
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
@@ -95,6 +85,24 @@ class Generation:
                     del self._live[party, request_id]
                     _note_outcome(choices, facts)
 
+    async def embed(self, data: bytes, context: Context) -> pb.EmbedResponse:
+        """Make a vector of each input."""
+        async with self._calls.answered("Embed", context) as facts:
+            request = await run_for_request(len(data), partial(messages.parsed, pb.EmbedRequest, data))
+            model = self._gateway.model(request.model or None)
+            read = partial(self._read_inputs, request, model, self._calls.tenant(context))
+            submissions = await run_for_request(len(data), read)
+            ended = await all_ended(
+                self._gateway,
+                submissions,
+                owner=self._calls.owner(context),
+                running=[],
+                timeout=Deadline(context).seconds,
+            )
+            facts["prompt_tokens"] = sum(live.n_input for live in ended)
+            n_numbers = len(ended) * model.config.embedding.size
+            return await run_for_response(n_numbers, partial(messages.embeddings, request, ended))
+
     async def cancel(self, data: bytes, context: Context) -> pb.CancelResponse:
         """End a live request of the same API key, or without keys of the same connection."""
         async with self._calls.answered("Cancel", context) as facts:
@@ -104,7 +112,7 @@ class Generation:
             choices = self._live.get((party, request.request_id))
             if choices is not None:
                 return pb.CancelResponse(found=end_all(choices, FinishReason.CANCELLED))
-            # An HTTP request with the same key.
+            # Otherwise it may be an HTTP request with the same key.
             return pb.CancelResponse(found=self._gateway.cancel(request.request_id, party=party))
 
     async def models(self, data: bytes, context: Context) -> pb.ModelsResponse:
@@ -113,19 +121,43 @@ class Generation:
             await run_for_request(len(data), partial(messages.parsed, pb.ModelsRequest, data))
             return pb.ModelsResponse(models=[messages.model_card(self._gateway.model())])
 
-    def _check_number(self, n: int, model: ServedModel) -> None:
-        """All choices are submitted together, so they must fit into one owner's share of an empty queue."""
-        most = min(self._max_choices, model.service.pool.max_each)
-        if n > most:
-            raise InvalidRequest(f"n is {n}; one request may ask for {most} choices", param="n")
-
     def _read(self, request: pb.GenerateRequest, model: ServedModel) -> tuple[SamplingParams, list[int]]:
         """The sampling parameters and the prompt. The cost grows with the message."""
         sampling = messages.sampling_params(request.sampling, model.defaults.sampling)
-        self._check_number(sampling.n, model)
-        if messages.prompt_kind(request) == "token_ids":
+        # All choices are submitted together, so they must fit into one owner's share of an empty queue.
+        most = min(self._options.max_choices, model.service.pool.max_each)
+        if sampling.n > most:
+            raise InvalidRequest(f"n is {sampling.n}; one request may ask for {most} choices", param="n")
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidPrompt("the request has no prompt; set text or token_ids", param="prompt")
+        if kind == "token_ids":
             return sampling, messages.numbers("prompt", request.token_ids.ids)
         return sampling, model.encode(request.text)
+
+    def _read_inputs(self, request: pb.EmbedRequest, model: ServedModel, tenant: str) -> list[Submission]:
+        """The engine's requests, one for each input. The cost grows with the message."""
+        scheduling = messages.scheduling_params(request)
+        scheduling.check_policy(model.serving.scheduling.scheduling_policy)
+        dimensions = request.dimensions if request.HasField("dimensions") else None
+        size = model.config.embedding.size
+        check_inputs(len(request.inputs), self._options.max_inputs, "inputs")
+        check_dimensions(dimensions, size)
+        check_embeddings(len(request.inputs), size if dimensions is None else dimensions, "inputs")
+        pooling, name = request.pooling or self._options.pooling, f"embd-{uuid.uuid4().hex}"
+        submissions: list[Submission] = []
+        for i, one in enumerate(request.inputs):
+            kind = one.WhichOneof("input")
+            if kind is None:
+                message = f"inputs.{i} has neither text nor token_ids; set one of them"
+                raise InvalidPrompt(message, param=f"inputs.{i}")
+            if kind == "token_ids":
+                token_ids = messages.numbers("inputs", one.token_ids.ids)
+            else:
+                token_ids = model.encode(one.text, param="inputs")
+            prompt = pooled_prompt(model.service, token_ids, pooling, scheduling, tenant=tenant)
+            submissions.append(Submission(*prompt, f"{name}-{i}"))
+        return submissions
 
     async def _write_all(self, choices: list[Choice], context: Context, request_id: str) -> None:
         """Send the request's id at once, as initial metadata, then all output."""

@@ -3,12 +3,13 @@
 import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from orca_jax.errors import InvalidPrompt, InvalidRequest
+from orca_jax.errors import InvalidRequest, RequestCancelled
+from orca_jax.request.pooled_vector import embedding
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams, with_defaults
@@ -54,12 +55,12 @@ def _refuse_unknown_fields(message: Message, path: str) -> None:
             _refuse_unknown_fields(value, f"{path}{field.name}.")
         elif field.message_type is not None:
             for i, each in enumerate(value):
-                if isinstance(each, Message):  # not the key of a map
+                if isinstance(each, Message):  # keys of a map are not messages
                     _refuse_unknown_fields(each, f"{path}{field.name}.{i}.")
 
 
 def request_id(request: pb.GenerateRequest) -> str:
-    """The client's own request id, or a new one. Raises InvalidRequest."""
+    """The client's request id, or a new one. Raises InvalidRequest."""
     if not request.request_id:
         return f"gen-{uuid.uuid4().hex}"
     if not _REQUEST_ID.fullmatch(request.request_id):
@@ -70,7 +71,7 @@ def request_id(request: pb.GenerateRequest) -> str:
 
 
 def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
-    """The engine's sampling parameters; unset fields get the model's `defaults`, or else the engine's.
+    """The engine's sampling parameters. Unset fields get the model's `defaults`, or else the engine's.
 
     Raises InvalidSamplingParameter.
     """
@@ -81,13 +82,13 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
 
 
 def scheduling_params(request: pb.GenerateRequest | pb.EmbedRequest) -> SchedulingParams:
-    """What the request asks of the scheduler. Raises InvalidSchedulingParameter."""
+    """Priority and cache salt. Raises InvalidSchedulingParameter."""
     salt = request.cache_salt if request.HasField("cache_salt") else None
     return SchedulingParams(priority=request.priority, cache_salt=salt)
 
 
 def _plain(value: Any) -> Any:
-    """A field's value in the form of SamplingParams; fields have the same names in both."""
+    """A field's value in the form of SamplingParams, whose fields have the same names."""
     if isinstance(value, pb.TokenIds):
         return tuple(numbers("allowed_token_ids", value.ids))
     if isinstance(value, pb.Texts):
@@ -109,14 +110,6 @@ def numbers(name: str, value: Sequence[int]) -> list[int]:
     for start in range(0, len(value), _AT_ONCE):
         copied += value[start : start + _AT_ONCE]
     return copied
-
-
-def prompt_kind(request: pb.GenerateRequest) -> Literal["text", "token_ids"]:
-    """Whether the prompt is text or token ids. Raises InvalidPrompt if there is none."""
-    kind = request.WhichOneof("prompt")
-    if kind is None:
-        raise InvalidPrompt("the request has no prompt; set text or token_ids", param="prompt")
-    return kind
 
 
 def response(
@@ -147,6 +140,19 @@ def response(
                 pb.RoutedExperts(ids=ids.tobytes(), n_tokens=n_tokens, n_layers=n_layers, top_k=top_k)
             )
     return message
+
+
+def embeddings(request: pb.EmbedRequest, ended: Sequence[LiveRequest]) -> pb.EmbedResponse:
+    """The vectors of ended requests as a message. Raises RequestCancelled if one ended early."""
+    dimensions = request.dimensions if request.HasField("dimensions") else None
+    normalize = request.normalize if request.HasField("normalize") else True
+    response = pb.EmbedResponse(prompt_tokens=sum(live.n_input for live in ended))
+    for live in ended:
+        if live.pooled is None:
+            raise RequestCancelled("a request for an embedding ended early")
+        vector = embedding(live.pooled, dimensions=dimensions, normalize=normalize)
+        response.embeddings.add(values=vector.tolist())
+    return response
 
 
 def _logprobs(logprobs: Iterable[TokenLogprobs]) -> Iterable[pb.TokenLogprobs]:

@@ -15,7 +15,6 @@ from server.metrics.metrics import Metrics
 from server.process.addresses import bound_socket, in_url
 from server.rpc.call_limits import CallLimits
 from server.rpc.calls import Calls, Context, KeyCheck
-from server.rpc.embedding import Embedding
 from server.rpc.generation import SERVICE, Generation
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
@@ -81,7 +80,10 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 40_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.ping_timeout_ms", 20_000),  # without this a ping has a minute, whatever the line above says
+    (
+        "grpc.http2.ping_timeout_ms",
+        20_000,
+    ),  # without this a ping has a minute, whatever the line above
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.max_send_message_length", -1),
@@ -91,7 +93,7 @@ _OPTIONS = (
 
 
 class RpcServer:
-    """A gRPC server on one event loop. Call `bind`, `start`, and finally `stop`. Made by `create_server`."""
+    """A gRPC server on one event loop, made by `create_server`. Call `bind`, `start`, and finally `stop`."""
 
     def __init__(self, server: grpc.aio.Server, health: Health, options: EndpointOptions) -> None:
         self._server = server
@@ -153,14 +155,7 @@ def create_server(
         options=[*_OPTIONS, *_limits(options)],
         maximum_concurrent_rpcs=options.max_connections,
     )
-    generation = Generation(
-        gateway,
-        calls,
-        Embedding(gateway, calls, options),
-        request_timeout=options.request_timeout,
-        max_choices=options.max_choices,
-    )
-    generation.add_to(server)
+    Generation(gateway, calls, options).add_to(server)
     health = Health(gateway, (SERVICE,))
     add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((SERVICE, _HEALTH, reflection.SERVICE_NAME), server)

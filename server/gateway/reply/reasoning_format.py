@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from server.gateway.reply.parser import Read
-from server.gateway.reply.reply import Reply
+from server.gateway.reply.reply import Read, Reply
 from server.gateway.reply.source import Reading, Source, stops
 
 

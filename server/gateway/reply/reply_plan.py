@@ -18,8 +18,8 @@ from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway
 from server.gateway.reply.call_grammar import ReplyGrammar, Special, Thinking
 from server.gateway.reply.events import ReplyEvent
-from server.gateway.reply.parser import Read, ReplyParser
 from server.gateway.reply.reasoning_format import ReasoningFormat, plain_text
+from server.gateway.reply.reply import Read, ReplyParser
 from server.gateway.served_model import ServedModel
 from server.gateway.tool_formats.gpt_oss import GPT_OSS, GPT_OSS_REASONING, MARKERS, harmony
 from server.gateway.tool_formats.tool_format import ToolFormat

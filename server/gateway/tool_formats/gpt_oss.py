@@ -9,9 +9,8 @@ import re
 from collections.abc import Callable, Generator
 
 from server.gateway.reply.json_call import named_call
-from server.gateway.reply.parser import Read
 from server.gateway.reply.reasoning_format import ReasoningFormat
-from server.gateway.reply.reply import Reply
+from server.gateway.reply.reply import Read, Reply
 from server.gateway.reply.source import Reading, Source, stops
 from server.gateway.tool_formats.tool_format import CallShape, ToolFormat
 

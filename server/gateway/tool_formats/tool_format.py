@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from server.gateway.reply.parser import Read
+from server.gateway.reply.reply import Read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

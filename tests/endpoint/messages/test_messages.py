@@ -209,7 +209,7 @@ def test_a_request_that_goes_on_from_a_thread(plain: httpx2.Client) -> None:
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (404, "not_found_error")
     assert error["details"] == {"error_code": "thread_not_found"}
-    assert "send all of its messages" in error["message"]
+    assert "send all messages" in error["message"]
 
 
 def test_structured_output() -> None:

@@ -20,8 +20,8 @@ from server.gateway.reply.events import (
     Text,
     whole_reply,
 )
-from server.gateway.reply.parser import Read, ReplyParser
 from server.gateway.reply.reasoning_format import plain_text
+from server.gateway.reply.reply import Read, ReplyParser
 from server.gateway.tool_formats.gpt_oss import harmony
 from server.gateway.tool_formats.table import REASONING_FORMATS, TOOL_FORMATS
 from tests.endpoint.harness import DATA

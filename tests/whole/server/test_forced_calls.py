@@ -14,7 +14,7 @@ from orca_jax.request.chat.tools import OfferedTool, ToolWish
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from server.gateway.reply.events import ReplyEvent, whole_reply
-from server.gateway.reply.parser import ReplyParser
+from server.gateway.reply.reply import ReplyParser
 from server.gateway.reply.reply_plan import ReplyPlan, plan_reply
 from server.gateway.served_model import ServedModel
 from server.gateway.tool_formats.table import TOOL_FORMATS
