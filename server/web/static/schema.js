@@ -1,6 +1,6 @@
-// Reads the server's /openapi.json: what its routes take and give. Both the playground and the API page use it.
+// Reads the server's /openapi.json: what its routes take and answer.
 
-const NOT_BUILT = "Not built yet"; // how the server describes what it refuses
+const NOT_BUILT = "Not built yet"; // begins the description of a field that the server refuses
 
 const LIMITLESS = 2 ** 30; // a bound that only keeps numbers from overflowing
 
@@ -23,7 +23,7 @@ export function bodySchema(document, path, method = "post") {
   return schema ? resolved(document, schema).schema : null;
 }
 
-/** Whether the server accepts a property: some of OpenAI's it only knows in order to refuse them by name. */
+/** Whether the server accepts a property; it declares some of OpenAI's only to refuse them by name. */
 export function isBuilt(property) {
   return !property.description?.startsWith(NOT_BUILT);
 }
@@ -41,14 +41,14 @@ export function alternatives(document, schema) {
   return all.map((one) => resolved(document, one).schema).filter((one) => one.type !== "null");
 }
 
-/** From a number to a number, in words; "" where there is no bound that says anything. */
+/** The bounds of a number in words; "" without bounds worth showing. */
 export function range({ minimum, maximum }) {
   const [low, high] = [minimum, maximum].map((bound) => (Math.abs(bound) < LIMITLESS ? String(bound).replace(/^-/, "−") : ""));
   if (low && high) return `${low} – ${high}`;
   return low ? `from ${low}` : high && `to ${high}`;
 }
 
-/** A field: how to ask for it (`kind`), and the texts that tell of it. */
+// A field: the kind of its input, and the texts that describe it.
 function fieldOf(document, name, property, required) {
   const types = alternatives(document, property);
   const [only] = types;
@@ -74,7 +74,7 @@ function kindOf(schema) {
   return schema.type === "string" ? "text" : "json";
 }
 
-// The server tells its defaults in words: "default 16", "default: the model's, or 1", "default true".
+// The server's descriptions have the defaults: "default 16", "default: the model's, or 1", "default true".
 function initialOf(description) {
   return description.match(/\bdefault:? ([^;]+?)(?:; .*|$|, and | or -1.*|: .*)/)?.[1];
 }

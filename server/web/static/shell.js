@@ -1,11 +1,9 @@
-// What every page has: the header with its navigation, the theme, the API key, and a voice for screen readers.
+// The header of every page: its navigation, the server's phase, the API key and the theme. A page names itself:
 //
 //     <body data-page="playground"><main id="main">...</main></body>
-//     import { announce } from "./shell.js";
 
-import { apiKey, keepApiKey } from "./api.js";
-import { element, icon, replace } from "./dom.js";
-import { askForKey } from "./key_dialog.js";
+import { apiKey, askForKey, keepApiKey } from "./api.js";
+import { element, icon, iconButton, replace, setLabel } from "./dom.js";
 
 const PAGES = [
   ["playground", "/", "Playground"],
@@ -13,13 +11,6 @@ const PAGES = [
   ["docs", "/docs", "API"],
 ];
 const STATUS_SECONDS = 10;
-
-const voice = element("div", { role: "status", class: "unseen" });
-
-/** Say something to screen readers, when they are done with what they are saying. */
-export function announce(text) {
-  voice.textContent = text;
-}
 
 function header() {
   const here = document.body.dataset.page;
@@ -40,7 +31,7 @@ function header() {
   );
 }
 
-// The server's phase, from /ready, which needs no key.
+// /ready needs no key.
 function serverStatus() {
   const dot = element("span", { class: "dot", "aria-hidden": "true" });
   const word = element("span", { class: "status-word" }, "…");
@@ -67,15 +58,13 @@ async function readiness() {
 }
 
 function keyButton() {
-  const button = element("button", { type: "button", class: "icon-button", click: ask }, icon("key"));
+  const button = iconButton("key", "", ask);
   function show() {
-    const label = apiKey() ? "API key: given in this tab" : "API key: none";
-    button.setAttribute("aria-label", label);
-    button.title = label;
+    setLabel(button, apiKey() ? "API key: given in this tab" : "API key: none");
     button.toggleAttribute("data-on", Boolean(apiKey()));
   }
   async function ask() {
-    const key = await askForKey("Needed if the server runs with API keys.");
+    const key = await askForKey("The server needs a key only if it runs with API keys.");
     if (key !== null) keepApiKey(key);
     button.focus();
   }
@@ -88,11 +77,9 @@ function themeButton() {
   const root = document.documentElement;
   const system = matchMedia("(prefers-color-scheme: dark)");
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
-  const button = element("button", { type: "button", class: "icon-button", click: toggle });
+  const button = iconButton("sun", "", toggle);
   function show() {
-    const label = isDark() ? "Use the light theme" : "Use the dark theme";
-    button.setAttribute("aria-label", label);
-    button.title = label;
+    setLabel(button, isDark() ? "Use the light theme" : "Use the dark theme");
     replace(button, icon(isDark() ? "sun" : "moon"));
   }
   function toggle() {
@@ -100,10 +87,10 @@ function themeButton() {
     try {
       localStorage.setItem("orca-theme", root.dataset.theme);
     } catch {
-      // No storage: for as long as the page is open.
+      // No storage: the theme lasts as long as the page is open.
     }
     show();
-    dispatchEvent(new Event("orca-theme")); // for what is drawn rather than styled
+    dispatchEvent(new Event("orca-theme")); // canvases must be drawn again
   }
   system.addEventListener("change", show);
   show();
@@ -111,4 +98,3 @@ function themeButton() {
 }
 
 document.body.prepend(element("a", { href: "#main", class: "skip" }, "Skip to the content"), header());
-document.body.append(voice);

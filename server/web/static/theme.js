@@ -1,4 +1,4 @@
-// Runs before the page is painted, so that a chosen theme does not flash in the other one's colours.
+// Runs before the page is painted, so that the page does not flash in the colours of the other theme.
 {
   let theme = null;
   try {

@@ -1,13 +1,13 @@
-// A schema as a list of properties; what is nested opens on demand, so that a schema may refer to itself.
+// Shows a schema as a list of properties. Nested schemas open on demand, so that a schema may refer to itself.
 
 import { element, withCode } from "../dom.js";
 import { isBuilt, range, resolved } from "../schema.js";
 
-/** The properties of `schema`, or a line that says what it is. */
+/** The properties of `schema`, or for one without properties a line with its type. */
 export function schemaTree(document, schema) {
-  const { schema: own } = resolved(document, schema);
-  const isRequired = ([name]) => own.required?.includes(name) ?? false;
-  const properties = Object.entries(own.properties ?? {}).sort((one, other) => isRequired(other) - isRequired(one));
+  const { schema: object } = resolved(document, schema);
+  const isRequired = ([name]) => object.required?.includes(name) ?? false;
+  const properties = Object.entries(object.properties ?? {}).sort((one, other) => isRequired(other) - isRequired(one));
   if (!properties.length) return element("p", { class: "quiet small" }, typeName(document, schema));
   const built = properties.filter(([, property]) => isBuilt(property));
   const refused = properties.filter(([, property]) => !isBuilt(property));
@@ -15,7 +15,7 @@ export function schemaTree(document, schema) {
   const list = element("ul", { class: "properties" }, ...built.map(rows));
   if (!refused.length) return list;
   const rest = element("ul", { class: "properties" }, ...refused.map(rows));
-  return element("div", {}, list, element("details", { class: "refused" }, element("summary", {}, `${refused.length} fields that are not built yet`), rest));
+  return element("div", {}, list, element("details", { class: "refused" }, element("summary", {}, `${refused.length} fields that the server refuses: they are not built yet`), rest));
 }
 
 function propertyRow(document, name, property, required) {
@@ -36,14 +36,14 @@ function propertyRow(document, name, property, required) {
   return row;
 }
 
-// Made when it is opened.
+// Details whose contents are made when they are opened.
 function expandable(document, label, schema) {
   const details = element("details", { class: "nested" }, element("summary", {}, label));
   details.addEventListener("toggle", () => details.append(schemaTree(document, schema)), { once: true });
   return details;
 }
 
-// The objects that a property holds, by their names.
+// The objects in a property's value, as pairs of a name and a schema.
 function nested(document, property) {
   const found = [];
   for (const one of property.anyOf ?? property.oneOf ?? [property]) {
@@ -54,8 +54,8 @@ function nested(document, property) {
   return found;
 }
 
-/** A type in words: "integer", "list of text or text", a schema's name. */
-export function typeName(document, property) {
+// A type in words: "integer", "list of text or text", a schema's name.
+function typeName(document, property) {
   const { schema, name } = resolved(document, property);
   if (schema.enum) return schema.enum.map((one) => JSON.stringify(one)).join(" or ");
   if (schema.const !== undefined) return JSON.stringify(schema.const);

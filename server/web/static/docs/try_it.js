@@ -1,11 +1,21 @@
 // Sends a request to a route and shows the answer as it comes.
 
 import { request } from "../api.js";
-import { element, icon, newId } from "../dom.js";
-import { announce } from "../shell.js";
-import { exampleBody } from "./example.js";
+import { announce, element, icon, newId } from "../dom.js";
+import { alternatives, bodySchema, fieldsOf } from "../schema.js";
 
 const MOST_SHOWN = 100_000; // characters of an answer; /live/events has no end
+// Examples by the field's name, which says more than its type.
+const KNOWN = {
+  prompt: "In the beginning",
+  messages: [{ role: "user", content: "In the beginning" }],
+  input: "In the beginning",
+  tokens: [73, 110],
+  max_tokens: 16,
+  temperature: 0.7,
+  seed: 1,
+};
+const WELCOME = ["max_tokens", "temperature", "seed"]; // shown although they are not required
 
 /** The form of a route { path, method }. */
 export function tryIt(document, { path, method, operation }) {
@@ -89,7 +99,7 @@ function filled(path, values) {
   });
 }
 
-// Pretty JSON at the end, other text as it comes. Returns what is to be said about its end.
+// Shows a response as it comes, and JSON indented at the end. Returns a remark about the end.
 async function show(response, answer) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -107,4 +117,36 @@ async function show(response, answer) {
     answer.textContent = JSON.stringify(JSON.parse(text), null, 2);
   }
   return "";
+}
+
+// An example of a body from its schema: the required fields, and a few that make the answer quick and readable. Null for a route
+// without a body.
+function exampleBody(document, path, method) {
+  const schema = bodySchema(document, path, method);
+  if (!schema) return null;
+  const required = new Set([...(schema.required ?? []), ...(schema.oneOf?.[0]?.required ?? [])]);
+  const names = fieldsOf(document, schema).map(({ name }) => name);
+  const shown = names.filter((name) => required.has(name) || WELCOME.includes(name));
+  shown.sort((one, other) => required.has(other) - required.has(one));
+  return Object.fromEntries(shown.map((name) => [name, exampleOf(document, name, schema.properties[name])]));
+}
+
+function exampleOf(document, name, property) {
+  if (name in KNOWN) return KNOWN[name];
+  const [schema] = alternatives(document, property);
+  if (property.default !== undefined) return property.default;
+  if (schema.enum) return schema.enum[0];
+  switch (schema.type) {
+    case "integer":
+    case "number":
+      return property.minimum ?? schema.minimum ?? 1;
+    case "boolean":
+      return true;
+    case "array":
+      return [exampleOf(document, "", schema.items ?? {})];
+    case "object":
+      return Object.fromEntries((schema.required ?? []).map((key) => [key, exampleOf(document, key, schema.properties[key])]));
+    default:
+      return "text";
+  }
 }

@@ -1,28 +1,27 @@
-// What all charts have: a canvas of the screen's density, an axis of time, gaps, and what is under the pointer.
+// The base of all charts: a canvas of the screen's density, the axis of time, the times without data, and the pointer; the
+// ruler above them; and the frames in which all of them are drawn.
 
-import { niceStep } from "./format.js";
-import { unknownAt, unknownTimes } from "./unknown.js";
+import { moment, niceStep } from "./format.js";
+import { unknownAt, unknownTimes } from "./times.js";
 
-export const AXIS = 46; // pixels for numbers at the left
+const AXIS = 46; // pixels for numbers at the left
 const RIGHT = 10;
 const TICK = 90; // pixels between two ticks of time, at least
+const TEXT = 200; // milliseconds between two changes of the texts
 
 export class Chart {
   namesUnknown = false; // whether it says why there is no data
-  #said = "";
+  #described = "";
 
-  /** `parts` has the page's model, view, colours and choice. */
+  /** `parts` has the page's model, view, colours, choice and pointer, and `changed`. */
   constructor(canvas, parts) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
     Object.assign(this, parts);
+    this.left = AXIS;
     this.width = this.height = 0;
     new ResizeObserver(() => this.#resize()).observe(canvas);
     this.#resize();
-  }
-
-  get left() {
-    return AXIS;
   }
 
   get right() {
@@ -42,14 +41,14 @@ export class Chart {
     return this.view.span / Math.max(1, this.right - this.left);
   }
 
-  /** The ticks of time, as { step, times } since the model's origin. */
+  /** The ticks of time, as { step, times }; the times count from the model's origin, and x(origin + time) is their place. */
   ticks() {
     const step = niceStep(TICK * this.perPixel);
     const origin = this.model.origin ?? 0;
     const times = [];
     for (let n = Math.ceil((this.view.from - origin) / step); origin + n * step <= this.view.to; n++)
       if (n >= 0) times.push(n * step);
-    return { step, times };
+    return { step, times, origin };
   }
 
   draw() {
@@ -73,90 +72,91 @@ export class Chart {
     this.#drawPointer();
   }
 
-  /** Lines under the chart. */
-  grid() {
-    const { context } = this;
-    const origin = this.model.origin ?? 0;
-    context.fillStyle = this.colours.line;
-    for (const time of this.ticks().times) context.fillRect(Math.round(this.x(origin + time)), 0, 1, this.height);
+  /** Draw vertical lines at the ticks of time, `height` pixels from the bottom. */
+  grid(height = this.height, colour = this.colours.line) {
+    const { times, origin } = this.ticks();
+    for (const time of times) this.fill(colour, Math.round(this.x(origin + time)), this.height - height, 1, height);
   }
 
-  /** The chart in words. */
+  /** Describe the chart to a screen reader. */
   describe(text) {
-    if (text !== this.#said) this.canvas.setAttribute("aria-label", text);
-    this.#said = text;
+    if (text !== this.#described) this.canvas.setAttribute("aria-label", text);
+    this.#described = text;
   }
 
-  /** What the parts below need to know. */
+  /** Compute what the methods below need. */
   prepare() {}
 
-  /** The vertical axis. */
+  /** Draw the vertical axis. */
   levels() {}
 
   paint() {}
 
-  /** What is drawn over the chart and beside it. */
+  /** Draw what lies over the chart and beside it. */
   frame() {}
 
-  /** What is at a point: { title, lines, request }, or null. */
+  /** Describe a point: { title, lines, request }, or null. */
   at() {
     return null;
   }
 
-  /** What `at` says where there is no data; null where there is. */
+  /** Describe a point without data; null where there is data. */
   noData(x) {
     const why = unknownAt(this.model, this.time(x));
     return why && { title: "No data", lines: [why], request: null };
   }
 
-  /** A number of the vertical axis with its line. */
+  fill(colour, x, y, width, height) {
+    this.context.fillStyle = colour;
+    this.context.fillRect(x, y, width, height);
+  }
+
+  write(text, x, y, colour, align) {
+    this.context.fillStyle = colour;
+    this.context.textAlign = align;
+    this.context.fillText(text, x, y);
+  }
+
+  /** Draw a number of the vertical axis with its line. */
   level(y, text) {
-    const { context } = this;
-    context.fillStyle = this.colours.line;
-    context.fillRect(this.left, Math.round(y), this.right - this.left, 1);
-    context.fillStyle = this.colours.quiet;
-    context.textAlign = "right";
-    context.fillText(text, this.left - 6, Math.min(this.height - 6, Math.max(6, Math.round(y))));
+    this.fill(this.colours.line, this.left, Math.round(y), this.right - this.left, 1);
+    const at = Math.min(this.height - 6, Math.max(6, Math.round(y)));
+    this.write(text, this.left - 6, at, this.colours.quiet, "right");
+  }
+
+  // Where times without data lie: the left pixel and the width.
+  #span({ from, to }) {
+    const x = Math.floor(this.x(from));
+    return [x, Math.max(2, Math.ceil(this.x(to)) - x)];
   }
 
   #drawUnknown() {
-    const { context, model, view } = this;
-    for (const { from, to, why } of unknownTimes(model, view.from, view.to)) {
-      const x = Math.floor(this.x(from));
-      const width = Math.max(2, Math.ceil(this.x(to)) - x);
-      context.fillStyle = this.colours.unknown;
-      context.fillRect(x, 0, width, this.height);
+    for (const part of unknownTimes(this.model, this.view.from, this.view.to)) {
+      const [x, width] = this.#span(part);
+      this.fill(this.colours.unknown, x, 0, width, this.height);
       if (!this.namesUnknown) continue;
-      const fits = (text) => context.measureText(text).width + 16 <= width;
-      const text = [`no data: ${why}`, "no data"].find(fits);
-      if (!text) continue;
-      context.fillStyle = this.colours.quiet;
-      context.textAlign = "center";
-      context.fillText(text, x + width / 2, this.height / 2);
+      const fits = (text) => this.context.measureText(text).width + 16 <= width;
+      const text = [`no data: ${part.why}`, "no data"].find(fits);
+      if (text) this.write(text, x + width / 2, this.height / 2, this.colours.quiet, "center");
     }
   }
 
   #drawLost() {
-    const { context, model, view } = this;
-    for (let i = model.gaps.search((gap) => gap.to >= view.from); i < model.gaps.length; i++) {
-      const gap = model.gaps.at(i);
-      if (gap.from > view.to) break;
+    for (const gap of this.model.gaps.from((one) => one.to >= this.view.from)) {
+      if (gap.from > this.view.to) break;
       if (gap.why !== "lost") continue;
-      const x = Math.floor(this.x(gap.from));
-      context.fillStyle = this.colours.hatch(context, "gap", 5);
-      context.fillRect(x, 0, Math.max(2, Math.ceil(this.x(gap.to)) - x), this.height);
+      const [x, width] = this.#span(gap);
+      this.fill(this.colours.hatch(this.context, "gap", 5), x, 0, width, this.height);
     }
   }
 
   #drawPointer() {
-    const { context, pointer } = this;
-    if (pointer.time === null) return;
-    const x = Math.round(this.x(pointer.time));
+    if (this.pointer.time === null) return;
+    const x = Math.round(this.x(this.pointer.time));
     if (x < this.left || x > this.right) return;
-    context.fillStyle = this.colours.strongLine;
-    context.globalAlpha = 0.7;
-    context.fillRect(x, 0, 1, this.height);
-    context.globalAlpha = 1;
+    this.context.globalAlpha = 0.7;
+    this.fill(this.colours.strongLine, x, 0, 1, this.height);
+    this.context.globalAlpha = 1;
   }
 
   #resize() {
@@ -168,5 +168,64 @@ export class Chart {
     this.canvas.height = Math.round(clientHeight * density);
     this.context.setTransform(density, 0, 0, density, 0, 0);
     this.changed();
+  }
+}
+
+/** The axis of time above the charts. */
+export class RulerChart extends Chart {
+  frame() {
+    const { step, times, origin } = this.ticks();
+    for (const time of times) {
+      const x = Math.round(this.x(origin + time)) + 5;
+      const text = moment(time, step);
+      const fits = x + this.context.measureText(text).width < this.right;
+      if (fits) this.write(text, x, this.height / 2, this.colours.quiet, "left");
+    }
+  }
+
+  grid() {
+    super.grid(7, this.colours.strongLine);
+  }
+}
+
+/** Draws after a change, at most once a frame, and never while the page is hidden. Texts change less often, so that people can read them. */
+export class Frames {
+  #draw;
+  #describe;
+  #isAsked = false;
+  #isHurried = false;
+  #described = -Infinity;
+  #later = null;
+  count = 0; // frames that were drawn
+
+  constructor(draw, describe) {
+    this.#draw = draw;
+    this.#describe = describe;
+    document.addEventListener("visibilitychange", () => document.hidden || this.changed(true));
+  }
+
+  /** Draw soon, after a change; with `isHurried` the texts follow at once. */
+  changed(isHurried = false) {
+    this.#isHurried ||= isHurried;
+    if (this.#isAsked || document.hidden) return;
+    this.#isAsked = true;
+    requestAnimationFrame(() => this.#frame());
+  }
+
+  #frame() {
+    const now = performance.now();
+    if (this.#isHurried || now - this.#described >= TEXT) {
+      this.#described = now;
+      this.#isHurried = false;
+      this.#describe();
+    } else {
+      this.#later ??= setTimeout(() => {
+        this.#later = null;
+        this.changed();
+      }, TEXT);
+    }
+    this.#draw();
+    this.count += 1;
+    this.#isAsked = false; // after drawing, which moves the view
   }
 }

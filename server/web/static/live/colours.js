@@ -1,4 +1,4 @@
-// The page's colours as a canvas takes them, read again when the theme changes; and patterns of lines.
+// The page's colours in the form that a canvas takes, read again when the theme changes; and hatched patterns.
 
 const NAMES = [
   ...["text", "quiet", "line", "strong-line", "surface", "sunken", "accent", "bad", "good", "warn"],
@@ -10,7 +10,7 @@ export class Colours {
   #probe;
   #patterns = new Map();
 
-  /** `probe` is an element of the page; `changed` is called when the colours are others. */
+  /** `probe` is an element of the page; `changed` is called after the theme has changed. */
   constructor(probe, changed) {
     this.#probe = probe;
     this.#read();
@@ -23,7 +23,7 @@ export class Colours {
     matchMedia("(forced-colors: active)").addEventListener("change", again);
   }
 
-  /** Lines from lower left to upper right, `gap` apart, on a light ground of the same colour. */
+  /** A pattern of lines from lower left to upper right, `gap` pixels apart, on a light ground of the same colour. */
   hatch(context, name, gap = 6) {
     const key = `${name} ${gap}`;
     if (!this.#patterns.has(key)) this.#patterns.set(key, context.createPattern(this.#tile(this[name], gap), "repeat"));

@@ -1,16 +1,15 @@
-// The chosen request: its times, its tokens, why it waited, and its iterations.
+// The details of the chosen request: its times, its tokens, why it waited, and its iterations.
 
 import { element, replace } from "../dom.js";
 import { count, duration, plural } from "./format.js";
-import { CHUNK, DECODE, PREFILL } from "./request.js";
+import { PHASES } from "./model.js";
 import { inFull, inShort, summedReasons } from "./why.js";
 
 const MOST_ROWS = 60;
 const MOST_WAITS = 12;
-const PHASES = { [PREFILL]: "prefill", [CHUNK]: "chunk", [DECODE]: "decode" };
 
 export class Details {
-  #told = "";
+  #shown = "";
 
   constructor({ place, model, choice, close }) {
     Object.assign(this, { place, model, choice });
@@ -43,15 +42,15 @@ export class Details {
       if (this.choice.number !== null) {
         this.place.hidden = false;
         this.name.textContent = `Request #${this.choice.number}`;
-        this.id.textContent = "It is no longer kept.";
+        this.id.textContent = "The page no longer keeps this request.";
         for (const part of [this.facts, this.waits, this.rows, this.more]) replace(part);
       }
-      this.#told = "";
+      this.#shown = "";
       return;
     }
-    const told = [request.number, request.rows.length, request.nForgotten, request.state, request.isLive && this.model.last].join();
-    if (told === this.#told) return;
-    this.#told = told;
+    const shown = [request.number, request.rows.length, request.nForgotten, request.state, request.isLive && this.model.last].join();
+    if (shown === this.#shown) return;
+    this.#shown = shown;
     this.name.textContent = `Request #${request.number}`;
     this.id.textContent = request.id;
     this.#showFacts(request);

@@ -1,13 +1,12 @@
-// The server's feed, as long as the page wants it: connects, reads, and connects again after a failure.
+// The connection to the server's feed: connects, reads, and connects again after a failure.
 
-import { errorOf, request } from "../api.js";
-import { events } from "../sse.js";
+import { errorOf, events, request } from "../api.js";
 
 const FIRST_PAUSE = 0.5; // seconds before the second try; each further one is twice as long
 const LONGEST_PAUSE = 15;
-const SILENCE = 30; // seconds; the server says something at least every ten
+const SILENCE = 30; // seconds; the server sends something at least every ten
 
-/** `take(lines)` gets what comes, a hello as a line too; `tell(state)` gets { connected, text }. */
+/** `take(lines)` gets the lines, a hello among them; `tell(state)` gets { connected, text, stopped }. */
 export class Feed {
   #take;
   #tell;
@@ -56,12 +55,12 @@ export class Feed {
   }
 
   async #read(signal, connected) {
-    const own = new AbortController(); // ends this try alone
-    const both = AbortSignal.any([signal, own.signal]);
+    const attempt = new AbortController();
+    const both = AbortSignal.any([signal, attempt.signal]);
     const response = await request("/live/events", { signal: both, headers: { Accept: "text/event-stream" } });
     if (response.status === 401) throw new Refused("the server needs an API key");
     if (!response.ok) throw new Error(await errorOf(response));
-    for await (const { event, data } of events(watched(response, () => own.abort()))) {
+    for await (const { event, data } of events(watched(response, () => attempt.abort()))) {
       if (signal.aborted) return;
       const lines = JSON.parse(data);
       if (event === "hello") {
@@ -77,7 +76,7 @@ export class Feed {
 
 class Refused extends Error {}
 
-// The response, given up when nothing comes for too long: a connection can die without a word.
+// The response, given up after a long silence: a connection can die without a word.
 function watched(response, giveUp) {
   let timer = setTimeout(giveUp, SILENCE * 1000);
   const tap = new TransformStream({

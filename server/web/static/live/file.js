@@ -1,12 +1,13 @@
-// Files of JSON lines: what `orca serve --record` writes, and what this page saves.
+// Files: the JSON lines that `orca serve --record` writes, those that this page saves, and downloads.
 
-import { DECODE } from "./request.js";
+import { CHUNK, DECODE } from "./model.js";
 
 const LONGEST_LINE = 1 << 26; // characters
-const TURN = 40; // milliseconds of work before the page may do something else
+const TURN = 40; // milliseconds of work before the page gets a turn
+const KEEP = 60000; // milliseconds until the browser has surely read a download
 
-/** Read a stream of bytes into a model. Throws an Error that says what is wrong with the file. */
-export async function readInto(model, stream, tell = () => {}) {
+/** Read a stream of bytes into a model. Throws an Error that says what is wrong with the file. Calls `changed` now and then. */
+export async function readInto(model, stream, changed) {
   model.clear();
   model.source = "file";
   model.status = { phase: "opening", reason: null };
@@ -25,7 +26,7 @@ export async function readInto(model, stream, tell = () => {}) {
       throw new Error(`line ${n} is not a line of a recording: ${error.message}`);
     }
     if (performance.now() - since > TURN) {
-      tell(n);
+      changed();
       await new Promise((resolve) => setTimeout(resolve));
       since = performance.now();
     }
@@ -50,7 +51,7 @@ function parsed(text, n) {
   return line;
 }
 
-// A last line without its end is left out: the file was still being written.
+// A last line without a newline is left out: the file was still being written.
 async function* lines(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -68,7 +69,7 @@ async function* lines(stream) {
   }
 }
 
-/** What a model holds as lines, from which `readInto` makes the same. */
+/** The lines of a model, from which `readInto` makes an equal one. */
 export function* savedLines(model, now = new Date()) {
   const requests = [...model.requests.values()];
   const before = requests.filter(hasBegunBefore);
@@ -95,7 +96,7 @@ export function* savedLines(model, now = new Date()) {
   for (const [, , line] of later) yield line;
 }
 
-// Its first iteration is not among those that are kept.
+// A request whose first iteration is no longer kept had begun before the saved time.
 function hasBegunBefore(request) {
   const first = request.rows.at(0);
   return request.scheduled !== null && (first === undefined || first.issued > request.scheduled);
@@ -114,7 +115,7 @@ function begun(request) {
     else if (!row.partial.includes(i)) nOutput -= 1;
   }
   const first = request.rows.at(0);
-  const goesOn = first !== undefined && first.phases[first.requests.indexOf(request.number)] === 1;
+  const goesOn = first !== undefined && request.phaseIn(first) === CHUNK;
   return {
     ...arrival(request),
     n_cached: request.nCached,
@@ -137,4 +138,14 @@ function iteration(one) {
 function end(request) {
   const { number, finished, reason, nOutput, nCached } = request;
   return { finished: number, time: finished, reason, n_output: nOutput, n_cached: nCached };
+}
+
+/** Let the user save a file of these parts. */
+export function download(name, type, parts) {
+  const url = URL.createObjectURL(new Blob(parts, { type }));
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), KEEP);
 }

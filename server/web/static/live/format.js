@@ -17,7 +17,7 @@ export function duration(seconds) {
   return `${minutes} min ${String(Math.floor(seconds - 60 * minutes)).padStart(2, "0")} s`;
 }
 
-/** A moment since the view's origin, with the digits that a step of `step` seconds needs. */
+/** A time since the view's origin, with the digits that steps of `step` seconds need. */
 export function moment(seconds, step = 0.001) {
   const digits = Math.max(0, Math.min(6, Math.ceil(-Math.log10(step) - 1e-9)));
   if (seconds < 60) return `${seconds.toFixed(digits)} s`;
@@ -34,7 +34,7 @@ export function plural(n, one, many = `${one}s`) {
   return `${count(n)} ${n === 1 ? one : many}`;
 }
 
-/** Steps of 1, 2 or 5 times a power of ten: the smallest that is at least `least`. */
+/** The smallest of 1, 2 and 5 times a power of ten that is at least `least`. */
 export function niceStep(least) {
   const power = 10 ** Math.floor(Math.log10(least));
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= least * (1 - 1e-9));

@@ -1,15 +1,14 @@
 // A column for each iteration, a cell for each of its requests, and the padding up to the bucket.
 
 import { Chart } from "./chart.js";
-import { count, duration } from "./format.js";
-import { CHUNK, DECODE, PREFILL } from "./request.js";
+import { count, duration, plural } from "./format.js";
+import { CHUNK, DECODE, PHASES, PHASE_WORDS, PREFILL } from "./model.js";
+import { beginning } from "./times.js";
 
-const COLOURS = { [PREFILL]: "prefill", [CHUNK]: "chunk", [DECODE]: "decode" };
-const ON = { [PREFILL]: "onPrefill", [CHUNK]: "onChunk", [DECODE]: "onDecode" };
-const WORDS = { [PREFILL]: "prefill", [CHUNK]: "later chunk of the prompt", [DECODE]: "decode" };
+const ON = ["onPrefill", "onChunk", "onDecode"]; // the colours of numbers in cells
 const TOP = 8;
-const BOTTOM = 6; // the strip of the chosen request
-const CELLS = 2.5; // pixels of a column from which on it shows its cells
+const BOTTOM = 6; // for the strip of the chosen request
+const CELLS = 2.5; // pixels: wider columns show their cells
 const LABEL = 13; // pixels that a number needs in a cell
 
 export class IterationsChart extends Chart {
@@ -34,7 +33,7 @@ export class IterationsChart extends Chart {
 
   levels() {
     let last = Infinity;
-    for (const level of this.#powers()) {
+    for (const level of this.#levels()) {
       const y = this.#y(level);
       if (Math.abs(last - y) < 15) continue;
       this.level(y, count(level));
@@ -59,13 +58,14 @@ export class IterationsChart extends Chart {
       below += one.tokens[i];
       if (!isHere) return;
       found.request = number;
-      lines.unshift(`#${number} ${WORDS[one.phases[i]]}: ${count(one.tokens[i])} ${one.tokens[i] === 1 ? "token" : "tokens"}`);
+      lines.unshift(`#${number} ${PHASE_WORDS[one.phases[i]]}: ${plural(one.tokens[i], "token")}`);
     });
     return found;
   }
 
   #paintCells(context, one) {
-    const [x, width] = this.#column(one);
+    const x = Math.round(this.x(one.from));
+    const width = Math.max(1, Math.round(this.x(one.returned)) - x);
     const wide = width > 5 ? width - 1 : width;
     const chosen = this.choice.number;
     const dim = this.#isDimmed ? 0.3 : 1;
@@ -76,27 +76,25 @@ export class IterationsChart extends Chart {
       const high = Math.max(1, bottom - top - (bottom - top > 2 ? 1 : 0));
       const isChosen = one.requests[i] === chosen;
       context.globalAlpha = isChosen ? 1 : dim;
-      context.fillStyle = this.colours[COLOURS[one.phases[i]]];
-      context.fillRect(x, top, wide, high);
-      if (one.phases[i] === CHUNK && wide > 4) {
-        context.fillStyle = this.colours.hatch(context, "onChunk", 6);
+      const phase = one.phases[i];
+      this.fill(this.colours[PHASES[phase]], x, top, wide, high);
+      if (phase === CHUNK && wide > 4) {
         context.globalAlpha *= 0.35;
-        context.fillRect(x, top, wide, high);
+        this.fill(this.colours.hatch(context, "onChunk", 6), x, top, wide, high);
       }
-      if (high >= LABEL && wide > 8 + 6.5 * (1 + String(one.requests[i]).length)) {
+      const label = `#${one.requests[i]}`;
+      if (high >= LABEL && wide > 8 + 6.5 * label.length) {
         context.globalAlpha = isChosen ? 1 : Math.max(dim, 0.6);
-        context.fillStyle = this.colours[ON[one.phases[i]]];
-        context.textAlign = "center";
-        context.fillText(`#${one.requests[i]}`, x + wide / 2, top + high / 2 + 0.5);
+        this.write(label, x + wide / 2, top + high / 2 + 0.5, this.colours[ON[phase]], "center");
       }
       if (isChosen) this.#strip(context, x, wide);
     }
     context.globalAlpha = Math.max(dim, 0.5);
-    if (one.bucket > one.nTokens) this.#padding(context, x, wide, one.nTokens, one.bucket);
+    if (one.bucket > one.nTokens) this.#padding(x, wide, one);
     context.globalAlpha = 1;
   }
 
-  // Too narrow for cells: for each pixel the largest iteration, its tokens by phase.
+  // Columns are too narrow for cells: draw the largest iteration of each pixel, its tokens summed by phase.
   #paintSums(context, shown) {
     let largest = null;
     let isChosen = false;
@@ -104,7 +102,7 @@ export class IterationsChart extends Chart {
     let end = -1;
     const put = () => {
       if (!largest) return;
-      const width = Math.max(1, Math.round(end) - at); // nothing is left open before the next column
+      const width = Math.max(1, Math.round(end) - at); // up to the next column
       const sums = [0, 0, 0];
       largest.phases.forEach((phase, i) => (sums[phase] += largest.tokens[i]));
       let below = 0;
@@ -112,13 +110,12 @@ export class IterationsChart extends Chart {
         if (!sums[phase]) continue;
         const bottom = Math.round(this.#y(below));
         const top = Math.round(this.#y((below += sums[phase])));
-        context.fillStyle = this.colours[COLOURS[phase]];
-        context.fillRect(at, top, width, Math.max(1, bottom - top));
+        this.fill(this.colours[PHASES[phase]], at, top, width, Math.max(1, bottom - top));
       }
-      this.#padding(context, at, width, largest.nTokens, largest.bucket);
+      this.#padding(at, width, largest);
       if (isChosen) this.#strip(context, at, width);
     };
-    const own = this.choice.number;
+    const chosen = this.choice.number;
     for (const one of shown) {
       const x = Math.round(this.x(one.from));
       if (x !== at) {
@@ -126,31 +123,19 @@ export class IterationsChart extends Chart {
         [largest, at, isChosen] = [one, x, false];
       } else if (one.bucket > largest.bucket) largest = one;
       end = this.x(one.returned);
-      isChosen ||= own !== null && one.requests.includes(own);
+      isChosen ||= chosen !== null && one.requests.includes(chosen);
     }
     put();
   }
 
-  #padding(context, x, width, from, to) {
-    const top = Math.round(this.#y(to));
-    context.fillStyle = this.colours.padding;
-    context.fillRect(x, top, width, Math.round(this.#y(from)) - top);
+  #padding(x, width, { nTokens, bucket }) {
+    const top = Math.round(this.#y(bucket));
+    this.fill(this.colours.padding, x, top, width, Math.round(this.#y(nTokens)) - top);
   }
 
   #strip(context, x, width) {
-    context.fillStyle = this.colours.accent;
     context.globalAlpha = 1;
-    context.fillRect(x, this.height - 4, Math.max(1, width), 3);
-  }
-
-  // With one batch in flight more than workers, an iteration begins to compute when the one before it returns.
-  #start(one, before) {
-    return before ? Math.max(one.issued, before.returned) : one.issued;
-  }
-
-  #column(one) {
-    const x = Math.round(this.x(one.from));
-    return [x, Math.max(1, Math.round(this.x(one.returned)) - x)];
+    this.fill(this.colours.accent, x, this.height - 4, Math.max(1, width), 3);
   }
 
   #shown() {
@@ -158,7 +143,7 @@ export class IterationsChart extends Chart {
     const shown = [];
     for (let i = iterations.search((one) => one.returned >= this.view.from); i < iterations.length; i++) {
       const one = iterations.at(i);
-      one.from ??= this.#start(one, iterations.at(i - 1));
+      one.from ??= beginning(iterations, i);
       if (one.from > this.view.to) break;
       shown.push(one);
     }
@@ -181,10 +166,11 @@ export class IterationsChart extends Chart {
     return this.height - BOTTOM - (this.isLinear ? share : Math.sqrt(share)) * (this.height - BOTTOM - TOP);
   }
 
-  #powers() {
+  // The levels of the axis, the highest first.
+  #levels() {
+    if (this.isLinear) return [this.most, this.most / 2, 0].map(Math.round);
     const powers = [];
     for (let level = 1; level < this.most; level *= 2) powers.unshift(level);
-    if (this.isLinear) return [this.most, this.most / 2, 0].map(Math.round);
     return [this.most, ...powers];
   }
 }

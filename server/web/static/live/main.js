@@ -1,25 +1,21 @@
 // The page at /live: a feed or a file fills the model, and the view shows a part of it. Start with model.js.
 
 import { errorOf, request } from "../api.js";
+import { Frames, RulerChart } from "./chart.js";
 import { Colours } from "./colours.js";
-import { connectControls } from "./controls.js";
+import { connectControls, Pointer } from "./controls.js";
 import { Details } from "./details.js";
-import { saveLines, savePerfetto } from "./downloads.js";
 import { Feed } from "./feed.js";
-import { readInto } from "./file.js";
-import { Frames } from "./frames.js";
+import { download, readInto, savedLines } from "./file.js";
 import { IterationsChart } from "./iterations_chart.js";
 import { limitsOf, LiveModel } from "./model.js";
-import { Pointer } from "./pointer.js";
+import { traceOf } from "./perfetto.js";
 import { publish } from "./published.js";
+import { showTiles, StateLine, summaryOf, Tables } from "./readouts.js";
 import { RequestList } from "./request_list.js";
 import { RequestsChart } from "./requests_chart.js";
-import { RulerChart } from "./ruler_chart.js";
 import { SlotsChart } from "./slots_chart.js";
 import { StagesChart } from "./stages_chart.js";
-import { StateLine } from "./state_line.js";
-import { summaryOf, Tables } from "./tables.js";
-import { Tiles } from "./tiles.js";
 import { View } from "./view.js";
 
 const get = (id) => document.getElementById(id);
@@ -46,11 +42,7 @@ const list = new RequestList({
 });
 const details = new Details({ place: get("details"), model, choice, close: () => choose(null) });
 const tables = new Tables({ summary: get("summary"), holder: get("as-table"), body: get("last-iterations"), model });
-const tiles = new Tiles({ place: get("tiles"), model, view });
-const state = new StateLine({
-  ...{ dot: get("dot"), phase: get("phase"), reason: get("reason"), engine: get("engine") },
-  ...{ notice: get("notice"), empty: get("empty"), model },
-});
+const state = new StateLine(get, model);
 const feed = new Feed({
   take(lines) {
     for (const line of lines) model.line(line);
@@ -72,12 +64,11 @@ function draw() {
   pointer.update();
 }
 
-// What is text changes more seldom than the charts, so that it can be read.
 function describe() {
   list.update();
   details.update();
   tables.update();
-  tiles.update();
+  showTiles(get("tiles"), model, view);
   state.update();
   const isFile = model.source === "file";
   for (const id of ["pause", "follow"]) get(id).hidden = isFile;
@@ -153,8 +144,8 @@ connectControls(
       if (!state.isPaused) view.follow(true);
       frames.changed(true);
     },
-    perfetto: () => savePerfetto(model),
-    save: () => saveLines(model),
+    perfetto: () => download("orca-trace.json", "application/json", [JSON.stringify(traceOf(model))]),
+    save: () => download("orca-live.jsonl", "application/jsonl", [...savedLines(model)].map((line) => `${JSON.stringify(line)}\n`)),
     scale() {
       charts.iterations.isLinear = !charts.iterations.isLinear;
       get("scale").setAttribute("aria-pressed", String(charts.iterations.isLinear));

@@ -1,15 +1,20 @@
-// What the page knows: the newest iterations and requests, made from the lines of the feed or of a file.
+// The newest iterations and requests, made from the lines of the feed or of a file.
 //
-// Memory is bounded: the oldest are forgotten and counted. docs/pages.md describes the lines.
+// Memory is bounded: the oldest entries are forgotten and counted. docs/pages.md describes the lines.
 
-import { Queue } from "./queue.js";
-import { LiveRequest } from "./request.js";
+export const PREFILL = 0;
+export const CHUNK = 1; // a later chunk of a prompt
+export const DECODE = 2;
+/** The phases' names, which are also the names of their colours, and their descriptions. */
+export const PHASES = ["prefill", "chunk", "decode"];
+export const PHASE_WORDS = ["prefill", "later chunk of the prompt", "decode"];
 
-export const LIMITS = { iterations: 20000, cells: 400000, requests: 2000, stages: 40000, moments: 5000 };
+const LIMITS = { iterations: 20000, cells: 400000, requests: 2000, stages: 40000, moments: 5000 };
 const KEEP = [100, 200000];
-const FULL_HELLO = 1024; // live requests of a hello that may not be all
+const FULL_HELLO = 1024; // live requests in a hello, which may then have left some out
+const WASTE = 1024; // removed entries for which a queue keeps its array
 
-/** The limits where the newest `keep` iterations are kept, a text of digits; the usual ones for anything else. */
+/** The limits of a page that keeps the newest `keep` iterations, a text of digits; the usual limits for any other text. */
 export function limitsOf(keep) {
   if (!/^\d{1,9}$/.test(keep ?? "")) return LIMITS;
   const iterations = Math.min(KEEP[1], Math.max(KEEP[0], Number(keep)));
@@ -17,7 +22,165 @@ export function limitsOf(keep) {
   return { ...LIMITS, iterations, cells: LIMITS.cells * times, requests: Math.max(500, LIMITS.requests * times) };
 }
 
-const nothing = () => ({ iterations: 0, skipped: 0, unseen: 0, lost: 0, forgotten: 0, forgottenRequests: 0 });
+/** A list that grows at its end and shrinks at its beginning, both in constant time. Beyond `limit` it drops the first entry. */
+class Queue {
+  #items = [];
+  #first = 0;
+  #limit;
+
+  constructor(limit = Infinity) {
+    this.#limit = limit;
+  }
+
+  get length() {
+    return this.#items.length - this.#first;
+  }
+
+  at(i) {
+    return this.#items[this.#first + i];
+  }
+
+  last() {
+    return this.length ? this.#items.at(-1) : undefined;
+  }
+
+  push(item) {
+    this.#items.push(item);
+    if (this.length > this.#limit) this.shift();
+  }
+
+  /** Remove and return the first entry. */
+  shift() {
+    const item = this.#items[this.#first];
+    this.#items[this.#first++] = undefined;
+    if (this.#first > WASTE && this.#first * 2 > this.#items.length) {
+      this.#items = this.#items.slice(this.#first);
+      this.#first = 0;
+    }
+    return item;
+  }
+
+  /** The index of the first entry that passes `test`, or the length. Every entry after that one must pass too. */
+  search(test) {
+    let [low, high] = [0, this.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (test(this.at(middle))) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
+
+  /** The entries from the first that passes `test`, as `search` finds it. */
+  *from(test) {
+    for (let i = this.search(test); i < this.length; i++) yield this.at(i);
+  }
+
+  *[Symbol.iterator]() {
+    for (let i = 0; i < this.length; i++) yield this.at(i);
+  }
+}
+
+/** A request that has arrived. Times are seconds of the server's clock, null until they are known. */
+class LiveRequest {
+  constructor(line) {
+    this.number = line.arrived;
+    this.id = String(line.id ?? "");
+    this.arrived = line.time;
+    this.nInput = line.n_input;
+    this.maxTokens = line.max_tokens;
+    this.priority = line.priority ?? 0;
+    this.nCached = line.n_cached ?? 0;
+    this.nOutput = 0;
+    this.nPreempted = 0;
+    this.scheduled = null; // issue of its first iteration
+    this.firstToken = null;
+    this.lastToken = null;
+    this.longestGap = 0; // between two tokens
+    this.finished = null;
+    this.reason = null;
+    this.waits = [[line.time, null]]; // the times without slots, as pairs of beginning and end
+    this.rows = new Queue(); // its iterations
+    this.nForgotten = 0; // iterations that are no longer kept
+    this.inPrompt = false; // a part of the prompt has been computed, but not all
+    this.hasGaps = false; // the page missed some of its iterations, so `nOutput` is a lower bound
+  }
+
+  get isWaiting() {
+    return this.finished === null && this.waits.at(-1)?.[1] === null;
+  }
+
+  get isLive() {
+    return this.finished === null;
+  }
+
+  /** "waiting", "prefill" or "decode", or the reason for which it ended. */
+  get state() {
+    if (!this.isLive) return this.reason;
+    if (this.isWaiting) return "waiting";
+    return this.nOutput > 0 && !this.inPrompt ? "decode" : "prefill";
+  }
+
+  /** Its phase in an iteration of `rows`. */
+  phaseIn(row) {
+    return row.phases[row.requests.indexOf(this.number)];
+  }
+
+  /** Take over what a hello says about this request. */
+  update(line) {
+    this.nOutput = line.n_output;
+    this.scheduled ??= line.scheduled ?? null;
+    this.firstToken ??= line.first_token ?? null;
+    this.inPrompt = line.admitted && line.n_computed > 0 && line.n_computed < this.nInput;
+    if (line.admitted) this.#endWait(this.scheduled ?? line.time);
+    this.hasGaps = false;
+  }
+
+  /** Add its row in an iteration; returns the row's phase. `start` is null for a decode. */
+  row(iteration, nTokens, start, isPartial) {
+    this.rows.push(iteration);
+    this.scheduled ??= iteration.issued;
+    if (this.isWaiting) this.#endWait(iteration.issued);
+    if (start === null) {
+      this.#token(iteration.returned, nTokens);
+      this.inPrompt = false;
+      return DECODE;
+    }
+    if (!this.inPrompt && this.nOutput === 0 && this.nPreempted === 0) this.nCached = start;
+    const phase = this.inPrompt ? CHUNK : PREFILL;
+    this.inPrompt = isPartial;
+    if (!isPartial) this.#token(iteration.returned, 1);
+    return phase;
+  }
+
+  /** Let it wait again: it lost its slots. */
+  preempted(at) {
+    if (!this.isLive || this.isWaiting) return;
+    this.waits.push([at, null]);
+    this.nPreempted += 1;
+    this.inPrompt = false;
+  }
+
+  end(line) {
+    if (this.isWaiting) this.#endWait(line.time);
+    this.finished = line.time;
+    this.reason = line.reason;
+    this.nOutput = line.n_output ?? line.output?.length ?? this.nOutput;
+    this.nCached = line.n_cached ?? this.nCached;
+  }
+
+  #endWait(at) {
+    this.waits.at(-1)[1] ??= at;
+  }
+
+  #token(at, n) {
+    if (!this.isLive) return; // the engine computed it before it knew of the end
+    if (this.lastToken !== null) this.longestGap = Math.max(this.longestGap, at - this.lastToken);
+    this.firstToken ??= at;
+    this.lastToken = at;
+    this.nOutput += n;
+  }
+}
 
 export class LiveModel {
   constructor(limits = LIMITS) {
@@ -28,29 +191,30 @@ export class LiveModel {
   }
 
   clear() {
+    const { stages, moments } = this.limits;
     this.sizes = {}; // of the engine, as in a hello
     this.status = { phase: "connecting", reason: null };
     this.iterations = new Queue();
     this.requests = new Map(); // by number, in the order of arrival
-    this.stages = new Queue(); // { number, stage, from, to }
-    this.moments = new Queue(); // { time, phase, reason }: changes of the server's status
-    this.held = new Queue(); // { time, held }: changes of who waits first, and why
-    this.gaps = new Queue(); // { from, to, n, why }: iterations that are not shown
-    this.counts = nothing();
-    this.origin = null; // the first time that was heard of
-    this.knownFrom = null; // the time before which iterations are not known, if there is one
-    this.last = 0; // the newest
+    this.stages = new Queue(stages); // { number, stage, from, to }
+    this.moments = new Queue(moments); // { time, phase, reason }: changes of the server's status
+    this.held = new Queue(moments); // { time, held }: changes of the request that waits first, and of its reason
+    this.gaps = new Queue(moments); // { from, to, n, why }: iterations that are not shown
+    this.counts = { iterations: 0, skipped: 0, unseen: 0, lost: 0, forgotten: 0, forgottenRequests: 0 };
+    this.origin = null; // the earliest time of any line
+    this.knownFrom = null; // the time before which no iteration is known, if there is one
+    this.last = 0; // the newest time
     this.nCells = 0;
     this.run = null;
-    this.note = ""; // what a file says at its end
+    this.note = ""; // from the end of a file
     this.nSkippedAhead = 0; // skipped iterations whose numbers have not been missed yet
     this.hasReconnected = false;
     this.version += 1;
   }
 
-  /** A line of a feed or of a file; what is unknown is left alone. */
+  /** Take a line of a feed or of a file. Lines of other kinds are ignored. */
   line(line) {
-    if ("orca_live" in line) this.hello(line);
+    if ("orca_live" in line) this.#hello(line);
     else if ("orca_recording" in line) this.#recording(line);
     else if ("iteration" in line) this.#iteration(line);
     else if ("arrived" in line) this.#arrived(line);
@@ -64,36 +228,24 @@ export class LiveModel {
     this.version += 1;
   }
 
-  /** What a new connection begins with. */
-  hello(hello) {
+  // A connection, or a file that the page saved, begins with a hello.
+  #hello(hello) {
     if (hello.run !== this.run) this.clear();
     else if (this.iterations.length) this.hasReconnected = true;
     this.run = hello.run ?? null;
-    this.#know(hello);
-    if (this.source === "file") this.knownFrom = hello.known_from ?? null;
-    else if (hello.model && !this.iterations.length) this.knownFrom = hello.now;
-    if (hello.model) this.#tick(hello.now); // while it loads there is no clock
+    const { orca_live: _, requests = [], status, reason, now, known_from: knownFrom = null, ...sizes } = hello;
+    this.sizes = sizes;
+    if (this.source === "file") this.knownFrom = knownFrom;
+    else if (hello.model && !this.iterations.length) this.knownFrom = now;
+    if (hello.model) this.#tick(now); // while the model loads there is no clock
     const live = new Set();
-    for (const line of hello.requests ?? []) {
+    for (const line of requests) {
       live.add(line.arrived);
       if (!this.requests.has(line.arrived)) this.#arrived(line);
       this.requests.get(line.arrived)?.update(line);
     }
-    if (live.size < FULL_HELLO && this.source === "feed") this.#endUnseen(live, hello.now);
-    this.#status({ status: hello.status, reason: hello.reason, time: hello.now });
-    this.version += 1;
-  }
-
-  /** The live requests that wait for slots, in their order. */
-  waiting() {
-    const waiting = [...this.requests.values()].filter((request) => request.isWaiting);
-    if (this.sizes.scheduling_policy === "priority") waiting.sort((a, b) => a.priority - b.priority);
-    return waiting;
-  }
-
-  #know(hello) {
-    const { orca_live: _, requests: __, status: ___, reason: ____, now: _____, known_from: ______, ...sizes } = hello;
-    this.sizes = sizes;
+    if (live.size < FULL_HELLO && this.source === "feed") this.#endUnseen(live, now);
+    this.#status({ status, reason, time: now });
   }
 
   #recording(header) {
@@ -118,33 +270,28 @@ export class LiveModel {
   }
 
   #iteration(line) {
-    const { iteration: number, issued, returned, bucket, slots, waiting, held = null } = line;
-    const isWhole = Array.isArray(line.rows) && Array.isArray(line.prefill) && slots?.length === 3;
+    const { iteration: number, issued, returned, bucket, slots, waiting, rows, prefill } = line;
+    const { held = null, starts = [], partial = [], preempted = [] } = line;
+    const isWhole = Array.isArray(rows) && Array.isArray(prefill) && slots?.length === 3;
     if (!isWhole || ![number, issued, returned, bucket].every(Number.isFinite)) throw new Error("it lacks fields");
-    const n = line.rows.length;
-    const made = { number, issued, returned, bucket, slots, waiting, held, nTokens: 0 };
+    const n = rows.length;
+    const made = { number, issued, returned, bucket, slots, waiting, held, starts, partial, preempted, nTokens: 0 };
     made.requests = new Array(n);
     made.tokens = new Array(n);
     made.phases = new Array(n);
-    made.starts = line.starts ?? [];
-    made.partial = line.partial ?? [];
-    made.preempted = line.preempted ?? [];
     this.#missing(made);
-    if (JSON.stringify(this.held.last()?.held ?? null) !== JSON.stringify(held)) {
-      this.held.push({ time: issued, held });
-      if (this.held.length > this.limits.moments) this.held.shift();
-    }
-    for (const one of made.preempted) this.requests.get(one)?.preempted(issued);
+    if (JSON.stringify(this.held.last()?.held ?? null) !== JSON.stringify(held)) this.held.push({ time: issued, held });
+    for (const one of preempted) this.requests.get(one)?.preempted(issued);
     let nPrefill = 0;
     for (let i = 0; i < n; i++) {
-      const [one, nTokens] = line.rows[i];
-      const isPrefill = line.prefill[nPrefill] === i;
-      const start = isPrefill ? (made.starts[nPrefill++] ?? 0) : null;
+      const [one, nTokens] = rows[i];
+      const isPrefill = prefill[nPrefill] === i;
+      const start = isPrefill ? (starts[nPrefill++] ?? 0) : null;
       made.requests[i] = one;
       made.tokens[i] = nTokens;
       made.nTokens += nTokens;
       const request = this.requests.get(one);
-      made.phases[i] = request ? request.row(made, nTokens, start, made.partial.includes(i)) : isPrefill ? 0 : 2;
+      made.phases[i] = request ? request.row(made, nTokens, start, partial.includes(i)) : isPrefill ? PREFILL : DECODE;
     }
     this.#tick(issued);
     this.#tick(returned);
@@ -159,34 +306,23 @@ export class LiveModel {
     const last = this.iterations.last();
     const n = last ? iteration.number - last.number - 1 : 0;
     const skipped = Math.min(n, this.nSkippedAhead);
-    const others = n - skipped;
-    this.nSkippedAhead = 0;
+    const other = this.hasReconnected ? "unseen" : "lost";
     if (n > 0) {
-      const why = skipped ? "skipped" : this.hasReconnected ? "unseen" : "lost";
-      if (others) this.counts[this.hasReconnected ? "unseen" : "lost"] += others;
-      this.#gap({ from: last.returned, to: iteration.issued, n, why });
+      if (n > skipped) this.counts[other] += n - skipped;
+      this.gaps.push({ from: last.returned, to: iteration.issued, n, why: skipped ? "skipped" : other });
+      for (const request of this.requests.values()) if (request.isLive) request.hasGaps = true;
     }
+    this.nSkippedAhead = 0;
     this.hasReconnected = false;
   }
 
-  #gap(gap) {
-    this.gaps.push(gap);
-    if (this.gaps.length > this.limits.moments) this.gaps.shift();
-    for (const request of this.requests.values()) if (request.isLive) request.hasGaps = true;
-  }
-
   #stages(reports) {
-    for (const [number, stage, from, to] of reports) {
-      this.stages.push({ number, stage, from, to });
-      if (this.stages.length > this.limits.stages) this.stages.shift();
-    }
+    for (const [number, stage, from, to] of reports) this.stages.push({ number, stage, from, to });
   }
 
   #status({ status, reason = null, time }) {
-    if (status !== this.status.phase || reason !== this.status.reason) {
-      this.moments.push({ time, phase: status, reason });
-      if (this.moments.length > this.limits.moments) this.moments.shift();
-    }
+    const isOther = status !== this.status.phase || reason !== this.status.reason;
+    if (isOther) this.moments.push({ time, phase: status, reason });
     this.status = { phase: status, reason };
     if (this.sizes.model) this.#tick(time);
   }
@@ -219,13 +355,13 @@ export class LiveModel {
     while (this.stages.length && this.stages.at(0).from < old.issued) this.stages.shift();
   }
 
+  // The oldest request that has ended goes first.
   #forgetRequest() {
     let oldest = this.requests.keys().next().value;
     for (const request of this.requests.values()) {
-      if (!request.isLive) {
-        oldest = request.number;
-        break;
-      }
+      if (request.isLive) continue;
+      oldest = request.number;
+      break;
     }
     this.requests.delete(oldest);
     this.counts.forgottenRequests += 1;

@@ -1,18 +1,18 @@
-// What a model holds in Chrome's trace event format, for ui.perfetto.dev and chrome://tracing.
+// Writes a model in Chrome's trace event format, for ui.perfetto.dev and chrome://tracing.
 //
-// All are complete events ("X") on tracks where they are either nested or apart, as both programs need it.
+// Spans are complete events ("X"). On each track they are nested or do not overlap, as both programs require.
 
-import { CHUNK, DECODE, PREFILL } from "./request.js";
-import { stageSpans } from "./spans.js";
+import { DECODE } from "./model.js";
+import { stageSpans } from "./times.js";
 import { inShort, summedReasons } from "./why.js";
 
 const ITERATIONS = 1;
 const STAGES = 2;
 const REQUESTS = 3;
 const MEMORY = 4;
-const PHASES = { [PREFILL]: "prefill", [CHUNK]: "prefill, later chunk", [DECODE]: "decode" };
+const PHASES = ["prefill", "prefill, later chunk", "decode"];
 
-/** The trace as an object for JSON. */
+/** The trace, as an object to write as JSON. */
 export function traceOf(model) {
   const origin = model.origin ?? 0;
   const events = [
@@ -32,11 +32,11 @@ export function traceOf(model) {
 function* iterations(model) {
   const tracks = new Tracks();
   for (const one of model.iterations) {
-    const count = (phase) => one.phases.filter((other) => other === phase).length;
+    const nDecode = one.phases.filter((phase) => phase === DECODE).length;
     const args = {
       rows: one.requests.length,
-      prefill: count(PREFILL) + count(CHUNK),
-      decode: count(DECODE),
+      prefill: one.requests.length - nDecode,
+      decode: nDecode,
       tokens: one.nTokens,
       bucket: one.bucket,
       waiting: one.waiting,
@@ -85,7 +85,7 @@ function parts(model, request, end) {
       found.push({ name: `waits: ${inShort(model, request, part)}`, from: part.from, to: part.to });
   let last = null;
   for (const row of request.rows) {
-    const name = PHASES[row.phases[row.requests.indexOf(request.number)]];
+    const name = PHASES[request.phaseIn(row)];
     const isNew = last === null || last.name !== name || request.waits.some(([from]) => from > last.from && from <= row.issued);
     if (isNew) found.push((last = { name, from: row.issued, to: row.returned }));
     else last.to = row.returned;
@@ -115,7 +115,7 @@ function* moments(model) {
   for (const { from, n, why } of model.gaps) yield mark(from, `${n} iterations ${why}`);
 }
 
-// Tracks on which spans that overlap do not meet.
+// Tracks for spans: spans that overlap get different ones.
 class Tracks {
   #ends = [];
 
@@ -144,7 +144,7 @@ function name(pid, tid, text) {
   return { ph: "M", pid, tid, name: "thread_name", args: { name: text } };
 }
 
-// Whole nanoseconds, so that the end of a part is not after the end of what it is in.
+// Rounds to whole nanoseconds, so that no part ends after the span around it.
 function inMicroseconds({ from, to, ...event }, origin) {
   if (from === undefined) return { ...event, ts: 0 };
   const nanoseconds = (time) => Math.max(0, Math.round((time - origin) * 1e9));

@@ -1,11 +1,10 @@
-// `window.orcaLive`: what the page shows, to read from the console or a test. Copies, so nothing changes with them.
+// `window.orcaLive`: copies of what the page shows, to read from the console or a test.
 
 import { savedLines } from "./file.js";
+import { PHASES } from "./model.js";
 import { traceOf } from "./perfetto.js";
-import { unknownTimes } from "./unknown.js";
+import { unknownTimes } from "./times.js";
 import { inFull, inShort, waitReasons, whyNow } from "./why.js";
-
-const PHASES = ["prefill", "chunk", "decode"];
 
 export function publish({ model, view, frames }) {
   const published = {

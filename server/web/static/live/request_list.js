@@ -1,6 +1,6 @@
-// The requests in view as a list, by which one is chosen with a pointer or the keys; the bars are beside it.
+// The list of requests in view, from which the user chooses one; requests_chart.js draws a bar for each.
 
-import { element } from "../dom.js";
+import { element, setText } from "../dom.js";
 import { plural } from "./format.js";
 import { ROW, title } from "./requests_chart.js";
 import { inFull, inShort, whyNow } from "./why.js";
@@ -30,12 +30,12 @@ export class RequestList {
 
   filter = "all";
 
-  /** Show the newest again. */
+  /** Scroll to the newest again. */
   follow() {
     this.#isScrolled = false;
   }
 
-  /** Show the requests of the view as they are now. */
+  /** Show the requests that are in view now. */
   update() {
     const { view, holder } = this;
     const inView = [];
@@ -53,10 +53,10 @@ export class RequestList {
     this.chart.scrolled = holder.scrollTop;
     this.chart.requests = shown;
     const more = inView.length > MOST ? `, the ${MOST} newest of them shown` : "";
-    this.#say(shown.length ? `${plural(inView.length, "request")} in view${more}` : "No request in view");
+    setText(this.note, shown.length ? `${plural(inView.length, "request")} in view${more}` : "No request in view");
   }
 
-  // The newest of those that run, and the first of those that wait.
+  // Scroll to the newest running requests and the first waiting ones.
   #keepUp(shown) {
     const { holder } = this;
     const nShown = Math.floor(holder.clientHeight / ROW);
@@ -103,10 +103,6 @@ export class RequestList {
     }
     const isChosen = String(request.number === this.choice.number);
     if (shown.item.getAttribute("aria-selected") !== isChosen) shown.item.setAttribute("aria-selected", isChosen);
-  }
-
-  #say(text) {
-    if (this.note.textContent !== text) this.note.textContent = text;
   }
 
   /** Move the choice with an arrow, Home or End. */

@@ -2,18 +2,16 @@
 
 import { Chart } from "./chart.js";
 import { count, duration, plural } from "./format.js";
-import { CHUNK, DECODE, PREFILL } from "./request.js";
+import { PHASES, PHASE_WORDS } from "./model.js";
 import { inFull, inShort, summedReasons, waitReasons } from "./why.js";
 
 export const ROW = 26;
 const BAR = 14;
 const THIN = 4;
-const COLOURS = { [PREFILL]: "prefill", [CHUNK]: "chunk", [DECODE]: "decode" };
-const WORDS = { [PREFILL]: "prefill", [CHUNK]: "later chunk of its prompt", [DECODE]: "decode" };
 const GOOD_ENDS = new Set(["stop", "length", "tool_calls"]);
 
 export class RequestsChart extends Chart {
-  requests = []; // as the list beside it shows them
+  requests = []; // those in the list to its left
   scrolled = 0;
 
   paint(context) {
@@ -42,7 +40,7 @@ export class RequestsChart extends Chart {
     const row = rows.at(rows.search((one) => one.returned >= time));
     if (row && row.issued <= time) {
       const i = row.requests.indexOf(request.number);
-      found.lines.push(`${WORDS[row.phases[i]]}: ${plural(row.tokens[i], "token")} in iteration ${count(row.number)}`);
+      found.lines.push(`${PHASE_WORDS[row.phases[i]]}: ${plural(row.tokens[i], "token")} in iteration ${count(row.number)}`);
     } else if (time < end) found.lines.push("between two of its iterations");
     if (request.finished !== null && time >= end - 2 * this.perPixel) found.lines.push(`ended: ${request.reason}`);
     found.lines.push(`${count(request.nInput)} tokens in, ${count(request.nOutput)} out`);
@@ -53,21 +51,18 @@ export class RequestsChart extends Chart {
     const { view, model } = this;
     const middle = y + ROW / 2;
     if (request.number === this.choice.number) {
-      context.fillStyle = this.colours.sunken;
-      context.fillRect(this.left, y, this.right - this.left, ROW);
-      context.fillStyle = this.colours.accent;
-      context.fillRect(this.left, y, 2, ROW);
+      this.fill(this.colours.sunken, this.left, y, this.right - this.left, ROW);
+      this.fill(this.colours.accent, this.left, y, 2, ROW);
     }
     const end = request.finished ?? model.last;
     if (request.scheduled !== null) {
-      context.fillStyle = this.colours.padding;
       const x = this.x(request.scheduled);
-      context.fillRect(x, Math.round(middle - THIN / 2), Math.max(1, this.x(end) - x), THIN);
+      this.fill(this.colours.padding, x, Math.round(middle - THIN / 2), Math.max(1, this.x(end) - x), THIN);
     }
     for (const [from, to] of request.waits) {
       if (from <= view.to && (to ?? end) >= view.from) this.#wait(context, request, from, to ?? end, middle);
     }
-    this.#work(context, request, middle);
+    this.#work(request, middle);
     if (request.firstToken !== null) this.#firstToken(context, this.x(request.firstToken), middle);
     if (request.finished !== null) this.#end(context, request, this.x(end), middle);
   }
@@ -79,24 +74,20 @@ export class RequestsChart extends Chart {
       const x = Math.round(this.x(part.from));
       const width = Math.max(1, Math.round(this.x(part.to)) - x);
       if (x > this.right || x + width < this.left) continue;
-      context.fillStyle = this.colours.hatch(context, "wait");
-      context.fillRect(x, top, width, BAR);
+      this.fill(this.colours.hatch(context, "wait"), x, top, width, BAR);
       const seen = Math.max(x, this.left);
       const text = inShort(this.model, request, part);
-      if (context.measureText(text).width + 14 > x + width - seen) continue;
-      context.fillStyle = this.colours.surface;
+      const textWidth = context.measureText(text).width;
+      if (textWidth + 14 > x + width - seen) continue;
       context.globalAlpha = 0.8;
-      context.fillRect(seen + 3, top + 1, context.measureText(text).width + 8, BAR - 2);
+      this.fill(this.colours.surface, seen + 3, top + 1, textWidth + 8, BAR - 2);
       context.globalAlpha = 1;
-      context.fillStyle = this.colours.waitText;
-      context.textAlign = "left";
-      context.fillText(text, seen + 7, middle + 0.5);
+      this.write(text, seen + 7, middle + 0.5, this.colours.waitText, "left");
     }
   }
 
-  // Iterations of one phase that are less than a pixel apart are one block.
-  #work(context, request, middle) {
-    const { rows } = request;
+  // Draw iterations of one phase that are less than a pixel apart as one block.
+  #work(request, middle) {
     const top = Math.round(middle - BAR / 2);
     let phase = null;
     let [from, to] = [0, 0];
@@ -104,18 +95,16 @@ export class RequestsChart extends Chart {
       if (phase === null) return;
       const x = Math.round(from);
       const width = Math.max(1, Math.round(to) - x);
-      context.fillStyle = this.colours[COLOURS[phase]];
-      context.fillRect(x, top, width > 5 ? width - 1 : width, BAR);
+      this.fill(this.colours[PHASES[phase]], x, top, width > 5 ? width - 1 : width, BAR);
     };
-    for (let i = rows.search((row) => row.returned >= this.view.from); i < rows.length; i++) {
-      const row = rows.at(i);
+    for (const row of request.rows.from((one) => one.returned >= this.view.from)) {
       if (row.issued > this.view.to) break;
-      const own = row.phases[row.requests.indexOf(request.number)];
+      const next = request.phaseIn(row);
       const begin = this.x(row.from ?? row.issued);
       const isWide = to - from > 5;
-      if (own !== phase || begin - to > 1 || isWide) {
+      if (next !== phase || begin - to > 1 || isWide) {
         put();
-        [phase, from] = [own, begin];
+        [phase, from] = [next, begin];
       }
       to = this.x(row.returned);
     }
@@ -152,7 +141,7 @@ export class RequestsChart extends Chart {
   }
 }
 
-/** A request's number, with its id if the server tells it. */
+/** A request's number, and its id if the server shows ids. */
 export function title(request) {
   return request.id ? `#${request.number} ${request.id}` : `Request #${request.number}`;
 }

@@ -1,11 +1,11 @@
-// Slots of the K/V cache over time: with keys and values, reserved or promised, and kept by the prefix cache.
+// The slots of the K/V cache over time: used, reserved, and cached for prompts with the same beginning.
 
 import { Chart } from "./chart.js";
 import { count, niceStep, percent } from "./format.js";
-import { outside, unknownTimes } from "./unknown.js";
+import { outside, unknownTimes } from "./times.js";
 
 const TOP = 10;
-const WHOLE = 0.4; // of all slots in use, from which on the axis shows all
+const WHOLE = 0.4; // the share of slots in use above which the axis shows all slots
 
 export class SlotsChart extends Chart {
   prepare() {
@@ -29,7 +29,7 @@ export class SlotsChart extends Chart {
     context.beginPath();
     for (const [from, to] of known) context.rect(this.x(from), 0, this.x(to) - this.x(from), this.height);
     context.clip();
-    // Once for each layer, so that a long view has three shapes and not thousands.
+    // One shape for each layer, so that a long view has three shapes and not thousands.
     const layers = [
       [this.colours.hatch(context, "cached", 9), ([held, , cached]) => held + cached, ([held]) => held],
       [this.colours.hatch(context, "reserved"), ([held]) => held, ([, used]) => used],

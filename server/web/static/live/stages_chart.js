@@ -1,9 +1,8 @@
-// When each stage computed. Where requests were live and it did not is a bubble.
+// The times in which each stage computed. Where it did not although requests were live, there is a bubble.
 
 import { Chart } from "./chart.js";
 import { count, duration, percent } from "./format.js";
-import { nStages, stageSpans } from "./spans.js";
-import { outside, sum, unknownAt, unknownTimes } from "./unknown.js";
+import { nStages, outside, stageSpans, sum, unknownAt, unknownTimes } from "./times.js";
 
 const ROW = 26;
 const BAR = 16;
@@ -17,8 +16,11 @@ export class StagesChart extends Chart {
     const { view } = this;
     const unknown = unknownTimes(this.model, view.from, view.to);
     const live = [...outside(this.#liveTimes(), unknown)];
-    this.shares = [];
     const bars = Array.from({ length: nStages(this.model) }, () => ({ x: null, end: 0, busy: 0 }));
+    const put = (bar, stage) => {
+      if (bar.x !== null) this.#bar(context, stage, bar.x, bar.end, 1);
+      bar.x = null;
+    };
     context.fillStyle = this.colours.hatch(context, "bubble", 5);
     bars.forEach((_, stage) => {
       for (const [from, to] of live) this.#bar(context, stage, this.x(from), this.x(to));
@@ -29,27 +31,20 @@ export class StagesChart extends Chart {
       if (!bar) continue;
       bar.busy += sum(outside([[Math.max(from, view.from), Math.min(to, view.to)]], unknown));
       const x = this.x(from);
-      if (bar.x === null || x - bar.end > 1) {
-        if (bar.x !== null) this.#bar(context, stage, bar.x, bar.end, 1);
-        bar.x = x;
-      }
+      if (x - bar.end > 1) put(bar, stage);
+      bar.x ??= x;
       bar.end = this.x(to);
-      if (bar.end - x > 6) {
-        this.#bar(context, stage, bar.x, bar.end, 1);
-        bar.x = null;
-      }
+      if (bar.end - x > 6) put(bar, stage);
     }
+    bars.forEach(put);
     const whole = sum(live);
-    bars.forEach((bar, stage) => {
-      if (bar.x !== null) this.#bar(context, stage, bar.x, bar.end, 1);
-      this.shares[stage] = percent(Math.min(bar.busy, whole), whole);
-    });
+    this.shares = bars.map((bar) => percent(Math.min(bar.busy, whole), whole));
   }
 
-  frame(context) {
-    context.fillStyle = this.colours.quiet;
-    context.textAlign = "right";
-    (this.shares ?? []).forEach((share, i) => context.fillText(share, this.left - 6, i * ROW + 2 + ROW / 2));
+  frame() {
+    (this.shares ?? []).forEach((share, i) =>
+      this.write(share, this.left - 6, i * ROW + 2 + ROW / 2, this.colours.quiet, "right"),
+    );
   }
 
   at(x, y) {
@@ -75,7 +70,7 @@ export class StagesChart extends Chart {
     if (gap && width > 4) context.clearRect(x + width - 1, top, 1, BAR); // between two iterations
   }
 
-  // The parts of the view in which some request was live.
+  // The parts of the view in which at least one request was live.
   #liveTimes() {
     const parts = [];
     for (const request of this.model.requests.values()) {

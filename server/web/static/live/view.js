@@ -1,4 +1,4 @@
-// Which part of the time the charts show.
+// The part of the time that the charts show.
 
 const LEAST = 1e-4; // seconds across a chart
 const MOST = 86400;
@@ -20,7 +20,7 @@ export class View {
     return this.to - this.from;
   }
 
-  /** While following: move so that the newest moment is at the right. */
+  /** While following: move so that the newest time is at the right. */
   keepUp(model) {
     if (!this.follows || model.origin === null) return;
     const span = this.span;
@@ -34,7 +34,7 @@ export class View {
     this.#changed();
   }
 
-  /** Make the span `factor` times as long around a time; while following, the newest moment stays. */
+  /** Make the span `factor` times as long around a time; while following, around the newest. */
   zoom(factor, around = this.follows ? this.to : (this.from + this.to) / 2) {
     const span = Math.min(MOST, Math.max(LEAST, this.span * factor));
     const share = (around - this.from) / this.span;
@@ -48,7 +48,7 @@ export class View {
     this.#set(this.from + share * this.span, this.to + share * this.span);
   }
 
-  /** Move so that a moment is in the middle, if it is not in view. */
+  /** Show some of [from, to], in the middle if none of it is in view. */
   reveal(from, to) {
     if (to >= this.from && from <= this.to) return;
     this.follows = false;
@@ -56,7 +56,7 @@ export class View {
     this.#set(middle - this.span / 2, middle + this.span / 2);
   }
 
-  /** Show all that a model has. */
+  /** Show everything that a model has. */
   fit(model) {
     if (model.origin === null) return;
     const from = model.counts.forgotten ? model.iterations.at(0).issued : model.origin;
@@ -66,7 +66,7 @@ export class View {
     this.#set(from - margin, model.last + margin);
   }
 
-  /** Until the user chooses a span: so long that an iteration is some pixels wide. */
+  /** Until the user chooses a span: choose one in which an iteration is some pixels wide. */
   suit(model) {
     if (this.isChosen || model.iterations.length < 20) return;
     const n = Math.min(200, model.iterations.length);

@@ -1,6 +1,6 @@
-// Why a request waits, in words, and during which parts of its time.
+// The reasons for which a request waits, in words, and the parts of its time that each of them took.
 
-import { unknownTimes } from "./unknown.js";
+import { unknownTimes } from "./times.js";
 
 export const WHY = {
   batch: ["batch full", "the batch has no place left"],
@@ -22,7 +22,7 @@ const ALL = -1;
 const OTHERS = "others";
 
 /** The parts of [from, to] with their reasons: { from, to, why, first }; `first` is the request at the head. */
-export function reasons(model, from, to) {
+function reasons(model, from, to) {
   const unknown = unknownTimes(model, from, to);
   const borders = unknown.flatMap((part) => [part.from, part.to]).filter((time) => time > from && time < to);
   const times = [from, ...borders, ...between(model.held, from, to), ...between(model.moments, from, to)];
@@ -39,15 +39,18 @@ export function reasons(model, from, to) {
   return parts;
 }
 
-/** The same for a waiting request; `first` is null where the reason is its own. */
+/** The same for one waiting request; `first` is null where it is itself at the head. */
 export function waitReasons(model, request, from, to) {
   return reasons(model, from, to).map((part) => (part.first === request.number ? { ...part, first: null } : part));
 }
 
-/** The same with one part for all the time behind other requests: `first` is OTHERS, `why` the longest reason. */
+/**
+ * The same with one part for each time after other requests in the queue: `why` is the reason that took longest, and
+ * `first` is OTHERS if the head changed.
+ */
 export function summedReasons(model, request, from, to) {
   const parts = [];
-  let shares = null; // seconds by reason of the part that is being put together
+  let shares = null; // seconds by reason of the part that is still growing
   for (const part of waitReasons(model, request, from, to)) {
     const last = parts.at(-1);
     const goesOn = shares !== null && part.first !== null;
@@ -65,7 +68,7 @@ export function summedReasons(model, request, from, to) {
   return parts;
 }
 
-/** Why it waits now, or null. */
+/** Why a request waits now, or null. */
 export function whyNow(model, request) {
   if (!request.isWaiting) return null;
   const wait = request.waits.at(-1);

@@ -1,7 +1,7 @@
-// One request's answer as it comes: text or tokens for each choice, then why it ended, how long and how fast.
+// Shows a request's answer as it comes: the text or tokens of each choice, then why it ended, how long it took and how fast it
+// was.
 
-import { element, replace } from "../dom.js";
-import { announce } from "../shell.js";
+import { announce, element, replace } from "../dom.js";
 import { newView } from "./display.js";
 import { generate, Refused } from "./stream.js";
 
@@ -14,7 +14,7 @@ const REASONS = {
   tool_calls: "calls a tool",
 };
 
-/** A place for one answer after another. `name` is what screen readers hear of it. */
+/** A place for one answer after another. `name` is its name for screen readers. */
 export class Answer {
   #name;
   #display;
@@ -41,12 +41,12 @@ export class Answer {
     return this.#choices.get(0)?.message ?? { role: "assistant", content: "" };
   }
 
-  /** What the model has thought before it. */
+  /** The first choice's reasoning. */
   get reasoning() {
     return this.#choices.get(0)?.reasoning ?? "";
   }
 
-  /** Show a message that is there already. */
+  /** Show a message of a kept or edited conversation. */
   show({ content, reasoning = "", tool_calls: calls = [] }) {
     this.#clear();
     this.element.dataset.state = "shown";
@@ -55,32 +55,35 @@ export class Answer {
     replace(this.#facts);
   }
 
-  /** Show the same in the way that is chosen now. */
+  /** Show the answer again, in the view that the user has chosen. */
   redraw() {
     for (const choice of this.#choices.values()) choice.redraw();
   }
 
-  /** End the request; what has come stays. */
+  /** End the request; the text so far stays. */
   stop() {
     this.#abort?.abort();
   }
 
-  /** Ask, and show what comes. Returns whether there is any text, and never throws. */
+  /** Send a request and show its answer. Never throws. */
   async ask(path, body) {
     this.#abort = new AbortController();
     const clock = new Clock();
     this.#clear();
     this.element.dataset.state = "busy";
     this.element.setAttribute("aria-busy", "true");
-    this.#tell(clock, "waiting");
+    this.#show(clock, "waiting");
     let ended;
     try {
       for await (const piece of generate(path, body, this.#abort.signal)) {
         if (piece.usage) clock.usage = piece.usage;
-        else this.#add(piece, clock);
-        this.#tell(clock, "writing");
+        else {
+          clock.tick(piece.tokens.length || 1);
+          this.#choice(piece.index).add(piece);
+        }
+        this.#show(clock, "writing");
       }
-      ended = this.#reason();
+      ended = [...new Set([...this.#choices.values()].map((choice) => choice.finish))].join(", ") || "stop";
     } catch (error) {
       ended = this.#failed(error);
     }
@@ -89,9 +92,8 @@ export class Answer {
     this.element.dataset.state = ended;
     this.element.removeAttribute("aria-busy");
     clock.stop();
-    this.#tell(clock, ended);
+    this.#show(clock, ended);
     announce(`${this.#name}: ${REASONS[ended] ?? ended}${clock.usage ? `, ${clock.count} tokens` : ""}`);
-    return [...this.#choices.values()].some((choice) => choice.hasContent);
   }
 
   /** Say that a request cannot be made. */
@@ -104,11 +106,6 @@ export class Answer {
     this.#choices.clear();
     this.#problem.hidden = true;
     replace(this.#text);
-  }
-
-  #add(piece, clock) {
-    clock.tick(piece.tokens.length || 1);
-    this.#choice(piece.index).add(piece);
   }
 
   #choice(index) {
@@ -124,18 +121,13 @@ export class Answer {
     return choice;
   }
 
-  #reason() {
-    const reasons = new Set([...this.#choices.values()].map((choice) => choice.finish));
-    return [...reasons].join(", ") || "stop";
-  }
-
   #failed(error) {
     if (error.name === "AbortError") return "cancelled";
     this.refuse(error instanceof Refused ? error.message : `The server cannot be reached: ${error.message}`);
     return "error";
   }
 
-  #tell(clock, state) {
+  #show(clock, state) {
     replace(
       this.#facts,
       element("span", { class: "tag finish", "data-finish": state, title: REASONS[state] ?? "" }, state),
@@ -149,9 +141,9 @@ class Choice {
   reasoning = "";
   #name;
   #viewOf;
-  #kind = null; // of the view
+  #kind = null; // the view's
   #view = null;
-  #parts = []; // [text, tokens], while there are tokens
+  #parts = []; // [text, tokens], if there are tokens
   #hasTokens = false;
   #hasEnded = false;
   #reasoningPlace = null;
@@ -164,10 +156,6 @@ class Choice {
     this.element = element("div", { class: "choice" });
     this.element.dataset.index = String(index + 1);
     this.redraw();
-  }
-
-  get hasContent() {
-    return Boolean(this.#content || this.#calls.length);
   }
 
   get message() {
@@ -193,7 +181,7 @@ class Choice {
     this.#view.end();
   }
 
-  /** Show what has come in the view that is chosen now. */
+  /** Show the text so far in the view that the user has chosen. */
   redraw() {
     const kind = this.#viewOf(this.#hasTokens);
     if (kind === this.#kind) return;
@@ -222,10 +210,10 @@ class Choice {
       this.#calls[index] = { id: part.id, type: "function", function: { name: "", arguments: "" } };
       this.element.append(element("pre", { class: "code call" }));
     }
-    const { function: its } = this.#calls[index];
-    its.name += part.function?.name ?? "";
-    its.arguments += part.function?.arguments ?? "";
-    this.element.querySelectorAll(".call")[index].textContent = `${its.name}(${its.arguments})`;
+    const { function: called } = this.#calls[index];
+    called.name += part.function?.name ?? "";
+    called.arguments += part.function?.arguments ?? "";
+    this.element.querySelectorAll(".call")[index].textContent = `${called.name}(${called.arguments})`;
   }
 }
 

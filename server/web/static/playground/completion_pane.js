@@ -1,33 +1,22 @@
-// A prompt and its completion.
+// A pane with a prompt and its completion.
 
 import { element } from "../dom.js";
 import { Answer } from "./answer.js";
-import { Frame, key } from "./frame.js";
+import { key, Pane } from "./pane.js";
 import { BadValue } from "./settings.js";
 import { COMPLETIONS } from "./stream.js";
 
-/** `page` has the parameters and the display: `page.fields(chat)`, `page.display`, `page.takesText`, `page.changed()`. */
-export class CompletionPane {
+/** `page` has the parameters and the display: `page.fields(isChat)`, `page.display`, `page.takesText`, `page.changed()`. */
+export class CompletionPane extends Pane {
   #page;
-  #frame;
   #answer;
   #prompt = element("textarea", { class: "prompt", rows: "5", spellcheck: "false" });
 
   constructor(page, { prompt = "", seed = "" } = {}) {
+    super(page, { noun: "Prompt", path: COMPLETIONS, runLabel: "Run", shortcut: [key("Ctrl"), " ", key("Enter")], seed });
     this.#page = page;
     this.#answer = new Answer("Answer", { display: page.display, isChat: false });
-    this.#frame = new Frame({
-      path: COMPLETIONS,
-      runLabel: "Run",
-      shortcut: [key("Ctrl"), " ", key("Enter")],
-      run: () => this.run(),
-      stop: () => this.stop(),
-      remove: () => page.remove(this),
-      body: () => this.#body(),
-      refuse: (message) => this.#answer.refuse(message),
-    });
     this.#prompt.value = prompt;
-    this.#frame.seedText = seed;
     this.#prompt.placeholder = page.takesText ? "Write a beginning; the model continues it." : "Token ids: [1, 2, 3]";
     this.#prompt.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
@@ -35,29 +24,19 @@ export class CompletionPane {
         this.run();
       }
     });
-    this.element = element(
-      "section",
-      { class: "card pane" },
-      this.#frame.head,
-      this.#prompt,
-      this.#frame.actions,
-      this.#answer.element,
-    );
+    this.element = element("section", { class: "card pane" }, this.head, this.#prompt, this.actions, this.#answer.element);
   }
 
   get busy() {
     return this.#answer.busy;
   }
 
-  /** What another pane begins with to be like this one. */
+  /** What makes another pane like this one. */
   get state() {
-    return { prompt: this.#prompt.value, seed: this.#frame.seedText };
+    return { prompt: this.#prompt.value, seed: this.seedText };
   }
 
-  name(number, isOnly) {
-    const title = isOnly ? "Prompt" : `Prompt ${number}`;
-    this.#frame.name(title, isOnly);
-    this.element.setAttribute("aria-label", `Pane ${number}`);
+  label(title) {
     this.#prompt.setAttribute("aria-label", title);
   }
 
@@ -73,27 +52,16 @@ export class CompletionPane {
     this.#answer.redraw();
   }
 
-  async run() {
-    if (this.busy) return;
-    let body;
-    try {
-      body = this.#body();
-    } catch (error) {
-      if (!(error instanceof BadValue)) throw error;
-      this.#answer.refuse(error.message);
-      return;
-    }
-    const done = this.#answer.ask(COMPLETIONS, body);
-    this.#frame.busy = true;
-    this.#page.changed();
-    await done;
-    this.#frame.busy = false;
-    this.#page.changed();
+  refuse(message) {
+    this.#answer.refuse(message);
   }
 
-  #body() {
-    const { model, ...fields } = this.#page.fields(false);
-    return { model, prompt: this.#input(), ...fields, ...this.#frame.seedField() };
+  async run() {
+    if (!this.busy) await this.send(() => this.body(), (body) => this.#answer.ask(COMPLETIONS, body));
+  }
+
+  body() {
+    return this.bodyOf({ prompt: this.#input() }, false);
   }
 
   #input() {

@@ -1,13 +1,14 @@
-// How answers are shown: Markdown rendered or not, tokens tinted by their probability or not. The browser remembers.
+// How answers are shown: with Markdown rendered or not, with tokens tinted by their probability or not. The browser keeps
+// the choice.
 
 import { element } from "../dom.js";
-import { parseNumber } from "./json.js";
 import { MarkdownText } from "./markdown.js";
-import { PlainText, TokenText } from "./text_views.js";
+import { parseNumber } from "./request_text.js";
+import { TokenText } from "./tokens.js";
 
 const KEY = "orca-playground-display";
 
-/** The two switches. `changed` is called when answers are to be shown in another way. */
+/** The two switches. `changed` is called when one of them changes how answers are shown. */
 export class Display {
   #markdown = toggle("markdown", true);
   #probabilities = toggle("logprobs", false);
@@ -17,12 +18,12 @@ export class Display {
   constructor({ takesText, changed }) {
     this.#takesText = takesText;
     this.#remember();
-    this.markdownElement = setting("Render Markdown", this.#markdown, "Off, an answer is shown as it came.");
+    this.markdownElement = setting("Render Markdown", this.#markdown, "Turn it off to see answers as the model wrote them.");
     const alternatives = element("div", { class: "inline-field" }, element("label", { for: "n-logprobs" }, "alternatives"), this.#count);
     this.probabilitiesElement = setting(
       "Probabilities of tokens",
       this.#probabilities,
-      "Of the answers to come: point at a token, or move to it with the arrow keys, to see its alternatives.",
+      "For answers from now on. Point at a token, or move to it with the arrow keys, to see its alternatives.",
       alternatives,
     );
     const show = () => (alternatives.hidden = !this.#probabilities.checked);
@@ -36,15 +37,15 @@ export class Display {
     show();
   }
 
-  /** The fields that ask for log-probabilities, in the form of the route. */
-  fields(chat) {
-    // Without a tokenizer a token's name is all there is to show.
+  /** The request's fields that ask for log-probabilities, which differ between the routes. */
+  fields(isChat) {
+    // Without a tokenizer only the names of tokens can be shown.
     if (!this.#probabilities.checked) return this.#takesText ? {} : { logprobs: 0 };
     const n = this.#count.value === "" ? 0 : parseNumber(this.#count.value);
-    return chat ? { logprobs: true, top_logprobs: n } : { logprobs: n };
+    return isChat ? { logprobs: true, top_logprobs: n } : { logprobs: n };
   }
 
-  /** Which view an answer has: "tokens", "markdown" or "plain". */
+  /** The view of an answer: "tokens", "markdown" or "plain". */
   viewOf({ hasTokens, isChat }) {
     if (hasTokens && (this.#probabilities.checked || !this.#takesText)) return "tokens";
     return isChat && this.#markdown.checked ? "markdown" : "plain";
@@ -57,7 +58,7 @@ export class Display {
       this.#probabilities.checked = kept.probabilities ?? this.#probabilities.checked;
       if (Number.isInteger(kept.alternatives)) this.#count.value = kept.alternatives;
     } catch {
-      // No storage, or nothing of ours in it: the usual choice.
+      // No storage, or nothing of ours in it: the defaults stay.
     }
   }
 
@@ -66,12 +67,28 @@ export class Display {
     try {
       localStorage.setItem(KEY, JSON.stringify(kept));
     } catch {
-      // No storage: for as long as the page is open.
+      // No storage: the choice lasts as long as the page is open.
     }
   }
 }
 
-/** An empty view of a kind that `viewOf` names. */
+/** A view of an answer as it came. All views have `element`, `add(text, tokens)` and `end()`. */
+class PlainText {
+  element = element("div", { class: "raw" });
+  #node = document.createTextNode("");
+
+  constructor() {
+    this.element.append(this.#node);
+  }
+
+  add(text) {
+    this.#node.appendData(text);
+  }
+
+  end() {}
+}
+
+/** Make an empty view of a kind that `viewOf` returns. */
 export function newView(kind, name) {
   if (kind === "tokens") return new TokenText(name);
   return kind === "markdown" ? new MarkdownText() : new PlainText();

@@ -1,12 +1,12 @@
-// What the playground keeps over a reload: the mode, the panes and the parameters, in the tab's session storage.
+// Keeps the playground's mode, panes and parameters over a reload, in the tab's session storage.
 //
-// It is forgotten with the tab, and has no API key. Its size is bounded: the oldest messages go first.
+// They are forgotten with the tab, and have no API key. Their size is bounded: the oldest messages go first.
 
 const KEY = "orca-playground";
 const VERSION = 1;
 const MOST = 1 << 20; // characters
 
-/** What was kept, or null: { mode, chat, completion, parameters }, the panes' states in `chat` and `completion`. */
+/** The state { mode, chat, completion, parameters } that was kept, or null. `chat` and `completion` have the panes' states. */
 export function kept() {
   try {
     const state = JSON.parse(sessionStorage.getItem(KEY));
@@ -17,12 +17,12 @@ export function kept() {
   }
 }
 
-/** Keep it. */
+/** Keep a state. */
 export function keep(state) {
   try {
     sessionStorage.setItem(KEY, bounded({ version: VERSION, ...state }));
   } catch {
-    forget(); // rather nothing than what was true before
+    forget(); // nothing is better than an older state
   }
 }
 

@@ -1,27 +1,26 @@
-// A model's Markdown as elements, while it is written.
+// Renders a model's Markdown as elements, while the model writes it.
 //
-// The text is a stranger's. It is parsed, and the elements are made here from the parser's tokens: HTML in the text
-// stays text, nothing is loaded (an image becomes a link), and a link says where it leads.
+// The text is not to be trusted. It is parsed, and the elements are made here from the parser's tokens: HTML in the text
+// stays text, nothing is loaded (an image becomes a link), and a link shows where it leads.
 
-import { copyButton } from "../clipboard.js";
-import { element } from "../dom.js";
+import { copyButton, element } from "../dom.js";
 import MarkdownIt from "../vendor/markdown-it.js";
 
 const TAGS = new Set("p ul ol li blockquote table thead tbody tr th td em strong s".split(" "));
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
-const REST = 4; // rendering takes at most one part in this many of the time, and one more
+const REST = 4; // milliseconds of rest for each millisecond of rendering
 const LONGEST_LANGUAGE = 40; // characters of a code block's language that are shown
 
 const parser = new MarkdownIt({ html: false, linkify: true });
-parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false }); // only what is written as an address
+parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false }); // only complete addresses become links
 
-/** A text that grows. Of a long one only the last blocks are parsed again, at most once a frame. */
+/** A view of a growing text. At most once a frame it parses again the last blocks, which may still change. */
 export class MarkdownText {
   element = element("div", { class: "markdown" });
   #text = "";
   #rest = ""; // the end of the text, whose blocks may still change
   #shown = []; // the blocks of the rest: { source, fence, node }
-  #hasDefinitions = false; // of links
+  #hasDefinitions = false; // link reference definitions
   #isAsked = false;
   #hasEnded = false;
   #cost = 0; // milliseconds that the last rendering took
@@ -36,14 +35,14 @@ export class MarkdownText {
     setTimeout(() => requestAnimationFrame(() => this.#frame()), REST * this.#cost);
   }
 
-  /** Show all that was added, which nothing follows. */
+  /** Show the whole text, now that it is complete. */
   end() {
     this.#hasEnded = true;
     this.draw();
     if (this.#hasDefinitions) this.#drawWhole();
   }
 
-  /** Render the end of the text. Blocks that can no longer change are then left alone. */
+  /** Render the end of the text. Blocks that can no longer change are not parsed again. */
   draw() {
     const { blocks, lastLine, hasDefinitions } = parsed(this.#rest);
     this.#hasDefinitions ||= hasDefinitions;
@@ -77,7 +76,7 @@ export class MarkdownText {
     this.#cost = performance.now() - start;
   }
 
-  // A definition applies to all links of the text, also to those in the blocks before it.
+  // A link reference definition applies to the whole text, so earlier blocks are parsed again too.
   #drawWhole() {
     this.element.replaceChildren();
     this.#shown = [];
@@ -86,7 +85,7 @@ export class MarkdownText {
   }
 }
 
-// The top-level blocks of a text, { line, start, source, tokens, fence, node }, and the number of its last line.
+// The top-level blocks { line, start, source, tokens, fence, node } of a text, and the number of its last line.
 function parsed(text) {
   const env = {};
   const tokens = parser.parse(text, env);
@@ -176,7 +175,7 @@ function buildInline(root, tokens) {
 /** An address that a link may have, or null. */
 function address(href) {
   try {
-    const url = new URL(href); // without a base: a model knows no addresses of this server
+    const url = new URL(href); // without a base: relative addresses would lead to this server
     return SCHEMES.has(url.protocol) ? url : null;
   } catch {
     return null;
@@ -189,7 +188,7 @@ function linkTo(href) {
   return element("a", { href: url.href, target: "_blank", rel: "noopener noreferrer nofollow", title: url.href });
 }
 
-// Where a link leads, unless its text says it.
+// Shows where a link leads, unless its text does.
 function showTarget({ made, href }) {
   const url = address(href);
   const said = made.textContent.trim();
@@ -225,7 +224,7 @@ function canGrow(old, grown) {
   return old.info === grown.info && codeOf(old) !== "" && codeOf(grown).startsWith(codeOf(old));
 }
 
-// A long code block that is being written: its text is added to, and not made again.
+// Appends to the text of a code block, so that a long block is not made again for each piece.
 function grow(node, old, grown) {
   node.querySelector("code").firstChild.appendData(codeOf(grown).slice(codeOf(old).length));
 }

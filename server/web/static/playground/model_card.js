@@ -1,12 +1,11 @@
-// What is served: the model's fields of /v1/models, and the engine's sizes, which the live feed begins with.
+// The card of the served model: its fields from /v1/models, and the engine's sizes from the live feed.
 
-import { errorOf, getJson, request } from "../api.js";
+import { errorOf, events, getJson, request } from "../api.js";
 import { element, replace } from "../dom.js";
-import { events } from "../sse.js";
 
 const AGAIN_MS = 2000;
 
-/** The served model, as soon as there is one: while it loads, `waiting` gets the server's message. */
+/** Wait for the served model. While it loads, `waiting` gets the server's message. */
 export async function servedModel(waiting) {
   for (;;) {
     const response = await request("/v1/models");
@@ -18,7 +17,7 @@ export async function servedModel(waiting) {
   }
 }
 
-/** The model's card. */
+/** Show the model's card, and again when the engine's sizes are known. */
 export async function showCard(card, model) {
   const facts = [["Context", `${grouped(model.max_model_len)} tokens`, "input and output together"]];
   show(card, model, facts);
@@ -49,7 +48,7 @@ function sizes({ max_batch_size, n_slots, policy, scheduling_policy, n_workers }
   ];
 }
 
-// The feed's first message has them; there is no feed with several engines.
+// The first message of the feed has the sizes. A server without the feed has no such card.
 async function engineSizes() {
   const response = await request("/live/events");
   if (!response.ok) return null;

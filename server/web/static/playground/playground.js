@@ -1,8 +1,7 @@
-// The playground: completions and conversations, side by side, with the parameters of the server's own schema.
+// The playground: completions and conversations, side by side, with the parameters of the server's schema.
 
-import { element, replace } from "../dom.js";
+import { announce, element, replace } from "../dom.js";
 import { openapi } from "../schema.js";
-import { announce } from "../shell.js";
 import { ChatPane } from "./chat_pane.js";
 import { CompletionPane } from "./completion_pane.js";
 import { Display } from "./display.js";
@@ -13,7 +12,7 @@ import { CHAT, COMPLETIONS } from "./stream.js";
 
 const MOST_PANES = 8;
 const LONG_ANSWER = 128; // tokens at first; the API's 16 are few to look at
-const MUCH_ROOM = 4096; // tokens: then an answer in Chat may be as long as the model makes it
+const MUCH_ROOM = 4096; // tokens of context from which an answer in Chat has no limit at first
 
 const at = (id) => document.getElementById(id);
 
@@ -74,17 +73,18 @@ class Page {
   }
 
   /** The request's fields that all panes share. Throws BadValue. */
-  fields(chat) {
-    const mode = this.#modes[chat ? "chat" : "completion"];
-    return { model: this.#model.id, ...mode.settings.values(), ...this.display.fields(chat) };
+  fields(isChat) {
+    const mode = this.#modes[isChat ? "chat" : "completion"];
+    return { model: this.#model.id, ...mode.settings.values(), ...this.display.fields(isChat) };
   }
 
-  /** A pane has begun or ended. */
+  /** Show and keep the state after a pane has begun or ended a request. */
   changed() {
     const { panes } = this.#mode;
-    const some = panes.length > 1;
-    at("run-all").hidden = !some || panes.some((pane) => pane.busy);
-    at("stop-all").hidden = !some || !panes.some((pane) => pane.busy);
+    const hasSeveral = panes.length > 1;
+    const isBusy = panes.some((pane) => pane.busy);
+    at("run-all").hidden = !hasSeveral || isBusy;
+    at("stop-all").hidden = !hasSeveral || !isBusy;
     at("add-pane").disabled = panes.length >= MOST_PANES;
     this.#keep();
   }
@@ -108,7 +108,7 @@ class Page {
     at("add-pane").addEventListener("click", () => this.#add());
     at("run-all").addEventListener("click", () => this.#each((pane) => pane.run(), "stop-all"));
     at("stop-all").addEventListener("click", () => this.#each((pane) => pane.stop(), null));
-    // The last moment in which a page can be sure to run something: before a reload, another page or another app.
+    // The last event that a page is sure to get, before a reload, another page or another app.
     document.addEventListener("visibilitychange", () => document.hidden && this.#keep());
   }
 
@@ -137,7 +137,7 @@ class Page {
     if (focused) at(focused).focus();
   }
 
-  // The new pane is like the last, with the next seed, so that the two can be compared.
+  // Add a pane like the last one, with the next seed, so that their answers can be compared.
   #add() {
     const { state } = this.#mode.panes.at(-1);
     const seed = state.seed === "" ? "" : String(BigInt(state.seed) + 1n);

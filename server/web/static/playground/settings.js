@@ -1,26 +1,27 @@
-// The form of a request's parameters, made from the server's own schema: a new parameter shows without a change.
+// The form for a request's parameters. It is made from the server's schema, so that it shows a new parameter without a change.
 
 import { element, newId } from "../dom.js";
 import { bodySchema, fieldsOf, range } from "../schema.js";
-import { parseNumber } from "./json.js";
+import { parseNumber } from "./request_text.js";
 
-// The page itself fills these in, or shows them elsewhere.
-const OWN = new Set("prompt messages model stream stream_options seed logprobs top_logprobs".split(" "));
-// An answer of a conversation is one.
-const OWN_IN_CHAT = new Set(["n", "best_of", "use_beam_search", "length_penalty", "early_stopping"]);
+// Fields that the page fills in, or shows elsewhere.
+const ELSEWHERE = new Set("prompt messages model stream stream_options seed logprobs top_logprobs".split(" "));
+// Fields for several answers, of which a conversation has one.
+const NOT_IN_CHAT = new Set(["n", "best_of", "use_beam_search", "length_penalty", "early_stopping"]);
 const FIRST = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "stop"];
-/** A value that cannot be sent; the message says which. */
+
+/** A value that cannot be sent; the message says which one. */
 export class BadValue extends Error {}
 
-/** The parameters of one route. `texts` are what is filled in at first, by name. */
+/** The parameters of one route. `texts` has the initial contents of the fields, by name. */
 export class Settings {
   #inputs = new Map();
 
   constructor(document, path, texts = {}) {
     const schema = bodySchema(document, path);
-    const chat = Boolean(schema.properties.messages);
+    const isChat = Boolean(schema.properties.messages);
     const all = fieldsOf(document, schema).filter(
-      ({ name }) => !OWN.has(name) && !(chat && OWN_IN_CHAT.has(name)),
+      ({ name }) => !ELSEWHERE.has(name) && !(isChat && NOT_IN_CHAT.has(name)),
     );
     const first = FIRST.map((name) => all.find((field) => field.name === name)).filter(Boolean);
     const rest = all.filter((field) => !first.includes(field));
@@ -37,7 +38,7 @@ export class Settings {
     );
   }
 
-  /** What is filled in, by name: what another form of the route begins with to be like this one. */
+  /** The contents of the fields, by name; another form made with them is like this one. */
   get texts() {
     const filled = [...this.#inputs].map(([name, { field, input }]) => [name, textOf(field, input)]);
     return Object.fromEntries(filled);
@@ -116,7 +117,7 @@ function valueOf(field, input) {
   return field.kind === "json" ? jsonOf(field, input.value) : input.value;
 }
 
-// JSON where it is some and may be it; else the text, where the field takes texts.
+// The value of a text that is JSON of a type which the field takes, or the text itself where the field takes texts.
 function jsonOf(field, text) {
   let value;
   try {

@@ -1,21 +1,20 @@
-// One request for text, streamed where the server can: what comes, in one form for completions and chat.
+// Sends one request for text, and reads the answer's pieces in one form for completions and chat.
 
-import { errorOf, request } from "../api.js";
-import { events } from "../sse.js";
-import { toJson } from "./json.js";
+import { errorOf, events, request } from "../api.js";
+import { toJson } from "./request_text.js";
 
 export const COMPLETIONS = "/v1/completions";
 export const CHAT = "/v1/chat/completions";
 
-/** The server refused the request or failed; the message is its own. */
+/** The server refused the request or failed, with the server's message. */
 export class Refused extends Error {}
 
 /**
- * Pieces { index, text, reasoning, calls, tokens, finish } and { usage } of a request. Throws Refused, and what
- * `fetch` throws. `signal` ends it: the server then stops generating.
+ * The pieces { index, text, reasoning, calls, tokens, finish } and { usage } of an answer. Throws Refused, and what
+ * `fetch` throws. `signal` ends the request: the server then stops generating.
  */
 export async function* generate(path, body, signal) {
-  const streams = !body.use_beam_search; // which has no text until its end
+  const streams = !body.use_beam_search; // a beam search has no text until its end
   const sent = streams ? { ...body, stream: true, stream_options: { include_usage: true } } : body;
   const response = await request(path, {
     method: "POST",
@@ -54,7 +53,7 @@ function piece(choice) {
   };
 }
 
-// Tokens as { text, logprob, top: [{ text, logprob }] }, the most likely first.
+// Tokens { text, logprob, top: [{ text, logprob }] }; `top` begins with the most likely.
 function tokensOf(logprobs) {
   if (!logprobs) return [];
   if (logprobs.content) {

@@ -1,14 +1,48 @@
-// Shows text as tokens, each with its probability and its alternatives on hover and on focus.
-// Tab reaches the text as one stop; the arrow keys go from token to token; a click or Enter keeps the tip open.
+// Shows text as tokens, and in a tip a token's probability and its alternatives.
+//
+// The tip opens under the pointer and on focus. Tab stops once at the text, the arrow keys go from token to token, and a click
+// or Enter keeps the tip open.
 
 import { element, replace } from "../dom.js";
 
 const tip = element("div", { id: "token-tip", class: "tip", role: "tooltip", popover: "manual" });
 let kept = null; // the token whose tip stays open
-let told = null; // the token whose tip is open
+let shown = null; // the token whose tip is open
 
-/** An element for the tokens of one answer. */
-export function tokenText(label) {
+/** A view of an answer as tokens with their probabilities. */
+export class TokenText {
+  #unspelled = []; // tokens without text so far
+
+  constructor(name) {
+    this.element = tokenGroup(name);
+  }
+
+  add(text, tokens) {
+    const pending = [...this.#unspelled, ...tokens];
+    if (!text && pending.length) {
+      this.#unspelled = pending;
+      return;
+    }
+    this.#unspelled = [];
+    this.#spell(text, pending);
+  }
+
+  end() {
+    this.#spell("", this.#unspelled);
+    this.#unspelled = [];
+  }
+
+  #spell(text, tokens) {
+    for (const [part, spelling] of aligned(text, tokens)) {
+      if (!spelling.length) this.element.append(part);
+      else if (part || text) appendToken(this.element, part, spelling);
+      else for (const one of spelling) appendToken(this.element, one.text, [one]); // of a model without a tokenizer
+    }
+  }
+}
+
+// The element of an answer's tokens.
+function tokenGroup(label) {
   const group = element("span", { class: "tokens", role: "group", "aria-label": label });
   group.addEventListener("pointerover", (event) => show(tokenAt(event)));
   group.addEventListener("pointerleave", () => show(kept));
@@ -19,8 +53,8 @@ export function tokenText(label) {
   return group;
 }
 
-/** Append a span of text with the tokens that spell it: mostly one, several where a character has several. */
-export function appendToken(group, text, tokens) {
+// Append a span of text with the tokens that spell it: mostly one, several where they spell one character.
+function appendToken(group, text, tokens) {
   const [last] = tokens.slice(-1);
   const span = element("span", {
     class: "token",
@@ -34,11 +68,9 @@ export function appendToken(group, text, tokens) {
   group.append(span);
 }
 
-/**
- * Cut `text` at the borders of `tokens`: pairs of a text and its tokens. Where they do not spell it (a character
- * of several tokens, a text that was held back) one pair has all that is left.
- */
-export function aligned(text, tokens) {
+// Cut `text` at the borders of `tokens`, into pairs of a text and its tokens. From where the tokens do not spell the text (a
+// character of several tokens, a text that was held back) one pair has the rest of both.
+function aligned(text, tokens) {
   const pairs = [];
   let rest = text;
   for (let i = 0; i < tokens.length; i++) {
@@ -90,9 +122,9 @@ function keep(token) {
 }
 
 function show(token) {
-  if (token === told) return;
-  told?.removeAttribute("aria-describedby");
-  told = token;
+  if (token === shown) return;
+  shown?.removeAttribute("aria-describedby");
+  shown = token;
   if (!token) {
     if (tip.isConnected) tip.hidePopover();
     return;
@@ -126,7 +158,7 @@ function described(token) {
   );
 }
 
-/** Under the token, or above it where there is no room. */
+// Put the tip under the token, or above it where there is no room.
 function place(token) {
   const at = [...token.getClientRects()].at(-1) ?? token.getBoundingClientRect(); // a leading space may end a line
   const { width, height } = tip.getBoundingClientRect();
@@ -141,7 +173,7 @@ function visible(text) {
   return shown || "(no text)";
 }
 
-/** What a screen reader says of a text that has nothing to read. */
+// What screen readers say for a text without anything to read.
 function spoken(text) {
   if (text.includes("\n")) return "line break";
   return text ? "space" : "no text";
@@ -153,7 +185,7 @@ function percent(logprob) {
   return share >= 0.1 ? `${share.toFixed(1)} %` : "< 0.1 %";
 }
 
-// How likely a token was, in the steps that the style sheet tints.
+// The probability of a token, in the steps that the style sheet tints.
 function likelihood(logprob) {
   const share = logprob === null ? 1 : Math.exp(logprob);
   return share >= 0.05 ? "likely" : share >= 0.01 ? "unlikely" : "rare";

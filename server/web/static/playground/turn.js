@@ -1,15 +1,14 @@
-// One message of a conversation, which can be edited, or an answer, which can be asked for again.
+// A turn of a conversation: a user's message, which can be edited, or an answer, which can also be regenerated.
 
-import { copyButton } from "../clipboard.js";
-import { element, icon, replace } from "../dom.js";
+import { copyButton, element, iconButton, replace } from "../dom.js";
 import { Answer } from "./answer.js";
 
 const NAMES = { user: "You", assistant: "Model" };
 
-/** `message` null: an answer that `ask` fills. `again` and `edited` are called by the buttons. */
+/** With `message` null, an answer that `ask` fills. The buttons call `again` and `edited`. */
 export class Turn {
-  #message; // of a user
-  #answer = null; // of the model
+  #message; // a user's
+  #answer = null; // the model's
   #content = element("div", { class: "turn-content" });
   #edited;
   #buttons;
@@ -20,8 +19,8 @@ export class Turn {
     this.#edited = edited;
     if (this.role === "assistant") this.#answer = new Answer("Answer", { display, isChat: true });
     const name = NAMES[this.role] ?? this.role;
-    const edit = button("edit", "Edit", () => this.#edit());
-    const redo = this.#answer ? button("redo", "Regenerate", again) : null;
+    const edit = iconButton("edit", "Edit", () => this.#edit());
+    const redo = this.#answer ? iconButton("redo", "Regenerate", again) : null;
     const copy = copyButton("", "Copy", () => this.message.content);
     this.#buttons = element("div", { class: "turn-buttons" }, edit, redo, copy);
     this.element = element(
@@ -41,7 +40,7 @@ export class Turn {
     return this.#answer ? this.#answer.message : this.#message;
   }
 
-  /** What a turn begins with to be like this one: the message, and the reasoning before it. */
+  /** What makes another turn like this one: the message, and the reasoning before it. */
   get state() {
     const reasoning = this.#answer?.reasoning;
     return { ...this.message, ...(reasoning && { reasoning }) };
@@ -106,8 +105,4 @@ export class Turn {
     replace(this.#content, element("div", { class: "stack editing" }, area, buttons));
     area.focus();
   }
-}
-
-function button(name, label, click) {
-  return element("button", { type: "button", class: "icon-button", "aria-label": label, title: label, click }, icon(name));
 }
