@@ -1,4 +1,5 @@
-"""K/V events: tells routers over ZeroMQ which blocks the prefix cache has, as vLLM does.
+"""K/V events: publishes over ZeroMQ which blocks the prefix cache has, for routers, as vLLM does.
 
-Needs the extra kv-events (server/commands/router_view.py imports it on demand). Read publisher.py first.
+It needs the extra `kv-events`, so server/commands/router_view.py imports it on demand. Start with
+publisher.py.
 """

@@ -1,7 +1,7 @@
 """Batches of events in vLLM's wire format: MessagePack, as vllm/distributed/kv_events.py describes it.
 
-A batch is the array [time, events, rank]; an event is a map with its name under "type". vLLM before its pull
-request 42892 wrote events as arrays; routers that read only those do not understand ours.
+A batch is the array [time, events, rank]; an event is a map with its name under "type". Before its pull
+request 42892 vLLM wrote events as arrays; routers that read only arrays do not understand our batches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,15 +11,15 @@ import msgpack
 
 from server.kv_events.event_queue import Cleared, Event, Removed, Stored, event_bytes
 
-# Routers rank the memories that a block can be in. This one is the fastest, next to the device's arithmetic;
-# for an engine on a CPU, too: "CPU" is where vLLM's GPUs offload blocks to.
+# Routers rank the memories that a block can be in; this is the fastest, next to the device's arithmetic. An
+# engine on a CPU says so too, because "CPU" is the memory that vLLM's GPUs offload blocks to.
 _MEDIUM = "GPU"
-_RANK = 0  # of data parallelism: our replicas are servers of their own
-_MAX_BYTES = 1 << 16  # of a batch's events, by the estimate of `event_bytes`
+_RANK = 0  # in data parallelism, which we have not: each replica is a server
+_MAX_BYTES = 1 << 16  # of a batch's events, as `event_bytes` estimates them
 
 
 def batches(events: Sequence[Event]) -> Iterator[Sequence[Event]]:
-    """These events in order, in batches of bounded size, each with at least one."""
+    """Split the events, in order, into batches of bounded size with at least one event each."""
     start, n_bytes = 0, 0
     for i, event in enumerate(events):
         n_bytes += event_bytes(event)
@@ -31,12 +31,12 @@ def batches(events: Sequence[Event]) -> Iterator[Sequence[Event]]:
 
 
 def encoded(events: Sequence[Event], *, time: float, block_size: int) -> bytes:
-    """The payload of a batch; `time` is in seconds since 1970."""
+    """Encode a batch as the payload of a message; `time` is in seconds since 1970."""
     return msgpack.Packer().pack([time, list(_maps(events, block_size)), _RANK])
 
 
 def _maps(events: Sequence[Event], block_size: int) -> Iterator[dict[str, Any]]:
-    """Blocks that follow one another in a prompt become one event, as in vLLM."""
+    """Make the events' maps. Consecutive blocks of a prompt become one event, as in vLLM."""
     run: list[Stored] = []
     for event in events:
         if run and not (isinstance(event, Stored) and event.parent == run[-1].block_hash):

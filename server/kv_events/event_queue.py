@@ -1,4 +1,4 @@
-"""The events between the scheduler's thread, which must not wait, and the thread that publishes them."""
+"""The queue between the scheduler's thread, which must not wait, and the thread that publishes the events."""
 
 import threading
 from array import array
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _LOW_64_BITS = 8  # bytes, at the end of a hash
-_EVENT_BYTES = 200  # of an event in memory, without its tokens
+_EVENT_BYTES = 200  # an event in memory, without its tokens
 _TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A block can be found. Hashes are the low 64 bits of the cache's own."""
+    """The prefix cache can find a block. Hashes are the low 64 bits of the cache's hashes."""
 
     block_hash: int
     parent: int | None
@@ -21,30 +21,30 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A block can no longer be found."""
+    """The prefix cache can no longer find a block."""
 
     block_hash: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """No block can be found."""
+    """The prefix cache is empty."""
 
 
 Event = Stored | Removed | Cleared
 
 
 class EventQueue:
-    """Takes what the prefix cache tells, a `BlockListener`, until the publisher takes it from here.
+    """A `BlockListener` that keeps the events of the prefix cache until the publisher takes them.
 
-    It holds at most `max_events` events of `max_bytes`. Once one does not fit, it and all after it are
-    dropped until the next `take`, so that no later event is published as if it followed an earlier one.
+    It holds at most `max_events` events of `max_bytes` in all. Once an event does not fit, it and all later
+    ones are dropped until the next `take`, so that the published events have no gap but at their end.
     """
 
     def __init__(self, *, max_events: int = 100_000, max_bytes: int = 64 << 20) -> None:
         self._max_events = max_events
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()  # for the rest; held for nothing that takes time
+        self._lock = threading.Lock()  # for the fields below; only held briefly
         self._events: list[Event] = []
         self._n_bytes = 0
         self._n_lost = 0  # since the last `take`
@@ -52,7 +52,7 @@ class EventQueue:
 
     @property
     def n_dropped(self) -> int:
-        """Events dropped since the start."""
+        """Number of events dropped since the start."""
         return self._n_dropped
 
     def stored(self, block_hash: bytes, parent: bytes | None, token_ids: Sequence[int]) -> None:
@@ -66,7 +66,7 @@ class EventQueue:
         self._append(Cleared())
 
     def take(self) -> tuple[list[Event], bool]:
-        """All events since the last call, and whether others after them were dropped."""
+        """Remove and return all events, and whether later ones were dropped."""
         with self._lock:
             taken, lost = self._events, self._n_lost > 0
             self._events, self._n_bytes, self._n_lost = [], 0, 0
@@ -85,10 +85,10 @@ class EventQueue:
 
 
 def short_hash(block_hash: bytes) -> int:
-    """The 64 bits of a block's hash that are published: the last ones, as vLLM does."""
+    """Return the part of a block's hash that is published: the last 64 bits, as in vLLM."""
     return int.from_bytes(block_hash[-_LOW_64_BITS:], "big")
 
 
 def event_bytes(event: Event) -> int:
-    """About how much memory an event takes."""
+    """Estimate the memory that an event takes."""
     return _EVENT_BYTES + (_TOKEN_BYTES * len(event.token_ids) if isinstance(event, Stored) else 0)

@@ -1,4 +1,4 @@
-"""Publishes what the prefix cache has: batches of events with sequence numbers, on a thread of its own."""
+"""Publishes the changes of the prefix cache, in numbered batches of events, on a separate thread."""
 
 import logging
 import threading
@@ -16,20 +16,20 @@ from server.kv_events.replay_log import ReplayLog, ReplayServer, sequence_bytes
 
 LOGGER = logging.getLogger("orca.kv_events")
 
-_LOOK_SECONDS = 0.02  # between two looks into the queue: the most that an event waits
-_WAITING_MESSAGES = 1000  # for each subscriber, of at most about 64 KiB; it misses what does not fit
+_LOOK_SECONDS = 0.02  # between two checks of the queue: the longest wait of an event
+_WAITING_MESSAGES = 1000  # for each subscriber, of about 64 KiB at most; a slow one misses later messages
 _LINGER_MILLISECONDS = 500
 
 
 class Publisher:
-    """A PUB socket, and with `replay_endpoint` a ROUTER socket for what subscribers missed.
+    """A PUB socket, and with `replay_endpoint` a ROUTER socket for batches that subscribers missed.
 
-    As in vLLM, `endpoint` is bound if it has a wildcard, "::" or names no host, and else connected to, so
-    that one subscriber can collect from many engines. The number of a batch is that of the one before it plus
-    1, or plus 2 if events between them were dropped because the queue was full; the second then says that no
-    block can be found, so that nobody believes in blocks whose removal was dropped.
+    As in vLLM, an `endpoint` with a wildcard, "::" or no host is bound, and any other connected to, so that
+    one subscriber can collect from many engines. Batches are numbered. If events were dropped because the
+    queue was full, the next batch skips a number and says that the cache is empty, so that no subscriber
+    keeps blocks whose removal was dropped.
 
-    `start` begins with an empty cache; `close` ends the thread. Raises ConfigError for a useless address.
+    `start` expects an empty cache; `close` ends the thread. Raises ConfigError for an unusable address.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Publisher:
         self._queue = EventQueue() if queue is None else queue
         self._log = ReplayLog() if log is None else log
         self._block_size = 0
-        self._number = 0  # of the next batch
+        self._number = 0  # the next batch's
         self._n_batches = 0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -66,12 +66,12 @@ class Publisher:
             raise ConfigError(message) from error
 
     def start(self, kv: KVManager) -> None:
-        """Publish the changes of this manager's prefix cache from now on. Raises ConfigError without one."""
+        """Begin to publish the changes of a prefix cache. Raises ConfigError if the manager has none."""
         if kv.prefixes is None:
             raise ConfigError(
-                "kv_events tells what the prefix cache has, and this engine has none; turn prefix_caching on "
-                "(it excludes the policy 'orca', deterministic outputs and models with an encoder), or leave "
-                "kv_events out"
+                "kv_events publishes what the prefix cache has, and this engine has none; turn "
+                "prefix_caching on (it excludes the policy 'orca', deterministic outputs and models with an "
+                "encoder), or leave kv_events out"
             )
         assert self._thread is None, "started twice"
         self._block_size = kv.block_size
@@ -80,7 +80,7 @@ class Publisher:
         self._thread.start()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Publish what is queued, and end. A second call does nothing."""
+        """Publish the queued events and end. A second call does nothing."""
         self._stopping.set()
         if self._thread is None:
             self._close_sockets()
@@ -90,7 +90,7 @@ class Publisher:
             LOGGER.warning("the thread that publishes K/V events did not end within %g seconds", timeout)
 
     def collect(self) -> Iterator[Metric]:
-        """Metrics; for any thread."""
+        """Yield the publisher's metrics, on any thread."""
         counts = (
             ("kv_event_batches", "Batches of K/V events published.", self._n_batches),
             ("kv_events_dropped", "K/V events dropped because the queue was full.", self._queue.n_dropped),
@@ -98,7 +98,7 @@ class Publisher:
         for name, documentation, count in counts:
             yield CounterMetricFamily(f"orca_{name}", documentation, value=count)
 
-    # On the publisher's thread.
+    # These run on the publisher's thread.
 
     def _run(self) -> None:
         try:

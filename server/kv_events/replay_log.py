@@ -1,4 +1,4 @@
-"""The latest batches, and the answers to subscribers that ask for those they missed."""
+"""Keeps the latest batches, and sends them to subscribers that missed some."""
 
 import time
 from collections import OrderedDict, deque
@@ -9,21 +9,21 @@ from itertools import islice
 import zmq
 
 _SEQUENCE_BYTES = 8
-_END = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)  # in place of a sequence number
-_MAX_CLIENTS = 16  # that are answered at a time; the others ask again
+_END = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)  # the sequence number after the last batch
+_MAX_CLIENTS = 16  # answered at a time; others must ask again
 _FULL_SECONDS = 0.001
-_STALLED_SECONDS = 10.0  # without reading anything
+_STALLED_SECONDS = 10.0  # after which a client that reads nothing is given up
 _MAX_REQUEST_BYTES = 1024
-_WAITING_MESSAGES = 32  # for each client, in ZeroMQ's queue
+_WAITING_MESSAGES = 32  # in ZeroMQ's queue for each client
 
 
 def sequence_bytes(number: int) -> bytes:
-    """A batch's sequence number on the wire."""
+    """Encode a batch's sequence number."""
     return number.to_bytes(_SEQUENCE_BYTES, "big")
 
 
 class ReplayLog:
-    """The latest batches with their sequence numbers, at most `max_batches` of `max_bytes`."""
+    """The latest batches with their sequence numbers: at most `max_batches`, and `max_bytes` in all."""
 
     def __init__(self, *, max_batches: int = 10_000, max_bytes: int = 64 << 20) -> None:
         self._max_batches = max_batches
@@ -32,17 +32,17 @@ class ReplayLog:
         self._n_bytes = 0
 
     def add(self, number: int, payload: bytes) -> None:
-        """Add a batch, whose number is above those before it."""
+        """Add a batch with a higher number than those before it."""
         self._batches.append((number, payload))
         self._n_bytes += len(payload)
         while len(self._batches) > self._max_batches or self._n_bytes > self._max_bytes:
             self._n_bytes -= len(self._batches.popleft()[1])
 
     def since(self, number: int) -> Iterator[tuple[int, bytes]]:
-        """The batches from this number on that are still here."""
+        """Iterate over the kept batches from this number on."""
         if not self._batches:
             return iter(())
-        # Numbers rise by 1, or by more where events were dropped: the place is here or before.
+        # Numbers rise by 1, or by more where events were dropped, so the batch is at this index or before it.
         start = min(max(0, number - self._batches[0][0]), len(self._batches))
         while start and self._batches[start - 1][0] >= number:
             start -= 1
@@ -51,7 +51,7 @@ class ReplayLog:
 
 @dataclass(slots=True)
 class _Answer:
-    """What a client has not been sent: the batches from `next` on, and the end."""
+    """The rest of an answer to a client: the batches from `next` on, and the end."""
 
     next: int
     moved: float  # when the client last took something, in seconds
@@ -60,8 +60,8 @@ class _Answer:
 class ReplayServer:
     """A ROUTER socket on which subscribers ask for the batches from a sequence number on.
 
-    A request is [number]; the answers are [topic, number, payload] and at last ["", -1, ""]. A client that
-    does not read is given up after a while, and holds back no other. For one thread after its construction.
+    A request is [number]; the answer is messages [topic, number, payload] and at last ["", -1, ""]. A client
+    that does not read is given up after a while and delays no other. After its construction for one thread.
     Raises zmq.ZMQError if the address cannot be bound.
     """
 
@@ -82,7 +82,7 @@ class ReplayServer:
         self._socket.close(linger=0)
 
     def serve(self, log: ReplayLog, seconds: float) -> None:
-        """Take requests for `seconds`, and send what the clients' queues take."""
+        """Take requests for `seconds`, and send as much as fits into the clients' queues."""
         end = time.monotonic() + seconds
         while True:
             self._send(log)
@@ -107,7 +107,7 @@ class ReplayServer:
                 del self._answers[client]
 
     def _send_to(self, client: bytes, answer: _Answer, log: ReplayLog) -> bool:
-        """Send what this client's queue takes; True if there is nothing left to send it."""
+        """Send as much as fits into this client's queue; True if the answer is complete."""
         try:
             for number, payload in log.since(answer.next):
                 frames = [client, b"", self._topic, sequence_bytes(number), payload]

@@ -13,30 +13,30 @@ from server.ray.replica import EngineReplica
 from server.ray.routing.prefix_router import PrefixRouter
 from server.ray.scaling import LoadPolicy
 from server.ray.settings import ReplicaOptions, Router, ray_settings
-from server.ray.stages.placement import replica_placement, stage_needs
+from server.ray.stages import replica_placement, stage_needs
 from server.settings.serve_settings import ServeSettings
 
 _MOST_AT_DOOR = 4096  # requests at once; an engine's own queue is bounded by max_queue
-_HEALTH_SECONDS = 2.0  # between two questions; after the third bad answer the replica is replaced
-_HUNG_SECONDS = 15.0  # without an answer, which is then a bad one
-_LOAD_SECONDS = 1.0  # between an engine's words to the routers about its load
+_HEALTH_SECONDS = 2.0  # between two health checks; Ray replaces a replica after the third that fails
+_HUNG_SECONDS = 15.0  # without an answer, after which a health check fails
+_LOAD_SECONDS = 1.0  # between two reports of an engine's load to the routers
 CLOSE_SECONDS = 15.0  # beyond drain_timeout: for the engine to close
-_LOOK_SECONDS = 0.5  # how often a replica that is to stop looks whether requests still run
-_LOGGING = {"enable_access_log": False}  # the endpoint writes its own, and Ray's costs time
+_LOOK_SECONDS = 0.5  # how often a stopping replica checks whether requests still run
+_LOGGING = {"enable_access_log": False}  # the endpoint writes one, and Ray's costs time
 ENGINE, DOOR = "orca-engine", "orca-door"
 
 
 def build_app(args: dict[str, Any]) -> serve.Application:
-    """An application of `num_replicas` engines behind one address.
+    """Build an application of `num_replicas` engines behind one address.
 
-    `args` are the keys of `orca serve --config` but those of its listener, and the fields of ReplicaOptions.
-    Raises UsageError or ConfigError.
+    `args` may have the keys of `orca serve --config`, except those of its listener, and the fields of
+    ReplicaOptions. Raises UsageError or ConfigError.
     """
     return application(*ray_settings(args, os.environ))
 
 
 def application(settings: ServeSettings, replicas: ReplicaOptions) -> serve.Application:
-    """The application of these settings. Raises ConfigError."""
+    """Build the application of these settings. Raises ConfigError."""
     config = settings.engine
     cluster = ray.cluster_resources() if ray.is_initialized() else {}
     needs = stage_needs(config, replicas, cluster) if replicas.stage_actors else None
@@ -71,7 +71,7 @@ def application(settings: ServeSettings, replicas: ReplicaOptions) -> serve.Appl
 
 
 def _scaling(replicas: ReplicaOptions) -> AutoscalingConfig | None:
-    """By the engines' own load; None: the number of engines is fixed."""
+    """Scale by the load that engines report; None where the number of engines is fixed."""
     low, high = replicas.min_replicas, replicas.max_replicas
     if low is None or high is None:
         return None

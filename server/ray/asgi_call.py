@@ -1,4 +1,4 @@
-"""One HTTP request as a value, and its run on an ASGI application, as an engine's replica does for a door."""
+"""Carries an HTTP request from a door to a replica as a value, and runs it there on an ASGI application."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -12,7 +12,7 @@ _GRACE_SECONDS = 10.0  # for the application to end after its client has left
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpCall:
-    """A whole HTTP request. `prefix` is the chain of hashes by which a router finds a cached prompt."""
+    """A whole HTTP request. `prefix` is the chain of hashes by which routers find a cached prompt."""
 
     method: str
     path: str
@@ -23,7 +23,7 @@ class HttpCall:
     prefix: tuple[int, ...] = ()
 
     def scope(self) -> Scope:
-        """The request's ASGI scope."""
+        """Make the request's ASGI scope."""
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.4"},
@@ -41,10 +41,10 @@ class HttpCall:
 
 
 async def responses(app: ASGIApp, call: HttpCall) -> AsyncGenerator[list[Message], None]:
-    """The response's ASGI messages, all that are ready at a time.
+    """Yield the response's ASGI messages, each time all that are ready.
 
-    If the reader stops early, the application learns that its client has left. What the application raises is
-    raised here.
+    If the reader stops early, the application learns that its client has left. Exceptions of the application
+    are raised here.
     """
     run = _Run(call)
     task = asyncio.create_task(run.run(app))
@@ -64,7 +64,7 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 class _Run:
-    """The application's side of one request: its `receive`, its `send`, and the messages nobody took yet."""
+    """One request on the application's side: `receive`, `send`, and the unread messages of the response."""
 
     def __init__(self, call: HttpCall) -> None:
         self._call = call
@@ -87,7 +87,7 @@ class _Run:
             self._changed.set()
 
     async def ready(self) -> list[Message]:
-        """Wait for messages and take them; none: the response has ended."""
+        """Wait for messages and take them; an empty list after the end of the response."""
         await self._changed.wait()
         messages, self._messages, self._n_unread = self._messages, [], 0
         self._taken.set()
@@ -98,7 +98,7 @@ class _Run:
         return messages
 
     def leave(self) -> None:
-        """The reader is gone."""
+        """Tell the application that the reader is gone."""
         self._left.set()
         self._taken.set()
 

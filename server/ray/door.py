@@ -1,4 +1,4 @@
-"""The application's ingress: it takes HTTP requests, and passes each to one of the engines."""
+"""The ingress of the application: takes HTTP requests and passes each to one of the engines."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 
 _LOGGER = logging.getLogger("orca")
-_ALL_SECONDS = 5.0  # for all engines to answer a door's own question
+_ALL_SECONDS = 5.0  # for all engines to answer a question of the door
 _SPARE_SECONDS = 30.0  # after request_timeout, at which the engine itself ends a request
 _CLIENT_LEFT = 499
 
@@ -37,7 +37,7 @@ _CLIENT_LEFT = 499
 class Door:
     """Reads a whole request, chooses an engine by it, and passes the engine's response on as it comes.
 
-    `/health`, `/ready` and `/metrics` are about all engines, and answered here.
+    The door itself answers `/health`, `/ready` and `/metrics`, for all engines.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Door:
     async def __call__(self, request: Request) -> Response:
         options, scope = self._options, request.scope
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # the application's route_prefix
-        own = {"/health": self._health, "/ready": self._ready, "/metrics": self._page}.get(path)
-        if own is not None and request.method in ("GET", "HEAD"):
-            return await own()
+        answer = {"/health": self._health, "/ready": self._ready, "/metrics": self._page}.get(path)
+        if answer is not None and request.method in ("GET", "HEAD"):
+            return await answer()
         self._metrics.began()
         try:
             body, prefix = await self._read(request, path)
@@ -68,7 +68,7 @@ class Door:
             if isinstance(error, asyncio.CancelledError):
                 raise
             return Response(status_code=_CLIENT_LEFT)
-        except Exception:  # a defect of ours; Ray's answer to it would be a page of text
+        except Exception:  # our own defect; Ray would answer it with a page of text
             _LOGGER.exception("a request failed at the door")
             unexpected = OrcaError("the server failed in an unexpected way; its log has more")
             failure = error_response(unexpected, path=path)
@@ -90,9 +90,9 @@ class Door:
         )
 
     async def _read(self, request: Request, path: str) -> tuple[bytes, tuple[int, ...]]:
-        """The body, and the chain of hashes by which a router finds its prompt; API keys share no prefixes.
+        """Read the body and make the chain of hashes of its prompt. API keys share no prefixes.
 
-        Nothing is read of a request without a valid key: any engine answers it, from the headers alone.
+        The body of a request without a valid key is not read: any engine refuses it by its headers.
         """
         try:
             tenant = identify(request.scope, path, **self._keys)
@@ -112,7 +112,7 @@ class Door:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self) -> Response:
-        """200 if requests run at once on at least one engine; the body has the phase of each."""
+        """Answer 200 if at least one engine takes requests; the body has the phase of each engine."""
         engines = dict[str, Phase](sorted(await self._ask_all("state")))
         if Phase.READY in engines.values():
             return JSONResponse({"status": Phase.READY, "engines": engines})
@@ -122,12 +122,12 @@ class Door:
 
     async def _page(self) -> Response:
         pages = dict[str, str](sorted(await self._ask_all("metrics_page")))
-        own = {self._name: self._metrics.page(len(pages))}
-        text = await asyncio.to_thread(merged, own | pages)
+        pages = {self._name: self._metrics.page(len(pages)), **pages}
+        text = await asyncio.to_thread(merged, pages)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def _ask_all(self, method: str) -> list[Any]:
-        """What every engine answers; nothing of those that are gone, or of all if one is too slow.
+        """Return the answers of all engines but those that are gone; no answer at all if one is too slow.
 
         Concurrent callers share one question, because anyone may ask without a key.
         """
@@ -142,6 +142,6 @@ class Door:
             answers = await self._engine.broadcast(method).results_async(
                 timeout_s=_ALL_SECONDS, return_exceptions=True
             )
-        except (TimeoutError, RayError, RayServeException):  # the last: there is no engine
+        except (TimeoutError, RayError, RayServeException):  # RayServeException: there is no engine
             return []
         return [answer for answer in answers if not isinstance(answer, BaseException)]

@@ -1,4 +1,4 @@
-"""The metrics page of a door: its own counts, and the engines' pages as one, labelled by replica."""
+"""The metrics page of a door: the door's counts, and the pages of all engines merged, labelled by replica."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollecto
 
 
 class DoorMetrics:
-    """One door's metrics. Use it on the door's event loop."""
+    """The metrics of one door. Use it on the door's event loop."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -31,18 +31,18 @@ class DoorMetrics:
         )
 
     def began(self) -> None:
-        """A request has come."""
+        """Count a request that has come."""
         self._live.inc()
 
     def ended(self, status: int, lost: bool = False) -> None:
-        """Its response is over."""
+        """Count a response that has ended."""
         self._live.dec()
         self._answered.labels(str(status)).inc()
         if lost:
             self._lost.inc()
 
     def page(self, n_engines: int) -> str:
-        """All in Prometheus's text format."""
+        """Write the door's metrics in Prometheus's text format."""
         self._engines.set(n_engines)
         return generate_latest(self._registry).decode()
 
@@ -52,9 +52,9 @@ _COMMENT = re.compile(r"# (?:HELP|TYPE) (\S+)")
 
 
 def merged(pages: Mapping[str, str]) -> str:
-    """One page in Prometheus's text format from the page of each replica.
+    """Merge the replicas' pages in Prometheus's text format into one.
 
-    Each metric's samples are together, as the format asks, and its help is the first page's that has it.
+    The samples of a metric are together, as the format requires; its help is that of the first page.
     """
     comments = dict[str, list[str]]()
     samples = dict[str, list[str]]()
@@ -70,7 +70,7 @@ def merged(pages: Mapping[str, str]) -> str:
 
 
 def _lines(page: str) -> Iterator[tuple[str, str]]:
-    """Each line with the metric that it belongs to; a metric begins with its comments."""
+    """Yield each line with its metric; a metric begins with its comments."""
     metric = ""
     for line in page.split("\n"):
         if comment := _COMMENT.match(line):

@@ -1,6 +1,6 @@
 """`python -m server.ray.launch FLAGS`: what `orca serve --replicas N` becomes. FLAGS is a JSON object.
 
-It starts a Ray of its own on this machine, or joins the one at RAY_ADDRESS, and Serve on it.
+It starts Ray on this machine, or joins the Ray at RAY_ADDRESS, and starts Serve there.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main(flags: str) -> int:
 
 
 def _settings(flags: dict[str, Any]) -> ServeSettings:
-    """The settings of flags that were JSON on the way: paths are texts there, and tuples are lists."""
+    """Read the settings from the flags. JSON has made texts of paths, and lists of tuples."""
     parse = {option.name: option.parse for option in SERVE_OPTIONS}
     values = {
         name: parse[name](",".join(value) if isinstance(value, list) else str(value))
@@ -68,19 +68,19 @@ def _run(settings: ServeSettings, notes: Notes, stack: ExitStack) -> int:
     replicas = ReplicaOptions(num_replicas=n_replicas)
     settings = for_replicas(settings, replicas, ("host", "port"))
     endpoint = settings.endpoint
-    with bound_socket(endpoint.host, endpoint.port, flag="--port") as listener:  # is it free?
+    with bound_socket(endpoint.host, endpoint.port, flag="--port") as listener:  # raises if the port is taken
         port = listener.getsockname()[1]
     url = f"http://{in_url(endpoint.host)}:{port}"
     signals = _Signals()
     _join_ray(replicas, stack)
-    signals.take()  # Ray has installed a handler of its own
+    signals.take()  # Ray has installed another handler
     app = application(settings, replicas)  # it asks Ray whether there are GPUs
     serve.start(http_options={"host": endpoint.host, "port": port})
     stack.callback(serve.shutdown)
     notes(f"loading; {url}/ready answers 200 when done")
     try:
         serve.run(app, name=_APP)
-    except RuntimeError as error:  # Ray's, with the reason of the replica that failed
+    except RuntimeError as error:  # raised by Ray, with the reason for which a replica failed
         raise EngineError(str(error)) from error
     name = settings.model_name
     notes(f"{'model':<11}{name}, {n_replicas} engines", style="")
@@ -101,7 +101,7 @@ def _join_ray(replicas: ReplicaOptions, stack: ExitStack) -> None:
     address = os.environ.get(_ADDRESS)
     options: dict[str, Any] = {"logging_level": logging.WARNING}
     if not address:
-        # As many cores as the engines ask for, so that they start even where there are fewer.
+        # Promise the cores that the engines ask for, so that they start even on a machine with fewer.
         wanted = math.ceil(replicas.num_replicas * replicas.cpus_per_replica)
         options |= {
             "num_cpus": max(os.cpu_count() or 1, wanted),
@@ -120,7 +120,7 @@ def _join_ray(replicas: ReplicaOptions, stack: ExitStack) -> None:
     except ValueError:
         return
     raise UsageError(
-        f"Serve runs already on the Ray at {_ADDRESS}={address}; give it the application with "
+        f"the Ray at {_ADDRESS}={address} runs Serve already; give it the application with "
         "`serve run server.ray.app:build_app` instead"
     )
 
@@ -136,12 +136,12 @@ def _drain(seconds: float, signals: "_Signals", notes: Notes) -> None:
     except Stopped:
         notes("requests that still ran were ended")
     else:
-        signals.raise_next(False)  # what ends the processes is not interrupted
+        signals.raise_next(False)  # so that nothing interrupts the end of the processes
         notes("all requests are done")
 
 
 class _Signals:
-    """SIGTERM and Ctrl-C: while engines load, and once more while requests end, they raise Stopped."""
+    """SIGTERM and Ctrl-C. They raise Stopped while engines load, and once more while requests end."""
 
     def __init__(self) -> None:
         self._raise = True
@@ -154,19 +154,19 @@ class _Signals:
             signal.signal(number, self._on_signal)
 
     def wait(self) -> None:
-        """Until the first signal."""
+        """Wait for the first signal."""
         self._raise = False
         while not self._came:
             time.sleep(_LOOK_SECONDS)
 
     def raise_next(self, on: bool) -> None:
-        """Whether the next signal raises Stopped."""
+        """Let the next signal raise Stopped, or not."""
         self._raise = on
 
     def _on_signal(self, number: int, _: object) -> None:
         self._came = True
         if self._raise:
-            self._raise = False  # once: what cleans up is not interrupted
+            self._raise = False  # only once, so that nothing interrupts the cleaning up
             raise Stopped(number)
 
 

@@ -1,4 +1,4 @@
-"""An engine's response, passed on to the client as it comes, whatever happens to the engine."""
+"""Passes an engine's response on to the client as it comes, whatever happens to the engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -18,11 +18,11 @@ _CLIENT_LEFT = 499
 
 
 class Relay(Response):
-    """Ray calls it as an ASGI application.
+    """A response that Ray calls as an ASGI application.
 
-    An engine lost before its response began becomes a 503 with Retry-After, and one lost in the middle of a
-    stream of events becomes an error event, as the engine's own failures do. If the client leaves, Ray
-    cancels the call, and the engine's request ends. `seconds` bounds each wait for the engine; `done` is
+    If the engine is lost before its response began, the client gets a 503 with Retry-After; in the middle of
+    a stream of events it gets an error event, as it does for failures in the engine. If the client leaves,
+    Ray cancels the call and the engine ends the request. `seconds` bounds each wait for the engine; `done` is
     called with the status and whether the engine was lost.
     """
 
@@ -34,7 +34,7 @@ class Relay(Response):
         seconds: float,
         done: Callable[[int, bool], object],
     ) -> None:
-        self.status_code = _CLIENT_LEFT  # until the engine says another
+        self.status_code = _CLIENT_LEFT  # until the engine sends a status
         self.background = None
         self._stream = stream
         self._path = path
@@ -63,7 +63,7 @@ class Relay(Response):
             self._done(self.status_code, lost)
 
     async def _messages(self) -> AsyncIterator[list[Message]]:
-        """What the engine sends. Raises OrcaError if it sends nothing for too long or is stopped."""
+        """Yield the engine's messages. Raises OrcaError if it sends none for too long or is stopped."""
         while True:
             try:
                 async with asyncio.timeout(self._seconds):
@@ -77,15 +77,15 @@ class Relay(Response):
                 task = asyncio.current_task()
                 if task is None or task.cancelling():  # the client has left
                     raise
-                # Ray's word for an engine that it stopped itself.
+                # Ray raises this for an engine that it has stopped.
                 raise EngineError("the engine was stopped; send the request again") from None
             yield messages
 
     def _seen(self, message: Message) -> Message:
-        """The message as Ray's proxy expects it."""
+        """Note what the message says of the response, and return it in the form that Ray's proxy expects."""
         if message["type"] == "http.response.start":
             self.status_code = message["status"]
-            # The proxy adds the request's id itself, the same, for it passed it on to the engine.
+            # The proxy has passed the request's id on to the engine, and adds the header itself.
             headers = [(name, value) for name, value in message["headers"] if name != HEADER]
             self._is_events = any(
                 name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
@@ -103,15 +103,15 @@ class Relay(Response):
             await send(
                 {"type": "http.response.body", "body": error_event(error, self._path), "more_body": False}
             )
-        else:  # part of a body: the client finds out by its length, or by the connection, which Ray closes
+        else:  # in a body: the client sees that it is too short, or that Ray closes the connection
             raise error
 
 
 def _meaning(error: OrcaError | RayError | RayServeException) -> OrcaError:
-    """The error for a client, who must not learn where the engines are."""
+    """Return the error for the client, which must not learn where the engines are."""
     if isinstance(error, OrcaError) and not isinstance(error, RayError):
         return error
-    if isinstance(error, RayTaskError):  # the engine's side raised it; Ray logs it there
+    if isinstance(error, RayTaskError):  # raised in the replica, where Ray logs it
         return OrcaError("the server failed in an unexpected way; its log has more")
     if isinstance(error, RayServeException):
         return NotReady("no engine takes requests at the moment; send the request again later")
@@ -119,7 +119,7 @@ def _meaning(error: OrcaError | RayError | RayServeException) -> OrcaError:
 
 
 def _joined(messages: Iterable[Message]) -> Iterator[Message]:
-    """The same response in as few messages as possible: its start, and one body."""
+    """Join the messages into as few as possible: the start of the response, and one body."""
     bodies, last = list[bytes](), None
     for message in messages:
         if message["type"] == "http.response.body":

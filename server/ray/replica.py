@@ -1,4 +1,4 @@
-"""An engine's replica: one engine and the whole endpoint in front of it, in a process of Ray's."""
+"""A replica: one engine and the whole endpoint in front of it, in a process of Ray."""
 
 import asyncio
 import logging
@@ -23,18 +23,17 @@ from server.metrics.engine_metrics import batch_load, engine_load
 from server.metrics.metrics import Metrics
 from server.ray.asgi_call import HttpCall, responses
 from server.ray.scaling import LOAD
-from server.ray.stages.placement import StageNeeds
-from server.ray.stages.stage_actors import StageActors
+from server.ray.stages import StageActors, StageNeeds
 from server.settings.serve_settings import ServeSettings
 from server.tracing.tracing import tracing_to
 from server.web.feed import LiveView
 
 
 class EngineReplica:
-    """Ray Serve makes one in each replica, and sends it requests once its engine is warm.
+    """The deployment of the engines. Ray Serve sends a replica requests once its engine is warm.
 
     An engine that lost worker processes recovers by itself and stays healthy meanwhile; one that has failed
-    for good is unhealthy, and Ray replaces the replica. With `stages` they run in actors of their own.
+    for good is unhealthy, and Ray replaces the replica. With `stages` each stage runs in an actor.
     """
 
     async def __init__(self, settings: ServeSettings, stages: StageNeeds | None = None) -> None:
@@ -66,21 +65,21 @@ class EngineReplica:
         self._watch = asyncio.create_task(self._gateway.watch(), name="gateway")
 
     async def call(self, request: HttpCall) -> AsyncGenerator[list[Message], None]:
-        """The response to one request, as lists of ASGI messages. For a door's handle with `stream=True`."""
-        async with aclosing(responses(self._app, request)) as parts:  # a client that leaves ends it at once
+        """Yield the response to a request as lists of ASGI messages. Doors call it with `stream=True`."""
+        async with aclosing(responses(self._app, request)) as parts:  # ends at once if the client leaves
             async for messages in parts:
                 yield messages
 
     async def state(self) -> tuple[str, Phase]:
-        """The replica's name, and the engine's phase."""
+        """Return the replica's name, and the engine's phase."""
         return self._name, self._gateway.phase
 
     async def metrics_page(self) -> tuple[str, str]:
-        """The replica's name, and its metrics in Prometheus's text format."""
+        """Return the replica's name, and its metrics in Prometheus's text format."""
         return self._name, (await self._metrics.scrape()).decode()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Ray calls this regularly, where replicas scale: the fullest of what may run out."""
+        """Return the load that autoscaling goes by. Ray calls this regularly."""
         return {LOAD: self._load()}
 
     async def check_health(self) -> None:
@@ -90,17 +89,18 @@ class EngineReplica:
             raise EngineError(status.reason)
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """How full the engine is, for the routers; Ray calls this regularly.
+        """Return the load for the routers, in steps of 5 %, because Ray sends every change to all routers.
 
-        In steps of 5 %, because Ray tells all routers of every change.
+        Ray calls this regularly.
         """
         return {LOAD: round(20 * self._load()) / 20}
 
     def _load(self) -> float:
+        """Compute how full the engine is: in slots or in rows of batches, whichever is fuller."""
         return max(engine_load(self._service), batch_load(self._service))
 
     async def __del__(self) -> None:
-        """Ray calls this when no request runs any more, or `drain_timeout` after the replica was to stop."""
+        """Close the engine. Ray calls this when no request runs any more, or after `drain_timeout`."""
         if not hasattr(self, "_watch"):  # it did not start
             return
         await self._gateway.drain(0)
@@ -113,7 +113,7 @@ class EngineReplica:
 
 
 def _stage_actors(needs: StageNeeds) -> StartWorkers:
-    """What starts the actors of this replica's stages, in the replica's placement group."""
+    """Return the function that starts an actor for each stage, in this replica's placement group."""
     group = get_current_placement_group()
     assert group is not None, "the deployment has one"
     name = serve.get_replica_context().replica_id.to_full_id_str()

@@ -1,4 +1,4 @@
-"""The arguments of the application: the keys of `orca serve --config`, and how many engines there are."""
+"""The arguments of the application: the keys of `orca serve --config`, and those of its replicas."""
 
 import argparse
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaOptions(Options):
-    """How many engines the application has, and how requests come to them. Raises ConfigError."""
+    """The number of engines, their resources, and the routing of requests to them. Raises ConfigError."""
 
     num_replicas: Annotated[int, "number of engines"] = 1
     min_replicas: Annotated[int | None, "fewest engines; with max_replicas: scale with the load"] = None
@@ -81,7 +81,7 @@ class ReplicaOptions(Options):
 
 
 _REPLICAS = {option.name: option for option in options_of(ReplicaOptions)}
-# Ray's proxy listens for HTTP; settings of a listener of our own would have no effect.
+# Ray's proxy listens for HTTP, so settings of our listener would have no effect.
 _LISTENER = frozenset(
     ("host", "port", "grpc_port", "ssl_certfile", "ssl_keyfile", "max_connections", "header_timeout")
     + ("max_connections_per_address", "max_header_bytes", "keep_alive_timeout", "max_watch_streams")
@@ -94,7 +94,7 @@ _OPTIONS: dict[str, Option] = {
 
 
 def ray_settings(args: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[ServeSettings, ReplicaOptions]:
-    """The settings in `args`, as `serve run` and a config file give them: texts or values.
+    """Read the settings from `args`, whose values may be texts, as `serve run` passes them.
 
     Raises UsageError or ConfigError.
     """
@@ -118,15 +118,15 @@ def ray_settings(args: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[S
 def for_replicas(
     settings: ServeSettings, replicas: ReplicaOptions, listener: Iterable[str] = ()
 ) -> ServeSettings:
-    """The settings as the replicas need them: they run in other working directories, maybe elsewhere.
+    """Make paths absolute, because replicas run in other working directories, maybe on other machines.
 
-    Raises ConfigError for settings, of whatever source, that several engines cannot have, or that would have
-    no effect; those named in `listener` are applied by the caller.
+    Raises ConfigError for settings from any source that several engines cannot share, or that would have no
+    effect. The caller applies the settings named in `listener`.
     """
     endpoint, engine = settings.endpoint, settings.engine
     for name in sorted(_LISTENER.difference(listener)):
         value = getattr(endpoint, name)
-        if value not in (None, _OPTION_OF_LISTENER[name].default):  # none: there is no gRPC, as it says
+        if value not in (None, _OPTION_OF_LISTENER[name].default):  # None turns gRPC off, which it is
             raise ConfigError(f"{name} has no effect under Ray Serve, whose proxy listens; leave it out")
     if settings.admin_keys.required:
         raise ConfigError(
@@ -138,14 +138,16 @@ def for_replicas(
         raise ConfigError("batch_dir is one folder, and each engine would write to it; leave it out")
     if settings.routing.kv_events is not None:
         raise ConfigError(
-            "kv_events is one address, and each engine would bind it; under Ray Serve the router is told "
-            "otherwise, so leave it out"
+            "kv_events is one address, and each engine would bind it; under Ray Serve the router needs no "
+            "events, so leave it out"
         )
     several = replicas.num_replicas > 1 or replicas.scales
     if settings.engine.workers is not None and several:
         raise ConfigError("workers are those of one engine; leave workers out, or have one replica")
     if replicas.stage_actors and engine.workers is not None:
-        raise ConfigError("with stage_actors the workers are started here; leave one of both out")
+        raise ConfigError(
+            "stage_actors starts the workers, and workers has addresses of others; leave one of both out"
+        )
     chat_template = endpoint.chat_template
     return replace(
         settings,
@@ -160,14 +162,14 @@ def for_replicas(
         endpoint=replace(
             endpoint,
             chat_template=None if chat_template is None else chat_template.resolve(),
-            # each engine would have a store of its own, and the next request may reach another engine
+            # Engines do not share their stores, and the next request may reach another engine.
             max_stored_responses=0 if several else endpoint.max_stored_responses,
         ),
     )
 
 
 def _absolute(name: str | Path | None) -> str | Path | None:
-    """The path of a file or folder here; any other text as it is."""
+    """Make the path of an existing file or folder absolute; return any other text unchanged."""
     return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
 
 

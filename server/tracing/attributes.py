@@ -1,4 +1,4 @@
-"""The names of spans' attributes: OpenTelemetry's for generative models, and vLLM's where it has more."""
+"""The attributes of spans: OpenTelemetry's names for generative models, and vLLM's for the rest."""
 
 from orca_jax.scheduling.timeline import RequestRecord
 from server.tracing.call import AttributeValue, Call, Choice
@@ -7,7 +7,7 @@ PROVIDER = "orca_jax"
 
 OPERATION = "gen_ai.operation.name"
 PROVIDER_NAME = "gen_ai.provider.name"
-REQUEST = "gen_ai.request."  # and the parameter
+REQUEST = "gen_ai.request."  # prefix of a parameter's name
 REQUEST_MODEL = "gen_ai.request.model"
 REQUEST_CHOICES = "gen_ai.request.choice.count"
 REQUEST_STREAM = "gen_ai.request.stream"
@@ -24,7 +24,7 @@ HTTP_STATUS = "http.response.status_code"
 RPC_SYSTEM, RPC_METHOD = "rpc.system.name", "rpc.method"
 RPC_STATUS = "rpc.response.status_code"
 
-# vLLM's own, in seconds.
+# vLLM's names; the latencies are in seconds.
 REQUEST_ID = "gen_ai.request.id"
 TIME_IN_QUEUE = "gen_ai.latency.time_in_queue"
 TIME_TO_FIRST_TOKEN = "gen_ai.latency.time_to_first_token"
@@ -33,8 +33,8 @@ TIME_IN_PREFILL = "gen_ai.latency.time_in_model_prefill"
 TIME_IN_DECODE = "gen_ai.latency.time_in_model_decode"
 
 
-def of_call(call: Call, model: str) -> dict[str, AttributeValue]:
-    """The attributes of a client's whole request; the endpoint's own win over those of its choices."""
+def call_attributes(call: Call, model: str) -> dict[str, AttributeValue]:
+    """Make the attributes of a client's whole request; those that the endpoint has set take precedence."""
     attributes: dict[str, AttributeValue] = {
         OPERATION: call.operation,
         PROVIDER_NAME: PROVIDER,
@@ -42,7 +42,7 @@ def of_call(call: Call, model: str) -> dict[str, AttributeValue]:
         RESPONSE_MODEL: model,
     }
     if call.choices:
-        attributes |= of_sampling(call.choices[0])
+        attributes |= _sampling_attributes(call.choices[0])
         reasons = [choice.record.finish_reason for choice in call.choices if choice.record is not None]
         attributes[FINISH_REASONS] = [str(reason) for reason in reasons if reason is not None]
     if len(call.choices) > 1:
@@ -50,16 +50,16 @@ def of_call(call: Call, model: str) -> dict[str, AttributeValue]:
     return attributes | call.attributes
 
 
-def of_sampling(choice: Choice) -> dict[str, AttributeValue]:
-    """The parameters that a choice was sampled with."""
+def _sampling_attributes(choice: Choice) -> dict[str, AttributeValue]:
+    """Make the attributes of a choice's sampling parameters."""
     return {REQUEST + name: value for name, value in choice.sampling.items()}
 
 
-def of_choice(choice: Choice, record: RequestRecord) -> dict[str, AttributeValue]:
-    """The attributes of one request in the service, from its record."""
+def choice_attributes(choice: Choice, record: RequestRecord) -> dict[str, AttributeValue]:
+    """Make the attributes of one request in the service, from its record."""
     attributes: dict[str, AttributeValue] = {
         REQUEST_ID: choice.request_id,
-        **of_sampling(choice),
+        **_sampling_attributes(choice),
         INPUT_TOKENS: record.n_input,
         CACHED_TOKENS: record.n_cached,
         OUTPUT_TOKENS: record.n_output,

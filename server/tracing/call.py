@@ -1,4 +1,4 @@
-"""A client's request while it is traced: its caller's headers, its choices, and how it ended."""
+"""The record of a client's request that is traced: its caller's headers, its choices, and its end."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -14,9 +14,10 @@ AttributeValue = str | int | float | bool | list[str]
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One request in the service. `sampling` has what is traced of its parameters, by its name there.
+    """One request in the service. `sampling` has the traced parameters, by OpenTelemetry's names.
 
-    `record` is the timeline's once the request has ended. Its times plus `epoch_ns` are in ns since 1970.
+    `record` is the timeline's, once the request has ended. Its times plus `epoch_ns` are nanoseconds since
+    1970.
     """
 
     request_id: str
@@ -26,7 +27,7 @@ class Choice:
 
     @classmethod
     def of(cls, request: Request, now: float) -> "Choice":
-        """For a request that arrives at `now`, in seconds of the timeline."""
+        """Make the choice of a request that arrives at `now`, in seconds of the timeline."""
         params = request.sampling
         sampling: dict[str, int | float] = {
             "max_tokens": params.max_tokens,
@@ -34,25 +35,22 @@ class Choice:
             "top_p": params.top_p,
             "seed": request.seed,
         }
-        if params.top_k:
-            sampling["top_k"] = params.top_k
-        if params.frequency_penalty:
-            sampling["frequency_penalty"] = params.frequency_penalty
-        if params.presence_penalty:
-            sampling["presence_penalty"] = params.presence_penalty
+        for name in ("top_k", "frequency_penalty", "presence_penalty"):
+            if value := getattr(params, name):
+                sampling[name] = value
         return cls(request.request_id, sampling, time.time_ns() - _ns(now))
 
     def ns(self, at: float) -> int:
-        """A time of the timeline in ns since 1970."""
+        """Convert a time of the timeline to nanoseconds since 1970."""
         return self.epoch_ns + _ns(at)
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request of a client, over either endpoint. Times are in ns since 1970; `ended` is 0 before its end.
+    """A client's request to either endpoint. Times are nanoseconds since 1970; `ended` is 0 until the end.
 
-    `caller` has the headers that name the caller's span; `attributes` are those of the request's own span. It
-    has the operation's name, such as `chat`, and the error's if it failed.
+    `caller` has the headers that name the caller's span, and `attributes` are those of the request's span.
+    `operation` is a name such as `chat`, and `error` the error's name if the request failed.
     """
 
     caller: Mapping[str, str]
@@ -65,19 +63,19 @@ class Call:
 
     @classmethod
     def begin(cls, headers: Iterable[tuple[str, str]]) -> "Call":
-        """A call that begins now. `headers` have lower-case names, and may be a gRPC call's metadata."""
+        """Begin a call now. `headers` have lower-case names, and may be a gRPC call's metadata."""
         found: dict[str, list[str]] = {_PARENT: [], _STATE: []}
         for name, value in headers:
             if name in found:
                 found[name].append(value)
         caller = dict[str, str]()
-        if len(found[_PARENT]) == 1:  # several name no parent (W3C Trace Context, 3.2.2)
+        if len(found[_PARENT]) == 1:  # more than one is ignored (W3C Trace Context, 3.2.2)
             caller = {_PARENT: found[_PARENT][0], _STATE: ",".join(found[_STATE])}
         return cls(caller, time.time_ns())
 
     @property
     def complete(self) -> bool:
-        """Whether the call and all its requests in the service have ended."""
+        """True once the call and all its requests in the service have ended."""
         return self.ended > 0 and all(choice.record is not None for choice in self.choices)
 
 

@@ -1,4 +1,4 @@
-"""Sends spans to a collector in OTLP, over HTTP or gRPC; its trouble is logged once and delays no request."""
+"""Sends spans to a collector in OTLP, over HTTP or gRPC. Failures are logged once and delay no request."""
 
 import logging
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from server.tracing.spans import SpanWriter
 
 _LOGGER = logging.getLogger("orca.traces")
 _EXPORTERS = {"http/protobuf": HttpExporter, "grpc": GrpcExporter}
-# The loggers that say, again and again, that a collector does not answer, and that spans are dropped.
+# OpenTelemetry's loggers that repeat, for every batch, that the collector does not answer.
 _LOUD = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "opentelemetry.exporter.otlp.proto.grpc.exporter",
@@ -24,10 +24,9 @@ _LOUD = (
 
 
 def otlp_writer(endpoint: str, protocol: str) -> SpanWriter:
-    """A writer whose spans go to `endpoint` in batches; the OTEL_* variables say the rest.
+    """Make a writer whose spans go to `endpoint` in batches, as the OTEL_* variables configure it.
 
-    At most OTEL_BSP_MAX_QUEUE_SIZE spans wait for a slow collector, and further ones are dropped. Raises
-    ConfigError.
+    At most OTEL_BSP_MAX_QUEUE_SIZE spans wait for a slow collector; more are dropped. Raises ConfigError.
     """
     if protocol not in _EXPORTERS:
         allowed = " or ".join(_EXPORTERS)
@@ -42,7 +41,7 @@ def otlp_writer(endpoint: str, protocol: str) -> SpanWriter:
 
 
 class Reported(SpanExporter):
-    """An exporter whose failure is logged once, until it works again, and that raises nothing."""
+    """An exporter that raises nothing, and logs a failure once until it works again."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter = exporter
@@ -81,7 +80,7 @@ class Reported(SpanExporter):
 
 
 class _Muffled(logging.Filter):
-    """Lets nothing through, and keeps the first line."""
+    """Suppresses all lines, and keeps the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +92,7 @@ class _Muffled(logging.Filter):
 
 
 def _resource() -> Resource:
-    """From OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES; by default the service is called orca_jax."""
+    """Read OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES; the default name is orca_jax."""
     resource = Resource.create({SERVICE_VERSION: orca_jax.__version__})
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: "orca_jax"}))

@@ -1,4 +1,4 @@
-"""Makes the spans of a call: its own, one for each choice, and the choice's queue, prefill and decode."""
+"""Makes the spans of a call: one for the call, one for each choice, and in it queue, prefill and decode."""
 
 import logging
 import threading
@@ -17,8 +17,8 @@ from server.tracing.attributes import (
     ERROR_TYPE,
     INPUT_TOKENS,
     OUTPUT_TOKENS,
-    of_call,
-    of_choice,
+    call_attributes,
+    choice_attributes,
 )
 from server.tracing.call import Call, Choice
 
@@ -27,7 +27,7 @@ _FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT)
 
 
 class SpanWriter:
-    """A Writer for an OpenTelemetry provider, whose sampler decides about each call by its caller's span."""
+    """A Writer for an OpenTelemetry provider, whose sampler decides which calls are recorded."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -35,8 +35,8 @@ class SpanWriter:
         self._callers = TraceContextTextMapPropagator()
 
     def write(self, call: Call, model: str) -> None:
-        """Make all spans of the call at once, with the times at which things happened."""
-        attributes = of_call(call, model)
+        """Make all spans of a call that has ended, with the times that were recorded."""
+        attributes = call_attributes(call, model)
         span = self._tracer.start_span(
             f"{call.operation} {model}",
             self._callers.extract(call.caller, Context()),  # a malformed header names no caller
@@ -58,8 +58,8 @@ class SpanWriter:
         span.end(call.ended)
 
     def close(self, seconds: float) -> None:
-        """Send the last spans; what is not sent within `seconds` is lost."""
-        # The provider's own deadline is 30 s, and cannot be set.
+        """Send the last spans; those that take longer than `seconds` are lost."""
+        # The provider's deadline is 30 s, and cannot be changed.
         closing = threading.Thread(target=self._provider.shutdown, name="orca-traces-end", daemon=True)
         closing.start()
         closing.join(seconds)
@@ -71,7 +71,7 @@ class SpanWriter:
         span = self._tracer.start_span(
             f"choice {index}",
             call,
-            attributes=of_choice(choice, record),
+            attributes=choice_attributes(choice, record),
             start_time=choice.ns(record.arrived),
         )
         for interruption in record.interruptions:
@@ -87,7 +87,7 @@ class SpanWriter:
 
 
 def _phases(record: RequestRecord) -> Iterator[tuple[str, float, float, dict[str, int]]]:
-    """The name, start, end and attributes of each phase that the request came to."""
+    """Yield the name, start, end and attributes of each phase that the request reached."""
     assert record.finished is not None
     scheduled, times = record.scheduled, record.token_times
     yield "queue", record.arrived, record.finished if scheduled is None else scheduled, {}

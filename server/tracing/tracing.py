@@ -1,4 +1,4 @@
-"""Follows the clients' requests through the timeline, and writes their spans on a thread of its own."""
+"""Follows clients' requests through the timeline, and writes their spans on a separate thread."""
 
 import logging
 import threading
@@ -17,33 +17,35 @@ from server.gateway.served_model import ServedModel
 from server.tracing.call import AttributeValue, Call, Choice
 
 _LOGGER = logging.getLogger("orca.traces")
-_MOST_CALLS = 4096  # that have ended and are not written yet
+_MOST_CALLS = 4096  # that wait to be written
 _IDLE_SECONDS = 1.0
-_LOOK_SECONDS = 0.05  # between two looks whether a call's last request has ended
-_LATE_SECONDS = 60.0  # after which a call is written without it
+_LOOK_SECONDS = 0.05  # between two checks whether a call's last request has ended
+_LATE_SECONDS = 60.0  # after which a call is written without its last request
 _CLOSE_SECONDS = 5.0
 
-_CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)  # of this task and those it starts
+_CURRENT: ContextVar[Call | None] = ContextVar(
+    "call", default=None
+)  # in this task and the tasks that it starts
 
 
 class Writer(Protocol):
     """Writes the spans of calls, on one thread."""
 
     def write(self, call: Call, model: str) -> None:
-        """Write the spans of a call that has ended, of the model that clients call `model`."""
+        """Write the spans of a call that has ended. Clients call the model `model`."""
         ...
 
     def close(self, seconds: float) -> None:
-        """Send what is not sent yet, within `seconds`."""
+        """Send the rest, within `seconds`."""
         ...
 
 
 class Tracing:
     """A TimelineWatcher of one server. The endpoints call `begin` and `end` on their event loop.
 
-    A request in the service belongs to the call whose task submits it. The scheduler's thread only looks up
-    each request that ends and leaves its record there; all spans are made later, on a thread of their own. A
-    call that comes too fast for that thread is not traced. Use `start` and `close` once each.
+    A request in the service belongs to the call whose task submits it. The scheduler's thread only stores the
+    record of each request that ends; another thread makes all spans later. Calls that come too fast for that
+    thread are not traced. Use `start` and `close` once each.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -57,14 +59,14 @@ class Tracing:
         self._thread = threading.Thread(target=self._run, name="orca-traces", daemon=True)
 
     def start(self, model: ServedModel) -> None:
-        """Trace the model's requests from now on. Call it while none is live."""
+        """Begin to trace the model's requests. Call it while none is live."""
         self._model = model.name
         timeline = model.service.timeline
         timeline.watchers = (*timeline.watchers, self)
         self._thread.start()
 
     def close(self) -> None:
-        """Write and send what there is, within seconds. Call it when both endpoints have stopped."""
+        """Write and send the rest, within seconds. Call it when both endpoints have stopped."""
         deadline = time.monotonic() + _CLOSE_SECONDS
         self._closing = True
         self._wake.set()
@@ -72,10 +74,10 @@ class Tracing:
             self._thread.join(_CLOSE_SECONDS / 2)
         self._writer.close(max(deadline - time.monotonic(), 0.0))
 
-    # For the endpoints.
+    # The endpoints call these.
 
     def begin(self, headers: Iterable[tuple[str, str]]) -> Call:
-        """A client's request begins, with these headers; their names are in lower case."""
+        """Begin a client's request with these headers; their names are in lower case."""
         call = Call.begin(headers)
         _CURRENT.set(call)
         return call
@@ -88,9 +90,9 @@ class Tracing:
         error: str | None,
         attributes: dict[str, AttributeValue],
     ) -> None:
-        """The request has been answered; `error` names why it failed, if the server is to blame.
+        """End a request that has been answered. `error` names a failure of the server.
 
-        It is traced if it has an `operation`, or made the service work.
+        It is traced if it has an `operation`, or if it submitted requests to the service.
         """
         _CURRENT.set(None)
         if operation is None and not call.choices:
@@ -107,7 +109,7 @@ class Tracing:
         self._ended.append(call)
         self._wake.set()
 
-    # For the timeline.
+    # The timeline calls these.
 
     def arrived(self, request: Request, at: float) -> None:
         call = _CURRENT.get()
@@ -127,7 +129,7 @@ class Tracing:
         if choice is not None:
             choice.record = record
 
-    # On the thread.
+    # These run on the thread of the spans.
 
     def _run(self) -> None:
         waiting: list[Call] = []
@@ -139,7 +141,7 @@ class Tracing:
             self._write_one(call)
 
     def _write(self, waiting: Sequence[Call]) -> list[Call]:
-        """Write the calls that are complete; returns the others, whose clients have left before the end."""
+        """Write the calls that are complete. Return the others, whose clients left before the end."""
         calls = [*waiting, *(self._ended.popleft() for _ in range(len(self._ended)))]
         late = time.time_ns() - int(_LATE_SECONDS * 1e9)
         rest: list[Call] = []
@@ -153,7 +155,7 @@ class Tracing:
     def _write_one(self, call: Call) -> None:
         try:
             self._writer.write(call, self._model)
-        except Exception:  # a request must not suffer, nor the spans of the next
+        except Exception:  # neither a request nor the spans of the next may suffer
             if not self._has_complained:
                 _LOGGER.exception("the spans of a request could not be made")
             self._has_complained = True
@@ -163,9 +165,9 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 
 
 def tracing_to(endpoint: str | None, environ: Mapping[str, str]) -> Tracing | None:
-    """Tracing to a collector's address; None without one.
+    """Make the tracing to a collector's address; None without an address.
 
-    Raises ConfigError if the libraries are missing or a variable is of no use.
+    Raises ConfigError if the libraries are missing or a variable has a wrong value.
     """
     if endpoint is None:
         return None
@@ -173,7 +175,7 @@ def tracing_to(endpoint: str | None, environ: Mapping[str, str]) -> Tracing | No
         raise ConfigError(
             f"otlp_traces_endpoint needs OpenTelemetry: {install_line('otel')} (or leave it out)"
         )
-    # Imported on demand: the libraries are an extra, which a server without traces does not need.
+    # Imported on demand, because a server without traces does not need the extra.
     from server.tracing.otlp import otlp_writer
 
     protocol = next((environ[name] for name in _PROTOCOLS if environ.get(name)), "http/protobuf")

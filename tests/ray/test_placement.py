@@ -6,7 +6,7 @@ import pytest
 
 from orca_jax.errors import OrcaError
 from server.ray.settings import ray_settings
-from server.ray.stages.placement import StageNeeds, replica_placement, stage_needs
+from server.ray.stages import StageNeeds, replica_placement, stage_needs
 
 GPUS = {"CPU": 64.0, "GPU": 16.0}
 
@@ -54,7 +54,7 @@ def test_stages_in_actors_have_a_bundle_each_behind_the_engine_master_s() -> Non
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"stage_actors": True, "workers": "a:1,b:2"}, "with stage_actors the workers are started here"),
+        ({"stage_actors": True, "workers": "a:1,b:2"}, "stage_actors starts the workers"),
         (
             {"stage_actors": True, "cpus_per_replica": 0},
             "cpus_per_replica is 0; with stage_actors it must be",

@@ -1,12 +1,13 @@
-"""Where a request goes: to the engine that has most of its prompt cached, unless that one is too busy.
+"""Chooses the engine that has most of a prompt cached, unless that engine is too busy.
 
 An engine's score is `tolerance * share - pressure`. `share` is the part of the prompt that the engine was
-sent before, 0 to 1, and `pressure` how full it is, 1 for a full batch. So an engine with the whole prompt may
-be fuller than the emptiest one by `tolerance` of a batch, one with a tenth of the prompt by a tenth of that:
-conversations stay where they are, and a short beginning that all have in common does not draw them together.
+sent before, 0 to 1, and `pressure` is how full the engine is, 1 for a full batch. So an engine with the whole
+prompt may be fuller than the emptiest one by `tolerance` of a batch, and one with a tenth of the prompt by a
+tenth of that: conversations stay on their engines, and a short beginning that all prompts have in common does
+not send all of them to one engine.
 
-What an engine was sent is remembered here and never asked for. What it has evicted since costs a computation,
-which another engine would have had too.
+The router remembers what each engine was sent and asks no engine. If an engine has evicted a prompt since,
+it computes the prompt again, as any other engine would have to.
 """
 
 import hashlib
@@ -14,15 +15,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic
 
-_STEP = 64  # bytes of the first steps
-_GROWS_AFTER = 64  # steps; each such group's steps are four times as long as those of the group before
+_STEP = 64  # bytes of each of the first steps
+_GROWS_AFTER = 64  # steps of one length; the steps after them are four times as long
 MOST_STEPS = 256
 
 
 def step_hashes(root: bytes, pieces: Iterable[bytes], *, whole_steps: bool) -> tuple[int, ...]:
-    """At most MOST_STEPS hashes of 64 bits, which with another `root` are all others.
+    """Make a chain of at most MOST_STEPS hashes of 64 bits; another `root` changes all of them.
 
-    No step spans two pieces. What is left of a piece is a step too, unless there are only `whole_steps`.
+    No step spans two pieces. The rest of a piece is a step too, except with `whole_steps`.
     """
     digest = hashlib.blake2b(root, digest_size=8).digest()
     hashes = list[int]()
@@ -41,7 +42,7 @@ def step_hashes(root: bytes, pieces: Iterable[bytes], *, whole_steps: bool) -> t
 
 
 def covered_bytes(n_steps: int) -> int:
-    """The most bytes of a prompt that its first `n_steps` cover."""
+    """Return the most bytes of a prompt that its first `n_steps` can cover."""
     groups, rest = divmod(n_steps, _GROWS_AFTER)
     return sum(_GROWS_AFTER * _step(_GROWS_AFTER * group) for group in range(groups)) + rest * _step(n_steps)
 
@@ -50,34 +51,35 @@ def _step(index: int) -> int:
     return _STEP << (2 * (index // _GROWS_AFTER))
 
 
-_MOST_HOLDERS = 8  # engines remembered for one beginning; more have it, and are found by their pressure
-# Two engines count as equally full if they differ by less: their loads are measured, not exact.
-_SAME = 1e-6
+_MOST_HOLDERS = 8  # engines that are remembered for one beginning
+_SAME = 1e-6  # difference below which two engines are equally full, because loads are measured
 
 
 class PrefixChoice:
-    """Remembers which engines were sent which beginnings. For one thread.
+    """Remembers which beginnings of prompts each engine was sent. For one thread.
 
-    An engine is any name that no other one gets. Memory: about 200 bytes for each of `most_steps`, the most
-    recently sent ones.
+    Engines are known by names that are never used again. It remembers the `most_steps` most recent steps, in
+    about 200 bytes each.
     """
 
     def __init__(self, *, tolerance: float = 0.5, most_steps: int = 1 << 17) -> None:
         self._tolerance = tolerance
         self._most_steps = most_steps
-        self._holders: OrderedDict[int, tuple[str, ...]] = OrderedDict()  # the last one first
+        self._holders: OrderedDict[int, tuple[str, ...]] = (
+            OrderedDict()
+        )  # engines by step, the most recent first
         self._n_chosen = 0
         self._last_chosen: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """The remembered steps."""
+        """Return the number of remembered steps."""
         return len(self._holders)
 
     def order(self, chain: Sequence[int], pressures: Mapping[str, float]) -> list[str]:
-        """All engines of `pressures`, the best for a prompt with this `chain` first.
+        """Order the engines of `pressures`, the best for a prompt with this `chain` first.
 
-        Among equals those go first that a hash of the chain's first step prefers, so that routers with
-        different memories often agree; without a chain, those that were chosen longest ago.
+        A hash of the chain's first step orders equally good engines, so that routers with different memories
+        often agree; without a chain the one that was chosen longest ago comes first.
         """
         depths = self._depths(chain, pressures)
         whole = covered_bytes(len(chain)) or 1
@@ -91,11 +93,13 @@ class PrefixChoice:
         return sorted(pressures, key=keys.__getitem__)
 
     def sent(self, chain: Sequence[int], name: str) -> None:
-        """A request with this chain went to engine `name`."""
+        """Remember that engine `name` was sent a request with this chain."""
         self._n_chosen += 1
         self._last_chosen[name] = self._n_chosen
         holders = self._holders
-        for step in reversed(chain):  # the first step is forgotten last: without it the others are not found
+        for step in reversed(
+            chain
+        ):  # the first step last, to be forgotten last: the others are found through it
             known = holders.get(step, ())
             if not known or known[0] != name:
                 others = [other for other in known if other != name]
@@ -105,11 +109,11 @@ class PrefixChoice:
             holders.popitem(last=False)
 
     def keep(self, names: set[str]) -> None:
-        """Only these engines are left. What the others were sent is never found again, and ages away."""
+        """Forget all engines but these. Steps of the others are never found again, and age away."""
         self._last_chosen = {name: turn for name, turn in self._last_chosen.items() if name in names}
 
     def _depths(self, chain: Sequence[int], names: Mapping[str, float]) -> dict[str, int]:
-        """How many steps from the beginning each engine was sent."""
+        """Count the steps from the beginning that each engine was sent."""
         depths = dict.fromkeys(names, 0)
         left = set(names)
         for depth, step in enumerate(chain, 1):
@@ -126,26 +130,28 @@ def _rendezvous(step: int, name: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-_UNSENT_SECONDS = 5.0  # a request that was given up before it was sent is never reported as ended
+_UNSENT_SECONDS = 5.0  # after which a request was probably given up unsent: its end is never reported
 
 
 class Ongoing:
-    """Counts requests from the choice of their engine on, so that a burst is spread before any of it arrives.
+    """Counts the requests of each engine, from their choice on so that a burst spreads over engines.
 
     For one thread. A request is known by its id.
     """
 
     def __init__(self) -> None:
-        self._chosen: dict[str, tuple[str, float]] = {}  # not known to have arrived; the oldest first
+        self._chosen: dict[
+            str, tuple[str, float]
+        ] = {}  # engine and time of requests that have not arrived; the oldest first
         self._running: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
 
     def count(self, engine: str) -> int:
-        """The requests that are at `engine`, or on their way."""
+        """Return the number of requests that `engine` runs or will soon get."""
         return self._counts[engine]
 
     def chose(self, request: str, engine: str, now: float | None = None) -> None:
-        """The request is about to be sent to `engine`; until it arrives, another may be chosen."""
+        """Count a request for `engine`; until it arrives, another engine may be chosen."""
         now = monotonic() if now is None else now
         self.ended(request)
         self._forget_unsent(now)
@@ -153,7 +159,7 @@ class Ongoing:
         self._counts[engine] += 1
 
     def arrived(self, request: str, engine: str) -> None:
-        """The engine has accepted the request. One that has ended meanwhile is not counted again."""
+        """Note that the engine has accepted the request, unless the request has ended meanwhile."""
         if (chosen := self._chosen.pop(request, None)) is None:
             return
         self._subtract(chosen[0])
@@ -161,7 +167,7 @@ class Ongoing:
         self._counts[engine] += 1
 
     def ended(self, request: str) -> None:
-        """The request has ended, or was refused."""
+        """Stop counting a request that has ended or was refused."""
         if (chosen := self._chosen.pop(request, None)) is not None:
             self._subtract(chosen[0])
         if (engine := self._running.pop(request, None)) is not None:

@@ -1,10 +1,10 @@
-"""From a request to a chain of hashes of its prompt, by which a router finds who has computed its beginning.
+"""Turns a prompt into a chain of hashes, by which a router finds the engine that computed its beginning.
 
 The router compares prompts before they are tokenized:
 
-- A text or a list of token ids ends with its last whole step. Of several prompts the first one counts.
-- A message ends a step, whatever its length. So a conversation's chain goes on where it ended a turn ago, and
-  the reply that has become part of the prompt since is among the steps that follow.
+- The chain of a text or a list of token ids ends with its last whole step. Only the first prompt counts.
+- Each message ends a step, whatever its length. So the chain of a conversation continues that of the turn
+  before, with steps for the reply and the new message.
 """
 
 import json
@@ -17,19 +17,19 @@ from starlette.exceptions import HTTPException
 from server.http.bodies.json_text import parse
 from server.ray.routing.prefix_choice import step_hashes
 
-# What stands before the messages in a rendered prompt, or chooses the form that they are rendered in.
+# Fields that are rendered before the messages, or that choose how messages are rendered.
 _BEFORE_MESSAGES = (
     *("tools", "documents", "chat_template", "chat_template_kwargs", "add_special_tokens"),
-    *("system", "thinking"),  # of Anthropic's protocol
+    *("system", "thinking"),  # in Anthropic's protocol
 )
 _KINDS = {"/v1/completions": "text", "/v1/chat/completions": "chat", "/v1/messages": "messages"}
 
 
 def prefix_chain(path: str, tenant: bytes, body: bytes) -> tuple[int, ...]:
-    """At most MOST_STEPS hashes of 64 bits; none if the request has no prompt or cannot be read.
+    """Make a chain of at most MOST_STEPS hashes of 64 bits; an empty one without a readable prompt.
 
-    Requests of different tenants, models or `cache_salt` share nothing. 100 KB take about a millisecond, so
-    call it by `run_for_request`.
+    Requests with different tenants, models or `cache_salt` share no hashes. 100 KB take about a millisecond,
+    so call it by `run_for_request`.
     """
     kind = _KINDS.get(path)
     if kind is None:
@@ -47,7 +47,7 @@ def prefix_chain(path: str, tenant: bytes, body: bytes) -> tuple[int, ...]:
         root = _canonical([kind, tenant.hex(), request.get("model"), request.get("cache_salt"), before])
         return step_hashes(root, pieces, whole_steps=whole_steps)
     except (HTTPException, TypeError, ValueError, OverflowError, RecursionError):
-        return ()  # the engine that gets it says what is wrong
+        return ()  # the engine says what is wrong with the request
 
 
 def _messages(request: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -58,7 +58,7 @@ def _messages(request: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _prompt(prompt: Any) -> tuple[str, bytes]:
-    """The first prompt's kind and bytes. Raises TypeError, and OverflowError for a huge token id."""
+    """Return the first prompt's kind and bytes. Raises TypeError, and OverflowError for a huge token id."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -69,5 +69,5 @@ def _prompt(prompt: Any) -> tuple[str, bytes]:
 
 
 def _canonical(value: Any) -> bytes:
-    """The same bytes for the same JSON value, whatever the order of an object's names."""
+    """Write a JSON value with sorted names, so that equal values have equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""Ray Serve's router for the engines: prefix_choice.py decides, and Ray sends."""
+"""Ray Serve's router for the engines: orders them by prefix_choice.py, and Ray sends the request."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,13 +11,13 @@ from server.ray.scaling import LOAD
 
 
 class PrefixRouter(RequestRouter):
-    """Chooses an engine by the `prefix` of an HttpCall. Each door has one, with a memory of its own.
+    """Chooses an engine by the `prefix` of an HttpCall. Each door has a router, and routers share no memory.
 
-    Without FIFOMixin each request goes where it was chosen to go, not where the first in line was.
+    It has no FIFOMixin, which would send the first request in line to the engine chosen for another.
     """
 
     def initialize_state(self, *, places: int = 32) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """`places` are the requests of a full batch."""
+        """Set up, with the number of requests in a full batch as `places`."""
         self._places = places
         self._choice = PrefixChoice()
         self._ongoing = Ongoing()
@@ -25,7 +25,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replicas one by one, the best first. If none accepts the request, Ray asks again later."""
+        """Order the replicas, the best first. If none accepts the request, Ray asks again later."""
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
@@ -37,21 +37,21 @@ class PrefixRouter(RequestRouter):
         return [[replicas[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """A replica accepted the request: nearly always the first choice."""
+        """Note which replica accepted the request: nearly always the first choice."""
         self._choice.sent(_prefix(pending_request), replica_id.unique_id)
         self._ongoing.arrived(pending_request.metadata.internal_request_id, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """The request has ended, well or not."""
+        """Stop counting a request that has ended or failed."""
         self._ongoing.ended(internal_request_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Replicas have come or gone, or have told a new load."""
+        """Forget replicas that are gone. Ray calls this for every change of replicas or their loads."""
         super().update_replicas(replicas)
         self._keep(replica.replica_id for replica in replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A replica's process is gone."""
+        """Forget a replica whose process is gone."""
         super().on_replica_actor_died(replica_id)
         self._keep(self.curr_replicas)
 
@@ -59,9 +59,9 @@ class PrefixRouter(RequestRouter):
         self._choice.keep({replica_id.unique_id for replica_id in replica_ids})
 
     def _pressure(self, name: str, replica: RunningReplica) -> float:
-        """How full a replica is. Its own word is late, but has the requests of all doors."""
-        told: dict[str, Any] = replica.routing_stats
-        return max(self._ongoing.count(name) / self._places, told.get(LOAD, 0.0))
+        """Compute how full a replica is. Its report is late, but counts the requests of all doors."""
+        reported: dict[str, Any] = replica.routing_stats
+        return max(self._ongoing.count(name) / self._places, reported.get(LOAD, 0.0))
 
 
 def _prefix(request: PendingRequest) -> tuple[int, ...]:
