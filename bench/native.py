@@ -22,8 +22,7 @@ from orca_jax.model.attention import attention_work
 from orca_jax.model.attention import split_attention as jax_attention
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import grouped_matmul, matmul
-from orca_jax.native.grouped import native_grouped
-from orca_jax.native.linear import native_linear
+from orca_jax.native.products import native_grouped, native_linear
 from orca_jax.native.split_attention import native_split_attention
 
 LAYERS = 8  # different weights or caches in a call, so that they come from memory as in a model

@@ -35,10 +35,10 @@ from orca_jax.aot.compiled_stage import (
 )
 from orca_jax.aot.described_gpu import described_devices
 from orca_jax.config import ParallelConfig
-from orca_jax.execution.capacity import slot_bytes
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.planning.known_devices import GPUS
+from orca_jax.planning.stage_memory import slot_bytes
 from orca_jax.sharding.partition import StagePart, split_model
 
 # Stages and devices of each: Table 1 for the paper's GPUs, and what fits in its memory for the H200.
@@ -112,7 +112,8 @@ def program_of(
 ) -> tuple[Program, CompiledStage]:
     """Compile a stage's forward program of one bucket, with the largest cache that is useful and fits."""
     weights = device_bytes(placed_parameters(model, part))
-    fits = int(memory_bytes * _FILLED - weights) // (slot_bytes(model, DTYPE.itemsize, part) * BLOCK_SIZE)
+    per_slot = slot_bytes(model, part.layers, len(part.group), DTYPE.itemsize)
+    fits = int(memory_bytes * _FILLED - weights) // (per_slot * BLOCK_SIZE)
     n_blocks = min(MAX_BS * -(-model.n_positions // BLOCK_SIZE), fits)
     start = time.perf_counter()
     compiled = compile_stage(model, part, bucket, max_bs=MAX_BS, n_blocks=n_blocks)
@@ -161,7 +162,7 @@ def measure(gpu: str, name: str, n_stages: int, tensor: int) -> Iterator[StageRo
         per_layer = {kind: (whole[kind] - single[kind]) / (len(part.layers) - 1) for kind in whole | single}
         outside = {kind: single[kind] - per_layer[kind] for kind in per_layer}
         assert all(Counter(c.kind for c in p.collectives) == whole for p in programs), "buckets differ"
-        per_slot = slot_bytes(model, DTYPE.itemsize, part)
+        per_slot = slot_bytes(model, part.layers, len(part.group), DTYPE.itemsize)
         work = max(program.temporaries + program.results for program in programs)
         yield StageRow(
             gpu=gpu,

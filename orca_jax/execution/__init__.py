@@ -1,5 +1,5 @@
-"""What runs in an iteration on a stage's devices: its compiled programs, and the worker that feeds them.
+"""A stage's work on its devices (ORCA 4.1): the compiled programs, and the worker that feeds them.
 
-Which kernel runs where is chosen here; what builds an engine of these is in launch/. Start with worker.py,
-then stage_programs.py, which has a function for each program.
+Kernels are chosen here (attention_backend.py, matmul_backend.py, sampling.py); launch/ builds engines of
+workers. Start with worker.py, then stage_programs.py, which has a function for each program.
 """

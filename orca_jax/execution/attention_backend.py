@@ -1,9 +1,10 @@
-"""Chooses the split attention of a stage's forward program; nothing else does.
+"""Chooses the split attention of a stage's forward program, by device and model; nothing else does.
 
 A CPU with AVX-512 or AVX2 and a C compiler runs it in C (native/), other CPUs in pure JAX with loops that
-follow the real lengths. GPUs use GPU_PATHS.
+follow the real lengths. For GPUs see GPU_PATHS.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -36,12 +37,12 @@ Device = Any  # a jax.Device
 
 
 class GpuPath(NamedTuple):
-    """The paths for GPUs of some compute capabilities; the first that supports the model is used."""
+    """The paths for some GPUs; the first of `takes` that supports the model is used."""
 
     gpus: str
-    capabilities: tuple[str, ...]  # empty: any other
+    capabilities: tuple[str, ...]  # compute capabilities; empty for all others
     takes: tuple[Attention, ...]
-    tested: str
+    tested: str  # how far, for docs
 
 
 _PLANNED = "planned by cuDNN 9.28 for a described {}; its mapping on the CPU; never run on one"
@@ -80,10 +81,10 @@ _EVERY_FEATURE = frozenset(get_args(Feature))
 _CAUSAL_AND_UNBIASED = _EVERY_FEATURE - {
     *("ALiBi", "a relative bias", "attention that is not causal", "latent keys and values")
 }
-# What each path computes beyond causal attention with as many K/V heads as query heads. The kernel's work
-# lists and cuDNN's masks are those of causal attention, and neither reads anything to add to scores. Neither
-# has heads as large as what latent attention compresses, nor reads values from the keys. The kernel's results
-# of rows that are not split are divided by their sums already, which a sink would join.
+# The features of each path, beyond causal attention with as many K/V heads as query heads. The kernel's work
+# lists and cuDNN's masks assume causal attention, and neither adds a bias to scores. Neither supports heads
+# as large as a latent key, or values that are read from the keys. The kernel divides the results of unsplit
+# rows by their softmax sums before a sink could be added to these.
 KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
     "native": _EVERY_FEATURE,
     "follow_lengths": _EVERY_FEATURE,
@@ -95,10 +96,10 @@ KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
 
 
 def features_of(config: ModelConfig) -> tuple[Feature, ...]:
-    """The features that any layer needs of attention, the encoder's included."""
+    """The features of attention that any layer needs, the encoder's included."""
     layers = {*config.layers, *(config.encoder.layers if config.encoder else ())}
     kinds = {kind for layer in layers for kind in (layer.attention, layer.cross) if kind is not None}
-    longest = config.n_positions  # a window of that many hides nothing
+    longest = config.n_positions  # a window of this size hides no key
     asked: dict[Feature, bool] = {
         "grouped heads": config.attention.group > 1 and config.attention.latent is None,
         "another scale": any(kind.scores.scale is not None for kind in kinds),
@@ -123,7 +124,7 @@ class AttentionChoice:
 
     def stored(self, device: Device, dtype: Any) -> np.dtype[Any]:
         """The dtype in which the device stores keys and values of `dtype`."""
-        # A GPU's kernel, interpreted, reads numbers alone.
+        # The GPU kernel, even interpreted, cannot read bfloat16 stored as uint16.
         as_bits = device.platform == "cpu" and self.kind != "interpreted"
         return dtype_on_cpu(dtype) if as_bits else np.dtype(dtype)
 
@@ -138,10 +139,10 @@ def choose_attention(
     forced: Attention | None = None,
     deterministic: bool = False,
 ) -> AttentionChoice:
-    """The attention for K/V blocks of `block_size` slots of `dtype` on a device, or the `forced` one.
+    """Choose the attention for K/V blocks of `block_size` slots of `dtype` on a device, unless `forced`.
 
-    `n_heads` is the number of the model's heads on this device. `deterministic`: rows are split at fixed
-    positions. Raises ConfigError if the forced one cannot run there.
+    `n_heads` is the number of the model's query heads on this device. With `deterministic` rows are split at
+    fixed positions. Raises ConfigError if the forced attention cannot run on the device.
     """
     n_kv_heads = config.n_kv_heads * n_heads // config.n_heads
     heads = (config.head_size, n_heads, n_kv_heads)
@@ -150,16 +151,16 @@ def choose_attention(
     model = _OnDevice(device, *sizes, features_of(config), windows, config.attention.latent)
     reasons: list[str] = []
     for kind in (forced,) if forced is not None else _preferred(device):
-        reason = model.against(kind)
+        reason = model.refusal(kind)
         if reason is None:
             path, description = model.path(kind)
             return AttentionChoice(path, kind, ": ".join([description, *reasons][:2]))
         if forced is not None:
             raise ConfigError(
-                f"attention is {forced!r}, but {reason}; leave it out, and what can run here is chosen"
+                f"attention is {forced!r}, but {reason}; leave it out, and one that can run here is chosen"
             )
         reasons = ["; ".join([*reasons, reason])]
-    raise AssertionError(f"{_preferred(device)} ends in one that runs anywhere")
+    raise AssertionError(f"the last of {_preferred(device)} runs anywhere")
 
 
 def _preferred(device: Device) -> tuple[Attention, ...]:
@@ -170,12 +171,12 @@ def _preferred(device: Device) -> tuple[Attention, ...]:
 
 
 def _capability(device: Device) -> str:
-    """The compute capability, such as "8.0"; other makers' devices have another form, or "None"."""
+    """An NVIDIA GPU's compute capability, such as "8.0"; other devices give another form, or "None"."""
     return str(getattr(device, "compute_capability", None))
 
 
 class _OnDevice(NamedTuple):
-    """A model's sizes and the device that it runs on."""
+    """A device and the sizes of the model that it runs."""
 
     device: Device
     head_size: int
@@ -185,16 +186,16 @@ class _OnDevice(NamedTuple):
     dtype: str
     deterministic: bool
     features: tuple[Feature, ...]
-    windows: tuple[int | None, ...]  # of the layers, each once
+    windows: tuple[int | None, ...]  # the layers' different windows
     latent: Latent | None = None
 
     @property
     def value_part(self) -> int | None:
-        """Elements of a key that are its value."""
+        """Size of a value that is the first elements of its key; None if values are stored separately."""
         return None if self.latent is None else self.latent.rank
 
     def path(self, kind: Attention) -> tuple[AttentionPath, str]:
-        """The path of a kind that can run, and its description."""
+        """The path of a kind that `refusal` does not refuse, and its description."""
         if kind == "native":
             return self._in_both_forms(Native(), "native split attention")
         if kind == "follow_lengths":
@@ -212,18 +213,18 @@ class _OnDevice(NamedTuple):
         return replace(kernel, n_cores=1, interpret=True), "split-attention kernel, interpreted"
 
     def _in_both_forms(self, path: PureJax | Native, description: str) -> tuple[AttentionPath, str]:
-        """The path and its description; of latent attention the plain form is beside the absorbed one.
+        """The path and its description, for latent attention with the plain form next to the absorbed one.
 
-        With --deterministic there is one form: a row's depends on how many of its tokens come at once, as
-        when a request resumes. Nor are there two with static shapes: a program would compute both for all.
+        A row's form depends on how many of its tokens are computed at once, which differs when a request
+        resumes, so --deterministic uses one form. So do static shapes, where both would run for all rows.
         """
         if self.latent is None or self.deterministic:
             return path, description
         in_c = isinstance(path, Native) and self._has_plain_in_c(self.latent)
         return LatentByRow(path, self.latent, in_c), f"{description}, prompts in the plain form"
 
-    def _has_plain_in_c(self, own: Latent) -> bool:
-        sizes = {name: getattr(own, name) for name in ("rank", "rotary_size", "plain_size", "value_size")}
+    def _has_plain_in_c(self, latent: Latent) -> bool:
+        sizes = {name: getattr(latent, name) for name in ("rank", "rotary_size", "plain_size", "value_size")}
         if plain_latent.unsupported(self.dtype, **sizes) is not None:
             return False
         try:
@@ -231,8 +232,8 @@ class _OnDevice(NamedTuple):
         except NotBuilt:
             return False
 
-    def against(self, kind: Attention) -> str | None:
-        """Why a kind cannot run, as a clause; None if it can."""
+    def refusal(self, kind: Attention) -> str | None:
+        """Why a kind of attention cannot run, as a clause; None if it can."""
         sizes = (self.head_size, self.block_size, self.dtype, self.n_heads, self.n_kv_heads)
         unknown = [feature for feature in self.features if feature not in KNOWN_FEATURES[kind]]
         if unknown:
@@ -240,9 +241,8 @@ class _OnDevice(NamedTuple):
         if kind == "native":
             return self._not_native(sizes)
         if kind == "kernel":
-            return self._not_of("9.0", "no Hopper GPU (9.0), for which the kernel is written") or unsupported(
-                *sizes
-            )
+            wanted = "no Hopper GPU (9.0), for which the kernel is written"
+            return self._other_gpu(["9.0"], wanted) or unsupported(*sizes)
         if kind == "interpreted":
             return unsupported(*sizes)
         if kind == "cudnn":
@@ -255,18 +255,19 @@ class _OnDevice(NamedTuple):
         reason = native.unsupported(*sizes, self.value_part)
         if reason is None:
             try:
-                own = (self.head_size, self.block_size, self.dtype, self.dtype, self.value_part)
-                native.attention_target(*own)
+                native.attention_target(
+                    self.head_size, self.block_size, self.dtype, self.dtype, self.value_part
+                )
             except NotBuilt as error:
                 return str(error)
         return reason
 
     def _not_cudnn(self, sizes: tuple[int, int, str, int, int]) -> str | None:
         capabilities = [each for path in GPU_PATHS if "cudnn" in path.takes for each in path.capabilities]
-        reason = self._not_of(*capabilities, "none of the GPUs that cuDNN's attention is for")
+        reason = self._other_gpu(capabilities, "none of the GPUs that cuDNN's attention is for")
         if reason is None and self.deterministic:
-            # It is documented to give the same result in every run. But where it splits a row's keys is not
-            # documented, and may depend on the lengths of other rows.
+            # cuDNN documents that every run gives the same result, but not where it splits a row's keys. That
+            # may depend on the lengths of other rows.
             reason = "cuDNN does not say where it splits a row, which --deterministic must know"
         if reason is None:
             reason = cudnn.unsupported(*sizes)
@@ -274,10 +275,10 @@ class _OnDevice(NamedTuple):
             reason = cudnn.refusal(self.device, *sizes)
         return reason
 
-    def _not_of(self, *capabilities_and_name: str) -> str | None:
-        *capabilities, name = capabilities_and_name
+    def _other_gpu(self, capabilities: Sequence[str], complaint: str) -> str | None:
+        """The complaint about this device, unless it has one of these compute capabilities."""
         capability = _capability(self.device)
         if capability in capabilities:
             return None
         has = "" if capability == "None" else f" has compute capability {capability} and"
-        return f"{self.device.device_kind}{has} is {name}"
+        return f"{self.device.device_kind}{has} is {complaint}"

@@ -1,13 +1,10 @@
-"""The implementations of split attention, each as a path of a stage's forward program.
-
-A path is traced into the forward program. If it also has work for the host, the host does it once per
-iteration, and passes it as words after the flat batch's buffer.
-"""
+"""The implementations of split attention that a stage's forward program may use."""
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypedDict, runtime_checkable
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +18,7 @@ from orca_jax.families.attention_config import Attention as AttentionConfig
 from orca_jax.families.attention_config import Latent
 from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout
 from orca_jax.model import attention as pure_jax
-from orca_jax.model.context import Attend, Placing
+from orca_jax.model.context import Attend, AttendAndPlace
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.latent import ByRow, plain_attention
 from orca_jax.model.rotation import Rotation
@@ -32,13 +29,13 @@ from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.work_list.bounds import Plan
 from orca_jax.pallas.work_list.work_items import work_items
 
-SLAB = 64  # tokens in the absorbed form at a time, at least, beside rows in the plain one
+SLAB = 64  # the fewest tokens of an absorbed slab, in a program that also runs rows in the plain form
 
-Numbers = jax.Array | None  # what is added to the scores, or sinks, in a form that `Attend` describes
+Numbers = jax.Array | None  # `bias` or `sinks` of `Attend`
 
 
-class _Form(TypedDict):
-    """A layer's attention as keyword arguments of pure JAX and C."""
+class _Options(TypedDict):
+    """Keyword arguments that the pure JAX and the native attention have in common."""
 
     scale: float
     window: int | None
@@ -50,93 +47,83 @@ class _Form(TypedDict):
     value_size: int | None
 
 
-def _form(own: AttentionConfig, bias: Numbers, sinks: Numbers) -> _Form:
+def _options(layer: AttentionConfig, bias: Numbers, sinks: Numbers) -> _Options:
     return {
-        "scale": own.scale,
-        "window": own.scores.window,
-        "soft_cap": own.scores.soft_cap,
-        "slopes": None if own.scores.alibi is None else bias,
-        "causal": own.causal,
-        "relative": None if own.scores.relative is None else bias,
+        "scale": layer.scale,
+        "window": layer.scores.window,
+        "soft_cap": layer.scores.soft_cap,
+        "slopes": None if layer.scores.alibi is None else bias,
+        "causal": layer.causal,
+        "relative": None if layer.scores.relative is None else bias,
         "sinks": sinks,
-        "value_size": own.value_part,
+        "value_size": layer.value_part,
     }
 
 
-class AttentionPath(Protocol):
-    """An implementation of split attention."""
+class AttentionPath(ABC):
+    """An implementation of split attention, traced into a stage's forward program.
+
+    A path may divide its work on the host, once for each iteration and for all layers. The result is a number
+    of 32-bit words, which depends on the bucket alone; they follow the flat batch in the program's buffer.
+    """
 
     def n_words(self, layout: FlatLayout) -> int:
-        """The number of 32-bit words that the host prepares for a bucket."""
-        ...
-
-    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        """Attention bound to this iteration's tables; `batch` and `words` [n_words] are traced."""
-        ...
-
-
-@runtime_checkable
-class HostWork(Protocol):
-    """A path for which the host prepares words."""
+        """Number of words that the host prepares for a bucket."""
+        return 0
 
     def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        """The words [n_words] for one iteration; `batch` holds numpy arrays."""
-        ...
+        """The words [n_words] of one iteration; `batch` holds numpy arrays."""
+        return np.zeros(0, np.int32)
+
+    @abstractmethod
+    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
+        """Attention bound to this iteration's tables; `batch` and `words` [n_words] are traced."""
 
 
 @dataclass(frozen=True, slots=True)
-class PureJax:
-    """XLA's own operations (model/attention.py)."""
+class PureJax(AttentionPath):
+    """XLA's own operations (model/attention.py). All layers share the iteration's tiles."""
 
     follow_lengths: bool
 
-    def n_words(self, layout: FlatLayout) -> int:
-        """0: the work is divided on the device."""
-        return 0
-
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        """The tiles of both phases are made once and shared by all layers."""
         work = pure_jax.attention_work(
             batch.row_start, batch.kv_length, layout.n_tokens, follow_lengths=self.follow_lengths
         )
 
         def attend(
-            q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Numbers, sinks: Numbers
+            q: jax.Array, cache: LayerCache, layer: AttentionConfig, bias: Numbers, sinks: Numbers
         ) -> jax.Array:
             return pure_jax.split_attention(
-                q[:, : own.group],
+                q[:, : layer.group],
                 cache,
                 batch.block_table,
                 batch.row_start,
                 batch.kv_length,
                 work,
                 follow_lengths=self.follow_lengths,
-                **_form(own, bias, sinks),
+                **_options(layer, bias, sinks),
             )
 
         return attend
 
 
 @dataclass(frozen=True, slots=True)
-class Native:
+class Native(AttentionPath):
     """native/split_attention.c, called once per layer."""
-
-    def n_words(self, layout: FlatLayout) -> int:
-        """0: it reads the batch's own tables."""
-        return 0
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
         return _NativeAttend(batch)
 
 
 @dataclass(frozen=True, slots=True)
-class _NativeAttend(Placing):
+class _NativeAttend(AttendAndPlace):
     """Attention and the writing of the cache in C, bound to an iteration's tables."""
 
     batch: FlatArrays
 
     def __call__(
-        self, q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Numbers, sinks: Numbers, /
+        self, q: jax.Array, cache: LayerCache, layer: AttentionConfig, bias: Numbers, sinks: Numbers, /
     ) -> jax.Array:
         return native_split_attention(
             q,
@@ -145,8 +132,8 @@ class _NativeAttend(Placing):
             self.batch.block_table,
             self.batch.row_start,
             self.batch.kv_length,
-            group=own.group,
-            **_form(own, bias, sinks),
+            group=layer.group,
+            **_options(layer, bias, sinks),
         )
 
     def place(
@@ -161,7 +148,6 @@ class _NativeAttend(Placing):
         key: int,
         interleaved: bool,
     ) -> tuple[jax.Array, LayerCache]:
-        """In one call into C (native/place.c)."""
         queries, *written = native_place(
             heads,
             values,
@@ -177,28 +163,25 @@ class _NativeAttend(Placing):
 
 
 @dataclass(frozen=True, slots=True)
-class LatentByRow:
-    """Latent attention that is in the plain form in rows where that is less work: in C, or in pure JAX.
+class LatentByRow(AttentionPath):
+    """Latent attention in the plain form for rows where that is less work, `absorbed` for all others.
 
-    The other rows take `absorbed`, and so do all rows of a program with one token for each row.
+    The plain form runs in C or in pure JAX. A program with one token for each row has no plain form.
     """
 
     absorbed: PureJax | Native
     latent: Latent
     in_c: bool
 
-    def n_words(self, layout: FlatLayout) -> int:
-        """0, as of both forms."""
-        return 0
-
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        some = self.latent.is_plain(layout.n_tokens, layout.n_tokens)  # a whole prompt; else no row is
-        if not some or layout.n_tokens == layout.n_rows:
+        # If not even a prompt that fills the bucket is worth the plain form, no row of this program is.
+        may_be_plain = self.latent.is_plain(layout.n_tokens, layout.n_tokens)
+        if not may_be_plain or layout.n_tokens == layout.n_rows:
             return self.absorbed.bind(layout, batch, words)
         n_new = jnp.diff(batch.row_start)
         is_plain = self.latent.is_plain(n_new, batch.kv_length)
-        of_plain = jnp.where(is_plain, batch.kv_length, 0)
-        # The other rows' tokens, one after the other, are cut into slabs.
+        plain_kv_length = jnp.where(is_plain, batch.kv_length, 0)
+        # The other rows' tokens are laid end to end and cut into slabs.
         size = min(layout.n_tokens, max(layout.n_rows, SLAB))
         n_others = jnp.where(is_plain, 0, n_new)
         ends = jnp.cumsum(n_others)
@@ -209,29 +192,28 @@ class LatentByRow:
             token = (batch.row_start[1:] - ends).at[row].get(mode="clip") + place
             end = jnp.clip(ends - first, 0, size)
             start = jnp.concatenate([jnp.zeros(1, jnp.int32), end])
-            later = ends - jnp.minimum(ends, first + size)  # of a row's tokens
-            there = jnp.where(jnp.diff(start) > 0, batch.kv_length - later, 0)
-            own = batch._replace(row_start=start, kv_length=there)
-            attend = self.absorbed.bind(replace(layout, n_tokens=size), own, words)
+            n_later = ends - jnp.minimum(ends, first + size)  # a row's tokens in later slabs
+            kv_length = jnp.where(jnp.diff(start) > 0, batch.kv_length - n_later, 0)
+            in_slab = batch._replace(row_start=start, kv_length=kv_length)
+            attend = self.absorbed.bind(replace(layout, n_tokens=size), in_slab, words)
             return jnp.where(place < ends[-1], token, layout.n_tokens), attend
 
-        def plain(q: jax.Array, cache: LayerCache, makes: jax.Array, own: AttentionConfig) -> jax.Array:
-            rows = (makes, batch.block_table, batch.row_start, of_plain)
+        def plain(q: jax.Array, cache: LayerCache, weight: jax.Array, layer: AttentionConfig) -> jax.Array:
+            rows = (weight, batch.block_table, batch.row_start, plain_kv_length)
             if self.in_c:
-                return native_plain_latent(q, cache.keys, *rows, scale=own.scale)
-            return plain_attention(q, cache, *rows, scale=own.scale)
+                return native_plain_latent(q, cache.keys, *rows, scale=layer.scale)
+            return plain_attention(q, cache, *rows, scale=layer.scale)
 
         return ByRow(self.absorbed.bind(layout, batch, words), plain, slab, -(-ends[-1] // size))
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
-    """The Mosaic GPU kernel (pallas/split_attention.py): one launch per layer, its work lists made on the
-    host.
+class Kernel(AttentionPath):
+    """The Mosaic GPU kernel (pallas/split_attention.py), one launch per layer.
 
-    `n_kv_heads` (K), each with `group` query heads; `n_cores` streaming multiprocessors; K/V blocks of
-    `block_size` slots; `windows`, one list for each. `fixed` splits rows at fixed positions. `interpret` runs
-    it on the CPU.
+    The host makes a work list for each of the model's `windows`. Each of `n_kv_heads` has `group` query
+    heads; `n_cores` is the number of streaming multiprocessors. `fixed` splits rows at fixed positions;
+    `interpret` runs the kernel on the CPU.
     """
 
     n_kv_heads: int
@@ -249,7 +231,6 @@ class Kernel:
         return [plan.fixed(max_keys) for plan in plans] if self.fixed else plans
 
     def n_words(self, layout: FlatLayout) -> int:
-        """The words of the work lists."""
         return sum(math.prod(plan.list_shape) for plan in self._plans(layout))
 
     def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
@@ -262,18 +243,18 @@ class Kernel:
         work_of = {plan.window: (plan, lists[i]) for i, plan in enumerate(plans)}
 
         def attend(
-            q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Numbers, sinks: Numbers
+            q: jax.Array, cache: LayerCache, layer: AttentionConfig, bias: Numbers, sinks: Numbers
         ) -> jax.Array:
-            plan, work = work_of[own.scores.window]
+            plan, work = work_of[layer.scores.window]
             return split_attention(
                 q,
                 *cache.both,
                 batch.block_table,
                 batch.row_start,
                 batch.kv_length,
-                scale=own.scale,
-                window=own.scores.window,
-                soft_cap=own.scores.soft_cap,
+                scale=layer.scale,
+                window=layer.scores.window,
+                soft_cap=layer.scores.soft_cap,
                 work=work,
                 plan=plan,
                 interpret=self.interpret,
@@ -283,10 +264,11 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Cudnn:
-    """cuDNN's paged attention (cudnn/split_attention.py) over blocks of `block_size` slots.
+class Cudnn(AttentionPath):
+    """cuDNN's paged attention (cudnn/split_attention.py).
 
-    The host's words serve all `windows`. Tests, which have no such GPU, pass a reference as `call`.
+    The host's words, the tiles and each token's place in the results, serve all of the model's `windows`.
+    Tests, which have no such GPU, pass the reference as `call`.
     """
 
     block_size: int
@@ -297,7 +279,6 @@ class Cudnn:
         return TilePlan(layout.n_tokens, layout.n_rows)
 
     def n_words(self, layout: FlatLayout) -> int:
-        """The words of the tiles, and of the position of each token's result."""
         return self._plan(layout).n_words
 
     def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
@@ -309,10 +290,10 @@ class Cudnn:
         work_of = {window: make(*rows, words, window=window) for window in self.windows}
 
         def attend(
-            q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Numbers, sinks: Numbers
+            q: jax.Array, cache: LayerCache, layer: AttentionConfig, bias: Numbers, sinks: Numbers
         ) -> jax.Array:
-            window = own.scores.window
-            options = {"group": own.group, "scale": own.scale, "window": window, "sinks": sinks}
+            window = layer.scores.window
+            options = {"group": layer.group, "scale": layer.scale, "window": window, "sinks": sinks}
             return by_cudnn.split_attention(q, *cache.both, work_of[window], **options, call=self.call)
 
         return attend

@@ -1,4 +1,4 @@
-"""The memory of a stage's devices, and how many slots fit into it."""
+"""Measures the memory of a stage's devices, and checks that weights and slots fit into it."""
 
 import os
 
@@ -11,12 +11,9 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.known_devices import MODEST_KV_BYTES
 from orca_jax.planning.stage_memory import StageRoom, stage_weight_bytes
-from orca_jax.planning.stage_memory import slot_bytes as stage_slot_bytes
 from orca_jax.sharding.partition import StagePart
 from orca_jax.workers.environment import held_fraction
 
-# If no size is given: on a CPU, and on a device that does not report its memory.
-DEFAULT_KV_BYTES = MODEST_KV_BYTES
 _WITH_WEIGHTS = 64 << 20  # other device memory that may be in use once the weights are loaded
 _BLOCK_SIZE = ServingConfig().block_size
 
@@ -31,13 +28,13 @@ def stage_room(
     attention: Attention | None = None,
     memory_fraction: float | None = None,
 ) -> StageRoom:
-    """The room on a stage's devices beside its weights, loaded or not, from which n_slots is chosen.
+    """The room that a stage's weights, loaded or not, leave on its devices; n_slots is chosen from it.
 
-    `dtype` is that of weights, keys and values. `n_devices` counts those of all stages: if they are CPU
-    devices, they share the machine's memory. `attention` is chosen by device and model unless given.
-    `memory_fraction` is the share of each device's memory that this engine may use: by default all that JAX
-    reserves on a GPU, and a modest part on a CPU. Raises ConfigError if it exceeds what JAX reserves, and as
-    `choose_attention` does.
+    `dtype` is that of weights, keys and values. `n_devices` counts the devices of all stages: CPU devices
+    share the machine's memory. `attention` is chosen by device and model unless given. `memory_fraction` is
+    the share of each device's memory that this engine may use: by default all that JAX reserves on a GPU, and
+    a modest part on a CPU. Raises ConfigError if it exceeds JAX's reservation, and as `choose_attention`
+    does.
     """
     device = part.group.devices[0]
     cpu = device.platform == "cpu"
@@ -50,7 +47,7 @@ def stage_room(
         dtype=dtype,
         forced=attention,
     )
-    modest = DEFAULT_KV_BYTES // n_devices if free is None or (cpu and memory_fraction is None) else None
+    modest = MODEST_KV_BYTES // n_devices if free is None or (cpu and memory_fraction is None) else None
     return StageRoom(
         layers=part.layers,
         n_devices=len(part.group),
@@ -71,12 +68,9 @@ def check_slots(config: ModelConfig, room: StageRoom, shape: EngineShape, *, n_d
 def check_weights(config: ModelConfig, itemsize: int, part: StagePart, *, n_devices: int) -> None:
     """Check that the weights fit, before loading them exhausts the machine's memory. Raises ConfigError."""
     n_bytes = stage_weight_bytes(config, part.layers, len(part.group), itemsize)
-    _refuse("the weights", n_bytes, _free_bytes(part, n_devices), n_devices)
-
-
-def slot_bytes(config: ModelConfig, itemsize: int, part: StagePart) -> int:
-    """The bytes of one slot on each of a stage's devices."""
-    return stage_slot_bytes(config, part.layers, len(part.group), itemsize)
+    memory = _usable(part, n_devices, None)
+    free = None if memory is None else max(0, memory - _in_use(part))
+    _refuse("the weights", n_bytes, free, n_devices)
 
 
 def _refuse(what: str, n_bytes: int, free: int | None, n_devices: int) -> None:
@@ -90,11 +84,11 @@ def _left(
 ) -> int | None:
     """Each device's memory for everything but the weights, within the fraction; None if not reported.
 
-    It is the same at each start, and before and after the weights are loaded, so that sizes, and therefore
-    cached programs, stay the same: memory in use counts only if it exceeds the weights and what comes with
-    them.
+    The result is the same at each start, before and after the weights are loaded, because sizes that differ
+    would need other compiled programs. So memory in use counts only if it exceeds the weights by more than
+    loading them explains.
     """
-    memory = _whole(part, n_devices, memory_fraction)
+    memory = _usable(part, n_devices, memory_fraction)
     if memory is None:
         return None
     weights = stage_weight_bytes(config, part.layers, len(part.group), itemsize)
@@ -102,18 +96,12 @@ def _left(
     return max(0, memory - (in_use if in_use > weights + _WITH_WEIGHTS else weights))
 
 
-def _free_bytes(part: StagePart, n_devices: int) -> int | None:
-    """The free memory of each of a stage's devices; None if not reported."""
-    memory = _whole(part, n_devices, None)
-    return None if memory is None else max(0, memory - _in_use(part))
-
-
 def _in_use(part: StagePart) -> int:
     """Bytes allocated by JAX on each device; 0 if not reported."""
     return (part.group.devices[0].memory_stats() or {}).get("bytes_in_use", 0)
 
 
-def _whole(part: StagePart, n_devices: int, memory_fraction: float | None) -> int | None:
+def _usable(part: StagePart, n_devices: int, memory_fraction: float | None) -> int | None:
     """The memory that may be used on each of a stage's devices; None if not reported."""
     device = part.group.devices[0]
     if device.platform == "cpu":

@@ -21,9 +21,9 @@ def keep_compiled_programs(
     """Enable JAX's persistent cache for all programs of this process, including small ones and autotuning.
 
     Programs are stored in the `compile_cache_folder`; None disables the cache. `stage` is (index from 0,
-    number of stages) if stages have processes of their own. Each then has a subfolder, because JAX writes
-    files in place and processes that start together would read each other's incomplete files. Returns the
-    folder, or None. Raises ConfigError.
+    number of stages) if each stage has a process. Each process then has a subfolder, because JAX writes files
+    in place, and processes that start together would read each other's incomplete files. Returns the folder,
+    or None. Raises ConfigError.
     """
     path = compile_cache_folder(folder, os.environ)
     before = _in_use()

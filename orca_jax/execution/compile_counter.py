@@ -13,28 +13,23 @@ from orca_jax.errors import NotCompiledAhead
 
 LOGGER = logging.getLogger("orca_jax.compile")
 
-# JAX sends the first as a scalar when it asks XLA for a program and as a duration when it has it, and the
-# second in between if the program was in the disk cache.
+# JAX sends _COMPILE as a scalar when it asks XLA for a program, and as a duration when the program is there.
+# In between it sends _FROM_DISK if the program was in the disk cache.
 _COMPILE = "/jax/core/compile/backend_compile_duration"
 _FROM_DISK = "/jax/compilation_cache/cache_hits"
 
 
 @dataclass(frozen=True, slots=True)
 class CompileCounts:
-    """Since the counter was made: programs that JAX requested from XLA, how many of them came from disk, and
-    the seconds of all, summed over threads.
-    """
+    """What a counter has counted."""
 
-    programs: int = 0
-    from_disk: int = 0
-    seconds: float = 0.0
+    programs: int = 0  # that JAX requested from XLA
+    from_disk: int = 0  # of these, read from the disk cache
+    seconds: float = 0.0  # summed over threads
 
 
 class CompileCounter:
-    """Listens to JAX's monitoring events from construction until `close`. Thread-safe.
-
-    JAX sends every event to all listeners of a process, whichever code compiles.
-    """
+    """Counts from construction until `close`, whichever code of the process compiles. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,7 +47,7 @@ class CompileCounter:
             return CompileCounts(self._programs, self._from_disk, self._seconds)
 
     def watch(self, thread: str | None, on_compile: OnCompile) -> None:
-        """From now on, treat compiles on threads with this name as unexpected; None: none are.
+        """From now on, treat compiles on threads with this name as unexpected; with None, no compile is.
 
         An unexpected compile logs a warning, once per function. With "error" it is refused before it begins:
         the caller gets NotCompiledAhead.

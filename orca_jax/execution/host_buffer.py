@@ -1,8 +1,7 @@
-"""The buffer that the host makes for a program: the flat batch, and behind it the words of attention.
+"""The buffer that the host makes for a program: the flat batch, then attention's words.
 
-The last layer of the last stage attends from each row's last token alone. It has words of its own, behind
-those of the other layers. There are none where the bucket has a token for each row: there all layers are
-alike.
+In the last stage's last layer only each row's last token attends, so the words of the other layers are
+followed by words for that layer. A bucket with one token for each row needs none: its layers are all alike.
 """
 
 from dataclasses import dataclass, replace
@@ -12,28 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.execution.attention_paths import AttentionPath, HostWork
+from orca_jax.execution.attention_paths import AttentionPath
 from orca_jax.iteration.flat_batch import FlatArrays, FlatBatch, FlatLayout, aligned
 from orca_jax.model.context import Attend
 
 
 @dataclass(frozen=True, slots=True)
 class HostBuffer:
-    """The buffers of a stage's programs; of the `last` stage or of another."""
+    """The layout of a program's buffer; with `last` the last layer attends from last tokens alone."""
 
     path: AttentionPath
     last: bool
 
     def size(self, layout: FlatLayout) -> int:
-        """The 32-bit words of an iteration's buffer."""
+        """Number of 32-bit words in an iteration's buffer."""
         last = self._last_tokens(layout)
         return self._first(layout) + (0 if last is None else self.path.n_words(last))
 
     def fill(self, flat: FlatBatch) -> npt.NDArray[np.int32]:
         """An iteration's buffer, [size] int32."""
-        if not isinstance(self.path, HostWork):
-            return flat.buffer
         layout, last = flat.layout, self._last_tokens(flat.layout)
+        if not self.path.n_words(layout):
+            return flat.buffer
         words = [flat.buffer, self.path.words(layout, flat.arrays)]
         if last is not None:
             words.append(np.zeros(self._first(layout) - sum(map(len, words)), np.int32))
@@ -51,7 +50,7 @@ class HostBuffer:
     ) -> tuple[Attend, jax.Array] | None:
         """Attention of each row's last token, and the number of rows [1] int32; None if all layers are alike.
 
-        As in decode, a row is one query, of all of the row's keys.
+        As in decode, each row is one query, which attends to all of the row's keys.
         """
         last = self._last_tokens(layout)
         if last is None:
@@ -61,13 +60,13 @@ class HostBuffer:
         return self.path.bind(last, batch._replace(row_start=row_start), words), row_start[-1:]
 
     def bind_cross(self, layout: FlatLayout, batch: FlatArrays) -> Attend | None:
-        """Cross attention of all tokens, of which a row's keys are its encoder's; None without an encoder."""
+        """Cross attention of all tokens to their row's encoder output; None without an encoder."""
         if not layout.max_encoder_blocks:
             return None
         return self._cross(layout, batch)
 
     def bind_last_cross(self, layout: FlatLayout, batch: FlatArrays) -> Attend | None:
-        """The same of each row's last token; `layout` and `batch` are those of all tokens."""
+        """Cross attention of each row's last token; `layout` and `batch` are those of all tokens."""
         last = self._last_tokens(layout)
         if last is None or not layout.max_encoder_blocks:
             return None
@@ -76,14 +75,14 @@ class HostBuffer:
     def _cross(self, layout: FlatLayout, batch: FlatArrays) -> Attend:
         layout = replace(layout, max_blocks=layout.max_encoder_blocks, max_encoder_blocks=0)
         assert not self.path.n_words(layout), "no path with work for the host knows cross attention"
-        own = batch._replace(kv_length=batch.encoder_length, block_table=batch.encoder_table)
-        return self.path.bind(layout, own, jnp.zeros(0, jnp.int32))
+        encoded = batch._replace(kv_length=batch.encoder_length, block_table=batch.encoder_table)
+        return self.path.bind(layout, encoded, jnp.zeros(0, jnp.int32))
 
     def _last_tokens(self, layout: FlatLayout) -> FlatLayout | None:
         return layout.last_tokens if self.last else None
 
     def _first(self, layout: FlatLayout) -> int:
-        """Where the words of the last layer begin."""
+        """Index of the last layer's first word."""
         n_words = layout.size + self.path.n_words(layout)
         return n_words if self._last_tokens(layout) is None else aligned(n_words)
 

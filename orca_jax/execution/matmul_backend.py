@@ -1,7 +1,8 @@
-"""Chooses the matrix product for a stage's linear layers, experts and head; nothing else does.
+"""Chooses the matrix products of a stage's linear layers, experts and head; nothing else does.
 
 On a CPU with AVX-512 or AVX2 and a C compiler, float32 and bfloat16 weights use the product in C (native/).
-Experts use a kernel on Hopper GPUs (pallas/grouped_product.py). Everything else is in JAX (model/layers.py).
+Experts use a kernel on Hopper GPUs (pallas/grouped_product.py). XLA computes all other products
+(model/layers.py).
 """
 
 from dataclasses import dataclass, replace
@@ -13,9 +14,15 @@ import numpy as np
 
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.native.compiler import NotBuilt
-from orca_jax.native.grouped import native_grouped
-from orca_jax.native.linear import DTYPES, has_form, linear_target, native_linear
-from orca_jax.native.mixture import has_mixture_form, native_mixture
+from orca_jax.native.products import (
+    DTYPES,
+    has_form,
+    has_mixture_form,
+    linear_target,
+    native_grouped,
+    native_linear,
+    native_mixture,
+)
 from orca_jax.pallas.grouped_product import grouped_product
 from orca_jax.pallas.work_list.product_shape import unsupported
 
@@ -24,11 +31,11 @@ Device = Any  # a jax.Device
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The native product or XLA's; `description` is shown at startup, empty if there is no alternative.
+    """The chosen products. `description` is shown at startup; it is empty if there is no alternative.
 
-    `whole`: padding is computed too, because the number of tokens decides in which order sums are made, and
-    the products are `steady`. Of experts padding is not computed. `kernel_cores`: the cores of a GPU for
-    which the experts' kernel is written.
+    With `whole`, linear layers compute padding too, so that the order of sums does not depend on the number
+    of tokens, and all products are `steady`. `kernel_cores` is the number of cores of a GPU that runs the
+    experts' kernel.
     """
 
     native: bool
@@ -37,11 +44,11 @@ class Products:
     kernel_cores: int | None = None
 
     def describe_with(self, attention: str) -> str:
-        """The startup text for attention and for the products."""
+        """The startup text about attention and products."""
         return f"{attention}; {self.description}" if self.description else attention
 
     def bind(self, n_tokens: jax.Array | None) -> Matmul:
-        """The product for an iteration of which the first `n_tokens` [1] int32 are real; None: all are."""
+        """The products of an iteration whose first `n_tokens` [1] int32 are real; None if all are."""
         if not self.native:
             chosen = matmul
             if self.kernel_cores is not None:
@@ -76,7 +83,7 @@ def _grouped_on_gpu(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, n_core
 
 
 def choose_products(device: Device, dtype: Any, *, deterministic: bool = False) -> Products:
-    """The product for weights of `dtype` on a device; `deterministic`: padding is computed too."""
+    """Choose the products for weights of `dtype` on a device."""
     if device.platform != "cpu":
         hopper = str(getattr(device, "compute_capability", None)) == "9.0"
         return Products(native=False, kernel_cores=getattr(device, "core_count", 2) if hopper else None)

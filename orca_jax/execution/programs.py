@@ -15,7 +15,7 @@ import jax
 import jax.stages
 from jax.experimental.mosaic.gpu import fragmented_array
 
-OnProgram = Callable[[int, int, str], object]  # number done, total, name of the one begun last
+OnProgram = Callable[[int, int, str], object]  # programs compiled, all programs, the newest one's name
 
 _ASK = "_get_ptxas_isa_version"
 _MAX_THREADS = 16
@@ -27,8 +27,8 @@ _lowering = threading.Lock()
 class Program:
     """A jitted function that stores its ahead-of-time compiled forms, and calls one if it fits.
 
-    `key` maps a call's arguments to what distinguishes one compiled form from another. A form that was not
-    compiled ahead is compiled at its first call. Arrays must have the shardings that `compile` was given.
+    `key` maps a call's arguments to the key of a compiled form. A form that was not compiled ahead is
+    compiled at its first call. Arrays must have the shardings that `compile` was given.
     """
 
     def __init__(self, function: jax.stages.Wrapped, key: Callable[..., Hashable]) -> None:
@@ -44,7 +44,7 @@ class Program:
         return self._function(*arrays, **static)
 
     def lower(self, *shapes: Any, **static: Any) -> jax.stages.Lowered:
-        """Trace and lower it, as in jax.stages."""
+        """Trace and lower the function, as in jax.stages."""
         return self._function.lower(*shapes, **static)
 
     def compile(self, *shapes: Any, **static: Any) -> None:
@@ -67,8 +67,8 @@ class ToCompile:
 def compile_all(programs: Sequence[ToCompile], on_program: OnProgram | None = None) -> None:
     """Compile `programs` in as many threads as there are processors: XLA compiles while Python lowers.
 
-    `on_program` is called on the threads, one call at a time. If one fails, those that have begun are
-    finished, the rest are cancelled, and the error is raised.
+    `on_program` is called on those threads, one call at a time. If a program fails to compile, programs that
+    have begun are finished, the others are cancelled, and the error is raised.
     """
     lock = threading.Lock()
     n_done = 0
@@ -82,7 +82,7 @@ def compile_all(programs: Sequence[ToCompile], on_program: OnProgram | None = No
             n_done += 1
             report(n_done, len(programs), program.name)
 
-    report = on_program or _no_report
+    report = on_program or (lambda n_done, n, name: None)
     n_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(n_threads, thread_name_prefix="compile") as pool:
         futures = [pool.submit(run, program) for program in programs]
@@ -91,10 +91,6 @@ def compile_all(programs: Sequence[ToCompile], on_program: OnProgram | None = No
             future.cancel()
         for future in done:
             future.result()
-
-
-def _no_report(done: int, total: int, name: str) -> None:
-    pass
 
 
 def ask_ptxas_once() -> None:

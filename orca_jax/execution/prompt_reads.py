@@ -1,7 +1,8 @@
-"""What rows ask of their input tokens: a prompt's log-probabilities, embeddings, and all tokens' experts.
+"""Results for prompt tokens: log-probabilities, embeddings, and the experts that every token chose.
 
-The last layer of a forward pass runs each row's last token alone. The other tokens of rows that ask pass
-through it once more, in parts (iteration/rows/scored.py, pooled.py), with the cache that the pass left.
+The last layer of a forward pass runs each row's last token alone. If a row asks for results of its other
+tokens, they pass through the last layer afterwards, in parts (iteration/rows/scored.py, pooled.py), with the
+cache that the forward pass wrote.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,12 +27,10 @@ from orca_jax.model.routed import DeviceRouted, RoutedAgain
 
 
 class PromptReader:
-    """Starts the last stage's programs that read prompts. `has_words`: the host makes the stage's buffer."""
+    """Starts the last stage's programs that read prompts."""
 
-    def __init__(
-        self, stage: Stage, shape: EngineShape, place: jax.sharding.Sharding, *, has_words: bool
-    ) -> None:
-        self._stage, self._shape, self._place, self._has_words = stage, shape, place, has_words
+    def __init__(self, stage: Stage, shape: EngineShape, place: jax.sharding.Sharding) -> None:
+        self._stage, self._shape, self._place = stage, shape, place
 
     def read(
         self,
@@ -42,7 +41,8 @@ class PromptReader:
     ) -> PromptReads | None:
         """Start what rows ask for; None if they ask for nothing.
 
-        `hidden` [T, H] and `cache` are the last layer's, of the iteration whose next one has not begun.
+        `hidden` [T, H] is what entered the last layer, and `cache` is that layer's. The next iteration must
+        not have begun.
         """
         scores: dict[int, list[tuple[jax.Array, int]]] = {
             place: [] for place in np.flatnonzero(message.sampling["prompt_logprobs"] >= 0).tolist()
@@ -62,7 +62,7 @@ class PromptReader:
         return PromptReads(scores, pooled, routed)
 
     def route_again(self, hidden: jax.Array, cache: LayerCache, message: ControlMessage) -> list[RoutedAgain]:
-        """The last layer's experts of the rows that ask and have more than one token."""
+        """Start the last layer's routing for rows that ask for it and have more than one token."""
         wants = (message.sampling["flags"] & ROUTED > 0) & (message.input_length > 1)
         again = list[RoutedAgain]()
         for _, at, flat in pooled_parts(message, message.input_length * wants, self._shape):
@@ -73,7 +73,7 @@ class PromptReader:
     def programs(
         self, sizes: BatchSizes, weights: Sequence[Any], cache: Any, hidden_like: Any
     ) -> Iterator[ToCompile]:
-        """All that rows may ask for; `hidden_like(n)` describes an array of `n` tokens' hidden states."""
+        """All programs that rows may need; `hidden_like(n)` describes the hidden states of `n` tokens."""
         stage = self._stage
         scored, pooled = scored_layout(sizes.shape.max_blocks), pooled_layout(sizes.shape)
         for name, program, layout in (
@@ -100,8 +100,7 @@ class PromptReader:
         at: npt.NDArray[np.int32],
         flat: FlatBatch,
     ) -> jax.Array:
-        """One of the stage's programs over the tokens `at` of the batch, laid out anew as `flat`."""
-        words = self._stage.score_buffer.fill(flat) if self._has_words else flat.buffer
-        tokens, buffer = jax.device_put((at, words), self._place)
+        """Run one of the stage's programs over the tokens `at` of the batch, laid out as `flat`."""
+        tokens, buffer = jax.device_put((at, self._stage.score_buffer.fill(flat)), self._place)
         x = self._stage.take(hidden, tokens)
         return program(self._stage.weights, x, cache, buffer, layout=flat.layout)

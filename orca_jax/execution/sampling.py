@@ -1,9 +1,9 @@
-"""The last stage's choice of next tokens: its programs, and what they keep on the device by row.
+"""Chooses next tokens on the last stage: the programs, and the tables that they keep on the device.
 
-A few programs for each number of rows R, whatever the bucket was and whatever is asked for: biases and
-penalties, constraints, three samplers, log-probabilities. An iteration runs those that its rows need
-(`flat_batch.TokenPrograms`), so that greedy rows pay for the greedy sampler alone. On a CPU with a C compiler
-a sampler also gives the log-probabilities, from what it has read anyway (native/token_choice.c).
+There are a few programs for each number of rows R, whatever the bucket and the sampling parameters: biases
+and penalties, constraints, three samplers, log-probabilities. An iteration runs those that its rows need
+(`flat_batch.TokenPrograms`), so greedy rows pay for the greedy sampler alone. On a CPU with a C compiler a
+sampler also computes the log-probabilities, while the logits are in the cache (native/token_choice.c).
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -31,14 +31,14 @@ from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS
 
 
 class Tables(NamedTuple):
-    """What is kept for rows that have biases or penalties; of other rows whatever was there."""
+    """State of rows with biases or penalties; other rows' entries may hold anything."""
 
-    seen: jax.Array  # [n_rows, V] int32: how often the output has a token, and IN_PROMPT
+    seen: jax.Array  # [n_rows, V] int32: a token's occurrences in the output, plus IN_PROMPT
     bias: jax.Array  # [n_rows, V] float32
 
 
 class RowStart(NamedTuple):
-    """A row's part of the tables before it samples."""
+    """A row's initial entries in the tables."""
 
     row: int
     seen: npt.NDArray[np.int32]  # [V]
@@ -46,14 +46,14 @@ class RowStart(NamedTuple):
 
 
 class PromptReads(NamedTuple):
-    """What rows ask of their input tokens, on its way to the host; places are those of rows in the batch."""
+    """Results for prompt tokens on their way to the host; a place is a row's index in the batch."""
 
-    scores: dict[int, list[tuple[jax.Array, int]]]  # by place: LOGPROBS as words, of so many tokens, in parts
-    pooled: list[tuple[jax.Array, list[int]]]  # sums of hidden states by row, with the rows' places, in parts
+    scores: dict[int, list[tuple[jax.Array, int]]]  # by place: parts, each LOGPROBS as words and its tokens
+    pooled: list[tuple[jax.Array, list[int]]]  # parts: sums of hidden states by row, and the rows' places
     routed: Sequence[DeviceRouted]  # experts in each stage, first to last
 
     def arrays(self) -> Iterator[jax.Array]:
-        """What has to come from the device."""
+        """The arrays to copy from the device."""
         for parts in self.scores.values():
             yield from (part for part, _ in parts)
         yield from (part for part, _ in self.pooled)
@@ -61,8 +61,8 @@ class PromptReads(NamedTuple):
             yield from stage.arrays()
 
     def fetch(self) -> tuple[dict[int, npt.NDArray[np.void]], dict[int, Vector], dict[int, ExpertIds]]:
-        """Wait for the device; each by place, as in `Sampled`."""
-        nothing = np.zeros((0, LOGPROB_WORDS), np.int32)  # of a prompt of one token
+        """Wait for the device; the results by place, as in `Sampled`."""
+        nothing = np.zeros((0, LOGPROB_WORDS), np.int32)  # a prompt of one token has no part
         prompts = {
             place: as_records(np.concatenate([nothing, *(np.asarray(part)[:n] for part, n in parts)]))
             for place, parts in self.scores.items()
@@ -75,7 +75,7 @@ class PromptReads(NamedTuple):
 
 
 class DeviceTokens:
-    """What an issued iteration samples, on its way to the host: tokens [R] int32, and LOGPROBS as words."""
+    """An iteration's samples on their way to the host: tokens [R] int32, and LOGPROBS as words."""
 
     def __init__(
         self, tokens: jax.Array, logprobs: jax.Array | None = None, reads: PromptReads | None = None
@@ -86,18 +86,14 @@ class DeviceTokens:
 
     def is_ready(self) -> bool:
         """Whether `fetch` would return at once."""
-        # jax's stub lacks it.
+        # jax's stub lacks `is_ready`.
         return all(array.is_ready() for array in self._arrays())  # pyright: ignore[reportAttributeAccessIssue]
 
     def fetch(self) -> Sampled:
         """Wait for the device and return everything. Raises what failed there."""
         records = None if self.logprobs is None else as_records(np.asarray(self.logprobs))
-        tokens = np.asarray(self.tokens)
-        return (
-            Sampled(tokens, records)
-            if self._reads is None
-            else Sampled(tokens, records, *self._reads.fetch())
-        )
+        reads = () if self._reads is None else self._reads.fetch()
+        return Sampled(np.asarray(self.tokens), records, *reads)
 
     def _arrays(self) -> Iterator[jax.Array]:
         yield self.tokens
@@ -108,10 +104,10 @@ class DeviceTokens:
 
 
 class TokenChooser:
-    """Chooses the next tokens of rows from their logits; made anew it has seen nothing.
+    """Chooses rows' next tokens from their logits, with tables for `n_rows` admitted requests.
 
-    V is the model's vocabulary, `n_rows` the places of all admitted requests, `place` where arrays lie.
-    Without `native` all is done in JAX, also where it could be done in C.
+    `place` is the sharding of all arrays. Without `native` everything runs in JAX, even where it could run in
+    C.
     """
 
     def __init__(
@@ -150,7 +146,7 @@ class TokenChooser:
         del self.last_token, self._tables
 
     def begin_rows(self, message: ControlMessage) -> None:
-        """Set up the tables of rows with biases or penalties that sample their first token, or again."""
+        """Set up the tables of rows with biases or penalties that start to sample, or resume after a loss."""
         for start in row_starts(message, self._vocab_size):
             parts = jax.device_put((np.int32(start.row), start.seen, start.bias), self._place)
             self._tables = self._set_row(self._tables, *parts)
@@ -163,10 +159,10 @@ class TokenChooser:
         words: npt.NDArray[np.int32] | None = None,
         reads: PromptReads | None = None,
     ) -> DeviceTokens:
-        """Start the choice of each row's next token, and of LOGPROBS where they are asked for.
+        """Start choosing each row's next token, and computing LOGPROBS if a row asks for them.
 
-        The model's logits `raw` [R, V] float32, the buffer's SamplerArrays `rows` [n, R], and the token masks
-        of all rows [R, n_words] (`row_words`). What it `reads` of prompts goes to the host with the tokens.
+        `raw` [R, V] float32 are the model's logits, `rows` [n, R] the buffer's SamplerArrays, and `words`
+        [R, n_words] all rows' token masks (`row_words`). `reads` goes to the host with the tokens.
         """
         logits = raw
         if programs.adjust:
@@ -174,15 +170,15 @@ class TokenChooser:
         if words is not None:
             logits = self._allow(logits, jax.device_put(words, self._place))
         choice = self._choose(logits, raw, rows, self.last_token, sampler=programs.sampler)
-        tokens, self.last_token, told = choice
-        if programs.logprobs and told is None:
-            told = self._logprobs(raw, rows, tokens)
-        return DeviceTokens(tokens, told if programs.logprobs else None, reads)
+        tokens, self.last_token, records = choice
+        if programs.logprobs and records is None:
+            records = self._logprobs(raw, rows, tokens)
+        return DeviceTokens(tokens, records if programs.logprobs else None, reads)
 
     def programs(self, n_rows: Iterable[int]) -> Iterator[ToCompile]:
-        """All that may be asked for with batches of each of these numbers of rows R."""
+        """All programs that batches of each of these numbers of rows may need."""
 
-        def array(dtype: Any, *shape: int) -> Any:  # it stands for an array
+        def array(dtype: Any, *shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
 
         int32, float32, vocabulary = jnp.int32, jnp.float32, self._vocab_size
@@ -209,7 +205,7 @@ class TokenChooser:
 
 
 def has_native_choice(device: Any) -> bool:
-    """Whether tokens are chosen in C on this jax.Device."""
+    """Whether this jax.Device chooses tokens in C."""
     try:
         return device.platform == "cpu" and bool(choice_target())
     except NotBuilt:
@@ -220,27 +216,27 @@ def row_words(
     words: npt.NDArray[np.int32], message: ControlMessage, flat: FlatBatch
 ) -> npt.NDArray[np.int32]:
     """The token masks of all rows [R, n_words], from those of the constrained rows."""
-    given = np.full((flat.layout.n_rows, words.shape[1]), -1, np.int32)
-    given[np.flatnonzero(message.constrained)] = words
-    return given
+    every = np.full((flat.layout.n_rows, words.shape[1]), -1, np.int32)  # all tokens allowed
+    every[np.flatnonzero(message.constrained)] = words
+    return every
 
 
 def row_starts(message: ControlMessage, vocab_size: int) -> list[RowStart]:
-    """The rows with biases or penalties that sample their first token, or their first after a loss."""
+    """Initial table entries of rows with biases or penalties that start to sample, or resume after a loss."""
     starts: list[RowStart] = []
     ends = np.cumsum(message.input_length)
     n_earlier = message.kv_length - message.input_length
-    taken = 0  # of earlier_ids
+    start = 0  # in earlier_ids
     for i in np.flatnonzero(message.set_up):
-        earlier = message.earlier_ids[taken : taken + n_earlier[i]]
-        taken += n_earlier[i]
+        earlier = message.earlier_ids[start : start + n_earlier[i]]
+        start += n_earlier[i]
         tokens = np.concatenate((earlier, message.token_ids[ends[i] - message.input_length[i] : ends[i]]))
         prompt, output = np.split(tokens, [message.n_prompt[i]])
         seen = np.bincount(output, minlength=vocab_size).astype(np.int32)
         seen[prompt] |= IN_PROMPT
         bias = np.zeros(vocab_size, np.float32)
-        own = message.bias[message.bias["index"] == i]
-        bias[own["token_id"]] = own["value"]
+        entries = message.bias[message.bias["index"] == i]
+        bias[entries["token_id"]] = entries["value"]
         starts.append(RowStart(int(message.row[i]), seen, bias))
     return starts
 
@@ -250,19 +246,19 @@ def packed_logprobs(
 ) -> jax.Array:
     """sampled.LOGPROBS as words [R, LOGPROB_WORDS]: logits [R, V] float32, tokens [R] int32.
 
-    Of the most likely tokens at least as many are told as the largest `n_top` (SamplerArrays) says.
+    Every row gets at least as many of the most likely tokens as the largest `n_top` (SamplerArrays).
     """
     if native:
         none = jnp.zeros(tokens.shape, jnp.float32)
-        n_told = jnp.broadcast_to(jnp.maximum(n_top.max(), 0), tokens.shape)
-        return native_choice(logits, logits, tokens, none, none, none, n_told, most_told=MAX_TOP_LOGPROBS)[1]
+        n_each = jnp.broadcast_to(jnp.maximum(n_top.max(), 0), tokens.shape)
+        return native_choice(logits, logits, tokens, none, none, none, n_each, max_top=MAX_TOP_LOGPROBS)[1]
     chosen, ids, top = logprobs(logits, tokens, MAX_TOP_LOGPROBS, n_top > 0)
     bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
     return jnp.concatenate([tokens[:, None], bits(chosen)[:, None], ids, bits(top)], axis=1)
 
 
 def _next_logprobs(logits: jax.Array, rows: jax.Array, tokens: jax.Array) -> jax.Array:
-    """packed_logprobs of each row's token: the given one, or the sampled one in `tokens` [R]."""
+    """packed_logprobs of each row's token: the one that its request forces, or the sampled one."""
     batch = SamplerArrays(*rows)
     return packed_logprobs(logits, jnp.where(batch.given == SAMPLED, tokens, batch.given), batch.n_top)
 
@@ -274,7 +270,7 @@ def _set_row(tables: Tables, row: jax.Array, seen: jax.Array, bias: jax.Array) -
 def _adjust(
     logits: jax.Array, rows: jax.Array, tables: Tables, last_token: jax.Array
 ) -> tuple[jax.Array, Tables]:
-    """Count each row's token of the iteration before, then let biases and penalties act."""
+    """Count each row's previous token, then apply biases and penalties."""
     batch = SamplerArrays(*rows)
     last = last_token.at[batch.row].get(mode="clip")
     seen = tables.seen.at[batch.row, last].add(batch.adjusted == 2, mode="drop")
@@ -293,9 +289,9 @@ def _adjust(
 def _choose(
     logits: jax.Array, raw: jax.Array, rows: jax.Array, last_token: jax.Array, *, sampler: Sampler
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The next token of each row [R] int32, last_token with them in their places, and no log-probabilities.
+    """Each row's next token [R] int32, last_token [n_rows] updated with it, and no log-probabilities.
 
-    logits [R, V] float32; `raw` are those of the model, from before adjustments.
+    logits [R, V] float32 are adjusted, `raw` are the model's.
     """
     del raw
     batch = SamplerArrays(*rows)
@@ -306,7 +302,7 @@ def _choose(
 def _choose_natively(
     logits: jax.Array, raw: jax.Array, rows: jax.Array, last_token: jax.Array, *, sampler: Sampler
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """As _choose, and the log-probabilities as packed_logprobs packs them, of the rows that want them."""
+    """As _choose, with the log-probabilities of the rows that ask for them, as packed_logprobs packs them."""
     batch = SamplerArrays(*rows)
     given, none = batch.given, jnp.zeros(len(logits), jnp.float32)
     draw = (none, none, none)
@@ -316,8 +312,8 @@ def _choose_natively(
     if sampler == "full":
         cut = (given == SAMPLED) & ((batch.top_k > 0) | (_real(batch.top_p) < 1))
         given = jnp.where(cut, _sample(logits, batch, cut=True), given)
-    tokens, told = native_choice(logits, raw, given, *draw, batch.n_top, most_told=MAX_TOP_LOGPROBS)
-    return tokens, last_token.at[batch.row].set(tokens, mode="drop"), told
+    tokens, words = native_choice(logits, raw, given, *draw, batch.n_top, max_top=MAX_TOP_LOGPROBS)
+    return tokens, last_token.at[batch.row].set(tokens, mode="drop"), words
 
 
 def _sample(logits: jax.Array, batch: SamplerArrays, *, cut: bool) -> jax.Array:

@@ -1,7 +1,18 @@
-"""The jitted programs of one stage: a forward pass for each bucket, and what may follow it.
+"""The compiled programs of one stage (ORCA 4.1), and its weights.
 
-The choice of tokens is apart (sampling.py), so that a forward pass can go ahead while the choice still
-waits for the host. What one iteration needs from the host comes as a single int32 buffer.
+A stage is a range of layers on one group of devices. An iteration runs the stage's `forward` once, over the
+tokens of all requests side by side (selective batching, ORCA 3.2). XLA compiles for fixed shapes, so there
+is one `forward` for each bucket of tokens. Everything else that an iteration needs from the host (positions,
+slots, block tables, sampling parameters) comes as one int32 buffer, because each array that a call passes
+costs the host time.
+
+The invariant is that programs keep no state. Weights are arguments; caches are donated arguments and
+results. So a weight can be replaced between two iterations, and caches be freed and made anew, without
+compiling anything.
+
+Choosing tokens is a separate program (sampling.py): a forward pass can start while the choice still waits for
+token masks from the host. Requests for more than the next token (a prompt's log-probabilities, embeddings,
+experts) are separate programs too, which only run when a row asks.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -30,17 +42,18 @@ from orca_jax.sharding.specs import CACHE_SPEC
 from orca_jax.user_model.decoder import OwnParameters
 
 _GPU_OPTIONS: dict[str, str | bool] = {
-    # Where weights and caches fill most of the memory XLA would compute products twice, to save temporaries
-    # that are small anyway.
+    # Where weights and caches fill most of the memory, XLA would compute products twice to save temporaries,
+    # which are small anyway.
     "xla_disable_hlo_passes": "rematerialization",
-    # XLA would give the attention kernel slices of the buffer in place of copies (by default from jax 0.11),
-    # and a Mosaic kernel refuses, at run time, an array that does not begin at a multiple of 256 bytes.
+    # XLA would pass slices of the buffer, not copies, to the attention kernel (by default from jax 0.11), and
+    # at run time a Mosaic kernel refuses an array that does not begin at a multiple of 256 bytes.
     "xla_gpu_enable_dynamic_slice_fusion": False,
 }
-# What XLA records into command buffers (CUDA graphs) unless told otherwise; an option replaces all of it.
+# The operations that XLA records into command buffers (CUDA graphs) by default. Setting the option replaces
+# the whole list.
 _RECORDED = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION"
 
-_WHOLE, _CACHES = P(), CACHE_SPEC  # on every device; split by heads
+_WHOLE, _CACHES = P(), CACHE_SPEC  # the same on every device; split by heads
 
 
 class Last(NamedTuple):
@@ -48,22 +61,24 @@ class Last(NamedTuple):
 
     logits: jax.Array  # [R, V] float32
     rows: jax.Array  # the buffer's SamplerArrays [n, R] int32
-    hidden: jax.Array  # [T, H]: what entered the last layer
+    hidden: jax.Array  # [T, H] the last layer's input
 
 
 class Stage:
     """The programs of one stage's layers on its devices; stage_programs.py has each one's inputs and outputs.
 
-    `parameters` are those of `part.placement`, where that says, as arrays, or as jax.ShapeDtypeStruct with a
-    sharding to compile without them. With `command_buffer_collectives` a GPU's command buffers hold the
-    forward pass's collectives too. Every program takes first `weights`, in which each parameter is at its
-    `places`, and last a buffer, which `host_buffer` makes for `forward` and `score_buffer` for the others,
-    and `layout`. A weight may be replaced between two calls by another of its shapes, dtypes and shardings.
+    `parameters` are placed as `part.placement` says: arrays or, to compile without them, ShapeDtypeStructs
+    with shardings. With `command_buffer_collectives` a GPU's command buffers include collectives.
 
-    The model's last layer computes keys and values of all tokens, and the rest of each row's last token; one
-    that a user wrote computes everything of all. `forward` gives (out, caches, routed), with `out` a Last in
-    the last stage. `score`, `pool` and `route` are the last stage's, and go on from `take` of `Last.hidden`;
-    of these only `take` is compiled for each bucket. With an encoder, `encode` and `cross` come before.
+    Every program takes `weights` first, a flat list in which `places` finds each parameter by name, and last
+    a buffer and its `layout`; `host_buffer` fills the buffer of `forward`, `score_buffer` that of the others.
+    A weight may be replaced between two calls by one of the same shape, dtype and sharding.
+
+    `forward` returns (out, caches, routed); on the last stage `out` is a Last. The model's last layer
+    computes keys and values of all tokens, and everything after them for each row's last token alone; a layer
+    that a user wrote computes all of it for all tokens. `score`, `pool` and `route`, on the last stage, go on
+    from rows of `Last.hidden` that `take` selects, and only `take` is compiled for each bucket. With an
+    encoder, `encode` and `cross` run before `forward`.
     """
 
     def __init__(
@@ -77,19 +92,21 @@ class Stage:
         command_buffer_collectives: bool = False,
     ) -> None:
         self.part = part
-        own = isinstance(parameters, OwnParameters)
-        # In a layer that a user wrote, any part may be needed for all tokens.
-        self.host_buffer = HostBuffer(attention, last=part.last and not own)
+        by_user = isinstance(parameters, OwnParameters)
+        # A layer that a user wrote may need all tokens to the end.
+        self.host_buffer = HostBuffer(attention, last=part.last and not by_user)
         self.score_buffer = HostBuffer(attention, last=False)
-        graph, state = nnx.split(parameters.decoder if own else Transformer(config, parameters, part.layers))
-        # A flat tuple: each call passes every weight, and a deep tree costs the host more at each.
+        graph, state = nnx.split(
+            parameters.decoder if by_user else Transformer(config, parameters, part.layers)
+        )
+        # Weights are a flat list, because a call passes every weight and a deep tree costs the host more.
         self.weights, tree = jax.tree.flatten(state)
-        if own:
+        if by_user:
             self.places: Mapping[str, Any] = {name: i for i, name in enumerate(parameters.names)}
         else:
             self.places = _places(config, parameters, part)
         routing, device = Routing(*config.expert_routing), part.group.devices[0]
-        # Of the model's last layer only each row's last token needs the part with the experts.
+        # In the model's last layer only each row's last token reaches the experts.
         last_is_sparse = part.last and config.layers[-1].feed_forward.experts is not None
         self.last_is_sparse = last_is_sparse and routing.n_layers > 0
         self._options = None
@@ -100,7 +117,7 @@ class Stage:
             graph,
             tree,
             part,
-            by_hand=len(part.group) > 1 and not own,  # XLA partitions what a user wrote
+            by_hand=len(part.group) > 1 and not by_user,  # XLA partitions a user's model
             host_buffer=self.host_buffer,
             score_buffer=self.score_buffer,
             products=products,
@@ -121,11 +138,11 @@ class Stage:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The weights by name, each in its form."""
+        """The weights by name, each an array or a FormedWeight."""
         return jax.tree.map(lambda place: self.weights[place], dict(self.places))
 
     def _forward(self, *arrays: Any, layout: FlatLayout) -> tuple[jax.Array | Last, list[LayerCache], Routed]:
-        """stage_programs.forward on each device; with the last stage's logits the buffer's SamplerArrays."""
+        """stage_programs.forward on each device; the last stage adds the buffer's SamplerArrays."""
         specs = (_CACHES, _WHOLE, _WHOLE), (_WHOLE, _CACHES, _WHOLE)
         out, caches, routed = self._on_each(stage_programs.forward, *specs)(*arrays, layout=layout)
         if not self.part.last:
@@ -136,17 +153,16 @@ class Stage:
     def _on_each(
         self, compute: Callable[..., Any], in_specs: tuple[P, ...], out_specs: P | tuple[P, ...]
     ) -> Callable[..., Any]:
-        """`compute` of this stage on each of its devices; the specs are those of all arrays but weights."""
+        """Run `compute` on each of the stage's devices; the specs cover all arrays but the weights."""
 
         def program(*arrays: Any, layout: FlatLayout) -> Any:
-            own = partial(compute, self._model, layout=layout)
+            share = partial(compute, self._model, layout=layout)
             if not self._model.by_hand:
-                return own(*arrays)
-            # Not checked (check_vma): Pallas kernels and what is gathered do not say over which axes their
-            # results vary.
+                return share(*arrays)
+            # check_vma is off: Pallas kernels and gathered arrays do not say over which axes they vary.
             specs = [weight.sharding.spec for weight in self.weights]
             on_each = jax.shard_map(
-                own,
+                share,
                 mesh=self.part.group.mesh,
                 in_specs=(specs, *in_specs),
                 out_specs=out_specs,
@@ -158,7 +174,7 @@ class Stage:
         return program
 
     def _program(self, function: Callable[..., Any], donated: tuple[int, ...] = ()) -> Program:
-        """`function`, compiled for each layout."""
+        """A program of `function`, compiled for each layout."""
         made = jax.jit(
             function, static_argnames="layout", donate_argnums=donated, compiler_options=self._options
         )
@@ -166,7 +182,7 @@ class Stage:
 
 
 def _places(config: ModelConfig, parameters: Parameters, part: StagePart) -> dict[str, Any]:
-    """The place of each parameter in a stage's flat weights: an index, or a FormedWeight of indices."""
+    """Each parameter's place in a stage's flat weights: an index, or a FormedWeight of indices."""
     marks = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype), dict(parameters))
     leaves = jax.tree.leaves(nnx.state(Transformer(config, marks, part.layers)))
     place_of = {id(mark): i for i, mark in enumerate(leaves)}
@@ -179,6 +195,55 @@ def _gpu_options(*, command_buffer_collectives: bool) -> dict[str, str | bool]:
     if command_buffer_collectives:
         options["xla_gpu_enable_command_buffer"] = f"{_RECORDED},COLLECTIVES"
         if jax.__version_info__ >= (0, 11):
-            # XLA's own kernels for small all-reduces are never recorded there; NCCL's are.
+            # XLA's kernels for small all-reduces are never recorded; NCCL's are.
             options["xla_gpu_experimental_use_collective_kernels"] = ""
     return options
+
+
+class StageWeights:
+    """Replaces a stage's weights by name between iterations, or parks them in host memory.
+
+    Only the thread that runs the stage may use this.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._arrays: list[Any] = stage.weights
+        self._places = stage.places
+        self._shardings = [array.sharding for array in stage.weights]
+        self._parked: dict[int, np.ndarray] = {}  # arrays that are not on the device
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def sharding(self, name: str) -> Any:
+        """The weight's Sharding, or a FormedWeight of Shardings."""
+        return jax.tree.map(lambda i: self._shardings[i], self._places[name])
+
+    def copy(self, name: str) -> Any:
+        """A copy of the whole weight in host memory: an array, or a FormedWeight of arrays."""
+        return jax.tree.map(self._copied, self._places[name])
+
+    def replace(self, name: str, weight: Any) -> None:
+        """Replace a weight and free the old one."""
+        jax.tree.map(self._put, self._places[name], weight)
+
+    def _copied(self, i: int) -> np.ndarray:
+        return self._parked[i].copy() if i in self._parked else np.array(self._arrays[i])
+
+    def _put(self, i: int, array: jax.Array) -> None:
+        self._parked.pop(i, None)
+        self._arrays[i] = array
+
+    def park(self) -> None:
+        """Move all weights to host memory, one at a time."""
+        for i, array in enumerate(self._arrays):
+            if i not in self._parked:
+                self._parked[i] = np.array(array)
+                self._arrays[i] = None
+
+    def unpark(self) -> None:
+        """Move the weights in host memory back to the device."""
+        for i in [*self._parked]:
+            value = jax.device_put(self._parked[i], self._shardings[i], may_alias=False)
+            self._arrays[i] = jax.block_until_ready(value)
+            del self._parked[i]

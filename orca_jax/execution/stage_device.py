@@ -1,6 +1,6 @@
-"""A stage's devices as its controller sees them: work goes in, events come out.
+"""A worker process's devices as its controller sees them (ORCA 4.1): work goes in, events come out.
 
-One thread issues the work, because a device may block its caller; another waits for the results.
+One thread issues the work, because a device may block its caller; another one waits for the results.
 """
 
 import math
@@ -39,29 +39,29 @@ from orca_jax.sharding.partition import StagePart
 from orca_jax.workers.controller import Controller
 from orca_jax.workers.mask_inbox import MaskInbox
 
-News = Callable[[Controller], None]  # to be told on the controller's thread
+Event = Callable[[Controller], None]  # is called on the controller's thread
 
 
 class StageMemory(EngineMemory, Protocol):
-    """The memory of one stage, which takes checkpoints and adapters from directories."""
+    """The memory of one stage, which loads checkpoints and adapters from directories."""
 
     def adapt(self, directory: Path | None) -> None:
-        """Add the adapters of its weights that lie there, in place of those before; None: have none.
+        """Replace all LoRA adapters of the stage's weights by those in `directory`; None removes them.
 
-        Raises EngineError if it failed halfway, another OrcaError if everything is as it was.
+        Raises EngineError if it failed halfway, another OrcaError if nothing has changed.
         """
         ...
 
 
 _THREAD = "stage device"
 _MAX_JOBS = 4096
-_ENCODED = 1 << 32  # added to a stage's number in the key of what the encoder made
+_ENCODED = 1 << 32  # added to a stage's number in the link's key of the encoder's output
 _CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageModel:
-    """A stage with its weights on its devices; `n_devices` are those of all stages."""
+    """A stage with its weights on its devices; `n_devices` counts the devices of all stages."""
 
     config: ModelConfig
     parameters: Parameters
@@ -74,11 +74,11 @@ class StageModel:
 
 
 class JaxStageDevice:
-    """A workers.controller.StageDevice.
+    """The workers.controller.StageDevice of real devices.
 
-    `link` is None where there is no other stage. `post` takes news without waiting. `address_before` is
-    where the stage before offers its hidden states. `memory_of` gives the memory of a worker; without it all
-    orders must be for the weights that it began with, and awake. `over` is looked at by the process.
+    `link` is None if there is no other stage. `post` takes events without waiting. `address_before` returns
+    the address at which the previous stage offers hidden states. `memory_of` makes a worker's memory; without
+    it every order must be for the initial weights, and awake. The process ends once `over` says why.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class JaxStageDevice:
         model: StageModel,
         link: ProcessLink | None,
         *,
-        post: Callable[[News], object],
+        post: Callable[[Event], object],
         address_before: Callable[[], str],
         memory_of: Callable[[Worker], StageMemory] | None = None,
     ) -> None:
@@ -97,12 +97,12 @@ class JaxStageDevice:
         self._address_before = address_before
         self._memory_of = memory_of
         self._order: StartOrder | None = None  # the newest
-        self._shape: EngineShape | None = None  # that the programs are made for, or will be
+        self._shape: EngineShape | None = None  # the sizes that the programs are made for, or will be
         self._words = MaskInbox()
         self._jobs = FrameQueue[Callable[[], None]](_MAX_JOBS)
         self._thread = threading.Thread(target=self._work, name=_THREAD, daemon=True)
         self._compiles = CompileCounter()
-        # For the thread alone:
+        # Only the issuing thread uses these:
         self._worker: Worker | None = None
         self._worker_shape: EngineShape | None = None
         self._memory: StageMemory | None = None
@@ -110,13 +110,13 @@ class JaxStageDevice:
         self._sizes: BatchSizes
         self._epoch = 0
         self._connected = False
-        self._results = FrameQueue[Callable[[], None]](_MAX_JOBS)  # of this epoch
+        self._results = FrameQueue[Callable[[], None]](_MAX_JOBS)  # this epoch's
         self._thread.start()
 
     def start(self, epoch: int, order: StartOrder) -> bool:
         """StageDevice."""
         if self._shape is not None and self._link is not None and not self._link.outlives_a_loss:
-            self.over = "a worker was lost, and over this link all of them start again then"
+            self.over = "a worker was lost, and with this link all workers start again then"
         before, self._order = self._order, order
         is_quick = before is not None and _same_state(before, order)
         self._shape = order.shape
@@ -133,16 +133,16 @@ class JaxStageDevice:
         self._put(partial(self._run, epoch, iteration, message))
 
     def close(self) -> None:
-        """End the threads; one that a device holds is left to the end of the process."""
+        """End the threads; a thread that a device blocks ends with the process."""
         self._jobs.end()
         self._thread.join(_CLOSE_SECONDS)
         self._compiles.close()
 
     def _put(self, job: Callable[[], None]) -> None:
-        taken = self._jobs.put(job)
-        assert taken, "far more iterations came than an engine master may have in flight"
+        has_room = self._jobs.put(job)
+        assert has_room, "far more iterations came than an engine master may have in flight"
 
-    # On the thread.
+    # On the issuing thread.
 
     def _work(self) -> None:
         for job in self._jobs:
@@ -152,37 +152,37 @@ class JaxStageDevice:
     def _start(self, epoch: int, order: StartOrder) -> None:
         shape = order.shape
         self._epoch, self._connected = epoch, False
-        self._results.end()  # what is still waited for belongs to an epoch before
+        self._results.end()  # results still to come are an earlier epoch's
         self._results = FrameQueue(_MAX_JOBS)
         threading.Thread(
             target=_wait_for, args=(self._results,), name=f"results of epoch {epoch}", daemon=True
         ).start()
         try:
             if self._worker is None or shape != self._worker_shape:
-                self._keep_weights()  # the worker's caches go before the new ones come
+                self._keep_weights()  # frees the old caches before new ones are made
                 self._worker = self._make_worker(shape)
                 self._worker_shape = shape
-                self._model = replace(self._model, parameters={})  # the worker has them, and may replace them
+                self._model = replace(self._model, parameters={})  # they are the worker's now
                 self._memory = None if self._memory_of is None else self._memory_of(self._worker)
             self._arrange(self._worker, order)
-        except Exception as error:  # whatever it is, the engine master has to hear of it
+        except Exception as error:  # the engine master must hear of every failure
             self._fail(epoch, error)
             return
         self._post(lambda controller: controller.started(epoch))
 
     def _keep_weights(self) -> None:
-        """Give up the worker, but not its weights."""
+        """Drop the worker but keep its weights."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.restore()
-            self._adapt(memory, 0, "")  # the next memory must have the weights without any
+            self._adapt(memory, 0, "")  # the next memory expects weights without adapters
         self._model = replace(self._model, parameters=worker.stage.parameters)
 
     def _arrange(self, worker: Worker, order: StartOrder) -> None:
-        """The weights and caches that an epoch is ordered to have."""
+        """Bring weights and caches to the state that an epoch's order asks for."""
         memory = self._memory
         if memory is None:
             assert order.weights_version == order.adapters_version == order.sleep_level == 0
@@ -190,7 +190,7 @@ class JaxStageDevice:
             return
         if order.weights_version != self._weights_version:
             if not order.weights_version:
-                self.over = "it must serve the weights again that it began with"
+                self.over = "it must serve its initial weights again"
                 raise EngineError(self.over)
             install = memory.prepare(Path(order.weights_directory), cast=False, lora_scale=1.0)
             try:
@@ -217,11 +217,11 @@ class JaxStageDevice:
         self._adapters_version = version
 
     def _make_worker(self, shape: EngineShape) -> Worker:
-        """A worker for these sizes, with every program compiled that it may need."""
+        """A worker for these sizes, with all its programs compiled."""
         model = self._model
         self._compiles.watch(None, model.on_compile)
         dtype = model_dtype(model.parameters)
-        assert shape.vocab_size == model.config.vocab_size, "the model's digest was compared"
+        assert shape.vocab_size == model.config.vocab_size, "the handshake compares models"
         room = stage_room(
             model.config,
             dtype,
@@ -238,7 +238,7 @@ class JaxStageDevice:
             model.part,
             command_buffer_collectives=model.command_buffer_collectives,
             attention=model.attention,
-            caches=False,  # what XLA tries out while it compiles has their room
+            caches=False,  # XLA's autotuning needs their memory while it compiles
         )
         self._sizes = batch_sizes(shape)
         compile_all([*worker.programs(self._sizes)])
@@ -247,7 +247,7 @@ class JaxStageDevice:
 
     def _run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
         if epoch != self._epoch or self._worker is None:
-            return  # it was given up
+            return  # its epoch is over
         worker, part = self._worker, self._model.part
         try:
             flat = self._sizes.lay_out(message)
@@ -281,7 +281,7 @@ class JaxStageDevice:
         self._results.put(partial(self._finish, epoch, iteration, out, sent, routed))
 
     def _encode(self, worker: Worker, epoch: int, iteration: int, message: ControlMessage) -> int:
-        """Start the iteration's part for the encoder, if it has one; the bytes put on the link."""
+        """Start the iteration's encoder batch, if it has one; returns the bytes put on the link."""
         flat, part, stage = lay_out_encoder(message, self._sizes), self._model.part, self._model.stage
         if flat is None:
             return 0
@@ -297,7 +297,7 @@ class JaxStageDevice:
         return self._link.offer((epoch, iteration, _ENCODED + stage), encoded)
 
     def _allowed(self, epoch: int, iteration: int, message: ControlMessage) -> npt.NDArray[np.int32]:
-        """The tokens that constrained rows allow, once they have come."""
+        """Wait for the token masks of constrained rows."""
         words = self._words.take(epoch, iteration)
         shape = (np.count_nonzero(message.constrained), n_words(self._model.config.vocab_size))
         if words.size != math.prod(shape):
@@ -305,11 +305,11 @@ class JaxStageDevice:
         return words.reshape(shape)
 
     def _fail(self, epoch: int, error: Exception) -> None:
-        self._epoch = 0  # the rest of this epoch's iterations would rest on caches that are lost
+        self._epoch = 0  # the epoch's later iterations would read caches that are lost
         why = f"{type(error).__name__}: {error}"
         self._post(lambda controller: controller.failed(epoch, why))
 
-    # On the thread of an epoch's results.
+    # On the thread that waits for an epoch's results.
 
     def _finish(
         self,
@@ -334,7 +334,7 @@ class JaxStageDevice:
 
 
 def _same_state(one: StartOrder, other: StartOrder) -> bool:
-    """Whether going from one order to the other takes no longer than new caches do."""
+    """Whether only new caches are needed to go from one order's state to the other's."""
     return (one.shape, one.weights_version, one.adapters_version, one.sleep_level) == (
         other.shape,
         other.weights_version,

@@ -1,8 +1,8 @@
-"""The programs of one stage, each a function of arrays, traced by Stage.
+"""The programs of one stage, each a function of arrays that Stage traces.
 
-In every one `weights` are the stage's flat weights, `caches` one of its LayerCaches a layer, keys and values
-[n_blocks, K, B, D], and `buffer` int32 what the host made for the batch (host_buffer.py), with `layout` its
-form. On several devices each computes its share: weights are split, and caches, by heads; the rest is whole.
+In each of them `weights` are the stage's flat weights, `caches` has one LayerCache for each of its layers,
+and `buffer` int32 is the host's buffer for the batch (host_buffer.py), in the form of `layout`. On several
+devices each computes its share: weights are split, caches are split by heads, the rest is the same on all.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,11 @@ Weights = Sequence[Array]
 
 @dataclass(frozen=True, slots=True)
 class StageModel:
-    """All that a stage's programs know before an iteration comes.
+    """What a stage's programs know before an iteration comes.
 
-    `graph` and `tree` make the model of flat weights. `by_hand`: each device computes its share, rather than
-    XLA's partitioner. `host_buffer` reads the buffer of `forward`, `score_buffer` that of the others.
+    `graph` and `tree` rebuild the model from flat weights. With `by_hand` the model itself computes each
+    device's share; otherwise XLA's partitioner splits the work. `host_buffer` reads the buffer of `forward`,
+    `score_buffer` that of the others.
     """
 
     graph: Any
@@ -51,7 +52,7 @@ class StageModel:
     native_choice: bool
 
     def shard(self) -> Shard:
-        """The share of the device that computes."""
+        """The share of the device that runs the program."""
         return self.part.group.shard() if self.by_hand else ALONE
 
     def model(self, weights: Weights) -> Transformer | OwnDecoder:
@@ -59,7 +60,7 @@ class StageModel:
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
 
     def tokens(self, layout: FlatLayout, batch: FlatArrays, buffer: Array) -> Tokens:
-        """All tokens of a batch whose buffer is like that of `score`."""
+        """All tokens of a batch whose buffer `score_buffer` made."""
         product = self.products.bind(batch.row_start[-1:])
         return Tokens(self.score_buffer.bind(layout, batch, buffer), product)
 
@@ -73,11 +74,11 @@ def forward(
     *,
     layout: FlatLayout,
 ) -> tuple[Any, list[LayerCache], Routed]:
-    """An iteration of the stage's layers; the caches are donated.
+    """Run an iteration through the stage's layers (ORCA 3.1); the caches are donated.
 
-    In: `arrived` is the hidden array [T, H] of the stage before, or in the first stage each row's newest
-    token, last_token [n_rows] int32. Out: the hidden array [T, H], or from the last stage the logits [R, V]
-    float32 of each row's last token, and what entered the last layer [T, H]; the written caches; the experts.
+    `arrived` is the previous stage's hidden array [T, H] or, on the first stage, each row's newest token,
+    last_token [n_rows] int32. Returns the hidden array [T, H] or, from the last stage, the logits [R, V]
+    float32 of each row's last token and the last layer's input [T, H]; the written caches; the experts.
     """
     part, (model, shard) = stage.part, (stage.model(weights), stage.shard())
     batch = layout.split(buffer)
@@ -89,7 +90,7 @@ def forward(
     else:
         x = arrived
     attend = stage.host_buffer.bind(layout, batch, buffer)
-    last_token_index = jnp.maximum(batch.row_start[1:] - 1, 0)  # [R] of the tokens that a new one follows
+    last_token_index = jnp.maximum(batch.row_start[1:] - 1, 0)  # [R] each row's last token in the batch
     wanted = None
     if (bound := stage.host_buffer.bind_last(layout, batch, buffer)) is not None:
         attend_last, n_rows = bound
@@ -118,7 +119,7 @@ class _AgainThroughLast(NamedTuple):
 def _through_last_layer(
     stage: StageModel, weights: Weights, x: Array, cache: LayerCache, buffer: Array, layout: FlatLayout
 ) -> _AgainThroughLast:
-    """x [S, H] through the last layer, in whose cache the tokens' keys and values are already."""
+    """Run x [S, H] through the last layer, whose cache has the tokens' keys and values already."""
     model, shard = stage.model(weights), stage.shard()
     batch = layout.split(buffer)
     iteration = Iteration(batch.positions, None, stage.tokens(layout, batch, buffer), shard=shard)
@@ -130,7 +131,7 @@ def score(
 ) -> Array:
     """Log-probabilities of a ScoredPart's tokens, LOGPROBS as words [SCORED, LOGPROB_WORDS] int32.
 
-    In: `x` [SCORED, H] is `take` of what entered the last layer, `cache` the last layer's.
+    `x` [SCORED, H] are rows of the last layer's input, which `take` selected; `cache` is the last layer's.
     """
     model, iteration, batch, passed = _through_last_layer(stage, weights, x, cache, buffer, layout)
     n_top = SamplerArrays(*batch.sampler).n_top
@@ -141,19 +142,19 @@ def score(
 def pool(
     stage: StageModel, weights: Weights, x: Array, cache: LayerCache, buffer: Array, *, layout: FlatLayout
 ) -> Array:
-    """Sums [R, E] float32 of each row's final hidden states in a PooledPart; the input is as in `score`."""
+    """Sums [R, E] float32 of each row's final hidden states in a PooledPart; arguments as in `score`."""
     model, iteration, batch, passed = _through_last_layer(stage, weights, x, cache, buffer, layout)
     x = model.final_states(passed.x, iteration.tokens.product).astype(jnp.float32)
     token = jnp.arange(layout.n_tokens)
     mine = (token >= batch.row_start[:-1, None]) & (token < batch.row_start[1:, None])  # [R, T]
-    # Not a product with ones and zeros: no number of another row may have an effect, not even NaN.
+    # A product with ones and zeros would let another row's NaN into the sum.
     return jnp.where(mine[:, :, None], x, 0).sum(axis=1)
 
 
 def route(
     stage: StageModel, weights: Weights, x: Array, cache: LayerCache, buffer: Array, *, layout: FlatLayout
 ) -> Array:
-    """The experts that a PooledPart's tokens choose in the last layer, [SCORED, 1, k]; as `score`."""
+    """Experts that a PooledPart's tokens choose in the last layer, [SCORED, 1, k]; see `score`."""
     passed = _through_last_layer(stage, weights, x, cache, buffer, layout).passed
     assert passed.chosen is not None
     return passed.chosen[:, None].astype(stage.routing.dtype)
@@ -162,9 +163,10 @@ def route(
 def encode(
     stage: StageModel, weights: Weights, cache: LayerCache, buffer: Array, *, layout: FlatLayout
 ) -> tuple[Array, LayerCache]:
-    """The encoder, on the first stage: its output [T, H], and the first layer's cache, which is donated.
+    """Run the encoder, on the first stage: its output [T, H], and the first layer's cache, which is donated.
 
-    The batch is the encoder's. Its layers keep their keys and values in the slots of that cache in turn.
+    The batch is the encoder's. All encoder layers write their keys and values to the same slots of that
+    cache, one layer after the other.
     """
     model, shard = stage.model(weights), stage.shard()
     batch = layout.split(buffer)
@@ -184,7 +186,7 @@ def cross(
     *,
     layout: FlatLayout,
 ) -> list[LayerCache]:
-    """The caches, donated, with cross attention's keys and values of the encoder's output [T, H]."""
+    """Write cross attention's keys and values of the encoder's output [T, H]; the caches are donated."""
     model, batch = stage.model(weights), layout.split(buffer)
     assert isinstance(model, Transformer)
     tokens = stage.tokens(layout, batch, buffer)
@@ -192,5 +194,5 @@ def cross(
 
 
 def take(hidden: Array, at: Array) -> Array:
-    """Rows `at` [S] int32 of the hidden array [T, H]: [S, H]."""
+    """Select rows `at` [S] int32 of the hidden array [T, H]: [S, H]."""
     return hidden.at[at].get(mode="clip")

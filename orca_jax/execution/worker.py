@@ -1,4 +1,4 @@
-"""The workers of one process. Each feeds the programs of one stage, and never waits for its device."""
+"""The workers of one process (ORCA 4.1): each feeds one stage's programs, and never waits for its device."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,6 @@ import numpy as np
 
 from orca_jax.config import Attention
 from orca_jax.execution.attention_backend import choose_attention
-from orca_jax.execution.attention_paths import HostWork
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.execution.prompt_reads import PromptReader, PromptReads
@@ -34,13 +33,13 @@ from orca_jax.sharding.specs import CACHE_SPEC
 
 
 class Worker:
-    """One stage of an engine: its part of the parameters and of every layer's cache, and its programs.
+    """One stage of an engine: its share of the weights, its layers' caches, and its programs.
 
-    Caches are made in the parameters' dtype. `attention` is chosen by device and model unless given; raises
-    ConfigError where that cannot run. The last stage samples.
+    Caches have the parameters' dtype. `attention` is chosen by device and model unless given; raises
+    ConfigError if the given one cannot run here. The last stage samples.
 
-    Without `caches` it can compile its programs, and run them from `renew` on; it needs no weights before:
-    `parameters` may be jax.ShapeDtypeStructs that say where they would lie.
+    With `caches` False the programs can be compiled, but not run before `renew`. Until then `parameters` may
+    be jax.ShapeDtypeStructs with their shardings.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class Worker:
             forced=attention,
             deterministic=shape.deterministic,
         )
-        self._has_words = isinstance(self.attention.path, HostWork)
         products = choose_products(group.devices[0], self._dtype, deterministic=shape.deterministic)
         self.description = products.describe_with(self.attention.description)
         self.stage = Stage(
@@ -80,8 +78,8 @@ class Worker:
         )
         self._place = group.place()
         self._config = config
-        # Made on their devices and committed to them, as the programs give them back: else each program
-        # would compile twice.
+        # Caches are made on their devices and committed to them, like the caches that programs return:
+        # otherwise each program would be compiled twice.
         cache = cache_shape(config, n_blocks=shape.n_blocks, block_size=shape.block_size)
         cache_place = group.place(CACHE_SPEC)
         stored = self.attention.stored(group.devices[0], self._dtype)
@@ -91,35 +89,35 @@ class Worker:
         copy = jax.jit(copy_blocks, donate_argnums=0, out_shardings=cache_place)
         self._copy = Program(copy, key=lambda *_: ())
         self._caches: list[LayerCache] = []
-        self._routed = Routed(None, None)  # of the newest forward pass
+        self._routed = Routed(None, None)  # from the newest forward pass
         self.chooser = TokenChooser(config.vocab_size, shape.n_rows, self._place) if part.last else None
         self.prompts = None
         if part.last:
-            self.prompts = PromptReader(self.stage, shape, self._place, has_words=self._has_words)
+            self.prompts = PromptReader(self.stage, shape, self._place)
         self._no_tokens = jax.device_put(np.zeros(shape.n_rows, np.int32), self._place)
         if caches:
             self.renew()
 
     def renew(self) -> None:
-        """Give the caches up, whatever state they are in, and make empty ones."""
+        """Replace the caches, whatever state they are in, by empty ones."""
         self._caches = []
         self._caches = [layer_cache(self._config, self._empty) for _ in self.stage.part.layers]
         if self.chooser is not None:
             self.chooser.renew()
 
     def release_caches(self) -> None:
-        """Free the caches and what is kept by row; `renew` must follow before the next iteration."""
+        """Free the caches and the rows' tables; `renew` must follow before the next iteration."""
         self._caches = []
         if self.chooser is not None:
             self.chooser.give_up()
 
     @property
     def last_token(self) -> jax.Array:
-        """Each row's newest token, [n_rows] int32; of a stage that does not choose them, 0."""
+        """Each row's newest token, [n_rows] int32; zeros on a stage that does not sample."""
         return self._no_tokens if self.chooser is None else self.chooser.last_token
 
     def prepare(self, message: ControlMessage) -> None:
-        """Start what precedes the forward pass: copies of blocks, and on the last stage rows' tables."""
+        """Start the work before a forward pass: block copies and, on the last stage, new rows' tables."""
         if self.chooser is not None:
             self.chooser.begin_rows(message)
         if len(message.copies):
@@ -130,17 +128,17 @@ class Worker:
     def forward(self, flat: FlatBatch, arrived: jax.Array) -> Any:
         """Start this stage's forward pass: the hidden array [T, H], or `stage.Last` from the last stage.
 
-        `arrived` is `last_token` for the first stage, for the others the hidden array of the one before.
+        `arrived` is the last stage's `last_token` on the first stage, else the previous stage's hidden array.
         """
-        words = self.stage.host_buffer.fill(flat) if self._has_words else flat.buffer
-        # The call copies the words to the devices itself, in a third of device_put's time.
+        words = self.stage.host_buffer.fill(flat)
+        # The call itself copies the words to the devices, in a third of device_put's time.
         out, self._caches, self._routed = self.stage.forward(
             self.stage.weights, self._caches, arrived, words, layout=flat.layout
         )
         return out
 
     def routed(self, out: Any, message: ControlMessage) -> list[DeviceRouted]:
-        """What the forward pass that gave `out`, the newest one, told of experts; [] where nobody asks."""
+        """The experts chosen in the newest forward pass, which returned `out`; [] if no row asks for them."""
         if not message.routed_rows or self._routed == (None, None):
             return []
         again: list[RoutedAgain] = []
@@ -150,9 +148,10 @@ class Worker:
         return [DeviceRouted(message, self._routed, again)]
 
     def encode(self, flat: FlatBatch, encoded: jax.Array | None) -> jax.Array:
-        """Start the encoder on the first stage, and on each stage writing what cross attention reads.
+        """Start the encoder on the first stage, and on each stage the writing of cross attention's cache.
 
-        `flat` is the encoder's batch. Returns `encoded` [T, H], which the other stages get from the first.
+        `flat` is the encoder's batch. Returns the encoder's output [T, H], which later stages take as
+        `encoded`.
         """
         buffer = jax.device_put(flat.buffer, self._place)
         stage, layout = self.stage, flat.layout
@@ -165,16 +164,16 @@ class Worker:
     def read_prompts(
         self, last: Last, message: ControlMessage, routed: Sequence[DeviceRouted]
     ) -> PromptReads | None:
-        """Start on the last stage what rows ask of their input tokens, besides what was `routed`."""
+        """Start the last stage's programs for results of prompt tokens; `routed` is returned with them."""
         assert self.prompts is not None
         return self.prompts.read(last.hidden, self._caches[-1], message, routed)
 
     def hidden_like(self, n_tokens: int) -> jax.ShapeDtypeStruct:
-        """What `forward` takes from the stage before for a bucket, [T, H], and where it lies."""
+        """Shape, dtype and sharding of a bucket's hidden array [T, H], as it arrives from another stage."""
         return jax.ShapeDtypeStruct((n_tokens, self._config.hidden_size), self._dtype, sharding=self._place)
 
     def programs(self, sizes: BatchSizes) -> Iterator[ToCompile]:
-        """All that an iteration may ask for, those that take longest to compile first."""
+        """All programs that an iteration may need, those that take longest to compile first."""
         stage, place = self.stage, self._place
         weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in stage.weights]
         caches = [layer_cache(self._config, lambda: self._cache_like) for _ in stage.part.layers]
@@ -205,15 +204,15 @@ class Worker:
 
 
 class LocalIteration:
-    """PendingTokens of an iteration; `go_on` starts the parts that had to wait."""
+    """An issued iteration (PendingTokens); `go_on` starts the parts that had to wait."""
 
     def __init__(
         self, message: ControlMessage, flat: FlatBatch, words: MakeWords, go_on: Callable[[], None]
     ) -> None:
         self.message, self.flat, self.words = message, flat, words
-        self.encoder_flat: FlatBatch | None = None  # of the rows that run the encoder
-        self.out: Any = None  # of the forward pass
-        self.routed: list[DeviceRouted] = []  # of each stage that has experts, if rows ask for them
+        self.encoder_flat: FlatBatch | None = None  # the encoder's batch, if a row runs it
+        self.out: Any = None  # the forward pass's output
+        self.routed: list[DeviceRouted] = []  # from each stage that has experts, if rows ask for them
         self.tokens: DeviceTokens | None = None
         self._go_on = go_on
 
@@ -224,7 +223,7 @@ class LocalIteration:
         return self.tokens is not None and self.tokens.is_ready()
 
     def fetch(self) -> Sampled:
-        """What was sampled, after waiting for the device; what failed there is raised here."""
+        """Wait for the device and return what was sampled. Raises what failed there."""
         if self.tokens is None:
             self._go_on()
         assert self.tokens is not None, "its requests' tokens before it have come back"
@@ -235,8 +234,8 @@ class LocalWorkers:
     """The workers of all stages in this process, first to last, as the engine master sees them.
 
     A batch is laid out once for all stages. A device runs its programs in order, so an iteration's results
-    are on it before the next iteration reads them. For the same reason an iteration waits here while the
-    tokens of the one before it cannot be chosen yet.
+    are there before the next iteration reads them. An iteration therefore waits here until the tokens of the
+    previous one can be chosen.
     """
 
     def __init__(self, workers: Sequence[Worker], sizes: BatchSizes) -> None:
@@ -249,7 +248,7 @@ class LocalWorkers:
         self._to_do: deque[LocalIteration] = deque()
 
     def use(self, sizes: BatchSizes) -> None:
-        """Lay out the next iterations in these sizes, whose programs are compiled. On any thread."""
+        """Lay out later iterations in these sizes, whose programs are compiled. On any thread."""
         self.sizes = sizes
 
     def issue(self, message: ControlMessage, words: MakeWords) -> LocalIteration:
@@ -261,7 +260,7 @@ class LocalWorkers:
         return iteration
 
     def _go_on(self) -> None:
-        """Start all that can be, in order, without waiting."""
+        """Start everything that can be started now, in order, without waiting."""
         try:
             while self._to_do:
                 iteration = self._to_do[0]
@@ -286,14 +285,14 @@ class LocalWorkers:
             raise
 
     def _encode(self, flat: FlatBatch) -> None:
-        """The encoder on the first stage, and through all stages with what it made."""
+        """Run the encoder on the first stage, and pass its output through all stages."""
         encoded = None
         for worker, link in zip(self.workers, [*self._links[1:], None], strict=True):
             encoded = worker.encode(flat, encoded)
             encoded = encoded if link is None else link.send(encoded)
 
     def _forward(self, iteration: LocalIteration) -> Any:
-        """Through all stages: the newest tokens from the last to the first, and from there hidden states."""
+        """Send the newest tokens from the last stage to the first, and hidden states from stage to stage."""
         arrived = self.workers[-1].last_token
         if len(self.workers) > 1:
             arrived = self._links[0].send(arrived)
@@ -305,12 +304,12 @@ class LocalWorkers:
 
 
 def all_programs(workers: Sequence[Worker], sizes: BatchSizes) -> list[ToCompile]:
-    """What an iteration of these stages may ask for."""
+    """All programs that an iteration of these stages may need."""
     return [program for stage in programs_by_stage(workers, sizes) for program in stage]
 
 
 def programs_by_stage(workers: Sequence[Worker], sizes: BatchSizes) -> list[list[ToCompile]]:
-    """The same, each stage's by themselves, with its number in their names where there are several."""
+    """Each stage's programs; their names have the stage's number if there are several stages."""
     return [
         [
             replace(program, name=f"stage {i + 1}: {program.name}") if len(workers) > 1 else program

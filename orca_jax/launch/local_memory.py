@@ -17,7 +17,7 @@ from orca_jax.checkpoint.directory import find_parameters, put_in_form
 from orca_jax.checkpoint.safetensors_reader import StoredTensor, read_header
 from orca_jax.checkpoint.shard_reader import Parts
 from orca_jax.errors import ConfigError, CorruptFile, EngineError, TensorMismatch
-from orca_jax.execution.stage_weights import StageWeights
+from orca_jax.execution.stage import StageWeights
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table

@@ -31,7 +31,7 @@ from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.execution.capacity import stage_room
 from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.matmul_backend import choose_products
-from orca_jax.execution.stage_device import JaxStageDevice, News, StageModel
+from orca_jax.execution.stage_device import Event, JaxStageDevice, StageModel
 from orca_jax.host_memory import keep_large_buffers
 from orca_jax.launch.load_stages import load_stages
 from orca_jax.launch.local_memory import LocalMemory
@@ -74,7 +74,7 @@ class WorkerProcess:
         part = one_stage(found.config, devices, engine, stage)
         self._options = options
         self._stopping = threading.Event()
-        self._inbox = FrameQueue[bytes | News](
+        self._inbox = FrameQueue[bytes | Event](
             _INBOX_ITEMS, weigh=lambda item: len(item) if isinstance(item, bytes) else 0
         )
         self._line: ControlLine | None = None  # to the next stage

@@ -41,7 +41,7 @@ class Attend(Protocol):
 
 
 @runtime_checkable
-class Placing(Attend, Protocol):
+class AttendAndPlace(Attend, Protocol):
     """Attention that writes the cache itself, and rotates what it writes."""
 
     def place(

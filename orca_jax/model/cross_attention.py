@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 
 from orca_jax.families.attention_config import Attention
-from orca_jax.model.context import Context, Iteration, Placing
+from orca_jax.model.context import AttendAndPlace, Context, Iteration
 from orca_jax.model.kv_cache import LayerCache, write
 from orca_jax.model.layers import Weights, linear_of
 
@@ -31,7 +31,7 @@ class CrossAttention(nnx.Module):
         tokens, slots = iteration.tokens, iteration.slot_of_token
         assert slots is not None
         kv = self.kv(encoded, tokens.product).reshape(encoded.shape[0], 2, -1, self.config.head_size)
-        if isinstance(tokens.attend, Placing):
+        if isinstance(tokens.attend, AttendAndPlace):
             placed = tokens.attend.place(kv, kv, slots, cache, None, n_queries=0, key=0, interleaved=False)
             return placed[1]
         return write(cache, kv[:, 0], kv[:, 1], slots)

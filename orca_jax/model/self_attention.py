@@ -6,7 +6,7 @@ from flax import nnx
 from jax import lax
 
 from orca_jax.families.attention_config import Attention
-from orca_jax.model.context import Context, Placing
+from orca_jax.model.context import AttendAndPlace, Context
 from orca_jax.model.kv_cache import write
 from orca_jax.model.layers import RMSNorm, Weights, linear_of
 from orca_jax.model.rotation import rotate
@@ -53,7 +53,7 @@ class SelfAttention(nnx.Module):
             else:
                 queries, keys = self.q_norm(queries), self.k_norm(keys)
             heads, key = (jnp.concatenate([queries, keys], 1), group) if all_attend else (keys, 0)
-        if slots is not None and isinstance(attend, Placing):
+        if slots is not None and isinstance(attend, AttendAndPlace):
             n_queries = 0 if rotation is None or not all_attend else group
             rotated, ctx.cache = attend.place(
                 heads,

@@ -1,10 +1,12 @@
-"""The machine's C compiler builds the CPU's operations, each once per process for given sizes.
+"""Builds the CPU's operations with the machine's C compiler, each once per process for given sizes.
 
-`keep_libraries` names a folder where what was built is kept, so that the next process need not build it. This
-file knows no JAX: building may begin while JAX is imported, which takes as long.
+`keep_libraries` names a folder in which shared libraries are kept, so that the next process need not build
+them. This file knows no JAX: building may begin while JAX is imported, which takes as long.
 """
 
 import ctypes
+import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -14,12 +16,10 @@ from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 
-from orca_jax.native import library_cache
-
 _SOURCES = Path(__file__).parent
 _COMPILERS = ("cc", "gcc", "clang")
 _SECONDS = 60.0  # building takes about one
-# No leave to reorder sums: a request's tokens must not depend on a compiler's mood.
+# Nothing here lets the compiler reorder sums: a request's tokens must not depend on its version.
 _FLAGS = (
     "-std=c11",
     "-O3",
@@ -30,25 +30,27 @@ _FLAGS = (
     "-fPIC",
 )
 _PROCESSOR = ("-march=native", "-mprefer-vector-width=512")
-# What /proc/cpuinfo says of a core, on x86 and on ARM, that decides what -march=native makes.
+# The fields of /proc/cpuinfo, on x86 and on ARM, that decide what -march=native means.
 _CPUINFO = ("vendor_id", "cpu family", "model", "stepping", "flags")
 _CPUINFO += ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features")
 
-Key = tuple[str, tuple[tuple[str, int], ...]]
+_DIGEST_BYTES = 32
+
+Key = tuple[str, tuple[tuple[str, int], ...]]  # an operation and its sizes
 
 _lock = threading.Lock()  # for the next two
 _kept_in: Path | None = None
-_builds: dict[Key, "Future[ctypes.CDLL]"] = {}  # done or under way
+_builds: dict[Key, "Future[ctypes.CDLL]"] = {}  # finished or under way
 
 
 class NotBuilt(Exception):
-    """There is no compiler, or it failed; the message says what is missing."""
+    """No compiler was found, or it failed; the message says what is missing."""
 
 
 def keep_libraries(folder: Path | None) -> None:
-    """Keep what is built from now on in a folder in `folder`, and look there first; None: keep nothing.
+    """Keep libraries in a subfolder of `folder`, and look there before building; None keeps nothing.
 
-    What lies there is run, so only those who may run code as this user should be able to write to it.
+    Libraries from there are executed: only users who may run code as this one should be able to write to it.
     """
     global _kept_in
     with _lock:
@@ -56,9 +58,9 @@ def keep_libraries(folder: Path | None) -> None:
 
 
 def library(operation: str, **sizes: int) -> ctypes.CDLL:
-    """The library of `operation`, a C file and its function, with these names set in it.
+    """The library of `operation`, which names a C file and its function, compiled with these macros.
 
-    The first call in a process loads the library that was kept, or builds it. Raises NotBuilt.
+    The first call in a process loads the kept library or builds it. Raises NotBuilt.
     """
     build, is_new = _build((operation, tuple(sizes.items())))
     if is_new:
@@ -67,7 +69,7 @@ def library(operation: str, **sizes: int) -> ctypes.CDLL:
 
 
 def build_ahead(operation: str, **sizes: int) -> None:
-    """Begin on a thread what `library` needs; it then waits for that, and raises what went wrong."""
+    """Start building on a thread; `library` then waits for it, and raises what went wrong."""
     key = (operation, tuple(sizes.items()))
     build, is_new = _build(key)
     if is_new:
@@ -85,7 +87,7 @@ def _run(key: Key, build: "Future[ctypes.CDLL]") -> None:
         build.set_result(_library(*key))
     except BaseException as error:
         with _lock:
-            del _builds[key]  # what is missing may be there at the next call
+            del _builds[key]  # what is missing may have been installed by the next call
         build.set_exception(error)
 
 
@@ -96,13 +98,13 @@ def _library(operation: str, sizes: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     defined = [f"-D{name}={value}" for name, value in sizes]
     kept_as = None if _kept_in is None else _kept_in / _file_name(operation, compiler, defined)
     with tempfile.TemporaryDirectory(prefix="orca-native-") as folder:
-        # A kept library is loaded from a copy: whatever becomes of the file then, the code stays whole.
+        # A kept library is loaded from a copy: if another process replaces the file, the code stays whole.
         path = Path(folder) / f"{operation}.so"
-        if kept_as is not None and (kept := library_cache.read(kept_as)) is not None:
+        if kept_as is not None and (kept := read_library(kept_as)) is not None:
             path.write_bytes(kept)
             try:
                 return ctypes.CDLL(str(path))
-            except OSError:  # it was linked to what this machine no longer has
+            except OSError:  # it was linked to libraries that this machine no longer has
                 path.unlink()
         source = str(_SOURCES / f"{operation}.c")
         include = f"-I{_include_dir()}"
@@ -114,17 +116,53 @@ def _library(operation: str, sizes: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
         except OSError as failure:
             raise NotBuilt(f"it was built but cannot be loaded: {failure}") from failure
         if kept_as is not None:
-            library_cache.write(kept_as, path.read_bytes())
+            write_library(kept_as, path.read_bytes())
         return library
 
 
 def _file_name(operation: str, compiler: str, defined: list[str]) -> str:
-    """What a library is kept as: other source, headers, compiler, flags or processor, and it is another."""
+    """A library's file name, from a digest of all that its code depends on.
+
+    That is the source, headers, compiler, flags, sizes and processor.
+    """
     files = [_SOURCES / f"{operation}.c", *sorted(_SOURCES.glob("*.h"))]
     files.append(_include_dir() / "xla" / "ffi" / "api" / "c_api.h")
     texts = [compiler, _version_of(compiler), *_FLAGS, *_PROCESSOR, *defined, _processor()]
-    parts = [*(file.read_bytes() for file in files), *map(str.encode, texts)]
-    return library_cache.file_name(operation, parts)
+    key = hashlib.sha256()
+    for part in (*(file.read_bytes() for file in files), *map(str.encode, texts)):
+        key.update(len(part).to_bytes(8, "little") + part)
+    return f"{operation}-{key.hexdigest()}.so"
+
+
+def read_library(path: Path) -> bytes | None:
+    """A kept library; None if there is none, or if its digest says that it is damaged."""
+    try:
+        kept = path.read_bytes()
+    except OSError:
+        return None
+    library, digest = kept[:-_DIGEST_BYTES], kept[-_DIGEST_BYTES:]
+    return library if digest == _digest(path, library) else None
+
+
+def write_library(path: Path, library: bytes) -> None:
+    """Keep a library with its digest, if its folder can be written to.
+
+    The file is replaced at once: a process that reads it sees the old library or the whole new one.
+    """
+    unfinished = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            unfinished = Path(file.name)
+            file.write(library + _digest(path, library))
+        unfinished.replace(path)
+    except OSError:  # the next process builds it again
+        if unfinished is not None:
+            unfinished.unlink(missing_ok=True)
+
+
+def _digest(path: Path, library: bytes) -> bytes:
+    return hashlib.sha256(os.fsencode(path.name) + library).digest()
 
 
 def _include_dir() -> Path:
@@ -145,7 +183,7 @@ def _version_of(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What kind of processor this is."""
+    """A text that identifies the kind of processor."""
     try:
         core = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     except OSError:
@@ -155,7 +193,7 @@ def _processor() -> str:
 
 
 def _error_of(command: list[str]) -> str:
-    """The first error, or line, that a failing compiler printed; empty if it did not fail."""
+    """The first error, or else line, that a failing compiler printed; empty if it succeeded."""
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

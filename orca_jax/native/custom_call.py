@@ -1,4 +1,4 @@
-"""The CPU's operations as XLA custom calls, each registered once per process for given sizes."""
+"""Registers the CPU's operations as XLA custom calls, each once per process for given sizes."""
 
 import threading
 from functools import cache
@@ -7,11 +7,11 @@ import jax
 
 from orca_jax.native.compiler import library
 
-_registering = threading.Lock()  # a name can be registered once
+_registering = threading.Lock()  # XLA refuses a name that is registered twice
 
 
 def target(operation: str, **sizes: int) -> str:
-    """The name of the custom call of `operation` with these sizes (compiler.py). Raises NotBuilt."""
+    """Name of the custom call of `operation` compiled with these sizes. Raises NotBuilt."""
     with _registering:
         return _registered(operation, tuple(sizes.items()))
 

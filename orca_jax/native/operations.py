@@ -1,4 +1,4 @@
-"""The CPU's operations, each with the names that are set in its C file. Knows no JAX."""
+"""The macros that each of the CPU's C files is compiled with, by the model's sizes. Knows no JAX."""
 
 from typing import Literal
 
@@ -8,38 +8,28 @@ BITS = {"float32": 32, "bfloat16": 16}
 
 
 def dtype_of_cache(stored: str) -> str:
-    """The dtype of a cache's numbers: uint16 holds the bits of bfloat16."""
+    """Dtype of the numbers in a cache: stored as uint16 they are bfloat16."""
     return "bfloat16" if stored == "uint16" else stored
 
 
 def linear_sizes(x_dtype: str, weight_dtype: str, steady: bool = False) -> dict[str, int]:
-    """The names that linear.c needs."""
+    """Macros of linear.c. With `steady` no token is in a remainder that is computed in another order."""
     bits = {"X_BITS": BITS[x_dtype], "WEIGHT_BITS": BITS[weight_dtype]}
     return bits | ({"REST": 0, "TURNS": 1} if steady else {})
 
 
 def grouped_sizes(x_dtype: str, weight_dtype: str, steady: bool = False) -> dict[str, int]:
-    """The names that grouped.c and mixture.c need."""
+    """Macros of grouped.c and mixture.c."""
     return linear_sizes(x_dtype, weight_dtype, steady) | ({"FEW": 0} if steady else {})
 
 
 def attention_sizes(
     head_size: int, block_size: int, q_dtype: str, kv_dtype: str, value_size: int | None = None
 ) -> dict[str, int]:
-    """The names that split_attention.c needs; `value_size` where values are the first elements of keys."""
+    """Macros of split_attention.c; `value_size` is given where values are the first elements of keys."""
     bits = {"Q_BITS": BITS[q_dtype], "KV_BITS": BITS[kv_dtype]}
     sizes = {"HEAD_SIZE": head_size, "BLOCK_SIZE": block_size, **bits}
     return sizes if value_size is None else sizes | {"VALUE_SIZE": value_size}
-
-
-def place_sizes(dtype: str) -> dict[str, int]:
-    """The names that place.c needs."""
-    return {"X_BITS": BITS[dtype]}
-
-
-def plain_latent_sizes(q_dtype: str, kv_dtype: str) -> dict[str, int]:
-    """The names that plain_latent.c needs."""
-    return {"Q_BITS": BITS[q_dtype], "KV_BITS": BITS[kv_dtype]}
 
 
 def build_all_ahead(
@@ -51,14 +41,14 @@ def build_all_ahead(
     value_size: int | None = None,
     steady: bool = False,
 ) -> None:
-    """Begin to build, side by side, what a CPU uses for a model of this dtype; nothing for other dtypes."""
+    """Start building, in parallel, all operations that a model of this dtype uses on a CPU, if any."""
     if dtype not in BITS:
         return
     build_ahead("split_attention", **attention_sizes(head_size, block_size, dtype, dtype, value_size))
     if value_size is None:
-        build_ahead("place", **place_sizes(dtype))
+        build_ahead("place", X_BITS=BITS[dtype])
     elif not steady:
-        build_ahead("plain_latent", **plain_latent_sizes(dtype, dtype))
+        build_ahead("plain_latent", Q_BITS=BITS[dtype], KV_BITS=BITS[dtype])
     build_ahead("linear", **linear_sizes(dtype, dtype, steady))
     build_ahead("token_choice")
     if experts:

@@ -1,13 +1,13 @@
-"""Keys and values into the cache on a CPU, with queries and keys rotated: a custom call in C (place.c)."""
+"""Writes keys and values to the cache on a CPU, and rotates queries and keys: one custom call (place.c)."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.native.custom_call import target
-from orca_jax.native.operations import BITS, dtype_of_cache, place_sizes
+from orca_jax.native.operations import BITS, dtype_of_cache
 
-_WIDTH, _MOST = 16, 256  # of a head, as in place.c
+_WIDTH, _MOST = 16, 256  # a head's size is a multiple of one, and at most the other (place.c)
 
 
 def native_place(
@@ -23,14 +23,14 @@ def native_place(
     key: int,
     interleaved: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Write keys and values into the slots of a layer's cache [n_blocks, K, B, D], in place if it is donated.
+    """Write keys and values to their slots in a layer's cache [n_blocks, K, B, D], in place if donated.
 
-    The keys are slice `key` of heads [T, n, K, D], the values the last slice of values [T, m, K, D]; those of
-    a token whose slot_of_token [T] int32 is out of range are dropped. cos and sin [T, size / 2] float32, or
-    None, rotate the first `size` elements of each key, and of each query in the first `n_queries` (G) slices
-    of heads: pairs of elements size / 2 apart, or `interleaved` side by side. Returns the queries
-    [T, G, K, D], and the cache's keys and values. All are float32 or all bfloat16, of the cache also as
-    uint16; the arithmetic is float32. Raises NotBuilt without a C compiler, or without AVX-512 or AVX2.
+    The keys are slice `key` of heads [T, n, K, D], the values the last slice of values [T, m, K, D]; a token
+    whose slot_of_token [T] int32 is out of range is not written. cos and sin [T, size / 2] float32, or None,
+    rotate the first `size` elements of each key, and of each query in the first `n_queries` (G) slices of
+    heads: pairs of elements size / 2 apart or, if `interleaved`, adjacent ones. Returns the queries
+    [T, G, K, D], and the cache's keys and values. All are float32 or all bfloat16, in the cache also stored
+    as uint16; the arithmetic is float32. Raises NotBuilt without a C compiler, or without AVX-512 or AVX2.
     """
     n_tokens, n_slices, n_kv_heads, head_size = heads.shape
     nothing = jnp.zeros((n_tokens, 0), jnp.float32)
@@ -46,9 +46,9 @@ def native_place(
     caches = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (into_keys, into_values)]
     queries = jax.ShapeDtypeStruct((n_tokens, n_queries, n_kv_heads, head_size), heads.dtype)
     call = jax.ffi.ffi_call(
-        target("place", **place_sizes(dtype)), (queries, *caches), input_output_aliases={5: 1, 6: 2}
+        target("place", X_BITS=BITS[dtype]), (queries, *caches), input_output_aliases={5: 1, 6: 2}
     )
-    rotated, keys_there, values_there = call(
+    rotated, new_keys, new_values = call(
         heads,
         values,
         slot_of_token,
@@ -59,4 +59,4 @@ def native_place(
         key=np.int32(key),
         interleaved=np.int32(interleaved),
     )
-    return rotated, keys_there, values_there
+    return rotated, new_keys, new_values

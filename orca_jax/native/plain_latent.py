@@ -1,17 +1,17 @@
-"""Latent attention in its plain form on a CPU: one custom call per layer, written in C (plain_latent.c)."""
+"""Latent attention in the plain form on a CPU: one custom call per layer, written in C (plain_latent.c)."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.native.custom_call import target
-from orca_jax.native.operations import BITS, dtype_of_cache, plain_latent_sizes
+from orca_jax.native.operations import BITS, dtype_of_cache
 
 _WIDTH = 16  # every size is a multiple of this, as in plain_latent.c
 
 
 def unsupported(dtype: str, **sizes: int) -> str | None:
-    """Why this cannot run such a model, or None if it can; `sizes` are by name those of keys and values."""
+    """Why this form cannot run in C, or None if it can; `sizes` are the parts of keys and values by name."""
     if dtype not in BITS:
         return f"the native plain form is for float32 and bfloat16, and keys and values are {dtype}"
     for name, size in sizes.items():
@@ -21,8 +21,8 @@ def unsupported(dtype: str, **sizes: int) -> str | None:
 
 
 def plain_latent_target(q_dtype: str, kv_dtype: str) -> str:
-    """The name of the custom call; each dtype is float32 or bfloat16. Raises NotBuilt."""
-    return target("plain_latent", **plain_latent_sizes(q_dtype, kv_dtype))
+    """Name of the custom call; each dtype is float32 or bfloat16. Raises NotBuilt."""
+    return target("plain_latent", Q_BITS=BITS[q_dtype], KV_BITS=BITS[kv_dtype])
 
 
 def native_plain_latent(
@@ -35,15 +35,15 @@ def native_plain_latent(
     *,
     scale: float,
 ) -> jax.Array:
-    """Attention of each request's query tokens to its own keys, up to its own position.
+    """Causal attention of each request's query tokens to its keys, expanded from the latent cache.
 
-    q [T, N, P + U]; keys [n_blocks, 1, B, C + U], of each token what is compressed and the U rotated elements
-    of its keys; weight [N, P + W, C] makes a head's keys and then its values of what is compressed.
+    q [T, N, P + U]; keys [n_blocks, 1, B, C + U] has a token's compressed vector (C), then the rotated part
+    of its key (U); weight [N, P + W, C] expands a compressed vector to a head's key (P) and value (W).
     block_table [R, max_blocks], row_start [R + 1] and kv_length [R] int32. A row's queries are the last
-    positions of its `kv_length`; scores are `scale` times q.k. The result is [T, N, W] in the dtype of q,
-    which is the weight's, with zeros for padding tokens and for rows without a key. That dtype and the
-    cache's are each float32 or bfloat16, of the cache also as uint16; the arithmetic is float32. Raises
-    NotBuilt without a C compiler, or without AVX-512 or AVX2.
+    positions of its `kv_length`; scores are `scale` times q.k. The result is [T, N, W] in the dtype of q and
+    weight, with zeros for padding tokens and for rows without a key. That dtype and the cache's are each
+    float32 or bfloat16, in the cache also stored as uint16; the arithmetic is float32. Raises NotBuilt
+    without a C compiler, or without AVX-512 or AVX2.
     """
     n_tokens, n_heads, size = q.shape
     kv_dtype = dtype_of_cache(keys.dtype.name)

@@ -7,9 +7,9 @@ import numpy as np
 from orca_jax.native.custom_call import target
 from orca_jax.native.operations import BITS, attention_sizes, dtype_of_cache
 
-_WIDTH, _STRIP = 16, 8  # as in split_attention.c
-_MOST_LATENT = 640  # a tile of queries and of results is on a thread's stack
-_ALL_KEYS = 2**31 - 1  # a window that no row exceeds
+_WIDTH, _STRIP = 16, 8  # sizes of heads and of blocks are multiples of these (split_attention.c)
+_MOST_LATENT = 640  # elements; a thread keeps a tile of queries and one of results on its stack
+_ALL_KEYS = 2**31 - 1  # the window of a layer without one
 
 
 def unsupported(
@@ -20,13 +20,13 @@ def unsupported(
     n_kv_heads: int,
     value_size: int | None = None,
 ) -> str | None:
-    """Why the native attention cannot run such a model, or None if it can."""
+    """Why the native attention cannot run a model of these sizes, as a clause; None if it can."""
     if dtype not in BITS:
         return f"the native attention is for float32 and bfloat16, and keys and values are {dtype}"
     if value_size is not None and (head_size % _WIDTH or value_size % _WIDTH or head_size > _MOST_LATENT):
         return (
-            f"the native attention is for latent keys of up to {_MOST_LATENT} elements and their values in "
-            f"steps of {_WIDTH}, not of {head_size} and {value_size}"
+            f"the native attention is for latent keys and values in steps of {_WIDTH} elements, keys up to "
+            f"{_MOST_LATENT}, not of {head_size} and {value_size}"
         )
     if value_size is None and (head_size % _WIDTH or not 0 < head_size <= 256):
         return f"the native attention is for heads of 16 to 256 in steps of {_WIDTH}, not of {head_size}"
@@ -40,7 +40,7 @@ def unsupported(
 def attention_target(
     head_size: int, block_size: int, q_dtype: str, kv_dtype: str, value_size: int | None = None
 ) -> str:
-    """The name of the custom call; each dtype is float32 or bfloat16. Raises NotBuilt."""
+    """Name of the custom call; each dtype is float32 or bfloat16. Raises NotBuilt."""
     return target("split_attention", **attention_sizes(head_size, block_size, q_dtype, kv_dtype, value_size))
 
 
@@ -62,23 +62,18 @@ def native_split_attention(
     sinks: jax.Array | None = None,
     value_size: int | None = None,
 ) -> jax.Array:
-    """Attention of each request's query tokens to its own keys, up to its own position where `causal`.
+    """Attention of each request's query tokens to its own keys, up to each query's position if `causal`.
 
     The first G = `group` slices, by default all, of q [T, n, K, D] are the queries, in group-major order:
     query head [g, k] attends to key/value head k. keys and values [n_blocks, K, B, D]; block_table
     [R, max_blocks], row_start [R + 1] and kv_length [R] int32. A row's queries are the last positions of its
     `kv_length`. The result is [T, G, K, D] in q's dtype, with zeros for padding tokens and for rows without a
-    key. q and the cache are each float32 or bfloat16, of the cache also as uint16; the arithmetic is float32.
+    key. q and the cache are each float32 or bfloat16, in the cache also stored as uint16; the arithmetic is
+    float32.
 
-    Scores are `scale` (by default D**-0.5) times q.k, then soft_cap * tanh(score / soft_cap), then ALiBi adds
-    `slopes` [G, K] float32 times (key position - query position). A query sees its own position and the
-    `window` - 1 before it, by default all; blocks outside the window are not read. A `relative` bias
-    [2 M + 1, K] float32 adds to a score its row (key position - query position) + M, the first or the last
-    for keys further away; G is then 1. `sinks` [G, K] float32 are scores of one more key for each head, which
-    has no value. Without `causal` a query sees all keys of its row, of which there may be fewer than queries,
-    and there are no window and no slopes. Without `values` they are the first `value_size` elements of the
-    keys; the result then has so many in place of D. Raises NotBuilt without a C compiler, or without AVX-512
-    or AVX2.
+    The scores are those of model/attention.py, with the same options; blocks outside the `window` are not
+    read. Without `values`, a value is the first `value_size` elements of its key, and the result has that
+    size in place of D. Raises NotBuilt without a C compiler, or without AVX-512 or AVX2.
     """
     n_slices, n_kv_heads, head_size = q.shape[1:]
     group = n_slices if group is None else group

@@ -97,7 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 KNOWS_JAX = {*DEVICE_ROOMS, *COMPOSITION}
 # Files of such rooms that know no JAX, and begin their work while it is imported.
-WITHOUT_JAX = {"orca_jax.native.compiler", "orca_jax.native.library_cache", "orca_jax.native.operations"}
+WITHOUT_JAX = {"orca_jax.native.compiler", "orca_jax.native.operations"}
 HOST_LIBRARIES = {"numpy", "tokenizers"}
 LIBRARIES_OF = {  # that one or two files of the JAX-free rooms may know besides
     "grammar.grammar": "llguidance",

@@ -164,7 +164,7 @@ def test_n_slots_are_the_same_before_the_weights_are_loaded() -> None:
 def test_a_device_without_memory_statistics_gets_a_modest_cache() -> None:
     for stats in (None, {}):
         room = stage_room(PRESETS["gpt3-13b"], jnp.dtype("bfloat16"), gpu_part(stats), n_devices=1)
-        assert (room.free, room.modest) == (None, capacity.DEFAULT_KV_BYTES)
+        assert (room.free, room.modest) == (None, capacity.MODEST_KV_BYTES)
 
 
 def test_a_cpus_memory_is_shared_by_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from orca_jax.engine.channel import Arrival
 from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.errors import WorkerLost
-from orca_jax.execution.stage_device import JaxStageDevice, News, StageModel
+from orca_jax.execution.stage_device import Event, JaxStageDevice, StageModel
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.iteration.shape import bucket_for, bucket_sizes
 from orca_jax.launch.local_memory import LocalMemory
@@ -51,7 +51,7 @@ class StageHere:
     """A worker without its process: a controller, its device, its end of the link."""
 
     def __init__(self, pipeline: "PipelineHere", model: StageModel, n_stages: int) -> None:
-        self.inbox = FrameQueue[bytes | News](1000)
+        self.inbox = FrameQueue[bytes | Event](1000)
         self.index = model.stage
         self.link = TransferLink(model.part.group, host="127.0.0.1") if n_stages > 1 else None
         self.pipeline = pipeline
@@ -66,7 +66,7 @@ class StageHere:
             model.stage, n_stages, lines=self, device=self.device, clock=time.monotonic
         )
 
-    def put(self, item: bytes | News) -> None:
+    def put(self, item: bytes | Event) -> None:
         assert self.inbox.put(item)
         self.pipeline.woken.set()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from orca_jax.native.compiler import NotBuilt
-from orca_jax.native.linear import linear_target
+from orca_jax.native.products import linear_target
 
 
 def has_native() -> bool:

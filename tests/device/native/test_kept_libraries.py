@@ -141,7 +141,7 @@ def test_a_library_under_another_s_name_is_rebuilt(folder: Path, cc: Compiler) -
 def test_a_library_that_cannot_be_loaded_is_rebuilt(folder: Path, cc: Compiler) -> None:
     build()
     (file,) = folder.iterdir()
-    compiler.library_cache.write(file, b"whole, but no library")
+    compiler.write_library(file, b"whole, but no library")
     build()
     build()
     assert cc.n_built == 2
@@ -167,7 +167,7 @@ PROCESS = """
 import sys
 from pathlib import Path
 from orca_jax.execution.compile_cache import keep_compiled_programs
-from orca_jax.native.linear import linear_target
+from orca_jax.native.products import linear_target
 from orca_jax.native.split_attention import attention_target
 
 stage = (int(sys.argv[2]), 2) if len(sys.argv) > 2 else None

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from orca_jax.model.layers import grouped_by_tiles, grouped_matmul
 from orca_jax.native import grouped
-from orca_jax.native.grouped import native_grouped
-from orca_jax.native.linear import native_linear
+from orca_jax.native.products import native_grouped, native_linear
 from tests.device.native.native_form import needs_native, other_lanes
 
 BFLOAT16 = ml_dtypes.bfloat16

@@ -16,7 +16,7 @@ from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.model.layers import matmul
 from orca_jax.native import compiler, custom_call, linear
 from orca_jax.native.compiler import NotBuilt
-from orca_jax.native.linear import has_form, native_linear
+from orca_jax.native.products import has_form, native_linear
 from tests.device.native.native_form import needs_native, other_lanes
 
 CPU = jax.devices("cpu")[0]

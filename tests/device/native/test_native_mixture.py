@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orca_jax.native import mixture
-from orca_jax.native.linear import native_linear
-from orca_jax.native.mixture import has_mixture_form, native_mixture
+from orca_jax.native.products import has_mixture_form, native_linear, native_mixture
 from tests.device.native.native_form import needs_native, other_lanes
 
 BFLOAT16 = ml_dtypes.bfloat16

@@ -21,7 +21,7 @@ pytestmark = needs_native
 
 TOLD = 20
 FLOAT32 = np.finfo(np.float32)
-native = jax.jit(partial(native_choice, most_told=TOLD))
+native = jax.jit(partial(native_choice, max_top=TOLD))
 in_jax = jax.jit(partial(sample, cut=False))
 numbers = jax.jit(uniform)
 
@@ -271,7 +271,7 @@ def test_a_given_token_that_is_none_has_no_probability() -> None:
 
 def test_the_form_for_the_other_width_of_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_choice, "target", partial(token_choice.target, LANES=other_lanes()))
-    other = partial(choose, call=partial(native_choice, most_told=TOLD))
+    other = partial(choose, call=partial(native_choice, max_top=TOLD))
     rng = np.random.default_rng(6)
     for vocab in VOCABS:
         logits = spread_logits(vocab, vocab)

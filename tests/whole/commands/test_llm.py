@@ -395,7 +395,7 @@ def test_the_sizes_that_follow_from_the_model(tiny: LLM, monkeypatch: pytest.Mon
     )  # 2 * 3 * 8 * 4 = 192 bytes a slot
 
     def sizes(n_bytes: int, stages: int = 1, tensor: int = 1) -> tuple[int, int]:
-        monkeypatch.setattr(capacity, "DEFAULT_KV_BYTES", n_bytes)
+        monkeypatch.setattr(capacity, "MODEST_KV_BYTES", n_bytes)
         parts = split_model(model, devices, ParallelConfig(pipeline_parallel=stages, tensor_parallel=tensor))
         n_devices = stages * tensor
         rooms = [
