@@ -18,7 +18,7 @@ from orca_jax.execution.host_buffer import HostBuffer
 from orca_jax.execution.matmul_backend import Products
 from orca_jax.execution.sampling import packed_logprobs
 from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout, SamplerArrays
-from orca_jax.model.block import Passed
+from orca_jax.model.block import LayerOutput
 from orca_jax.model.context import Iteration, Tokens
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.routed import Routed, packed
@@ -109,21 +109,21 @@ def forward(
     return (model.logits(x, shard, product), hidden), caches, routed
 
 
-class _AgainThroughLast(NamedTuple):
+class _LastLayer(NamedTuple):
     model: Transformer | OwnDecoder
     iteration: Iteration
     batch: FlatArrays
-    passed: Passed
+    output: LayerOutput
 
 
 def _through_last_layer(
     stage: StageModel, weights: Weights, x: Array, cache: LayerCache, buffer: Array, layout: FlatLayout
-) -> _AgainThroughLast:
+) -> _LastLayer:
     """Run x [S, H] through the last layer, whose cache has the tokens' keys and values already."""
     model, shard = stage.model(weights), stage.shard()
     batch = layout.split(buffer)
     iteration = Iteration(batch.positions, None, stage.tokens(layout, batch, buffer), shard=shard)
-    return _AgainThroughLast(model, iteration, batch, model.last_layer(x, cache, iteration))
+    return _LastLayer(model, iteration, batch, model.last_layer(x, cache, iteration))
 
 
 def score(
@@ -133,9 +133,9 @@ def score(
 
     `x` [SCORED, H] are rows of the last layer's input, which `take` selected; `cache` is the last layer's.
     """
-    model, iteration, batch, passed = _through_last_layer(stage, weights, x, cache, buffer, layout)
+    model, iteration, batch, output = _through_last_layer(stage, weights, x, cache, buffer, layout)
     n_top = SamplerArrays(*batch.sampler).n_top
-    logits = model.logits(passed.x, iteration.shard, iteration.tokens.product)
+    logits = model.logits(output.x, iteration.shard, iteration.tokens.product)
     return packed_logprobs(logits, batch.token_ids, n_top, native=stage.native_choice)
 
 
@@ -143,8 +143,8 @@ def pool(
     stage: StageModel, weights: Weights, x: Array, cache: LayerCache, buffer: Array, *, layout: FlatLayout
 ) -> Array:
     """Sums [R, E] float32 of each row's final hidden states in a PooledPart; arguments as in `score`."""
-    model, iteration, batch, passed = _through_last_layer(stage, weights, x, cache, buffer, layout)
-    x = model.final_states(passed.x, iteration.tokens.product).astype(jnp.float32)
+    model, iteration, batch, output = _through_last_layer(stage, weights, x, cache, buffer, layout)
+    x = model.final_states(output.x, iteration.tokens.product).astype(jnp.float32)
     token = jnp.arange(layout.n_tokens)
     mine = (token >= batch.row_start[:-1, None]) & (token < batch.row_start[1:, None])  # [R, T]
     # A product with ones and zeros would let another row's NaN into the sum.
@@ -155,9 +155,9 @@ def route(
     stage: StageModel, weights: Weights, x: Array, cache: LayerCache, buffer: Array, *, layout: FlatLayout
 ) -> Array:
     """Experts that a PooledPart's tokens choose in the last layer, [SCORED, 1, k]; see `score`."""
-    passed = _through_last_layer(stage, weights, x, cache, buffer, layout).passed
-    assert passed.chosen is not None
-    return passed.chosen[:, None].astype(stage.routing.dtype)
+    output = _through_last_layer(stage, weights, x, cache, buffer, layout).output
+    assert output.chosen is not None
+    return output.chosen[:, None].astype(stage.routing.dtype)
 
 
 def encode(

@@ -1,8 +1,20 @@
-"""The mathematics of the model, for one device; it knows no mesh.
+"""The mathematics of the model, as one device computes it.
 
-Start with block.py, one layer; context.py has what surrounds it, transformer.py all layers.
+An iteration's batch is flat: the tokens of all requests side by side, [T, H], whatever their phase and
+length. Norms, projections and feed-forward layers treat tokens alike and never ask which request a token is
+from; attention alone does, through the block tables that are bound to `Attend` (selective batching,
+ORCA 3.2). So one function computes prefill, decode and any mixture of the two.
 
-The shape letters, used in every comment and docstring below here:
+A layer takes a hidden state and a Context, which has what surrounds it: its cache, the slots to write, the
+wanted tokens, the split over devices. The model knows no mesh: a Shard says which part of the heads and
+columns it computes and how parts are summed. Kernels are handed in (`Attend`, `Matmul`), so that this folder
+knows none. A weight may be in a form other than a dense array; `Matmul` is the one place that computes with
+it.
+
+Start with block.py, one layer; then context.py, and transformer.py for all layers. reference.py is the same
+model for one request in plain terms, which tests compare against.
+
+The shape letters of all comments and docstrings below:
 
     T  tokens in the bucket (all requests' query tokens of an iteration, padded)
     R  rows = requests of the batch, padded to min(T, max_bs)

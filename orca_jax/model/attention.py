@@ -1,13 +1,13 @@
 """Split attention over the K/V blocks, in pure JAX (ORCA 3.2: the one operation that is not batched).
 
-Every request attends to its own keys and values, which lie in the blocks that the block table names. The work
-is cut into tiles of query tokens of one row: rows of the increment phase are tiles of one query, rows of the
-initiation phase are cut into tiles of many, large ones and for the rest small ones. A tile walks over its
-keys a chunk of blocks at a time with a running softmax, so that no dense [T, context] array ever exists.
+Each request attends to its own keys and values, in the blocks that its block table names. The work is cut
+into tiles of one row's query tokens: a decode row is a tile of one query, a prefill row is cut into large
+tiles and, for the remainder, small ones. A tile visits its keys a chunk of blocks at a time with a running
+softmax, so that no dense [T, context] array ever exists.
 
-With `follow_lengths` tiles are taken a few at a time and the trip counts are the real lengths': right for a
-CPU, where a loop costs what it does. Without it all tiles go at once and the trips are fixed by the shapes:
-a GPU's host would have to read a run-time trip count back at each trip, and so block.
+With `follow_lengths` a loop takes a few tiles at a time, and its trip counts follow the real lengths; that is
+best on a CPU, where a trip costs no more than its work. Without it all tiles run at once, and trip counts are
+fixed by the shapes: on a GPU the host would wait at each trip to read a run-time trip count.
 """
 
 from dataclasses import dataclass, replace
@@ -19,29 +19,29 @@ from jax import lax
 
 from orca_jax.model.kv_cache import LayerCache, as_numbers
 
-_NOTHING = -1e30  # the score of a key that is not there; finite, so that no inf - inf arises
+_MASKED = -1e30  # a masked key's score; finite, so that inf - inf cannot arise
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The sizes of tiles of one kind: query tokens of each, keys of a chunk, tiles that go side by side."""
+    """The sizes of one kind of tiles."""
 
-    queries: int
+    queries: int  # query tokens of a tile
     chunk_keys: int
-    abreast: int
+    abreast: int  # tiles of one trip
 
 
 class Tilings(NamedTuple):
-    """The sizes for both phases; the initiation's in descending order."""
+    """The sizes for both phases (ORCA's words for decode and prefill)."""
 
     increment: Tiling
-    initiation: tuple[Tiling, ...]
+    initiation: tuple[Tiling, ...]  # largest first
 
 
 _ALL = 1 << 30
 _TILINGS = {
-    # Following the lengths; measured on two cores: enough work a trip to bury its overhead, little enough to
-    # stay in a near cache.
+    # Following the lengths, measured on two cores: a trip does enough work to hide its overhead, and little
+    # enough to stay in the first caches.
     True: Tilings(
         increment=Tiling(queries=1, chunk_keys=64, abreast=8),
         initiation=(
@@ -49,7 +49,7 @@ _TILINGS = {
             Tiling(queries=32, chunk_keys=64, abreast=4),
         ),
     ),
-    # Static shapes: few trips of much work each. A chunk of all tiles is a temporary array.
+    # Static shapes: few trips with much work each. A chunk of all tiles is a temporary array.
     False: Tilings(
         increment=Tiling(queries=1, chunk_keys=512, abreast=_ALL),
         initiation=(Tiling(queries=64, chunk_keys=256, abreast=_ALL),),
@@ -60,7 +60,7 @@ _TILINGS = {
 def _tilings(n_tokens: int, *, follow_lengths: bool) -> Tilings:
     """The tilings for a bucket of `n_tokens`: no tile has more queries than that."""
     increment, initiation = _TILINGS[follow_lengths]
-    # Of those that would hold the whole bucket, the smallest is enough.
+    # Of the tilings that would hold the whole bucket, only the smallest is needed.
     needed = initiation[sum(tiling.queries >= n_tokens for tiling in initiation[1:]) :]
     return Tilings(
         increment, tuple(replace(tiling, queries=min(tiling.queries, n_tokens)) for tiling in needed)
@@ -70,16 +70,16 @@ def _tilings(n_tokens: int, *, follow_lengths: bool) -> Tilings:
 class Tiles(NamedTuple):
     """The tiles of one kind, `abreast` in each of the n trips; all int32."""
 
-    row: jax.Array  # [n, abreast] the tile's row; R where there is no tile
-    start: jax.Array  # [n, abreast] index of its first token
-    n_trips: jax.Array  # [] trips with a tile in them
+    row: jax.Array  # [n, abreast] the tile's row; R for no tile
+    start: jax.Array  # [n, abreast] index of the tile's first token
+    n_trips: jax.Array  # [] trips that have a tile
 
 
 class AttentionWork(NamedTuple):
-    """The tiles of an iteration, made once and used by every layer."""
+    """The tiles of an iteration, made once for all layers."""
 
     increment: Tiles
-    initiation: tuple[Tiles, ...]  # by size, as in the Tilings
+    initiation: tuple[Tiles, ...]  # by size, as in Tilings
 
 
 def attention_work(
@@ -90,7 +90,7 @@ def attention_work(
     input_length = jnp.diff(row_start)
     single = input_length == 1
 
-    # Rows of like lengths side by side, the longest first: tiles abreast take as long as the longest.
+    # Sorted by length, because the tiles of one trip take as long as the longest.
     order = jnp.argsort(jnp.where(single, -kv_length, 1)).astype(jnp.int32)
     increment_row = jnp.where(single[order], order, n_rows)
     increment_start = row_start[order]
@@ -104,14 +104,14 @@ def attention_work(
         return Tiles(row, jnp.pad(start, (0, short)).reshape(-1, abreast), -(-n // abreast))
 
     initiation: list[Tiles] = []
-    begin, left = row_start[:-1], jnp.where(single, 0, input_length)  # [R] what no tile has yet
+    begin, left = row_start[:-1], jnp.where(single, 0, input_length)  # [R] tokens not in a tile yet
     for i, tiling in enumerate(tilings.initiation):
         queries = tiling.queries
-        # What is left goes into smaller tiles, unless those would be as many as fill one of this size.
+        # The remainder goes into smaller tiles, unless these would fill a tile of this size.
         spare = queries if i + 1 == len(tilings.initiation) else tilings.initiation[i + 1].queries
         tiles_of_row = (left + spare - 1) // queries
         tiles_before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(tiles_of_row)])
-        # Each row with tiles has two tokens or more, and at most one tile that is not full.
+        # Each row with tiles has at least two tokens, and at most one tile that is not full.
         most_tiles = max(1, n_tokens // queries + min(n_rows, n_tokens // 2))
         tile = jnp.arange(most_tiles, dtype=jnp.int32)
         owner = (jnp.searchsorted(tiles_before, tile, side="right") - 1).astype(jnp.int32)
@@ -144,19 +144,21 @@ def split_attention(
     sinks: jax.Array | None = None,
     value_size: int | None = None,
 ) -> jax.Array:
-    """Attention of each request's query tokens to its own keys, up to its own position where `causal`.
+    """Attention of each request's query tokens to its own keys, up to each query's position if `causal`.
 
     q [T, G, K, D]; cache blocks [n_blocks, K, B, D]; block_table [R, max_blocks], row_start [R + 1] and
-    kv_length [R] int32. A row's queries are the last positions of its `kv_length`. Scores are scale * q.k
-    (by default D ** -0.5), then soft_cap * tanh(scores / soft_cap), then for ALiBi slopes [G, K] times (key
-    position - query position). A `relative` bias [2 M + 1, K] float32 adds to a score its row (key position -
-    query position) + M, the first or the last for keys further away; G is then 1. With a `window` a query
-    sees that many keys, its own the last, and blocks without any of them are not read. `sinks` [G, K] float32
-    are scores of one more key for each head, which has no value. Without `causal` every query sees all keys
-    of its row, of which there may be fewer than queries, and there are no window and no slopes. Sums and
-    softmax are float32; the result [T, G, K, D] has q's dtype, and padding tokens and rows without a key get
-    zeros. A cache without values has them as the first `value_size` elements of its keys; the result then has
-    so many in place of D. `work` is `attention_work` of the same arrays and the same `follow_lengths`.
+    kv_length [R] int32. A row's queries are the last positions of its `kv_length`. `work` is `attention_work`
+    of the same arrays and `follow_lengths`. Sums and softmax are float32; the result [T, G, K, D] has q's
+    dtype, with zeros for padding tokens and for rows without a key.
+
+    A score is `scale` (by default D ** -0.5) times q.k; `soft_cap` c makes it c * tanh(score / c). Then ALiBi
+    adds `slopes` [G, K] times (key position - query position), and a `relative` bias [2 M + 1, K] float32
+    adds its row (key position - query position) + M, the first or the last row for keys further away; G is
+    then 1. With a `window` a query sees its own position and the window - 1 before it; blocks outside are not
+    read. `sinks` [G, K] float32 are scores of one more key per head, which has no value. Without `causal` a
+    query sees all keys of its row, which may be fewer than its queries, and there are no window and no
+    slopes. In a cache without values a value is the first `value_size` elements of its key; the result has
+    that size in place of D.
     """
     n_tokens, n_groups, n_kv_heads, head_size = q.shape
     assert causal or (window is None and slopes is None)
@@ -174,10 +176,10 @@ def split_attention(
             row, start = tiles.row[i], tiles.start[i]  # [I]
             index = start[:, None] + jnp.arange(n_queries, dtype=jnp.int32)  # [I, Q]
             end = row_start.at[row + 1].get(mode="fill", fill_value=0)[:, None]
-            mine = index < end
+            in_row = index < end
             length = kv_length.at[row].get(mode="fill", fill_value=0)[:, None]
-            position = length - end + index  # [I, Q] the query's own
-            last_key = jnp.where(mine, position if causal else length - 1, -1)  # [I, Q]
+            position = length - end + index  # [I, Q] the query's position
+            last_key = jnp.where(in_row, position if causal else length - 1, -1)  # [I, Q]
             tile = scaled.at[index].get(mode="clip").swapaxes(1, 2)  # [I, G * K, Q, D]
             attended = _attend(
                 tile.reshape(-1, n_groups, n_kv_heads, n_queries, head_size).swapaxes(1, 2),
@@ -196,7 +198,7 @@ def split_attention(
             )
             attended = attended.swapaxes(1, 2).reshape(*tile.shape[:3], n_values)
             attended = attended.swapaxes(1, 2)  # [I, Q, G * K, D]
-            where = jnp.where(mine, index, n_tokens)
+            where = jnp.where(in_row, index, n_tokens)
             return out.at[where].set(attended.astype(out.dtype), mode="drop")
 
         return lax.fori_loop(0, tiles.n_trips if follow_lengths else len(tiles.row), trip, out)
@@ -204,7 +206,7 @@ def split_attention(
     tilings = _tilings(n_tokens, follow_lengths=follow_lengths)
     out = jnp.zeros((*heads.shape[:2], n_values), heads.dtype)
     out = attend(out, work.increment, tilings.increment)
-    if n_tokens > 1:  # one token cannot be an initiation of several
+    if n_tokens > 1:  # a bucket of one token has no row of several
         for tiles, tiling in zip(work.initiation, tilings.initiation, strict=True):
             out = attend(out, tiles, tiling)
     return out.reshape(*q.shape[:3], n_values)
@@ -226,11 +228,11 @@ def _attend(
     sinks: jax.Array | None,
     n_values: int,
 ) -> jax.Array:
-    """Running softmax of I tiles at once over chunks of C keys.
+    """Attention of I tiles at once, with a running softmax over chunks of C keys.
 
     queries [I, K, G, Q, D], scaled, at `position` [I, Q]; table [I, max_blocks]; last_key [I, Q]: the last
     key that each query sees, -1 for none. Returns [I, K, G, Q, n_values] float32, with zeros for a query that
-    sees nothing.
+    sees no key.
     """
     n_tiles, n_kv_heads, per_head, n_queries, head_size = queries.shape
     block_size = cache.keys.shape[2]
@@ -252,13 +254,13 @@ def _attend(
     last_key = jnp.tile(last_key, (1, per_head))[:, None, :, None]  # [I, 1, G * Q, 1]
 
     def by_query_of(heads: jax.Array) -> jax.Array:
-        """A number of each head [G, K] for each query, [1, K, G * Q]."""
+        """Repeat a number of each head [G, K] for each query: [1, K, G * Q]."""
         return heads.T.repeat(n_queries, axis=1)[None]
 
     slope = None if slopes is None else by_query_of(slopes)[..., None]
 
     def fetch(pool: jax.Array, ids: jax.Array) -> jax.Array:
-        """Blocks `ids` [I, blocks] of [n_blocks, K, B, D] as [I, K, C, D]."""
+        """Read blocks `ids` [I, blocks] of [n_blocks, K, B, D]: [I, K, C, D]."""
         found = as_numbers(pool.at[ids].get(mode="clip"))  # [I, blocks, K, B, D]
         return found.swapaxes(1, 2).reshape(n_tiles, n_kv_heads, chunk, head_size)
 
@@ -285,14 +287,14 @@ def _attend(
         seen = by_query <= last_key
         if window is not None:
             seen = seen & (by_query > last_key - window)
-        scores = jnp.where(seen, scores, _NOTHING)
+        scores = jnp.where(seen, scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         shrink = jnp.exp(top - new_top)
         weights = jnp.exp(scores - new_top[..., None])
         # Slots after the row's last key may hold another row's inf or NaN, and 0 * NaN is NaN.
-        there = (key < n_seen[:, None])[:, None, :, None]
+        exists = (key < n_seen[:, None])[:, None, :, None]
         found = keys[..., :n_values] if cache.values is None else fetch(cache.values, ids)
-        values = jnp.where(there, found, 0)
+        values = jnp.where(exists, found, 0)
         weighted = jnp.einsum(
             "ikqc,ikcd->ikqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
         )
@@ -300,14 +302,12 @@ def _attend(
 
     flat = queries.shape[:3]
     start = (
-        jnp.full(flat, _NOTHING, jnp.float32)
-        if sinks is None
-        else jnp.broadcast_to(by_query_of(sinks), flat),
+        jnp.full(flat, _MASKED, jnp.float32) if sinks is None else jnp.broadcast_to(by_query_of(sinks), flat),
         jnp.full(flat, 0 if sinks is None else 1, jnp.float32),
         jnp.zeros((*flat, n_values), jnp.float32),
     )
     trips = -(-n_reached.max() // chunk) if follow_lengths else n_chunks
     _, total, sums = lax.fori_loop(0, trips, step, start)
-    # A query that sees nothing has an equal weight on everything; its sums are not its own.
+    # A query that sees no key has weighted all keys equally; its sums mean nothing.
     attended = jnp.where(last_key >= 0, sums / jnp.maximum(total, 1e-30)[..., None], 0.0)
     return attended.reshape(n_tiles, n_kv_heads, per_head, n_queries, n_values)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +19,16 @@ from orca_jax.model.mixture import Mixture
 from orca_jax.model.rotation import Rotation
 from orca_jax.model.self_attention import SelfAttention
 
-Parameters = Mapping[str, Any]  # by name: an array, or a FormedWeight
+Parameters = Mapping[str, Any]  # arrays and FormedWeights by name
 
 
 def weights_of_layer(parameters: Parameters, layer: int) -> Weights:
-    """The parameters of one layer, by their names in it."""
+    """Looks up the parameters of one layer by their names in it."""
     return lambda name: parameters.get(f"layers.{layer}.{name}")
 
 
 class Block(nnx.Module):
-    """One Transformer layer, of the parts that `config` names."""
+    """One Transformer layer, made of the parts that `config` names."""
 
     attn_norm: LayerNorm | RMSNorm
     attn_out_norm: LayerNorm | RMSNorm
@@ -45,9 +45,9 @@ class Block(nnx.Module):
         self.feed_forward = (Mixture if config.feed_forward.experts else FeedForward)(config.feed_forward, p)
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
-        """x [T, H] through the layer, [R, H] where only R tokens go on. What it leaves is in `ctx`.
+        """[T, H] to [T, H], or to [R, H] where only R tokens leave the layer.
 
-        Keys and values of all tokens are written to the cache first, unless there are no slots.
+        Keys and values of all tokens are written to `ctx.cache` first, unless there are no slots.
         """
         return ctx.whole(_RESIDUAL_FORMS[self.config.residual](self, x, ctx))
 
@@ -100,11 +100,7 @@ def _parallel_two_norms(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
     return x + attended + fed
 
 
-class _ResidualForm(Protocol):
-    def __call__(self, block: Block, x: jax.Array, ctx: Context, /) -> jax.Array: ...
-
-
-_RESIDUAL_FORMS: Mapping[Residual, _ResidualForm] = {
+_RESIDUAL_FORMS: Mapping[Residual, Callable[[Block, jax.Array, Context], jax.Array]] = {
     "pre": _pre,
     "post": _post,
     "both": _both,
@@ -114,22 +110,22 @@ _RESIDUAL_FORMS: Mapping[Residual, _ResidualForm] = {
 }
 
 
-class Passed(NamedTuple):
-    """A layer's outputs: hidden states [T, H] or [R, H], its written cache, and the experts chosen."""
+class LayerOutput(NamedTuple):
+    """A layer's outputs: hidden states, updated cache, chosen experts."""
 
-    x: jax.Array
+    x: jax.Array  # [T, H] or [R, H]
     cache: LayerCache
-    chosen: jax.Array | None  # [T, k] or [R, k] int32; None: there are no experts
+    chosen: jax.Array | None  # [T, k] or [R, k] int32; None without experts
 
 
-RunBlock = Callable[[Block, bool, jax.Array, LayerCache, Rotation | None], Passed]
+RunBlock = Callable[[Block, bool, jax.Array, LayerCache, Rotation | None], LayerOutput]
 
 
 def run_blocks(iteration: Iteration) -> RunBlock:
-    """A function that runs blocks of this iteration, with whether only wanted tokens leave the block.
+    """Make a function that runs blocks in this iteration; its flag lets only wanted tokens leave the block.
 
-    Blocks of a kind are traced and lowered once; XLA inlines the calls, so that the program is the same.
-    Calls that it is told to keep (jax.Inline.XLA_LATE) are compiled one by one, and not fused.
+    Equal blocks are traced and lowered once. XLA inlines the calls, so the compiled program is the same. It
+    would compile calls that are kept (jax.Inline.XLA_LATE) one by one, and not fuse across them.
     """
 
     @partial(jax.jit, static_argnums=(0, 1))
@@ -140,15 +136,14 @@ def run_blocks(iteration: Iteration) -> RunBlock:
         x: jax.Array,
         cache: LayerCache,
         rotation: Rotation | None,
-    ) -> Passed:
+    ) -> LayerOutput:
         block = nnx.merge(graph, weights)
         ctx = iteration.context(block.config, x, cache, rotation, only_wanted=only_wanted)
-        x = block(x, ctx)
-        return Passed(x, ctx.cache, ctx.chosen)
+        return LayerOutput(block(x, ctx), ctx.cache, ctx.chosen)
 
     def run(
         block: Block, only_wanted: bool, x: jax.Array, cache: LayerCache, rotation: Rotation | None
-    ) -> Passed:
+    ) -> LayerOutput:
         graph, weights = nnx.split(block)
         return layer(graph, only_wanted, weights, x, cache, rotation)
 

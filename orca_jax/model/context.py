@@ -1,6 +1,6 @@
-"""The surroundings of a layer in an iteration: cache, slots, split over devices, wanted tokens.
+"""What surrounds a layer in an iteration: cache, slots, split over devices, wanted tokens.
 
-`Iteration` is the same for all layers; `Context` is one layer's, and takes what the layer leaves.
+An `Iteration` serves all layers. A `Context` is one layer's, which leaves its cache and chosen experts there.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from orca_jax.model.token_slices import Slices
 
 
 class Attend(Protocol):
-    """Split attention with this iteration's tables bound: the one operation that knows of requests."""
+    """Split attention with this iteration's tables bound: the only operation that knows requests."""
 
     def __call__(
         self,
@@ -29,20 +29,20 @@ class Attend(Protocol):
         sinks: jax.Array | None,
         /,
     ) -> jax.Array:
-        """q [T, n, K, D], of which the first G slices are queries, to [T, G, K, D or the size of a value].
+        """Attend from q [T, n, K, D], whose first G slices are queries: [T, G, K, D or the value size].
 
         The slices after the queries let kernels read queries in place from the fused QKV product; keys and
-        values are in the cache already. `attention` is the layer's, with G and the form of its scores; `bias`
-        is what that form adds to the scores, float32: for ALiBi its slopes [G, K], for a relative bias
+        values are in the cache already. K counts the K/V heads of this device. `attention` is the layer's
+        configuration, with G. `bias` float32 has ALiBi's slopes [G, K], or a relative bias
         [2 * max_distance + 1, K] by (key position - query position) from -max_distance on. `sinks` [G, K]
-        float32 are scores that join the softmax's sum, one a head. K counts the K/V heads of this device.
+        float32 are one more score per head in the softmax's sum.
         """
         ...
 
 
 @runtime_checkable
 class AttendAndPlace(Attend, Protocol):
-    """Attention that writes the cache itself, and rotates what it writes."""
+    """Attention that also writes the cache, and applies rotary positions, in one call."""
 
     def place(
         self,
@@ -56,11 +56,11 @@ class AttendAndPlace(Attend, Protocol):
         key: int,
         interleaved: bool,
     ) -> tuple[jax.Array, LayerCache]:
-        """Rotate queries and keys, and write keys and values: the queries, and the written cache.
+        """Rotate queries and keys, and write keys and values. Returns the queries and the written cache.
 
         The queries are the first `n_queries` slices of heads [T, n, K, D], the keys its slice `key`, the
         values the last slice of values [T, m, K, D]. A token whose slot_of_token [T] int32 is out of range is
-        dropped.
+        not written.
         """
         ...
 
@@ -68,8 +68,8 @@ class AttendAndPlace(Attend, Protocol):
 class Tokens(NamedTuple):
     """Some tokens of an iteration, and the operations that are bound to them.
 
-    `at` [R] int32 are their places in the batch, perhaps several of one request; None: all of the batch.
-    `cross` is cross attention to the slots that `Transformer.cross_caches` wrote.
+    `at` [R] int32 are their indices in the batch, maybe several of one request; None for the whole batch.
+    `cross` attends to the slots that `Transformer.cross_caches` wrote.
     """
 
     attend: Attend
@@ -84,11 +84,11 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """The surroundings of all layers in an iteration.
+    """What all layers of an iteration share.
 
     `positions` and `slot_of_token` are [T] int32; without slots all keys and values are in the cache already.
-    Only keys and values of all `tokens` are wanted from the stage's last layer, and hidden states only of
-    the `wanted` tokens, where they are given.
+    With `wanted`, the stage's last layer computes keys and values of all `tokens`, but hidden states of the
+    wanted ones alone.
     """
 
     positions: jax.Array
@@ -106,7 +106,7 @@ class Iteration:
         *,
         only_wanted: bool = False,
     ) -> "Context":
-        """The context of a layer that x [T, H] enters; with `only_wanted` only wanted tokens leave it."""
+        """The context of a layer with input x [T, H]; with `only_wanted` only wanted tokens leave it."""
         queries = self.wanted if only_wanted and self.wanted is not None else self.tokens
         n_queries = x.shape[0] if queries.at is None else queries.at.shape[0]
         shard, product, slices, exchange = self.shard, queries.product, None, self.shard.exchange
@@ -118,10 +118,10 @@ class Iteration:
 
 @dataclass(slots=True)
 class Context:
-    """The surroundings of one layer, in which it leaves its written `cache`, and the experts chosen.
+    """What surrounds one layer, which replaces `cache` by the written one and leaves its experts in `chosen`.
 
-    All `tokens` have keys and values; the `queries` among them attend, and go on after attention with
-    `product` and `shard`. Where devices exchange tokens, each goes on with its slice of them, in `slices`.
+    Keys and values are computed for all `tokens`. The `queries` among them attend, and after attention they
+    alone go on, with `product` and `shard`. Where devices exchange tokens, each device then has its slice.
     """
 
     cache: LayerCache
@@ -132,10 +132,10 @@ class Context:
     product: Matmul
     shard: Shard
     slices: Slices | None
-    chosen: jax.Array | None = None  # [T, k] or [R, k] int32; None where there are no experts
+    chosen: jax.Array | None = None  # [T, k] or [R, k] int32; None without experts
 
     def wanted(self, x: jax.Array) -> jax.Array:
-        """Select what goes on after attention: [T, H] to [R, H], or to this device's slice of that."""
+        """Select the tokens that go on after attention: [T, H] to [R, H], or to this device's slice."""
         x = self.queries.of(x)
         return x if self.slices is None else self.slices.own(x)
 

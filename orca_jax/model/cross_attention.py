@@ -1,4 +1,4 @@
-"""Cross attention: a decoder's tokens attend to the encoder's output for their request."""
+"""Cross attention: a decoder's tokens attend to their request's encoder output."""
 
 import jax
 from flax import nnx
@@ -10,7 +10,7 @@ from orca_jax.model.layers import Weights, linear_of
 
 
 class CrossAttention(nnx.Module):
-    """The projections of cross attention; its keys and values are in the cache before the decoder runs."""
+    """The projections of cross attention; `write` fills its cache before the decoder runs."""
 
     def __init__(self, config: Attention, p: Weights) -> None:
         self.config = config
@@ -27,7 +27,7 @@ class CrossAttention(nnx.Module):
         return self.out(attended.reshape(x.shape[0], -1), ctx.product, ctx.shard)
 
     def write(self, encoded: jax.Array, cache: LayerCache, iteration: Iteration) -> LayerCache:
-        """Write the keys and values of the encoder's tokens, `encoded` [T, H], into the iteration's slots."""
+        """Write keys and values of the encoder's output `encoded` [T, H] to the iteration's slots."""
         tokens, slots = iteration.tokens, iteration.slot_of_token
         assert slots is not None
         kv = self.kv(encoded, tokens.product).reshape(encoded.shape[0], 2, -1, self.config.head_size)

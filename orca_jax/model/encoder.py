@@ -1,8 +1,7 @@
-"""The encoder: what reads a model's input, all of it at once, and so not a token at a time (ORCA 5).
+"""The encoder, which reads a request's whole input in one iteration (ORCA 5).
 
-Its layers are those of a decoder with attention that is not causal. Between two of its layers nothing is
-kept: their keys and values take turns in the slots of one layer's cache, those that the request holds for
-its input.
+Its layers are like a decoder's with bidirectional attention. No layer's keys and values are needed after the
+layer, so all layers write to the same slots of one layer's cache: those that the request holds for its input.
 """
 
 import jax
@@ -16,7 +15,7 @@ from orca_jax.model.layers import norm_of
 
 
 class Encoder(nnx.Module):
-    """All layers of the encoder, from named parameters, and what is before and after them."""
+    """The encoder's layers, position embedding and norms, built from named parameters."""
 
     def __init__(self, config: model_config.Encoder, parameters: Parameters) -> None:
         self.config = config
@@ -30,14 +29,14 @@ class Encoder(nnx.Module):
         self.final_norm = None if after is None else norm_of(after, parameters.get, "final_norm")
 
     def begin(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """The tokens' embeddings [T, H] to what goes into the first layer; positions [T] int32."""
+        """Add positions [T] int32 to the tokens' embeddings x [T, H]: the first layer's input."""
         if self.position_embedding is not None and self.config.positions is not None:
             place = positions + self.config.positions.offset
             x = x + self.position_embedding[...].at[place].get(mode="clip")
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def through(self, x: jax.Array, cache: LayerCache, iteration: Iteration) -> tuple[jax.Array, LayerCache]:
-        """x [T, H] through all layers, which write to the iteration's slots of the one cache in turn."""
+        """Run x [T, H] through all layers, which write to the same slots of `cache` in turn."""
         run = run_blocks(iteration)
         for block in self.layers:
             x, cache, _ = run(block, False, x, cache, None)

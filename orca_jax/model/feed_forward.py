@@ -1,4 +1,4 @@
-"""A feed-forward layer without experts, and the activation functions of all of them."""
+"""The dense feed-forward layer, and the activation functions that mixtures of experts use too."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from orca_jax.families.model_config import Activation
 from orca_jax.model.context import Context
 from orca_jax.model.layers import Weights, linear_of
 
-_STEEPNESS = 1.702  # of gpt-oss's gate
+_GATE_SLOPE = 1.702  # gpt-oss's approximation of GELU by a sigmoid
 
 
 class FeedForward(nnx.Module):
@@ -26,7 +26,7 @@ class FeedForward(nnx.Module):
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
-    """The activation function of the feed-forward layer, elementwise."""
+    """Apply the activation function, elementwise."""
     match activation:
         case "gelu_tanh":
             return jax.nn.gelu(x, approximate=True)
@@ -39,7 +39,7 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
 
 
 def between(x: jax.Array, config: model_config.FeedForward) -> jax.Array:
-    """The activation between the two products: x [T, F], or [T, 2 F] if gated, to [T, F]."""
+    """Apply the activation between the two products: x [T, F], or [T, 2 F] if gated, to [T, F]."""
     if not config.gated:
         return activate(x, config.activation)
     gate, up = jnp.split(x, 2, axis=1)
@@ -47,4 +47,4 @@ def between(x: jax.Array, config: model_config.FeedForward) -> jax.Array:
         return activate(gate, config.activation) * up
     gate = jnp.minimum(gate, config.gate_limit)
     up = jnp.clip(up, -config.gate_limit, config.gate_limit)
-    return gate * jax.nn.sigmoid(_STEEPNESS * gate) * (up + 1)
+    return gate * jax.nn.sigmoid(_GATE_SLOPE * gate) * (up + 1)

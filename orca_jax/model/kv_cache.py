@@ -1,11 +1,11 @@
-"""The keys and values of every token in the cache, per layer, in blocks of slots.
+"""The paged K/V cache of each layer, in blocks of slots.
 
-A layer's cache is two arrays [n_blocks, K, B, D], head-major: a block of one head is one contiguous
-tile. Latent attention keeps one, whose values are the first elements of its keys. They are arguments of the
-forward program and come back as its donated results.
+A layer's cache is two arrays [n_blocks, K, B, D], head-major: a block of one head is one contiguous tile.
+Latent attention has one array, and a value is the first elements of its key. Caches are arguments of the
+forward program and come back as donated results.
 
-On a CPU bfloat16 is stored as its bits, in uint16: XLA scatters bfloat16 there by way of float32, and would
-convert a whole cache for each token that is written.
+On a CPU bfloat16 is stored as uint16: XLA scatters bfloat16 there by way of float32, and would convert a
+whole cache for each token that is written.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ from orca_jax.families.model_config import ModelConfig
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values, each [n_blocks, K, B, D], bfloat16 perhaps as uint16.
+    """One layer's keys and values, each [n_blocks, K, B, D]; bfloat16 may be stored as uint16.
 
-    Without `values` they are the first elements of the keys.
+    Without `values`, a value is the first elements of its key.
     """
 
     keys: jax.Array
@@ -30,7 +30,7 @@ class LayerCache(NamedTuple):
 
     @property
     def both(self) -> tuple[jax.Array, jax.Array]:
-        """Keys and values, where each has its own array."""
+        """Keys and values of a cache that has both arrays."""
         assert self.values is not None
         return self.keys, self.values
 
@@ -46,24 +46,24 @@ def dtype_on_cpu(dtype: Any) -> np.dtype[Any]:
 
 
 def as_numbers(stored: jax.Array) -> jax.Array:
-    """Values read from a cache, as numbers of its `dtype`."""
+    """Numbers of a cache's `dtype`, from an array read from it."""
     return lax.bitcast_convert_type(stored, jnp.bfloat16) if stored.dtype == jnp.uint16 else stored
 
 
 def cache_shape(config: ModelConfig, *, n_blocks: int, block_size: int) -> tuple[int, int, int, int]:
-    """[n_blocks, K, B, D], of the keys or the values of one layer."""
+    """Shape [n_blocks, K, B, D] of one layer's keys, and of its values."""
     return n_blocks, config.attention.n_kv_heads, block_size, config.head_size
 
 
 def layer_cache(config: ModelConfig, make: Callable[[], Any]) -> LayerCache:
-    """A layer's cache of the arrays that the model keeps, each made by `make`."""
+    """A layer's cache, each of whose arrays `make` makes."""
     return LayerCache(make(), None if config.attention.latent is not None else make())
 
 
 def write(
     cache: LayerCache, keys: jax.Array, values: jax.Array | None, slot_of_token: jax.Array
 ) -> LayerCache:
-    """Put keys and values [T, K, D] into the slots [T] int32; a slot out of range is dropped."""
+    """Write keys and values [T, K, D] to the slots [T] int32; a token with a slot out of range is dropped."""
     block_size = cache.keys.shape[2]
     block, offset = slot_of_token // block_size, slot_of_token % block_size
     at = {"mode": "drop", "unique_indices": True, "indices_are_sorted": False}
@@ -80,9 +80,9 @@ def write(
 
 
 def copy_blocks(caches: Sequence[LayerCache], copies: jax.Array) -> list[LayerCache]:
-    """Copy whole blocks in every layer: copies [n, 2] int32, from and to.
+    """Copy whole blocks in every layer: copies [n, 2] int32, source and target.
 
-    One to a block out of range is dropped. No block is copied to twice, or copied both from and to.
+    A copy to a block out of range is dropped. A target is not the target or source of another copy.
     """
     source, into = copies[:, 0], copies[:, 1]
 

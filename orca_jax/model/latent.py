@@ -1,11 +1,12 @@
-"""Latent attention (DeepSeek-V2, section 2.1), whose cache has one compressed vector of each token.
+"""Latent attention (DeepSeek-V2, section 2.1), whose cache has one compressed vector per token.
 
-A token leaves what its key and value follow from, and then the part of its key that is rotated.
+The vector, from which all heads' keys and values can be computed, is followed by the rotated part of the key,
+which all heads share. There are two ways to attend to it:
 
-In the absorbed form a head's query is multiplied by what makes keys (W_UK), in place of every token's key,
-and what the head attends to by what makes values (W_UV), in place of every token's value. So all heads share
-one K/V head, and nothing in the cache is ever expanded. In the plain form a row's keys and values are made,
-some at a time, for all its queries; with many of them that is less work (`Latent.is_plain`).
+In the absorbed form, W_UK (which makes keys) is applied to a head's query, not to every token's vector, and
+W_UV (which makes values) to the head's result. All heads then share one K/V head, and nothing in the cache is
+expanded. In the plain form, a row's keys and values are computed a chunk at a time for all its queries; with
+many queries that is less work (`Latent.is_plain`).
 """
 
 from collections.abc import Callable
@@ -23,13 +24,12 @@ from orca_jax.model.kv_cache import LayerCache, as_numbers, write
 from orca_jax.model.layers import Linear, Matmul, RMSNorm, Weights, linear_of
 from orca_jax.model.rotation import Rotation, rotate
 
-_NOTHING = -1e30  # the score of a key that is not there, as in attention.py
-# Of the plain form: queries of a tile, and tokens whose keys and values are made at a time.
-_QUERIES, _KEYS = 128, 256
+_MASKED = -1e30  # a masked key's score; finite, so that inf - inf cannot arise
+_QUERIES, _KEYS = 128, 256  # the plain form's queries of a tile, and keys of a chunk
 
 
 class Queries(NamedTuple):
-    """The heads' queries in two parts."""
+    """The heads' queries, split in two parts."""
 
     plain: jax.Array  # [T, N, P]
     rotated: jax.Array  # [T, N, rotary size]
@@ -39,9 +39,9 @@ class AttendPlain(Protocol):
     """Attention in the plain form with this iteration's tables bound."""
 
     def __call__(
-        self, q: jax.Array, cache: LayerCache, makes: jax.Array, attention: Attention, /
+        self, q: jax.Array, cache: LayerCache, weight: jax.Array, attention: Attention, /
     ) -> jax.Array:
-        """q [T, N, P + rotary size] to [T, N, W]; `makes` [N, P + W, C] gives a head's keys and its values.
+        """q [T, N, P + rotary size] to [T, N, W]; weight [N, P + W, C] makes a head's keys and values.
 
         Tokens of rows in the absorbed form get zeros.
         """
@@ -50,10 +50,11 @@ class AttendPlain(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ByRow:
-    """Attention of an iteration whose rows take either form.
+    """Attention of an iteration in which each row takes one of the two forms.
 
-    `slab` gives some tokens of rows in the absorbed form, [S] int32 with T after the last of all, and their
-    `Attend`; there are `n_slabs` []. As an `Attend` itself it gives tokens of any row theirs.
+    The tokens of rows in the absorbed form are cut into `n_slabs` [] slabs. `slab` returns the tokens of one,
+    [S] int32 filled up with T, and their `Attend`. Called as an `Attend`, this runs all rows in the absorbed
+    form.
     """
 
     absorbed: Attend
@@ -74,7 +75,7 @@ class ByRow:
 
 
 class LatentAttention(nnx.Module):
-    """The projections before and after attention to the cache; the heads are this device's."""
+    """The projections before and after attention; the heads are this device's."""
 
     def __init__(self, config: Attention, p: Weights) -> None:
         assert config.latent is not None and config.rotary is not None
@@ -90,7 +91,7 @@ class LatentAttention(nnx.Module):
         self.out = linear_of(p, "out")
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
-        """x [T, H] to [R, H] of the tokens that attend, or to this device's slice of them."""
+        """x [T, H] to [R, H], the tokens that attend, or to this device's slice of them."""
         queries, rotation = ctx.queries, ctx.rotation
         assert rotation is not None
         if ctx.slot_of_token is not None:
@@ -102,27 +103,26 @@ class LatentAttention(nnx.Module):
 
     def _keys(self, x: jax.Array, rotation: Rotation, product: Matmul) -> jax.Array:
         """The compressed keys of x [T, H] for the cache: [T, 1, C + rotary size]."""
-        own = self.config
-        compressed = self.kv_a(x, product)
-        turned = self._rotated(compressed[:, None, own.rank :], rotation)
-        return jnp.concatenate([self.kv_a_norm(compressed[:, None, : own.rank]), turned], axis=-1)
+        rank, compressed = self.config.rank, self.kv_a(x, product)
+        turned = self._rotated(compressed[:, None, rank:], rotation)
+        return jnp.concatenate([self.kv_a_norm(compressed[:, None, :rank]), turned], axis=-1)
 
     def _attended(
         self, x: jax.Array, rotation: Rotation, product: Matmul, cache: LayerCache, attend: Attend
     ) -> jax.Array:
-        """Attention of x [T, H] to the cache, all heads side by side: [T, N W]."""
+        """Attend from x [T, H] to the cache, all heads side by side: [T, N W]."""
         queries = self._queries(x, rotation, product)
         if not isinstance(attend, ByRow):
             return self._absorbed(queries, cache, attend).reshape(len(x), -1)
 
-        def of_slab(i: jax.Array, out: jax.Array) -> jax.Array:
+        def add_slab(i: jax.Array, out: jax.Array) -> jax.Array:
             tokens, absorbed = attend.slab(i)
             some = Queries(*(each.at[tokens].get(mode="clip") for each in queries))
             return out.at[tokens].set(self._absorbed(some, cache, absorbed), mode="drop")
 
         whole = jnp.concatenate(queries, axis=-1)
         out = attend.plain(whole, cache, self._of_heads(), self.attention)
-        return lax.fori_loop(0, attend.n_slabs, of_slab, out).reshape(len(x), -1)
+        return lax.fori_loop(0, attend.n_slabs, add_slab, out).reshape(len(x), -1)
 
     def _queries(self, x: jax.Array, rotation: Rotation, product: Matmul) -> Queries:
         own = self.config
@@ -182,7 +182,7 @@ def plain_attention(
     padded = jnp.pad(q.swapaxes(0, 1), ((0, 0), (0, n_queries), (0, 0)))
     shape = (n_heads, n_tokens + n_queries)
     start = (
-        jnp.full(shape, _NOTHING, jnp.float32),  # each query's greatest score,
+        jnp.full(shape, _MASKED, jnp.float32),  # each query's greatest score,
         jnp.zeros(shape, jnp.float32),  # the sum of its weights
         jnp.zeros((*shape, n_values), jnp.float32),  # and of the values
     )
@@ -215,7 +215,7 @@ def plain_attention(
                     index[:, None] < end - begin
                 )  # [queries, keys]
                 scores = jnp.einsum("nqd,nkd->nqk", tile(padded), keys, preferred_element_type=jnp.float32)
-                scores = jnp.where(seen, scores * scale, _NOTHING)
+                scores = jnp.where(seen, scores * scale, _MASKED)
                 new_top = jnp.maximum(top, scores.max(axis=-1))
                 # A query that sees none of these keys, perhaps of the next row, keeps what it has.
                 weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)

@@ -1,7 +1,6 @@
-"""The operations that selective batching runs on all tokens at once (ORCA 3.2), and their weights.
+"""Linear layers and norms: the operations that selective batching runs on all tokens at once (ORCA 3.2).
 
-Each takes token-major arrays [T, ...] and does not look at which request a token is from. The modules
-hold weights and nothing else.
+Each takes token-major arrays [T, ...], whichever request a token is from. The modules hold weights alone.
 """
 
 import math
@@ -19,10 +18,10 @@ from orca_jax.model.shard import Shard
 from orca_jax.model.weight import FormedWeight
 
 Weight = jax.Array | FormedWeight
-Weights = Callable[[str], Any]  # the parameters of a layer, or of what is around them, by name; None if none
+Weights = Callable[[str], Any]  # looks up a parameter by its name in a layer; None if there is none
 
-# Up to this many rows the CPU's matrix library is memory-bound or nearly so, and weights times x runs at
-# 1.5 to 2 times the speed of x times weights; beyond it the two are equal.
+# Up to this many rows, products on a CPU are bound by memory, and there weight times x is 1.5 to 2 times as
+# fast as x times weight. With more rows the two are equal.
 _FEW_ROWS = 64
 
 
@@ -31,7 +30,7 @@ def _rows_first(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _weights_first(x: jax.Array, weight: jax.Array) -> jax.Array:
-    # The barrier keeps XLA from turning the product around again.
+    # The barrier keeps XLA from swapping the operands back.
     return lax.optimization_barrier(lax.dot_general(weight, x, (((1,), (1,)), ((), ())))).T
 
 
@@ -45,9 +44,9 @@ _BY_GROUP = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
 
 
 def grouped_matmul(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Rows of x [N, in] in groups, one after another, each times its own weight of [X, out, in]: [N, out].
+    """Consecutive groups of rows of x [N, in], each times its own weight of [X, out, in]: [N, out].
 
-    Group i has `sizes[i]` rows, [X] int32. Rows after the last group give zeros, whatever is in them.
+    Group i has `sizes[i]` rows, [X] int32. Rows after the last group give zeros, whatever they hold.
     """
     return lax.platform_dependent(x, weight, sizes, cpu=_one_by_one, cuda=grouped_by_tiles, default=_ragged)
 
@@ -59,10 +58,10 @@ def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 def grouped_by_tiles(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """grouped_matmul tile by tile, for GPUs: there ragged_dot multiplies all rows with all weights.
+    """grouped_matmul tile by tile, for GPUs, where ragged_dot multiplies all rows by all weights.
 
-    There are as many tiles as groups may need at most, so the host reads nothing back; those left over
-    compute what is not kept. A tile has twice the rows that a group has on average, 8 to 128.
+    The loop has as many tiles as the groups can need at most, so the host need not read a trip count; the
+    results of unneeded tiles are dropped. A tile has twice the rows of an average group, 8 to 128.
     """
     n_rows, n_groups = x.shape[0], len(sizes)
     height = 8
@@ -71,13 +70,13 @@ def grouped_by_tiles(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.A
     n_hit = min(n_rows, n_groups)
     tiles, end = -(-sizes // height), jnp.cumsum(sizes)
     tile_end, row = jnp.cumsum(tiles), jnp.arange(height)[:, None]
-    padded = jnp.pad(x, ((0, height), (0, 0)))  # of the last tile
+    padded = jnp.pad(x, ((0, height), (0, 0)))  # the last tile may reach past the rows
 
     def add(i: jax.Array, y: jax.Array) -> jax.Array:
         group = jnp.minimum((i >= tile_end).sum(), n_groups - 1)
         first = end[group] - sizes[group] + (i - tile_end[group] + tiles[group]) * height
-        own = lax.dynamic_index_in_dim(weight, group, keepdims=False)
-        out = _rows_first(lax.dynamic_slice_in_dim(padded, first, height), own)
+        group_weight = lax.dynamic_index_in_dim(weight, group, keepdims=False)
+        out = _rows_first(lax.dynamic_slice_in_dim(padded, first, height), group_weight)
         kept = lax.dynamic_slice_in_dim(y, first, height)
         return lax.dynamic_update_slice_in_dim(y, jnp.where(row < end[group] - first, out, kept), first, 0)
 
@@ -86,32 +85,32 @@ def grouped_by_tiles(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.A
 
 
 def _one_by_one(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-    """On a CPU ragged_dot holds x once for each group; this holds it once, and leaves empty groups out."""
+    """grouped_matmul for CPUs, where ragged_dot copies x for each group. Skips empty groups."""
     ends, row = jnp.cumsum(sizes), jnp.arange(x.shape[0])
 
     def add(i: jax.Array, y: jax.Array) -> jax.Array:
-        mine = (row >= ends[i] - sizes[i]) & (row < ends[i])
+        in_group = (row >= ends[i] - sizes[i]) & (row < ends[i])
 
         def multiply(y: jax.Array) -> jax.Array:
-            return jnp.where(mine[:, None], _rows_first(x, weight[i]), y)
+            return jnp.where(in_group[:, None], _rows_first(x, weight[i]), y)
 
         return lax.cond(sizes[i] > 0, multiply, lambda y: y, y)
 
     return lax.fori_loop(0, len(sizes), add, jnp.zeros((x.shape[0], weight.shape[1]), x.dtype))
 
 
-# x, weights, experts, up [X, 2, F, H], down [X, H, F]; an expert from X on adds nothing.
+# (x, weights, experts, up [X, 2, F, H], down [X, H, F]); an expert number of X or more adds nothing.
 MixtureProduct = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """The matrix products of an iteration, of which the first `n_tokens` [1] int32 are real; None: all are.
+    """The matrix products of an iteration: the one place that computes with weights, in any form.
 
-    Weights in any form enter here and nowhere else. `linear` takes x [T, in], a dense weight [out, in] and
-    `n_tokens`, and may leave the rest out. `grouped` is like grouped_matmul. `mixture` is all that experts
-    without biases do for x [T, H]: it is given weights and experts [T, k], and what is stored of them, and
-    gives [T, H], or None if it is not for these shapes.
+    The fields are the products with dense weights. `linear` takes x [T, in], a weight [out, in] and
+    `n_tokens`, and may skip later tokens. `grouped` is like grouped_matmul. `mixture` runs whole experts
+    without biases for x [T, H], weights and experts [T, k]: [T, H], or None if it does not support the
+    shapes. The first `n_tokens` [1] int32 tokens are real; None if all are.
     """
 
     linear: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array] = _matmul
@@ -120,13 +119,13 @@ class Matmul:
     n_tokens: jax.Array | None = None
 
     def __call__(self, x: jax.Array, weight: Weight) -> jax.Array:
-        """x [T, in] times a weight [*out, *in] in any form: [T, out] in x's dtype."""
+        """x [T, in] times a weight [*out, *in]: [T, out] in x's dtype."""
         if isinstance(weight, FormedWeight):
             return weight.product(x, self)
         return self.linear(x, weight.reshape(-1, x.shape[-1]), self.n_tokens)
 
     def by_expert(self, x: jax.Array, weight: Weight, sizes: jax.Array) -> jax.Array:
-        """As grouped_matmul with the experts' weights [X, *out, in] in any form."""
+        """grouped_matmul with the experts' weights [X, *out, in]."""
         if isinstance(weight, FormedWeight):
             return weight.by_expert(x, sizes, self.grouped)
         return self.grouped(x, weight.reshape(weight.shape[0], -1, weight.shape[-1]), sizes)
@@ -136,14 +135,14 @@ matmul = Matmul()  # XLA's
 
 
 class Linear(nnx.Module):
-    """A weight [out, in] and perhaps a bias [out]; `out` and `in` may be several axes, taken as one."""
+    """A weight [out, in] and maybe a bias [out]; each of the two may be several axes, flattened."""
 
     def __init__(self, weight: Weight, bias: jax.Array | None) -> None:
         self.weight = nnx.Param(weight)
         self.bias = None if bias is None else nnx.Param(bias)
 
     def __call__(self, x: jax.Array, product: Matmul, shard: Shard | None = None) -> jax.Array:
-        """[T, in] to [T, out]. Where `in` is split over shards, theirs are joined before the bias comes."""
+        """[T, in] to [T, out]. With `shard`, `in` is split, and parts are joined before the bias is added."""
         y = product(x, self.weight.get_value())
         if shard is not None:
             y = shard.joined(y)
@@ -151,14 +150,14 @@ class Linear(nnx.Module):
 
 
 def linear_of(p: Weights, name: str) -> Linear:
-    """The linear layer of that name."""
+    """The linear layer `name`."""
     weight = p(f"{name}.weight")
     assert weight is not None, name
     return Linear(weight, p(f"{name}.bias"))
 
 
 class RMSNorm(nnx.Module):
-    """A scale w [H], or 1 + w with a unit offset; the statistics are float32 whatever the input's dtype."""
+    """RMSNorm with scale w [H], or 1 + w with a unit offset. Statistics are float32."""
 
     def __init__(self, config: Norm, scale: jax.Array) -> None:
         self.config = config
@@ -170,7 +169,7 @@ class RMSNorm(nnx.Module):
         return self._scaled(x, mean_square, self.scale[...])
 
     def over_heads(self, x: jax.Array, shard: Shard) -> jax.Array:
-        """x [T, G, K, D], normalized over all heads of all shards; the scale is [G, K D] or [K D]."""
+        """Normalize x [T, G, K, D] over all heads of all shards; the scale is [G, K D] or [K D]."""
         squares = jnp.square(x.astype(jnp.float32)).sum(axis=(1, 2, 3), keepdims=True)
         n_elements = shard.n * math.prod(x.shape[1:])
         return self._scaled(x, shard.total(squares) / n_elements, self.scale[...].reshape(x.shape[1:]))
@@ -182,7 +181,7 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """A scale [H] and perhaps a bias [H]; the statistics are float32 whatever the dtype of the input."""
+    """LayerNorm with a scale [H] and maybe a bias [H]. Statistics are float32."""
 
     def __init__(self, config: Norm, scale: jax.Array, bias: jax.Array | None) -> None:
         self.config = config
@@ -203,7 +202,7 @@ class LayerNorm(nnx.Module):
 
 
 def norm_of(norm: Norm, p: Weights, name: str) -> LayerNorm | RMSNorm:
-    """The norm of that name."""
+    """The norm `name`."""
     scale = p(f"{name}.scale")
     assert scale is not None, name
     return RMSNorm(norm, scale) if norm.kind == "rms_norm" else LayerNorm(norm, scale, p(f"{name}.bias"))

@@ -1,8 +1,8 @@
-"""A feed-forward layer of experts: each token runs the few that its router chooses, and no token is dropped.
+"""A feed-forward layer of experts: each token runs the few that the router chooses, and none is dropped.
 
-Tokens are sorted by expert, so that each expert's are rows side by side, and two grouped products run all
-experts, or one call does both where there is one; shapes depend on the bucket alone. Padding belongs to no
-expert, as do, where each device has whole experts, the tokens of other devices' experts.
+Tokens are sorted by expert, so that an expert's tokens are adjacent rows, and two grouped products run all
+experts, or one call does everything (`Matmul.mixture`). Shapes depend on the bucket alone. Padding belongs to
+no expert; where each device has whole experts, neither do tokens whose expert is on another device.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ from orca_jax.model.shard import Shard
 
 
 class Mixture(nnx.Module):
-    """The router, the experts' weights [X, ...], and what all tokens share."""
+    """The router, the experts' weights [X, ...], and the shared expert."""
 
     def __init__(self, config: FeedForward, p: Weights) -> None:
         assert config.experts is not None
@@ -38,9 +38,9 @@ class Mixture(nnx.Module):
         self.shared_gate = None if gate is None else nnx.Param(gate)
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
-        """x [T, H] to [T, H]; `ctx.chosen` gets the experts that its tokens choose, [T, k] int32.
+        """x [T, H] to [T, H]; `ctx.chosen` gets the tokens' experts, [T, k] int32.
 
-        Where devices exchange tokens, x is one slice of them, and the experts are those of all slices.
+        Where devices exchange tokens, x is a slice of them, and `ctx.chosen` has the experts of all slices.
         """
         experts, product = self.config.experts, ctx.product
         assert experts is not None
@@ -67,7 +67,7 @@ class Mixture(nnx.Module):
         return mixed + jnp.einsum("tk,tkh->th", weights, bias).astype(x.dtype)
 
     def _logits(self, x: jax.Array, product: Matmul) -> jax.Array:
-        """[T, X] float32."""
+        """The router's logits [T, X] float32."""
         weight = self.router.weight[...]
         if x.dtype == weight.dtype == jnp.float32:
             logits = product(x, weight)
@@ -79,7 +79,7 @@ class Mixture(nnx.Module):
     def _mixed(
         self, x: jax.Array, weights: jax.Array, chosen: jax.Array, product: Matmul, shard: Shard
     ) -> jax.Array:
-        """The sum of this device's experts for each token, [T, H]."""
+        """Run this device's experts and sum their results for each token: [T, H]."""
         up, down = self.up.weight.get_value(), self.down.weight.get_value()
         n_tokens, top_k = chosen.shape
         n_here = jax.tree.leaves(up)[0].shape[0]  # in every form the experts are the first axis
@@ -108,7 +108,7 @@ class Mixture(nnx.Module):
 
 
 def choose(experts: Experts, logits: jax.Array, correction: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """For logits [T, X] float32 each token's experts [T, k] int32, and by what to multiply their results."""
+    """Choose each token's experts from logits [T, X] float32: weights and experts [T, k] (int32)."""
     match experts.scores:
         case "softmax":
             scores = jax.nn.softmax(logits, axis=-1)
@@ -121,8 +121,8 @@ def choose(experts: Experts, logits: jax.Array, correction: jax.Array | None) ->
         by_group = rating.reshape(len(rating), experts.n_groups, -1)
         best = lax.top_k(by_group, experts.scores_of_group)[0].sum(axis=-1)  # [T, groups]
         groups = lax.top_k(best, experts.top_groups)[1]
-        stands = (groups[:, :, None] == jnp.arange(experts.n_groups)).any(axis=1)
-        rating = jnp.where(stands[:, :, None], by_group, -jnp.inf).reshape(rating.shape)
+        in_top = (groups[:, :, None] == jnp.arange(experts.n_groups)).any(axis=1)
+        rating = jnp.where(in_top[:, :, None], by_group, -jnp.inf).reshape(rating.shape)
     chosen = lax.top_k(rating, experts.top_k)[1]
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.scores == "softmax_of_chosen":

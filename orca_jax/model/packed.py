@@ -1,6 +1,6 @@
-"""Products of experts whose matrices stay in MXFP4 (families/mixtures/mxfp4.py): unpacked as they are needed.
+"""Products of experts whose weights stay in MXFP4 (families/mixtures/mxfp4.py), unpacked as they are needed.
 
-A row of a packed matrix has its numbers, two in a byte, and then the scales of every 32 of them.
+A row of a packed weight has its numbers, two in a byte, and then one scale byte for every 32 numbers.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Grouped = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # layers.group
 
 
 def unpacked(packed: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The numbers [..., 32 n] in `dtype` of uint8 [..., 17 n]."""
+    """Unpack uint8 [..., 17 n] to numbers [..., 32 n] in `dtype`."""
     n_blocks = packed.shape[-1] // BLOCK_BYTES
     both, scales = jnp.split(packed, [n_blocks * BLOCK // 2], axis=-1)
     codes = jnp.stack([both & 15, both >> 4], axis=-1).reshape(*packed.shape[:-1], n_blocks, BLOCK)
@@ -26,7 +26,7 @@ def unpacked(packed: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _fp4(code: jax.Array) -> jax.Array:
-    """The float32 of a sign, two bits of exponent and one of mantissa, by its own bits."""
+    """The float32 of an FP4 code: a sign, two bits of exponent and one of mantissa."""
     exponent, mantissa = code >> 1 & 3, code & 1
     below_one = jnp.where(mantissa == 1, jnp.uint32(126 << 23), 0)
     bits = jnp.where(exponent > 0, (exponent + 126) << 23 | mantissa << 22, below_one) | code >> 3 << 31
@@ -34,32 +34,35 @@ def _fp4(code: jax.Array) -> jax.Array:
 
 
 def _power(scale: jax.Array) -> jax.Array:
-    """2 ** (scale - 127) float32; of 0 that is the greatest number below the normal ones."""
+    """2 ** (scale - 127) as float32; for scale 0 that is subnormal, the half of the least normal number."""
     return lax.bitcast_convert_type(jnp.where(scale > 0, scale << 23, jnp.uint32(1 << 22)), jnp.float32)
 
 
 def packed_grouped(x: jax.Array, weight: jax.Array, sizes: jax.Array, grouped: Grouped) -> jax.Array:
-    """As `grouped` with a weight uint8 [X, out, 17 in / 32]."""
-    at_once, one_by_one = (partial(each, grouped=grouped) for each in (of_those_hit, of_each_hit))
+    """`grouped` with a packed weight, uint8 [X, out, 17 in / 32]."""
+    at_once, one_by_one = (partial(each, grouped=grouped) for each in (unpack_at_once, unpack_one_by_one))
     return lax.platform_dependent(x, weight, sizes, cpu=one_by_one, default=at_once)
 
 
-def of_those_hit(x: jax.Array, weight: jax.Array, sizes: jax.Array, grouped: Grouped) -> jax.Array:
-    """Unpacks no more experts than there are rows, those with rows first, and all of these at once."""
+def unpack_at_once(x: jax.Array, weight: jax.Array, sizes: jax.Array, grouped: Grouped) -> jax.Array:
+    """packed_grouped for accelerators: unpacks all experts that have rows at once.
+
+    There are at most as many of them as rows.
+    """
     n = min(len(sizes), x.shape[0])
-    hit = jnp.argsort(sizes == 0, stable=True)[:n]  # in their own order, which is that of the rows
+    hit = jnp.argsort(sizes == 0, stable=True)[:n]  # stable: the experts stay in the order of the rows
     return grouped(x, unpacked(weight[hit], x.dtype), sizes[hit])
 
 
-def of_each_hit(x: jax.Array, weight: jax.Array, sizes: jax.Array, grouped: Grouped) -> jax.Array:
-    """Unpacks an expert at a time; those without rows are left out."""
+def unpack_one_by_one(x: jax.Array, weight: jax.Array, sizes: jax.Array, grouped: Grouped) -> jax.Array:
+    """packed_grouped for CPUs: unpacks one expert at a time, and skips experts without rows."""
     starts = jnp.cumsum(sizes) - sizes
 
     def add(i: jax.Array, y: jax.Array) -> jax.Array:
         def multiply(y: jax.Array) -> jax.Array:
-            # Its rows first, and as the only group: others are not multiplied.
-            own = grouped(jnp.roll(x, -starts[i], 0), unpacked(weight[i], x.dtype)[None], sizes[i][None])
-            return y + jnp.roll(own, starts[i], 0)
+            # The expert's rows come first, as the only group, so that no others are multiplied.
+            added = grouped(jnp.roll(x, -starts[i], 0), unpacked(weight[i], x.dtype)[None], sizes[i][None])
+            return y + jnp.roll(added, starts[i], 0)
 
         return lax.cond(sizes[i] > 0, multiply, lambda y: y, y)
 

@@ -1,7 +1,7 @@
-"""The oracle: the same model for one request, dense, without cache, padding or batching.
+"""The reference: the same model for one request, dense, without cache, padding or batching.
 
-It shares no code with the engine but the names of the parameters and the frequencies of rotary positions, and
-is written to be compared with the papers line by line. Everything is float32.
+It shares no code with the engine except the parameters' names and the rotary frequencies, and is written to
+be compared with the papers line by line. Everything is float32.
 """
 
 import math
@@ -30,9 +30,8 @@ def forward(
 ) -> jax.Array:
     """Logits [T, V] float32 of every position of one sequence `token_ids` [T] int32.
 
-    A model with an encoder needs its input `encoder_ids` [S] int32; `token_ids` are then the decoder's. Ids
-    below 0 at the end of the input fill it up: no token sees them. To `routed` the experts are appended that
-    tokens choose in each layer that has some, [T, k].
+    A model with an encoder needs the encoder's input `encoder_ids` [S] int32, which may end with padding ids
+    below 0; `token_ids` are then the decoder's. Each sparse layer's experts, [T, k], are appended to `routed`.
     """
     p = {name: value.astype(jnp.float32) for name, value in parameters.items()}
 
@@ -48,37 +47,37 @@ def forward(
         product = jnp.einsum("ti,...i->t...", value, p[f"{name}.weight"])
         return product + p[f"{name}.bias"] if f"{name}.bias" in p else product
 
-    def heads(own: Attention, name: str, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, [T, N, D] each: K/V heads as often as query heads use them."""
-        if own.latent is not None:
-            return latent_heads(own, own.latent, name, value)
-        n_tokens, n_groups, n_kv, size = len(value), own.group, own.n_kv_heads, own.head_size
+    def heads(layer: Attention, name: str, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, [T, N, D] each, with K/V heads repeated for their query heads."""
+        if layer.latent is not None:
+            return latent_heads(layer, layer.latent, name, value)
+        n_tokens, n_groups, n_kv, size = len(value), layer.group, layer.n_kv_heads, layer.head_size
         slices = linear(f"{name}.qkv", value)  # [T, G + 2, K D]
         q, k, v = slices[:, :n_groups], slices[:, n_groups], slices[:, n_groups + 1]
-        if own.qk_norm is not None and own.qk_norm.over == "width":
-            scale = p[f"{name}.q_norm.scale"] + (1 if own.qk_norm.norm.unit_offset else 0)
+        if layer.qk_norm is not None and layer.qk_norm.over == "width":
+            scale = p[f"{name}.q_norm.scale"] + (1 if layer.qk_norm.norm.unit_offset else 0)
             squares = (q**2).mean(axis=(1, 2), keepdims=True)
-            q = q / jnp.sqrt(squares + own.qk_norm.norm.eps) * scale.reshape(n_groups, -1)
-            k = norm(own.qk_norm.norm, f"{name}.k_norm", k)
+            q = q / jnp.sqrt(squares + layer.qk_norm.norm.eps) * scale.reshape(n_groups, -1)
+            k = norm(layer.qk_norm.norm, f"{name}.k_norm", k)
         # Slice g, position k is query head k G + g.
-        q = q.reshape(n_tokens, n_groups, n_kv, size).swapaxes(1, 2).reshape(n_tokens, own.n_heads, size)
+        q = q.reshape(n_tokens, n_groups, n_kv, size).swapaxes(1, 2).reshape(n_tokens, layer.n_heads, size)
         k, v = k.reshape(n_tokens, n_kv, size), v.reshape(n_tokens, n_kv, size)
-        if own.qk_norm is not None and own.qk_norm.over == "head":
-            q, k = (norm(own.qk_norm.norm, f"{name}.{n}_norm", each) for n, each in (("q", q), ("k", k)))
-        if own.rotary is not None:
+        if layer.qk_norm is not None and layer.qk_norm.over == "head":
+            q, k = (norm(layer.qk_norm.norm, f"{name}.{n}_norm", each) for n, each in (("q", q), ("k", k)))
+        if layer.rotary is not None:
             position = jnp.arange(n_tokens)
-            q, k = (_rotated(own.rotary, each, position, config.n_positions) for each in (q, k))
+            q, k = (_rotated(layer.rotary, each, position, config.n_positions) for each in (q, k))
         return q, k.repeat(n_groups, axis=1), v.repeat(n_groups, axis=1)
 
     def latent_heads(
-        own: Attention, latent: Latent, name: str, value: jax.Array
+        layer: Attention, latent: Latent, name: str, value: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """DeepSeek-V2, equations 9 to 16, with every token's keys and values in full."""
-        n_tokens, n, position = len(value), own.n_heads, jnp.arange(len(value))
+        """DeepSeek-V2, equations 9 to 16, with all keys and values expanded."""
+        n_tokens, n, position = len(value), layer.n_heads, jnp.arange(len(value))
 
         def turned(part: jax.Array) -> jax.Array:
-            assert own.rotary is not None
-            return _rotated(own.rotary, part, position, config.n_positions)
+            assert layer.rotary is not None
+            return _rotated(layer.rotary, part, position, config.n_positions)
 
         if latent.query_rank is None:
             q = linear(f"{name}.q", value)
@@ -93,56 +92,56 @@ def forward(
         q = jnp.concatenate([q[..., : latent.plain_size], turned(q[..., latent.plain_size :])], axis=-1)
         return q, jnp.concatenate([keys, of_all], axis=-1), values
 
-    def attention(own: Attention, name: str, value: jax.Array, real: jax.Array) -> jax.Array:
-        """Attention of tokens to one another; `real` [T] is false for tokens that none sees."""
-        q, k, v = heads(own, name, value)
+    def attention(layer: Attention, name: str, value: jax.Array, real: jax.Array) -> jax.Array:
+        """Attention of tokens to one another; `real` [T] is false for padding, which no token sees."""
+        q, k, v = heads(layer, name, value)
         n_tokens, position = len(value), jnp.arange(len(value))
-        scores = jnp.einsum("qnd,knd->nqk", q, k) * own.scale
-        if own.scores.soft_cap is not None:
-            scores = own.scores.soft_cap * jnp.tanh(scores / own.scores.soft_cap)
+        scores = jnp.einsum("qnd,knd->nqk", q, k) * layer.scale
+        if layer.scores.soft_cap is not None:
+            scores = layer.scores.soft_cap * jnp.tanh(scores / layer.scores.soft_cap)
         distance = position[:, None] - position  # [T, T] from a query to a key before it
-        if own.scores.alibi is not None:
-            slope = jnp.array(_alibi_slopes(own.n_heads)) * own.scores.alibi
+        if layer.scores.alibi is not None:
+            slope = jnp.array(_alibi_slopes(layer.n_heads)) * layer.scores.alibi
             scores = scores - slope[:, None, None] * distance
-        if own.scores.relative is not None:
-            bucket = relative_buckets(own.scores.relative, n_tokens, causal=own.causal)
+        if layer.scores.relative is not None:
+            bucket = relative_buckets(layer.scores.relative, n_tokens, causal=layer.causal)
             scores = scores + jnp.moveaxis(p[f"{name}.relative_bias"][bucket], -1, 0)
         seen = jnp.broadcast_to(real, scores.shape[1:])
-        if own.causal:
+        if layer.causal:
             seen &= distance >= 0
-        if own.scores.window is not None:
-            seen &= distance < own.scores.window
+        if layer.scores.window is not None:
+            seen &= distance < layer.scores.window
         scores = jnp.where(seen, scores, -jnp.inf)
-        if own.scores.sinks:  # one more key for each head, whose weight goes nowhere
-            sinks = p[f"{name}.sinks"].reshape(own.group, -1).T.reshape(-1)  # by query head
+        if layer.scores.sinks:  # one more key per head, which has no value
+            sinks = p[f"{name}.sinks"].reshape(layer.group, -1).T.reshape(-1)  # by query head
             scores = jnp.concatenate(
                 [scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], 2
             )
         weights = jax.nn.softmax(scores, axis=-1)[:, :, :n_tokens]
         merged = jnp.einsum("nqk,knd->qnd", weights, v)  # [T, N, D]
-        if own.latent is not None:
+        if layer.latent is not None:
             return linear(f"{name}.out", merged.reshape(n_tokens, -1))
-        by_group = merged.reshape(n_tokens, own.n_kv_heads, own.group, own.head_size).swapaxes(1, 2)
+        by_group = merged.reshape(n_tokens, layer.n_kv_heads, layer.group, layer.head_size).swapaxes(1, 2)
         out = p[f"{name}.out.weight"].reshape(config.hidden_size, -1)
         return by_group.reshape(n_tokens, -1) @ out.T + p.get(f"{name}.out.bias", 0)
 
-    def cross_attention(own: Attention, name: str, value: jax.Array, encoded: jax.Array) -> jax.Array:
+    def cross_attention(layer: Attention, name: str, value: jax.Array, encoded: jax.Array) -> jax.Array:
         """Attention of the decoder's tokens to the encoder's output."""
-        q = linear(f"{name}.cross_q", value).reshape(len(value), own.n_heads, own.head_size)
+        q = linear(f"{name}.cross_q", value).reshape(len(value), layer.n_heads, layer.head_size)
         keys_values = linear(f"{name}.cross_kv", encoded)  # [S, 2, K D]
-        k, v = keys_values.reshape(len(encoded), 2, own.n_heads, own.head_size).swapaxes(0, 1)
-        scores = jnp.einsum("qnd,knd->nqk", q, k) * own.scale
+        k, v = keys_values.reshape(len(encoded), 2, layer.n_heads, layer.head_size).swapaxes(0, 1)
+        scores = jnp.einsum("qnd,knd->nqk", q, k) * layer.scale
         weights = jax.nn.softmax(jnp.where(is_input, scores, -jnp.inf), axis=-1)
         merged = jnp.einsum("nqk,knd->qnd", weights, v)
         return linear(f"{name}.cross_out", merged.reshape(len(value), -1))
 
-    def feed_forward(own: FeedForward, name: str, value: jax.Array) -> jax.Array:
-        if own.experts is not None:
-            return mixture(own, own.experts, name, value)
-        return linear(f"{name}.down", _activated(own, linear(f"{name}.up", value)))
+    def feed_forward(layer: FeedForward, name: str, value: jax.Array) -> jax.Array:
+        if layer.experts is not None:
+            return mixture(layer, layer.experts, name, value)
+        return linear(f"{name}.down", _activated(layer, linear(f"{name}.up", value)))
 
-    def mixture(own: FeedForward, experts: Experts, name: str, value: jax.Array) -> jax.Array:
-        """Each token through its experts, one after the other."""
+    def mixture(layer: FeedForward, experts: Experts, name: str, value: jax.Array) -> jax.Array:
+        """Run each token through its experts, one after the other."""
         weights, chosen = _routed(
             experts, linear(f"{name}.router", value), p.get(f"{name}.router.correction")
         )
@@ -152,33 +151,33 @@ def forward(
         for weight, expert in zip(weights.T, chosen.T, strict=True):  # [T] each
             up, down = p[f"{name}.experts.up.weight"][expert], p[f"{name}.experts.down.weight"][expert]
             inner = jnp.einsum("t...h,th->t...", up, value)  # [T, F], gated [T, 2, F]
-            if own.bias:
+            if layer.bias:
                 inner = inner + p[f"{name}.experts.up.bias"][expert]
-            result = jnp.einsum("thf,tf->th", down, _activated(own, inner))
-            if own.bias:
+            result = jnp.einsum("thf,tf->th", down, _activated(layer, inner))
+            if layer.bias:
                 result = result + p[f"{name}.experts.down.bias"][expert]
             out = out + weight[:, None] * result
         if experts.shared_size is not None:
             up = linear(f"{name}.shared.up", value)
-            shared = linear(f"{name}.shared.down", _ACTIVATIONS[own.activation](up[:, 0]) * up[:, 1])
+            shared = linear(f"{name}.shared.down", _ACTIVATIONS[layer.activation](up[:, 0]) * up[:, 1])
             if experts.shared_gate:
                 shared = shared / (1 + jnp.exp(-value @ p[f"{name}.shared.gate"]))[:, None]
             out = out + shared
         return out
 
     def embedded(ids: jax.Array, side: str) -> jax.Array:
-        """Tokens with their positions [T, H]; `side` is "encoder." or empty."""
-        own = config.encoder if side and config.encoder is not None else config
+        """Embed tokens with their positions: [T, H]; `side` is "encoder." or empty."""
+        stack = config.encoder if side and config.encoder is not None else config
         x = p["token_embedding"][ids] * config.embedding.multiplier  # [T, E]
         if "project_in" in p:
             x = x @ p["project_in"].T
-        if own.positions is not None:
-            x = x + p[f"{side}position_embedding"][jnp.arange(len(ids)) + own.positions.offset]
-        kind = own.embedding.norm if isinstance(own, ModelConfig) else own.embedding_norm
+        if stack.positions is not None:
+            x = x + p[f"{side}position_embedding"][jnp.arange(len(ids)) + stack.positions.offset]
+        kind = stack.embedding.norm if isinstance(stack, ModelConfig) else stack.embedding_norm
         return x if kind is None else norm(kind, f"{side}embedding_norm", x)
 
     def through(layer: Layer, name: str, x: jax.Array, real: jax.Array) -> jax.Array:
-        """One layer."""
+        """Run one layer."""
         m, a, f = layer.residual_multiplier, layer.attention, layer.feed_forward
 
         def n(which: str, value: jax.Array) -> jax.Array:
@@ -205,8 +204,8 @@ def forward(
                 y = n("attn_norm", x)
                 x = x + m * (attention(a, name, y, real) + feed_forward(f, name, y))
             case "parallel_two_norms":
-                own = attention(a, name, n("attn_norm", x), real)
-                x = x + m * (own + feed_forward(f, name, n("mlp_norm", x)))
+                attended = attention(a, name, n("attn_norm", x), real)
+                x = x + m * (attended + feed_forward(f, name, n("mlp_norm", x)))
         return x
 
     encoded, is_input = jnp.zeros((0, config.hidden_size)), jnp.zeros(0, bool)
@@ -240,23 +239,23 @@ _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def _activated(own: FeedForward, inner: jax.Array) -> jax.Array:
-    """The activation between the two products: inner [T, F], gated [T, 2, F]."""
-    if not own.gated:
-        return _ACTIVATIONS[own.activation](inner)
+def _activated(layer: FeedForward, inner: jax.Array) -> jax.Array:
+    """Apply the activation between the two products: inner [T, F], gated [T, 2, F]."""
+    if not layer.gated:
+        return _ACTIVATIONS[layer.activation](inner)
     gate, up = inner[:, 0], inner[:, 1]
-    if own.gate_limit is None:
-        return _ACTIVATIONS[own.activation](gate) * up
-    gate, up = jnp.minimum(gate, own.gate_limit), jnp.clip(up, -own.gate_limit, own.gate_limit)
+    if layer.gate_limit is None:
+        return _ACTIVATIONS[layer.activation](gate) * up
+    gate, up = jnp.minimum(gate, layer.gate_limit), jnp.clip(up, -layer.gate_limit, layer.gate_limit)
     return gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
 
 
 def _routed(experts: Experts, logits: jax.Array, correction: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Each token's weights and experts, [T, k], of the router's logits [T, X]."""
+    """Each token's weights and experts, [T, k], from the router's logits [T, X]."""
     scores = {
         "softmax": lambda: jnp.exp(logits) / jnp.exp(logits).sum(axis=1, keepdims=True),
         "sigmoid": lambda: 1 / (1 + jnp.exp(-logits)),
-        "softmax_of_chosen": lambda: jnp.exp(logits),  # those of the chosen are divided by their sum below
+        "softmax_of_chosen": lambda: jnp.exp(logits),  # the chosen ones are divided by their sum below
     }[experts.scores]()
     rating = scores if correction is None else scores + correction
     groups = jnp.split(rating, experts.n_groups, axis=1)
@@ -271,7 +270,7 @@ def _routed(experts: Experts, logits: jax.Array, correction: jax.Array | None) -
 
 
 def _rotated(rotary: Rotary, x: jax.Array, position: jax.Array, n_positions: int) -> jax.Array:
-    """x [T, N, D] with pair i of its first elements, a complex number, turned by position * frequency i."""
+    """Turn pair i of the first elements of x [T, N, D], as a complex number, by position * frequency i."""
     angle = position[:, None] * rotary.frequencies(n_positions)  # [T, size / 2]
     turn = (rotary.attention_factor * jnp.exp(1j * angle))[:, None]
     half = rotary.size // 2
@@ -282,7 +281,7 @@ def _rotated(rotary: Rotary, x: jax.Array, position: jax.Array, n_positions: int
 
 
 def _alibi_slopes(n_heads: int) -> list[float]:
-    """A geometric series; beyond a power of two, every other slope of the next power's."""
+    """A geometric series; heads beyond a power of two get every other slope of the next power's series."""
     if math.log2(n_heads).is_integer():
         return [(2 ** (-8 / n_heads)) ** (i + 1) for i in range(n_heads)]
     closest = 2 ** math.floor(math.log2(n_heads))
@@ -290,10 +289,10 @@ def _alibi_slopes(n_heads: int) -> list[float]:
 
 
 def relative_buckets(relative: RelativeBias, n_tokens: int, *, causal: bool) -> np.ndarray:
-    """The bucket [T, T] of each query and key, in whole numbers where T5's code has logarithms.
+    """The bucket [T, T] of each query and key, computed with integers where T5's code has logarithms.
 
-    With n buckets, e = n / 2 of them for a distance each, distance d is in bucket e + i for the greatest i
-    with d >= e (max_distance / e) ** (i / (n - e)).
+    Of n buckets the first e = n / 2 hold one distance each. A larger distance d is in bucket e + i for the
+    greatest i with d >= e (max_distance / e) ** (i / (n - e)).
     """
     n = relative.n_buckets if causal else relative.n_buckets // 2
     e = n // 2

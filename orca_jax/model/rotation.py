@@ -21,14 +21,14 @@ class Rotation(NamedTuple):
 
 
 def rotation(rotary: Rotary, positions: jax.Array, n_positions: int) -> Rotation:
-    """The rotation of tokens at `positions` [T] int32, in a model of `n_positions`."""
+    """The rotation of tokens at `positions` [T] int32, in a model with `n_positions` positions."""
     angles = positions[:, None].astype(jnp.float32) * rotary.frequencies(n_positions)
     factor = rotary.attention_factor
     return Rotation(factor * jnp.cos(angles), factor * jnp.sin(angles))
 
 
 def rotate(x: jax.Array, by: Rotation, *, interleaved: bool) -> jax.Array:
-    """x [T, n, K, D], whose first `size` elements of each head are rotated; the rest stays."""
+    """Rotate the first `size` elements of each head of x [T, n, K, D]; the other elements stay."""
     size = 2 * by.cos.shape[1]
     part, rest = x[..., :size].astype(jnp.float32), x[..., size:]
     cos, sin = by.cos[:, None, None], by.sin[:, None, None]  # [T, 1, 1, size / 2]

@@ -1,8 +1,8 @@
-"""The experts that tokens choose in a stage's layers: out of its forward pass, and on their way to the host.
+"""The experts that tokens chose in a stage's layers, from the forward pass to the host.
 
-They are an output of every forward pass of a mixture of experts, a few bytes a token that stay on the device
-unless a row asks for them. The model's last layer runs only each row's last token there. The other tokens of
-rows that ask pass through it once more, as those do that are scored.
+Every forward pass of a mixture of experts returns them: a few bytes per token, which stay on the device unless
+a row asks for them. The model's last layer runs only each row's last token in the forward pass; the other
+tokens of rows that ask pass through it again (execution/prompt_reads.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ from orca_jax.request.routed_experts import ExpertIds, Routing
 class Routed(NamedTuple):
     """The experts that a stage's tokens chose, in the dtype of `Routing`; None without such layers."""
 
-    of_all: jax.Array | None  # [T, layers, k], in the layers that run all tokens
-    of_last: jax.Array | None  # [R, 1, k], of each row's last token, in a layer that runs no other
+    of_all: jax.Array | None  # [T, layers, k], from layers that run all tokens
+    of_last: jax.Array | None  # [R, 1, k], from a layer that runs each row's last token alone
 
 
 def packed(chosen: Sequence[jax.Array], routing: Routing, *, last_apart: bool) -> Routed:
-    """The experts chosen in each sparse layer, [T, k] int32; with `last_apart` in the last of them [R, k]."""
+    """Stack each sparse layer's experts, [T, k] int32; with `last_apart` the last layer has [R, k]."""
     if not routing.n_layers:
         return Routed(None, None)
 
@@ -37,14 +37,14 @@ def packed(chosen: Sequence[jax.Array], routing: Routing, *, last_apart: bool) -
 
 
 class RoutedAgain(NamedTuple):
-    """The choices of tokens that passed through the last layer again: `ids` [tokens and padding, 1, k]."""
+    """Experts of tokens that passed through the last layer again."""
 
-    ids: jax.Array
-    at: npt.NDArray[np.int32]  # where the tokens are in the batch
+    ids: jax.Array  # [tokens and padding, 1, k]
+    at: npt.NDArray[np.int32]  # the tokens' indices in the batch
 
 
 class DeviceRouted:
-    """One stage's part of what the rows that ask are told."""
+    """One stage's experts of the rows that ask, on their way to the host."""
 
     def __init__(self, message: ControlMessage, routed: Routed, again: Sequence[RoutedAgain]) -> None:
         self._message, self._routed, self._again = message, routed, again
@@ -52,12 +52,12 @@ class DeviceRouted:
             array.copy_to_host_async()
 
     def arrays(self) -> Iterator[jax.Array]:
-        """The arrays that have to come from the device."""
+        """The arrays to copy from the device."""
         yield from (array for array in self._routed if array is not None)
         yield from (again.ids for again in self._again)
 
     def fetch(self) -> dict[int, ExpertIds]:
-        """By place in the batch: the experts of the row's input tokens, [input_length, layers, k]."""
+        """Experts of each row's input tokens, [input_length, layers, k], by the row's place in the batch."""
         message, of_last = self._message, self._routed.of_last
         ends = np.cumsum(message.input_length)
         layers = [] if self._routed.of_all is None else [np.asarray(self._routed.of_all)]
@@ -74,7 +74,7 @@ class DeviceRouted:
 
 
 def joined(stages: Sequence[Mapping[int, ExpertIds]]) -> dict[int, ExpertIds]:
-    """The experts of all stages' layers, first to last."""
+    """Join the experts of all stages' layers, first to last."""
     return {
         place: np.concatenate([stage[place] for stage in stages], axis=1)
         for place in (stages[0] if stages else ())

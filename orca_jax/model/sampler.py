@@ -1,15 +1,14 @@
 """Sampling: chooses each row's next token, in programs separate from the forward pass.
 
-The order is `adjust` (biases, penalties), `allow` (the allowed tokens), then `greedy`, or `sample` with or
-without top-k and top-p. A row's draw depends only on its own logits, seed and token index, so a request's
-tokens do not depend on its neighbours. `logprobs` are those of the model's own logits.
+The order is `adjust` (biases, penalties), `allow` (token masks), then `greedy`, or `sample` with or without
+top-k and top-p. A row's draw depends only on the row's logits, seed and token index, so a request's tokens do
+not depend on its neighbours. `logprobs` are computed from the model's logits, before any adjustment.
 
-Whatever a row's logits are, including NaN and infinities when weights overflow, its token is in the
-vocabulary and no other row is affected. `adjust` and `allow` make logits finite; checking every logit in the
-choice as well would cost more than the choice.
+Whatever a row's logits are, even NaN and infinities when weights overflow, its token is in the vocabulary and
+no other row is affected. `adjust` and `allow` make logits finite; checking each logit again in the choice
+would cost more than the choice.
 
-R rows, V tokens of the vocabulary. The vocabulary is never sorted: top-k and top-p search for their
-threshold.
+The vocabulary is never sorted: top-k and top-p search for their threshold.
 """
 
 from collections.abc import Callable
@@ -19,10 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 IN_PROMPT = 1 << 30  # added in `seen` if the prompt has the token
-# Logits are clipped to this before an adjustment. Penalties multiply them by a hundred at most, and the
+# Logits are clipped to this before an adjustment. Penalties multiply them by at most a hundred, and the
 # difference of two such values is still a finite float32.
 _MOST = 1e36
-_GROUP = 256  # logits grouped in the first step of a draw, or of the search for the largest
+_GROUP = 256  # logits of a group, in the first step of a draw or of a search for the largest
 
 
 def adjust(
@@ -33,13 +32,13 @@ def adjust(
     frequency: jax.Array,
     presence: jax.Array,
 ) -> jax.Array:
-    """Biases and penalties: logits, bias [R, V] float32, seen [R, V] int32, the rest [R]; returns [R, V].
+    """Apply biases and penalties: logits, bias [R, V] float32, seen [R, V] int32, the rest [R]; gives [R, V].
 
-    `seen` counts a token in the output, plus IN_PROMPT if the prompt has it. First the bias is added. Tokens
-    seen in either are then made less likely by the factor `repetition` (Keskar et al. 2019, as in Hugging
-    Face: a positive logit is divided, a negative one multiplied). Last, as in OpenAI's API, `frequency` is
-    subtracted for each occurrence in the output and `presence` once. The result is finite if the parameters
-    are within the bounds of SamplingParams.
+    `seen` counts a token's occurrences in the output, plus IN_PROMPT if the prompt has it. First the bias is
+    added. Then tokens in prompt or output become less likely by the factor `repetition` (Keskar et al. 2019,
+    as in Hugging Face: a positive logit is divided, a negative one multiplied). Last, as in OpenAI's API,
+    `frequency` is subtracted for each occurrence in the output, and `presence` once. The result is finite if
+    the parameters are within the bounds of SamplingParams.
     """
     count = seen & (IN_PROMPT - 1)
     biased = _finite(logits) + bias
@@ -106,7 +105,7 @@ def sample(
 
 
 def uniform(seed_low: jax.Array, seed_high: jax.Array, token_index: jax.Array) -> jax.Array:
-    """For each row a random number in [0, 1) from its seed and token index, all [R]."""
+    """A random number in [0, 1) for each row, from its seed and token index; all [R]."""
 
     def of_row(seed_low: jax.Array, seed_high: jax.Array, token_index: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed_low), seed_high)
@@ -116,9 +115,9 @@ def uniform(seed_low: jax.Array, seed_high: jax.Array, token_index: jax.Array) -
 
 
 def keep(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Set the weights that are cut to 0: weights [R, V] in [0, 1], the largest 1; the rest [R].
+    """Set the weights of excluded tokens to 0: weights [R, V] in [0, 1], the largest 1; the rest [R].
 
-    top_k first, then top_p of what top_k left, then min_p: what is below min_p times the most likely.
+    First top_k, then top_p of the remaining tokens, then min_p, which excludes weights below it.
     """
     return _keep_min_p(_keep_top_p(_keep_top_k(weights, top_k), top_p), min_p)
 
@@ -126,13 +125,13 @@ def keep(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Arra
 def logprobs(
     logits: jax.Array, tokens: jax.Array, n_top: int, asked: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities: of each row's token [R]; ids and log-probabilities of the most likely [R, n_top].
+    """Log-probabilities of each row's token [R], and ids and log-probabilities of the most likely [R, n_top].
 
-    logits [R, V] float32, tokens [R] int32. If V is below `n_top` the rest is id 0 at -inf. None is NaN.
-    `asked` [any shape] bool: if none is set, a CPU skips the search for the most likely, and all are id 0 at
-    -inf; the log-probabilities of `tokens` are the same to the bit.
+    logits [R, V] float32, tokens [R] int32. If V is below `n_top`, the rest is id 0 with -inf. No result is
+    NaN. If `asked`, bool of any shape, is false everywhere, a CPU skips the search for the most likely and
+    returns id 0 with -inf; the tokens' log-probabilities are the same to the bit.
     """
-    # Subtract the largest first: a small logarithm would lose its digits next to large logits.
+    # The largest is subtracted first: next to large logits a small logarithm would lose its digits.
     largest = logits.max(axis=-1, keepdims=True)
     total = jnp.log(jnp.exp(logits - largest).sum(axis=-1, keepdims=True))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
@@ -147,14 +146,14 @@ def logprobs(
     def search_if_asked(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         return lax.cond(asked.any(), search, skip, logits)
 
-    # As in _largest_bound, an accelerator does not ask.
+    # As in _largest_bound, an accelerator searches unconditionally.
     top, ids = lax.platform_dependent(logits, cpu=search_if_asked, default=search)
     # If a logit is infinite, or all are NaN, no token has a probability.
     return _nan_last((chosen - largest - total)[:, 0]), ids, _nan_last(top - largest - total)
 
 
 def _finite(logits: jax.Array) -> jax.Array:
-    """Clip to +-_MOST; NaN becomes -_MOST."""
+    """Clip to +-_MOST, and turn NaN into -_MOST."""
     return jnp.clip(jnp.where(jnp.isnan(logits), -_MOST, logits), -_MOST, _MOST)
 
 
@@ -165,14 +164,14 @@ def _nan_last(values: jax.Array) -> jax.Array:
 def _largest(logits: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
     """The n largest [R, n], descending, and their indices.
 
-    They are in the n groups with the largest maxima, so only those groups are sorted.
+    They are in the n groups with the largest maxima, so only these groups are searched.
     """
     n_rows, vocab = logits.shape
     padded = jnp.pad(logits, ((0, 0), (0, -vocab % _GROUP)), constant_values=-jnp.inf)
     grouped = padded.reshape(n_rows, -1, _GROUP)
     n_groups = min(n, grouped.shape[1])
     _, groups = lax.top_k(grouped.max(axis=-1), n_groups)
-    groups = jnp.sort(groups, axis=-1)  # so that of equal logits the first comes first
+    groups = jnp.sort(groups, axis=-1)  # so that equal logits stay in order
     members = jnp.take_along_axis(grouped, groups[:, :, None], axis=1).reshape(n_rows, -1)
     top, place = lax.top_k(members, n)
     ids = jnp.take_along_axis(groups, place // _GROUP, axis=-1) * _GROUP + place % _GROUP
@@ -180,9 +179,9 @@ def _largest(logits: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The index at which the running sum of weights [R, V] passes uniform [R] of the total.
+    """The index at which the running sum of weights [R, V] passes the fraction uniform [R] of the total.
 
-    Searches the sums of groups first, then inside the group, to avoid a running sum over V terms.
+    It is searched in the sums of groups, then inside one group, to avoid a running sum over V terms.
     """
     n_rows, vocab = weights.shape
     grouped = jnp.pad(weights, ((0, 0), (0, -vocab % _GROUP))).reshape(n_rows, -1, _GROUP)
@@ -195,9 +194,9 @@ def _draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _pass(running: jax.Array, terms: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First index [R] whose running sum exceeds target and whose term is above 0; the rest of the target."""
+    """The first index [R] with a running sum above target and a positive term, and the target's remainder."""
     fits = (running > target[:, None]) & (terms > 0)
-    # Rounding can put the target at or above the last sum: then take the last term with weight.
+    # If rounding puts the target at or above the last sum, the last positive term is taken.
     last = terms.shape[-1] - 1 - jnp.argmax(terms[:, ::-1] > 0, axis=-1)
     index = jnp.where(fits.any(axis=-1), jnp.argmax(fits, axis=-1), last)
     here = jnp.take_along_axis(running - terms, index[:, None], axis=-1)[:, 0]
@@ -205,14 +204,14 @@ def _pass(running: jax.Array, terms: jax.Array, target: jax.Array) -> tuple[jax.
 
 
 def _keep_top_k(weights: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Zero all but the k largest weights (ties are kept); k 0 keeps all."""
+    """Zero all but the k largest weights, keeping ties; k = 0 keeps all."""
     wanted = jnp.where(top_k > 0, top_k, weights.shape[-1])
     bound = _largest_bound(weights, lambda kept: kept.sum(axis=-1, dtype=jnp.int32), wanted, top_k > 0)
     return jnp.where((weights >= bound[:, None]) | (top_k == 0)[:, None], weights, 0.0)
 
 
 def _keep_top_p(weights: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Zero all but the fewest largest weights whose share is at least p (ties are kept); p 1 keeps all."""
+    """Zero all but the fewest largest weights whose share is at least p, keeping ties; p = 1 keeps all."""
     wanted = top_p * weights.sum(axis=-1)
     share = lambda kept: jnp.where(kept, weights, 0.0).sum(axis=-1)  # noqa: E731
     bound = _largest_bound(weights, share, wanted, top_p < 1)
@@ -227,10 +226,10 @@ def _keep_min_p(weights: jax.Array, min_p: jax.Array) -> jax.Array:
 def _largest_bound(
     weights: jax.Array, measure: Callable[[jax.Array], jax.Array], wanted: jax.Array, asked: jax.Array
 ) -> jax.Array:
-    """The largest bound [R] at which `measure(weights >= bound)` is still `wanted`, weights in [0, 1].
+    """The largest bound [R] at which `measure(weights >= bound)` is at least `wanted`; weights in [0, 1].
 
-    Binary search over the bits of a float32, which sort like the numbers: 31 passes over the weights, no
-    sort. A CPU skips it if no row `asked` for it [R]; an accelerator would have to ask the host about that.
+    A binary search over the bits of a float32, which order like its values: 31 passes over the weights and no
+    sort. A CPU skips the search if no row `asked` [R] for it; on an accelerator that would involve the host.
     """
 
     def halve(_: int, span: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

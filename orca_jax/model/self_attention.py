@@ -1,4 +1,4 @@
-"""Attention of tokens to their own request's keys and values, which it writes to the cache first."""
+"""Self-attention: writes the tokens' keys and values to the cache, then attends to each request's cache."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from orca_jax.model.shard import Shard
 
 
 class SelfAttention(nnx.Module):
-    """The projections around split attention, with norms, rotary positions and what is added to scores."""
+    """The projections around split attention, with query/key norms, rotary positions and score biases."""
 
     def __init__(self, config: Attention, p: Weights) -> None:
         self.config = config
@@ -25,7 +25,7 @@ class SelfAttention(nnx.Module):
         self.sinks = nnx.Param(p("sinks")) if config.scores.sinks else None
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
-        """x [T, H] to [R, H] of the tokens that attend, or to this device's slice of them."""
+        """x [T, H] to [R, H], the tokens that attend, or to this device's slice of them."""
         config = self.config
         qkv = self.qkv(x, ctx.tokens.product)
         qkv = qkv.reshape(x.shape[0], config.group + 2, config.n_kv_heads // ctx.shard.n, config.head_size)
@@ -35,16 +35,16 @@ class SelfAttention(nnx.Module):
         return self.out(attended.reshape(attended.shape[0], -1), ctx.queries.product, ctx.shard)
 
     def _placed(self, qkv: jax.Array, ctx: Context) -> jax.Array:
-        """Write the keys and values of qkv [T, G + 2, K, D], if there are slots; return the queries.
+        """Write the keys and values of qkv [T, G + 2, K, D], if there are slots, and return the queries.
 
-        They are the first G slices of the result [R, n, K, D]. Queries and keys have their norm and rotation.
+        The queries, with their norm and rotation, are the first G slices of the result [R, n, K, D].
         """
         config, group, rotation = self.config, self.config.group, ctx.rotation
         interleaved = config.rotary is not None and config.rotary.interleaved
         all_attend, slots, attend = ctx.queries.at is None, ctx.slot_of_token, ctx.tokens.attend
-        # The queries of all tokens come with the keys: without them the weight would have to be cut.
+        # All tokens have queries, even those that do not attend: leaving them out would copy the weight.
         queries, keys = ctx.queries.of(qkv), qkv[:, group : group + 1]
-        heads, key = qkv, group  # what has the keys, and where
+        heads, key = qkv, group  # an array with the keys, and their slice of it
         if self.q_norm is not None and self.k_norm is not None and config.qk_norm is not None:
             queries = queries[:, :group]
             if config.qk_norm.over == "width":
@@ -67,7 +67,7 @@ class SelfAttention(nnx.Module):
             )
             if n_queries:
                 return rotated
-            slots = None  # the keys and values are in the cache
+            slots = None  # keys and values are in the cache now
         if rotation is not None:
             by = rotation if all_attend else rotation.of(ctx.queries.of)
             queries = rotate(queries[:, :group], by, interleaved=interleaved)
@@ -77,7 +77,7 @@ class SelfAttention(nnx.Module):
         return queries
 
     def _bias(self, shard: Shard) -> jax.Array | None:
-        """The bias that `Attend` adds to the scores of this device's heads."""
+        """`Attend`'s bias, for this device's heads."""
         if self.relative_bias is not None and self.config.scores.relative is not None:
             buckets = self.config.scores.relative.buckets(causal=self.config.causal)
             return self.relative_bias[...].astype(jnp.float32)[buckets]

@@ -1,7 +1,10 @@
-"""An iteration of all layers over a flat batch (ORCA 2, Figure 1; selective batching: 3.2)."""
+"""All layers of the model over a flat batch (ORCA 2, Figure 1; selective batching: 3.2).
+
+A Transformer holds weights and no state: caches are arguments and results. GPT, Llama, T5 and DeepSeek are
+all of this class: a configuration names the parts of each layer, and block.py puts them together.
+"""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +15,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import ENCODER, HEAD, HEAD_BIAS, Parameter, parameter_table
 from orca_jax.families.rotary import Rotary
 from orca_jax.families.weight_form import Dense
-from orca_jax.model.block import Block, Parameters, Passed, run_blocks, weights_of_layer
+from orca_jax.model.block import Block, LayerOutput, Parameters, run_blocks, weights_of_layer
 from orca_jax.model.context import Iteration
 from orca_jax.model.encoder import Encoder
 from orca_jax.model.kv_cache import LayerCache
@@ -23,12 +26,12 @@ from orca_jax.model.weight import kind_of
 
 
 def init_parameters(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> dict[str, Any]:
-    """Random parameters, of the shapes, initial values and forms in the table of weights."""
+    """Random parameters, with the shapes, initial values and forms of the weight table."""
     table = parameter_table(config)
     keys = jax.random.split(key, len(table))
     return {
-        name: init_parameter(entry, own, dtype)
-        for (name, entry), own in zip(table.items(), keys, strict=True)
+        name: init_parameter(entry, each_key, dtype)
+        for (name, entry), each_key in zip(table.items(), keys, strict=True)
     }
 
 
@@ -38,44 +41,39 @@ def init_parameter(
     dtype: jnp.dtype,
     arranged: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Any:
-    """One parameter, in its form; `arranged` is applied to its dense numbers."""
-    dense = partial(_dense_parameter, parameter, key, parameter.dense_dtype(dtype), arranged)
+    """One random parameter in its form; `arranged` is applied to its dense numbers."""
+
+    def dense() -> jax.Array:
+        dense_dtype = parameter.dense_dtype(dtype)
+        match parameter.initial:
+            case "ones":
+                value = jnp.ones(parameter.shape, dense_dtype)
+            case "zeros":
+                value = jnp.zeros(parameter.shape, dense_dtype)
+            case "normal":
+                value = 0.02 * jax.random.normal(key, parameter.shape, dense_dtype)
+        return value if arranged is None else arranged(value)
+
     if isinstance(parameter.form, Dense):
         return dense()
     return kind_of(parameter.form).drawn(parameter.form, parameter, key, dense)
 
 
-def _dense_parameter(
-    parameter: Parameter,
-    key: jax.Array,
-    dtype: jnp.dtype,
-    arranged: Callable[[jax.Array], jax.Array] | None,
-) -> jax.Array:
-    match parameter.initial:
-        case "ones":
-            value = jnp.ones(parameter.shape, dtype)
-        case "zeros":
-            value = jnp.zeros(parameter.shape, dtype)
-        case "normal":
-            value = 0.02 * jax.random.normal(key, parameter.shape, dtype)
-    return value if arranged is None else arranged(value)
-
-
-class Through(NamedTuple):
+class LayersOutput(NamedTuple):
     """The outputs of a stage's layers."""
 
-    x: jax.Array  # [T, H]; [R, H] of the evaluated tokens
-    before_last: jax.Array  # [T, H] what the last of them gets, and `last_layer`
+    x: jax.Array  # [T, H], or [R, H] if only wanted tokens leave the last layer
+    before_last: jax.Array  # [T, H] the last layer's input, which `last_layer` takes
     caches: list[LayerCache]
-    chosen: tuple[jax.Array, ...] = ()  # of each sparse layer [T, k]; of the evaluated tokens [R, k]
+    chosen: tuple[jax.Array, ...] = ()  # experts in each sparse layer, [T, k]; in the last maybe [R, k]
 
 
 class Transformer(nnx.Module):
-    """The layers `layers` of the model, by default all; built from named parameters and never changed.
+    """The model's layers `layers`, by default all, built from named parameters and never changed.
 
-    The first layer brings the embedding and the encoder with it, the last one the final norm and the head:
-    `families.parameters.stage_parameters`. With `shard` each call computes one part, from that part's
-    weights; linear layers and the head run `product`.
+    With the first layer come the embedding and the encoder, with the last one the final norm and the head
+    (`families.parameters.stage_parameters`). A call with a `shard` computes that part of the model, from that
+    part's weights; `product` is the product of linear layers and of the head.
     """
 
     def __init__(self, config: ModelConfig, parameters: Parameters, layers: range | None = None) -> None:
@@ -130,15 +128,15 @@ class Transformer(nnx.Module):
         if shard.n == 1:
             x = table.at[token_ids].get(mode="clip")  # [T, E]
         else:
-            here = token_ids - shard.index * table.shape[0]
-            mine = (here >= 0) & (here < table.shape[0])
-            x = shard.total(jnp.where(mine[:, None], table.at[here].get(mode="clip"), 0))
+            row = token_ids - shard.index * table.shape[0]
+            is_here = (row >= 0) & (row < table.shape[0])
+            x = shard.total(jnp.where(is_here[:, None], table.at[row].get(mode="clip"), 0))
         if self.config.embedding.multiplier != 1.0:
             x = x * jnp.asarray(self.config.embedding.multiplier, x.dtype)
         return x
 
-    def through(self, x: jax.Array, caches: list[LayerCache], iteration: Iteration) -> Through:
-        """x [T, H] through these layers, which write the caches; the last gives wanted tokens alone."""
+    def through(self, x: jax.Array, caches: list[LayerCache], iteration: Iteration) -> LayersOutput:
+        """Run x [T, H] through the layers, which write the caches; only wanted tokens leave the last one."""
         # Cosine and sine are computed once for all layers with the same rotary positions.
         kinds = dict.fromkeys(block.config.attention.rotary for block in self.layers)
         rotations = {kind: self._rotation(kind, iteration.positions) for kind in kinds}
@@ -146,23 +144,23 @@ class Transformer(nnx.Module):
         before_last, written, chosen = x, list[LayerCache](), list[jax.Array]()
         for i, (block, cache) in enumerate(zip(self.layers, caches, strict=True), 1):
             before_last, only_wanted = x, iteration.wanted is not None and i == len(self.layers)
-            passed = run(block, only_wanted, x, cache, rotations[block.config.attention.rotary])
-            x = passed.x
-            written.append(passed.cache)
-            chosen += [] if passed.chosen is None else [passed.chosen]
-        return Through(x, before_last, written, tuple(chosen))
+            out = run(block, only_wanted, x, cache, rotations[block.config.attention.rotary])
+            x = out.x
+            written.append(out.cache)
+            chosen += [] if out.chosen is None else [out.chosen]
+        return LayersOutput(x, before_last, written, tuple(chosen))
 
-    def last_layer(self, x: jax.Array, cache: LayerCache, iteration: Iteration) -> Passed:
-        """x [T, H] through the last layer alone; the tokens' keys and values are in its cache."""
+    def last_layer(self, x: jax.Array, cache: LayerCache, iteration: Iteration) -> LayerOutput:
+        """Run x [T, H] through the last layer alone; the tokens' keys and values are in its cache already."""
         block = self.layers[-1]
         rotation = self._rotation(block.config.attention.rotary, iteration.positions)
         ctx = iteration.context(block.config, x, cache, rotation)
-        return Passed(block(x, ctx), ctx.cache, ctx.chosen)
+        return LayerOutput(block(x, ctx), ctx.cache, ctx.chosen)
 
     def cross_caches(
         self, encoded: jax.Array, caches: list[LayerCache], iteration: Iteration
     ) -> list[LayerCache]:
-        """The caches with each layer's cross-attention keys and values of the encoder's tokens.
+        """Write each layer's cross-attention keys and values of the encoder's tokens to its cache.
 
         `encoded` [T, H] is the encoder's output; the iteration's tokens and slots are the encoder's.
         """

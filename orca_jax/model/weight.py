@@ -1,7 +1,7 @@
-"""A weight as a device holds it: a dense one is its array, any other a FormedWeight of several arrays.
+"""Weights as a device holds them: a dense one is an array, any other a FormedWeight of several arrays.
 
-layers.Matmul is the one place that computes with weights, and asks a FormedWeight to. A new form is a
-families.weight_form.WeightForm, which says what is held, and a subclass here, which says what it computes.
+layers.Matmul is the one place that computes with weights, and it asks a FormedWeight to compute. A new form
+is a families.weight_form.WeightForm, which says what is stored, and a subclass here with its products.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,16 +22,16 @@ _KINDS: dict[type, type["FormedWeight"]] = {}
 
 
 class FormedWeight:
-    """The arrays of a weight in a form that is not dense, by name; a pytree whose leaves they are.
+    """A weight in a form that is not dense: a pytree whose leaves are its arrays, by name.
 
-    In the place of the arrays there may be whatever is known of each: shapes, shardings, host copies.
+    The leaves may be anything that describes an array: shapes, shardings, host copies.
     """
 
     def __init__(self, form: WeightForm, arrays: Mapping[str, Any]) -> None:
         self.form, self.arrays = form, dict(arrays)
 
     def __init_subclass__(cls, *, form: type) -> None:
-        """Make `cls` what weights of `form` are held in."""
+        """Register `cls` as the class of weights of `form`."""
         _KINDS[form] = cls
         jax.tree_util.register_pytree_with_keys(cls, cls._flatten, cls._unflatten)
 
@@ -45,16 +45,16 @@ class FormedWeight:
         return cls(form, dict(zip(names, children, strict=True)))
 
     def product(self, x: Array, dense: Product) -> Array:
-        """x [T, in] times this weight [*out, *in]: [T, out]. `dense` is the product with a dense weight."""
+        """x [T, in] times this weight [*out, *in]: [T, out]. `dense` multiplies by a dense weight."""
         raise AssertionError(f"{self.form} is not for linear layers")
 
     def by_expert(self, x: Array, sizes: Array, grouped: Grouped) -> Array:
-        """As layers.grouped_matmul with this weight [X, *out, in]; `grouped` takes dense ones."""
+        """layers.grouped_matmul with this weight [X, *out, in]; `grouped` multiplies by dense ones."""
         raise AssertionError(f"{self.form} is not for experts")
 
     @classmethod
     def encoded(cls, form: WeightForm, dense: Array, n_in: int) -> "FormedWeight":
-        """A dense weight, whose last `n_in` axes are inputs, in this form. Traced."""
+        """Convert a dense weight, whose last `n_in` axes are inputs, to this form. Traced."""
         raise AssertionError(f"{form} is not made of dense weights")
 
     @classmethod
@@ -67,7 +67,7 @@ class PackedExperts(FormedWeight, form=Mxfp4):
     """Experts [X, *out, in] in MXFP4."""
 
     def by_expert(self, x: Array, sizes: Array, grouped: Grouped) -> Array:
-        """FormedWeight."""
+        """Multiply by the experts, unpacked as they are needed."""
         packed = self.arrays["packed"]
         return packed_grouped(x, packed.reshape(packed.shape[0], -1, packed.shape[-1]), sizes, grouped)
 
@@ -75,7 +75,7 @@ class PackedExperts(FormedWeight, form=Mxfp4):
     def drawn(
         cls, form: WeightForm, parameter: Parameter, key: Array, dense: Callable[[], Array]
     ) -> "PackedExperts":
-        """Random bytes: numbers of 3 on average, times 2 ** -7."""
+        """Random bytes, with all scales 2 ** -7."""
         shape = parameter.held_arrays(jnp.float32)["packed"].shape
         is_number = jnp.arange(shape[-1]) < shape[-1] // BLOCK_BYTES * (BLOCK // 2)
         bits = jnp.where(is_number, jax.random.bits(key, shape, jnp.uint8), jnp.uint8(BIAS - 7))
@@ -83,12 +83,12 @@ class PackedExperts(FormedWeight, form=Mxfp4):
 
 
 def kind_of(form: WeightForm) -> type[FormedWeight]:
-    """The subclass that holds weights of a form that is not dense."""
+    """The FormedWeight class of a form that is not dense."""
     return _KINDS[type(form)]
 
 
 def held(parameter: Parameter, dtype: Any, make: Callable[[HeldArray], Any]) -> Any:
-    """A weight of `parameter` in a model of `dtype`, with what `make` makes of each of its arrays."""
+    """A weight of `parameter` in a model of `dtype`, each of whose arrays is made by `make`."""
     form, arrays = parameter.form, parameter.held_arrays(dtype)
     if isinstance(form, Dense):
         return make(arrays[""])
@@ -96,5 +96,5 @@ def held(parameter: Parameter, dtype: Any, make: Callable[[HeldArray], Any]) -> 
 
 
 def model_dtype(parameters: Mapping[str, Any]) -> Any:
-    """The dtype of a model with these parameters: that of the first dense one, which is never exact."""
+    """The model's dtype: that of its first dense parameter, which is never kept in an exact dtype."""
     return next(one.dtype for one in parameters.values() if not isinstance(one, FormedWeight))

@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.model.block import Passed
+from orca_jax.model.block import LayerOutput
 from orca_jax.model.context import Attend, Iteration
 from orca_jax.model.kv_cache import LayerCache, write
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.model.shard import ALONE, Shard
-from orca_jax.model.transformer import Through
+from orca_jax.model.transformer import LayersOutput
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.specs import CACHE_SPEC
 
@@ -142,7 +142,7 @@ class OwnDecoder(nnx.Module):
         model: Any = self.rest
         return self._whole(model.embed(token_ids, positions))
 
-    def through(self, x: jax.Array, caches: list[LayerCache], iteration: Iteration) -> Through:
+    def through(self, x: jax.Array, caches: list[LayerCache], iteration: Iteration) -> LayersOutput:
         """As Transformer.through, but for all tokens: what a layer does with them is not known."""
         assert iteration.wanted is None and iteration.tokens.cross is None
         slots = iteration.slot_of_token
@@ -161,11 +161,11 @@ class OwnDecoder(nnx.Module):
             x, cache = run(*nnx.split(layer), x, cache)
             written.append(cache)
         x = x.astype(caches[0].dtype)
-        return Through(x, x, written)
+        return LayersOutput(x, x, written)
 
-    def last_layer(self, x: jax.Array, cache: LayerCache, iteration: Iteration) -> Passed:
+    def last_layer(self, x: jax.Array, cache: LayerCache, iteration: Iteration) -> LayerOutput:
         """As Transformer.last_layer, of what comes from the last layer already."""
-        return Passed(x, cache, None)
+        return LayerOutput(x, cache, None)
 
     def final_states(self, x: jax.Array, product: Matmul = matmul) -> jax.Array:
         """As Transformer.final_states, but the last layer's: `unembed` alone knows what follows."""

@@ -21,7 +21,7 @@ from orca_jax.families.mixtures.mxfp4 import BIAS, GREATEST_SCALE, unpack
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table, stage_bytes
 from orca_jax.model.layers import grouped_matmul
-from orca_jax.model.packed import of_each_hit, of_those_hit, unpacked
+from orca_jax.model.packed import unpack_at_once, unpack_one_by_one, unpacked
 from orca_jax.model.transformer import init_parameters
 from orca_jax.model.weight import PackedExperts
 from orca_jax.sharding.partition import split_model
@@ -68,7 +68,7 @@ def test_every_number_and_scale_is_unpacked_exactly(dtype: Any) -> None:
     assert np.array_equal(np.asarray(found, np.float32), by_numpy(every))
 
 
-@pytest.mark.parametrize("product", [of_each_hit, of_those_hit])
+@pytest.mark.parametrize("product", [unpack_one_by_one, unpack_at_once])
 @pytest.mark.parametrize(
     "sizes", [[3, 0, 2, 1], [0, 0, 0, 9], [0, 0, 0, 0], [1, 1, 1, 1], [9, 0, 0, 0]], ids=str
 )
@@ -89,7 +89,7 @@ def test_the_products_are_those_of_unpacked_weights(product: Any, sizes: list[in
 def test_few_rows_unpack_few_experts() -> None:
     weight, sizes = jax.ShapeDtypeStruct((128, 6, 34), jnp.uint8), jax.ShapeDtypeStruct((128,), jnp.int32)
     x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
-    text = str(jax.make_jaxpr(lambda *each: of_those_hit(*each, grouped=grouped_matmul))(x, weight, sizes))
+    text = str(jax.make_jaxpr(lambda *each: unpack_at_once(*each, grouped=grouped_matmul))(x, weight, sizes))
     assert "f32[4,6,64]" in text and "f32[128,6,64]" not in text
 
 
@@ -227,7 +227,7 @@ def test_what_cannot_stay_packed(tmp_path: Path) -> None:
 
 def test_the_products_lower_for_a_gpu() -> None:
     def product(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-        return of_those_hit(x, weight, sizes, grouped_matmul)
+        return unpack_at_once(x, weight, sizes, grouped_matmul)
 
     arrays = [
         jax.ShapeDtypeStruct((8, 64), jnp.bfloat16),
