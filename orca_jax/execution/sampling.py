@@ -92,8 +92,10 @@ class DeviceTokens:
     def fetch(self) -> Sampled:
         """Wait for the device and return everything. Raises what failed there."""
         records = None if self.logprobs is None else as_records(np.asarray(self.logprobs))
-        reads = () if self._reads is None else self._reads.fetch()
-        return Sampled(np.asarray(self.tokens), records, *reads)
+        tokens = np.asarray(self.tokens)
+        if self._reads is None:
+            return Sampled(tokens, records)
+        return Sampled(tokens, records, *self._reads.fetch())
 
     def _arrays(self) -> Iterator[jax.Array]:
         yield self.tokens

@@ -31,7 +31,8 @@ def forward(
     """Logits [T, V] float32 of every position of one sequence `token_ids` [T] int32.
 
     A model with an encoder needs the encoder's input `encoder_ids` [S] int32, which may end with padding ids
-    below 0; `token_ids` are then the decoder's. Each sparse layer's experts, [T, k], are appended to `routed`.
+    below 0; `token_ids` are then the decoder's. The experts of each sparse layer, [T, k], are appended to
+    `routed`.
     """
     p = {name: value.astype(jnp.float32) for name, value in parameters.items()}
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orca_jax.model.layers import grouped_by_tiles, grouped_matmul
-from orca_jax.native import grouped
+from orca_jax.native import products
 from orca_jax.native.products import native_grouped, native_linear
 from tests.device.native.native_form import needs_native, other_lanes
 
@@ -108,7 +108,7 @@ def test_steady_products_depend_on_nothing_but_the_token(dtype: Any) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
 def test_the_form_for_the_other_width_of_registers(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "target", partial(grouped.target, LANES=other_lanes()))
+    monkeypatch.setattr(products, "target", partial(products.target, LANES=other_lanes()))
     for sizes in SIZES:
         x, weight = arrays(len(sizes), sum(sizes) + 5, 80, 50, len(sizes))
         weight = weight.astype(dtype)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from orca_jax.execution import matmul_backend
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.model.layers import matmul
-from orca_jax.native import compiler, custom_call, linear
+from orca_jax.native import compiler, custom_call, products
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.products import has_form, native_linear
 from tests.device.native.native_form import needs_native, other_lanes
@@ -99,7 +99,7 @@ def test_bfloat16_results_are_rounded_to_the_nearest_and_ties_to_even() -> None:
 @needs_native
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(BFLOAT16, marks=pytest.mark.long)])
 def test_the_form_for_the_other_width_of_registers(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "target", partial(linear.target, LANES=other_lanes()))
+    monkeypatch.setattr(products, "target", partial(products.target, LANES=other_lanes()))
     for n_tokens in (1, 3, 6, 7, 8, 9, 28, 40, 101):
         x, weight = arrays(n_tokens, n_tokens, 1040 if n_tokens < 40 else 1552, 77)
         weight = weight.astype(dtype)
@@ -109,7 +109,7 @@ def test_the_form_for_the_other_width_of_registers(dtype: Any, monkeypatch: pyte
 
 @needs_native
 def test_the_form_without_pairs_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "target", partial(linear.target, PAIRS=0))
+    monkeypatch.setattr(products, "target", partial(products.target, PAIRS=0))
     for n_tokens in (8, 9, 28, 40, 101):
         x, weight = (array.astype(BFLOAT16) for array in arrays(n_tokens, n_tokens, 1040, 77))
         true = x.astype(np.float64) @ weight.astype(np.float64).T

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.native import mixture
+from orca_jax.native import products
 from orca_jax.native.products import has_mixture_form, native_linear, native_mixture
 from tests.device.native.native_form import needs_native, other_lanes
 
@@ -117,7 +117,7 @@ def test_steady_results_depend_on_nothing_but_the_token(dtype: Any) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
 def test_the_form_for_the_other_width_of_registers(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixture, "target", partial(mixture.target, LANES=other_lanes()))
+    monkeypatch.setattr(products, "target", partial(products.target, LANES=other_lanes()))
     for chosen in CHOICES:
         check(native_mixture, chosen, arrays(5, len(chosen), 48, 304, 6, chosen.shape[1]), dtype)
 
