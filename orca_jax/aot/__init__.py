@@ -1,4 +1,4 @@
-"""Compiles programs for devices that need not be present, and asks XLA for their memory plans.
+"""Compiles programs for devices that need not be present, and reads XLA's memory plans.
 
 Start with compiled_stage.py.
 """

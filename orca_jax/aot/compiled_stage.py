@@ -29,7 +29,7 @@ DTYPE = jnp.dtype("bfloat16")
 
 @dataclass(frozen=True)
 class CompiledStage:
-    """A compiled program with the bytes, per device, of its weights and of all its arguments.
+    """A compiled program with the bytes per device of its weights and of all its arguments.
 
     `score` is the last stage's program that scores a prompt's tokens, lowered but not compiled.
     """
@@ -44,7 +44,7 @@ class CompiledStage:
 def described_array(
     shape: tuple[int, ...], place: jax.sharding.Sharding, dtype: DTypeLike = DTYPE
 ) -> jax.Array:
-    """A placeholder for an array, with its shape, dtype and sharding."""
+    """A placeholder for an array of this shape, dtype and sharding."""
     return cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype, sharding=place))
 
 
@@ -75,10 +75,10 @@ def compile_stage(
     command_buffer_collectives: bool = False,
     compiler_options: Mapping[str, str | bool] | None = None,
 ) -> CompiledStage:
-    """Compile one bucket, with the attention that is chosen for the devices of `part`.
+    """Compile one bucket's forward program, with the attention that is chosen for the devices of `part`.
 
-    `n_rows` is the number of rows for all admitted requests, by default twice `max_bs`. `compiler_options`
-    are passed to XLA in addition to the stage's own.
+    `n_rows` is the number of admitted requests, by default twice `max_bs`. `compiler_options` are passed to
+    XLA in addition to the stage's.
     """
     stage, chosen = described_stage(
         model,
@@ -88,7 +88,8 @@ def compile_stage(
         deterministic=deterministic,
         command_buffer_collectives=command_buffer_collectives,
     )
-    group, encoder_blocks = part.group, _encoder_blocks(model, block_size)
+    group = part.group
+    encoder_blocks = 0 if model.encoder is None else -(-model.encoder.n_positions // block_size)
     max_blocks = -(-model.n_positions // block_size)
     layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks, encoder_blocks)
     caches = described_caches(model, part, n_blocks, block_size, chosen.stored(part.group.devices[0], dtype))
@@ -101,16 +102,12 @@ def compile_stage(
     if part.last and not encoder_blocks:
         scored = scored_layout(layout.max_blocks)
         taken = described_array((SCORED, model.hidden_size), group.place(), dtype)
-        its_buffer = described_array((stage.score_buffer.size(scored),), group.place(), jnp.int32)
-        score = stage.score.lower(stage.weights, taken, caches[-1], its_buffer, layout=scored)
+        score_buffer = described_array((stage.score_buffer.size(scored),), group.place(), jnp.int32)
+        score = stage.score.lower(stage.weights, taken, caches[-1], score_buffer, layout=scored)
     weights = device_bytes(stage.weights)
     arguments = weights + device_bytes((caches, arrived, buffer))
     program = lowered.compile(dict(compiler_options or {}))
     return CompiledStage(program, chosen.description, weights, arguments, score)
-
-
-def _encoder_blocks(model: ModelConfig, block_size: int) -> int:
-    return 0 if model.encoder is None else -(-model.encoder.n_positions // block_size)
 
 
 def described_stage(
@@ -122,7 +119,7 @@ def described_stage(
     deterministic: bool = False,
     command_buffer_collectives: bool = False,
 ) -> tuple[Stage, AttentionChoice]:
-    """The stage with placeholders for its weights, and its attention."""
+    """A stage with placeholders for weights, and its attention."""
     group = part.group
     chosen = choose_attention(
         group.devices[0],
@@ -148,7 +145,7 @@ def described_stage(
 def described_caches(
     model: ModelConfig, part: StagePart, n_blocks: int, block_size: int, dtype: DTypeLike
 ) -> list[LayerCache]:
-    """Placeholders for the caches of a stage's layers; `dtype` is what the device stores."""
+    """Placeholders for a stage's caches; `dtype` is the dtype that the device stores."""
     shape = cache_shape(model, n_blocks=n_blocks, block_size=block_size)
     cache = described_array(shape, part.group.place(CACHE_SPEC), dtype)
     return [layer_cache(model, lambda: cache) for _ in part.layers]

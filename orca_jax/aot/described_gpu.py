@@ -12,15 +12,15 @@ from orca_jax.sharding.device_group import Device
 
 @dataclass(frozen=True, slots=True)
 class _Generation:
-    """The common properties of GPUs of one generation, as text of XLA's GpuTargetConfigProto."""
+    """Properties that GPUs of one generation share."""
 
-    text: str
+    text: str  # of XLA's GpuTargetConfigProto
     l2_cache: dict[str, int]
 
 
-# From the public data sheets and NVIDIA's tuning guides; a block may use 1 KiB less shared memory than a core
-# has. The versions are the oldest that JAX's CUDA 13 plugin supports: without them XLA assumes a driver that
-# cannot record library and custom calls in CUDA graphs, and leaves those outside its command buffers.
+# From public data sheets and NVIDIA's tuning guides; a block may use 1 KiB less shared memory than a core has.
+# The versions are the oldest that JAX's CUDA 13 plugin supports: without them XLA assumes a driver that cannot
+# record library calls and custom calls in CUDA graphs, and leaves these outside its command buffers.
 _ALIKE = """
   threads_per_block_limit: 1024  threads_per_warp: 32
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
@@ -64,7 +64,7 @@ _GENERATIONS = (
 
 
 def described_devices(kind: str, n: int) -> list[Device]:
-    """`n` GPUs of one machine that programs can be compiled for, but not run on."""
+    """`n` GPUs of one machine, for which programs can be compiled but not run."""
     (generation,) = (each for each in _GENERATIONS if kind in each.l2_cache)
     known = GPUS[kind]
     memory = (

@@ -10,7 +10,7 @@ from orca_jax.planning.cost_model import Device
 
 
 def seconds(run: Callable[[], object], *, repeat: int) -> list[float]:
-    """Seconds of each of `repeat` calls of `run`, waiting for its result, after one warm-up call."""
+    """Seconds of each of `repeat` calls of `run`, waiting for the result, after one warm-up call."""
     jax.block_until_ready(run())
     times: list[float] = []
     for _ in range(repeat):
@@ -23,9 +23,8 @@ def seconds(run: Callable[[], object], *, repeat: int) -> list[float]:
 def measure_device(dtype: jnp.dtype, *, repeat: int = 10) -> Device:
     """The best bandwidth and matrix rate of the default device in `dtype`.
 
-    Bandwidth: the sum of a large array, which is read once and exceeds every cache. Matrix rate: a product of
-    the shape that a prefill runs. Each is the best of `repeat` runs, since disturbances only make a run
-    slower.
+    Bandwidth is measured by summing an array larger than every cache, the matrix rate by a product of a
+    prefill's shape. Each is the best of `repeat` runs, because disturbances only make a run slower.
     """
     small = jax.default_backend() == "cpu"
     return Device(

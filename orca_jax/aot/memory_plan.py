@@ -2,7 +2,7 @@
 
     python -m orca_jax.aot.memory_plan < question.json
 
-workers/ask_xla.py runs this command: it reads a question in JSON from stdin and prints the answer as the
+workers/ask_xla.py runs this command, which reads a question in JSON from stdin and prints the answer as the
 last line of stdout.
 """
 
@@ -33,7 +33,7 @@ from orca_jax.sharding.partition import StagePart, split_model
 class CompiledMemory:
     """Memory of a stage's programs, in bytes per device.
 
-    `arguments` are the weights, the K/V cache and an iteration's buffer. `temporaries` are the most that any
+    `arguments` are the weights, the K/V cache and an iteration's buffer. `temporaries` are the largest that
     one program needs, plus the hidden states and results that are kept.
     """
 
@@ -44,10 +44,10 @@ class CompiledMemory:
 def compiled_memory(
     model: ModelConfig, part: StagePart, serving: ServingConfig, *, n_rows: int, dtype: jnp.dtype
 ) -> CompiledMemory:
-    """XLA's plan for a stage's programs.
+    """XLA's memory plan for a stage's largest programs.
 
-    These are the forward pass of the largest bucket, and on the last stage the scoring of a prompt and the
-    full sampler.
+    These are the forward pass of the largest bucket and, on the last stage, prompt scoring and the full
+    sampler.
     """
     compiled = compile_stage(
         model,
@@ -77,7 +77,7 @@ def compiled_memory(
 
 
 def alike_stages(parts: tuple[StagePart, ...]) -> Iterator[tuple[int, int]]:
-    """For each stage its index, and that of the first stage equal to it in layer count, first and last."""
+    """Each stage's index, and that of the first stage with as many layers that is as much first and last."""
     seen: dict[tuple[int, bool, bool], int] = {}
     for i, part in enumerate(parts):
         yield i, seen.setdefault((len(part.layers), part.first, part.last), i)

@@ -1,4 +1,4 @@
-"""Split attention through cuDNN's paged attention, for GPUs that have no kernel of our own.
+"""Split attention through cuDNN's paged attention, for GPUs without a kernel in pallas/.
 
-It knows no model and no mesh. Start with split_attention.py, which divides the keys between cuDNN and XLA.
+This folder knows no model or mesh. Start with split_attention.py, which divides keys between cuDNN and XLA.
 """

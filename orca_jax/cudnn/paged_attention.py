@@ -1,8 +1,8 @@
-"""One call of cuDNN's paged attention, and which models it supports.
+"""One call of cuDNN's paged attention, and the models that it supports.
 
-XLA's GPU compiler knows custom calls of this name and passes them to cuDNN as a graph. Our cache is the page
-container, unchanged. If the GPU is present, cuDNN checks the graph and builds its kernel while XLA compiles
-the program. For a GPU that is only described XLA skips that: a program that compiles may be refused later.
+XLA's GPU compiler passes custom calls of this name to cuDNN as a graph. The K/V cache serves as cuDNN's page
+container unchanged. If the GPU is present, cuDNN checks the graph and builds its kernel while XLA compiles
+the program. For a GPU that is only described XLA skips that, so a program that compiles may be refused later.
 """
 
 import functools
@@ -26,9 +26,9 @@ Device = Any  # a jax.Device
 def unsupported(
     head_size: int, block_size: int, dtype_name: str, n_heads: int, n_kv_heads: int
 ) -> str | None:
-    """Why cuDNN cannot run a model of these sizes, as a clause for a sentence; None if it should.
+    """Why cuDNN's documentation excludes a model of these sizes, as a clause; None if it does not.
 
-    `refusal` asks the cuDNN of a GPU.
+    `refusal` asks a GPU's cuDNN.
     """
     if head_size % 8 or not 8 <= head_size <= MOST_HEAD_SIZE:
         return f"its head size is {head_size}; cuDNN has multiples of 8 up to {MOST_HEAD_SIZE}"
@@ -45,9 +45,9 @@ def unsupported(
 def refusal(
     device: Device, head_size: int, block_size: int, dtype_name: str, n_heads: int, n_kv_heads: int
 ) -> str | None:
-    """Why the cuDNN of a GPU has no plan for attention of these sizes, as a clause; None if it has one.
+    """Why a GPU's cuDNN has no plan for attention of these sizes, as a clause; None if it has one.
 
-    This detects an old cuDNN (before 9.5) and a missing one. A GPU that is only described refuses nothing.
+    This detects a missing cuDNN, and one before 9.5. A GPU that is only described refuses nothing.
     """
     place = SingleDeviceSharding(device)
 
@@ -58,7 +58,7 @@ def refusal(
     block = like(n_blocks, n_kv_heads, block_size, head_size)
     length, table = like(n_entries, dtype="int32"), like(n_entries, n_blocks, dtype="int32")
     group = n_heads // n_kv_heads
-    for n_queries in (group, group * QUERIES):  # a group's heads are queries of their key/value head
+    for n_queries in (group, group * QUERIES):  # the heads of a group are queries of one key/value head
         q = like(n_entries, n_queries, n_kv_heads, head_size)
         try:
             jax.jit(functools.partial(paged_attention, scale=1.0)).lower(
@@ -81,17 +81,17 @@ def paged_attention(
     """Attention of each entry's queries to all of its keys, without a causal mask.
 
     q [E, Q, N, D]; k_cache, v_cache [n_blocks, K, B, D] with N a multiple of K; kv_length [E] and block_table
-    [E, max_blocks] int32. Entry e attends to the first kv_length[e] slots of its blocks, one at least. Every
-    id in the table must be a block, also after the entry's length: cuDNN does not document what it reads.
+    [E, max_blocks] int32. Entry e attends to the first kv_length[e] slots of its blocks, at least one. All
+    ids in the table must be blocks, even after the entry's length: cuDNN does not document what it reads.
 
-    Returns the result [E, Q, N, D] of q's dtype, and the logarithm of each softmax's sum [E, N, Q] float32.
+    Returns the result [E, Q, N, D] in q's dtype, and the logarithm of each softmax's sum, [E, N, Q] float32.
     """
     n_entries, n_queries, n_heads, head_size = q.shape
     block_size, max_blocks = k_cache.shape[2], block_table.shape[1]
     result = (
         jax.ShapeDtypeStruct((n_entries, n_heads, n_queries, head_size), q.dtype),
         jax.ShapeDtypeStruct((n_entries, n_heads, n_queries), jnp.float32),
-        jax.ShapeDtypeStruct((0,), jnp.uint8),  # scratch memory: XLA replaces it by as much as cuDNN needs
+        jax.ShapeDtypeStruct((0,), jnp.uint8),  # scratch memory, for which XLA sets the size that cuDNN needs
     )
     table = block_table.reshape(n_entries, 1, max_blocks, 1)
     heads_inside = (0, 2, 1, 3)  # [E, N, Q, D] to cuDNN, [E, Q, N, D] in memory
@@ -109,7 +109,7 @@ def paged_attention(
 
 
 def graph(dtype: Any, n_entries: int, n_heads: int, n_queries: int, n_keys: int, scale: float) -> str:
-    """The text that XLA parses as its CudnnfMHABackendConfig: exactly what JAX's own attention sends."""
+    """The text that XLA parses as a CudnnfMHABackendConfig, equal to the one that JAX's attention sends."""
 
     def product(keys_contracted: str) -> dict[str, list[str]]:
         return {

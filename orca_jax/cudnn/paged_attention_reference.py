@@ -1,4 +1,4 @@
-"""The computation of one call of cuDNN's paged attention, in pure JAX, dense and plain."""
+"""One call of cuDNN's paged attention, in plain, dense JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,16 @@ def paged_attention_reference(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `paged_attention`, with float32 sums. It reads everything that cuDNN might.
+    """`paged_attention` with float32 sums, reading every slot that cuDNN may read.
 
-    cuDNN masks scores, and does not promise to ignore slots after an entry's keys. So this multiplies values
-    there by 0 instead of leaving them out: NaN in any block of an entry's table makes the entry's result NaN.
+    cuDNN masks scores, but does not promise to ignore slots after an entry's keys. So this multiplies their
+    values by 0, not leaving them out: NaN in any block of an entry's table makes its result NaN.
     """
     n_entries, n_queries, n_heads, head_size = q.shape
     n_kv_heads = k_cache.shape[1]
 
     def in_order(cache: jax.Array) -> jax.Array:
-        """All slots of each entry: [E, K, C, D] float32. An id that is not a block gives NaN."""
+        """All slots of each entry: [E, K, C, D] float32, with NaN for ids that are no block."""
         blocks = cache.astype(jnp.float32).at[block_table].get(mode="fill", wrap_negative_indices=False)
         return blocks.swapaxes(1, 2).reshape(n_entries, n_kv_heads, -1, head_size)
 

@@ -1,15 +1,14 @@
 """Split attention over the K/V blocks: whole blocks by cuDNN, the rest by XLA.
 
-XLA can request a causal mask from cuDNN only if it begins at the first key, as if nothing were cached before
-the queries. It cannot request a window that ends elsewhere, and cuDNN does not promise to ignore slots after
-an entry's last key. So cuDNN gets only work that needs none of this: for each tile of a row's queries, the
-blocks that every query of the tile sees whole. Those end before the block of the tile's first query and, with
-a window, begin after the first key that its last query sees. XLA does the keys on both sides of them, with
-masks, and with zeros in place of what other rows left after the row's last key. The two results are weighted
-by the sums of their softmaxes.
+Through XLA, cuDNN's causal mask always begins at the first key, as if nothing were cached before the queries,
+and so does a window; and cuDNN does not promise to ignore slots after an entry's last key. So cuDNN gets only
+work without masks: for each tile of a row's queries, the blocks that every query of the tile sees whole.
+These end before the block of the tile's first query and, with a window, begin after the first key that its
+last query sees. XLA computes the keys before and after them, with masks, and with zeros for slots after the
+row's last key. The two results are combined by the sums of their softmaxes.
 
-No mask also means that the G query heads of a key/value head can be G queries of one head, so cuDNN reads
-keys and values once for all of them.
+Without a mask the G query heads of a key/value head can be G queries of one head, so cuDNN reads keys and
+values once for all of them.
 """
 
 from collections.abc import Callable
@@ -27,15 +26,15 @@ _MASKED = -1e30  # a masked key's score; finite, so that inf - inf cannot arise
 
 
 class Entries(NamedTuple):
-    """Tiles of one size: where each entry's queries are, and which blocks they attend to. All int32."""
+    """Tiles of one size, each an entry: its queries, and the blocks that they attend to. All int32."""
 
-    token: jax.Array  # [E, Q] index of each query; after a tile's last it may be another row's
-    position: jax.Array  # [E] of the first query in its row
-    length: jax.Array  # [E] keys of its row; 0 if the entry is unused
-    n_far: jax.Array  # [E] the number of blocks that cuDNN attends to
-    table: jax.Array  # [E, max_blocks] those blocks, then the first of them again and again
+    token: jax.Array  # [E, Q] index of each query; after a tile's last one it may be another row's
+    position: jax.Array  # [E] position of the first query in its row
+    length: jax.Array  # [E] the row's keys; 0 if the entry is unused
+    n_far: jax.Array  # [E] number of blocks that cuDNN attends to
+    table: jax.Array  # [E, max_blocks] cuDNN's blocks, filled up with the first one
     near: jax.Array  # [E, n] the blocks that XLA attends to
-    near_key: jax.Array  # [E, n] the position of each one's first slot; past the row's keys if it is unused
+    near_key: jax.Array  # [E, n] position of each near block's first slot; past the row's keys if unused
 
 
 class Work(NamedTuple):
@@ -43,7 +42,7 @@ class Work(NamedTuple):
 
     single: Entries  # one for each row; used for rows of one token
     tiles: Entries | None
-    place: jax.Array  # [T] each token's index in the results of both; their number for padding
+    place: jax.Array  # [T] each token's index in the results of both; past the end for padding
 
 
 def attention_work(
@@ -56,7 +55,7 @@ def attention_work(
     block_size: int,
     window: int | None = None,
 ) -> Work:
-    """The entries for block_table [R, max_blocks], row_start [R + 1], kv_length [R] and `words`, all int32.
+    """The entries of block_table [R, max_blocks], row_start [R + 1], kv_length [R] and `words`, all int32.
 
     `words` are `tile_words` of the same rows and `plan`. With `window` a query sees its own position and the
     window - 1 before it.
@@ -69,9 +68,8 @@ def attention_work(
         table = block_table.at[row].get(mode="clip")
         max_blocks = table.shape[1]
         column = jnp.arange(max_blocks, dtype=jnp.int32)
-        n_around = min(
-            (block_size + n_queries - 2) // block_size + 1, max_blocks
-        )  # blocks that Q keys may touch
+        # The most blocks that Q adjacent keys can be in.
+        n_around = min((block_size + n_queries - 2) // block_size + 1, max_blocks)
         own_block = position // block_size
         near = own_block[:, None] + column[:n_around]
         if window is None:
@@ -141,7 +139,7 @@ def _attend(
     sinks: jax.Array | None,
     call: PagedAttention,
 ) -> jax.Array:
-    """[E, Q, G, K, D] of q's dtype; queries that a tile does not have may be anything."""
+    """Attend from all entries' queries: [E, Q, G, K, D] in q's dtype; unused queries may hold anything."""
     n_blocks, block_size = k_cache.shape[0], k_cache.shape[2]
     queries = q.at[entries.token].get(mode="clip")  # [E, Q, G, K, D]
     n_entries, n_queries, group, n_kv_heads, head_size = queries.shape
@@ -183,9 +181,8 @@ def _near(
     """
     n_entries, n_queries, _, n_kv_heads, head_size = queries.shape
     block_size = k_cache.shape[2]
-    key = (entries.near_key[..., None] + jnp.arange(block_size, dtype=jnp.int32)).reshape(
-        n_entries, -1
-    )  # [E, C]
+    slot = jnp.arange(block_size, dtype=jnp.int32)
+    key = (entries.near_key[..., None] + slot).reshape(n_entries, -1)  # [E, C]
     exists = key < entries.length[:, None]
     position = entries.position[:, None] + jnp.arange(n_queries, dtype=jnp.int32)  # [E, Q]
     seen = exists[:, None] & (key[:, None] <= position[:, :, None])  # [E, Q, C]
@@ -193,7 +190,7 @@ def _near(
         seen &= key[:, None] > position[:, :, None] - window
 
     def fetch(cache: jax.Array) -> jax.Array:
-        """[E, K, C, D], with zeros for keys that the row does not have: 0 * NaN is NaN."""
+        """Read [E, K, C, D], with zeros for keys that the row does not have: 0 * NaN is NaN."""
         blocks = cache.at[entries.near].get(mode="clip").swapaxes(1, 2)
         in_order = blocks.reshape(n_entries, n_kv_heads, -1, head_size)
         return jnp.where(exists[:, None, :, None], in_order, 0)

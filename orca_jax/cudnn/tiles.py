@@ -1,7 +1,6 @@
-"""A bucket's entries for cuDNN: the sizes that its shape fixes, and the words that the host makes per
-iteration.
+"""A bucket's entries for cuDNN: their number, and the words that the host makes for each iteration.
 
-A row of one token is one entry of one query. A row of several tokens is divided into tiles of Q queries.
+A row of one token is one entry with one query. A row of several tokens is cut into tiles of Q queries.
 """
 
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ class TilePlan:
 
     @property
     def queries(self) -> int:
-        """Tokens of a tile: no more than the bucket's."""
+        """Tokens of a tile, at most the bucket's."""
         return min(QUERIES, self.n_tokens)
 
     @property
@@ -38,18 +37,17 @@ class TilePlan:
         return 2 * self.n_tiles + self.n_tokens
 
     def split(self, words: Any) -> tuple[Any, Any, Any]:
-        """The parts of the words: each tile's row [n_tiles] and first token [n_tiles], each token's place
-        [n_tokens].
+        """Split the words: each tile's row and first token [n_tiles], and each token's place [n_tokens].
 
-        An unused tile has row `n_rows`. Places number one query for each row, then the tiles' queries; a
-        padding token's place is the number of all of those.
+        An unused tile has row `n_rows`. Places number one query for each row, then the tiles' queries;
+        padding tokens have the first place after all of these.
         """
         n = self.n_tiles
         return words[:n], words[n : 2 * n], words[2 * n :]
 
 
 def tile_words(row_start: npt.NDArray[np.int32], plan: TilePlan) -> npt.NDArray[np.int32]:
-    """[n_words] for rows that begin at the tokens `row_start` [R + 1]."""
+    """The words [n_words] for rows that begin at the tokens `row_start` [R + 1]."""
     words = np.zeros(plan.n_words, np.int32)
     tile_row, tile_start, place = plan.split(words)
     tile_row.fill(plan.n_rows)
@@ -61,7 +59,7 @@ def tile_words(row_start: npt.NDArray[np.int32], plan: TilePlan) -> npt.NDArray[
     of_row = np.arange(len(row)) - (end - n_tiles)[row]
     tile_row[: len(row)] = row
     tile_start[: len(row)] = row_start[row] + plan.queries * of_row
-    # A row's tiles follow each other, and so do its tokens' places.
+    # A row's tiles are adjacent, and so are its tokens' places.
     first = np.where(n_inputs > 1, plan.n_rows + plan.queries * (end - n_tiles), np.arange(plan.n_rows))
     token = np.arange(row_start[-1])
     owner = np.repeat(np.arange(plan.n_rows), n_inputs)

@@ -24,7 +24,7 @@ from orca_jax.native.products import (
     native_mixture,
 )
 from orca_jax.pallas.grouped_product import grouped_product
-from orca_jax.pallas.work_list.product_shape import unsupported
+from orca_jax.pallas.work_list.group_tiles import unsupported
 
 Device = Any  # a jax.Device
 

@@ -1,8 +1,8 @@
 """The experts that tokens chose in a stage's layers, from the forward pass to the host.
 
 Every forward pass of a mixture of experts returns them: a few bytes per token, which stay on the device
-unless a row asks for them. The model's last layer runs only each row's last token in the forward pass; the other
-tokens of rows that ask pass through it again (execution/prompt_reads.py).
+unless a row asks for them. In the forward pass the model's last layer runs each row's last token alone; the
+other tokens of rows that ask pass through it again (execution/prompt_reads.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

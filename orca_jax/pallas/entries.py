@@ -1,8 +1,8 @@
-"""Entries: the single query of a decode row, over a range of the row's keys.
+"""Entries: the single query of a decode row, over all or some of the row's keys.
 
-One tile holds all G query heads of a key/value head, so keys and values are read once for all of them. The
-two computing warp groups take alternate slots of the ring; then the second gives its result to the first. The
-result of a whole row goes to the output, the result of a part to where `merge` reads it.
+A tile of the matrix unit holds all G query heads of a key/value head, so keys and values are read once for
+them. The two computing warp groups take alternate slots of the ring; then the second one's result is added to
+the first one's. A whole row's result goes to the output, a part's to the arrays that `merge` reads.
 """
 
 from functools import partial
@@ -14,28 +14,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from orca_jax.pallas.core_items import CoreItem, entries
 from orca_jax.pallas.kernel_shape import Q
 from orca_jax.pallas.mosaic_forms import TILE_ROW, along_rows, laid_out, load_plain, load_row_plain
-from orca_jax.pallas.ring import fetch_item, n_steps, pass_over
+from orca_jax.pallas.ring import fetch_item, n_steps, skip_slot
 from orca_jax.pallas.running_softmax import Carry, Mask, attend, nothing_yet, over_slots
 from orca_jax.pallas.staging import load_queries, put_part, stage
-from orca_jax.pallas.thread_block import ThreadBlock
+from orca_jax.pallas.thread_block import CoreItem, ThreadBlock, entries
 from orca_jax.pallas.work_list.work_items import ITEM
 
 
 def fetch_entry(here: ThreadBlock, i: Any, step: Any) -> Any:
-    """Fetch the keys and values of this core's entry i. Returns the step after it."""
+    """Fetch the keys and values of this core's entry i. Returns the next step."""
     item = entries(here).item(i)
     return fetch_item(here, item, item.head, step)
 
 
 def compute_entry(here: ThreadBlock, i: Any, step: Any) -> Any:
-    """A computing warp group's half of this core's entry i. Returns the step after it."""
+    """Compute this warp group's half of the core's entry i. Returns the next step."""
     item = entries(here).item(i)
     token = here.work[item.record, ITEM.token]
-    # Copies move a multiple of eight rows. The rows after the group's G are loaded too, and their results
-    # ignored. A traced start, because that may be more rows than the array has: the copy fills in zeros.
+    # Copies move multiples of eight rows. Rows after the group's G are loaded too, and their results ignored.
+    # The start is traced, so that the copy may have more rows than the array; it fills in zeros.
     heads = pl.ds(jnp.int32(0), here.shape.padded_group)
     load_queries(here, [here.q.at[token, heads, item.head]])
     n = n_steps(here, item)
@@ -57,7 +56,7 @@ def compute_entry(here: ThreadBlock, i: Any, step: Any) -> Any:
 
 
 def _attended(here: ThreadBlock, item: CoreItem, n: Any, step: Any) -> Carry:
-    """Attend to this warp group's share of the item's n slots, and pass over the others."""
+    """Attend to this warp group's share of the item's n slots, and skip the others."""
     size, begin, end, group = here.shape.step, item.begin, item.end, here.group
     window = here.shape.plan.window
     last_key = jnp.full((Q,), end - 1, jnp.int32)
@@ -67,17 +66,17 @@ def _attended(here: ThreadBlock, item: CoreItem, n: Any, step: Any) -> Carry:
 
     n_head, n_seen = None, None
     if window is not None:
-        # Only the item's first slot, which is the first warp group's, can hold keys before the window.
+        # Only the item's first slot, which the first warp group takes, can hold keys before the window.
         first = here.work[item.record, ITEM.position] - (window - 1)
         n_head, n_seen = jnp.where((group == 0) & (begin < first), 1, 0), end - first
         n_whole = jnp.maximum(n_whole, n_head)
 
     def pair(i: Any, carry: Carry, *, masked: bool) -> Carry:
         at = 2 * i + group
-        pl.when(group == 1)(lambda: pass_over(here, step + at - 1))
+        pl.when(group == 1)(lambda: skip_slot(here, step + at - 1))
         mask = Mask(begin + at * size, end, last_key, n_seen) if masked else None
         carry = attend(here, carry, step + at, mask, in_turns=False)
-        pl.when((group == 0) & (at + 1 < n))(lambda: pass_over(here, step + at + 1))
+        pl.when((group == 0) & (at + 1 < n))(lambda: skip_slot(here, step + at + 1))
         return carry
 
     carry = over_slots(
@@ -88,12 +87,12 @@ def _attended(here: ThreadBlock, item: CoreItem, n: Any, step: Any) -> Carry:
         n_whole,
         n_mine,
     )
-    pl.when((group == 1) & (lax.rem(n, 2) == 1))(lambda: pass_over(here, step + n - 1))
+    pl.when((group == 1) & (lax.rem(n, 2) == 1))(lambda: skip_slot(here, step + n - 1))
     return carry
 
 
 def _give(here: ThreadBlock, carry: Carry) -> None:
-    """Give the second warp group's result to the first, through the second's half of the staging buffer."""
+    """Pass the second warp group's result to the first, through the second's half of the staging buffer."""
     top, total, sums = carry
     for rest in (False, True)[: here.shape.n_rounded]:
         stage(here, sums, total, rest=rest)
@@ -105,7 +104,7 @@ def _give(here: ThreadBlock, carry: Carry) -> None:
 
 
 def _take(here: ThreadBlock, carry: Carry) -> Carry:
-    """Combine the first warp group's result with the second's."""
+    """Add the second warp group's result to the first's."""
     top, total, sums = carry
     interpret, shape = here.shape.interpret, (Q, here.shape.head_size)
 
@@ -127,7 +126,7 @@ def _take(here: ThreadBlock, carry: Carry) -> Carry:
 
 
 def _put_part(here: ThreadBlock, carry: Carry, part: Any) -> None:
-    """Copy the group's staged rows to where `merge` reads them."""
+    """Copy the group's staged rows to the arrays that `merge` reads."""
     put_part(
         here,
         carry,

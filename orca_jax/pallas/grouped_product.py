@@ -1,10 +1,10 @@
 # pyright: reportAssignmentType=false
 # ruff: noqa: B023 - `pl.when` calls the function at once
-"""The products of experts in one launch of a Mosaic GPU kernel, which reads only the experts that have rows.
+"""Products of experts in one launch of a Mosaic GPU kernel, which reads only experts that have rows.
 
-The launch has one thread block for each core of the GPU; they take the items (`work_list/group_tiles.py`) by
-turns. Two warp groups of a block compute, each half of an item's columns. A third fetches weights and rows
-into a ring in shared memory, ahead of use and across items.
+The launch has one thread block for each core of the GPU, and the blocks take items
+(`work_list/group_tiles.py`) in turn. Two warp groups of a block compute half of an item's columns each. A
+third fetches weights and rows into a ring in shared memory, ahead of use and across items.
 """
 
 from functools import partial
@@ -18,19 +18,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from orca_jax.errors import ConfigError
 from orca_jax.pallas.mosaic_forms import InterpretGPUParams, put_transposed, sum_of_products
-from orca_jax.pallas.work_list.group_tiles import Item, item_at, tile_table
-from orca_jax.pallas.work_list.product_shape import ALIGNED, COLUMNS, STEP, ProductShape, unsupported
+from orca_jax.pallas.work_list.group_tiles import (
+    ALIGNED,
+    COLUMNS,
+    STEP,
+    Item,
+    ProductShape,
+    item_at,
+    tile_table,
+    unsupported,
+)
 
 
 def grouped_product(
     x: jax.Array, weight: jax.Array, sizes: jax.Array, *, n_cores: int = 132, interpret: bool = False
 ) -> jax.Array:
-    """Rows of x [N, in] in groups, one after another, each times its own of weight [X, out, in]: [N, out].
+    """Consecutive groups of rows of x [N, in], each times its own weight of [X, out, in]: [N, out].
 
-    Group i has `sizes[i]` rows, [X] int32; rows after the last group give zeros, whatever is in them. x and
+    Group i has `sizes[i]` rows, [X] int32; rows after the last group give zeros, whatever they hold. x and
     weight are both bfloat16 or both float16; sums are float32, the result has x's dtype. A row's result
-    depends on nothing but the row and its weight. `n_cores` of the GPU; `interpret` runs the kernel on the
-    CPU.
+    depends on the row and its weight alone. `n_cores` is the GPU's number of streaming multiprocessors;
+    `interpret` runs the kernel on the CPU.
 
     Raises ConfigError if shapes do not fit each other, or if `unsupported` has a reason.
     """
@@ -119,7 +127,7 @@ def _kernel(shape: ProductShape, table: Any, x: Any, weight: Any, out: Any, *sha
         plgpu.wait_smem_to_gmem(0)
 
     def put_rows(item: Item, column: Any) -> None:
-        # The rows around these are other experts', so the copies have 128, 64, ... 1 rows, by the bits of n.
+        # Adjacent rows belong to other experts, so copies have 128, 64, ... 1 rows, by the bits of n_rows.
         size = shape.tile_rows
         while size:
             at = item.n_rows & ~(2 * size - 1)

@@ -1,14 +1,14 @@
-"""The last step of split attention: combine the parts of results that were computed in parts.
+"""The last step of split attention: combines the parts of items that were split.
 
-It gathers as many parts as one result can have, reduces over them without a kernel of its own, and scatters
-once: XLA makes two kernels of it. Results that were not split are left as they are.
+For each split item it gathers as many parts as a result can have, reduces over them, and scatters the result;
+XLA makes two kernels of that. Other results are already in the output.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from orca_jax.pallas.work_list.bounds import TILE, Plan
+from orca_jax.pallas.work_list.bounds import MOST_TILE_PARTS, TILE, Plan
 from orca_jax.pallas.work_list.work_items import MERGE
 
 
@@ -17,7 +17,7 @@ def merge_rows(
 ) -> jax.Array:
     """Write the results of split rows to `out` [T, G, K, D].
 
-    part [n, parts, G, D]: each part's result and, if n is 2, what rounding took away from it. part_top
+    part [n, parts, G, D]: each part's result and, if n is 2, the remainder of its rounding. part_top
     [parts, padded G] float32: the logarithm to base 2 of each part's weight. Parts that no core wrote may
     hold anything.
     """
@@ -30,13 +30,13 @@ def merge_rows(
 def merge_tiles(
     out: jax.Array, part: jax.Array, part_top: jax.Array, work: jax.Array, plan: Plan
 ) -> jax.Array:
-    """Write the results of split tiles to `out` [T, G, K, D]: part [n, parts, TILE, D], part_top [parts,
-    TILE].
+    """Write the results of split tiles to `out` [T, G, K, D].
 
-    A tile's rows: for each half of its tokens, one packed head after another.
+    part [n, parts, TILE, D] and part_top [parts, TILE] are as in merge_rows. A tile's rows are, for each half
+    of its tokens, one packed head after another.
     """
     merges = work[plan.first_tile_merge :]
-    rows = _combined(part, part_top, merges, plan.most_tile_parts)  # [M, TILE, D]
+    rows = _combined(part, part_top, merges, MOST_TILE_PARTS)  # [M, TILE, D]
     row, half = jnp.arange(TILE, dtype=jnp.int32), plan.tile_tokens // 2
     query = row // (TILE // 2) * half + row % half
     kv_head, first = jnp.divmod(merges[:, MERGE.head, None], plan.group // plan.packed)
@@ -49,16 +49,16 @@ def merge_tiles(
 
 
 def _combined(part: jax.Array, part_top: jax.Array, merges: jax.Array, most: int) -> jax.Array:
-    """[M, Q, D] float32 from part [n, parts, Q, D] and part_top [parts, Q], `most` parts each at most."""
+    """Combine part [n, parts, Q, D] and part_top [parts, Q], at most `most` parts each: [M, Q, D] float32."""
     i = jnp.arange(most, dtype=jnp.int32)  # [P]
     first, following, stride, n_parts = (
         merges[:, column, None] for column in (MERGE.part, MERGE.following, MERGE.stride, MERGE.n_parts)
     )
     exists = i < n_parts  # [M, P]
-    # In place of parts that it lacks, a result reads its first again, which is finite: 0 * NaN is NaN.
+    # For parts that it lacks, a result reads its first part again, which is finite: 0 * NaN is NaN.
     which = jnp.where((i > 0) & exists, following + (i - 1) * stride, first)
     tops = jnp.where(exists[..., None], part_top.at[which].get(mode="clip"), -jnp.inf)  # [M, P, Q]
-    # Without the barrier XLA recognizes a softmax and makes a separate kernel of it.
+    # Without the barrier XLA recognizes a softmax, and makes a separate kernel of it.
     top = lax.optimization_barrier(tops.max(axis=1, keepdims=True))
     weight = jnp.exp2(tops - top)[..., None]
     results = sum(x.at[which].get(mode="clip").astype(jnp.float32) for x in part)  # [M, P, Q, D]

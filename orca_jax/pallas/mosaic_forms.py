@@ -1,8 +1,8 @@
 # pyright: reportPrivateImportUsage=false
-"""Operations of Mosaic GPU that jax 0.10's interpreter lacks or that have a faster form, each with a plain
-form for it.
+"""Mosaic GPU operations, each with a plain form for jax 0.10's interpreter.
 
-`interpret` is static: a compiled kernel contains none of the plain forms. Q queries, C keys, D head size.
+The interpreter lacks the operation, or runs the plain form faster. `interpret` is static: a compiled kernel
+contains no plain form. Q queries, C keys, D head size.
 """
 
 import math
@@ -16,10 +16,10 @@ from jax._src.pallas.mosaic_gpu.interpret import params
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Public since jax 0.11; before, a name of the interpreter's own module.
+# A public name since jax 0.11, before that one of the interpreter's module.
 InterpretGPUParams: Any = getattr(plgpu, "InterpretGPUParams", None) or params.InterpretGPUParams
 
-# An index that jax 0.10 requires and jax 0.11 warns about.
+# `load` in jax 0.10 requires an index; jax 0.11 warns about it.
 _ALL: tuple[Any, ...] = ((),) if jax.__version_info__ < (0, 11) else ()
 
 TILE = plgpu.Layout.WGMMA  # how a warp group holds a [64, n] product in its registers
@@ -32,7 +32,7 @@ def laid_out(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
 
 
 def load_plain(ref: Any, index: Any, *, interpret: bool) -> jax.Array:
-    """Load a tile from shared memory that is not swizzled: slow, so only for what happens once per item."""
+    """Load a tile from shared memory that is not swizzled. Slow: for loads that happen once per item."""
     if interpret:
         return ref[index]
     return plgpu.load(ref.at[index], *_ALL, layout=TILE, optimized=False)
@@ -53,7 +53,7 @@ def load_row_plain(ref: Any, index: Any, *, interpret: bool) -> jax.Array:
 def times_transposed(a: Any, b: Any, meanwhile: Callable[[], None], *, interpret: bool) -> jax.Array:
     """a @ b.T of two references [Q, D] and [C, D] in shared memory: [Q, C] float32.
 
-    The warp group calls `meanwhile` after it starts the product and before it waits for it.
+    `meanwhile` is called after the product has started and before its result is awaited.
     """
     if interpret:
         meanwhile()
@@ -83,10 +83,9 @@ def sum_of_products(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """The sum over all steps j of a @ b.T, [m, n] float32 of that shape.
+    """The sum over all steps of a @ b.T: `shape` [m, n] float32.
 
-    `arrive(j)` waits for the references a [m, k] and b [n, k] of step j in shared memory, `done(j)` releases
-    them.
+    `arrive(j)` waits for step j's references a [m, k] and b [n, k] in shared memory; `done(j)` releases them.
     """
     if interpret:
 
@@ -103,7 +102,7 @@ def sum_of_products(
         def _(j: Any) -> None:
             a, b = arrive(j)
             plgpu.wgmma(sums, a, b.transpose((1, 0)))
-            plgpu.wgmma_wait(1)  # the step before has been computed
+            plgpu.wgmma_wait(1)  # the previous step has been computed
             pl.when(j > 0)(lambda: done(j - 1))
 
         return sums[...]
@@ -134,5 +133,5 @@ def tanh(x: jax.Array, scale: float, *, interpret: bool) -> jax.Array:
 
 
 def along_rows(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """[Q] as [Q, n]: each row's number in all of its columns."""
+    """Broadcast [Q] to [Q, n]: each row's number in all columns."""
     return lax.broadcast_in_dim(x, shape, [0])

@@ -1,9 +1,9 @@
 # ruff: noqa: B023 - `pl.when` calls the function at once
-"""The ring of slots in shared memory that passes keys and values to the computing warp groups, C keys in each
-slot.
+"""The ring of slots in shared memory that passes keys and values, C per slot, to the computing warp groups.
 
-One warp group fetches, ahead of use and across items. The two that compute read the slots in the same order;
-both sides count it in steps. A slot is free again when both computing warp groups have released it.
+One warp group fetches, ahead of use and across items; the two that compute read the slots in the same order.
+A step is the count of slots so far, on both sides. A slot is free again when both computing warp groups have
+released it.
 """
 
 from typing import Any
@@ -13,8 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from orca_jax.pallas.core_items import CoreItem
-from orca_jax.pallas.thread_block import ThreadBlock
+from orca_jax.pallas.thread_block import CoreItem, ThreadBlock
 from orca_jax.pallas.work_list.work_items import ITEM
 
 
@@ -24,7 +23,7 @@ def n_steps(here: ThreadBlock, item: CoreItem) -> Any:
 
 
 def fetch_item(here: ThreadBlock, item: CoreItem, kv_head: Any, step: Any) -> Any:
-    """Start the copies of all keys and values of an item. Returns the step after it."""
+    """Start the copies of all keys and values of an item. Returns the next step."""
     n, row = n_steps(here, item), here.work[item.record, ITEM.row]
     pl.loop(0, n)(lambda j: _fetch(here, row, kv_head, item.begin + j * here.shape.step, item.end, step + j))
     return step + n
@@ -63,8 +62,8 @@ def _fetch(here: ThreadBlock, row: Any, head: Any, key: Any, end: Any, step: Any
                 plgpu.barrier_arrive(arrived.at[slot])
 
 
-def pass_over(here: ThreadBlock, step: Any) -> None:
-    """Release a slot that the other warp group computes."""
+def skip_slot(here: ThreadBlock, step: Any) -> None:
+    """Release a slot that the other warp group computes with."""
     slot = here.slot(step)
     plgpu.barrier_wait(here.k_here.at[slot])
     plgpu.barrier_arrive(here.k_free.at[slot])
@@ -73,7 +72,7 @@ def pass_over(here: ThreadBlock, step: Any) -> None:
 
 
 def see_all_freed(here: ThreadBlock, step: Any) -> None:
-    """After the last step, wait until no slot is in use: the barriers must not outlive the kernel."""
+    """Wait after the last step until no slot is in use: the barriers must not outlive the kernel."""
     for i in range(here.shape.n_slots):
 
         @pl.when(step > i)

@@ -1,7 +1,7 @@
 """Attention to one slot's keys after another, with a running softmax in registers, in float32.
 
-The carry from slot to slot: top [Q], each query row's highest score so far times log2(e); total [Q], the sum
-of the row's weights, which are 2 ** (score - top); sums [Q, D], the sum of its weighted values.
+The carry from slot to slot has, for each query row, top [Q], the highest score so far times log2(e); total
+[Q], the sum of weights, which are 2 ** (score - top); and sums [Q, D], the sum of weighted values.
 """
 
 import math
@@ -31,12 +31,12 @@ Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Mask(NamedTuple):
-    """Which of a slot's keys each query row sees."""
+    """The keys of a slot that each query row sees."""
 
-    key: Any  # the slot's first
-    end: Any  # the key after the item's last; values from here on may be anything
+    key: Any  # the slot's first key
+    end: Any  # the key after the item's last; values from here on may hold anything
     last_key: jax.Array  # [Q] the last key that each query row sees
-    n_seen: Any  # how many keys up to that one each query row sees; None: all
+    n_seen: Any  # the number of keys up to last_key that a row sees; None for all
 
 
 _LOWEST = -1e30  # top before the first key; finite, so that inf - inf cannot arise
@@ -70,7 +70,7 @@ def over_slots(
         carry = lax.fori_loop(second * n_whole, jnp.where(second == 0, n_head, n_all), masked, carry)
         return lax.fori_loop(n_head, jnp.where(second == 0, n_whole, 0), whole, carry)
 
-    return lax.fori_loop(0, 2, half, carry)  # so that the kernel has the masked loop's long code once
+    return lax.fori_loop(0, 2, half, carry)  # the kernel then has the masked loop's long code once
 
 
 def next_turn(here: ThreadBlock) -> None:
@@ -80,10 +80,10 @@ def next_turn(here: ThreadBlock) -> None:
 
 
 def attend(here: ThreadBlock, carry: Carry, step: Any, mask: Mask | None = None, *, in_turns: bool) -> Carry:
-    """Add a slot's C keys to the carry: all of them for each query row, or those that `mask` leaves.
+    """Attend to a slot's C keys, all of them or those that `mask` lets each query row see.
 
-    With `in_turns` the two warp groups alternate, so that the matrix unit computes one's products during the
-    other's softmax. Both must then call this equally often.
+    With `in_turns` the two warp groups alternate, so that the matrix unit computes one group's products
+    during the other's softmax. Both must then call this equally often.
     """
     top, total, sums = carry
     shape, slot = here.shape, here.slot(step)
@@ -96,7 +96,7 @@ def attend(here: ThreadBlock, carry: Carry, step: Any, mask: Mask | None = None,
         interpret=interpret,
     )  # [Q, C]
     plgpu.barrier_arrive(here.k_free.at[slot])
-    c = shape.scale * _LOG2_E  # by which the scores are still to be multiplied
+    c = shape.scale * _LOG2_E  # the factor that the scores still lack
     if shape.soft_cap is not None:  # before the mask: tanh would make -1 of -inf
         scores = tanh(scores, shape.scale / shape.soft_cap, interpret=interpret)
         c = shape.soft_cap * _LOG2_E
@@ -104,7 +104,7 @@ def attend(here: ThreadBlock, carry: Carry, step: Any, mask: Mask | None = None,
         tile = (Q, shape.step)
         key, last_key = iota(*tile, 1, interpret=interpret), along_rows(mask.last_key - mask.key, tile)
         seen = key <= last_key
-        if mask.n_seen is not None:  # one comparison: an unsigned difference is large if it is negative
+        if mask.n_seen is not None:  # one comparison is enough: a negative difference is large as unsigned
             seen = (last_key - key).astype(jnp.uint32) < jnp.asarray(mask.n_seen).astype(jnp.uint32)
         scores = jnp.where(seen, scores, -jnp.inf)
     new_top = jnp.maximum(top, scores.max(axis=1) * c)
@@ -128,7 +128,7 @@ def attend(here: ThreadBlock, carry: Carry, step: Any, mask: Mask | None = None,
 
 
 def _clear_past_end(here: ThreadBlock, slot: Any, key: Any, end: Any) -> None:
-    """Zero a slot's values from `end` on: what is left over there may be inf or NaN, and 0 * NaN is NaN."""
+    """Zero a slot's values from `end` on: they are left over and may be inf or NaN, and 0 * NaN is NaN."""
     width = swizzle_bytes(here.shape.head_size) // 2
     for column in range(0, here.shape.head_size, width):  # a few registers at a time
         values = here.v_s.at[slot, :, pl.ds(column, width)]

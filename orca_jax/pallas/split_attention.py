@@ -1,19 +1,23 @@
 """Split attention over the K/V blocks in one launch of a Mosaic GPU kernel (ORCA 3.2, section 5).
 
-The requests of an iteration, whatever their phase and length, are divided into items. The launch has one
-thread block for each core of the GPU, and each has its own list of items (`work_list/work_items.py`). An item
-is either
+An iteration mixes requests of both phases and of very different lengths: a decode row has one query and
+perhaps 100,000 keys, a prefill row has a thousand queries. One grid over rows would leave most of the GPU
+idle while the longest row ends, and a launch for each phase would leave gaps between. So the host divides
+the work of the whole batch before the launch: the grid has one thread block for each core of the GPU, and
+each block has a list of items of about equal total length (`work_list/work_items.py`). An item is either
 
   - a tile (`tiles.py`): several query tokens of one row, for up to 8 heads of one key/value head, 2 * Q query
-  rows
-    in all; or
+    rows in all; or
   - an entry (`entries.py`): the query of a decode row, for all heads of one key/value head.
 
-An item covers all of the keys that its queries see, or a range of them: if whole items would load some cores
-much more than others, items are split, and `merge` combines the results of their parts.
+An item covers all keys that its queries see, or a range of them: where whole items would load some cores much
+more than others, items are split, and `merge` combines the results of their parts by their softmax sums.
 
 Two warp groups of a thread block compute. A third fetches keys and values into a ring (`ring.py`) in shared
-memory, ahead of use and across items.
+memory, ahead of use and across items, so that memory is read without pause from the first item to the last.
+A launch's shapes depend on the bucket alone; the list is an argument, so nothing is compiled anew.
+
+With `Plan.fixed` rows are split at fixed positions, and a row's result is the same to the bit in any batch.
 
 Letters as in `orca_jax/model/__init__.py`, and Q query rows of a warp group's tile (64, the height of
 Hopper's matrix instruction), C keys of a slot, G = N / K query heads of a key/value head.
@@ -30,14 +34,12 @@ from jax.core import Tracer
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from orca_jax.pallas.arguments import check_work, kernel_shape
-from orca_jax.pallas.core_items import entries, tiles
 from orca_jax.pallas.entries import compute_entry, fetch_entry
-from orca_jax.pallas.kernel_shape import KernelShape, Q
+from orca_jax.pallas.kernel_shape import KernelShape, Q, check_work, kernel_shape
 from orca_jax.pallas.merge import merge_rows, merge_tiles
 from orca_jax.pallas.mosaic_forms import InterpretGPUParams
 from orca_jax.pallas.ring import see_all_freed
-from orca_jax.pallas.thread_block import ThreadBlock, scratch_types
+from orca_jax.pallas.thread_block import ThreadBlock, entries, scratch_types, tiles
 from orca_jax.pallas.tiles import compute_tile, fetch_tile
 from orca_jax.pallas.work_list.bounds import TILE, Plan
 from orca_jax.pallas.work_list.work_items import never_cut, work_items
@@ -72,10 +74,9 @@ def split_attention(
     blocks outside the windows of all of a row's queries are not read. Returns [T, G, K, D] of q's dtype, with
     zeros for tokens of no row.
 
-    `plan` bounds the work list and must have the same window; the default is for a GPU of 132 cores (H100
-    SXM, H200). `work` is `work_items(row_start, kv_length, plan)`. To call this for several layers, make it
-    once per iteration and pass it. Otherwise it is made here, on the host; under a trace by a callback.
-    `interpret` runs the kernel on the CPU.
+    `plan` has the bounds of the work list and the same window; the default is for a GPU of 132 cores (H100
+    SXM, H200). `work` is `work_items(row_start, kv_length, plan)`, which several layers can share. If it is
+    not given, the host makes it here, under a trace by a callback. `interpret` runs the kernel on the CPU.
 
     Raises ConfigError if shapes or dtypes do not fit each other, or if `unsupported` has a reason.
     """
@@ -99,7 +100,7 @@ def split_attention(
 
 
 def _work_list(row_start: jax.Array, kv_length: jax.Array, plan: Plan) -> jax.Array:
-    """The work list, made by the host even under a trace."""
+    """The work list, which the host makes even under a trace."""
     if not isinstance(row_start, Tracer) and not isinstance(kv_length, Tracer):
         return jnp.asarray(work_items(np.asarray(row_start), np.asarray(kv_length), plan))
     made = jax.ShapeDtypeStruct(plan.list_shape, jnp.int32)
@@ -159,14 +160,14 @@ def _launch(
 
 
 def _kernel(shape: KernelShape, work: Any, *references: Any) -> None:
-    """The program of a thread block's three warp groups; the references are ThreadBlock's."""
+    """The program of a thread block's three warp groups; the references are ThreadBlock's fields."""
     n_arrays = 9 if shape.plan.cuts_tiles else 7
     arrays, (tiles_s, *scratch) = references[:n_arrays], references[n_arrays:]
     no_tile_parts: list[Any] = [] if shape.plan.cuts_tiles else [None, None]
     core, group = lax.axis_index("core"), lax.axis_index("group")
     here = ThreadBlock(*(shape, work, *arrays, *no_tile_parts, *tiles_s, *scratch), core=core, group=group)
     n_tiles, n_entries = tiles(here).n, entries(here).n
-    # Half of the cores begin with entries: memory-bound work then runs next to matrix-bound work.
+    # Half of the cores begin with entries, so that memory-bound work runs next to matrix-bound work.
     tiles_first = lax.rem(core, 2) == 0
 
     def all_items(on_tile: Any, on_entry: Any) -> Any:

@@ -1,7 +1,6 @@
-"""Split attention in pure JAX, dense and plain: the kernel must equal it.
+"""Split attention in plain, dense JAX, which the kernel must equal.
 
-Shape letters as in `orca_jax/model/__init__.py`: T tokens, R rows, K key/value heads, G query heads of each,
-D head size, B slots of a block. C = max_blocks * B is the most keys that a row can have.
+Shape letters as in `orca_jax/model/__init__.py`; C = max_blocks * B is the most keys that a row can have.
 """
 
 import jax

@@ -1,7 +1,7 @@
-"""Queries into shared memory and results out of registers, through a buffer that copies can reach.
+"""Moves queries into shared memory, and results out of registers, through a staging buffer.
 
-The matrix instruction reads swizzled rows, and copies of single heads' rows cannot swizzle. So copies use
-`staged`, and a warp group moves the numbers between that and their place.
+The matrix instruction reads swizzled rows, but copies of a single head's rows cannot swizzle. So copies use
+the buffer `staged`, and a warp group moves the numbers between it and the swizzled tile or its registers.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,9 @@ from orca_jax.pallas.thread_block import ThreadBlock
 
 
 def load_queries(here: ThreadBlock, sources: Sequence[Any]) -> None:
-    """Load query rows to where the matrix instruction reads them: `sources` follow each other, Q rows at
-    most.
+    """Load the rows of `sources`, at most Q in all, to the tile that the matrix instruction reads.
 
-    There may be fewer sources than heads packed in a tile, which `q_here` counts.
+    The barrier `q_here` counts the heads packed in a tile; there may be fewer sources.
     """
     group, staged, at = here.group, here.staged, 0
     for source in sources:
@@ -41,7 +40,7 @@ def load_queries(here: ThreadBlock, sources: Sequence[Any]) -> None:
 def stage(here: ThreadBlock, sums: jax.Array, total: jax.Array, *, rest: bool = False) -> None:
     """Write sums [Q, D] over total [Q] to the staging buffer, rounded; with `rest`, the rounding's remainder.
 
-    A row that sees no key, and whose total is so 0, gives 0.
+    A row that sees no key has total 0, and gives 0.
     """
     share = jnp.where(total > 0, 1 / total, 0.0)
     width = swizzle_bytes(here.shape.head_size) // 2
@@ -57,11 +56,10 @@ def stage(here: ThreadBlock, sums: jax.Array, total: jax.Array, *, rest: bool = 
 def put_part(
     here: ThreadBlock, carry: Carry, places: Sequence[Any], place_of_top: Any, *, n_rows: int, n_tops: int
 ) -> None:
-    """Copy the result of an item's part to where `merge` reads it: `n_rows` rows, and `n_tops` of their tops.
+    """Copy a part's staged result to the arrays that `merge` reads: `n_rows` rows, and `n_tops` tops.
 
-    The result is staged already. A top is the logarithm to base 2 of the sum of a row's weights. `places` are
-    those of the rounded result and, if it is kept, of the rounding's remainder. The caller waits for the last
-    copy.
+    A top is the logarithm to base 2 of the sum of a row's weights. `places` are for the rounded result and,
+    if it is kept, the rounding's remainder. The caller waits for the last copy.
     """
     top, total, sums = carry
     staged = here.staged.at[here.group, pl.ds(0, n_rows)]

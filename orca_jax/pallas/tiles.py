@@ -1,11 +1,11 @@
 # pyright: reportAssignmentType=false
 # ruff: noqa: B023 - `pl.when` and `pl.loop` call the function at once
-"""Tiles: several query tokens of one row, over a range of the row's keys.
+"""Tiles: several query tokens of one row, over all or some of the row's keys.
 
-A tile has 2 * Q query rows: up to 8 heads of one key/value head, packed, with the same tokens each. Each
-computing warp group takes half of the tokens and Q rows, head by head; both share the keys. Tiles of padding
-have no keys and so give zeros. The result of a whole tile goes to the output, the result of a part to where
-`merge` reads it.
+A tile has 2 * Q query rows: the same tokens for up to 8 packed heads of one key/value head. Each computing
+warp group takes half of the tokens (Q rows, head by head), and both share the keys. Tiles of padding have no
+keys and give zeros. The result of a whole tile goes to the output, that of a part to the arrays that `merge`
+reads.
 """
 
 from collections.abc import Callable
@@ -17,25 +17,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from orca_jax.pallas.core_items import CoreItem, tiles
 from orca_jax.pallas.kernel_shape import Q
 from orca_jax.pallas.mosaic_forms import TILE_ROW, laid_out
 from orca_jax.pallas.ring import fetch_item, n_steps
 from orca_jax.pallas.running_softmax import Carry, Mask, attend, next_turn, nothing_yet, over_slots
 from orca_jax.pallas.staging import load_queries, put_part, stage
-from orca_jax.pallas.thread_block import ThreadBlock
+from orca_jax.pallas.thread_block import CoreItem, ThreadBlock, tiles
 from orca_jax.pallas.work_list.work_items import ITEM
 
 
 def fetch_tile(here: ThreadBlock, i: Any, step: Any) -> Any:
-    """Fetch the keys and values of this core's tile i. Returns the step after it."""
+    """Fetch the keys and values of this core's tile i. Returns the next step."""
     item = tiles(here).item(i)
     kv_head, _ = _heads(here, item)
     return fetch_item(here, item, kv_head, step)
 
 
 def compute_tile(here: ThreadBlock, i: Any, step: Any) -> Any:
-    """A computing warp group's half of this core's tile i. Returns the step after it."""
+    """Compute this warp group's half of the core's tile i. Returns the next step."""
     item, work, size = tiles(here).item(i), here.work, here.shape.tokens
     skipped = size * here.group
     token = work[item.record, ITEM.token] + skipped
@@ -43,7 +42,7 @@ def compute_tile(here: ThreadBlock, i: Any, step: Any) -> Any:
     position = work[item.record, ITEM.position] + skipped
     kv_head, first = _heads(here, item)
     queries = [here.q.at[pl.ds(token, size), first + i, kv_head] for i in range(here.shape.plan.packed)]
-    # A warp group without tokens still runs, on whatever queries it has: the two must call `attend` equally
+    # A warp group without tokens still runs, on leftover queries, because both must call `attend` equally
     # often.
     pl.when(n > 0)(lambda: load_queries(here, queries))
     n_all = n_steps(here, item)
@@ -80,7 +79,7 @@ def _attended(here: ThreadBlock, item: CoreItem, position: Any, n_all: Any, step
 
     n_head = None
     if window is not None:
-        # The slots that begin before the last query's window. After them no key is before any query's.
+        # The slots that begin before the last query's window; later slots have no key before any window.
         before = position + tokens - window - begin
         n_head = jnp.clip(lax.div(jnp.maximum(before, 0) + (size - 1), size), 0, n_all)
         n_whole = jnp.maximum(n_whole, n_head)
@@ -108,7 +107,7 @@ def _put_rows(here: ThreadBlock, token: Any, item: CoreItem, n: Any) -> None:
     tokens = here.shape.tokens
 
     def put_head(i: Any) -> None:
-        # The tokens after these are another row's, so the copies have 64, 32, ... 1 rows, by the bits of n.
+        # The next tokens belong to another row, so copies have 64, 32, ... 1 rows, by the bits of n.
         size = tokens
         while size:
             at = n & ~(2 * size - 1)
@@ -134,7 +133,7 @@ def _each(n: int, body: Callable[[Any], None]) -> None:
 
 
 def _put_part(here: ThreadBlock, carry: Carry, part: Any) -> None:
-    """Copy all staged rows to where `merge` reads them."""
+    """Copy all staged rows to the arrays that `merge` reads."""
     rows = pl.ds(Q * here.group, Q)
     put_part(
         here,

@@ -1,5 +1,5 @@
-"""The kernels' lists of work: which core computes what.
+"""The kernels' work lists: which core computes what.
 
-Attention's is NumPy, made on the host: start with work_items.py; balance.py shares the work out, bounds.py
-has the sizes. The experts' is made on the device, where their rows are known (group_tiles.py).
+The host makes attention's list in NumPy: start with work_items.py; balance.py distributes the work, bounds.py
+has the sizes. The experts' list is made on the device, where the groups' sizes are (group_tiles.py).
 """

@@ -1,8 +1,8 @@
-"""Distributes items over the cores so that all finish together: a list for each core, longest items first.
+"""Distributes items over the cores so that all finish together, in a list for each core.
 
-Items come in groups of equal length, one for each head. They are dealt whole, like cards, if no core then has
-much more than its share. Otherwise they are laid end to end and cut at each core's share; the parts of a cut
-item must be merged. NumPy; n cores, L groups.
+Items come in groups of equal length, one item for each head, longest first. If no core then gets much more
+than its share, whole items are dealt like cards. Otherwise they are laid end to end and cut at each core's
+share, and the parts of a cut item must be merged. NumPy; n cores, L groups.
 """
 
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from orca_jax.pallas.work_list.bounds import N_COLUMNS
 Ints = npt.NDArray[np.int64]
 
 NO_END = 1 << 30
-_WORTH_CUTTING = 0.94  # cut if that leaves the longest core at most this part of its load
+_WORTH_CUTTING = 0.94  # items are cut if the longest core's load then falls to this fraction or below
 UNCUT = 255  # keys; items this short are never cut, because a merge would cost more
-_LEAST_KEYS = 128  # the least share of a core, and the least that cutting must save
-_SNAP = 32  # a cut moves to an item's end if it is closer to it than the core's share over this
+_LEAST_KEYS = 128  # the smallest share of a core, and the least saving that is worth cutting
+_SNAP = 32  # a cut moves to an item's end if it is within 1 / _SNAP of the core's share from it
 
 
 class CoreRecord(NamedTuple):
     """The columns of a core's record, all int32: its items are first (or back) + i * stride for i < n."""
 
     n: int = 0
-    first: int = 1  # the first item, and those with even i
-    back: int = 2  # the same for odd i
+    first: int = 1  # base of the items with even i
+    back: int = 2  # base of the items with odd i
     stride: int = 3
     begin: int = 4  # keys of the first item to skip
-    end: int = 5  # keys of the last item after which to stop
-    part: int = 6  # the first item's part; the last item's, if it is another item, is the next
+    end: int = 5  # number of keys of the last item
+    part: int = 6  # the first item's part; the last item's, if another item, is the next
 
 
 CORE = CoreRecord()
@@ -39,11 +39,11 @@ CORE = CoreRecord()
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The M items that were cut, [M] each. Part i > 0 of an item is `following + (i - 1) * 2`."""
+    """The M cut items, in arrays [M]. Part i > 0 of an item is `following + (i - 1) * 2`."""
 
     item: Ints
-    part: Ints  # its first part
-    following: Ints  # its second part
+    part: Ints  # the item's first part
+    following: Ints  # the item's second part
     n_parts: Ints
 
 
@@ -51,7 +51,7 @@ class Cut:
 class Shares:
     """Each core's share of the items of one kind."""
 
-    records: Ints  # [n, N_COLUMNS], columns as in CORE
+    records: Ints  # [n, N_COLUMNS], with the columns of CORE
     load: Ints  # [n] keys
     cut: Cut | None
 
@@ -59,8 +59,8 @@ class Shares:
 def share_out(length: Ints, n_heads: int, unit: int, before: Ints, *, most_parts: int) -> Shares:
     """Distribute items: `length` [L] keys in descending order, multiples of `unit`, each for `n_heads` heads.
 
-    `before` [n] is each core's load so far. Items are cut at multiples of `unit` into at most `most_parts`; 1
-    leaves them whole. Item i is head i % n_heads of group i // n_heads.
+    `before` [n] is each core's load so far. Items are cut at multiples of `unit` into at most `most_parts`
+    parts. Item i is head i % n_heads of group i // n_heads.
     """
     n = len(before)
     length = length[: np.count_nonzero(length)]
@@ -72,7 +72,7 @@ def share_out(length: Ints, n_heads: int, unit: int, before: Ints, *, most_parts
         longest = int(load.max())
         worth = min(int(_WORTH_CUTTING * longest), longest - _LEAST_KEYS)
         total = int(length.sum()) * n_heads + int(before.sum())
-        share = max(-(-total // n), _LEAST_KEYS)  # a core may have more already; then the last get less
+        share = max(-(-total // n), _LEAST_KEYS)  # if a core has more already, the last cores get less
         if share <= worth and (line := _cut(length, n_heads, unit, before, share, most_parts, worth)):
             columns, load, cut = line
     records, loads = np.zeros((n, N_COLUMNS), np.int64), np.empty(n, np.int64)
@@ -83,14 +83,14 @@ def share_out(length: Ints, n_heads: int, unit: int, before: Ints, *, most_parts
 
 
 def _dealt(length: Ints, n_heads: int, before: Ints) -> tuple[tuple[Ints | int, ...], Ints]:
-    """Whole items, dealt in alternating order: columns as in CORE and loads, in the order of `before`."""
+    """Deal whole items, back and forth: CORE's columns and the loads, in the order of `before`."""
     n = len(before)
     m = len(length) * n_heads
     rounds, rest = divmod(m, n)
     cards = np.zeros((rounds + (rest > 0), n), np.int64)
     cards.reshape(-1)[:m] = np.repeat(length, n_heads)
     load = cards[0::2].sum(0) + cards[1::2, ::-1].sum(0)
-    lane = load.argsort(kind="stable")[::-1]  # the largest load goes to the core with the least before
+    lane = load.argsort(kind="stable")[::-1]  # the largest load goes to the least loaded core
     last = lane if rounds % 2 == 0 else n - 1 - lane
     return (rounds + (last < rest), lane, n - 1 - lane, n, 0, NO_END, 0), before + load[lane]
 
@@ -98,7 +98,7 @@ def _dealt(length: Ints, n_heads: int, before: Ints) -> tuple[tuple[Ints | int, 
 def _cut(
     length: Ints, n_heads: int, unit: int, before: Ints, share: int, most_parts: int, worth: int
 ) -> tuple[tuple[Ints | int, ...], Ints, Cut] | None:
-    """All items end to end, cut into the cores' shares in the order of `before`; None if not worth it."""
+    """Lay all items end to end and cut them into the cores' shares; None if that is not worth it."""
     n = len(before)
     share = max(share, int(before[0]) - (-int(length[0]) // (most_parts - 1)))
     of_group = length * n_heads

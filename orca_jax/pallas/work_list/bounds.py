@@ -1,20 +1,20 @@
-"""The sizes of one compiled kernel's work list: how many records each of its sections holds.
+"""The sizes of one compiled kernel's work list: the number of records in each section.
 
-A core is a streaming multiprocessor together with the one thread block that it runs. A part is one core's
-result for some of an item's keys.
+A core is a streaming multiprocessor with the one thread block that it runs. A part is one core's result for
+some of an item's keys.
 """
 
 import math
 from dataclasses import dataclass, replace
 
 TILE = 128  # query rows of a tile: tokens times packed heads
-STEP = 128  # keys; a tile may be split at multiples of it, counted from its first key
+STEP = 128  # keys; a tile may be split at multiples of this, counted from its first key
 N_COLUMNS = 8  # of each record
-_MOST_PACKED = 8  # heads in a tile; the copy of one head's queries then has 8 rows or more
-_FIXED_KEYS = 256  # the least length of a piece when rows are split at fixed positions
-_PIECES = 31  # the most pieces of a row when rows are split at fixed positions
+_MOST_PACKED = 8  # heads in a tile; a copy of one head's queries then has at least 8 rows
+_FIXED_KEYS = 256  # with rows split at fixed positions: the least keys of a piece,
+_PIECES = 31  # and the most pieces of a row
 _MERGED_PARTS = 4400  # the most parts that `merge` reads: 33 results of 133 parts
-_TILE_PARTS = 4  # the most parts of one tile
+MOST_TILE_PARTS = 4  # the most parts of one tile's result
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Plan:
     window: int | None = None
 
     def fixed(self, max_keys: int) -> "Plan":
-        """This plan with rows split at fixed positions, as finely as rows of `max_keys` keys allow."""
+        """This plan with rows split at fixed positions, as finely as rows of up to `max_keys` keys allow."""
         keys = -(-max_keys // (self._most_pieces * STEP)) * STEP
         return replace(self, fixed_keys=max(_FIXED_KEYS, keys))
 
@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def packed(self) -> int:
-        """Query heads that share a tile, and so each read of its keys and values."""
+        """Query heads that share a tile and each read of its keys and values."""
         return math.gcd(self.group, _MOST_PACKED)
 
     @property
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def granule(self) -> int:
-        """Keys brought by one copy. A piece begins at a multiple of it."""
+        """Keys in one copy. A piece begins at a multiple of this."""
         return min(self.block_size, 64)
 
     @property
@@ -72,12 +72,12 @@ class Plan:
 
     @property
     def cuts_tiles(self) -> bool:
-        """Whether tiles may be split: only where a prompt has few of them, because a tile's part is large."""
+        """Whether tiles may be split: only if a prompt has few tiles, because a tile's part is large."""
         return not self.fixed_keys and self.n_tokens > TILE and self.n_heads <= 16
 
     @property
     def max_entries(self) -> int:
-        """The most entries: one for each decode row, and more if rows are split at fixed positions."""
+        """The most entries: one for each decode row, or more if rows are split at fixed positions."""
         return self.n_rows + (self._spare if self.fixed_keys else 0)
 
     @property
@@ -109,13 +109,8 @@ class Plan:
         return min(self.n_cores // self.n_kv_heads + 3, max(2, _MERGED_PARTS // self.n_merges))
 
     @property
-    def most_tile_parts(self) -> int:
-        """The most parts of one tile's result."""
-        return _TILE_PARTS
-
-    @property
     def first_tile(self) -> int:
-        """The record of the first tile. Before it each core has two, for its tiles and its entries."""
+        """The record of the first tile. Before it are two per core, for its tiles and its entries."""
         return 2 * self.n_cores
 
     @property

@@ -1,20 +1,96 @@
-"""The tiles of rows that groups have: a table, made on the device, that the kernel's thread blocks read."""
+"""The sizes and the work list of one compiled grouped product, and the products that it supports.
 
+Weights are the matrix instruction's first operand and rows its second one, which may be as short as 8: with
+few rows per expert, a tile has little that is not needed. The list is made on the device, where the sizes of
+the groups are.
+"""
+
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from orca_jax.pallas.work_list.product_shape import ALIGNED, COLUMNS, ProductShape
+COLUMNS = 64  # result columns (rows of a weight) in a warp group's tile: the height of the instruction
+STEP = 64  # elements of a row that one step multiplies: 128 bytes, the widest swizzle
+ALIGNED = 8  # rows that are swizzled together; copies of tiles begin at a multiple of it
+_NARROWEST = 16  # elements of a row in the narrowest swizzle
+DTYPES = ("bfloat16", "float16")
+_MOST_ROWS = 128
+_SHARED_BYTES = 226 * 1024  # a Hopper block has 227 KiB, and the barriers need some
+_MOST_SLOTS = 12
+
+
+def unsupported(n_out: int, n_in: int, x_dtype: str, weight_dtype: str) -> str | None:
+    """Why the kernel cannot multiply by weights [out, in] of these sizes, as a clause; None if it can."""
+    if x_dtype not in DTYPES or weight_dtype != x_dtype:
+        return f"rows are {x_dtype} and weights {weight_dtype}; both must be one of {', '.join(DTYPES)}"
+    # Copies of results write all columns of a warp group's tile, so the result must have them all.
+    if n_out % COLUMNS or n_in % _NARROWEST or not n_out or not n_in:
+        multiples = f"multiples of {COLUMNS} and {_NARROWEST}, and not 0"
+        return f"an expert's weight is {n_out} x {n_in}; they must be {multiples}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """The static sizes of one compiled kernel: x [N, in], N a multiple of 8, and weight [X, out, in]."""
+
+    n_rows: int
+    n_experts: int
+    n_out: int
+    n_in: int
+    n_cores: int
+    interpret: bool
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile: a power of two, at least 8, twice as many as an expert has on average.
+
+        Empty rows of a tile cost operations; another tile costs another read of the weight, from the cache or
+        from memory.
+        """
+        rows = ALIGNED
+        while rows < _MOST_ROWS and rows * self.n_experts < 2 * self.n_rows:
+            rows *= 2
+        return rows
+
+    @property
+    def max_tiles(self) -> int:
+        """The most tiles of rows, when each group's first tile may begin up to 7 rows before the group."""
+        hit = min(self.n_rows, self.n_experts)
+        return hit + (self.n_rows + (ALIGNED - 2) * hit) // self.tile_rows
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles of a result's columns; two warp groups share each."""
+        return -(-self.n_out // (2 * COLUMNS))
+
+    @property
+    def swizzled(self) -> int:
+        """Elements of a row that are swizzled together: the most, up to a step's, that divide the row."""
+        return next(n for n in (STEP, STEP // 2, _NARROWEST) if self.n_in % n == 0)
+
+    @property
+    def n_steps(self) -> int:
+        """Steps of a product; copies fill in zeros after the end of a row."""
+        return -(-self.n_in // STEP)
+
+    @property
+    def n_slots(self) -> int:
+        """Slots of the ring in shared memory, each with one step of a weight's tile and of the rows'."""
+        slot = (2 * COLUMNS + self.tile_rows) * STEP * 2
+        results = 2 * self.tile_rows * COLUMNS * 2
+        return min(3 if self.interpret else _MOST_SLOTS, (_SHARED_BYTES - results) // slot)
 
 
 def tile_table(sizes: jax.Array, shape: ProductShape) -> jax.Array:
-    """[1 + max tiles, 8] int32: the number of items, then a record for each tile of groups of `sizes` [X].
+    """The work list [1 + max_tiles, 8] int32 for groups of `sizes` [X] rows.
 
-    An item is a tile of rows and of columns. A group's tiles begin at the last multiple of 8 up to its first
-    row, and may so have rows of other groups. A record has its group, that group's first tile, its number of
-    tiles, its first row and the row after its last.
+    The first record has the number of items, each a tile of rows and of columns. Then comes a record for each
+    tile of rows: its group, and that group's first tile, number of tiles, first row and end. A group's tiles
+    begin at the last multiple of 8 at or before its first row, so they may include rows of other groups.
     """
     row_end = jnp.cumsum(sizes)
     row = row_end - sizes
@@ -32,14 +108,14 @@ class Item(NamedTuple):
     """A tile of rows and of columns; all values are traced."""
 
     expert: Any
-    row: Any  # the first of the tile, a multiple of 8
-    first: Any  # the first that is the expert's, counted from the tile's
-    n_rows: Any  # that are the expert's
-    column: Any  # the first
+    row: Any  # the tile's first row, a multiple of 8
+    first: Any  # the expert's first row, counted from the tile's
+    n_rows: Any  # number of rows of the expert
+    column: Any  # the tile's first column
 
 
 def item_at(table: Any, i: Any, shape: ProductShape) -> Item:
-    """Item i. An expert's follow each other, column by column: what runs at the same time shares weights."""
+    """Item i. An expert's items are adjacent, column by column: items that run together share weights."""
     record = 1 + lax.div(i, shape.column_tiles)
     expert, first_tile, n_tiles, begin, end = (table[record, column] for column in range(5))
     inside = i - first_tile * shape.column_tiles

@@ -1,8 +1,8 @@
-"""One iteration's work as an array of records: each core's list of items.
+"""One iteration's attention as an array of records: each core's list of items.
 
-The host builds it once per iteration from `row_start` and `kv_length`, in NumPy, and every layer with the
-same window uses it. Records are per token, not per head: with H tile heads (N over the heads packed in a
-tile), tile i of tile head h is item i * H + h; entry i of key/value head h is item i * K + h.
+The host makes it once per iteration from `row_start` and `kv_length`, and every layer with the same window
+uses it. Records are per token, not per head: with H tile heads (N over the heads packed in a tile), tile i of
+tile head h is item i * H + h; entry i of key/value head h is item i * K + h.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.pallas.work_list.balance import UNCUT, Cut, Ints, share_out
-from orca_jax.pallas.work_list.bounds import N_COLUMNS, STEP, Plan
+from orca_jax.pallas.work_list.bounds import MOST_TILE_PARTS, N_COLUMNS, STEP, Plan
 
 
 class Item(NamedTuple):
@@ -23,14 +23,14 @@ class Item(NamedTuple):
     position: int = 3  # the first query's position in its request
     begin: int = 4  # the first key, a multiple of the plan's granule
     end: int = 5  # the key after the last
-    part: int = 6  # if the entry is a piece of a split row, the number of its part for each head; else -1
+    part: int = 6  # an entry's number among all pieces if its row is split at fixed positions; else -1
 
 
 class Merge(NamedTuple):
     """The columns of a merge: one result to combine from its parts."""
 
     token: int = 0  # index of the first query; T or more if the record is unused
-    head: int = 1  # a tile's tile head, a row's key/value head
+    head: int = 1  # a tile's tile head, or a row's key/value head
     n_queries: int = 2  # tokens
     part: int = 3  # the first part
     following: int = 4  # the second part; part i > 0 is following + (i - 1) * stride
@@ -61,7 +61,7 @@ def work_items(
         keys = _tile_keys(tiles)
         order = keys.argsort(kind="stable")[::-1]
         tiles, keys = tiles[order], keys[order]
-        most = plan.most_tile_parts if plan.cuts_tiles and keys[0] > _UNCUT_TILE else 1
+        most = MOST_TILE_PARTS if plan.cuts_tiles and keys[0] > _UNCUT_TILE else 1
         shares = share_out(keys, plan.n_tile_heads, STEP, load, most_parts=most)
         load = shares.load
         work[: plan.n_cores] = shares.records
@@ -93,19 +93,19 @@ def work_items(
 
 
 def never_cut(max_keys: int) -> bool:
-    """Whether no batch whose rows have at most `max_keys` keys is split."""
+    """Whether items are never split in batches whose rows have at most `max_keys` keys."""
     return max_keys <= UNCUT
 
 
 def _tiles(
     row_start: npt.NDArray[np.int32], n_input: Ints, kv_length: npt.NDArray[np.int32], plan: Plan
 ) -> Ints:
-    """The tiles of rows with several tokens, and the padding's, which have no keys and so give zeros."""
+    """Tiles of rows with several tokens, and tiles of padding, which have no keys and give zeros."""
     rows = np.flatnonzero(n_input > 1)
     length = np.append(n_input[rows], plan.n_tokens - row_start[-1])
     if not length.any():
         return np.zeros((0, N_COLUMNS), np.int64)
-    n_keys = np.append(kv_length[rows], length[-1])  # puts the padding's first position at 0
+    n_keys = np.append(kv_length[rows], length[-1])  # padding's first position is 0
     owner, which = _spread(-(-length // plan.tile_tokens))
     first = which * plan.tile_tokens
     tiles = np.zeros((len(owner), N_COLUMNS), np.int64)
@@ -121,12 +121,12 @@ def _tiles(
 
 
 def _tile_keys(tiles: Ints) -> Ints:
-    """Keys that a tile's loop covers. A tile without keys still takes time: it writes zeros."""
+    """Keys that a tile's loop covers. A tile without keys counts as one step: it still writes zeros."""
     return np.maximum(-(-(tiles[:, ITEM.end] - tiles[:, ITEM.begin]) // STEP), 1) * STEP
 
 
 def _first_key(position: Ints, plan: Plan) -> Ints:
-    """Where to begin reading for queries from `position` on: the granule of the first key in the window."""
+    """The first key to read for queries from `position` on: the granule of the window's first key."""
     if plan.window is None:
         return np.zeros_like(position)
     return np.maximum(position - plan.window + 1, 0) // plan.granule * plan.granule
@@ -147,7 +147,7 @@ def _entries(row: Ints, token: Ints, n_keys: Ints, begin: Ints | int, end: Ints,
 
 
 def _pieces(rows: Ints, start: Ints, n_keys: Ints, plan: Plan) -> tuple[Ints, Ints]:
-    """Rows split at multiples of `fixed_keys`: the pieces, and the merges of rows of several, by head."""
+    """Split rows at multiples of `fixed_keys`: the pieces, and for each head the merges of split rows."""
     row_begin = _first_key(n_keys - 1, plan)  # [rows]
     first_piece = row_begin // plan.fixed_keys
     n_pieces = -(-n_keys // plan.fixed_keys) - first_piece
@@ -173,7 +173,7 @@ def _pieces(rows: Ints, start: Ints, n_keys: Ints, plan: Plan) -> tuple[Ints, In
 
 
 def _merges(cut: Cut, items: Ints, n_heads: int) -> Ints:
-    """The merges of the split items of one kind, in the order of the items."""
+    """The merges of one kind's split items, in the order of the items."""
     which, head = np.divmod(cut.item, n_heads)
     merges = np.zeros((len(which), N_COLUMNS), np.int64)
     for column, value in (
@@ -190,6 +190,6 @@ def _merges(cut: Cut, items: Ints, n_heads: int) -> Ints:
 
 
 def _spread(count: Ints) -> tuple[Ints, Ints]:
-    """For `count` [R] units per row, laid end to end: each unit's row, and its index within that row."""
+    """Each unit's row, and its index in that row, if rows have `count` [R] units laid end to end."""
     row = np.repeat(np.arange(len(count)), count)
     return row, np.arange(len(row)) - (count.cumsum() - count)[row]

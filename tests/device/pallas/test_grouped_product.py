@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from orca_jax.errors import ConfigError
 from orca_jax.pallas.grouped_product import grouped_product
 from orca_jax.pallas.grouped_product_reference import grouped_product_reference
-from orca_jax.pallas.work_list.group_tiles import item_at, tile_table
-from orca_jax.pallas.work_list.product_shape import ProductShape, unsupported
+from orca_jax.pallas.work_list.group_tiles import ProductShape, item_at, tile_table, unsupported
 from tests.device.pallas.interpreted_product import GIVES_UP, SIZES
 from tests.places import ROOT
 

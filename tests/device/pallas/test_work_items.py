@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench.compiled.work_list import BATCHES, Rows, balance, items, lengths
 from bench.compiled.work_list import HEADS as KERNEL_HEADS
-from orca_jax.pallas.work_list.bounds import STEP, Plan
+from orca_jax.pallas.work_list.bounds import MOST_TILE_PARTS, STEP, Plan
 from orca_jax.pallas.work_list.work_items import ITEM, MERGE, never_cut, work_items
 
 LONGEST = 3000
@@ -110,7 +110,7 @@ def test_every_query_sees_every_key_once_and_split_items_are_merged(
             result = (tile, token, head)
             listed = [part, *(following + i * stride for i in range(n_parts - 1))]
             assert set(listed) == parts.pop(result) and len(set(listed)) == n_parts == len(ranges[result])
-            assert 2 <= n_parts <= (plan.most_tile_parts if tile else plan.most_parts)
+            assert 2 <= n_parts <= (MOST_TILE_PARTS if tile else plan.most_parts)
             assert n == queries[result]
             computed[token : token + n, heads_of(tile, head)] += 1
     assert not parts, "parts that are not merged"
