@@ -18,9 +18,9 @@ class _Generation:
     l2_cache: dict[str, int]
 
 
-# From public data sheets and NVIDIA's tuning guides; a block may use 1 KiB less shared memory than a core has.
-# The versions are the oldest that JAX's CUDA 13 plugin supports: without them XLA assumes a driver that cannot
-# record library calls and custom calls in CUDA graphs, and leaves these outside its command buffers.
+# From public data sheets and NVIDIA's tuning guides; a block may use 1 KiB less shared memory than a core
+# has. The versions are the oldest that JAX's CUDA 13 plugin supports: without them XLA assumes a driver that
+# cannot record library calls and custom calls in CUDA graphs, and leaves these outside its command buffers.
 _ALIKE = """
   threads_per_block_limit: 1024  threads_per_warp: 32
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535

@@ -1,4 +1,4 @@
-/* What both kinds of split attention's work share: the arguments, and where keys, values and queries are. */
+/* The arguments of split attention, and the places of keys, values and queries, for both kinds of items. */
 
 #ifndef ORCA_ATTENTION_H
 #define ORCA_ATTENTION_H
@@ -15,47 +15,46 @@
 #define VALUE_PARTS (VALUE_SIZE / LANES)
 
 typedef struct {
-  int row, start, n; /* the row, the tile's first query within it, queries */
+  int row, start, n; /* the row, the tile's first query in it, number of queries */
 } Tile;
 
 typedef struct {
   Work work;
   const q_type *q;
   const kv_type *keys, *values;
-  const float *slopes; /* of ALiBi, or NULL */
-  const float *sinks;  /* [G, K] a score of each head that joins the sum of its softmax, or NULL */
+  const float *slopes; /* [G, K] ALiBi's, or NULL */
+  const float *sinks;  /* [G, K] one more score in each head's softmax sum, or NULL */
   float *relative;     /* [K][2 M + 1 + 2 LANES] the relative bias by key position - query position, or NULL */
   const int32_t *block_table, *row_start, *kv_length;
   q_type *out;
   float scale, soft_cap; /* soft_cap 0: none */
-  int window;            /* keys that a query sees, its own counted */
-  int causal;            /* whether it sees no key after its own */
-  int furthest;          /* M: keys further away have the relative bias of this distance */
+  int window;            /* keys that a query sees, including its own */
+  int causal;            /* whether a query sees no later key */
+  int furthest;          /* M: keys further away have this distance's relative bias */
   int n_slices, group, n_heads, max_blocks; /* n, G, K */
-  int n_many, heads_at_once; /* tiles for attend_many, which come first; heads of an item of attend_one */
+  int n_many, heads_at_once; /* tiles for attend_many, which come first; heads in an item of attend_one */
   Tile tiles[];
 } Attention;
-
 
 static inline int lesser(int a, int b) { return a < b ? a : b; }
 static inline int greater(int a, int b) { return a > b ? a : b; }
 
-/* A row's key at `position`, or its value, which where VALUE_SIZE is less begins a key. */
+/* A row's key at `position`, or its value, which may be the beginning of a key (VALUE_SIZE). */
 static inline const kv_type *slot(const Attention *a, const kv_type *pool, const int32_t *table, int head,
                                   unsigned position) {
   const size_t block = (size_t)table[position / BLOCK_SIZE] * a->n_heads + head;
   return pool + (block * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_SIZE;
 }
 
-/* The slots [CHUNK] of `n` positions from `base` on; those after are the last again. */
+/* Finds the slots of `n` positions from `base` on, and fills [CHUNK] up with the last one. */
 static inline void find(const Attention *a, const kv_type *pool, const int32_t *table, int head, int base, int n,
                         const kv_type **slots) {
   for (int c = 0; c < n; c++) slots[c] = slot(a, pool, table, head, base + c);
   for (int c = n; c < CHUNK; c++) slots[c] = slots[n - 1];
 }
 
-/* Prefetches a slot. The processor cannot guess the next block, which may be anywhere. The second cache waits for
- * more memory at a time than the first does. */
+/* Prefetches a slot, because the next block may be anywhere and the processor cannot guess it. The second cache can
+ * have more reads under way than the first. */
 static inline void fetch(const kv_type *slot) {
   for (int i = 0; i < (int)(HEAD_SIZE * sizeof *slot); i += 64) __builtin_prefetch((const char *)slot + i, 0, 2);
 }
@@ -72,7 +71,7 @@ static inline float slope(const Attention *a, int g, int head) {
   return a->slopes ? a->slopes[g * a->n_heads + head] : 0;
 }
 
-/* What a query's softmax begins with: its greatest score and, in `total`, the sum of its weights. */
+/* The initial state of a query's softmax: returns its greatest score and sets `total`, the sum of its weights. */
 static inline float first_score(const Attention *a, int g, int head, float *total) {
   *total = a->sinks != NULL;
   return a->sinks ? a->sinks[g * a->n_heads + head] : NOTHING;

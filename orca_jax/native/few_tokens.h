@@ -1,5 +1,5 @@
-/* A product's few tokens: vectors run along the sum, and all weights pass once over the tokens, which stay in the first
- * cache.
+/* A product with few tokens: vectors run along the sum, and each weight is read once for all tokens, which stay in the
+ * first cache.
  */
 
 #ifndef ORCA_FEW_TOKENS_H
@@ -7,22 +7,22 @@
 
 #include "product_form.h"
 
-/* With REST 0 and TURNS 1 a token's result depends on whether there are more than FEW, and with FEW 0 on nothing but
- * itself. With 8 lanes a panel takes 7 or 8 tokens faster than vectors along the sum do. */
+/* With REST 0 and TURNS 1 a token's result depends only on whether there are more than FEW tokens, and with FEW 0 on
+ * the token alone. With 8 lanes, 7 or 8 tokens are faster in a panel than here. */
 #ifndef FEW
 #define FEW (LANES == 16 ? 8 : 6)
 #endif
 #ifndef REST
-#define REST (LANES == 16 ? 12 : 0) /* with 8 lanes a last vector that is half full costs no more */
+#define REST (LANES == 16 ? 12 : 0) /* with 8 lanes, a panel's last vector costs no more if it is half full */
 #endif
 #define FEW_ROOM (FEW > REST ? FEW : REST ? REST : 1)
 #define FEW_OUTPUTS 4 /* outputs that are stored together */
-#define FEW_BLOCK 64  /* outputs whose weights pass while the same terms of x are in the first cache */
-#define FEW_DEPTH 768 /* terms that a block adds up before the next ones */
+#define FEW_BLOCK 64  /* outputs that are computed while the same terms of x are in the first cache */
+#define FEW_DEPTH 768 /* terms of x that a block takes at a time */
 #define FEW_STEP (TERMS * LANES) /* terms that one instruction takes */
 
-/* Tokens that fill the registers, 32 or 16, with sums for two outputs and their factors, or half of them with sums for
- * FEW_OUTPUTS. */
+/* Tokens whose sums for two outputs fill the registers, 32 or 16, together with the factors. Half of these tokens do
+ * so with sums for FEW_OUTPUTS. */
 #define AT_ONCE (LANES == 16 ? 8 : 6)
 
 static inline size_t few_of(size_t n_tokens) {
@@ -30,7 +30,7 @@ static inline size_t few_of(size_t n_tokens) {
   return n_tokens > LANES && n_tokens % LANES <= REST ? n_tokens % LANES : 0;
 }
 
-/* Adds terms from `k` on to `sums`, of `outs` outputs and `n` tokens: FEW_STEP, or the `left` that are fewer. */
+/* Adds FEW_STEP terms from `k` on, or `left` if these are fewer, to the sums of `outs` outputs and `n` tokens. */
 INLINE void few_terms(const Product *l, const factor_type *x, const weight_type *w, size_t k, size_t left,
                       vec sums[][FEW_OUTPUTS], const int n, const int outs) {
   vec weights[FEW_OUTPUTS];
@@ -41,8 +41,8 @@ INLINE void few_terms(const Product *l, const factor_type *x, const weight_type 
   }
 }
 
-/* Adds `n_terms` terms from `k` on to the sums of FEW_OUTPUTS, `outs` of them (4 or 2) at a time, for `n` tokens from
- * `token` on; the compiler knows n and outs. `ahead`: the next strip's weights, or NULL. */
+/* Adds `n_terms` terms from `k` on to the sums of FEW_OUTPUTS outputs, `outs` (4 or 2) at a time, for `n` tokens from
+ * `token` on; n and outs are constants to the compiler. `ahead` has the weights to prefetch, or is NULL. */
 INLINE void few_at_once(const Product *l, size_t token, size_t out, size_t k, size_t n_terms, const weight_type *ahead,
                         vec4 *totals, const int n, const int outs) {
   const size_t end = k + n_terms;
@@ -72,7 +72,7 @@ INLINE void few_at_once(const Product *l, size_t token, size_t out, size_t k, si
   }
 }
 
-/* Outputs from `out` to before `end`, a FEW_BLOCK at most, of the few tokens. `is_new`: no cache has the weights. */
+/* Computes outputs [out, end), at most FEW_BLOCK, of the few tokens. `is_new` if the weights are in no cache. */
 static void few(const Product *l, size_t out, size_t end, bool is_new) {
   const size_t at_once = is_new && l->n_few <= AT_ONCE ? AT_ONCE : AT_ONCE / 2;
   vec4 totals[FEW_BLOCK / FEW_OUTPUTS][FEW_ROOM];

@@ -1,8 +1,8 @@
-/* The matrix product of experts on a CPU, as an XLA custom call: each group of tokens times a weight of its own.
+/* The matrix product of experts on a CPU, as an XLA custom call: each group of tokens times the group's weight.
  *
  * y [T, O] = x [T, I] by weight [X, O, I]. Group i is the next sizes[i] rows of x, sizes [X] int32; rows after the
- * last group give zeros. The weight of a group without tokens is not read, and that of a group of no more than a
- * panel's tokens is read once. A token's result is that of linear.c for its group.
+ * last group give zeros. A group without tokens does not read its weight, and one with up to a panel's tokens reads it
+ * once. A token's result is that of linear.c for its group.
  */
 
 #include "product.h"
@@ -15,12 +15,12 @@ typedef struct {
 typedef struct {
   Work work;
   size_t n_groups;
-  Group groups[]; /* those with tokens; after them what is widened */
+  Group groups[]; /* groups with tokens; widened x follows */
 } Grouped;
 
 static void do_item(Work *work, int item) {
   const Grouped *all = (const Grouped *)work;
-  size_t low = 0, high = all->n_groups; /* the item is of a group from `low` to before `high` */
+  size_t low = 0, high = all->n_groups; /* the item's group is in [low, high) */
   while (high - low > 1) {
     const size_t middle = (low + high) / 2;
     if (all->groups[middle].first_item <= (size_t)item) low = middle;

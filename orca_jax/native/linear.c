@@ -1,7 +1,20 @@
 /* The matrix product of a linear layer on a CPU, as an XLA custom call (ORCA 3.2: all tokens at once).
  *
- * y [T, O] = x [T, I] times weight [O, I] for the first n_tokens [1] int32; the rest of y is zero. The call reads
- * both arrays in place, while XLA's library first packs the weight, which costs most when tokens are few.
+ * y [T, O] = x [T, I] times weight [O, I] for the first n_tokens [1] int32 tokens; the rest of y is zero.
+ *
+ * In decode a product has few tokens, and reading the weight takes most of its time. XLA's library first copies the
+ * weight into packed panels, for every call; this code reads it in place, once, as fast as memory delivers it. Two
+ * forms do that (product.h chooses by the number of tokens):
+ *
+ *   - few_tokens.h: x stays in the first cache, and vectors run along the sum. A weight's row is used for all tokens
+ *     while it passes by.
+ *   - token_panel.h: vectors run across tokens. Each thread transposes a panel of x once, and every weight is
+ *     multiplied by the whole panel.
+ *
+ * XLA's threads take items, which are ranges of outputs. No item adds to another's sums, and a sum's order depends on
+ * the form alone, not on threads or items: the result is the same to the bit however the work is cut. A token's
+ * result depends on its form, though, and so on the number of tokens, unless the operation is compiled `steady`
+ * (operations.py).
  */
 
 #include "product.h"

@@ -1,21 +1,22 @@
-/* The experts of a mixture on a CPU, as an XLA custom call: all that follows the router's choice.
+/* The experts of a mixture on a CPU, as an XLA custom call: everything after the router's choice.
  *
- * A token's y [T, H] is the sum over its k experts of its weight for the expert times down (silu(gate) * up), of
- * which gate and up are the halves of the expert's first product. x [T, H]; weights [T, k] float32; chosen [T, k]
- * int32, of which those outside 0 to X - 1 add nothing; up [X, 2 F, H]; down [X, H, F]. Further results are room
- * to work in: rows [T k, H], inner [2, T k, F], outer [T k, H].
+ * A token's y [T, H] is the sum over its k experts of the expert's weight times down (silu(gate) * up); gate and up
+ * are the halves of the expert's first product. x [T, H]; weights [T, k] float32; chosen [T, k] int32, where numbers
+ * outside 0 to X - 1 add nothing; up [X, 2 F, H]; down [X, H, F]. The further results are memory to work in: rows
+ * [T k, H], inner [2, T k, F], outer [T k, H].
  *
- * Rows are the choices sorted by expert, and those of an expert are a group. Its inner products wait for its x, its
- * outer products for all its inner ones, and the sums for all of these. Threads take items in this order, so what
- * an item waits for is done or under way. A row's products are those of grouped.c, to the bit.
+ * Rows are the choices sorted by expert; an expert's rows are a group. A group's inner products wait for its x, its
+ * outer products for all its inner ones, and the sums for all outer ones. Threads take items in this order, so
+ * whatever an item waits for is done or under way. A row's products are those of grouped.c, to the bit.
  */
 
 #include "product.h"
 
 typedef struct {
   Product gate, up, down;
-  size_t first_row, first_inner, first_outer, n_inner; /* its first row and items; items before `down` */
-  float *widened;                                      /* the x of gate and up, and that of down */
+  size_t first_row, first_inner, first_outer; /* the group's first row and items */
+  size_t n_inner;                             /* items of gate and up */
+  float *widened;                             /* x of gate and up, then of down */
   atomic_int inner_done;
   atomic_bool is_gathered, has_inner;
 } Group;
@@ -27,13 +28,13 @@ typedef struct {
   x_type *rows, *outer, *y;
   size_t n_tokens, top_k, hidden;
   size_t n_groups, n_inner, n_outer, n_sums; /* items */
-  int32_t *token_of;                         /* of each row */
-  int32_t *row_of;                           /* of each choice, or -1 */
+  int32_t *token_of;                         /* each row's token */
+  int32_t *row_of;                           /* each choice's row, or -1 */
   atomic_int outer_done;
-  Group groups[]; /* those with rows; after them the two arrays, and what is widened */
+  Group groups[]; /* groups with rows; the two arrays and widened x follow */
 } Mixture;
 
-/* The group of an item of a phase; `first`: where a group has its first. */
+/* The group of a phase's item; `first` is the offset in Group of the phase's first item. */
 static Group *group_of(Mixture *m, size_t item, size_t first) {
   size_t low = 0, high = m->n_groups;
   while (high - low > 1) {
@@ -55,7 +56,7 @@ static void gather(const Mixture *m, Group *group) {
   atomic_store(&group->is_gathered, true);
 }
 
-/* silu(gate) * up, in the place of gate. */
+/* Replaces gate by silu(gate) * up. */
 static void activate(const Group *group, size_t item) {
   const Product *gate = &group->gate;
   const Part part = part_of(gate, item);
@@ -68,7 +69,7 @@ static void activate(const Group *group, size_t item) {
     }
 }
 
-/* The results of some tokens. */
+/* Sums the experts' results for some tokens. */
 static void add_up(const Mixture *m, size_t item) {
   const size_t end = m->n_tokens * (item + 1) / m->n_sums;
   for (size_t token = m->n_tokens * item / m->n_sums; token < end; token++)
@@ -111,7 +112,7 @@ static void do_item(Work *work, int number) {
   add_up(m, item - m->n_outer);
 }
 
-/* For each expert the number of its rows, then its first row. */
+/* Sorts the choices by expert. `rows` has each expert's number of rows, and afterwards the end of its rows. */
 static void sort(Mixture *m, const int32_t *chosen, size_t *rows, size_t n_experts) {
   const size_t n_choices = m->n_tokens * m->top_k;
   for (size_t expert = 0, first = 0; expert < n_experts; expert++) {
@@ -166,7 +167,7 @@ XLA_FFI_Error *mixture(XLA_FFI_CallFrame *frame) {
                               .y = m->outer + row * hidden, .n_tokens = rows_of[i], .n_in = size, .n_out = hidden},
                      .first_row = row, .first_inner = m->n_inner, .first_outer = m->n_outer, .widened = widened};
     group->n_inner = cut(&group->gate, n_wanted, 1);
-    group->up = group->gate; /* a thread that has transposed x for one has it for the other */
+    group->up = group->gate; /* the same number, so that a thread transposes x once for both */
     group->up.weight += size * hidden;
     group->up.y += n_choices * size;
     m->n_inner += group->n_inner;

@@ -8,11 +8,11 @@
 
 #include "attention.h"
 
-#define MOST_SHARING 12 /* queries of a group; larger groups are tiles of queries */
-#define HEADS_AT_ONCE 4 /* key/value heads of an item */
+#define MOST_SHARING 12 /* queries in a group; larger groups are tiles of queries (query_tile.h) */
+#define HEADS_AT_ONCE 4 /* key/value heads in an item */
 #define KEYS_AT_ONCE 4  /* keys whose scores are computed together */
 
-/* Sums that fill the registers, 32 or 16, together with their factors. */
+/* Numbers of sums that fill the registers, 32 or 16, together with the factors. */
 #if LANES == 16
 #define SCORE_QUERIES 4 /* for KEYS_AT_ONCE */
 #define VALUE_SUMS 16   /* queries x parts of the head */
@@ -30,7 +30,7 @@ typedef struct {
   const float *relative; /* the head's relative bias, or NULL */
 } Running;
 
-/* The scores of KEYS_AT_ONCE keys, for `n` queries; the compiler knows n. */
+/* Computes the scores of KEYS_AT_ONCE keys for `n` queries; n is a constant to the compiler. */
 INLINE void score_keys(const kv_type *const *keys, const Running *queries, float *weights, const int n) {
   vec sums[SCORE_QUERIES][KEYS_AT_ONCE];
   UNROLL for (int g = 0; g < n; g++)
@@ -60,8 +60,8 @@ static inline float soften(const Attention *a, float *weights, int base, int n, 
   return as_weights(weights, n, &running->top, &running->total);
 }
 
-/* Adds the values of `n_keys`, times the weights of `n` queries, to `parts` of the head from `part` on; the compiler
- * knows n and parts. Meanwhile fetches the next keys. */
+/* Adds the values of `n_keys` keys, times the weights of `n` queries, to `parts` parts of the head from `part` on, and
+ * prefetches the next keys meanwhile. n and parts are constants to the compiler. */
 INLINE void add_values(const kv_type *const *values, int n_keys, const float *weights, const float *shrink,
                        Running *queries, const kv_type *const *next, int part, const int n, const int parts) {
   vec sums[SCORE_QUERIES][VALUE_SUMS];
@@ -80,7 +80,7 @@ INLINE void add_values(const kv_type *const *values, int n_keys, const float *we
     UNROLL for (int i = 0; i < parts; i++) queries[g].out[part + i] = sums[g][i];
 }
 
-/* All parts, as many at a time as the registers hold. */
+/* Adds values to all parts of the head, as many at a time as the registers hold. */
 INLINE void add_all_values(const kv_type *const *values, int n_keys, const float *weights, const float *shrink,
                            Running *queries, const kv_type *const *next, const int n) {
   const int parts = lesser(VALUE_SUMS / n, VALUE_PARTS), rest = VALUE_PARTS % parts;
@@ -89,11 +89,11 @@ INLINE void add_all_values(const kv_type *const *values, int n_keys, const float
   if (rest) add_values(values, n_keys, weights, shrink, queries, next, VALUE_PARTS - rest, n, rest);
 }
 
-/* A chunk of a head's keys, `n` from `base` on, for all queries of the group, the last key of which is at `position`.
- * Fetches the values while it works on the keys, and the `next` keys while it works on the values. */
+/* Attends to a chunk of a head's keys, `n` from `base` on, for all queries of the group, which are at `position`.
+ * Prefetches the values while it computes scores, and the `next` keys while it adds values. */
 static inline void attend_chunk(const Attention *a, const kv_type *const *keys, const kv_type *const *values,
                                 const kv_type *const *next, int base, int n, int position, Running *queries) {
-  float weights[MOST_SHARING * CHUNK], shrink[MOST_SHARING]; /* weights [G][CHUNK]: first the scores */
+  float weights[MOST_SHARING * CHUNK], shrink[MOST_SHARING]; /* weights [G][CHUNK], at first the scores */
   const int group = a->group;
   for (int c = 0; c < n; c += KEYS_AT_ONCE) {
     UNROLL for (int i = 0; i < KEYS_AT_ONCE; i++) fetch(values[c + i]);
@@ -121,7 +121,7 @@ static inline void attend_chunk(const Attention *a, const kv_type *const *keys, 
   }
 }
 
-/* A row of one token, and `n_heads` key/value heads, which alternate at each chunk. */
+/* Computes a row of one token for `n_heads` key/value heads, which alternate at each chunk. */
 static void attend_one(const Attention *a, int row, int first, int n_heads) {
   const int length = a->kv_length[row], token = a->row_start[row], group = a->group;
   const int32_t *table = a->block_table + (size_t)row * a->max_blocks;
@@ -137,7 +137,7 @@ static void attend_one(const Attention *a, int row, int first, int n_heads) {
       for (int i = 0; i < VALUE_PARTS; i++) running->out[i] = all(0);
     }
   int base = greater(0, length - a->window), n = lesser(length - base, CHUNK), h = 0;
-  const kv_type *values[CHUNK], *keys[2][CHUNK]; /* keys: of this step and of the next */
+  const kv_type *values[CHUNK], *keys[2][CHUNK]; /* this step's keys and the next step's */
   find(a, a->keys, table, first, base, n, keys[0]);
   for (int step = 0; n > 0; step++) {
     const int last = h + 1 == n_heads, next_h = last ? 0 : h + 1, next_base = last ? base + n : base;

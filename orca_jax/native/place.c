@@ -1,10 +1,10 @@
-/* Puts an iteration's keys and values into the cache and rotates queries and keys, as an XLA custom call on a CPU.
+/* Writes an iteration's keys and values to the cache and rotates queries and keys, as an XLA custom call on a CPU.
  *
- * XLA would write the cache element by element, on one thread, and compute cosine and sine anew for each head of each
+ * XLA would write the cache element by element, on one thread, and compute cosine and sine again for each head of each
  * layer. The compiler sets X_BITS, 32 for float32 and 16 for bfloat16. The arguments are those of place.py: heads
- * [T, n, K, D], values [T, m, K, D] whose last slice counts, slot_of_token [T] int32, cos and sin [T, size / 2] float32
- * or [T, 0], and the layer's keys and values [n_blocks, K, B, D], which are changed in place. The result is the
- * queries, [T, G, K, D].
+ * [T, n, K, D]; values [T, m, K, D], whose last slice is used; slot_of_token [T] int32; cos and sin [T, size / 2]
+ * float32 or [T, 0]; and the layer's keys and values [n_blocks, K, B, D], which are changed in place. The result is
+ * the queries, [T, G, K, D].
  *
  * D is a multiple of 16 and 256 at most.
  */
@@ -17,10 +17,10 @@
 #endif
 typedef ELEMENT(X_BITS) x_type;
 
-#define MOST_ELEMENTS 256 /* of a head */
-#define ITEMS 4           /* for each thread */
+#define MOST_ELEMENTS 256 /* in a head */
+#define ITEMS 4           /* per thread */
 
-/* Bytes that a core moves in the time that starting a thread takes. */
+/* Bytes moved below which another thread costs more than it saves. */
 #define WORTH_A_THREAD (1 << 18)
 
 typedef struct {
@@ -32,11 +32,11 @@ typedef struct {
   size_t n_tokens, n_slices, n_value_slices, n_queries; /* T, n, m, G */
   size_t key;                                           /* the slice of heads with the keys */
   size_t n_heads, head_size, block_size, n_slots;       /* K, D, B, slots of the cache */
-  size_t n_pairs;                                       /* of a head's elements, that are rotated */
+  size_t n_pairs;                                       /* pairs of a head's elements that are rotated */
   int interleaved;
 } Place;
 
-/* A head of a token, rotated. */
+/* Rotates a head of a token. */
 static void rotate(const Place *p, size_t token, const x_type *from, x_type *to) {
   float head[MOST_ELEMENTS];
   const float *cos = p->cos + token * p->n_pairs, *sin = p->sin + token * p->n_pairs;
@@ -59,7 +59,7 @@ static void do_item(Work *work, int item) {
     const x_type *heads = p->heads + token * p->n_slices * p->n_heads * size;
     for (size_t i = 0; i < p->n_queries * p->n_heads; i++)
       rotate(p, token, heads + i * size, p->queries + (token * p->n_queries * p->n_heads + i) * size);
-    const size_t slot = (size_t)p->slots[token]; /* one below 0 is out of range too */
+    const size_t slot = (size_t)p->slots[token]; /* a negative one is out of range too */
     if (slot >= p->n_slots) continue;
     const x_type *keys = heads + p->key * p->n_heads * size;
     const x_type *values = p->values + ((token + 1) * p->n_value_slices - 1) * p->n_heads * size;

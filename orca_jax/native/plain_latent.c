@@ -1,33 +1,33 @@
 /* Latent attention in its plain form on a CPU, as an XLA custom call: for rows with many tokens (the initiation, or
  * prefill, phase).
  *
- * The compiler sets Q_BITS and KV_BITS, 32 for float32 and 16 for bfloat16. q [T, N, P + U] are each head's queries,
- * U elements of which are rotated; keys [n_blocks, 1, B, C + U] is the cache, of each token what is compressed and the
- * rotated part of its keys; weight [N, P + W, C] makes a head's keys and then its values of what is compressed;
- * block_table [R, max_blocks], row_start [R + 1], kv_length [R] int32. The result is [T, N, W], of q's dtype as the
- * weight is, with zeros for padding and for rows without a key. C, U, P and W are multiples of 16.
+ * The compiler sets Q_BITS and KV_BITS, 32 for float32 and 16 for bfloat16. q [T, N, P + U] has each head's queries,
+ * the last U elements rotated; keys [n_blocks, 1, B, C + U] is the cache, with a token's compressed vector and then
+ * the rotated part of its key; weight [N, P + W, C] expands a compressed vector to a head's key and value;
+ * block_table [R, max_blocks], row_start [R + 1], kv_length [R] int32. The result is [T, N, W]; it and the weight have
+ * q's dtype. Padding and rows without a key give zeros. C, U, P and W are multiples of 16.
  *
- * An item is a head and up to PIECE queries of a row. It makes the keys and values of KEYS tokens at a time, which all
- * its queries meet before the next are made, with a running softmax. Pieces are cut from the row's first query on, and
- * keys from the context's first token on, so no row's result depends on its neighbours. All products are those of
- * linear layers, in float32.
+ * An item is a head and up to PIECE queries of a row. It expands the keys and values of KEYS tokens at a time, and all
+ * its queries attend to them, with a running softmax, before the next are expanded. Pieces are cut from the row's
+ * first query on, and keys from the context's first token on, so no row's result depends on its neighbours. All
+ * products are those of linear layers, in float32.
  */
 
-#define FEW 0 /* a query's result shall not depend on how many others its tile has: none is one of a few */
+#define FEW 0 /* all queries take the form for panels: a result must not depend on the number of queries in a tile */
 #define REST 0
 #include "product.h"
 #include "softmax.h"
 
 #ifndef PIECE
-#define PIECE 2048 /* queries that share keys and values; a thread has room for their sums */
+#define PIECE 2048 /* queries that share expanded keys and values; a thread has memory for their sums */
 #endif
-#define KEYS 128 /* tokens of the context whose keys and values are there at a time */
-#define TILE (MOST_VECTORS * LANES * PANELS) /* queries whose scores are */
+#define KEYS 128 /* tokens whose keys and values are expanded at a time */
+#define TILE (MOST_VECTORS * LANES * PANELS) /* queries whose scores are computed at a time */
 
 _Static_assert(KEYS % LANES == 0, "whole vectors");
 
 typedef struct {
-  int row, start, n; /* the row, the first query within it, queries */
+  int row, start, n; /* the row, the piece's first query in it, number of queries */
 } Piece;
 
 typedef struct {
@@ -41,17 +41,17 @@ typedef struct {
   Piece pieces[];
 } Plain;
 
-/* What an item works in. */
+/* An item's working memory. */
 typedef struct {
-  float *all;        /* the memory, of which the others are parts */
-  float *weight;     /* [P + W, C]: the head's, widened */
+  float *all;        /* the allocation, of which the others are parts */
+  float *weight;     /* [P + W, C] the head's weight, widened */
   float *queries;    /* [n, P + U], scaled */
   float *compressed; /* [KEYS, C] */
-  float *made;       /* [KEYS, P] */
+  float *made;       /* [KEYS, P] the keys' expanded parts */
   float *keys;       /* [KEYS, P + U] */
   float *values;     /* [W, KEYS] */
   float *scores;     /* [TILE, KEYS] */
-  float *added;      /* [TILE, W] what the values of these keys add */
+  float *added;      /* [TILE, W] these keys' weighted values */
   float *out;        /* [n, W] */
   float *top;        /* [n] each query's greatest score, */
   float *total;      /* [n] and the sum of its weights */
@@ -108,7 +108,7 @@ static const float *widened(const Plain *a, size_t head, float *room) {
 #endif
 }
 
-/* Makes the keys and values of `n` tokens of a row from `base` on, and zeros in place of those that are missing. */
+/* Expands the keys and values of a row's `n` tokens from `base` on, and fills up with zeros. */
 static bool make_keys(const Plain *a, const int32_t *table, size_t base, size_t n, const float *weight, Room *room) {
   const size_t rank = a->rank, plain = a->plain, size = plain + a->rotary;
   for (size_t i = 0; i < n; i++) {
@@ -124,9 +124,9 @@ static bool make_keys(const Plain *a, const int32_t *table, size_t base, size_t 
   return multiply(weight + plain * rank, a->value, room->compressed, rank, KEYS, room->values);
 }
 
-/* The queries [n] of a tile from `at` on meet the keys that are there, of which the first one sees `n_seen` (none if
- * it is not above 0) and each further one sees one more. */
-static bool meet(const Plain *a, const Room *room, size_t at, size_t n, int n_seen) {
+/* Attends from a tile's `n` queries from `at` on to the expanded keys. The first query sees `n_seen` of them, none if
+ * that is not above 0, and each further query sees one more. */
+static bool attend_tile(const Plain *a, const Room *room, size_t at, size_t n, int n_seen) {
   const size_t size = a->plain + a->rotary;
   float shrink[TILE];
   if (!multiply(room->queries + at * size, n, room->keys, size, KEYS, room->scores)) return false;
@@ -163,7 +163,7 @@ static bool attend(const Plain *a, Piece piece, size_t head, Room *room) {
     if (!make_keys(a, table, base, least(KEYS, before + n - base), weight, room)) return false;
     /* Tiles whose last query is before the first key see none. */
     for (size_t at = base > before ? (base - before) / TILE * TILE : 0; at < n; at += TILE)
-      if (!meet(a, room, at, least(TILE, n - at), before + (int)at + 1 - base)) return false;
+      if (!attend_tile(a, room, at, least(TILE, n - at), before + (int)at + 1 - base)) return false;
   }
   for (size_t i = 0; i < n; i++)
     for (size_t d = 0; d < a->value; d += LANES)

@@ -1,8 +1,8 @@
-/* A matrix product, cut into items for threads (product_form.h).
+/* A matrix product y [T, O] = x [T, I] times weight [O, I], cut into items for threads (product_form.h).
  *
- * FEW tokens or less are a few (few_tokens.h), more are in panels (token_panel.h). The last REST tokens or less, which
- * would fill no vector of a panel, are again few. A token's result depends on whether it is one of a few, and on nothing
- * else of its batch.
+ * Up to FEW tokens take the form of few_tokens.h, more take that of token_panel.h. If up to REST tokens remain that
+ * would not fill a panel's last vector, these last tokens take the form for few again. A token's result depends on its
+ * form, and on nothing else in the batch.
  *
  * I is a multiple of 16, and O is at least 16.
  */
@@ -14,22 +14,21 @@
 #include "token_panel.h"
 #include "xla_call.h"
 
-#define CHUNK 96 /* outputs of an item, at least: whole strips */
+#define CHUNK 96 /* the least outputs of an item, in whole strips */
 
-/* Bytes of the columns of an item's panels, at most, if there are several: the second cache keeps them. */
+/* An item has several panels only if their columns are at most this many bytes, and stay in the second cache. */
 #define BYTES_OF_PANELS (1 << 18)
 
-/* Items for each thread, so that none waits long for another. */
+/* Items per thread, so that no thread waits long for another. */
 #define ITEMS 8
 
-/* What a core does in the time that starting a thread takes: bytes of weights read, multiplications. */
+/* Work below which another thread costs more than it saves: bytes of weights, and multiply-adds. */
 #define BYTES_WORTH_A_THREAD (1 << 18)
 #define PRODUCTS_WORTH_A_THREAD (1 << 20)
 
 static atomic_ulong n_products;
 
-/* What an item computes: outputs from `start` to before `end`, of the tokens of panels and, with the last of
- * these, of the few. */
+/* An item's work: outputs [start, end), for some panels of tokens and, with the last panel, the few tokens. */
 typedef struct {
   size_t start, end, panel, n_panels, first_token, end_token;
 } Part;
@@ -46,8 +45,8 @@ static inline Part part_of(const Product *l, size_t item) {
                 .end_token = is_last ? l->n_tokens : panel_start(l, panel + n_panels) * LANES};
 }
 
-/* Computes an item. The last strip starts early enough to be whole, and so computes some outputs twice. False if
- * memory runs out. */
+/* Computes an item; false if memory runs out. The last strip starts early enough to be whole, so that some outputs
+ * are computed twice, to the same bits. */
 static bool do_part(const Product *l, size_t item) {
   const Part part = part_of(l, item);
   const size_t n_few = part.end_token == l->n_tokens ? l->n_few : 0;
@@ -69,13 +68,13 @@ static bool do_part(const Product *l, size_t item) {
   return true;
 }
 
-/* Elements of `widened` that `take_x` needs: room for the few tokens as float32. */
+/* Elements that `take_x` needs in `widened`: the few tokens as float32. */
 static inline size_t n_widened(size_t n_tokens, size_t n_in) {
   return X_BITS == 16 && !PAIRS ? few_of(n_tokens) * n_in : 0;
 }
 
-/* About `wanted` chunks, at most `most`, so that all groups' are a multiple of `n_threads`: else threads would wait for
- * the last one. `wanted` if that cannot be. */
+/* A number of chunks near `wanted`, at most `most`, with which the items of all groups are a multiple of `n_threads`:
+ * otherwise threads would wait for the last item. `wanted` if there is none. */
 static inline size_t whole_rounds(size_t n_groups, size_t wanted, size_t most, size_t n_threads) {
   for (size_t i = 0; i < n_threads; i++) {
     if (wanted + i <= most && n_groups * (wanted + i) % n_threads == 0) return wanted + i;
@@ -84,7 +83,7 @@ static inline size_t whole_rounds(size_t n_groups, size_t wanted, size_t most, s
   return wanted;
 }
 
-/* Cuts a product whose sizes are set into about `n_wanted` items for `n_threads`. Returns their number. */
+/* Cuts a product, whose sizes are set, into about `n_wanted` items for `n_threads`. Returns the number of items. */
 static inline size_t cut(Product *l, size_t n_wanted, size_t n_threads) {
   l->number = atomic_fetch_add(&n_products, 1) + 1;
   l->n_few = few_of(l->n_tokens);
@@ -96,7 +95,7 @@ static inline size_t cut(Product *l, size_t n_wanted, size_t n_threads) {
   return n_groups * l->n_chunks;
 }
 
-/* Takes the x that is there now, before the first item. */
+/* Prepares x, which must be complete by now, before the first item. */
 static inline void take_x(Product *l, float *widened) {
   const x_type *x = l->x + n_paneled(l) * l->n_in;
 #if X_BITS == 32 || PAIRS
@@ -107,7 +106,7 @@ static inline void take_x(Product *l, float *widened) {
 #endif
 }
 
-/* How many threads it is worth. */
+/* The number of threads that the product is worth. */
 static inline double threads_worth(const Product *l) {
   const double n_weights = (double)l->n_in * l->n_out;
   const double by_bytes = n_weights * sizeof(weight_type) / BYTES_WORTH_A_THREAD;

@@ -1,10 +1,8 @@
-/* What a matrix product y [T, O] = x [T, I] times weight [O, I] is of: its dtypes, its arguments, and how many terms of
- * a sum a lane takes at once.
+/* A matrix product's dtypes and arguments, and the number of a sum's terms that a lane takes at once.
  *
- * X_BITS and WEIGHT_BITS are 32 for float32 and 16 for bfloat16; y has the dtype of x. Products and sums are float32.
- * bfloat16 is widened as it is read, except where both are bfloat16 and the processor has AVX512-BF16: then a lane takes
- * PAIRS of terms, which halves the instructions and the columns. A product takes subnormal numbers for zero, as XLA's
- * threads do.
+ * X_BITS and WEIGHT_BITS are 32 for float32 and 16 for bfloat16; y has x's dtype. Products and sums are float32.
+ * bfloat16 is widened as it is read, unless both are bfloat16 and the processor has AVX512-BF16: then a lane takes
+ * PAIRS of terms, which halves the instructions and the columns. Subnormal numbers count as zero, as in XLA's threads.
  */
 
 #ifndef ORCA_PRODUCT_FORM_H
@@ -26,7 +24,7 @@
 typedef ELEMENT(X_BITS) x_type;
 typedef ELEMENT(WEIGHT_BITS) weight_type;
 
-/* Whether lanes take pairs of terms. It may be set to 0, to test the other form. */
+/* Whether lanes take pairs of terms. Tests set it to 0. */
 #ifndef PAIRS
 #if X_BITS == 16 && WEIGHT_BITS == 16 && LANES == 16 && defined(__AVX512BF16__)
 #define PAIRS 1
@@ -35,7 +33,7 @@ typedef ELEMENT(WEIGHT_BITS) weight_type;
 #endif
 #endif
 
-/* A lane takes TERMS factors at once, in 32 bits. */
+/* The factors that a lane takes at once, in 32 bits. */
 #if PAIRS
 #define TERMS 2
 typedef bfloat16 factor_type;
@@ -48,22 +46,22 @@ typedef float factor_type;
 
 typedef struct {
   const x_type *x;
-  const factor_type *few_x; /* x of the few tokens: as float32, or in pairs as it is */
+  const factor_type *few_x; /* x of the few tokens, widened unless lanes take pairs */
   const weight_type *weight;
   x_type *y;
   size_t n_tokens, n_in, n_out;
-  size_t n_few;              /* the last tokens; the others are in panels */
-  size_t n_panels, n_chunks; /* of tokens, of outputs */
-  size_t at_once;            /* panels of an item */
-  unsigned long number;      /* of this product */
+  size_t n_few;              /* the last tokens, which are not in panels */
+  size_t n_panels, n_chunks; /* panels of tokens, chunks of outputs */
+  size_t at_once;            /* panels in an item */
+  unsigned long number;      /* identifies this product */
 } Product;
 
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
-/* The next TERMS * LANES terms, or those that are left and zeros. */
+/* The next TERMS * LANES terms; if fewer are `left`, they are filled up with zeros. */
 #if PAIRS
 INLINE vec terms_at(const bfloat16 *from, size_t left) {
-  return (vec)_mm512_maskz_loadu_epi32(left < TERMS * LANES ? 0xff : 0xffff, from); /* 16 are left, at least */
+  return (vec)_mm512_maskz_loadu_epi32(left < TERMS * LANES ? 0xff : 0xffff, from); /* at least 16 are left */
 }
 #else
 #define terms_at(from, left) load(from)

@@ -9,12 +9,12 @@
 
 #include "attention.h"
 
-/* Sums that fill the registers, 32 or 16, together with their factors. */
+/* Numbers of sums that fill the registers, 32 or 16, together with the factors. */
 #if LANES == 16
 #define TILE 32       /* queries: two vectors */
-#define STRIP 8       /* keys whose scores are computed together; all of one block */
-#define PANEL 4       /* queries whose values are summed together, */
-#define PANEL_PARTS 4 /* and parts of the head */
+#define STRIP 8       /* keys of one block whose scores are computed together */
+#define PANEL 4       /* queries, */
+#define PANEL_PARTS 4 /* and parts of the head, whose values are summed together */
 #else
 #define TILE 24
 #define STRIP 4
@@ -27,14 +27,15 @@ _Static_assert(TILE % LANES == 0 && TILE % PANEL == 0 && CHUNK % STRIP == 0, "wh
 
 /* The keys that a tile's queries see. */
 typedef struct {
-  int32_t first[TILE], last[TILE]; /* of each query */
+  int32_t first[TILE], last[TILE]; /* each query's first and last key */
   float slopes[TILE];
-  int first_any, last_any, first_all, last_all; /* any query sees these keys; all queries see these */
-  int position;          /* of the tile's first query */
+  int first_any, last_any, first_all, last_all; /* the keys that any query sees, and that all queries see */
+  int position;          /* the tile's first query's */
   const float *relative; /* the head's relative bias, or NULL */
 } Seen;
 
-/* The scores of a strip of keys from `position` on, for `vectors` of a tile's queries; the compiler knows vectors. */
+/* Computes the scores of a strip of keys from `position` on, for `vectors` of a tile's queries, a constant to the
+ * compiler. */
 INLINE void score_strip(const Attention *a, const float *key, float q[HEAD_SIZE][TILE], const Seen *seen, int position,
                         float weights[STRIP][TILE], const int vectors) {
   vec scores[STRIP][TILE / LANES];
@@ -63,7 +64,7 @@ INLINE void score_strip(const Attention *a, const float *key, float q[HEAD_SIZE]
         const ivec distance = position + i - *(const ivec *)&seen->last[g * LANES];
         store(score, load(score) + load(&seen->slopes[g * LANES]) * __builtin_convertvector(distance, vec));
       }
-  if (seen->relative) /* then a query is one position after the other */
+  if (seen->relative) /* then G is 1, and queries are at adjacent positions */
     for (int i = 0; i < STRIP; i++)
       for (int g = 0; g < vectors; g++) {
         float *score = &weights[i][g * LANES];
@@ -75,12 +76,12 @@ INLINE void score_strip(const Attention *a, const float *key, float q[HEAD_SIZE]
     for (int g = 0; g < vectors; g++) {
       float *score = &weights[i][g * LANES];
       const ivec first = *(const ivec *)&seen->first[g * LANES], last = *(const ivec *)&seen->last[g * LANES];
-      /* Slots outside may hold NaN, left by other rows. Choosing drops them; arithmetic would not. */
+      /* Slots outside may hold another row's NaN, which choosing drops and arithmetic would not. */
       store(score, choose((first <= position + i) & (last >= position + i), load(score), all(NOTHING)));
     }
 }
 
-/* The values of a chunk, for PANEL queries and `parts` of the head; the compiler knows parts. */
+/* Adds the values of a chunk for PANEL queries and `parts` parts of the head, a constant to the compiler. */
 INLINE void add_panel(const kv_type *const *slots, int skip, int n, float weights[][TILE], const float *shrink,
                       float out[][VALUE_SIZE], int m, int part, const int parts) {
   vec sums[PANEL][PANEL_PARTS];
@@ -99,8 +100,7 @@ INLINE void add_panel(const kv_type *const *slots, int skip, int n, float weight
     UNROLL for (int d = 0; d < parts; d++) store(&out[m + i][(part + d) * LANES], sums[i][d]);
 }
 
-/* A tile of at most `vectors` of queries, which the compiler knows: vectors run across the queries for the scores,
- * along the head for the sums of values. */
+/* Computes a tile of at most `vectors` vectors of queries, a constant to the compiler. */
 INLINE void attend_vectors(const Attention *a, Tile tile, int head, const int vectors) {
   const int begin = a->row_start[tile.row], length = a->kv_length[tile.row], group = a->group;
   const int before = length - (a->row_start[tile.row + 1] - begin); /* positions before the row's first token */
@@ -184,7 +184,7 @@ INLINE void attend_vectors(const Attention *a, Tile tile, int head, const int ve
   }
 }
 
-/* Not inlined, so that each has the registers and the stack to itself. */
+/* Not inlined, so that each form has the registers and the stack to itself. */
 #define ATTEND_MANY(VECTORS)                                                                                     \
   static __attribute__((noinline)) void attend_many_##VECTORS(const Attention *a, Tile tile, int head) {         \
     attend_vectors(a, tile, head, VECTORS);                                                                      \

@@ -1,4 +1,4 @@
-/* What all attention shares: the types of queries and of the cache, and the running softmax.
+/* The types of queries and of the cache, and the running softmax, for all attention.
  *
  * The compiler sets Q_BITS and KV_BITS, 32 for float32 and 16 for bfloat16.
  */
@@ -20,8 +20,8 @@ typedef ELEMENT(KV_BITS) kv_type;
 
 static const float NOTHING = -1e30f; /* the score of a key that a query does not see */
 
-/* Turns a query's `n` scores, filled up to whole vectors, into weights, and updates its greatest score and the sum of
- * its weights. Returns the factor for the values summed so far. */
+/* Turns a query's `n` scores, filled up to whole vectors, into weights, and updates its greatest score `top` and the
+ * sum of its weights `total`. Returns the factor for the values summed so far. */
 INLINE float as_weights(float *scores, int n, float *top, float *total) {
   vec tops = all(*top);
   for (int i = 0; i < n; i += LANES) tops = larger(load(scores + i), tops);

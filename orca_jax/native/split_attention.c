@@ -18,9 +18,9 @@
 #include "one_token.h"
 #include "query_tile.h"
 
-#define ROWS_ENOUGH 8 /* rows that keep all threads busy with HEADS_AT_ONCE heads in an item */
+#define ROWS_ENOUGH 8 /* from so many rows on, items of HEADS_AT_ONCE heads keep all threads busy */
 
-/* Bytes of keys and values that a core reads in the time that starting a thread takes. */
+/* Bytes of keys and values below which another thread costs more than it saves. */
 #define WORTH_A_THREAD (1 << 18)
 
 static void do_item(Work *work, int item) {
@@ -37,7 +37,7 @@ static void do_item(Work *work, int item) {
              lesser(a->n_heads - first, a->heads_at_once));
 }
 
-/* The relative bias [2 M + 1, K] by head, with LANES more of the first and of the last. */
+/* Lays the relative bias [2 M + 1, K] out by head, with LANES more copies of the first and of the last. */
 static void lay_out(Attention *a, const float *relative) {
   const int m = a->furthest, n = 2 * (m + LANES) + 1;
   for (int head = 0; head < a->n_heads; head++)
@@ -45,8 +45,8 @@ static void lay_out(Attention *a, const float *relative) {
       a->relative[(size_t)head * n + i] = relative[(size_t)lesser(greater(i - LANES, 0), 2 * m) * a->n_heads + head];
 }
 
-/* Cuts the rows into tiles: first those for attend_many, so that the short items of attend_one even out the threads
- * at the end. Rows without a key get zeros. Returns the bytes of keys and values that are read. */
+/* Cuts the rows into tiles. Those for attend_many come first, so that the short items of attend_one even out the
+ * threads at the end. Rows without a key get zeros. Returns the bytes of keys and values to read. */
 static double cut(Attention *a, int n_rows) {
   double n_keys = 0;
   int n_tiles = 0;

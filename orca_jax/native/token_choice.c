@@ -1,12 +1,12 @@
-/* The choice of next tokens on a CPU, as an XLA custom call, and what is told of their probabilities.
+/* Chooses next tokens and computes log-probabilities on a CPU, as an XLA custom call.
  *
- * Of R rows of V logits: a token each, and words, [R, 2 + 2 N] int32: the token, its log-probability, and the ids and
- * log-probabilities of the N most likely. A row's logits come from memory once, GROUP by GROUP: of each the largest,
- * and sums of exponentials relative to it. They say in which group a draw lies, and only that one is read again. The
- * sums for a log-probability are those of a draw at temperature 1.
+ * For R rows of V logits the results are a token each, and words [R, 2 + 2 N] int32: the token, its log-probability,
+ * and ids and log-probabilities of the N most likely tokens. A row's logits are read from memory once, in groups of
+ * GROUP: for each group the largest logit, and sums of exponentials relative to it. From these follows the group that
+ * a draw is in, and only that group is read again. A log-probability needs the sums of a draw at temperature 1.
  *
- * A NaN counts as -inf. Without a finite largest logit no token has a probability: log-probabilities are -inf, and
- * the token is the first of the largest. A row's result depends on nothing but the row.
+ * A NaN counts as -inf. If the largest logit is not finite, no token has a probability: log-probabilities are -inf,
+ * and the token is the first of the largest. A row's result depends on the row alone.
  */
 
 #include <float.h>
@@ -20,27 +20,27 @@
 
 typedef struct {
   Work work;
-  const float *logits, *raw; /* [R, V] to choose from, and whose probabilities are told; may be the same */
-  const int32_t *given;      /* [R] the token to tell of, and none is chosen; or negative */
-  const float *temperature;  /* [R] 0: the first of the largest, else one is drawn */
-  const float *min_p;        /* [R] the least weight that is drawn; the largest is 1 */
-  const float *uniform;      /* [R] in [0, 1): where the draw is in the running sum of weights */
-  const int32_t *n_top;      /* [R] how many of the most likely to tell; negative: tell nothing */
-  int32_t *tokens, *told;
-  size_t vocab, most_told;
+  const float *logits, *raw; /* [R, V] for the choice, and for log-probabilities; may be the same array */
+  const int32_t *given;      /* [R] the row's token; if negative, it is chosen */
+  const float *temperature;  /* [R] 0 for the first of the largest logits, else a token is drawn */
+  const float *min_p;        /* [R] the least weight that can be drawn; the largest is 1 */
+  const float *uniform;      /* [R] in [0, 1): the place of a draw in the running sum of weights */
+  const int32_t *n_top;      /* [R] number of the most likely tokens to report; negative for no log-probability */
+  int32_t *tokens, *words;
+  size_t vocab, max_top;
 } Choice;
 
-/* One row of logits, and what is known of each group, in arrays of a multiple of LANES. */
+/* One row of logits, and numbers of each group in arrays whose length is a multiple of LANES. */
 typedef struct {
   const float *logits;
   size_t vocab, n_groups, n_padded;
   float largest;
-  float *tops, *sums;    /* sums: of e^(x - top) */
-  float *from, *weights; /* weights: sums of e^(rate (x - from)) */
-  float *scaled;         /* either, relative to the largest of the row */
+  float *tops, *sums;    /* the largest logit, and the sum of e^(x - top) */
+  float *from, *weights; /* an origin, and the sum of e^(rate (x - from)) */
+  float *scaled;         /* sums or weights, relative to the row's largest logit */
 } Row;
 
-/* A group's logits; of the last one a copy, filled up with -inf. */
+/* A group's logits; the last group's are copied and filled up with -inf. */
 INLINE const float *group_of(const Row *row, size_t group, float filled[GROUP]) {
   const size_t start = group * GROUP, n = row->vocab - start;
   if (n >= GROUP) return row->logits + start;
@@ -69,15 +69,15 @@ INLINE float sum_of(const float *x, float from, float rate, float least) {
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-/* Reads the logits once; where weights below `least` are cut, twice: which these are is known only then. */
-static void read_row(Row *row, bool tells, bool draws, float rate, float least) {
+/* Reads the logits once, or twice if weights below `least` are cut, since these are relative to the largest logit. */
+static void read_row(Row *row, bool reports, bool draws, float rate, float least) {
   const bool cuts = draws && least > 0, shares = draws && !cuts && rate == 1, weighs = draws && !cuts && !shares;
   float filled[GROUP];
   row->largest = -INFINITY;
   for (size_t i = 0; i < row->n_groups; i++) {
     const float *x = group_of(row, i, filled), top = row->tops[i] = row->from[i] = top_of(x);
     if (top > row->largest) row->largest = top;
-    if (tells || shares) row->sums[i] = sum_of(x, top, 1, 0);
+    if (reports || shares) row->sums[i] = sum_of(x, top, 1, 0);
     if (weighs) row->weights[i] = sum_of(x, top, rate, 0);
   }
   for (size_t i = row->n_groups; i < row->n_padded; i++)
@@ -103,8 +103,8 @@ static size_t first_of_the_largest(const Row *row) {
   return row->vocab - 1;
 }
 
-/* Where the running sum of n weights passes the target, which becomes the rest of it. Rounding may put the target
- * after all of them: then the last that is not 0. */
+/* The index at which the running sum of n weights passes the target, which becomes its remainder. If rounding puts the
+ * target after all weights, this is the last one that is not 0. */
 static size_t place_of(double *target, const float *weights, size_t n) {
   size_t last = 0;
   for (size_t i = 0; i < n; i++) {
@@ -138,7 +138,7 @@ INLINE bool is_before(Likely one, Likely other) {
   return one.value > other.value || (one.value == other.value && one.id < other.id);
 }
 
-/* Keeps the n most likely, of equals the first, in order; returns how many there are now. */
+/* Keeps the n most likely in order, the first of equal ones; returns the number kept. */
 INLINE size_t insert(Likely *likely, size_t n_kept, size_t n, Likely one) {
   if (!(one.value > -INFINITY) || (n_kept == n && !is_before(one, likely[n - 1]))) return n_kept;
   size_t i = n_kept < n ? n_kept++ : n - 1;
@@ -147,7 +147,7 @@ INLINE size_t insert(Likely *likely, size_t n_kept, size_t n, Likely one) {
   return n_kept;
 }
 
-/* The n most likely are in the n groups with the largest tops. Returns how many there are. */
+/* Finds the n most likely, which are in the n groups with the largest tops. Returns the number found. */
 static size_t most_likely(const Row *row, size_t n, Likely *groups, Likely *likely) {
   size_t n_groups = 0, n_kept = 0;
   for (size_t i = 0; i < row->n_groups; i++) n_groups = insert(groups, n_groups, n, (Likely){row->tops[i], i});
@@ -158,10 +158,10 @@ static size_t most_likely(const Row *row, size_t n, Likely *groups, Likely *like
   return n_kept;
 }
 
-static bool tell(const Row *row, int32_t token, size_t n_top, int32_t *told, size_t most_told) {
-  float *logprob = (float *)told + 1, *top = (float *)told + 2 + most_told;
+static bool report(const Row *row, int32_t token, size_t n_top, int32_t *words, size_t max_top) {
+  float *logprob = (float *)words + 1, *top = (float *)words + 2 + max_top;
   if (!isfinite(row->largest)) return true;
-  /* The largest has the weight 1 and is left out of the sum: beside it the others might lose their digits. */
+  /* The largest logit, whose weight is 1, is left out of the sum, in which small weights would lose their digits. */
   const size_t best = first_of_the_largest(row), group = best / GROUP;
   scale(row, row->sums, row->tops, 1);
   double others = 0;
@@ -175,24 +175,24 @@ static bool tell(const Row *row, int32_t token, size_t n_top, int32_t *told, siz
   const double log_total = log1p(others), from = row->largest;
   if (token >= 0 && (size_t)token < row->vocab && row->logits[token] > -INFINITY)
     *logprob = row->logits[token] - from - log_total;
-  if (n_top > most_told) n_top = most_told;
+  if (n_top > max_top) n_top = max_top;
   if (!n_top) return true;
   Likely *likely = malloc(2 * n_top * sizeof *likely);
   if (!likely) return false;
   const size_t n = most_likely(row, n_top, likely + n_top, likely);
-  for (size_t i = 0; i < n; i++) told[2 + i] = likely[i].id, top[i] = likely[i].value - from - log_total;
+  for (size_t i = 0; i < n; i++) words[2 + i] = likely[i].id, top[i] = likely[i].value - from - log_total;
   free(likely);
   return true;
 }
 
 static void do_item(Work *work, int item) {
   const Choice *choice = (const Choice *)work;
-  const size_t r = item, n_told = choice->most_told, n_groups = (choice->vocab + GROUP - 1) / GROUP;
+  const size_t r = item, max_top = choice->max_top, n_groups = (choice->vocab + GROUP - 1) / GROUP;
   const size_t n_padded = (n_groups + LANES - 1) / LANES * LANES;
   const float temperature = choice->temperature[r], least = choice->min_p[r];
   const float rate = temperature > 0 ? fminf(1 / temperature, FLT_MAX) : 1;
-  const bool tells = choice->n_top[r] >= 0, chooses = choice->given[r] < 0, same = choice->logits == choice->raw;
-  int32_t token = choice->given[r], *told = choice->told + r * (2 + 2 * n_told);
+  const bool reports = choice->n_top[r] >= 0, chooses = choice->given[r] < 0, same = choice->logits == choice->raw;
+  int32_t token = choice->given[r], *words = choice->words + r * (2 + 2 * max_top);
   float *parts = malloc(5 * n_padded * sizeof(float));
   if (!parts) {
     work->failed = true;
@@ -203,20 +203,20 @@ static void do_item(Work *work, int item) {
              .weights = parts + 3 * n_padded, .scaled = parts + 4 * n_padded};
   if (chooses) {
     const bool draws = temperature > 0;
-    read_row(&row, tells && same, draws, rate, least);
+    read_row(&row, reports && same, draws, rate, least);
     const bool drawable = draws && isfinite(row.largest);
     token = drawable ? draw(&row, rate, least, choice->uniform[r]) : first_of_the_largest(&row);
   }
-  choice->tokens[r] = told[0] = token;
-  float *logprob = (float *)told + 1, *top = logprob + 1 + n_told;
+  choice->tokens[r] = words[0] = token;
+  float *logprob = (float *)words + 1, *top = logprob + 1 + max_top;
   *logprob = -INFINITY;
-  for (size_t i = 0; i < n_told; i++) told[2 + i] = 0, top[i] = -INFINITY;
-  if (tells) {
+  for (size_t i = 0; i < max_top; i++) words[2 + i] = 0, top[i] = -INFINITY;
+  if (reports) {
     if (!chooses || !same) {
       row.logits = choice->raw + r * choice->vocab;
       read_row(&row, true, false, 1, 0);
     }
-    if (!tell(&row, token, choice->n_top[r], told, n_told)) work->failed = true;
+    if (!report(&row, token, choice->n_top[r], words, max_top)) work->failed = true;
   }
   free(parts);
 }
@@ -236,9 +236,9 @@ XLA_FFI_Error *token_choice(XLA_FFI_CallFrame *frame) {
                      .uniform = argument(frame, 5)->data,
                      .n_top = argument(frame, 6)->data,
                      .tokens = result(frame, 0)->data,
-                     .told = result(frame, 1)->data,
+                     .words = result(frame, 1)->data,
                      .vocab = vocab,
-                     .most_told = (result(frame, 1)->dims[1] - 2) / 2};
+                     .max_top = (result(frame, 1)->dims[1] - 2) / 2};
   const double n_threads = count_threads(frame), worth = 1 + n_rows * vocab / LOGITS_FOR_A_THREAD;
   return do_all(&choice->work, frame, worth < n_threads ? worth : n_threads);
 }

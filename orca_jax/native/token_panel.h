@@ -1,5 +1,5 @@
-/* A panel of a product's tokens: vectors run across the tokens, whose x each thread transposes for itself, and each
- * weight meets all tokens of the panel at once.
+/* A product's panel of tokens: vectors run across the tokens, and each weight is multiplied by all tokens of the panel
+ * at once. Each thread transposes the panel's x for itself.
  */
 
 #ifndef ORCA_TOKEN_PANEL_H
@@ -7,10 +7,10 @@
 
 #include "product_form.h"
 
-#define MOST_VECTORS 3 /* of tokens, in a panel */
+#define MOST_VECTORS 3 /* vectors of tokens in a panel */
 
-/* Outputs whose sums for MOST_VECTORS fill the registers, 32 or 16, with their factors; panels that an item works on at
- * most, each strip of weights in turn. */
+/* ROWS: outputs whose sums for MOST_VECTORS fill the registers, 32 or 16, together with the factors. PANELS: the most
+ * panels of an item, which take each strip of weights in turn. */
 #if LANES == 16
 #define ROWS 8
 #define PANELS 1
@@ -19,18 +19,19 @@
 #define PANELS 2
 #endif
 
-/* Sums that an output's terms join in turn, in a panel of one vector: ROWS sums would wait for their last terms. */
+/* The number of sums over which an output's terms are spread in a panel of one vector. With one sum each, ROWS sums
+ * are too few to hide an addition's latency. */
 #ifndef TURNS
 #define TURNS (ROWS < 8 ? 2 : 1)
 #endif
 
 #define STRIP LANES /* outputs that are stored together */
-#define DEPTH 256   /* terms summed before the sum joins the others: shorter sums err less */
+#define DEPTH 256   /* terms in a partial sum: shorter sums have smaller rounding errors */
 
-/* Bytes of a panel's columns after the last term: of pairs, the last tile may be half full. */
+/* Bytes after the last term in a panel's columns: with pairs, the last tile may be half full. */
 #define UNUSED ((TERMS - 1) * MOST_VECTORS * LANES * LANES / 2 * sizeof(float))
 
-/* The x of panels that a thread has transposed. It keeps the memory for its next products. */
+/* A panel's x as a thread has transposed it. The thread keeps the memory for later products. */
 typedef struct {
   float *columns;
   size_t size;
@@ -40,23 +41,23 @@ typedef struct {
 
 static _Thread_local Packed packed[PANELS];
 
-/* The terms of one lane, in all lanes. */
+/* One lane's terms, in all lanes. */
 INLINE vec all_of(const factor_type *from) {
   float word;
   memcpy(&word, from, sizeof word);
   return all(word);
 }
 
-/* The tokens in panels. */
+/* The number of tokens in panels. */
 static inline size_t n_paneled(const Product *l) { return l->n_tokens - l->n_few; }
 
-/* The vector of tokens that a panel starts with. Each panel has MOST_VECTORS or one less. */
+/* A panel's first vector of tokens. Each panel has MOST_VECTORS vectors, or one less. */
 static inline size_t panel_start(const Product *l, size_t panel) {
   return (n_paneled(l) + LANES - 1) / LANES * panel / l->n_panels;
 }
 
-/* A panel's x, transposed by this thread: columns [I / TERMS][tokens] of TERMS, with zeros after the last token.
- * NULL if memory runs out. */
+/* A panel's x, transposed by this thread unless it has it already: [I / TERMS][tokens] of TERMS, with zeros after the
+ * last token. NULL if memory runs out. */
 static const float *columns_of(const Product *l, size_t panel) {
   Packed *own = &packed[panel % PANELS];
   if (own->number == l->number && own->panel == panel) return own->columns;
@@ -82,8 +83,9 @@ static const float *columns_of(const Product *l, size_t panel) {
   return own->columns;
 }
 
-/* `n_terms` of the sums of `rows` outputs and `vectors` of tokens, both of which the compiler knows. The weights
- * w are `stride` apart; `ahead`: later ones, n_in apart. With `more`, sums [rows][vectors] has the terms so far. */
+/* Adds `n_terms` terms for `rows` outputs and `vectors` of tokens, both constants to the compiler. Rows of weights w
+ * are `stride` apart; rows of `ahead`, which are prefetched, are n_in apart. Without `more`, sums [rows][vectors] are
+ * new. */
 INLINE void add_terms(const factor_type *w, size_t stride, const weight_type *ahead, size_t n_in, size_t n_terms,
                       const float *columns, bool more, vec *sums, const int rows, const int vectors) {
   const int n_turns = vectors == 1 ? TURNS : 1;
@@ -112,7 +114,7 @@ INLINE void add_terms(const factor_type *w, size_t stride, const weight_type *ah
     }
 }
 
-/* Not inlined: otherwise the compiler keeps `sums` in the registers that the terms need. */
+/* Not inlined, because the compiler would keep `sums` in registers that the terms need. */
 #define ADD_TERMS(VECTORS)                                                                                   \
   static __attribute__((noinline)) void add_terms_##VECTORS(const factor_type *w, size_t stride,             \
                                                             const weight_type *ahead, size_t n_in,           \
@@ -127,7 +129,7 @@ ADD_TERMS(3)
 static void (*const add_terms_of[])(const factor_type *, size_t, const weight_type *, size_t, size_t,
                                     const float *, bool, vec *) = {NULL, add_terms_1, add_terms_2, add_terms_3};
 
-/* STRIP outputs of a panel's tokens. */
+/* Computes STRIP outputs of a panel's tokens. */
 static void strip(const Product *l, size_t out, size_t panel, const float *columns) {
   const size_t n_in = l->n_in, n_out = l->n_out;
   const size_t first = panel_start(l, panel) * LANES, vectors = panel_start(l, panel + 1) - first / LANES;

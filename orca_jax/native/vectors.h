@@ -67,7 +67,7 @@ INLINE vec counted(void) {
 
 INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
-/* b if either is not a number. */
+/* The larger of a and b; b if either is NaN. */
 INLINE vec larger(vec a, vec b) {
 #if LANES == 16 && defined(__AVX512F__)
   return (vec)_mm512_max_ps((__m512)a, (__m512)b); /* one instruction, which GCC does not find by itself */
@@ -78,7 +78,7 @@ INLINE vec larger(vec a, vec b) {
 #endif
 }
 
-/* ---- memory: floats as they are; bfloat16 widened exactly, and narrowed to the nearest, ties to even ---- */
+/* ---- loads and stores: bfloat16 is widened exactly, and rounded to nearest, ties to even ---- */
 
 INLINE vec load_float(const float *from) { return *(const vec *)from; }
 INLINE vec load_bfloat16(const bfloat16 *from) {
@@ -122,8 +122,8 @@ INLINE vec reversed(vec v) {
 #endif
 }
 
-/* v, in a register. Short of registers, GCC would otherwise load v anew at each use, and loads are what limits
- * AVX2: its multiply-adds cannot broadcast from memory. */
+/* v, kept in a register. Short of registers, GCC would otherwise load v again at each use, and loads limit AVX2,
+ * whose multiply-adds cannot broadcast from memory. */
 INLINE vec kept(vec v) {
 #if LANES == 8
   __asm__("" : "+x"(v));
@@ -133,7 +133,7 @@ INLINE vec kept(vec v) {
 
 /* ---- sums of lanes ---- */
 
-/* The sums of lanes that are a multiple of 4 apart: halves are added until 4 lanes are left. */
+/* Sums of the lanes that are a multiple of 4 apart: halves are added until 4 lanes are left. */
 INLINE vec4 folded(vec v) {
 #if LANES == 16
   vec8 halves[2], eight;
@@ -152,7 +152,7 @@ INLINE float sum(vec v) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-/* The sums of four vectors: first within each quarter, two lanes at a time. */
+/* The sums of four vectors. Lanes are added within quarters first, in pairs. */
 INLINE vec4 sum4(vec a, vec b, vec c, vec d) {
 #if LANES == 16
   const vec ab = LANES_OF(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
@@ -168,7 +168,7 @@ INLINE vec4 sum4(vec a, vec b, vec c, vec d) {
 #endif
 }
 
-/* Rows become columns. Each round interleaves rows i and i + LANES / 2. */
+/* Transposes a square of lanes. Each round interleaves rows i and i + LANES / 2. */
 INLINE void transpose(vec tile[LANES]) {
   UNROLL for (int rows = 1; rows < LANES; rows *= 2) {
     vec mixed[LANES];

@@ -1,4 +1,4 @@
-/* What an XLA custom call on a CPU needs: to say what it is, and to share its work out to XLA's threads. */
+/* The frame of an XLA custom call on a CPU: its arguments, and threads for its work. */
 
 #ifndef ORCA_XLA_CALL_H
 #define ORCA_XLA_CALL_H
@@ -11,18 +11,18 @@
 
 #include "xla/ffi/api/c_api.h"
 
-/* Work cut into items, which threads take in turn. It stands first in what an operation allocates with
- * malloc; the last thread that lets go of it frees that. */
+/* Work cut into items, which threads take in turn. It is the first member of what an operation allocates with malloc;
+ * the last thread that lets go of it frees the memory. */
 typedef struct Work {
   void (*do_item)(struct Work *, int item);
   int n_items;
   atomic_bool failed;
-  atomic_int next, done, holders; /* items taken, items finished, threads that may still look at this */
+  atomic_int next, done, holders; /* items taken, items finished, threads that may still read this */
 } Work;
 
-/* XLA asks once what this is, without arguments: true, and answered. */
+/* XLA's first call asks for the API version and has no arguments: this answers it and returns true. */
 static inline bool asked_what_it_is(XLA_FFI_CallFrame *frame) {
-  /* The type of an extension has other names in other versions of jaxlib. */
+  /* The name of an extension's type differs between versions of jaxlib. */
   for (__typeof__(frame->extension_start) asked = frame->extension_start; asked; asked = asked->next)
     if (asked->type == XLA_FFI_Extension_Metadata) {
       XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)asked)->metadata;
@@ -36,7 +36,7 @@ static inline bool asked_what_it_is(XLA_FFI_CallFrame *frame) {
 static inline XLA_FFI_Buffer *argument(const XLA_FFI_CallFrame *frame, int i) { return frame->args.args[i]; }
 static inline XLA_FFI_Buffer *result(const XLA_FFI_CallFrame *frame, int i) { return frame->rets.rets[i]; }
 
-/* The value of the scalar attribute `name`, which the caller gives. */
+/* The value of the scalar attribute `name`, which must exist. */
 static inline const void *attribute(const XLA_FFI_CallFrame *frame, const char *name) {
   const XLA_FFI_Attrs *attrs = &frame->attrs;
   int64_t i = 0;
@@ -55,7 +55,7 @@ static inline void forget(const XLA_FFI_CallFrame *frame, XLA_FFI_Error *error) 
   frame->api->XLA_FFI_Error_Destroy(&args);
 }
 
-/* Threads of XLA's, this one counted. */
+/* The number of XLA's threads, including this one. */
 static inline int count_threads(const XLA_FFI_CallFrame *frame) {
   int64_t n = 1;
   XLA_FFI_ThreadPool_NumThreads_Args args = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx, &n};
@@ -83,7 +83,8 @@ static void help(void *work) {
   let_go(work);
 }
 
-/* Do all items, with at most `n_threads`; those that come late find nothing to do. The work is let go. */
+/* Does all items with at most `n_threads` threads, and lets go of the work. Threads that come late find no items, so
+ * this waits for items under way, never for a thread to start. */
 static inline XLA_FFI_Error *do_all(Work *work, const XLA_FFI_CallFrame *frame, double n_threads) {
   const int n_items = work->n_items;
   atomic_init(&work->failed, false);
@@ -97,11 +98,11 @@ static inline XLA_FFI_Error *do_all(Work *work, const XLA_FFI_CallFrame *frame, 
     XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_Schedule(&task);
     if (!error) continue;
     forget(frame, error);
-    let_go(work); /* those that are there do it all */
+    let_go(work); /* the threads that have started do it all */
     break;
   }
   take_items(work);
-  while (atomic_load(&work->done) < n_items) sched_yield(); /* others are at the last items */
+  while (atomic_load(&work->done) < n_items) sched_yield(); /* other threads compute the last items */
   const bool failed = atomic_load(&work->failed);
   let_go(work);
   return failed ? no_memory(frame) : NULL;
