@@ -1,4 +1,4 @@
-"""Two layers of attention by cuDNN, compiled for GPUs that need not be there: what XLA made of them, as JSON.
+"""Compiles two layers of cuDNN attention for GPUs that need not be present, and prints a report in JSON.
 
 JAX_PLATFORMS=cpu python -m tests.device.aot.cudnn_programs
 """
@@ -33,7 +33,7 @@ LAYOUTS = (FlatLayout(1, 1, 32), FlatLayout(128, 8, 32))
 
 
 def program(kind: str, layout: FlatLayout) -> dict[str, Any]:
-    """What runs by default, and how often XLA calls cuDNN, hands it a cache as it is, copies, and loops."""
+    """The default attention, and numbers of cuDNN calls, uncopied caches, copies and loops."""
     device = described_devices(kind, 1)[0]
     choose = partial(choose_attention, device, MODEL, n_heads=HEADS, block_size=BLOCK, dtype="bfloat16")
     path = choose(forced="cudnn").path
@@ -68,7 +68,7 @@ def program(kind: str, layout: FlatLayout) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Each GPU, each layout."""
+    """Report on each GPU and each layout."""
     print(json.dumps({kind: [program(kind, layout) for layout in LAYOUTS] for kind in KINDS}))
 
 

@@ -1,4 +1,4 @@
-"""The programs of a T5 for a GPU that need not be there: what XLA made of them, as JSON.
+"""Compiles a T5's programs for a GPU that need not be present, and prints a report in JSON.
 
 JAX_PLATFORMS=cpu python -m tests.device.aot.encoder_programs
 """
@@ -40,7 +40,7 @@ KEPT |= {math.prod(cache_shape(MODEL, n_blocks=N_BLOCKS, block_size=BLOCK_SIZE))
 
 
 def copies_of_kept(text: str) -> list[str]:
-    """The copies and transposes with as many elements as a matrix or a cache, in whatever fusion."""
+    """Copies and transposes with as many elements as a weight or a cache, in any fusion."""
     found = re.findall(r"= (\w+\[([\d,]+)\])\S* (?:copy|transpose)\(", text)
     return [shape for shape, sizes in found if math.prod(map(int, sizes.split(","))) in KEPT]
 
@@ -58,7 +58,7 @@ def described(program: jax.stages.Compiled) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The encoder, what cross attention reads, and the decoder's forward pass."""
+    """Report on the encoder, cross attention's cache, and the decoder's forward pass."""
     (part,) = split_model(MODEL, described_devices("h200", 1))
     assert MODEL.encoder is not None
     stage, chosen = described_stage(MODEL, part)

@@ -1,4 +1,4 @@
-"""Programs of a mixture for GPUs that need not be there: the collectives of each form, as JSON.
+"""Compiles a mixture for GPUs that need not be present, and prints each form's collectives in JSON.
 
 JAX_PLATFORMS=cpu python -m tests.device.aot.exchange_programs
 """
@@ -19,7 +19,7 @@ MODEL = replace(_WHOLE, layers=_WHOLE.layers[:1]).for_devices(N_DEVICES)
 
 
 def main() -> None:
-    """A forward pass of one layer, forced to exchange and as the cost model says."""
+    """Report on a forward pass of one layer, forced to exchange tokens and as the cost model chooses."""
     found: dict[str, dict[str, int]] = {}
     forms: list[ExpertExchange] = ["exchange", "auto"]
     for form in forms:

@@ -1,4 +1,4 @@
-"""What is said of command buffers reaches the stages' programs.
+"""The option command_buffer_collectives reaches every stage's programs.
 
 What XLA makes of it on GPUs is in test_forward_compiles.py.
 """
@@ -17,7 +17,7 @@ from orca_jax.launch import precompile
 
 @pytest.fixture
 def collective_flags(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What each stage that is made is told of it."""
+    """The option's value for each stage that is made."""
     flags: list[bool] = []
 
     def make(*args: Any, command_buffer_collectives: bool, **more: Any) -> Stage:
@@ -35,7 +35,7 @@ def test_each_stage_of_an_engine_gets_the_flag(collective_flags: list[bool]) -> 
         assert collective_flags == [True, True, False]
 
 
-def test_programs_compiled_ahead_are_those(
+def test_programs_compiled_ahead_have_the_flag(
     collective_flags: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precompile, "compile_all", lambda programs, on_program: None)  # for minutes

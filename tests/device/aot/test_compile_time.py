@@ -1,4 +1,4 @@
-"""What keeps compiling short: kernels that are compiled once for all layers, and ptxas asked once."""
+"""Compiling stays short: kernels are compiled once for all layers, and ptxas is queried once."""
 
 import argparse
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ print(n)
 
 
 def compiled(n_layers: int) -> Figures:
-    """GPT-3 13B with so many layers, 32 tokens."""
+    """GPT-3 13B with this many layers, for 32 tokens."""
     flags = argparse.Namespace(model="gpt3-13b", layers=n_layers, max_batch_size=32, layers_a_program=0)
     return figures(flags, 32)
 
@@ -49,14 +49,14 @@ def test_ptxas_is_queried_for_its_version_once(monkeypatch: pytest.MonkeyPatch) 
     assert len(asked) == 1
 
 
-def test_without_a_compiler_there_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mosaics_compiler_nothing_is_queried(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in (None, SimpleNamespace(), SimpleNamespace(_mosaic_gpu_ext=SimpleNamespace())):
         monkeypatch.setattr(fragmented_array, "mgpu_lib", library)
         ask_ptxas_once()
 
 
 @needs_plugin
-def test_a_forward_program_is_lowered_with_one_question_to_ptxas() -> None:
+def test_lowering_a_forward_program_queries_ptxas_once() -> None:
     assert told_apart("-c", COUNT) == 1
 
 

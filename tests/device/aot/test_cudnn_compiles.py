@@ -1,4 +1,4 @@
-"""What XLA makes of cuDNN's attention for GPUs that need not be there; skipped without the CUDA plugin.
+"""cuDNN's attention compiled by XLA for GPUs that need not be present; skipped without the CUDA plugin.
 
 XLA does not ask cuDNN for a GPU that is only described: these programs show what cuDNN will be given, not
 that it takes it. In a process of its own: a machine's own GPU, or the lack of one, has no say.
@@ -20,9 +20,7 @@ def programs() -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_cudnn_is_called_on_the_caches_where_they_lie(
-    programs: dict[str, list[dict[str, Any]]], kind: str
-) -> None:
+def test_cudnn_reads_the_caches_in_place(programs: dict[str, list[dict[str, Any]]], kind: str) -> None:
     for program, layout in zip(programs[kind], LAYOUTS, strict=True):
         # For rows of one token, and for tiles where the bucket has more than one.
         n_calls = N_LAYERS * (1 if layout.n_tokens == 1 else 2)

@@ -1,4 +1,4 @@
-"""What XLA makes of a T5's programs for an H200 that need not be there; skipped without the CUDA plugin."""
+"""A T5's programs compiled for an H200 that need not be present; skipped without the CUDA plugin."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.device.aot.without_gpu import needs_plugin, told_apart
 
 
 @needs_plugin
-def test_no_program_copies_weights_or_caches_or_asks_the_host() -> None:
+def test_no_program_copies_weights_or_caches_or_waits_for_the_host() -> None:
     found: dict[str, Any] = told_apart("-m", "tests.device.aot.encoder_programs")
     assert found["attention"].startswith("pure JAX, static shapes"), found["attention"]
     for name, program in found["programs"].items():

@@ -1,4 +1,4 @@
-"""What XLA makes of experts' tokens between H200s that need not be there; skipped without the CUDA plugin."""
+"""Token exchange compiled for H200s that need not be present; skipped without the CUDA plugin."""
 
 from typing import Any
 

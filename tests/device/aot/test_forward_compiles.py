@@ -1,4 +1,4 @@
-"""What XLA makes of the forward programs for GPUs that need not be there; skipped without the CUDA plugin.
+"""Forward programs compiled for GPUs that need not be present; skipped without the CUDA plugin.
 
     JAX_PLATFORMS=cpu python -m pytest tests/device/aot/test_forward_compiles.py
 
@@ -15,12 +15,12 @@ from tests.device.aot.without_gpu import needs_plugin, told_apart
 
 
 def compiled(*flags: str) -> list[dict[str, Any]]:
-    """What `bench.compiled.compile_for_gpu` finds in the forward program of each bucket."""
+    """The report of `bench.compiled.compile_for_gpu` on each bucket's forward program."""
     return told_apart("-m", "bench.compiled.compile_for_gpu", *flags)["programs"]
 
 
 @needs_plugin
-def test_gpt3_13b_is_one_command_buffer_whose_attention_calls_are_given_no_slices() -> None:
+def test_gpt3_13b_is_one_command_buffer_and_passes_no_slices_to_attention() -> None:
     programs = compiled("--preset", "gpt3-13b", "--layers", "3", "--buckets", "1,2,32,512")
     assert [program["bucket"] for program in programs] == [1, 2, 32, 512]
     for program in programs:
@@ -44,9 +44,7 @@ def test_a_small_model_is_one_command_buffer_on_each_gpu(device: str) -> None:
 @needs_plugin
 @pytest.mark.long
 @pytest.mark.parametrize(("preset", "temporaries"), [("qwen3-30b-a3b", 150e6), ("mixtral-8x7b", 380e6)])
-def test_mixtures_hold_no_weights_and_each_token_once_for_each_of_its_experts(
-    preset: str, temporaries: float
-) -> None:
+def test_mixtures_copy_no_weights_and_a_token_once_per_chosen_expert(preset: str, temporaries: float) -> None:
     few, many = compiled("--preset", preset, "--layers", "2", "--buckets", "32,2048")
     assert few["temporaries"] < 6e6  # an expert of Qwen's has 9 MB, and a layer 1.2 GB
     assert (
@@ -124,7 +122,7 @@ metadata={op_name="jit(forward)/split_attention/mpmd_map" stack_frame_id=1}
 """
 
 
-def test_a_call_that_slices_are_folded_into_is_still_attention() -> None:
+def test_an_attention_call_with_folded_slices_is_recognised() -> None:
     kernels = list(Program(FOLDED).kernels())
     assert [kernel.computes for kernel in kernels] == [("LayerNorm",), ("attention",), ("attention",)]
     assert [kernel.sliced for kernel in kernels] == [False, False, True]

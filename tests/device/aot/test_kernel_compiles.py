@@ -1,4 +1,4 @@
-"""What XLA and Mosaic compile for a described H200; skipped without the CUDA plugin.
+"""Kernels compiled by XLA and Mosaic for a described H200; skipped without the CUDA plugin.
 
     JAX_PLATFORMS=cpu python -m pytest tests/device/aot/test_kernel_compiles.py
 
@@ -24,7 +24,7 @@ def forward_kernels(n_tokens: int, n_layers: int) -> dict[str, Any]:
 
 
 def of_one_layer(program: dict[str, Any]) -> list[set[str]]:
-    """What each kernel of a middle layer computes."""
+    """The operations in each kernel of a middle layer."""
     for kernel in program["layer"]:  # no copies, transposes or loops
         assert kernel["kind"] in {"kLoop", "kInput", "triton", "triton_nested_gemm_fusion", "mosaic_gpu_v2"}
     return [set(kernel["computes"]) for kernel in program["layer"]]
@@ -70,7 +70,7 @@ def test_gpt3_13b_calls_the_kernel_once_a_layer_and_xla_fuses_the_rest() -> None
     assert len(kernels) <= 15
 
 
-def test_many_tokens_have_the_bias_in_the_product_and_the_residual_in_the_norm() -> None:
+def test_with_many_tokens_the_product_adds_the_bias_and_the_norm_the_residual() -> None:
     program = forward_kernels(2048, 4)
     assert program["attention_calls"] == 4
     kernels = of_one_layer(program)

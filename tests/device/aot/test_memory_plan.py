@@ -1,4 +1,4 @@
-"""XLA's own memory plan beside arithmetic: for this CPU, and for an H200 with the CUDA plugin alone."""
+"""Planned memory against XLA's memory plan, for this CPU and, with the CUDA plugin, for an H200."""
 
 import pytest
 
@@ -20,7 +20,7 @@ CPU = cpu_device(memory=16 << 30, bandwidth=3e10, matrix_rate=2e11)
 def planned(
     model: str | ModelConfig, device: KnownDevice, dtype: str, n_stages: int, tensor: int
 ) -> tuple[Plan, tuple[int, ...]]:
-    """A plan by arithmetic, and what XLA says the temporaries of its stages are."""
+    """A plan, and the temporaries of its stages by XLA."""
     plan = make_plan(
         PlanTarget(
             config=PRESETS[model] if isinstance(model, str) else model,
@@ -43,7 +43,7 @@ def planned(
 
 
 def off(plan: Plan, compiled: tuple[int, ...]) -> list[float]:
-    """By how much each stage's memory in all is off, as a part of what it is by XLA."""
+    """Each stage's relative error in total memory, against XLA's."""
     errors: list[float] = []
     for stage, temporaries in zip(plan.stages, compiled, strict=True):
         rest = stage.memory.weights + stage.memory.tables + plan.serving.n_slots * stage.memory.slot
@@ -51,7 +51,7 @@ def off(plan: Plan, compiled: tuple[int, ...]) -> list[float]:
     return errors
 
 
-def test_the_demo_model_on_a_cpu_needs_what_was_planned() -> None:
+def test_the_demo_model_on_a_cpu_needs_the_planned_memory() -> None:
     plan, compiled = planned("demo", CPU, "float32", 1, 1)
     assert max(map(abs, off(plan, compiled))) < 0.05
 
@@ -64,7 +64,7 @@ def test_stages_and_parts_are_compiled_one_by_one() -> None:
 
 
 def latent_model() -> ModelConfig:
-    """Three layers in which what is between queries and the cache counts."""
+    """Three layers in which the arrays between queries and cache are large."""
     latent = Latent(rank=128, rotary_size=32, plain_size=64, value_size=64, query_rank=96)
     own = latent_attention(latent, n_heads=16, rotary=Rotary(size=32), qkv_bias=False, out_bias=False)
     norm = Norm(kind="rms_norm")
@@ -81,14 +81,14 @@ def latent_model() -> ModelConfig:
 
 
 @pytest.mark.long
-def test_latent_attention_on_a_cpu_needs_what_was_planned() -> None:
+def test_latent_attention_on_a_cpu_needs_the_planned_memory() -> None:
     plan, compiled = planned(latent_model(), CPU, "float32", 1, 2)
     assert max(map(abs, off(plan, compiled))) < 0.2  # 0.01 where XLA optimizes, as it does for users
 
 
 @needs_plugin
 @pytest.mark.long
-def test_latent_attention_on_an_h200_needs_what_was_planned() -> None:
+def test_latent_attention_on_an_h200_needs_the_planned_memory() -> None:
     plan, compiled = planned(latent_model(), gpu_named("h200"), "bfloat16", 1, 1)
     assert max(map(abs, off(plan, compiled))) < 0.05
 
@@ -101,7 +101,7 @@ def test_a_cpus_rates_are_measured() -> None:
 
 @needs_plugin
 @pytest.mark.parametrize("name", ["demo", "gpt2"])
-def test_an_h200_needs_what_was_planned(name: str) -> None:
+def test_an_h200_needs_the_planned_memory(name: str) -> None:
     plan, compiled = planned(name, gpu_named("h200"), "bfloat16", 1, 1)
     assert max(map(abs, off(plan, compiled))) < 0.05
 
@@ -110,8 +110,8 @@ def test_an_h200_needs_what_was_planned(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "n_stages"), [("mixtral-8x7b", 2), ("qwen3-30b-a3b", 4)])
-def test_mixtures_on_h200s_need_what_was_planned(name: str, n_stages: int) -> None:
-    """Two layers of each stage, as below: on one device, cut over several, and in two stages."""
+def test_mixtures_on_h200s_need_the_planned_memory(name: str, n_stages: int) -> None:
+    """Two layers per stage, as below: on one device, split over several, and in two stages."""
     check = ("--devices", "h200", "--models", name, "--layers", "2")
     stages = told_apart("-m", "bench.compiled.plan_check", *check)["stages"]
     assert len(stages) == n_stages
@@ -123,8 +123,8 @@ def test_mixtures_on_h200s_need_what_was_planned(name: str, n_stages: int) -> No
 @needs_plugin
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_large_llamas_on_h200s_need_what_was_planned() -> None:
-    """Two layers of each stage, so that temporaries and kept results, not weights, decide."""
+def test_large_llamas_on_h200s_need_the_planned_memory() -> None:
+    """Two layers per stage, so that temporaries and kept results outweigh weights."""
     models = "llama-3.1-70b,llama-3.1-405b"
     check = ("--devices", "h200", "--models", models, "--layers", "2")
     stages = told_apart("-m", "bench.compiled.plan_check", *check)["stages"]

@@ -1,4 +1,4 @@
-"""What tests need that compile for GPUs not there: the CUDA plugin, and processes of their own."""
+"""Helps tests that compile for absent GPUs: they need the CUDA plugin, and run in separate processes."""
 
 import json
 import os
@@ -19,7 +19,7 @@ needs_plugin = pytest.mark.skipif(
 
 
 def told_apart(*arguments: str) -> Any:
-    """The last line, JSON, of Python run with these in a process that sees no GPU, be there one or not."""
+    """Run Python with these arguments in a process that sees no GPU; its last output line, parsed as JSON."""
     done = subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},

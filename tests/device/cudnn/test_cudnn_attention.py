@@ -1,4 +1,4 @@
-"""Split attention by cuDNN: how a flat batch is mapped to its calls, with a reference of the call on the CPU.
+"""Split attention by cuDNN: a flat batch is mapped to calls, which a reference computes on the CPU.
 
 No test here runs cuDNN itself, which needs a GPU.
 """
@@ -47,7 +47,7 @@ def strict(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """The reference, with NaN in all entries if one asks for what the call does not support.
+    """The reference, with NaN everywhere if an entry asks for something that the call does not support.
 
     That is an entry without a key, or an id that is not a block, which `ragged` puts after a row's own.
     """
@@ -78,7 +78,7 @@ reference = jax.jit(split_attention_reference, static_argnames=("scale", "window
 
 
 def attended(batch: Ragged, scores: Scores = PLAIN, sinks: np.ndarray | None = None) -> np.ndarray:
-    """The result of a batch whose q is [T, G, K, D]: the host's words, then what is traced."""
+    """The result of a batch whose q is [T, G, K, D]: makes the host's words, then runs the traced part."""
     plan = TilePlan(len(batch.q), len(batch.kv_length))
     words = tile_words(batch.row_start, plan)
     assert words.shape == (plan.n_words,) and words.dtype == np.int32
@@ -86,7 +86,7 @@ def attended(batch: Ragged, scores: Scores = PLAIN, sinks: np.ndarray | None = N
 
 
 def fitting(rows: list[tuple[int, int]], n_tokens: int) -> list[tuple[int, int]]:
-    """The rows that fit in the bucket."""
+    """The first rows that fit in the bucket."""
     taken: list[tuple[int, int]] = []
     for row in rows:
         if sum(n for n, _ in taken) + row[0] <= n_tokens:
@@ -186,7 +186,7 @@ def test_the_entries_of_a_batch_worked_by_hand() -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 150), min_size=1, max_size=40), st.integers(0, 70))
-def test_every_token_has_its_own_place(inputs: list[int], n_padding: int) -> None:
+def test_no_two_tokens_share_a_place(inputs: list[int], n_padding: int) -> None:
     row_start = np.cumsum([0, *inputs]).astype(np.int32)
     n_tokens = int(row_start[-1]) + n_padding
     if n_tokens == 0:
@@ -206,7 +206,7 @@ def test_every_token_has_its_own_place(inputs: list[int], n_padding: int) -> Non
             assert tile_row[tile] == row and tile_start[tile] + query == token
 
 
-def test_the_reference_of_the_call_is_attention_and_reads_whole_tables() -> None:
+def test_the_reference_of_the_call_computes_attention_and_reads_whole_tables() -> None:
     rng = np.random.default_rng(4)
     q = rng.standard_normal((2, 3, 4, 8)).astype(np.float32)
     caches = rng.standard_normal((2, 5, 2, 4, 8)).astype(np.float32)
@@ -238,7 +238,7 @@ def test_xla_gets_the_text_that_jaxs_own_attention_sends(dtype: str, n_queries: 
     assert json.loads(graph(jnp.dtype(dtype), 8, 40, n_queries, 2048, 0.125)) == json.loads(theirs)
 
 
-def test_what_cudnn_does_not_support_is_refused_with_a_reason() -> None:
+def test_unsupported_sizes_are_refused_with_a_reason() -> None:
     assert unsupported(128, 16, "bfloat16", 8, 8) is None
     for sizes, reason in {
         (100, 16, "bfloat16", 8, 8): "head size is 100",

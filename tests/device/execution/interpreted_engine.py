@@ -1,4 +1,4 @@
-"""An engine whose attention is the interpreted kernel, beside one in pure JAX: their tokens, as JSON.
+"""Runs engines with the interpreted kernel and with pure-JAX attention, and prints their tokens in JSON.
 
 PJRT_NPROC=16 python -m tests.device.execution.interpreted_engine
 """
@@ -23,7 +23,7 @@ LENGTHS = ((5, 4), (150, 3), (9, 2))  # input, output; the longest is two tiles
 
 
 def tokens(attention: Attention) -> dict[str, list[int]]:
-    """Greedy tokens of requests that arrive one after the other, so that batches mix the phases."""
+    """Greedy tokens of requests that arrive one after another, so that batches mix both phases."""
     parameters = init_parameters(MODEL, jax.random.key(3), jnp.dtype("float16"))
     # Spread, so that the best token is far ahead of the second.
     parameters = {name: value * (1 if value.ndim == 1 else 6) for name, value in parameters.items()}

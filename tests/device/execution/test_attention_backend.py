@@ -1,4 +1,4 @@
-"""Which attention runs where, and that the engine's tokens do not depend on it."""
+"""The choice of attention by device and model, on which the engine's tokens do not depend."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_the_choice_by_device_and_model(
         (CPU, "interpreted", Kernel(4, 1, 1, 16, interpret=True)),
     ],
 )
-def test_it_can_be_forced(device: SimpleNamespace, forced: Attention, path: object) -> None:
+def test_an_attention_can_be_forced(device: SimpleNamespace, forced: Attention, path: object) -> None:
     choice = choose_attention(device, model(64), n_heads=4, block_size=16, dtype="bfloat16", forced=forced)
     assert choice.path == path
 
@@ -101,7 +101,7 @@ def test_it_can_be_forced(device: SimpleNamespace, forced: Attention, path: obje
         (A100, 64, 24, "cudnn", "24 slots; cuDNN has powers of two"),
     ],
 )
-def test_what_cannot_run_is_refused(
+def test_a_forced_attention_that_cannot_run_is_refused(
     device: SimpleNamespace, head_size: int, block_size: int, forced: Attention, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"attention is '{forced}'.*{message}"):
@@ -190,7 +190,7 @@ def test_latent_attention_on_a_cpu_has_both_forms_unless_it_is_deterministic(dty
     assert choose_attention(CPU, latent, **sizes, deterministic=True).path == Native()
 
 
-def test_cudnn_chooses_its_own_split_so_it_is_not_deterministic() -> None:
+def test_cudnn_is_not_deterministic_because_it_chooses_the_splits() -> None:
     sizes = {"n_heads": 4, "block_size": 16, "dtype": "bfloat16", "deterministic": True}
     choice = choose_attention(A100, model(64), **sizes)
     assert choice.path == STATIC and "--deterministic" in choice.description
@@ -223,7 +223,7 @@ def test_the_documents_have_the_table_of_gpus() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_engine_has_the_same_tokens_with_the_kernel_interpreted() -> None:
-    """In a process of its own: the interpreter's threads wait for each other on a pool that must be wide."""
+    """Runs in a separate process: the interpreter's threads wait for each other, and need a large pool."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.device.execution.interpreted_engine"],
         env={**os.environ, "PJRT_NPROC": "16", "JAX_PLATFORMS": "cpu"},

@@ -1,4 +1,4 @@
-"""What a plan says of memory against what engines then have: on CPU devices, and by shape for presets."""
+"""Planned memory against what engines allocate: on CPU devices, and by shape for presets."""
 
 import math
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ SERVING = ServingConfig(max_batch_size=3, n_slots=96, max_batch_tokens=64, block
 
 
 def bytes_on(device: Any, arrays: object) -> int:
-    """Of a tree of arrays, what lies on a device."""
+    """Bytes of a tree of arrays on one device."""
     leaves = jax.tree.leaves(arrays)
     return sum(
         shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards if shard.device == device
@@ -45,7 +45,7 @@ def bytes_on(device: Any, arrays: object) -> int:
 
 @pytest.mark.parametrize("model", [TIED, UNTIED, PROJECTED], ids=["tied", "untied", "projected"])
 @pytest.mark.parametrize(("n_stages", "tensor"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_an_engine_allocates_what_was_planned(model: ModelConfig, n_stages: int, tensor: int) -> None:
+def test_an_engine_allocates_the_planned_memory(model: ModelConfig, n_stages: int, tensor: int) -> None:
     model = model.for_devices(tensor)
     parts = split_model(
         model, jax.devices("cpu"), ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor)
@@ -93,7 +93,7 @@ def test_the_weights_of_every_preset_are_split_as_planned(name: str, n_stages: i
 
 
 class Gpu:
-    """A GPU that says what its allocator holds."""
+    """A GPU whose allocator reports its memory."""
 
     platform, device_kind, compute_capability, core_count = "gpu", "A GPU", "9.0", 132
 
@@ -113,7 +113,7 @@ def gpu_part(stats: Mapping[str, int] | None) -> StagePart:
 
 
 def free(monkeypatch: pytest.MonkeyPatch, reported: float | None, held: str = "") -> int | None:
-    """What a GPU that holds 90 of 100 GB has free with 26 GB in use; `held` is what its environment says."""
+    """Free memory of a GPU that reserves 90 of 100 GB and uses 26; `held` is the memory fraction."""
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", held)
     part = gpu_part({"bytes_limit": int(90e9), "bytes_in_use": int(26e9)})
@@ -122,7 +122,7 @@ def free(monkeypatch: pytest.MonkeyPatch, reported: float | None, held: str = ""
     return room.free
 
 
-def test_of_a_gpu_all_that_jax_holds_may_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_may_use_all_memory_that_jax_reserves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free(monkeypatch, None, "0.9") == free(monkeypatch, 0.9, "0.9") == 64e9
     assert free(monkeypatch, 0.45, "0.9") == pytest.approx(45e9 - 26e9)
     assert free(monkeypatch, 0.1, "0.9") == 0

@@ -1,4 +1,4 @@
-"""Which tokens may come next, against Hugging Face's processors and a naive look at every token."""
+"""Token masks, against Hugging Face's processors and a naive check of every token."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def test_the_mask_equals_a_check_of_each_token(
     assert allowed_by(rules, prompt, output) == [t in expected for t in range(VOCAB)]
 
 
-def test_an_output_that_nothing_constrains_has_no_state() -> None:
+def test_an_unconstrained_output_has_no_state() -> None:
     assert ConstraintRules(vocab_size=VOCAB).begin() is None
     assert ConstraintRules(vocab_size=VOCAB, min_tokens=3).begin() is None, "nothing could end it"
     early = ConstraintRules(vocab_size=VOCAB, min_tokens=3, end_token_ids=frozenset({1})).begin()

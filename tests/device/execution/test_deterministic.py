@@ -1,4 +1,4 @@
-"""Engines with `deterministic`: not a bit of a request depends on what runs beside it, or on when it came.
+"""With `deterministic` no bit of a request's results depends on its neighbours or its arrival.
 
 The logarithms of probabilities tell bits apart long before tokens do.
 """
@@ -45,7 +45,7 @@ def engine(n_stages: int, attention: Attention = "follow_lengths", *, determinis
 
 
 def request(kind: int, name: str) -> Request:
-    """One of N_KINDS requests that differ in all that one may ask for."""
+    """One of N_KINDS requests, which differ in all parameters."""
     rng = np.random.default_rng(kind)
     asked: dict[str, Any] = [
         {"temperature": 0.0},
@@ -95,8 +95,8 @@ def test_no_bit_depends_on_what_else_runs(
 
 
 @pytest.mark.long
-def test_without_it_bits_do_depend_on_it() -> None:
-    """Else this file could not tell the difference."""
+def test_without_deterministic_bits_depend_on_neighbours() -> None:
+    """Otherwise this file would prove nothing."""
     plain = engine(1, deterministic=False)
     result = set[str]()
     for n in (1, 2, 10):

@@ -1,4 +1,4 @@
-"""The model's last layer: of each row only the last token goes on behind the keys and values."""
+"""The model's last layer: after keys and values, only each row's last token goes on."""
 
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ MODEL = gpt_config(
 
 
 def parameters() -> dict[str, jax.Array]:
-    """Drawn by NumPy, which compiles nothing."""
+    """Random parameters from NumPy, which compiles nothing."""
     rng = np.random.default_rng(3)
     return {
         name: jnp.asarray(
@@ -48,7 +48,7 @@ def parameters() -> dict[str, jax.Array]:
 
 
 class RecordedProducts(Products):
-    """XLA's products, and how many tokens each was traced for."""
+    """XLA's products, recording the number of tokens of each trace."""
 
     def bind(self, n_tokens: jax.Array | None) -> Matmul:
         def product(x: jax.Array, weight: jax.Array, n_tokens: jax.Array | None) -> jax.Array:
@@ -65,10 +65,10 @@ traced: list[int] = []
     ("bucket", "of_layers", "of_the_last", "of_the_head"),
     [(32, [32] * 4, [32, 4, 4, 4], [4]), (5, [5] * 4, [5, 4, 4, 4], [4]), (4, [4] * 4, [], [4])],
 )
-def test_behind_the_keys_and_values_it_has_a_token_a_row(
+def test_after_keys_and_values_it_computes_one_token_per_row(
     bucket: int, of_layers: list[int], of_the_last: list[int], of_the_head: list[int]
 ) -> None:
-    """Layers that are alike are traced once: with a token a row that is all of them."""
+    """Equal layers are traced once; with one token per row all layers are equal."""
     (part,) = split_model(MODEL, jax.devices())
 
     def like(*shape: int, dtype: Any = jnp.float32) -> Any:
@@ -102,7 +102,7 @@ def test_any_tokens_of_a_row_can_be_evaluated() -> None:
 
     @jax.jit
     def evaluate() -> tuple[jax.Array, jax.Array]:
-        """At once, and later: from what entered the last layer, whose keys and values are there by then."""
+        """Evaluate tokens in the forward pass, and afterwards from the last layer's input and cache."""
         empty = jnp.zeros(cache_shape(MODEL, n_blocks=3, block_size=block_size))
         caches = [LayerCache(empty, empty)] * MODEL.n_layers
         position = jnp.arange(n_tokens)
@@ -128,7 +128,7 @@ def test_any_tokens_of_a_row_can_be_evaluated() -> None:
     ],
 )
 def test_a_long_prompt_is_scored_in_parts(attention: Attention, tensor: int, n_stages: int) -> None:
-    """Beside others, which are scored too."""
+    """Other prompts are scored in the same batch."""
     serving = ServingConfig(max_batch_size=3, n_slots=1024, max_batch_tokens=320, block_size=8)
     parts = split_model(
         MODEL, jax.devices(), ParallelConfig(tensor_parallel=tensor, pipeline_parallel=n_stages)
@@ -154,7 +154,7 @@ def test_a_long_prompt_is_scored_in_parts(attention: Attention, tensor: int, n_s
         np.testing.assert_allclose([best for _, _, best in scored], exact[:n].max(axis=1), atol=3e-4)
 
 
-def test_a_kernels_list_for_the_last_layer_has_a_token_a_row() -> None:
+def test_the_kernels_list_for_the_last_layer_has_one_token_per_row() -> None:
     """Rows of 1, 5 and 2 tokens, padded to 16 tokens and 4 rows."""
     kernel = Kernel(n_kv_heads=2, group=1, n_cores=3, block_size=8, windows=(None, 16))
     layout, last = FlatLayout(16, 4, 10), FlatLayout(4, 4, 10)

@@ -1,4 +1,4 @@
-"""Which products of experts a GPU gets."""
+"""The choice of the experts' products on GPUs."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ def gpu(capability: str) -> SimpleNamespace:
     return SimpleNamespace(platform="gpu", compute_capability=capability, core_count=114)
 
 
-def test_hopper_gpus_have_the_kernel_and_others_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_hopper_gpus_have_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
 
     def kernel(x: jnp.ndarray, weight: jnp.ndarray, sizes: jnp.ndarray, *, n_cores: int) -> jnp.ndarray:

@@ -1,4 +1,4 @@
-"""Programs compiled ahead, and what JAX's own events say of compiling."""
+"""Programs compiled ahead, and compiles counted from JAX's events."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ def counter() -> Iterator[CompileCounter]:
 
 
 def powers() -> Program:
-    """x to the power of `n`, one form for each length and power."""
+    """A program for x to the power of `n`, with a form for each length and power."""
     return Program(jax.jit(lambda x, *, n: x**n, static_argnames="n"), key=lambda x, *, n: (x.shape[0], n))
 
 
@@ -39,7 +39,7 @@ def array(length: int) -> jax.Array:
     return jax.device_put(np.arange(length, dtype=np.float32), HERE)
 
 
-def test_what_is_compiled_in_parallel_is_what_is_called(counter: CompileCounter) -> None:
+def test_programs_compiled_in_parallel_are_the_ones_called(counter: CompileCounter) -> None:
     program = powers()
     forms = [(length, n) for length in range(1, 9) for n in range(1, 5)]
     calls: list[tuple[int, int, str]] = []
@@ -58,7 +58,7 @@ def test_what_is_compiled_in_parallel_is_what_is_called(counter: CompileCounter)
     assert {name for _, _, name in calls} == {f"{length}**{n}" for length, n in forms}
 
 
-def test_a_form_that_was_left_out_is_compiled_at_its_call(counter: CompileCounter) -> None:
+def test_a_form_not_compiled_ahead_is_compiled_at_its_call(counter: CompileCounter) -> None:
     program = powers()
     program.compile(like(4), n=2)
     x = array(5)
@@ -91,7 +91,7 @@ def test_programs_are_lowered_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert most == 1
 
 
-def test_what_fails_to_compile_is_raised_and_ends_the_rest() -> None:
+def test_a_failed_compile_is_raised_and_cancels_the_rest() -> None:
     begun: list[str] = []
 
     def fail() -> None:
@@ -117,7 +117,7 @@ def test_the_counter_counts_jax_s_events_until_closed() -> None:
     counter.close()  # nothing the second time
 
 
-def test_after_ready_a_compile_is_warned_of_once_on_its_thread_alone(
+def test_a_compile_after_ready_logs_one_warning_if_on_the_watched_thread(
     counter: CompileCounter, caplog: pytest.LogCaptureFixture
 ) -> None:
     x = array(3)

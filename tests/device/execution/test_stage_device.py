@@ -1,4 +1,4 @@
-"""Stages behind controllers and a transfer link, all in this process: the same tokens, and what is lost."""
+"""Stages with controllers and a transfer link, all in this process: their tokens, and recovery."""
 
 import threading
 import time
@@ -167,7 +167,7 @@ class Serving:
         self.scheduler = Scheduler(self.pool, self.engine, self.kv, config=SERVING, timeline=timeline)
 
     def run(self, requests: list[Request], n_iterations: int | None = None) -> None:
-        """To the end, or until that many iterations have returned tokens to the first request."""
+        """Run to the end, or until this many iterations have returned tokens to the first request."""
         deadline = time.monotonic() + SOON
         while len(self.pool) and (n_iterations is None or len(requests[0].output_ids) < n_iterations):
             self.scheduler.step()
@@ -192,7 +192,7 @@ def requests() -> list[Request]:
 
 
 def assert_greedy(whole: Parameters, request: Request) -> int:
-    """Each output token is the reference's best, up to the first choice that is not sure; how many were."""
+    """Check output tokens against the reference up to the first unsure choice; returns their number."""
     tokens = list(request.prompt_ids) + request.output_ids
     assert len(tokens) == request.max_tokens
     logits = np.asarray(reference.forward(MODEL, whole, jnp.array(tokens)))[len(request.prompt_ids) - 1 : -1]
@@ -235,7 +235,7 @@ def test_the_tokens_are_right_and_nothing_compiles_once_it_is_up(n_stages: int) 
             assert stage.link_bytes == sum(tokens) * MODEL.hidden_size * 4
 
 
-def test_what_a_stage_cannot_compute_ends_the_epoch_and_the_next_one_begins_with_new_caches(
+def test_a_failing_stage_ends_the_epoch_and_the_next_one_has_new_caches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with serving(2) as (pipeline, engine):
@@ -282,7 +282,7 @@ def test_other_sizes_get_other_programs_and_sizes_that_do_not_fit_are_reported()
 
 @pytest.mark.long
 def test_adapters_are_added_once_to_each_stage_s_weights_and_leave_no_trace(tmp_path: Path) -> None:
-    """Also by a worker that is made anew, for other sizes."""
+    """Also after the worker is made again for other sizes."""
     rng = np.random.default_rng(0)
     given, added = dict[str, np.ndarray](), dict[str, np.ndarray]()
     for name in ("layers.0.up.weight", "layers.3.down.weight"):

@@ -1,4 +1,4 @@
-"""Stages: the same tokens however the model is split, and what is said where it cannot be (ORCA 4.1)."""
+"""Stages: the same tokens however the model is split, and errors where it cannot be (ORCA 4.1)."""
 
 import re
 from functools import cache
@@ -57,7 +57,7 @@ def greedy_reference(name: str) -> GreedyReference:
 
 
 def requests() -> tuple[list[Request], list[int]]:
-    """Twelve of them, arriving while others run and leave."""
+    """Twelve requests, which arrive while others run and leave."""
     rng = np.random.default_rng(11)
     drawn = [(int(rng.integers(1, 40)), int(rng.integers(1, 20))) for _ in range(12)]
     arrivals = rng.integers(0, 30, len(drawn)).tolist()
@@ -85,7 +85,7 @@ def test_the_tokens_are_the_reference_s(name: str, n_stages: int, tensor: int) -
     assert n_sure > 0.9 * sum(len(request.output_ids) for request in asked)
 
 
-def test_layers_are_shared_out_evenly_and_in_order() -> None:
+def test_layers_are_split_evenly_and_in_order() -> None:
     assert stage_layers(40, 4) == [range(0, 10), range(10, 20), range(20, 30), range(30, 40)]
     assert stage_layers(5, 4) == [range(0, 2), range(2, 3), range(3, 4), range(4, 5)]
     for n_layers, n_stages in product(range(1, 30), range(1, 30)):
@@ -107,7 +107,7 @@ def test_the_description_of_the_stages() -> None:
     )
 
 
-def test_one_stage_is_that_of_the_split_on_the_first_devices() -> None:
+def test_one_stage_equals_a_split_over_the_first_devices() -> None:
     devices, model = jax.devices(), MODELS["tied"]
     parts = split_model(model, devices, ParallelConfig(pipeline_parallel=4, tensor_parallel=2))
     for stage, part in enumerate(parts):
@@ -130,14 +130,14 @@ def test_one_stage_is_that_of_the_split_on_the_first_devices() -> None:
         ({"tensor_parallel": True}, "tensor_parallel is True"),
     ],
 )
-def test_a_split_that_cannot_be_is_refused(sizes: dict[str, Any], message: str) -> None:
+def test_an_impossible_split_is_refused(sizes: dict[str, Any], message: str) -> None:
     model = gpt_config(vocab_size=205, n_positions=64, hidden_size=64, n_layers=8, n_heads=8, ffn_size=128)
     with pytest.raises(ConfigError, match=re.escape(message)):
         split_model(model, jax.devices(), ParallelConfig(**sizes))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_each_stage_has_its_own_parameters_and_nothing_else(name: str) -> None:
+def test_each_stage_has_its_parameters_and_no_others(name: str) -> None:
     model = MODELS[name]
     parts = split_model(model, jax.devices(), ParallelConfig(pipeline_parallel=2, tensor_parallel=4))
     placements = [part.placement(model) for part in parts]

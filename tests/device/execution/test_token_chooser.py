@@ -1,4 +1,4 @@
-"""The chooser of next tokens in C and in JAX: the same tokens and log-probabilities for any rows."""
+"""Choosing tokens in C and in JAX: the same tokens and log-probabilities for any rows."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ VOCAB, N_ROWS = 700, 12
 
 
 def rows_of(rng: np.random.Generator, sampler: Sampler) -> np.ndarray:
-    """The buffer's rows [n, R]: some greedy, some cut, two that are given, one that is padding."""
+    """The buffer's rows [n, R]: greedy ones, some with top-k or top-p, two forced tokens, one padding row."""
 
     def bits(values: np.ndarray) -> np.ndarray:
         return values.astype(np.float32).view(np.int32)
@@ -49,7 +49,7 @@ def rows_of(rng: np.random.Generator, sampler: Sampler) -> np.ndarray:
 @needs_native
 @pytest.mark.parametrize("sampler", ["greedy", "plain", "full"])
 @pytest.mark.parametrize("changes", [False, True])
-def test_both_forms_choose_and_tell_the_same(sampler: Sampler, changes: bool) -> None:
+def test_both_forms_choose_the_same_tokens_and_log_probabilities(sampler: Sampler, changes: bool) -> None:
     place = DeviceGroup((jax.devices()[0],)).place()
     choosers = [TokenChooser(VOCAB, N_ROWS, place, native=native) for native in (True, False)]
     assert [chooser._native for chooser in choosers] == [True, False]
@@ -83,7 +83,7 @@ def test_both_forms_choose_and_tell_the_same(sampler: Sampler, changes: bool) ->
         np.testing.assert_allclose(told["logprob"][wanted], expected_of_raw[wanted], rtol=1e-5, atol=1e-5)
 
 
-def test_without_native_the_log_probabilities_have_a_program_of_their_own() -> None:
+def test_without_native_the_log_probabilities_are_a_separate_program() -> None:
     place = DeviceGroup((jax.devices()[0],)).place()
     for native in (True, False):
         chooser = TokenChooser(VOCAB, N_ROWS, place, native=native)

@@ -1,4 +1,4 @@
-"""The worker: what its programs compile, what they take from the cache, and what they leave alone."""
+"""The worker: its programs compile once, donate their caches, and leave other slots alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,7 +98,7 @@ def test_each_program_compiles_once() -> None:
     device = worker()
 
     def run() -> None:
-        """One initiation in the bucket of 32, one increment in that of 8."""
+        """Run one prefill in the bucket of 32 tokens and one decode in that of 8."""
         harness(MODEL, {}, SERVING, buckets=(8, 32), workers=[device]).run([greedy_request("a", range(9), 2)])
 
     with compilations() as compiled:
@@ -141,7 +141,7 @@ def test_padding_writes_nothing(attention: Attention, bucket: int) -> None:
 def test_masks_are_computed_while_the_forward_pass_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So that a grammar is followed while the device computes. Not known yet, it holds up what is behind."""
+    """The host follows a grammar while the device computes; a missing mask delays later iterations."""
     device = worker()
     calls: list[str] = []
     forward = device.stage.forward

@@ -376,7 +376,7 @@ def check_logprobs(logits: np.ndarray, n_top: int) -> None:
 
 @pytest.mark.parametrize("vocab", [1, 11, 256, 257, 700, 6000])
 @pytest.mark.parametrize("n_top", [0, 1, 5, 20])
-def test_logprobs_are_those_of_log_softmax_and_the_likeliest(vocab: int, n_top: int) -> None:
+def test_logprobs_equal_log_softmax_for_the_token_and_the_most_likely(vocab: int, n_top: int) -> None:
     """Also where the vocabulary has fewer tokens than are asked for."""
     rng = np.random.default_rng(vocab + n_top)
     spread = np.array([[0.01], [1.0], [3.0], [3.0], [30.0], [1000.0]])

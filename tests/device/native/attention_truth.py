@@ -12,7 +12,7 @@ MOST_KEYS = 256
 
 
 class Form(NamedTuple):
-    """What one compiled program is for: sizes, and how scores are made."""
+    """A compiled program's sizes, and the form of its scores."""
 
     group: int
     n_kv_heads: int
@@ -42,7 +42,7 @@ class Form(NamedTuple):
         return np.random.default_rng(self.furthest).normal(size=shape).astype(np.float32)
 
     def sinks(self) -> np.ndarray | None:
-        """A score [G, K] of each head; one is far above all others, one far below."""
+        """Sinks [G, K]: one is far above all scores, one far below."""
         if not self.with_sinks:
             return None
         sinks = np.random.default_rng(self.group).normal(size=(self.group, self.n_kv_heads))
@@ -63,7 +63,7 @@ class Form(NamedTuple):
 
 
 def batch_of(rows: list[tuple[int, int]], form: Form, *, seed: int) -> Ragged:
-    """A batch of few shapes, since each is compiled: q [T, G, K, D]. Blocks outside the window hold NaN."""
+    """A random batch, in one of few shapes since each is compiled; blocks outside the window hold NaN."""
     batch = ragged(
         seed,
         rows,

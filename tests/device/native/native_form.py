@@ -1,4 +1,4 @@
-"""Whether this machine can run the C code of orca_jax/native; without it that code's tests are skipped."""
+"""Tells whether this machine can run the C code of orca_jax/native; its tests are skipped where it cannot."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the C compiler built is kept between processes, and built anew where it is not what is needed."""
+"""Built libraries are kept between processes, and built again when anything they depend on changes."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 class Compiler:
-    """The machine's compiler behind a script that counts what it builds."""
+    """A script that calls the machine's compiler and counts the builds."""
 
     def __init__(self, place: Path, real: str) -> None:
         self.place, self._real, self._log = place, real, place / "log"
@@ -54,11 +54,11 @@ def cc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 def build(**sizes: int) -> None:
-    """As in a process of its own: whatever was loaded before."""
+    """Build as a new process would, whatever was loaded before."""
     assert compiler._library("linear", tuple(sizes.items())).linear
 
 
-def test_it_is_built_once(folder: Path, cc: Compiler) -> None:
+def test_a_library_is_built_once(folder: Path, cc: Compiler) -> None:
     for _ in range(3):
         build()
     assert cc.n_built == 1
@@ -77,7 +77,7 @@ def test_without_a_folder_nothing_is_kept(tmp_path: Path, folder: Path, cc: Comp
 @pytest.mark.parametrize(
     "change", ["source", "header", "flags", "for processor", "processor", "version", "compiler", "sizes"]
 )
-def test_what_it_follows_from_decides(
+def test_any_change_of_what_it_depends_on_rebuilds_it(
     folder: Path, cc: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     sources = tmp_path / "sources"

@@ -112,7 +112,7 @@ def test_bfloat16_caches_have_float32_sums(
         *(pytest.param(FORMS[i], BFLOAT16, marks=pytest.mark.long) for i in (14, 18)),
     ],
 )
-def test_the_form_for_the_other_width_of_registers(
+def test_the_form_for_the_other_register_width(
     form: Form, kv_dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lanes = other_lanes()
@@ -132,7 +132,7 @@ def latent_program(form: Form, value_size: int, lanes: int) -> Any:
 
 
 def latent(batch: Ragged, form: Form, value_size: int, lanes: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """What is given, and the truth, where values are the first elements of keys."""
+    """The result and the truth for values that are the first elements of keys."""
     q, keys, _, *rows = map(jnp.asarray, batch)
     given = latent_program(form, value_size, lanes)(q, keys, None, *rows)
     true = truth(batch._replace(v_cache=batch.k_cache), form)[..., :value_size]
@@ -151,7 +151,7 @@ def test_values_as_the_first_elements_of_keys(
 
 @needs_native
 @pytest.mark.parametrize(("form", "kv_dtype"), [(LATENT[0], BFLOAT16), (LATENT[1], np.float32)])
-def test_latent_values_in_bfloat16_and_for_the_other_width_of_registers(
+def test_latent_values_in_bfloat16_and_with_the_other_register_width(
     form: tuple[Form, int], kv_dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = rounded(batch_of(FEW_ROWS, form[0], seed=4), np.float32, kv_dtype)
@@ -195,9 +195,7 @@ def test_weights_that_vanish() -> None:
 @needs_native
 @pytest.mark.parametrize("row", [(1, 37), (70, 70), (33, 53)])
 @pytest.mark.parametrize("form", [FORMS[1], FORMS[4], FORMS[9], FORMS[11], FORMS[16], FORMS[18]])
-def test_a_row_has_the_same_bits_whatever_its_neighbours_and_its_blocks(
-    row: tuple[int, int], form: Form
-) -> None:
+def test_a_row_has_the_same_bits_whatever_its_neighbours_and_blocks(row: tuple[int, int], form: Form) -> None:
     alone = batch_of([row], form, seed=1)
     among = batch_of([(5, 8), row, (1, 10), (20, 40)], form, seed=2)
     n, length = row

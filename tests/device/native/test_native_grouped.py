@@ -33,7 +33,7 @@ def arrays(seed: int, n_rows: int, n_in: int, n_out: int, n_experts: int) -> tup
 
 
 def check(given: np.ndarray, x: np.ndarray, weight: np.ndarray, sizes: list[int]) -> None:
-    """Each group's product as float64 has it, and zeros after the last."""
+    """Check each group's product against float64, and the zeros after the last group."""
     first = 0
     exact, exact_weight = x.astype(np.float64), weight.astype(np.float64)
     for expert, size in enumerate(sizes):
@@ -52,7 +52,7 @@ def check(given: np.ndarray, x: np.ndarray, weight: np.ndarray, sizes: list[int]
 @pytest.mark.parametrize(
     ("x_dtype", "dtype"), [(np.float32, np.float32), (np.float32, BFLOAT16), (BFLOAT16, BFLOAT16)]
 )
-def test_each_group_meets_its_own_weight(sizes: list[int], x_dtype: Any, dtype: Any) -> None:
+def test_each_group_is_multiplied_by_its_weight(sizes: list[int], x_dtype: Any, dtype: Any) -> None:
     x, weight = arrays(len(sizes), sum(sizes) + 5, 80, 50, len(sizes))
     x, weight = x.astype(x_dtype), weight.astype(dtype)
     x[sum(sizes) :] = np.nan  # as what was never written may be
@@ -62,7 +62,7 @@ def test_each_group_meets_its_own_weight(sizes: list[int], x_dtype: Any, dtype: 
 
 @pytest.mark.parametrize("form", [in_jax, by_tiles], ids=["of CPUs", "of GPUs"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_forms_in_jax(sizes: list[int], form: Callable[..., jax.Array]) -> None:
+def test_the_pure_jax_forms(sizes: list[int], form: Callable[..., jax.Array]) -> None:
     x, weight = arrays(len(sizes), sum(sizes) + 5, 80, 50, len(sizes))
     x[sum(sizes) :] = 1e30
     check(np.asarray(form(x, weight, jnp.array(sizes, jnp.int32))), x, weight, sizes)
@@ -97,7 +97,7 @@ def test_a_group_is_a_linear_layer_to_the_bit(dtype: Any) -> None:
 
 @needs_native
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
-def test_steady_products_depend_on_nothing_but_the_token(dtype: Any) -> None:
+def test_steady_products_depend_on_the_token_alone(dtype: Any) -> None:
     x, weight = (each.astype(dtype) for each in arrays(8, 60, 784, 333, 3))
     alone = np.asarray(steady(x[:1], weight, jnp.array([0, 1, 0], jnp.int32)))[0]
     for sizes in ([0, 5, 2], [0, 8, 30], [0, 9, 1], [0, 50, 10]):
@@ -107,7 +107,7 @@ def test_steady_products_depend_on_nothing_but_the_token(dtype: Any) -> None:
 @needs_native
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
-def test_the_form_for_the_other_width_of_registers(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_form_for_the_other_register_width(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "target", partial(products.target, LANES=other_lanes()))
     for sizes in SIZES:
         x, weight = arrays(len(sizes), sum(sizes) + 5, 80, 50, len(sizes))
@@ -124,7 +124,7 @@ def test_absurd_sizes_stay_within_the_arrays() -> None:
 
 
 @needs_native
-def test_large_groups_are_shared_out_to_threads() -> None:
+def test_large_groups_are_split_over_threads() -> None:
     x, weight = arrays(2, 300, 1040, 705, 3)
     sizes = [100, 0, 195]
     check(np.asarray(native(x, weight, jnp.array(sizes, jnp.int32))), x, weight, sizes)

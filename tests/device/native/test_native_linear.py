@@ -98,7 +98,7 @@ def test_bfloat16_results_are_rounded_to_the_nearest_and_ties_to_even() -> None:
 
 @needs_native
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(BFLOAT16, marks=pytest.mark.long)])
-def test_the_form_for_the_other_width_of_registers(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_form_for_the_other_register_width(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "target", partial(products.target, LANES=other_lanes()))
     for n_tokens in (1, 3, 6, 7, 8, 9, 28, 40, 101):
         x, weight = arrays(n_tokens, n_tokens, 1040 if n_tokens < 40 else 1552, 77)
@@ -149,7 +149,7 @@ def test_a_token_has_the_same_bits_whatever_the_others(
 @needs_native
 @pytest.mark.skipif(other_lanes() == 16, reason="no AVX-512: a last vector that is half full costs no more")
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
-def test_up_to_twelve_last_tokens_are_computed_as_a_few(dtype: Any) -> None:
+def test_up_to_twelve_last_tokens_take_the_form_for_few_tokens(dtype: Any) -> None:
     x, weight = (array.astype(dtype) for array in arrays(1, 60, 784, 333))
     few, many = (
         np.concatenate([product(x[48:56], weight), product(x[52:], weight)[4:]]),
@@ -161,7 +161,7 @@ def test_up_to_twelve_last_tokens_are_computed_as_a_few(dtype: Any) -> None:
 
 
 @needs_native
-def test_large_products_are_shared_out_to_threads() -> None:
+def test_large_products_are_split_over_threads() -> None:
     x, weight = arrays(2, 300, 1040, 2305)
     np.testing.assert_allclose(product(x, weight), x.astype(np.float64) @ weight.T, atol=4e-4)
     np.testing.assert_allclose(product(x[:4], weight), x[:4].astype(np.float64) @ weight.T, atol=4e-4)

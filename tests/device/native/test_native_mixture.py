@@ -1,4 +1,4 @@
-"""The experts of a mixture in one call in C, against float64 and against the products they are made of."""
+"""The experts of a mixture in one call in C, against float64 and against single products."""
 
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ def arrays(seed: int, n_tokens: int, hidden: int, size: int, n_experts: int, top
 def truth(
     x: np.ndarray, weights: np.ndarray, chosen: np.ndarray, up: np.ndarray, down: np.ndarray
 ) -> np.ndarray:
-    """In float64, expert by expert."""
+    """The result in float64, expert by expert."""
     x, weights, up, down = (each.astype(np.float64) for each in (x, weights, up, down))
     y = np.zeros(x.shape)
     for token, experts in enumerate(chosen):
@@ -92,7 +92,7 @@ def test_any_sizes(n_tokens: int, hidden: int, size: int, n_experts: int, top_k:
 @needs_native
 @pytest.mark.parametrize("n_tokens", [1, 8, 9, 100])
 def test_products_are_those_of_linear_layers_to_the_bit(n_tokens: int) -> None:
-    """With weight 1 and one expert the result is `down` of what its first product gave."""
+    """With one expert of weight 1, the result is `down` times the activated first product."""
     x, _, up, down = (jnp.asarray(each) for each in arrays(3, n_tokens, 208, 336, 3, 1))
     ones, chosen = jnp.ones((n_tokens, 1)), jnp.full((n_tokens, 1), 1, jnp.int32)
     up = up.at[:, 0].set(0).at[:, 0, :, 0].set(200)  # the gate is 200 x[0], and silu of it the same or 0
@@ -103,7 +103,7 @@ def test_products_are_those_of_linear_layers_to_the_bit(n_tokens: int) -> None:
 
 @needs_native
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
-def test_steady_results_depend_on_nothing_but_the_token(dtype: Any) -> None:
+def test_steady_results_depend_on_the_token_alone(dtype: Any) -> None:
     x, weights, up, down = arrays(4, 60, 80, 112, 3, 2)
     x, up, down = (each.astype(dtype) for each in (x, up, down))
     chosen = np.random.default_rng(0).integers(0, 3, (60, 2)).astype(np.int32)
@@ -116,7 +116,7 @@ def test_steady_results_depend_on_nothing_but_the_token(dtype: Any) -> None:
 @needs_native
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
-def test_the_form_for_the_other_width_of_registers(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_form_for_the_other_register_width(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "target", partial(products.target, LANES=other_lanes()))
     for chosen in CHOICES:
         check(native_mixture, chosen, arrays(5, len(chosen), 48, 304, 6, chosen.shape[1]), dtype)
@@ -137,7 +137,7 @@ def test_extreme_gates_and_not_a_number() -> None:
 
 
 @needs_native
-def test_large_experts_are_shared_out_to_threads() -> None:
+def test_large_experts_are_split_over_threads() -> None:
     chosen = np.stack([np.arange(150) % 3, np.full(150, 3)], axis=1)
     for _ in range(5):
         check(native, chosen, arrays(7, 150, 528, 720, 4, 2), np.float32)

@@ -24,7 +24,7 @@ pytestmark = needs_native
 
 
 def turned(head: np.ndarray, angles: np.ndarray, *, interleaved: bool) -> np.ndarray:
-    """A head [D] as float64 has it: each pair as a complex number, times e^(i angle)."""
+    """A head [D] rotated in float64: each pair, as a complex number, times e^(i angle)."""
     n = len(angles)
     head = head.astype(np.float64)
     at = [(2 * i, 2 * i + 1) if interleaved else (i, n + i) for i in range(n)]
@@ -38,7 +38,7 @@ def turned(head: np.ndarray, angles: np.ndarray, *, interleaved: bool) -> np.nda
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("n_pairs", [0, 3, 16])
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
-def test_every_slot_has_its_token_and_no_other_changes(dtype: Any, n_pairs: int, interleaved: bool) -> None:
+def test_every_slot_gets_its_token_and_no_other_changes(dtype: Any, n_pairs: int, interleaved: bool) -> None:
     n_tokens, group, n_kv_heads, head_size, n_blocks, block_size = 6, 2, 3, 32, 4, 8
     rng = np.random.default_rng(n_pairs)
     qkv = rng.standard_normal((n_tokens, group + 2, n_kv_heads, head_size)).astype(dtype)
@@ -81,7 +81,7 @@ def test_every_slot_has_its_token_and_no_other_changes(dtype: Any, n_pairs: int,
     lanes=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_it_is_as_pure_jax(
+def test_it_equals_pure_jax(
     n_tokens: int,
     group: int,
     n_kv_heads: int,
@@ -93,7 +93,7 @@ def test_it_is_as_pure_jax(
     lanes: bool,
     seed: int,
 ) -> None:
-    """With any vectors, and with keys in another array than values, as behind a norm of keys."""
+    """For random vectors, also with keys and values in different arrays, as after a norm of keys."""
     dtype, block_size = jnp.bfloat16 if in_half else jnp.float32, 16
     rng = np.random.default_rng(seed)
     n_blocks = n_tokens // block_size + 2

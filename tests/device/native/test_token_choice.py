@@ -71,7 +71,7 @@ def choose(
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """[R, V] in float64, exact beside a largest that has nearly all."""
+    """Log-softmax [R, V] in float64, exact even where one token has nearly all the probability."""
     far = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     weights = np.exp(far)
     weights[np.arange(len(far)), far.argmax(axis=1)] = 0
@@ -79,7 +79,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def check_logprobs(logits: np.ndarray, chosen: Chosen, n_top: int) -> None:
-    """Of the told tokens, and of the most likely, of equals the first first."""
+    """Check log-probabilities of the tokens and of the most likely, equal ones in order."""
     expected = log_softmax(logits)
     n, vocab = logits.shape
     np.testing.assert_allclose(
@@ -95,7 +95,7 @@ def check_logprobs(logits: np.ndarray, chosen: Chosen, n_top: int) -> None:
 
 
 def spread_logits(seed: int, vocab: int) -> np.ndarray:
-    """Nearly equal to far apart, and one row whose largest has nearly everything."""
+    """Logits from nearly equal to far apart, and a row whose largest has nearly all the probability."""
     rng = np.random.default_rng(seed)
     spread = np.array([[0.01], [1.0], [3.0], [5.0], [30.0], [1000.0], [3.0], [0.0]])
     logits = (rng.normal(0, 1, (8, vocab)) * spread).astype(np.float32)
@@ -108,7 +108,7 @@ VOCABS = [1, 11, 255, 256, 257, 700, 6000]
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("n_top", [0, 1, 5, 20])
-def test_logprobs_are_those_of_log_softmax_and_the_likeliest(vocab: int, n_top: int) -> None:
+def test_logprobs_equal_log_softmax_for_the_token_and_the_most_likely(vocab: int, n_top: int) -> None:
     logits = spread_logits(vocab + n_top, vocab)
     tokens = np.random.default_rng(vocab).integers(0, vocab, len(logits)).astype(np.int32)
     told = choose(logits, given=tokens, n_top=n_top)
@@ -139,7 +139,7 @@ def test_logprobs_of_equal_of_large_and_of_minus_infinite_logits() -> None:
 def check_draws(
     logits: np.ndarray, temperature: np.ndarray, min_p: np.ndarray, seed: int, chosen: Callable[..., Chosen]
 ) -> None:
-    """Each draw against the running sum in float64, and away from its steps against the sampler in JAX."""
+    """Check draws against the running sum in float64 and, away from its steps, against the sampler in JAX."""
     n = len(logits)
     keys = np.random.default_rng(seed).integers(-(2**31), 2**31, (3, n)).astype(np.int32)
     number = np.asarray(numbers(*keys))
@@ -179,7 +179,7 @@ def test_draws_are_those_of_the_sampler_in_jax(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_draws_follow_the_distribution(temperature: float) -> None:
-    """4,096 numbers spread evenly hit each token as often as its probability says, to one."""
+    """Of 4,096 evenly spread numbers, each token gets its probability's share, to within one."""
     logits = np.random.default_rng(2).normal(0, 2, 600).astype(np.float32)
     n = 4096
     even = ((np.arange(n) + 0.5) / n).astype(np.float32)
@@ -190,7 +190,7 @@ def test_draws_follow_the_distribution(temperature: float) -> None:
     assert (np.diff(tokens) >= 0).all()
 
 
-def test_the_last_number_below_one_draws_a_token_that_has_a_weight() -> None:
+def test_the_largest_number_below_one_draws_a_token_with_weight() -> None:
     logits = np.full((2, 700), -np.inf, np.float32)
     logits[0, :5], logits[1, 300:400] = 0, np.linspace(-1, 1, 100)
     for temperature in (1.0, 0.5):
@@ -199,8 +199,8 @@ def test_the_last_number_below_one_draws_a_token_that_has_a_weight() -> None:
         assert choose(logits, temperature=temperature, number=0.0).tokens.tolist() == [0, 300]
 
 
-def test_a_row_depends_on_nothing_but_itself_to_the_bit() -> None:
-    """Not on its neighbours, on how the token came to be chosen, or on whether others are told."""
+def test_a_rows_bits_depend_on_the_row_alone() -> None:
+    """Neither neighbours, nor how the token was chosen, nor what else is reported matters."""
     rng = np.random.default_rng(3)
     n, vocab = 40, 3000  # shared out to threads
     logits = rng.normal(0, 3, (n, vocab)).astype(np.float32)
@@ -226,7 +226,7 @@ def test_a_row_depends_on_nothing_but_itself_to_the_bit() -> None:
         assert untold.logprobs[0] == -np.inf and (untold.top == -np.inf).all()
 
 
-def test_what_is_told_is_of_the_raw_logits() -> None:
+def test_log_probabilities_are_of_the_raw_logits() -> None:
     raw = spread_logits(4, 700)
     logits = raw.copy()
     logits[:, :600] = -np.inf
@@ -263,13 +263,13 @@ def test_logits_of_any_kind_give_a_token_of_the_vocabulary_and_no_nan(vocab: int
                 assert chosen.tokens[some].tolist() == greedy(jnp.asarray(logits[some])).tolist()
 
 
-def test_a_given_token_that_is_none_has_no_probability() -> None:
+def test_a_forced_token_outside_the_vocabulary_has_no_probability() -> None:
     logits = spread_logits(5, 300)
     told = choose(logits, given=[300, 1 << 30, 299, 0, 0, 0, 0, 0])
     assert (told.logprobs[:2] == -np.inf).all() and np.isfinite(told.logprobs[2:]).all()
 
 
-def test_the_form_for_the_other_width_of_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_form_for_the_other_register_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_choice, "target", partial(token_choice.target, LANES=other_lanes()))
     other = partial(choose, call=partial(native_choice, max_top=TOLD))
     rng = np.random.default_rng(6)

@@ -1,4 +1,4 @@
-"""Attention by its definition for grouped heads, windows and soft caps, in float64 and query by query."""
+"""Attention for grouped heads, windows and soft caps by definition: in float64, query by query."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from tests.device.model.ragged import Ragged
 
 
 class Scores(NamedTuple):
-    """How scores are computed, as the keyword arguments of `split_attention`."""
+    """The options of scores, as keyword arguments of `split_attention`."""
 
     scale: float | None = None
     window: int | None = None
@@ -16,13 +16,13 @@ class Scores(NamedTuple):
 
 
 def by_group(q: np.ndarray, n_kv_heads: int) -> np.ndarray:
-    """[T, N, D], where the heads of a group follow each other, as [T, G, K, D]."""
+    """Reshape [T, N, D], in which a group's heads are adjacent, to [T, G, K, D]."""
     n_tokens, n_heads, head_size = q.shape
     return q.reshape(n_tokens, n_kv_heads, n_heads // n_kv_heads, head_size).swapaxes(1, 2)
 
 
 def forget(batch: Ragged, window: int, block_size: int) -> Ragged:
-    """The batch with NaN in place of the blocks outside the windows of all of a row's queries."""
+    """The batch with NaN in blocks outside the windows of all queries of a row."""
     table, n_blocks = batch.block_table.copy(), len(batch.k_cache)
     caches = [np.concatenate([cache, np.full_like(cache[:1], np.nan)]) for cache in batch[1:3]]
     first_query = batch.kv_length - np.diff(batch.row_start)
@@ -32,7 +32,7 @@ def forget(batch: Ragged, window: int, block_size: int) -> Ragged:
 
 
 def definition(batch: Ragged, scores: Scores, sinks: np.ndarray | None = None) -> np.ndarray:
-    """[T, G, K, D] float64 for a batch whose q is [T, G, K, D]; zeros for padding.
+    """The result [T, G, K, D] float64 for a batch whose q is [T, G, K, D]; zeros for padding.
 
     `sinks` [G, K] are scores that join the sums of the heads' softmaxes.
     """

@@ -38,7 +38,7 @@ Rows = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is compiled. Every batch is padded to these sizes."""
+    """The sizes of the compiled kernel; every batch is padded to them."""
 
     n_heads: int
     n_kv_heads: int
@@ -53,7 +53,7 @@ class Sizes:
     n_cores: int = 2
 
     def fit(self, rows: Sequence[tuple[int, int]]) -> Rows:
-        """The first of the rows, as many as fit."""
+        """The first rows that fit."""
         kept = list[tuple[int, int]]()
         n_tokens, n_blocks = self.n_tokens, self.n_keys // self.block_size
         for n, n_keys in rows[: self.n_rows]:
@@ -78,7 +78,7 @@ SIZES = {
 
 
 def rows_of(sizes: Sizes) -> st.SearchStrategy[Rows]:
-    """Decode rows, prompts, pieces of prompts, and rows without tokens."""
+    """Random rows: decode, whole prompts, prompt chunks, and rows without tokens."""
     keys = st.integers(1, sizes.max_keys)
     prompt = st.integers(2, max(2, sizes.n_tokens))
     cached = st.integers(1, sizes.max_keys - sizes.n_tokens)
@@ -92,7 +92,7 @@ def rows_of(sizes: Sizes) -> st.SearchStrategy[Rows]:
 
 
 class Compared:
-    """The kernel and the reference for some sizes; both compile at the first batch."""
+    """The kernel and the reference for some sizes; both are compiled at the first batch."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -116,7 +116,7 @@ class Compared:
         self.kernel, self.reference = kernel, reference
 
     def check(self, rows: Rows, n_shared: int, sharpness: float, drawn: int) -> None:
-        """Compare one batch. Queries times a high sharpness attend to one key, times a low one to all."""
+        """Compare one batch. With a high sharpness a query attends to one key, with a low one to all keys."""
         sizes = self.sizes
         print(f"{rows}, {n_shared} shared blocks, sharpness {sharpness}, drawn by {drawn}", flush=True)
         batch = ragged(

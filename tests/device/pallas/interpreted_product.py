@@ -27,7 +27,7 @@ HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # of the dtype, relative
 
 
 class Sizes(NamedTuple):
-    """What is compiled, and the groups of the first batch."""
+    """The sizes of the compiled kernel, and the groups of the first batch."""
 
     n_rows: int
     n_out: int
@@ -46,14 +46,14 @@ SIZES = {
 
 
 def groups_of(rng: np.random.Generator, sizes: Sizes) -> list[int]:
-    """As many groups, by turns of like and of very different sizes; some rows may be in none."""
+    """Random groups, alternately of similar and of very different sizes; some rows may be in no group."""
     n = len(sizes.groups)
     shares = rng.dirichlet([rng.choice([0.1, 1.0, 30.0])] * (n + 1))
     return rng.multinomial(sizes.n_rows, shares)[:n].tolist()
 
 
 def check(sizes: Sizes, groups: Sequence[int], rng: np.random.Generator) -> float:
-    """The largest error, in the units of what is permitted. Rows of no group are NaN."""
+    """The largest error relative to the tolerance. Rows in no group are NaN."""
     x = rng.standard_normal((sizes.n_rows, sizes.n_in))
     x[sum(groups) :] = np.nan
     weight = rng.standard_normal((len(groups), sizes.n_out, sizes.n_in))

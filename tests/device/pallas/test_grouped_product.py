@@ -25,7 +25,7 @@ from tests.places import ROOT
 
 @partial(jax.jit, static_argnames="shape")
 def items_of(sizes: jax.Array, shape: ProductShape) -> tuple[jax.Array, ...]:
-    """The number of items, and each of the most that there may be."""
+    """The number of items, and all items up to the bound."""
     table = tile_table(sizes, shape)
     most = jnp.arange(shape.max_tiles * shape.column_tiles)
     return table[0, 0], *jax.vmap(lambda i: jnp.stack(item_at(table, i, shape)))(most).T
@@ -53,7 +53,7 @@ def test_items_cover_every_row_of_every_group_once(sizes: list[int], spare: int)
     assert (np.diff(expert) >= 0).all()  # an expert's weight is read in one stretch of time
 
 
-def test_tiles_have_as_many_rows_as_twice_an_expert_has() -> None:
+def test_a_tile_has_twice_the_rows_of_an_average_expert() -> None:
     def rows(n_rows: int, n_experts: int) -> int:
         return ProductShape(n_rows, n_experts, 64, 64, 1, interpret=False).tile_rows
 
@@ -76,7 +76,7 @@ def test_the_reference_by_hand() -> None:
     assert np.asarray(out).tolist() == [[1.0], [3.0], [56.0], [0.0]]
 
 
-def test_what_the_kernel_cannot_compute_is_refused_by_name() -> None:
+def test_unsupported_products_are_refused_by_name() -> None:
     assert unsupported(1536, 2048, "bfloat16", "bfloat16") is None
     assert unsupported(2880, 1440, "float16", "float16") is None  # gpt-oss, cut in two
     assert "rows are bfloat16 and weights float32" in str(unsupported(64, 64, "bfloat16", "float32"))
@@ -90,7 +90,7 @@ def test_what_the_kernel_cannot_compute_is_refused_by_name() -> None:
 
 
 def interpreted(name: str, n_batches: int) -> None:
-    """In a separate process: the interpreter's threads wait for each other, and need a large pool."""
+    """Runs in a separate process: the interpreter's threads wait for each other, and need a large pool."""
     module, seed = "tests.device.pallas.interpreted_product", str(random.getrandbits(32))
     command = [sys.executable, "-m", module, name, seed, str(n_batches)]
     done = subprocess.run(
@@ -107,12 +107,12 @@ def interpreted(name: str, n_batches: int) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["batches"] == n_batches + 1
 
 
-def test_the_kernel_interpreted_is_the_reference() -> None:
+def test_the_interpreted_kernel_equals_the_reference() -> None:
     interpreted("rows across tiles, parts of steps", 0)
 
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_kernel_interpreted_is_the_reference_for_random_groups(name: str) -> None:
+def test_the_interpreted_kernel_equals_the_reference_for_random_groups(name: str) -> None:
     interpreted(name, 5)

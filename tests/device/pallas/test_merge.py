@@ -1,4 +1,4 @@
-"""Merging parts: against float64, and in few operations, because every layer has them."""
+"""Merging parts: against float64, and with few operations, because every layer runs them."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ PLANS = {
 
 
 def parts(rng: np.random.Generator, n: int, *rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """For n parts, rounded values and their remainders [2, n, *rows, D], and tops [n, *rows] far apart."""
+    """n parts: rounded values and remainders [2, n, *rows, D], and tops [n, *rows] far apart."""
     values = rng.standard_normal((2, n, *rows, D)).astype(np.float32)
     return values * np.array([1, 1e-3], np.float32).reshape(
         2, *[1] * (values.ndim - 1)
@@ -27,13 +27,13 @@ def parts(rng: np.random.Generator, n: int, *rows: int) -> tuple[np.ndarray, np.
 
 
 def listed(merge: np.ndarray) -> list[int]:
-    """The numbers of a merge's parts."""
+    """The indices of a merge's parts."""
     part, following, stride, n_parts = map(int, merge[MERGE.part : MERGE.n_parts + 1])
     return [part, *(following + i * stride for i in range(n_parts - 1))]
 
 
 def together(value: np.ndarray, top: np.ndarray, merge: np.ndarray) -> np.ndarray:
-    """The result of one merge [rows, D], in float64."""
+    """One merge's result [rows, D], in float64."""
     which = listed(merge)
     weight = np.exp2(top[which].astype(float) - top[which].max(axis=0))[..., None]
     return (weight * value[:, which].astype(float).sum(axis=0)).sum(axis=0) / weight.sum(axis=0)

@@ -99,8 +99,8 @@ def test_arguments_that_do_not_fit_are_refused(
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_kernel_interpreted_is_the_reference(name: str) -> None:
-    """In a separate process: the interpreter's threads wait for each other, and need a large pool."""
+def test_the_interpreted_kernel_equals_the_reference(name: str) -> None:
+    """Runs in a separate process: the interpreter's threads wait for each other, and need a large pool."""
     command = [
         sys.executable,
         "-m",

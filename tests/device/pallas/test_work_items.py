@@ -62,7 +62,7 @@ def test_every_query_sees_every_key_once_and_split_items_are_merged(
     plan = plan.fixed(LONGEST) if fixed else plan
 
     def first_key(position: int) -> int:
-        """The granule with the first key that a query sees."""
+        """The granule of the first key that a query sees."""
         return 0 if window is None else max(0, position - window + 1) // plan.granule * plan.granule
 
     work = work_items(row_start, kv_length, plan)
@@ -126,7 +126,7 @@ def test_every_query_sees_every_key_once_and_split_items_are_merged(
 
 
 @given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=20), HEADS, N_CORES, WINDOW, st.data())
-def test_at_fixed_positions_a_row_is_split_as_if_it_were_alone(
+def test_with_fixed_positions_a_row_is_split_as_if_alone(
     kv_length: list[int], heads: tuple[int, int], n_cores: int, window: int | None, data: st.DataObject
 ) -> None:
     n = len(kv_length)
@@ -168,7 +168,7 @@ def n_merges(rows: Rows, plan: Plan) -> int:
     st.sampled_from([16, 64]),
     N_CORES,
 )
-def test_nothing_is_split_where_the_kernel_merges_nothing(
+def test_nothing_is_split_if_the_kernel_does_not_merge(
     rows: Rows, heads: tuple[int, int], block_size: int, n_cores: int
 ) -> None:
     plan = Plan(sum(n for n, _ in rows), len(rows), *heads, block_size, n_cores)
@@ -176,11 +176,11 @@ def test_nothing_is_split_where_the_kernel_merges_nothing(
     assert not (never_cut(n) and n_merges(rows, plan))
 
 
-def test_a_row_is_split_that_the_kernel_merges() -> None:
+def test_a_row_is_split_if_the_kernel_merges() -> None:
     assert n_merges([(1, 320)], Plan(1, 1, 1, 1)) == 1 and not never_cut(320)
 
 
-def test_a_row_is_not_split_into_more_parts_than_merge_reads() -> None:
+def test_no_row_has_more_parts_than_merge_reads() -> None:
     row_start, kv_length = lengths(FEW_PARTS)
     plan = Plan(128, 128, 1, 8)
     load = np.zeros(plan.n_cores)
