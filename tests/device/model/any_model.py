@@ -20,7 +20,7 @@ any_model: Any = settings(deadline=None, suppress_health_check=[HealthCheck.too_
 
 
 def requests(seed: int = 1, n: int = 6) -> tuple[list[Request], list[int]]:
-    """Some of one token to 35, and when they arrive."""
+    """Requests of 1 to 35 tokens, and their arrivals."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCABULARY, rng.integers(1, N_POSITIONS - 4)).tolist() for _ in range(n)]
     made = [greedy_request(str(i), prompt, 4) for i, prompt in enumerate(prompts)]
@@ -28,7 +28,7 @@ def requests(seed: int = 1, n: int = 6) -> tuple[list[Request], list[int]]:
 
 
 def check(model: ModelConfig, seed: int) -> None:
-    """Of a model with that vocabulary and so many positions."""
+    """Check a model with this vocabulary and number of positions."""
     assert config_from_json(config_to_json(model), plain_error) == model
     parameters = drawn(model, seed)
     asked, arrivals = requests(seed)

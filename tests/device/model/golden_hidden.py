@@ -16,7 +16,7 @@ from tests.device.model.golden import DIRECTORY, load_golden
 
 
 class HiddenStates(NamedTuple):
-    """A model's prompts, and what is pooled of each."""
+    """A model's prompts, and each one's pooled states."""
 
     prompts: list[tuple[int, ...]]
     last: np.ndarray
@@ -35,7 +35,7 @@ def hidden_names() -> list[str]:
 
 
 def load_hidden(name: str) -> HiddenStates:
-    """The hidden states of one of them."""
+    """The hidden states of one model."""
     arrays, prompts = _arrays(), load_golden(name).prompts
     return HiddenStates(
         [prompts[row] for row in arrays[f"{name}.rows"]], arrays[f"{name}.last"], arrays[f"{name}.mean"]

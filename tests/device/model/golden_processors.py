@@ -1,4 +1,4 @@
-"""Reader of `processors.npz`: rows of random logits, each with parameters of its own, and what Hugging Face
+"""Reader of `processors.npz`: rows of random logits, each with its parameters, and what Hugging Face
 transformers' logits processors make of them. scripts/golden/processors.py makes the file and says how it
 is laid out.
 """
@@ -43,7 +43,7 @@ class GoldenRow:
 
     @property
     def processors(self) -> tuple[str, ...]:
-        """Those of PROCESSORS that the row asks for."""
+        """The PROCESSORS that the row uses."""
         neutral = {"repetition": 1, "min_tokens": 0, "temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
         return tuple(name for name in PROCESSORS if getattr(self, name) not in ({}, (), neutral.get(name)))
 
@@ -80,5 +80,5 @@ def load_golden_rows(vocab: int) -> tuple[GoldenRow, ...]:
 
 
 def _ids(array: np.ndarray) -> tuple[int, ...]:
-    """Those before the -1 at the end."""
+    """The ids before the -1 at the end."""
     return tuple(array[array >= 0].tolist())

@@ -34,7 +34,7 @@ def routing_names() -> list[str]:
 
 
 def load_routing(name: str) -> list[PromptRouting]:
-    """Those of one model's prompts."""
+    """The experts of one model's prompts."""
     arrays, golden = _arrays(), load_golden(name)
     prompts = [golden.prompts[row] for row in golden.logits]
     starts = np.cumsum([len(prompt) for prompt in prompts])[:-1]

@@ -19,7 +19,7 @@ SIGMOID = Experts(
 def latent_model(
     latent: Latent, n_heads: int, feed_forwards: list[FeedForward], rotary: Rotary | None = None, **other: Any
 ) -> ModelConfig:
-    """A layer for each of `feed_forwards`."""
+    """A model with a layer for each of `feed_forwards`."""
     own = latent_attention(latent, n_heads=n_heads, rotary=rotary or Rotary(size=latent.rotary_size), **other)
     return ModelConfig(
         vocab_size=VOCABULARY,

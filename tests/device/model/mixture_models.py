@@ -25,7 +25,7 @@ def mixture_model(
     n_layers: int = 2,
     bias: bool = True,
 ) -> ModelConfig:
-    """Layers with `number` experts, by default with biases, and eight heads of four elements."""
+    """A model whose layers have `number` experts, by default with biases, and eight heads of size 4."""
     norm = Norm(kind="rms_norm", eps=1e-5)
     attention = Attention(n_heads=8, n_kv_heads=4, head_size=4, rotary=Rotary(size=4, base=500.0))
     experts = Experts(
@@ -53,7 +53,7 @@ def mixture_model(
 
 
 def requests() -> list[Request]:
-    """Six of them, of one token to thirty."""
+    """Six requests of 1 to 30 tokens."""
     rng = np.random.default_rng(1)
     lengths = [1, 30, 5, 12, 22, 3]
     return [greedy_request(str(i), rng.integers(0, VOCAB, n).tolist(), 7) for i, n in enumerate(lengths)]

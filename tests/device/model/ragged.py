@@ -1,4 +1,4 @@
-"""Random ragged batches for attention: rows of every phase over shuffled blocks, NaN where nothing is."""
+"""Random ragged batches for attention: rows of every phase over shuffled blocks, with NaN in unused slots."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Ragged(NamedTuple):
-    """What attention takes, as numpy arrays: q [T, N, D], caches [n_blocks, K, B, D], and int32 indices."""
+    """Arguments of attention as numpy arrays: q [T, N, D], caches [n_blocks, K, B, D], and int32 indices."""
 
     q: np.ndarray
     k_cache: np.ndarray
@@ -68,7 +68,7 @@ def ragged(
 
 
 def dense(batch: Ragged) -> np.ndarray:
-    """Attention query by query in float64, as its definition has it: [T, N, D]."""
+    """Attention by definition, query by query in float64: [T, N, D]."""
     _, n_heads, head_size = batch.q.shape
     group = n_heads // batch.k_cache.shape[1]
     block_size = batch.k_cache.shape[2]

@@ -1,4 +1,4 @@
-"""Random decoders of all parts, not only of named families: the engine's tokens are the reference's."""
+"""Random decoders made of any parts, not only known families: the engine's tokens are the reference's."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def scalings(size: int) -> st.SearchStrategy[Scaling | None]:
 
 @st.composite
 def mixtures(draw: st.DrawFn) -> Experts:
-    """Experts, each of which some tokens choose."""
+    """Random mixtures in which every expert is chosen by some token."""
     maybe = st.booleans()
     n_groups, each = draw(st.sampled_from([(1, 1), (1, 3), (1, 8), (2, 2), (4, 3)]))
     top_groups = draw(st.integers(1, n_groups))
@@ -83,7 +83,7 @@ def feed_forwards(draw: st.DrawFn) -> FeedForward:
 
 @st.composite
 def layers(draw: st.DrawFn, heads: dict[str, int], norm: Norm) -> Layer:
-    """A layer with these heads."""
+    """Random layers with these heads."""
     maybe = st.booleans()
     size = draw(st.sampled_from([4, heads["head_size"]]))
     rotary = Rotary(size=size, base=500.0, interleaved=draw(maybe), scaling=draw(scalings(size)))
@@ -153,7 +153,7 @@ def test_the_tokens_are_the_references_in_many_models(model: ModelConfig, seed: 
 
 
 def test_more_devices_than_kv_heads() -> None:
-    """Each device has a copy of the K/V head that its query heads use; the weights are the same."""
+    """Each device has a copy of its query heads' K/V head; the weights are the same."""
     norm = Norm(kind="rms_norm", eps=1e-5)
     own = Attention(
         n_heads=8,

@@ -15,7 +15,7 @@ from orca_jax.model.kv_cache import LayerCache, as_numbers, dtype_on_cpu, write
 
 @dataclass
 class Ragged:
-    """Requests as (query tokens, keys before them), and the sizes they run at."""
+    """Requests as (query tokens, cached keys), and the sizes of the batch."""
 
     rows: list[tuple[int, int]]
     n_tokens: int
@@ -169,7 +169,7 @@ def test_the_work_of_an_iteration_worked_by_hand() -> None:
     ("n_queries", "n_large", "n_small"),
     [(2, 0, 1), (96, 0, 3), (97, 1, 0), (128, 1, 0), (129, 1, 1), (224, 1, 3), (225, 2, 0), (300, 2, 2)],
 )
-def test_small_tiles_for_what_would_leave_a_large_one_mostly_empty(
+def test_small_tiles_take_what_would_leave_a_large_one_mostly_empty(
     n_queries: int, n_large: int, n_small: int
 ) -> None:
     row_start = jnp.array([0, n_queries, n_queries, n_queries], jnp.int32)

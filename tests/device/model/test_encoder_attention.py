@@ -1,4 +1,4 @@
-"""Attention of an encoder-decoder: of all keys of a row, of another row's, and with a relative bias.
+"""Attention in encoder-decoders: bidirectional, cross attention, and with a relative bias.
 
 Pure JAX and C against a dense softmax per query in float64.
 """
@@ -64,7 +64,7 @@ def attend(batch: Ragged, form: Form, path: Path) -> np.ndarray:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Form, list[tuple[int, int]]]:
-    """A form, and the rows of a batch for it: tokens, and keys."""
+    """A form, and the rows of a batch: tokens and keys."""
     form = draw(st.sampled_from(FORMS))
     n_keys = st.one_of(st.just(0), st.just(1), st.integers(2, MOST_KEYS))
     row = st.one_of(

@@ -31,7 +31,7 @@ def test_reference_gives_the_same_logits(name: str) -> None:
 
 
 def names_and_strides() -> Iterator[Any]:
-    """Each name for a long test; the first of each family also for one with fewer prompts alone."""
+    """Each name for a long test; the first of each family also for a short one with fewer prompts."""
     families: set[str] = set()
     for name in NAMES:
         yield pytest.param(name, 2, marks=pytest.mark.long)
@@ -72,7 +72,7 @@ def test_engine_gives_the_same_tokens_alone_and_mixed(name: str, alone_stride: i
 
 
 def test_the_comparison_compares_something() -> None:
-    """Most choices are sure ones, and prompts run from one token to nearly the model's length."""
+    """Most choices are sure, and prompts have from one token to nearly the model's length."""
     for name in NAMES:
         golden = load_golden(name)
         sure = sum(len(golden.sure(i)) for i in range(len(golden.outputs)))

@@ -1,4 +1,4 @@
-"""The golden beam searches are what they are said to be: their scores are those of the reference's logits."""
+"""The golden beam searches' scores follow from the reference's logits."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ QUICK = ("gpt2-tied-gelu-new", "qwen2-tied", "t5-relu", "bart-gelu")
 
 
 @pytest.mark.parametrize("name", quick_and_long(NAMES, QUICK))
-def test_scores_are_those_of_the_reference(name: str) -> None:
+def test_scores_equal_the_references(name: str) -> None:
     golden = load_beams(name)
     checkpoint = load_checkpoint(golden.directory, dtype=jnp.float32)
     model = checkpoint.config

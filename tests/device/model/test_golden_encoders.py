@@ -44,9 +44,7 @@ def test_reference_gives_the_same_logits_and_tokens(name: str) -> None:
 
 @pytest.mark.parametrize(("n_buckets", "max_distance"), [(32, 128), (8, 20), (12, 40), (64, 200), (4, 3)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_buckets_by_distance_are_those_of_the_reference(
-    n_buckets: int, max_distance: int, causal: bool
-) -> None:
+def test_buckets_by_distance_equal_the_references(n_buckets: int, max_distance: int, causal: bool) -> None:
     relative = RelativeBias(n_buckets=n_buckets, max_distance=max_distance)
     n = max_distance + 40
     by_distance = relative.buckets(causal=causal)
@@ -56,7 +54,7 @@ def test_buckets_by_distance_are_those_of_the_reference(
     np.testing.assert_array_equal(by_distance[at], expected)
 
 
-def test_what_fills_up_an_input_is_not_seen() -> None:
+def test_padding_of_an_input_is_not_seen() -> None:
     golden = load_golden_encoder("t5-relu")
     checkpoint = load_checkpoint(golden.directory, dtype=jnp.float32)
     row, prefix, expected = golden.logits[0]
@@ -67,7 +65,7 @@ def test_what_fills_up_an_input_is_not_seen() -> None:
 
 
 def test_the_comparison_compares_something() -> None:
-    """Most choices are sure ones, of many kinds, and each family has three models."""
+    """Most choices are sure and vary, and each family has three models."""
     types: list[str] = []
     for name in NAMES:
         golden = load_golden_encoder(name)

@@ -1,4 +1,4 @@
-"""Latent attention in the engine, whose cache has what is compressed, against keys and values in full."""
+"""Latent attention in the engine, with its compressed cache, against expanded keys and values."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ MODEL = latent_model(
 
 @pytest.fixture(scope="module", autouse=True)
 def short_prompts() -> Iterator[None]:
-    """These prompts are short: a row of two tokens may take the plain form."""
+    """Let rows of two tokens take the plain form, because these prompts are short."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_config, "FEWEST_PLAIN", 2)
         yield
@@ -96,7 +96,7 @@ def test_the_tokens_are_the_references_in_many_models(model: ModelConfig, seed: 
 @pytest.mark.parametrize(
     ("n_stages", "tensor"), [(2, 2), *(pytest.param(1, n, marks=pytest.mark.long) for n in (2, 4))]
 )
-def test_heads_are_cut_over_devices_and_what_is_compressed_is_on_each(n_stages: int, tensor: int) -> None:
+def test_heads_are_split_over_devices_and_each_has_all_compressed_vectors(n_stages: int, tensor: int) -> None:
     model = MODEL.for_devices(tensor)
     kept = drawn(MODEL, 6)
     table = parameter_table(model)
@@ -158,7 +158,7 @@ def test_a_layer_has_two_sums_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_pieces_prefixes_and_preemption_keep_the_tokens(seed: int) -> None:
-    """With few slots, prompts in pieces, and beginnings that the prefix cache has."""
+    """With few slots, chunked prompts, and prefixes from the cache."""
     parameters = drawn(MODEL, 4)
     rng = np.random.default_rng(seed)
     begin = rng.integers(0, 53, 21).tolist()
@@ -180,7 +180,7 @@ def test_pieces_prefixes_and_preemption_keep_the_tokens(seed: int) -> None:
     assert sum(reference.sure(request) for request in run) > 0.8 * 10 * len(run)
 
 
-def test_the_cache_holds_a_token_once() -> None:
+def test_the_cache_has_one_vector_per_token() -> None:
     worker = single_worker(MODEL, drawn(MODEL, 0), SERVING, n_rows=8)
     arrays = jax.tree.leaves(worker._caches)
     assert {array.shape[1:] for array in arrays} == {(1, SERVING.block_size, 12 + 4)}
@@ -191,7 +191,7 @@ def test_the_cache_holds_a_token_once() -> None:
 @pytest.mark.parametrize("follow_lengths", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_values_as_the_first_elements_of_keys(dtype: Any, follow_lengths: bool) -> None:
-    """The same as with a cache of their own; NaN in slots that no row may see."""
+    """The same as with separate values; NaN in slots that no row may see."""
     case = ragged(3, [(1, 40), (5, 5), (1, 1), (20, 33)], n_heads=6, n_kv_heads=2, head_size=24, n_padding=3)
     q = jnp.asarray(case.q, dtype).reshape(len(case.q), 2, 3, 24).swapaxes(1, 2)
     keys = jnp.asarray(case.k_cache, dtype)

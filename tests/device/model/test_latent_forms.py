@@ -1,4 +1,4 @@
-"""Which form of latent attention a row takes, in whole engines whose tokens are the reference's."""
+"""The form of latent attention that each row takes, in engines whose tokens are the reference's."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,7 +40,7 @@ ATTENTIONS = ["follow_lengths", pytest.param("native", marks=needs_native)]
 
 
 class Taken(NamedTuple):
-    """What one layer did in one iteration."""
+    """The rows of each form in one layer of one iteration."""
 
     form: str
     rows: list[tuple[int, int]]  # new tokens, and all; those that it has keys for
@@ -55,7 +55,7 @@ def note(form: str, row_start: Any, kv_length: Any) -> None:
 
 
 def spied(function: Any, form: str, first: int) -> Any:
-    """`function`, which notes its row_start, argument number `first`, and its kv_length after it."""
+    """Wrap `function` to record its row_start, argument number `first`, and its kv_length, the next one."""
 
     def call(*arrays: Any, **options: Any) -> Any:
         jax.debug.callback(partial(note, form), arrays[first], arrays[first + 1])
@@ -66,7 +66,7 @@ def spied(function: Any, form: str, first: int) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def watched() -> Iterator[None]:
-    """These prompts are short, so a row of two tokens may take the plain form; and forms are noted."""
+    """Let rows of two tokens take the plain form, because prompts are short, and record the forms."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_config, "FEWEST_PLAIN", 2)
         for module, name, form, first in (
@@ -91,7 +91,7 @@ def reference() -> GreedyReference:
 
 @cache
 def worker(attention: Attention) -> Worker:
-    """One for all cases, which so compile its programs once."""
+    """A worker for all cases, so that its programs compile once."""
     return single_worker(MODEL, parameters(), SERVING, n_rows=8, attention=attention)
 
 
@@ -103,7 +103,7 @@ def engine(attention: Attention, prefill_tokens: int) -> Harness:
 
 
 def taken() -> dict[str, set[tuple[int, int]]]:
-    """The rows of each form, after a check that each took the one that is less work."""
+    """The rows of each form, checked to have taken the one with less work."""
     jax.effects_barrier()
     rows: dict[str, set[tuple[int, int]]] = {"plain": set(), "absorbed": set()}
     for each in TAKEN:
@@ -149,7 +149,7 @@ def test_any_schedule_keeps_the_tokens(
     arrivals: list[int],
     seed: int,
 ) -> None:
-    """Prompts of a shared beginning and an end of their own, in pieces, beside decode, perhaps preempted."""
+    """Prompts with a shared prefix, in chunks, batched with decode, maybe preempted."""
     rng = np.random.default_rng(seed)
     begin = rng.integers(0, 53, 21).tolist()
     prompts = [[*begin[:n], *rng.integers(0, 53, own).tolist()] for n, own in lengths]
@@ -192,7 +192,7 @@ def test_heads_over_devices_in_c() -> None:
 
 
 def test_tokens_in_the_absorbed_form_may_come_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of 9 tokens, behind 21 of a shared beginning, is cut into slabs of as many as there are rows."""
+    """A row of 9 tokens, after a shared prefix of 21, is cut into slabs of one token per row."""
     monkeypatch.setattr(attention_paths, "SLAB", 1)
     serving = replace(SERVING, scheduling=SchedulingConfig())
     own = single_worker(MODEL, parameters(), serving, n_rows=8, attention="follow_lengths")
@@ -211,7 +211,7 @@ def test_tokens_in_the_absorbed_form_may_come_in_slabs(monkeypatch: pytest.Monke
 
 
 def test_programs_of_decode_alone_have_one_form() -> None:
-    """So have those of a deterministic engine, and models whose compressed vectors are as small as both."""
+    """So do deterministic engines, and models whose compressed vectors are as small as a key and a value."""
     chosen = worker("follow_lengths").attention.path
     assert chosen == LatentByRow(PureJax(follow_lengths=True), LATENT, in_c=False)
     deterministic = replace(SERVING, deterministic=True)
@@ -222,7 +222,7 @@ def test_programs_of_decode_alone_have_one_form() -> None:
 
 
 @needs_native
-def test_sizes_that_c_is_not_for_are_plain_in_pure_jax() -> None:
+def test_sizes_without_a_native_form_are_plain_in_pure_jax() -> None:
     latent = Latent(rank=32, rotary_size=16, plain_size=6, value_size=5)
     odd = latent_model(latent, 3, [dense()] * 2)
     weights = drawn(odd, 3)

@@ -25,7 +25,7 @@ LOGITS = [[2.0, 1.0, 0.0, -1.0], [-1.0, 3.0, 1.0, 2.5]]
 
 
 def routed(experts: Experts, correction: Sequence[float] | None = None) -> list[dict[int, float]]:
-    """For each token its experts with their weights."""
+    """Each token's experts and their weights."""
     own = None if correction is None else jnp.array(correction)
     weights, chosen = choose(experts, jnp.array(LOGITS), own)
     rows = zip(np.asarray(chosen), np.asarray(weights), strict=True)
@@ -53,13 +53,13 @@ def test_routing_by_hand() -> None:
     close(routed(Experts(number=4, top_k=2, scores="softmax_of_chosen")), of_two)
 
 
-def test_a_correction_decides_who_is_chosen_and_not_by_how_much() -> None:
+def test_a_correction_changes_the_choice_and_not_the_weights() -> None:
     own = Experts(number=4, top_k=1, scores="sigmoid", correction_bias=True, multiplier=2.5)
     close(routed(own, [0, 0, 0, 0]), [{0: 2.5 * sigmoid(2)}, {1: 2.5 * sigmoid(3)}])
     close(routed(own, [0, 0, 1, 0]), [{2: 2.5 * sigmoid(0)}, {2: 2.5 * sigmoid(1)}])
 
 
-def test_groups_stand_for_the_choice_by_their_best_scores() -> None:
+def test_groups_are_chosen_by_their_best_scores() -> None:
     # Groups are experts 0 and 1, and 2 and 3. Of the second token each has one that is high.
     own = Experts(number=4, top_k=2, scores="sigmoid", n_groups=2, top_groups=1)
     close(routed(own), [{0: sigmoid(2), 1: sigmoid(1)}, {1: sigmoid(3), 0: sigmoid(-1)}])
@@ -69,7 +69,7 @@ def test_groups_stand_for_the_choice_by_their_best_scores() -> None:
 
 
 def to_experts(parameters: dict[str, jax.Array], wanted: Sequence[int]) -> dict[str, jax.Array]:
-    """The parameters with a router whose bias sends every token to the experts `wanted`."""
+    """Parameters whose router bias sends every token to the experts `wanted`."""
     bias = np.full(len(parameters["layers.0.router.bias"]), -50.0, np.float32)
     bias[list(wanted)] = 50.0
     return {name: jnp.array(bias) if "router.bias" in name else value for name, value in parameters.items()}
@@ -87,7 +87,7 @@ ROUTINGS: list[Any] = [
 
 @pytest.mark.parametrize(("wanted", "form"), ROUTINGS, ids=str)
 def test_extreme_routings(wanted: list[int] | None, form: str) -> None:
-    """All tokens to the same experts and none to the others; the engine's tokens are the reference's."""
+    """All tokens choose the same experts; the engine's tokens are the reference's."""
     # Sizes for which C has a form, and others; biases are for its products alone.
     size, bias = 40 if form == "in JAX" else 48, form == "products in C"
     top_k = 2 if wanted is None else len(wanted)
@@ -103,7 +103,7 @@ def test_extreme_routings(wanted: list[int] | None, form: str) -> None:
 
 
 def test_padding_belongs_to_no_expert() -> None:
-    """Real tokens' results do not change with what is in the padding, of which no product has a row."""
+    """Real tokens' results do not depend on padding, and no product has a row for it."""
     seen: list[int] = []
 
     def watched(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -144,7 +144,7 @@ def test_a_request_with_nan_disturbs_no_other() -> None:
     assert len(without) >= 3 and sum(reference.sure(request) for request in without) > 10
 
 
-def test_a_gate_is_cut_off_on_the_right_sides() -> None:
+def test_a_gate_is_clipped_on_the_right_sides() -> None:
     own = FeedForward(size=2, gated=True, gate_limit=7.0)
     gate, up = np.array([9.0, -9.0]), np.array([-8.0, 3.0])
     cut, limited = np.array([7.0, -9.0]), np.array([-7.0, 3.0])

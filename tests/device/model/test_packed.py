@@ -1,4 +1,4 @@
-"""Experts that stay packed in MXFP4: unpacked as NumPy does it, and the same products, tokens and bytes."""
+"""Experts that stay packed in MXFP4: the same products and tokens as unpacked, and the file's bytes."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ UP = "layers.0.experts.up.weight"
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Random packed matrices [..., 17 n], whose numbers are about 1."""
+    """Random packed weights [..., 17 n] with numbers of about 1."""
     rng = np.random.default_rng(seed)
     n = shape[-1] // 17
     numbers = rng.integers(0, 256, (*shape[:-1], 16 * n), np.uint8)
@@ -42,7 +42,7 @@ def drawn(shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def by_numpy(packed: np.ndarray) -> np.ndarray:
-    """float32 [..., 32 n]."""
+    """Unpack to float32 [..., 32 n] with NumPy."""
     n = packed.shape[-1] // 17
     rows = packed.reshape(-1, 17 * n)
     bits = unpack(np.ascontiguousarray(rows[:, : 16 * n]), rows[:, 16 * n :])
@@ -50,7 +50,7 @@ def by_numpy(packed: np.ndarray) -> np.ndarray:
 
 
 def as_dense(value: Any) -> np.ndarray:
-    """A parameter's numbers."""
+    """A parameter as dense numbers."""
     return by_numpy(np.asarray(value.arrays["packed"])) if isinstance(value, PackedExperts) else value
 
 
@@ -72,7 +72,7 @@ def test_every_number_and_scale_is_unpacked_exactly(dtype: Any) -> None:
 @pytest.mark.parametrize(
     "sizes", [[3, 0, 2, 1], [0, 0, 0, 9], [0, 0, 0, 0], [1, 1, 1, 1], [9, 0, 0, 0]], ids=str
 )
-def test_the_products_are_those_of_unpacked_weights(product: Any, sizes: list[int]) -> None:
+def test_the_products_equal_those_of_unpacked_weights(product: Any, sizes: list[int]) -> None:
     weight = drawn((4, 6, 34), 1)
     x = jax.random.normal(jax.random.key(0), (9, 64))
     x = x.at[sum(sizes) :].set(jnp.nan)
@@ -109,7 +109,7 @@ def test_the_devices_hold_the_file_s_own_bytes() -> None:
 
 
 def engine_tokens(model: ModelConfig, n_stages: int = 1, tensor: int = 1) -> dict[str, list[int]]:
-    """Of all prompts of the golden model."""
+    """The engine's tokens for all prompts of the golden model."""
     golden = load_golden(PACKED)
     parts = split_model(
         model, jax.devices(), ParallelConfig(tensor_parallel=tensor, pipeline_parallel=n_stages)
@@ -152,7 +152,7 @@ def test_devices_have_whole_packed_experts() -> None:
 
 @pytest.mark.long
 def test_over_devices_the_tokens_are_the_same() -> None:
-    """Random packed experts of which two devices have two each, beside the same unpacked on one."""
+    """Random packed experts, two on each of two devices, against the same experts unpacked on one."""
     plain = load_checkpoint(DIRECTORY / PACKED, dtype=jnp.float32)
     layer = plain.config.layers[0]
     assert layer.feed_forward.experts is not None
@@ -207,7 +207,7 @@ def test_through_the_front_door() -> None:
             llm.update_weights(golden.directory)
 
 
-def test_what_cannot_stay_packed(tmp_path: Path) -> None:
+def test_weights_that_cannot_stay_packed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no experts that could stay packed"):
         find_config("gpt2", "packed")
     with pytest.raises(ConfigError, match="hidden_size is 28; experts packed in MXFP4 need a multiple of 32"):

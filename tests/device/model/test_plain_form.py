@@ -26,7 +26,7 @@ FUNCTIONS = ["pure JAX", pytest.param("C", marks=needs_native)]
 
 
 class Sizes(NamedTuple):
-    """Of a layer; the cache has blocks of `block` slots."""
+    """Sizes of a layer; the cache has blocks of `block` slots."""
 
     n_heads: int
     rank: int
@@ -42,7 +42,7 @@ ODD = Sizes(3, 12, 4, 6, 5, 8)
 
 
 class Case(NamedTuple):
-    """A batch: its rows as for any attention, the queries [T, N, P + U], what makes keys and values."""
+    """A batch: its rows, the queries [T, N, P + U], and the weight that makes keys and values."""
 
     rows: Ragged
     q: np.ndarray
@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
 
 def case_of(rows: list[tuple[int, int]], sizes: Sizes, seed: int, dtype: Any = np.float32) -> Case:
-    """`rows` are (new tokens, all tokens); of a few shapes, since each is compiled."""
+    """A random batch, in one of few shapes since each is compiled; `rows` are (new tokens, all tokens)."""
     n_padding = MOST_TOKENS - sum(n for n, _ in rows)
     own = ragged(
         seed, rows, n_padding=n_padding, n_heads=1, n_kv_heads=1, head_size=sizes.rank + sizes.rotary,
@@ -65,7 +65,7 @@ def case_of(rows: list[tuple[int, int]], sizes: Sizes, seed: int, dtype: Any = n
 
 
 def truth(case: Case, sizes: Sizes) -> np.ndarray:
-    """The result [T, N, W] by definition; rows without a key, and padding, have zeros."""
+    """The result [T, N, W] by definition, with zeros for rows without a key and for padding."""
     rows, q, makes = case.rows, case.q.astype(np.float64), case.makes.astype(np.float64)
     out = np.zeros((MOST_TOKENS, sizes.n_heads, sizes.value))
     for r, length in enumerate(rows.kv_length):
@@ -88,7 +88,7 @@ def truth(case: Case, sizes: Sizes) -> np.ndarray:
 
 @cache
 def program(function: str, lanes: int = 0) -> Callable[..., jax.Array]:
-    """`lanes`: another program for other sizes of registers."""
+    """The compiled operation; `lanes` chooses another register width."""
     if function == "C":
         return jax.jit(partial(native_plain_latent, scale=SCALE))
 
@@ -107,7 +107,7 @@ def attended(case: Case, function: str, lanes: int = 0) -> np.ndarray:
 
 @st.composite
 def row_lists(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """The rows of a batch: new tokens, and all with those before them; without a key they are left out."""
+    """Random rows: new tokens and all tokens; a row without a key has no query."""
     rows: list[tuple[int, int]] = []
     row = st.tuples(
         st.sampled_from([1, 2, 15, 47, 48, 49, 100, 130, 200]), st.sampled_from([0, 0, 1, 63, 127, 128, 300])
@@ -150,7 +150,7 @@ def test_any_sizes_in_pure_jax() -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_bfloat16(function: str) -> None:
-    """In C keys and values are not rounded, in pure JAX they are, as in any model of that dtype."""
+    """Pure JAX rounds keys and values, as any model of that dtype does; C does not."""
     case = case_of(ROWS, SIZES[0], seed=7, dtype=BFLOAT16)
     found = attended(case, function)
     assert found.dtype == BFLOAT16
@@ -161,7 +161,7 @@ def test_bfloat16(function: str) -> None:
 
 
 @needs_native
-def test_the_other_width_of_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_register_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_latent, "target", partial(plain_latent.target, LANES=other_lanes()))
     case = case_of(ROWS, SIZES[1], seed=8)
     found = attended(case, "C", other_lanes())
@@ -170,7 +170,7 @@ def test_the_other_width_of_registers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_native
 def test_pieces_of_a_row_have_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pieces of 64 queries in place of 2,048."""
+    """With pieces of 64 queries, not 2,048."""
     monkeypatch.setattr(plain_latent, "target", partial(plain_latent.target, PIECE=64))
     case = case_of(ROWS, SIZES[0], seed=9)
     found = attended(case, "C", 64)

@@ -1,4 +1,4 @@
-"""Presets: their sizes against known numbers, and the big ones traced without a byte of memory."""
+"""Presets: sizes against published numbers; large ones are traced without allocating memory."""
 
 import math
 from dataclasses import replace

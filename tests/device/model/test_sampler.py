@@ -25,7 +25,7 @@ of_many_rows = {cut: jax.jit(partial(sample, cut=cut), compiler_options=OPTIMIZE
 
 @dataclass(frozen=True)
 class Cut:
-    """How tokens are chosen; the defaults are neutral."""
+    """Sampling parameters; the defaults are neutral."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -35,7 +35,7 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """What acts on logits [V] before the choice; see `neutral` for what changes nothing."""
+    """Adjustments of logits [V] before the choice; `neutral` changes nothing."""
 
     prompt: np.ndarray  # [V] bool, what is in the prompt
     counts: np.ndarray  # [V] int, how often it is in the output
@@ -52,7 +52,7 @@ def neutral(vocab: int) -> Changes:
 
 
 def parts_that_act(given: Any, idle: Any) -> list[str]:
-    """The names of the fields in which two of a kind differ."""
+    """The names of the fields in which two values differ."""
     names = [field.name for field in fields(given)]
     return [name for name in names if not np.array_equal(getattr(given, name), getattr(idle, name))]
 
@@ -61,12 +61,12 @@ def parts_that_act(given: Any, idle: Any) -> list[str]:
 def whole(
     logits: jax.Array, changes: tuple[jax.Array, ...], words: jax.Array, *choice: jax.Array, cut: bool
 ) -> jax.Array:
-    """Everything that acts on logits, in the one order."""
+    """Apply all adjustments to logits, in order."""
     return sample(allow(adjust(logits, *changes), words), *choice, cut=cut)
 
 
 def draws(logits: np.ndarray, cut: Cut, changes: Changes | None = None, *, seeds: bool = True) -> np.ndarray:
-    """Counts [V] of N_DRAWS draws, over seeds or over the token indices of one seed."""
+    """Counts [V] of N_DRAWS draws, over seeds or over one seed's token indices."""
     vocab, n = len(logits), N_TOGETHER
     counts = np.zeros(vocab, int)
 
@@ -121,7 +121,7 @@ def exact(logits: np.ndarray, cut: Cut) -> np.ndarray:
 
 
 def exact_changes(logits: np.ndarray, changes: Changes) -> np.ndarray:
-    """Logits [V] in float64, -inf for what is not allowed."""
+    """Adjusted logits [V] in float64, with -inf for masked tokens."""
     changed = logits + changes.bias
     for token in np.flatnonzero(changes.prompt | (changes.counts > 0)):
         above = changed[token] > 0
@@ -149,7 +149,7 @@ def bound(freedom: int) -> float:
 
 
 def would_fail(wrong: np.ndarray, p: np.ndarray) -> bool:
-    """Whether draws from `wrong` would be found out, were they as even as can be, and by far."""
+    """Whether even the most regular draws from `wrong` would clearly fail the test."""
     statistic, freedom = chi_square(np.round(N_DRAWS * wrong), p)
     return statistic > 2 * bound(freedom)
 
@@ -187,7 +187,7 @@ def test_draws_follow_the_exact_distribution(
 
 
 def changes_of(vocab: int, logits: np.ndarray, rng: np.random.Generator) -> Changes:
-    """Some of everything, for the likelier tokens, where it shows."""
+    """Random adjustments of the more likely tokens, where they show."""
     likely = rng.permutation(np.argsort(-logits)[:30])
     prompt, counts, bias = np.zeros(vocab, bool), np.zeros(vocab, int), np.zeros(vocab)
     prompt[likely[:14]] = True  # eight of them in the prompt alone
@@ -198,7 +198,7 @@ def changes_of(vocab: int, logits: np.ndarray, rng: np.random.Generator) -> Chan
 
 
 @pytest.mark.long
-def test_draws_after_penalties_and_what_is_allowed_follow_the_exact_distribution() -> None:
+def test_draws_with_penalties_and_masks_follow_the_exact_distribution() -> None:
     vocab = 300
     rng = np.random.default_rng(7)
     logits = rng.normal(0, 1.5, vocab)
@@ -239,7 +239,9 @@ def test_draws_after_penalties_and_what_is_allowed_follow_the_exact_distribution
     top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
     min_p=st.sampled_from([0.0, 1e-6, 0.01, 0.2, 0.9, 1.0]),
 )
-def test_only_tokens_that_the_cuts_keep_are_drawn(seed: int, top_k: int, top_p: float, min_p: float) -> None:
+def test_only_tokens_that_the_filters_keep_are_drawn(
+    seed: int, top_k: int, top_p: float, min_p: float
+) -> None:
     rng = np.random.default_rng(seed)
     n, vocab = 64, 50
     logits = rng.normal(0, 3, (n, vocab)).astype(np.float32)
@@ -259,7 +261,7 @@ def test_only_tokens_that_the_cuts_keep_are_drawn(seed: int, top_k: int, top_p: 
         assert exact(row, loose)[token] > 0
 
 
-def test_the_likeliest_token_is_always_kept_and_what_is_kept_keeps_its_weight() -> None:
+def test_the_likeliest_token_is_always_kept_and_kept_weights_do_not_change() -> None:
     rng = np.random.default_rng(3)
     n, vocab = 200, 333
     logits = rng.normal(0, 4, (n, vocab)).astype(np.float32)
@@ -278,7 +280,7 @@ def test_the_likeliest_token_is_always_kept_and_what_is_kept_keeps_its_weight() 
     assert ((kept > 0).sum(axis=1)[(top_k == 1) | (top_p < 0.1) | (min_p == 1)] == 1).all()
 
 
-def test_greedy_takes_the_first_of_equals_and_rows_of_temperature_0_are_greedy() -> None:
+def test_greedy_takes_the_first_of_equal_logits_as_do_rows_of_temperature_0() -> None:
     logits = jnp.array([[1.0, 3.0, 3.0, 2.0], [-jnp.inf, -5.0, -7.0, -5.0], [0.0, 0.0, 0.0, 9.0]])
     assert greedy(logits).tolist() == [1, 1, 3]
     zero = jnp.zeros(3, jnp.int32)
@@ -287,8 +289,8 @@ def test_greedy_takes_the_first_of_equals_and_rows_of_temperature_0_are_greedy()
         assert tokens.tolist() == [1, 1, 3]
 
 
-def test_the_extremes_of_the_parameters_draw_what_they_may() -> None:
-    """The smallest and largest of each, with logits far apart and with one token allowed."""
+def test_extreme_parameters_draw_only_allowed_tokens() -> None:
+    """The smallest and largest value of each parameter, with logits far apart and with one token allowed."""
     n, vocab = 300, 50
     rng = np.random.default_rng(4)
     logits = (rng.normal(0, 1, (n, vocab)) * rng.choice([1e-3, 1.0, 1e4, 1e30], (n, 1))).astype(np.float32)
@@ -350,13 +352,13 @@ def test_a_token_is_allowed_by_its_bit_alone(vocab: int) -> None:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """[R, V] in float64."""
+    """Log-softmax [R, V] in float64."""
     far = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     return far - np.log(np.exp(far).sum(axis=1, keepdims=True))
 
 
 def check_logprobs(logits: np.ndarray, n_top: int) -> None:
-    """Against float64: of some tokens, of the n largest, and their ids, of equals the first first."""
+    """Check log-probabilities of tokens and of the n most likely against float64, equal ones in order."""
     n, vocab = logits.shape
     expected = log_softmax(logits)
     order = np.argsort(-logits, axis=1, kind="stable")[:, :n_top]
@@ -377,7 +379,7 @@ def check_logprobs(logits: np.ndarray, n_top: int) -> None:
 @pytest.mark.parametrize("vocab", [1, 11, 256, 257, 700, 6000])
 @pytest.mark.parametrize("n_top", [0, 1, 5, 20])
 def test_logprobs_equal_log_softmax_for_the_token_and_the_most_likely(vocab: int, n_top: int) -> None:
-    """Also where the vocabulary has fewer tokens than are asked for."""
+    """Also if the vocabulary has fewer tokens than asked for."""
     rng = np.random.default_rng(vocab + n_top)
     spread = np.array([[0.01], [1.0], [3.0], [3.0], [30.0], [1000.0]])
     check_logprobs((rng.normal(0, 1, (6, vocab)) * spread).astype(np.float32), n_top)
@@ -404,8 +406,8 @@ def test_logprobs_of_logits_that_are_minus_infinite(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 257, 6000])
-def test_logprobs_of_the_tokens_are_the_same_to_the_bit_if_no_row_asks_for_the_likeliest(vocab: int) -> None:
-    """Then no others are told; if one row asks, all rows' are."""
+def test_logprobs_of_tokens_have_the_same_bits_if_no_row_asks_for_the_likeliest(vocab: int) -> None:
+    """Then no others are reported; if one row asks, all rows have them."""
     rng = np.random.default_rng(vocab)
     logits = rng.normal(0, 3, (6, vocab)).astype(np.float32)
     logits[0], logits[1, : vocab // 2], logits[2, 0] = -np.inf, -np.inf, np.nan
@@ -421,8 +423,8 @@ def test_logprobs_of_the_tokens_are_the_same_to_the_bit_if_no_row_asks_for_the_l
     np.testing.assert_allclose(top[3:, 0], best, rtol=2e-6, atol=2e-6)
 
 
-def test_logprobs_of_large_logits_lose_nothing() -> None:
-    """A constant added to all logits changes nothing but their own rounding."""
+def test_logprobs_of_large_logits_lose_no_digits() -> None:
+    """A constant added to all logits changes only their rounding."""
     rng = np.random.default_rng(5)
     logits = (rng.integers(-4000, 4000, (6, 700)) / 256).astype(np.float32)  # exact with what is added
     check_logprobs(logits + np.float32(4096), 20)

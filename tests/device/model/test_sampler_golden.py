@@ -40,7 +40,7 @@ def chain(
 
 
 def may_come(row: GoldenRow) -> np.ndarray:
-    """Which tokens [V] the row's parameters allow, in plain words."""
+    """The tokens [V] that the row's parameters allow, by naive rules."""
     ids = row.prompt + row.output
     allowed = np.full(len(row.logits), not row.allowed_token_ids)
     allowed[list(row.allowed_token_ids)] = True
@@ -53,21 +53,21 @@ def may_come(row: GoldenRow) -> np.ndarray:
 
 
 def packed(allowed: np.ndarray) -> np.ndarray:
-    """[R, V] bool to the words [R, V / 32] int32 that `allow` takes; the bits past V are set."""
+    """Pack [R, V] bool to the words [R, V / 32] int32 of `allow`; bits past V are set."""
     past = np.ones((len(allowed), -allowed.shape[1] % 32), bool)
     octets = np.packbits(np.concatenate([allowed, past], axis=1), axis=1, bitorder="little")
     return octets.view("<i4").astype(np.int32)
 
 
 def seen_in(row: GoldenRow) -> np.ndarray:
-    """What `adjust` is told of the row's tokens, [V] int32."""
+    """`adjust`'s counts of the row's tokens, [V] int32."""
     seen = np.bincount(row.output, minlength=len(row.logits)).astype(np.int32)
     seen[list(set(row.prompt))] += IN_PROMPT
     return seen
 
 
 def run(rows: Sequence[GoldenRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What `chain` makes of all rows in one call."""
+    """Run `chain` on all rows in one call."""
     bias = np.zeros((len(rows), len(rows[0].logits)), np.float32)
     for i, row in enumerate(rows):
         bias[i, list(row.bias)] = list(row.bias.values())
@@ -88,7 +88,7 @@ def run(rows: Sequence[GoldenRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def differences(rows: Sequence[GoldenRow], golden: Sequence[GoldenRow]) -> list[tuple[int, str]]:
-    """Where what our functions make of `rows`, together, is not what Hugging Face makes of `golden`."""
+    """The differences between our functions on `rows`, in one batch, and Hugging Face on `golden`."""
     result: list[tuple[int, str]] = []
     for i, (row, adjusted, allowed, kept) in enumerate(zip(golden, *run(rows), strict=True)):
         left = np.isfinite(row.final)
@@ -111,7 +111,7 @@ def alone(processor: str, vocab: int) -> list[GoldenRow]:
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
-def test_each_processor_alone_does_as_hugging_face_has_it(processor: str) -> None:
+def test_each_processor_alone_equals_hugging_faces(processor: str) -> None:
     for vocab in VOCABULARIES:
         rows = alone(processor, vocab)
         assert len(rows) >= 3
@@ -119,7 +119,7 @@ def test_each_processor_alone_does_as_hugging_face_has_it(processor: str) -> Non
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_all_processors_in_one_batch_do_as_hugging_face_has_them(vocab: int) -> None:
+def test_all_processors_in_one_batch_equal_hugging_faces(vocab: int) -> None:
     rows = load_golden_rows(vocab)
     assert sum(len(row.processors) > 3 for row in rows) >= 12
     assert differences(rows, rows) == []
@@ -127,7 +127,7 @@ def test_all_processors_in_one_batch_do_as_hugging_face_has_them(vocab: int) -> 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_the_comparison_finds_a_processor_that_is_left_out(processor: str) -> None:
-    """In rows that have it alone, and in chains: not in all, since min_tokens, say, may be reached."""
+    """In rows that use it alone, and in some chains: not in all, since min_tokens may be reached."""
     for vocab in VOCABULARIES:
         rows = load_golden_rows(vocab)
         without = [replace(row, **{processor: NEUTRAL[processor]}) for row in rows]
@@ -139,8 +139,8 @@ def test_the_comparison_finds_a_processor_that_is_left_out(processor: str) -> No
         assert any(len(rows[i].processors) > 1 for i in result)
 
 
-def test_the_words_of_the_file_end_prompts_and_outputs_in_every_way() -> None:
-    """Words that apply: of one to three tokens, begun in the prompt, in the output, and across both."""
+def test_the_files_bad_words_end_prompts_and_outputs_in_every_way() -> None:
+    """Bad words that apply: of one to three tokens, begun in the prompt, the output, or both."""
     met: set[tuple[int, str]] = set()
     missed: set[int] = set()
     for row in (row for vocab in VOCABULARIES for row in load_golden_rows(vocab)):
@@ -182,7 +182,7 @@ def openai(logits: np.ndarray, counts: np.ndarray, frequency: float, presence: f
 def penalised(
     rows: Sequence[GoldenRow], repetition: np.ndarray, frequency: np.ndarray, presence: np.ndarray
 ) -> np.ndarray:
-    """[R, V], of all rows in one call."""
+    """Penalised logits [R, V] of all rows in one call."""
     logits = np.stack([row.logits for row in rows])
     seen = np.stack([seen_in(row) for row in rows])
     bias = np.zeros_like(logits)

@@ -136,7 +136,7 @@ def registered() -> Iterator[None]:
 
 @cache
 def tensors() -> Tensors:
-    """Random ones, wide enough that greedy tokens vary."""
+    """Random tensors, spread so that greedy tokens vary."""
     rng = np.random.default_rng(0)
     h, v = CONFIG["width"], CONFIG["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"toy.words": (v, h), "toy.gain": (h,), "unembed": (v, h)}
@@ -153,7 +153,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def logits(token_ids: list[int]) -> np.ndarray:
-    """[T, V] of every position of a sequence, in float64."""
+    """Logits [T, V] of every position of a sequence, in float64."""
     p = {name: value.astype("f8") for name, value in tensors().items()}
     n, heads = len(token_ids), CONFIG["heads"]
 
@@ -179,7 +179,7 @@ def logits(token_ids: list[int]) -> np.ndarray:
 
 @cache
 def greedy() -> list[list[int]]:
-    """What each prompt goes on with; no choice is a close one."""
+    """Each prompt's greedy tokens; no choice is close."""
     outputs: list[list[int]] = []
     for prompt in PROMPTS:
         known = [*prompt]
@@ -276,7 +276,7 @@ def test_it_converts(directory: Path, tmp_path: Path) -> None:
 
 
 def test_orca_json_describes_it(directory: Path, tmp_path: Path) -> None:
-    """As it does a model without a config.json; then the family that can describe it writes one."""
+    """As it describes a model without config.json; then the family that can describe it writes one."""
     convert_checkpoint(directory, tmp_path / "orbax")
     model = read_config(directory)
     (tmp_path / "orbax" / "config.json").unlink()
@@ -298,7 +298,7 @@ def test_orca_json_describes_it(directory: Path, tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "orbax", dtype=np.float32)
 
 
-def test_it_is_known_as_long_as_it_is_registered(directory: Path) -> None:
+def test_it_is_known_while_it_is_registered(directory: Path) -> None:
     with pytest.raises(ConfigError, match="'toy' is registered already"):
         register(TOY)
     registry._families.pop("toy")

@@ -1,4 +1,4 @@
-"""A form of weights that only this file knows: int8 with a scale for each output. Two classes are all of it.
+"""A form of weights that only this file knows: int8 with a scale per output. It is just two classes.
 
 The truth is the dense reference with the numbers that NumPy gets back from the same int8.
 """
@@ -53,7 +53,7 @@ class Int8:
 
 
 class Int8Weight(FormedWeight, form=Int8):
-    """What is computed with it."""
+    """The form's products."""
 
     def product(self, x: jax.Array, dense: Product) -> jax.Array:
         y = dense(x, self.arrays["numbers"].astype(x.dtype))
@@ -72,7 +72,7 @@ INT8 = Int8()
 
 
 def quantised(dense: np.ndarray, n_in: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same by NumPy, row by row."""
+    """Quantise with NumPy, row by row."""
     rows = dense.reshape(-1, int(np.prod(dense.shape[-n_in:])))
     scales = np.array([np.abs(row).max() / np.float32(64) for row in rows], np.float32)
     numbers = np.stack([np.rint(row / scale) for row, scale in zip(rows, scales, strict=True)])
@@ -80,7 +80,7 @@ def quantised(dense: np.ndarray, n_in: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rounded(model: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Dense parameters with the numbers that the form can express."""
+    """Dense parameters, rounded to numbers that the form can express."""
     found = dict(parameters)
     for name, one in parameter_table(model).items():
         if one.form == INT8:
