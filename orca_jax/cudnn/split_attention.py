@@ -114,10 +114,9 @@ def split_attention(
 
     q [T, n, K, D]: its first `group` slices (G; by default all n) are the queries. Query head [g, k] uses
     key/value head k. k_cache, v_cache [n_blocks, K, B, D]; `work` is `attention_work` of the batch with the
-    same `window`. Scores are multiplied by `scale`, by default D ** -0.5. `sinks` [G, K] float32 are scores
-    of one more key for each head, which has no value. Softmax and sums are float32. Returns [T, G, K, D] of
-    q's dtype, with zeros for padding tokens. Slots that no query of a row sees never affect the row's result,
-    even if they hold NaN. `call` is the reference on a CPU.
+    same `window`. `scale` is by default D ** -0.5; `sinks` [G, K] float32 are scores of one more key per
+    head, which has no value. Returns [T, G, K, D] in q's dtype, with zeros for padding tokens. Slots that no
+    query of a row sees never affect its result, even if they hold NaN. `call` is the reference on a CPU.
     """
     q = q if group is None else q[:, :group]
     factor = q.shape[-1] ** -0.5 if scale is None else scale

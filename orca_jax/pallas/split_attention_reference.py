@@ -20,17 +20,9 @@ def split_attention_reference(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """Causal attention of each request's query tokens to its own keys (ORCA 3.2).
+    """`split_attention`, with float32 products and softmax: the same arguments, and [T, G, K, D].
 
-    q [T, n, K, D]: its first `group` slices (G; by default all n) are the queries. Query head [g, k] uses
-    key/value head k. k_cache, v_cache [n_blocks, K, B, D]; block_table [R, max_blocks], row_start [R + 1] and
-    kv_length [R] int32. The queries of row r are the tokens row_start[r] to row_start[r + 1], the last
-    positions of its kv_length[r].
-
-    Scores are multiplied by `scale`, by default D ** -0.5. With `soft_cap` c a score s becomes c * tanh(s /
-    c). With `window` a query sees its own position and the window - 1 before it. Products and softmax are
-    float32. Returns [T, G, K, D] of q's dtype, with zeros for tokens of no row. Slots that no query sees
-    never affect the result, even if they hold NaN.
+    Slots that no query sees never affect the result, even if they hold NaN.
     """
     q = q if group is None else q[:, :group]
     n_tokens, _, n_kv_heads, head_size = q.shape

@@ -31,11 +31,11 @@ def ragged(
     n_blocks: int | None = None,
     max_blocks: int | None = None,
 ) -> Ragged:
-    """`rows` are (input length, length with what is cached before it). Rows of length 0 come behind them.
+    """A random batch of `rows`: (input length, length with cached tokens). Rows of length 0 are added last.
 
-    A row shares up to `n_shared` whole blocks with the row before. Blocks and slots that nobody has, and
-    queries of padding, are NaN; block ids that nobody should look at are of some block all the same, or of
-    none. Rows, blocks and the table's columns are as many as asked for, else a few more than needed.
+    A row shares up to `n_shared` whole blocks with the previous row. Unused blocks and slots, and queries of
+    padding, are NaN; unused ids in the table are those of any block, or of none. The numbers of rows, blocks
+    and table columns are as given, or a few more than needed.
     """
     rng = np.random.default_rng(seed)
     n_empty = 2 if n_rows is None else n_rows - len(rows)

@@ -192,7 +192,7 @@ def test_heads_over_devices_in_c() -> None:
 
 
 def test_tokens_in_the_absorbed_form_may_come_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of 9 tokens, after a shared prefix of 21, is cut into slabs of one token per row."""
+    """A row of 9 tokens, after a shared prefix of 21, is cut into slabs of R tokens."""
     monkeypatch.setattr(attention_paths, "SLAB", 1)
     serving = replace(SERVING, scheduling=SchedulingConfig())
     own = single_worker(MODEL, parameters(), serving, n_rows=8, attention="follow_lengths")
