@@ -121,40 +121,39 @@ class LatentAttention(nnx.Module):
             return out.at[tokens].set(self._absorbed(some, cache, absorbed), mode="drop")
 
         whole = jnp.concatenate(queries, axis=-1)
-        out = attend.plain(whole, cache, self._of_heads(), self.attention)
+        out = attend.plain(whole, cache, self._kv_weight(), self.attention)
         return lax.fori_loop(0, attend.n_slabs, add_slab, out).reshape(len(x), -1)
 
     def _queries(self, x: jax.Array, rotation: Rotation, product: Matmul) -> Queries:
-        own = self.config
+        latent = self.config
         if self.q_a is not None and self.q_a_norm is not None:
             x = self.q_a_norm(self.q_a(x, product))
-        q = self.q(x, product).reshape(x.shape[0], -1, own.query_size)
-        return Queries(q[..., : own.plain_size], self._rotated(q[..., own.plain_size :], rotation))
+        q = self.q(x, product).reshape(x.shape[0], -1, latent.query_size)
+        return Queries(q[..., : latent.plain_size], self._rotated(q[..., latent.plain_size :], rotation))
 
     def _absorbed(self, queries: Queries, cache: LayerCache, attend: Attend) -> jax.Array:
-        """[T, N, W] in the absorbed form."""
-        own = self.config
-        makes_keys = self._of_heads()[:, : own.plain_size]  # W_UK [N, P, C]
-        plain = jnp.einsum("tnp,npc->tnc", queries.plain, makes_keys)
-        meeting = jnp.concatenate([plain, queries.rotated], axis=-1)[:, :, None]  # [T, N, 1, C + rotary size]
-        found = attend(meeting, cache, self.attention, None, None)  # [T, N, 1, C]
-        makes_values = self._of_heads()[:, own.plain_size :]  # W_UV [N, W, C]
-        return jnp.einsum("tnc,nwc->tnw", found[:, :, 0], makes_values)
+        """Attend in the absorbed form: [T, N, W]."""
+        w_uk = self._kv_weight()[:, : self.config.plain_size]  # [N, P, C]
+        plain = jnp.einsum("tnp,npc->tnc", queries.plain, w_uk)
+        absorbed = jnp.concatenate([plain, queries.rotated], axis=-1)[:, :, None]  # [T, N, 1, C + rotary]
+        attended = attend(absorbed, cache, self.attention, None, None)  # [T, N, 1, C]
+        w_uv = self._kv_weight()[:, self.config.plain_size :]  # [N, W, C]
+        return jnp.einsum("tnc,nwc->tnw", attended[:, :, 0], w_uv)
 
-    def _of_heads(self) -> jax.Array:
-        """The matrices that make a head's keys and its values, [N, P + W, C]."""
-        own = self.config
-        return self.kv_b.weight[...].reshape(-1, own.plain_size + own.value_size, own.rank)
+    def _kv_weight(self) -> jax.Array:
+        """Each head's W_UK and W_UV, which make its keys and values: [N, P + W, C]."""
+        latent = self.config
+        return self.kv_b.weight[...].reshape(-1, latent.plain_size + latent.value_size, latent.rank)
 
     def _rotated(self, x: jax.Array, rotation: Rotation) -> jax.Array:
-        """x [T, n, rotary size]."""
+        """Rotate x [T, n, rotary size]."""
         return rotate(x[:, None], rotation, interleaved=self.interleaved)[:, 0]
 
 
 def plain_attention(
     q: jax.Array,
     cache: LayerCache,
-    makes: jax.Array,
+    weight: jax.Array,
     block_table: jax.Array,
     row_start: jax.Array,
     kv_length: jax.Array,
@@ -163,7 +162,7 @@ def plain_attention(
 ) -> jax.Array:
     """Attention in the plain form, in loops that follow the real lengths.
 
-    q [T, N, P + rotary size]; makes [N, P + W, C]; block_table [R, max_blocks], row_start [R + 1] and
+    q [T, N, P + rotary size]; weight [N, P + W, C]; block_table [R, max_blocks], row_start [R + 1] and
     kv_length [R] int32. A row's queries are the last positions of its `kv_length`. The result [T, N, W] has
     q's dtype, with zeros for padding tokens and for rows without a key.
 
@@ -171,9 +170,9 @@ def plain_attention(
     expanded, with a running softmax, so that no array is as long as the context.
     """
     n_tokens, n_heads, size = q.shape
-    rank, (_, _, block_size, width) = makes.shape[2], cache.keys.shape
+    rank, (_, _, block_size, width) = weight.shape[2], cache.keys.shape
     n_plain = size - (width - rank)
-    n_values = makes.shape[1] - n_plain
+    n_values = weight.shape[1] - n_plain
     n_queries = min(_QUERIES, n_tokens)
     blocks = max(1, min(_KEYS // block_size, block_table.shape[1]))
     n_keys = blocks * block_size
@@ -187,23 +186,23 @@ def plain_attention(
         jnp.zeros((*shape, n_values), jnp.float32),  # and of the values
     )
 
-    def of_row(row: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add_row(row: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         begin, end, length = row_start[row], row_start[row + 1], kv_length[row]
         before = length - (end - begin)  # positions before its first query
 
-        def of_keys(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def add_chunk(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             base = i * n_keys
             ids = lax.dynamic_slice_in_dim(table[row], i * blocks, blocks)
             found = as_numbers(cache.keys.at[ids].get(mode="clip")).reshape(n_keys, width)
             position = base + jnp.arange(n_keys, dtype=jnp.int32)
             # Slots after the row's last key may hold another row's inf or NaN.
             found = jnp.where((position < length)[:, None], found, 0)
-            made = jnp.einsum("kc,nmc->nkm", found[:, :rank], makes)
+            made = jnp.einsum("kc,nmc->nkm", found[:, :rank], weight)
             turned = jnp.broadcast_to(found[:, rank:], (n_heads, n_keys, width - rank))
             keys = jnp.concatenate([made[..., :n_plain], turned], axis=-1)  # [N, keys, P + rotary size]
             values = made[..., n_plain:]  # [N, keys, W]
 
-            def of_tile(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            def add_tile(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 first = begin + j * n_queries
 
                 def tile(of: jax.Array) -> jax.Array:
@@ -217,7 +216,7 @@ def plain_attention(
                 scores = jnp.einsum("nqd,nkd->nqk", tile(padded), keys, preferred_element_type=jnp.float32)
                 scores = jnp.where(seen, scores * scale, _MASKED)
                 new_top = jnp.maximum(top, scores.max(axis=-1))
-                # A query that sees none of these keys, perhaps of the next row, keeps what it has.
+                # A query that sees none of these keys, or is the next row's, keeps its sums.
                 weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
                 shrink = jnp.exp(top - new_top)
                 weighted = jnp.einsum(
@@ -228,11 +227,11 @@ def plain_attention(
                 return tuple(put(old, one, first, axis=1) for old, one in zip(carry, new, strict=True))
 
             first_tile = jnp.maximum(base - before, 0) // n_queries
-            return lax.fori_loop(first_tile, -(-(end - begin) // n_queries), of_tile, carry)
+            return lax.fori_loop(first_tile, -(-(end - begin) // n_queries), add_tile, carry)
 
-        return lax.fori_loop(0, -(-length // n_keys), of_keys, carry)
+        return lax.fori_loop(0, -(-length // n_keys), add_chunk, carry)
 
-    _, total, sums = lax.fori_loop(0, len(kv_length), of_row, start)
+    _, total, sums = lax.fori_loop(0, len(kv_length), add_row, start)
     out = sums / jnp.where(total > 0, total, 1)[..., None]
     return out[:, :n_tokens].swapaxes(0, 1).astype(q.dtype)
 

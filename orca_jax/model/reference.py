@@ -299,12 +299,12 @@ def relative_buckets(relative: RelativeBias, n_tokens: int, *, causal: bool) -> 
     e = n // 2
 
     def bucket(distance: int) -> int:  # from a query to a key before it
-        behind = not causal and distance < 0
+        is_later = not causal and distance < 0
         d = max(distance, 0) if causal else abs(distance)
         if d >= e:
             passed = (d ** (n - e) * e**i >= relative.max_distance**i * e ** (n - e) for i in range(1, n - e))
             d = e + sum(passed)
-        return d + n * behind
+        return d + n * is_later
 
     by_distance = np.array([bucket(distance) for distance in range(-n_tokens + 1, n_tokens)])
     position = np.arange(n_tokens)

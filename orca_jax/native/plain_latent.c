@@ -99,11 +99,11 @@ static bool multiply(const float *x, size_t n, const float *weight, size_t n_in,
 /* The head's weight in float32. */
 static const float *widened(const Plain *a, size_t head, float *room) {
   const size_t n = (a->plain + a->value) * a->rank;
-  const q_type *own = a->weight + head * n;
+  const q_type *weight = a->weight + head * n;
 #if Q_BITS == 32
-  return own;
+  return weight;
 #else
-  for (size_t i = 0; i < n; i += LANES) store(room + i, load(own + i));
+  for (size_t i = 0; i < n; i += LANES) store(room + i, load(weight + i));
   return room;
 #endif
 }

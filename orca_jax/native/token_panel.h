@@ -59,17 +59,17 @@ static inline size_t panel_start(const Product *l, size_t panel) {
 /* A panel's x, transposed by this thread unless it has it already: [I / TERMS][tokens] of TERMS, with zeros after the
  * last token. NULL if memory runs out. */
 static const float *columns_of(const Product *l, size_t panel) {
-  Packed *own = &packed[panel % PANELS];
-  if (own->number == l->number && own->panel == panel) return own->columns;
+  Packed *cached = &packed[panel % PANELS];
+  if (cached->number == l->number && cached->panel == panel) return cached->columns;
   const size_t first = panel_start(l, panel) * LANES, width = panel_start(l, panel + 1) * LANES - first;
-  if (own->size < width * l->n_in) {
-    free(own->columns);
-    own->columns = aligned_alloc(64, width * l->n_in * sizeof(factor_type) + UNUSED);
-    own->size = own->columns ? width * l->n_in : 0;
-    if (!own->columns) return NULL;
+  if (cached->size < width * l->n_in) {
+    free(cached->columns);
+    cached->columns = aligned_alloc(64, width * l->n_in * sizeof(factor_type) + UNUSED);
+    cached->size = cached->columns ? width * l->n_in : 0;
+    if (!cached->columns) return NULL;
   }
-  own->number = l->number;
-  own->panel = panel;
+  cached->number = l->number;
+  cached->panel = panel;
   for (size_t at = 0; at < width; at += LANES)
     for (size_t k = 0; k < l->n_in; k += TERMS * LANES) {
       vec tile[LANES];
@@ -78,9 +78,9 @@ static const float *columns_of(const Product *l, size_t panel) {
         tile[i] = token < n_paneled(l) ? terms_at(l->x + token * l->n_in + k, l->n_in - k) : all(0);
       }
       transpose(tile);
-      UNROLL for (int i = 0; i < LANES; i++) store(own->columns + (k / TERMS + i) * width + at, tile[i]);
+      UNROLL for (int i = 0; i < LANES; i++) store(cached->columns + (k / TERMS + i) * width + at, tile[i]);
     }
-  return own->columns;
+  return cached->columns;
 }
 
 /* Adds `n_terms` terms for `rows` outputs and `vectors` of tokens, both constants to the compiler. Rows of weights w
