@@ -25,8 +25,8 @@ def unsupported(
         return f"the native attention is for float32 and bfloat16, and keys and values are {dtype}"
     if value_size is not None and (head_size % _WIDTH or value_size % _WIDTH or head_size > _MOST_LATENT):
         return (
-            f"the native attention is for latent keys and values in steps of {_WIDTH} elements, keys up to "
-            f"{_MOST_LATENT}, not of {head_size} and {value_size}"
+            f"the native attention is for latent keys of up to {_MOST_LATENT} elements, with keys and values "
+            f"in steps of {_WIDTH}, not of {head_size} and {value_size}"
         )
     if value_size is None and (head_size % _WIDTH or not 0 < head_size <= 256):
         return f"the native attention is for heads of 16 to 256 in steps of {_WIDTH}, not of {head_size}"
