@@ -180,8 +180,8 @@ def _near(
     """
     n_entries, n_queries, _, n_kv_heads, head_size = queries.shape
     block_size = k_cache.shape[2]
-    slot = jnp.arange(block_size, dtype=jnp.int32)
-    key = (entries.near_key[..., None] + slot).reshape(n_entries, -1)  # [E, C]
+    first_key = entries.near_key[..., None]
+    key = (first_key + jnp.arange(block_size, dtype=jnp.int32)).reshape(n_entries, -1)  # [E, C]
     exists = key < entries.length[:, None]
     position = entries.position[:, None] + jnp.arange(n_queries, dtype=jnp.int32)  # [E, Q]
     seen = exists[:, None] & (key[:, None] <= position[:, :, None])  # [E, Q, C]
