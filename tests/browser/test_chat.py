@@ -69,7 +69,7 @@ def test_a_conversation(playground: Playground, server: Server, page: Page) -> N
     assert playground.turns() == [first, ("assistant", reply(server, [system, first]))]
 
 
-def test_an_edit_can_be_given_up(playground: Playground, page: Page) -> None:
+def test_an_edit_can_be_cancelled(playground: Playground, page: Page) -> None:
     playground.send("In the beginning")
     playground.finish("length")
     turns = playground.turns()
@@ -95,7 +95,7 @@ def test_the_copy_has_the_whole_conversation(playground: Playground, page: Page)
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
-def test_it_opens_in_chat_where_there_is_a_template(browser: Browser, template: str | None) -> None:
+def test_chat_opens_first_for_a_model_with_a_template(browser: Browser, template: str | None) -> None:
     with (
         serving(writing("abc"), chat_template=template) as server,
         watched(browser, server.url) as (page, _),

@@ -14,7 +14,7 @@ def route(page: Page, method: str, path: str) -> Locator:
     return page.get_by_role("article").filter(has=title)
 
 
-def test_it_has_every_route_and_field(page: Page, server: Server) -> None:
+def test_the_api_page_has_every_route_and_field(page: Page, server: Server) -> None:
     document = httpx2.get(server.url + "/openapi.json").json()
     page.goto("/docs")
     links = page.get_by_role("navigation", name="Routes").get_by_role("link")
@@ -43,7 +43,7 @@ def test_nested_schemas_open(page: Page) -> None:
     assert serious_faults(page) == []
 
 
-def test_it_sends_the_example(page: Page) -> None:
+def test_the_example_is_sent(page: Page) -> None:
     page.goto("/docs")
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         section = route(page, "post", path)
@@ -54,7 +54,7 @@ def test_it_sends_the_example(page: Page) -> None:
         assert {"choices", "tokens", "prompt"} & answer.keys()
 
 
-def test_it_sends_what_is_written(page: Page, faults: Faults) -> None:
+def test_an_edited_body_is_sent(page: Page, faults: Faults) -> None:
     faults.expected_statuses |= {400, 404}
     page.goto("/docs")
     section = route(page, "post", "/v1/completions")

@@ -24,7 +24,7 @@ def stored(page: Page) -> str:
     return page.evaluate(f"sessionStorage['{KEY}'] ?? ''")
 
 
-def test_the_conversation_goes_on_after_a_reload(browser: Browser) -> None:
+def test_a_conversation_continues_after_a_reload(browser: Browser) -> None:
     with serving(writing("*ok*")) as server, watched(browser, server.url) as (page, _):
         playground = Playground(page)
         playground.chat()
@@ -54,7 +54,7 @@ def test_the_conversation_goes_on_after_a_reload(browser: Browser) -> None:
         assert (body["seed"], body["temperature"], body["max_tokens"]) == (7, 0.5, 4)
 
 
-def test_panes_and_the_other_mode_too(browser: Browser) -> None:
+def test_panes_and_the_other_mode_are_kept(browser: Browser) -> None:
     with serving() as server, watched(browser, server.url) as (page, _):
         playground = Playground(page)
         playground.fill(prompt="left", max_tokens=3)
@@ -72,7 +72,7 @@ def test_panes_and_the_other_mode_too(browser: Browser) -> None:
         expect(playground.setting("ignore_eos")).to_be_checked()
 
 
-def test_an_answer_that_a_reload_cuts_is_kept_as_far_as_it_came(browser: Browser) -> None:
+def test_an_answer_cut_off_by_a_reload_is_kept(browser: Browser) -> None:
     with serving(writing("abcdefghij"), seconds=0.02) as server, watched(browser, server.url) as (page, _):
         playground = Playground(page)
         playground.chat()
@@ -162,14 +162,14 @@ def opened_with(page: Page, state: dict[str, Any] | str) -> Playground:
 @pytest.mark.parametrize(
     "text", ["", "{", "null", "7", '{"version": 0}', '{"version": 1, "chat": [{}], "completion": [{}]}']
 )
-def test_what_it_does_not_know_it_leaves_alone(browser: Browser, text: str) -> None:
+def test_unknown_contents_of_the_storage_are_ignored(browser: Browser, text: str) -> None:
     with serving() as server, watched(browser, server.url) as (page, _):
         playground = opened_with(page, text)
         expect(page.get_by_role("radio", name="Chat")).to_be_checked()
         assert playground.turns() == []
 
 
-def test_a_conversation_with_a_model_that_holds_none(browser: Browser) -> None:
+def test_a_kept_conversation_and_a_model_without_chat(browser: Browser) -> None:
     with serving(chat_template=None) as server, watched(browser, server.url) as (page, _):
         messages = [{"role": "user", "content": "hello"}]
         opened_with(page, {"chat": [{"messages": messages}], "completion": [{}]})
@@ -178,7 +178,7 @@ def test_a_conversation_with_a_model_that_holds_none(browser: Browser) -> None:
         assert "hello" in stored(page), "it is there when the model of before is served again"
 
 
-def test_no_key_is_kept_with_it(browser: Browser) -> None:
+def test_no_api_key_is_kept(browser: Browser) -> None:
     with serving(keys=ApiKeys(["a-secret-key"])) as server, watched(browser, server.url) as (page, faults):
         faults.expected_statuses.add(401)
         page.goto("/")

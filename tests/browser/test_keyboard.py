@@ -61,7 +61,7 @@ def test_control_and_enter_run_the_prompt(page: Page) -> None:
     playground.finish("length")
 
 
-def test_axe_with_answers_there(browser: Browser, server: Server) -> None:
+def test_axe_finds_nothing_serious_with_answers(browser: Browser, server: Server) -> None:
     for scheme in ("light", "dark"):
         with watched(browser, server.url, color_scheme=scheme) as (page, _):
             playground = Playground(page)

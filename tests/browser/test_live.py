@@ -23,7 +23,7 @@ from tests.endpoint.http_client import connected
 from tests.host.engines import counting
 
 
-def test_every_cell_is_the_timeline_s(browser: Browser) -> None:
+def test_every_cell_equals_the_timeline(browser: Browser) -> None:
     with live_page(browser) as (server, page):
         complete_all(server, mixed(30))
         shown = until_ended(page, 30)
@@ -62,7 +62,7 @@ def reasons(request: dict) -> set[tuple[str, int | None]]:
     return {(part["why"], part["first"]) for wait in request["waits"] for part in wait["reasons"]}
 
 
-def test_a_full_batch_is_why_it_waits(browser: Browser) -> None:
+def test_a_request_waits_for_a_place_in_the_batch(browser: Browser) -> None:
     one = ServingConfig(max_batch_size=1, n_slots=512, max_batch_tokens=512, block_size=16, max_queue=256)
     with live_page(browser, config=one, seconds=0.05) as (server, page), connected(server) as client:
         body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "n": 3, "stream": True}
@@ -82,7 +82,7 @@ def test_a_full_batch_is_why_it_waits(browser: Browser) -> None:
         assert {request["reason"] for request in read(page, "requests")} == {"cancelled"}
 
 
-def test_too_few_slots_are_why_it_waits(browser: Browser) -> None:
+def test_a_request_waits_for_slots(browser: Browser) -> None:
     few = ServingConfig(max_batch_size=4, n_slots=48, max_batch_tokens=64, block_size=16, max_queue=256)
     with live_page(browser, config=few, seconds=0.01) as (server, page):
         complete(server, ["a" * 20, "b" * 20], 12)
@@ -92,14 +92,14 @@ def test_too_few_slots_are_why_it_waits(browser: Browser) -> None:
         assert all(used <= held <= 48 - cached for held, used, cached in slots)
 
 
-def test_no_room_for_tokens_is_why_it_waits(browser: Browser) -> None:
+def test_a_request_waits_for_room_for_its_tokens(browser: Browser) -> None:
     with live_page(browser, seconds=0.03) as (server, page):
         complete(server, ["a" * 100, "b" * 100], 2)
         _, second = until_ended(page, 2)
         assert ("tokens", None) in reasons(second)
 
 
-def test_a_pause_is_why_it_waits(browser: Browser) -> None:
+def test_a_request_waits_while_the_engine_is_paused(browser: Browser) -> None:
     with live_page(browser) as (server, page):
         server.service.interludes.pause(running="continue", timeout=5)
         try:
@@ -136,7 +136,7 @@ def test_an_open_request_is_known_to_a_new_page(browser: Browser) -> None:
         assert (after["scheduled"], after["finished"]) == (record.scheduled, record.finished)
 
 
-def test_what_passes_during_a_pause_of_the_view_is_counted(browser: Browser) -> None:
+def test_iterations_during_a_pause_of_the_view_are_counted(browser: Browser) -> None:
     with live_page(browser) as (server, page):
         complete(server, "first", 4)
         until_ended(page, 1)
@@ -157,7 +157,7 @@ def test_what_passes_during_a_pause_of_the_view_is_counted(browser: Browser) -> 
         )
 
 
-def test_it_connects_again(browser: Browser) -> None:
+def test_the_page_reconnects(browser: Browser) -> None:
     with serving(counting, config=CHUNKED) as server, watched(browser, server.url) as (page, faults):
         faults.expected_statuses.add(503)
         n_tries = 0
@@ -194,7 +194,7 @@ def test_the_keys_choose_move_and_zoom(browser: Browser) -> None:
         expect(details.locator("tbody tr")).to_have_count(len(request["iterations"]))
         page.keyboard.press("Escape")
         expect(details).to_be_hidden()
-        page.get_by_role("group", name="Charts of the same time").focus()
+        page.get_by_role("group", name="Charts over one axis of time").focus()
         before = read(page, "view")
         page.keyboard.press("+")
         nearer = read(page, "view")
@@ -218,7 +218,7 @@ def span(view: dict[str, float]) -> float:
     return view["to"] - view["from"]
 
 
-def test_the_pointer_tells_the_numbers_and_chooses(browser: Browser) -> None:
+def test_the_pointer_shows_numbers_and_chooses_a_request(browser: Browser) -> None:
     with live_page(browser) as (server, page):
         complete(server, "a" * 20, 3)
         until_ended(page, 1)

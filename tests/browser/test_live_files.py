@@ -79,7 +79,7 @@ def test_a_recording_shows_what_was_live(browser: Browser, tmp_path: Path) -> No
         assert server.service.timeline.watchers[1:] == (), "a file needs no feed"
 
 
-def test_what_the_page_saves_it_opens_again(browser: Browser) -> None:
+def test_a_saved_file_opens_again(browser: Browser) -> None:
     with live_page(browser) as (server, page):
         complete_all(server, mixed(20))
         before = until_ended(page, 20), read(page, "iterations"), read(page, "stages")
@@ -91,7 +91,7 @@ def test_what_the_page_saves_it_opens_again(browser: Browser) -> None:
         assert (read(page, "requests"), read(page, "iterations"), read(page, "stages")) == before
 
 
-def test_a_part_that_is_saved_is_the_same_part(browser: Browser) -> None:
+def test_a_saved_part_opens_as_the_same_part(browser: Browser) -> None:
     """Of a view that has forgotten its beginning, with a request that is still running."""
     with live_page(browser, path="/live?keep=100", seconds=0.001) as (server, page):
         complete_all(server, [("a", 150), ("b", 100), ("c", 20)])

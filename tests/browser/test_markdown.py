@@ -88,11 +88,11 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 @pytest.mark.parametrize("text", RENDERED)
-def test_it_is_rendered(page: Page, text: str) -> None:
+def test_markdown_is_rendered(page: Page, text: str) -> None:
     assert page.evaluate(RENDER, [[text]]) == [RENDERED[text]]
 
 
-def test_the_parts_in_which_it_comes_make_no_difference(page: Page) -> None:
+def test_the_pieces_in_which_a_text_comes_make_no_difference(page: Page) -> None:
     rng = random.Random(7)
     texts = ["".join(rng.choices(PIECES, k=rng.randrange(2, 40))) for _ in range(120)]
     cut = [parts_of(text, sorted(rng.choices(range(len(text) + 1), k=12))) for text in texts]
@@ -149,7 +149,7 @@ def test_a_code_block_that_grows_stays_the_same_element(page: Page) -> None:
 @pytest.mark.parametrize(
     "text", ["[", "![", "> ", "- ", "*a_ ", "`", "<a@", "|a", "[a](", "http://", "&#", "\\", "~~a"]
 )
-def test_no_text_is_too_much_for_the_page(page: Page, text: str) -> None:
+def test_deeply_nested_markdown_does_not_stop_the_page(page: Page, text: str) -> None:
     """Deep nesting is cut off by the parser, and what it leaves is text."""
     depth = """async (text) => {
         const { MarkdownText } = await import("/static/playground/markdown.js");

@@ -18,7 +18,7 @@ def post(server: Server, path: str, **body: Any) -> Any:
     return httpx2.post(server.url + path, json=body, timeout=30).json()
 
 
-def test_the_text_is_the_api_s(page: Page, server: Server) -> None:
+def test_the_text_equals_that_of_the_api(page: Page, server: Server) -> None:
     playground = Playground(page)
     playground.fill(prompt="In the beginning", seed=7, max_tokens=40, temperature=0.8)
     playground.run()
@@ -29,7 +29,7 @@ def test_the_text_is_the_api_s(page: Page, server: Server) -> None:
     expect(page.locator(".facts")).to_contain_text("40 tokens")
 
 
-def test_it_streams_and_stops(browser: Browser) -> None:
+def test_an_answer_streams_and_can_be_stopped(browser: Browser) -> None:
     with (
         serving(writing("abcdefghij"), seconds=0.03) as server,
         watched(browser, server.url) as (page, _),
@@ -226,7 +226,7 @@ def test_several_choices_and_beams(page: Page, server: Server) -> None:
     assert page.locator(".choice").all_text_contents() == [choice["text"] for choice in best]
 
 
-def test_the_card(page: Page) -> None:
+def test_the_model_card(page: Page) -> None:
     Playground(page)
     card = page.locator("#model-card")
     expect(card.get_by_role("heading")).to_have_text("demo")
@@ -234,7 +234,7 @@ def test_the_card(page: Page) -> None:
         expect(card).to_contain_text(fact)
 
 
-def test_while_the_model_loads(browser: Browser) -> None:
+def test_the_page_waits_while_the_model_loads(browser: Browser) -> None:
     with serving(ready=False) as server, watched(browser, server.url) as (page, faults):
         faults.expected_statuses.add(503)
         page.goto("/")

@@ -42,7 +42,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await send(body(message["body"], more=False))
 
 
-def test_it_runs_the_whole_request() -> None:
+def test_a_whole_request_runs() -> None:
     async def test() -> None:
         messages = [message for part in [p async for p in responses(echo, CALL)] for message in part]
         assert messages == [START, body(b"POST /a b ", more=True), body(b"body", more=False)]
@@ -76,7 +76,7 @@ def test_the_callers_trace_reaches_the_engine() -> None:
     assert [call.caller for call in begun] == [{"traceparent": parent, "tracestate": "a=1"}]
 
 
-def test_what_is_ready_comes_before_the_rest_is_made() -> None:
+def test_ready_messages_come_before_later_ones_are_made() -> None:
     async def test() -> None:
         go = asyncio.Event()
 
@@ -134,7 +134,7 @@ def test_a_cancelled_reader_has_left_too() -> None:
     run(test)
 
 
-def test_an_application_that_ignores_it_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_application_that_ignores_the_disconnect_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asgi_call, "_GRACE_SECONDS", 0.05)
 
     async def test() -> None:

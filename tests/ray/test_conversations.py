@@ -29,7 +29,7 @@ def converse(client: openai.OpenAI, name: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.long
-def test_each_turn_finds_the_one_before(served: Served) -> None:
+def test_each_turn_finds_the_engine_of_the_turn_before(served: Served) -> None:
     names = ["Abraham", "Deborah", "Solomon", "Jeremiah", "Naomi", "Zechariah"]
     with served.client() as client, ThreadPoolExecutor(3) as threads:
         conversations = list(threads.map(lambda name: converse(client, name), names))

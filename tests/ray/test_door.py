@@ -77,7 +77,7 @@ class Client:
         return self.handle.sent[-1]
 
 
-def test_reading_belongs_to_the_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_is_read_on_behalf_of_the_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Client(monkeypatch, KEYS)
     for key in (FIRST, SECOND):
         assert client.send("1.2.3.4", authorization=f"Bearer {key}").body == BODY
@@ -85,7 +85,7 @@ def test_reading_belongs_to_the_api_key(monkeypatch: pytest.MonkeyPatch) -> None
     assert client.read == [("key 1", b"key 1"), ("key 2", b"key 2"), ("key 2", b"key 2")]
 
 
-def test_without_keys_reading_belongs_to_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_keys_a_body_is_read_on_behalf_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Client(monkeypatch, ApiKeys())
     for address in ("1.2.3.4", "2001:db8::1", "2001:db8::2"):
         client.send(address, authorization="Bearer whatever")
@@ -95,7 +95,7 @@ def test_without_keys_reading_belongs_to_the_address(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_nothing_is_read_of_a_request_without_a_valid_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_body_is_read_without_a_valid_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine gets its headers, and refuses it as it would have done itself."""
     client = Client(monkeypatch, KEYS)
     for headers in ({}, {"authorization": "Bearer wrong"}, {"x_api_key": FIRST}):

@@ -81,7 +81,7 @@ def test_a_port_in_use_is_reported_before_ray_starts(capsys: pytest.CaptureFixtu
         ({"replicas": "2", "n_slots": -1}, "n_slots"),
     ],
 )
-def test_what_replicas_cannot_have_is_a_mistake_in_one_line(
+def test_settings_that_replicas_cannot_share_are_refused_in_one_line(
     flags: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch.main(json.dumps(flags)) == 2

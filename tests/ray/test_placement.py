@@ -32,12 +32,12 @@ def test_an_engine_has_a_gpu_for_each_device(args: dict[str, Any], gpus: float) 
     assert placement(GPUS, **args) == {"ray_actor_options": {"num_cpus": 1, "num_gpus": gpus}}
 
 
-def test_without_gpus_there_is_none_to_ask_for() -> None:
+def test_without_gpus_in_the_cluster_none_is_requested() -> None:
     options = {"num_cpus": 2, "num_gpus": 0}
     assert placement({"CPU": 4.0}, tensor_parallel=2, cpus_per_replica=2) == {"ray_actor_options": options}
 
 
-def test_stages_in_actors_have_a_bundle_each_behind_the_engine_master_s() -> None:
+def test_each_stage_actor_has_a_bundle_after_the_engine_masters() -> None:
     args = {"tensor_parallel": 4, "pipeline_parallel": 2, "stage_actors": "true", "cpus_per_replica": 3}
     assert placement(GPUS, **args, stage_strategy="SPREAD") == {
         "ray_actor_options": {"num_cpus": 3},
@@ -63,6 +63,6 @@ def test_stages_in_actors_have_a_bundle_each_behind_the_engine_master_s() -> Non
         ({"stage_strategy": "ANYWHERE"}, "stage_strategy: invalid choice"),
     ],
 )
-def test_what_cannot_be_placed_is_refused(args: dict[str, Any], message: str) -> None:
+def test_an_impossible_placement_is_refused(args: dict[str, Any], message: str) -> None:
     with pytest.raises(OrcaError, match=message):
         placement(GPUS, **args)

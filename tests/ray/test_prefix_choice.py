@@ -71,7 +71,7 @@ def test_the_memory_is_bounded_and_keeps_the_latest(chains: list[list[int]]) -> 
         assert not chain or choice.order(chain, {"a": 0.0, "b": 0.4, "c": 0.0})[0] == "b"
 
 
-def test_a_part_that_is_forgotten_is_the_end() -> None:
+def test_the_end_of_a_chain_is_forgotten_first() -> None:
     choice = PrefixChoice(most_steps=4)
     choice.sent([1, 2, 3], "a")
     choice.sent([7, 8], "b")  # 3 is forgotten
@@ -99,7 +99,7 @@ def test_new_conversations_spread_and_routers_agree_on_them() -> None:
     assert all(now == before for now, before in zip(left, chosen, strict=True) if before != "c")
 
 
-def test_an_engine_that_went_is_not_chosen_and_a_new_one_gets_work() -> None:
+def test_a_removed_engine_is_not_chosen_and_a_new_one_gets_work() -> None:
     choice = PrefixChoice()
     for i in range(20):
         choice.sent([1, i + 2], "a")

@@ -58,7 +58,7 @@ def test_prompts_share_no_more_steps_than_they_have_in_common(data: st.DataObjec
     assert set(one[at // 64 :]).isdisjoint(other[at // 64 :])
 
 
-def test_what_shares_no_cache_shares_no_step() -> None:
+def test_requests_that_share_no_cache_share_no_step() -> None:
     messages = [{"role": "user", "content": "word " * 200}]
     tool = {"type": "function", "function": {"name": "now"}}
     chains = [
@@ -76,7 +76,7 @@ def test_what_shares_no_cache_shares_no_step() -> None:
     assert len(set(steps)) == len(steps)
 
 
-def test_what_says_the_same_has_the_same_chain() -> None:
+def test_equal_requests_have_equal_chains() -> None:
     text = "word " * 100
     assert chain(TEXT, prompt=text) == chain(TEXT, prompt=[text, "another"]) == chain(TEXT, prompt=[text])
     assert chain(TEXT, prompt=[1] * 64) == chain(TEXT, prompt=[[1] * 64, [2]])

@@ -121,7 +121,7 @@ def test_an_engine_lost_before_its_response_is_a_503(error: Any, kind: str, lost
     assert client.is_complete and client.done == [(503, lost)]
 
 
-def test_what_the_engine_raises_is_a_500() -> None:
+def test_an_exception_in_the_engine_is_a_500() -> None:
     client = relay(RayTaskError("call", "a traceback", ValueError("internal detail")))
     assert client.messages[0]["status"] == 500 and b"detail" not in client.text
     assert client.done == [(500, False)]

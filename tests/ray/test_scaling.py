@@ -58,7 +58,7 @@ def test_the_policy_reads_the_replicas_reports() -> None:
 
 
 @pytest.mark.parametrize("loads", [None, {}])
-def test_without_reports_the_number_stays(loads: dict[str, float] | None) -> None:
+def test_without_reports_the_number_of_engines_stays(loads: dict[str, float] | None) -> None:
     assert LoadPolicy(0.5)(context(loads, 3)) == (3, {})
 
 

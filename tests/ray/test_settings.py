@@ -43,7 +43,7 @@ def test_a_mistake_is_reported_before_ray_starts_anything(args: dict[str, Any], 
         build_app(args)
 
 
-def test_what_one_engine_alone_can_have_is_refused_from_every_source(tmp_path: Path) -> None:
+def test_settings_for_a_single_engine_are_refused_from_every_source(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="grpc_port has no effect"):
         ray_settings({}, {"ORCA_GRPC_PORT": "9001"})
     with pytest.raises(ConfigError, match="admin keys"):

@@ -32,7 +32,7 @@ def stages() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def test_what_is_copied_is_in_the_checkout_or_in_a_stage_before() -> None:
+def test_copied_paths_are_in_the_checkout_or_in_an_earlier_stage() -> None:
     n_copied = 0
     for name, instructions in stages().items():
         for instruction, rest in instructions:

@@ -268,7 +268,7 @@ def test_equal_prompts_on_two_engines_have_equal_hashes_and_another_seed_has_oth
 # Gaps and what was missed.
 
 
-def test_a_full_queue_shows_as_a_gap_after_which_nothing_is_believed(addresses: Addresses) -> None:
+def test_a_full_queue_skips_a_number_and_clears_all_blocks(addresses: Addresses) -> None:
     kv, queue = manager(), EventQueue(max_events=3)
     for i in range(5):
         queue.stored(bytes([i] * 32), None, [1, 2, 3, 4])
@@ -314,7 +314,7 @@ def test_the_queue_is_bounded_in_events_and_bytes(events: list[int], max_events:
     assert queue.take() == ([Cleared()], False), "and goes on after that"
 
 
-def test_who_was_away_gets_what_it_missed(addresses: Addresses) -> None:
+def test_a_subscriber_gets_the_batches_that_it_missed(addresses: Addresses) -> None:
     kv = manager(n_blocks=64)
     with publishing(addresses, kv) as (_, subscriber):
         last = subscriber.missed(0)[-1].number
@@ -376,7 +376,7 @@ def test_a_client_that_does_not_read_delays_nobody_and_rubbish_is_ignored(addres
 # Mistakes.
 
 
-def test_addresses_that_are_of_no_use_are_refused(addresses: Addresses) -> None:
+def test_unusable_addresses_are_refused(addresses: Addresses) -> None:
     for bad in ("tcp://*:port", "nowhere://*:1", "tcp://*"):
         with pytest.raises(ConfigError, match=r"kv_events is .* give an address such as tcp://\*:5557"):
             Publisher(bad)

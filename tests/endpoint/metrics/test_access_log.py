@@ -117,7 +117,7 @@ def test_pages_and_their_files_are_logged_only_when_they_fail(lines: list[str]) 
     assert json.loads(lines[0])["path"] == "/static/nothing"
 
 
-def test_probes_and_pages_are_logged_for_who_asks(lines: list[str]) -> None:
+def test_log_probes_logs_probes_and_pages(lines: list[str]) -> None:
     paths = ["/health", "/ready", "/metrics", "/live", "/static/live.html"]
     with logging_server("json", log_probes=True) as server, connected(server) as client:
         for path in paths:
@@ -138,7 +138,7 @@ def test_a_client_that_left_is_logged_as_499(stream: bool, lines: list[str]) -> 
     assert record["n_output"] < 400
 
 
-def test_off_is_off(lines: list[str]) -> None:
+def test_off_writes_no_lines(lines: list[str]) -> None:
     with logging_server("off") as server, connected(server) as client:
         client.get("/version")
     assert lines == []

@@ -90,7 +90,7 @@ def test_a_reader_that_is_gone_ends_the_thread(pipe: Pipe) -> None:
     pipe.reader = os.open(os.devnull, os.O_RDONLY)
 
 
-def test_closing_writes_what_waits(tmp_path: Path) -> None:
+def test_closing_writes_the_waiting_lines(tmp_path: Path) -> None:
     file = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     log = LogWriter(file)
     for i in range(500):

@@ -150,7 +150,7 @@ def test_with_vllm_s_names_each_metric_is_as_in_vllm(engine: Engine) -> None:
     assert {"orca_engine_load", "orca_batch_load", "orca_slots_total"} <= theirs.keys()
 
 
-def test_reasons_are_vllm_s(engine: Engine) -> None:
+def test_finish_reasons_are_those_of_vllm(engine: Engine) -> None:
     metrics = engine.metrics("vllm")
     done = engine.service.submit([1], SamplingParams(max_tokens=1, ignore_eos=True))
     engine.gated.let(1)
@@ -166,7 +166,7 @@ def test_reasons_are_vllm_s(engine: Engine) -> None:
     assert (counts["length"], counts["abort"], counts["stop"], counts["error"]) == (1, 2, 0, 0)
 
 
-def test_the_other_names_are_our_own(engine: Engine) -> None:
+def test_other_metrics_keep_our_names(engine: Engine) -> None:
     shown = families(engine.metrics("orca"))
     assert not [name for name in shown if name.startswith("vllm:")]
     (sample,) = shown["orca_cache_config_info"].samples

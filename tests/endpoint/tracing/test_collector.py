@@ -195,7 +195,7 @@ def test_a_service_without_a_name_is_called_orca_jax(collector: Collector):
     assert collector.resource()["service.name"] == "orca_jax"
 
 
-def test_what_is_not_sent_yet_is_sent_at_the_close(collector: Collector, monkeypatch: pytest.MonkeyPatch):
+def test_closing_sends_the_remaining_spans(collector: Collector, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
     with served(collector.url) as server:
         for _ in range(3):

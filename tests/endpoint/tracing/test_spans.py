@@ -176,7 +176,7 @@ def test_the_spans_of_a_client_of_the_sdk_and_of_the_server_are_one_trace():
         assert call.context.trace_id == mine.get_span_context().trace_id
 
 
-def test_what_the_caller_does_not_sample_has_no_span():
+def test_a_call_that_its_caller_does_not_sample_has_no_span():
     with traced() as (server, spans):
         assert post(server, COMPLETION, traceparent=UNSAMPLED).status_code == 200
         assert post(server, COMPLETION).status_code == 200

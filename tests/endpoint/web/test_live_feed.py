@@ -62,7 +62,7 @@ def complete(server: Server, prompt: str, n_tokens: int, **more: Any) -> None:
         assert client.post("/v1/completions", json=body).status_code == 200
 
 
-def test_the_lines_are_the_timeline_s() -> None:
+def test_the_lines_equal_the_timeline() -> None:
     with serving(counting) as server, watching(server) as events:
         name, hello = next(events)
         assert name == "hello"
@@ -97,7 +97,7 @@ def test_the_lines_are_the_timeline_s() -> None:
         }
 
 
-def test_who_waits_and_why() -> None:
+def test_the_first_waiting_request_and_its_reason() -> None:
     with serving(seconds=0.005, config=ONE) as server, watching(server) as events:
         next(events)
         complete(server, "a", 4, n=3)
@@ -130,7 +130,7 @@ def test_a_new_viewer_learns_of_live_requests() -> None:
         assert all("arrived" not in line for line in lines)
 
 
-def test_it_costs_nothing_while_nobody_watches() -> None:
+def test_the_feed_costs_nothing_without_viewers() -> None:
     with serving() as server:
         assert server.service.timeline.watchers == ()
         with watching(server) as one, watching(server) as two:
@@ -169,7 +169,7 @@ def test_from_loading_to_the_end() -> None:
         assert (status["status"], status["reason"]) == ("draining", "the server is shutting down")
 
 
-def test_the_server_s_end_ends_the_stream() -> None:
+def test_the_stream_ends_with_the_server() -> None:
     with serving() as server:
         client = httpx2.Client(base_url=server.url)
         stream = client.stream("GET", "/live/events")
@@ -235,7 +235,7 @@ def test_a_viewer_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch)
         assert sum(map(len, messages)) > 4096
 
 
-def test_what_is_too_much_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iterations_that_do_not_fit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_MOST_NUMBERS", 200)
     with serving(counting) as server, watching(server) as events:
         next(events)
@@ -262,7 +262,7 @@ def test_preempted_requests_count_towards_the_limit(monkeypatch: pytest.MonkeyPa
     assert not any("iteration" in line for line in lines)
 
 
-def test_nothing_is_left_of_a_loss_in_the_lines() -> None:
+def test_no_line_has_an_iteration_that_was_lost() -> None:
     engine = PacedEngine(counting, seconds=0.001)
     with serving(engine=engine, config=CONFIG) as server, watching(server) as events:
         next(events)
