@@ -64,7 +64,7 @@ from bench.trace import (
 from orca_jax.errors import OrcaError
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 
 SERVER = "orca_jax over HTTP"
 # A peer's module, and its extra arguments.

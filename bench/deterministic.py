@@ -23,7 +23,7 @@ from rich.table import Table
 from bench.device.bare_engine import BareEngine
 from orca_jax.config import Sizes
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 

@@ -41,7 +41,7 @@ from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.host_memory import keep_large_buffers
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.planning.cost_model import Device, IterationShape, floor, operations

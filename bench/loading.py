@@ -34,10 +34,9 @@ from bench.peers.checkpoint import write_random_checkpoint
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import ParallelConfig
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_shapes
-from orca_jax.model_files.description import model_config
+from orca_jax.families.trainers.orca_json import GPTOptions, described_model
 from orca_jax.sharding.partition import split_model
 
 LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))  # stages, tensor axis
@@ -61,7 +60,7 @@ def save_with_orbax(source_path: Path, directory: Path) -> None:
 
 def measure(directory: Path, n_stages: int, n_tensor: int, only: int | None, dtype: str) -> dict[str, Any]:
     """Load all stages, or one, in this process."""
-    config = model_config(directory)
+    config = described_model(directory)[0]
     multiple = max(1, n_tensor)
     padded = replace(config, vocab_multiple=multiple)
     stages = placements(padded, n_stages, n_tensor)
@@ -149,14 +148,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def report(work: Path, flags: argparse.Namespace) -> None:
     """Measure all cases; print a table and one line of JSON."""
-    config = gpt_config(
+    config = GPTOptions(
         vocab_size=50257,
         n_positions=1024,
         hidden_size=flags.width,
         n_layers=flags.layers,
         n_heads=flags.width // 64,
         ffn_size=4 * flags.width,
-    )
+    ).model()
     work.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
     results: list[dict[str, Any]] = []

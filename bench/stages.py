@@ -37,7 +37,7 @@ from rich.table import Table
 
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.request.request import Request, Row
 from orca_jax.request.sampling_params import SamplingParams

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.server.server_process import ServerProcess
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 
 _SPLIT = re.compile(r"loaded in ([\d.]+) s, (\d+) programs compiled in ([\d.]+) s")
 _METRIC = re.compile(r"^orca_(compiles|compiles_from_disk)_total\{[^}]*\} (\S+)$", re.MULTILINE)

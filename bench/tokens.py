@@ -24,10 +24,10 @@ import numpy as np
 
 from bench.device.bare_engine import BareEngine
 from orca_jax.config import Dtype, Sizes
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
+from orca_jax.families.trainers.orca_json import GPTOptions
 from orca_jax.model import reference
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
@@ -35,7 +35,7 @@ from orca_jax.scheduling.scheduler import Scheduler
 
 DEMO_MODEL = Path(__file__).parents[1] / "orca_jax" / "demo_model"
 LENGTH = 512
-_OPT_125M = gpt_config(
+_OPT_125M = GPTOptions(
     vocab_size=50272,
     n_positions=2048,
     hidden_size=768,
@@ -44,13 +44,13 @@ _OPT_125M = gpt_config(
     ffn_size=3072,
     activation="relu",
     position_offset=2,
-)
+).model()
 MODELS = {
     "demo": read_config(DEMO_MODEL),
     "gpt2": PRESETS["gpt2"],
     "opt-125m": _OPT_125M,
     # Norms after the layers, projections around them, and no final norm.
-    "opt-350m": gpt_config(
+    "opt-350m": GPTOptions(
         vocab_size=50272,
         n_positions=2048,
         hidden_size=1024,
@@ -62,7 +62,7 @@ MODELS = {
         norm="post",
         final_norm=False,
         position_offset=2,
-    ),
+    ).model(),
 }
 # Tolerances, as shares of the logits' standard deviation. A GPU's float32 products have operands of 11 bits
 # by default.

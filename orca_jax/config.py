@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from orca_jax.checks import Whole, check_fraction, check_seconds, check_whole
 from orca_jax.errors import ConfigError
@@ -12,6 +12,10 @@ from orca_jax.scheduling_config import ORCA, SchedulingConfig, SchedulingOptions
 
 Dtype = Literal["float32", "bfloat16", "float16"]  # of weights, keys and values
 LoadFormat = Literal["auto", "dummy", "packed"]
+# What `orca convert` writes, and the trainers' layouts among it.
+Layout = Literal["tunix", "maxtext", "maxtext-scanned", "gemma"]
+Format = Literal["safetensors", "orbax", Layout]
+FORMATS: tuple[Format, ...] = get_args(Format)
 # How attention runs. kernel: the Mosaic GPU kernel; native: in C, on a CPU; static, follow_lengths: pure JAX;
 # interpreted: the GPU's kernel on a CPU, only for tests.
 Attention = Literal["kernel", "cudnn", "native", "static", "follow_lengths", "interpreted"]

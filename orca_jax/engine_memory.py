@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from orca_jax.families.trainers.formats import Layout
+from orca_jax.config import Layout
 
 
 class EngineMemory(Protocol):

@@ -12,11 +12,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from orca_jax.config import EngineConfig
+from orca_jax.config import EngineConfig, Layout
 from orca_jax.engine.owned_pipeline import StartWorkers
 from orca_jax.errors import EngineError, InvalidRequest, ServiceClosed
 from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
-from orca_jax.families.trainers.formats import Layout
 from orca_jax.launch.replay_recording import recording_header
 from orca_jax.launch.start_engine import start_engine
 from orca_jax.options import takes

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import TypeAlias, get_args
 
 import orca_jax
-from orca_jax.config import Dtype
-from orca_jax.families.trainers.formats import FORMATS
+from orca_jax.config import FORMATS, Dtype
 from server.settings.command_flags import PlanFlags, WorkerFlags
 from server.settings.command_parser import CommandParser
 from server.settings.flags import (

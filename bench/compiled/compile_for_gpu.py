@@ -32,7 +32,7 @@ from orca_jax.aot.compiled_stage import BLOCK_SIZE, CompiledStage, compile_stage
 from orca_jax.aot.described_gpu import described_devices
 from orca_jax.config import ParallelConfig
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.planning.known_devices import GPUS
 from orca_jax.sharding.partition import split_model
 

@@ -32,22 +32,16 @@ from rich.table import Table
 from orca_jax.aot.compiled_stage import BLOCK_SIZE, compile_stage
 from orca_jax.aot.described_gpu import described_devices
 from orca_jax.config import ParallelConfig
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
+from orca_jax.families.trainers.orca_json import GPTOptions
 from orca_jax.sharding.partition import StagePart, split_model
 
 # A 70B model's shape with GPT blocks: as many key/value heads as query heads, two feed-forward products.
-_70B = gpt_config(
-    vocab_size=128256,
-    n_positions=2048,
-    hidden_size=8192,
-    n_layers=80,
-    n_heads=64,
-    ffn_size=28672,
-    vocab_multiple=128,
-)
-MODELS: dict[str, ModelConfig] = {"gpt3-13b": PRESETS["gpt3-13b"], "70b": _70B}
+_70B = GPTOptions(
+    vocab_size=128256, n_positions=2048, hidden_size=8192, n_layers=80, n_heads=64, ffn_size=28672
+).model()
+MODELS: dict[str, ModelConfig] = {"gpt3-13b": PRESETS["gpt3-13b"], "70b": replace(_70B, vocab_multiple=128)}
 _N_GPUS = {"gpt3-13b": 1, "70b": 8}
 _PHASES = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",

@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.compiled.compile_for_gpu import compile_forward
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 
 # What each function computes; other names speak for themselves.
 _COMPUTES = {

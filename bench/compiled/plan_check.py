@@ -27,7 +27,7 @@ from orca_jax.aot.described_gpu import described_devices
 from orca_jax.aot.memory_plan import compiled_memory
 from orca_jax.config import ParallelConfig, Sizes
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.planning.known_devices import GPUS
 from orca_jax.planning.plan import Plan, PlanTarget, make_plan
 from orca_jax.planning.sizes import n_rows

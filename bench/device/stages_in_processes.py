@@ -7,7 +7,7 @@ from bench.stages import BLOCK_SIZE, Built, SplitBench, measure_split, numbers, 
 from orca_jax.config import Deadlines, EngineConfig, RestartBound, ServingConfig
 from orca_jax.engine.local_processes import WorkerProcesses
 from orca_jax.engine.owned_pipeline import owned_pipeline
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.scheduling.blocks import round_up
 
 

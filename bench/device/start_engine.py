@@ -15,7 +15,7 @@ from contextlib import closing
 from bench.device.bare_engine import BareEngine
 from orca_jax.config import Sizes
 from orca_jax.execution.compile_counter import CompileCounter
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 

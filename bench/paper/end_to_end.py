@@ -46,7 +46,7 @@ from bench.trace import (
 )
 from orca_jax.errors import ConfigError
 from orca_jax.extras import install_line
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 
 TRACE_REQUESTS = 2048  # no rate plays more
 TWICE = 2.0  # the paper compares at twice the engine's own execution time

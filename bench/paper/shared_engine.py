@@ -16,7 +16,7 @@ from bench.device.bare_engine import BareEngine
 from bench.paper.play import MakeScheduler
 from bench.paper.request_level import RequestLevelScheduler
 from orca_jax.config import Dtype, Sizes
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.request.request import Request
 from orca_jax.scheduling.admission import admissible
 from orca_jax.scheduling.request_pool import RequestPool

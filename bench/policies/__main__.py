@@ -25,7 +25,7 @@ from bench.policies.policies import POLICIES
 from bench.policies.real import RealMachine
 from bench.policies.simulated import SimulatedMachine
 from bench.policies.table import Row, markdown_table, text_table
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.planning.known_devices import GPUS
 
 

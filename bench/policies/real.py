@@ -13,7 +13,7 @@ from bench.policies.simulated import make_scheduler
 from bench.policies.traces import Trace
 from orca_jax.config import ServingConfig, Sizes
 from orca_jax.engine.engine_master import EngineMaster
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.planning.sizes import n_rows
 from orca_jax.scheduling.kv_manager import KVManager
 

@@ -19,7 +19,7 @@ import uvloop
 
 import orca_jax
 from orca_jax.config import ServingConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.iteration.shape import bucket_sizes
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer

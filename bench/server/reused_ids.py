@@ -38,7 +38,7 @@ from bench.server.reused_id_calls import (
     on_service,
 )
 from orca_jax.config import ServingConfig
-from orca_jax.families.gpt_config import gpt_config
+from orca_jax.families.trainers.orca_json import GPTOptions
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.service.orca import Orca
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock
@@ -53,7 +53,9 @@ CHUNK = 2_000  # calls of a process between two checks
 REST_SECONDS = 30.0
 N_WORKERS = 2  # the next iteration is issued while the previous one is in flight
 
-MODEL = gpt_config(vocab_size=VOCAB_SIZE, n_positions=512, hidden_size=8, n_layers=1, n_heads=1, ffn_size=8)
+MODEL = GPTOptions(
+    vocab_size=VOCAB_SIZE, n_positions=512, hidden_size=8, n_layers=1, n_heads=1, ffn_size=8
+).model()
 SERVING = ServingConfig(max_batch_size=16, n_slots=2048, max_batch_tokens=256, block_size=16, max_queue=256)
 
 

@@ -24,7 +24,7 @@ from bench.simulate.figures import Served
 from bench.simulate.load import curve, load_of, peak
 from bench.simulate.places import Partition, Places
 from bench.simulate.serving import DoesNotFit, System
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import IterationShape
 
 FIT_PRESET, FIT_SECONDS, FIT_BATCH = "gpt3-175b", 0.095, 32

@@ -1,7 +1,7 @@
-"""An array of a trainer's checkpoint as one of our weights, and our weight as a part of such an array.
+"""Reads one of our weights from an array of a trainer's checkpoint, and writes it into such an array.
 
-families/trainers/array_form.py says how the weight lies in it. Moving numbers keeps their bits; a form that
-adds or multiplies computes in float32, and rounds once to the array's dtype.
+families/trainers/array_form.py says which axes of the array are which of the weight's. Moving numbers keeps
+their bits; a form that adds or multiplies computes in float32, and rounds once to the array's dtype.
 """
 
 import math
@@ -19,7 +19,7 @@ from orca_jax.families.trainers.array_form import ArrayForm
 
 @dataclass(frozen=True, slots=True)
 class ArrayView:
-    """The vector or matrix that `form` has in an array; its `rows` and `columns` are axes of the array."""
+    """The vector or matrix that `form` describes in an array, whose axes are its `rows` and `columns`."""
 
     where: str
     store: Any  # a ts.TensorStore
@@ -42,13 +42,13 @@ class ArrayView:
 
     @property
     def divisible(self) -> bool:
-        """Whether an axis that shards split, or heads are on, has several chunks."""
+        """Whether an axis of shards or heads has several chunks."""
         chunk = self.store.chunk_layout.read_chunk.shape
         split = [i for i, letter in enumerate(self.form.letters) if letter[0] in "NKFVX"] or self.rows[:1]
         return any(chunk[i] < self.sizes[i] for i in split)
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield `box` in one piece, whose row is 0. Raises CorruptFile."""
+        """Yield `box` in one piece, at row 0. Raises CorruptFile."""
         (first, end), *inner = box
         pair = self.sizes[self.rows[-1]] if self.form.interleaved else 1
         low, high = first - first % pair, -(-end // pair) * pair
@@ -61,7 +61,7 @@ class ArrayView:
         return tuple(self.sizes[i] for i in axes)
 
     def read(self, rows: Box, inner: list[tuple[int, int]]) -> np.ndarray:
-        """A box of the axes that are rows, by `inner` of the columns, as stored. Raises CorruptFile."""
+        """Read a box of the row axes, and `inner` of the columns, as stored. Raises CorruptFile."""
         parts: list[np.ndarray] = []
         for columns in runs(self._of(self.columns), *inner[0]) if inner else [()]:
             wanted = dict(zip((*self.rows, *self.columns), (*rows, *columns), strict=True))
@@ -75,7 +75,7 @@ class ArrayView:
 
 
 def put_into(target: np.ndarray, values: np.ndarray, form: ArrayForm, parameter: Parameter) -> None:
-    """Put the matrix or vector `values` of `parameter` where `form` has it in the array `target`."""
+    """Put the matrix or vector `values` of `parameter` into the array `target`, as `form` says."""
     rows, columns = form.rows_and_columns(parameter)
     axes = (*rows, *columns)
     if form.interleaved:
@@ -90,20 +90,20 @@ def put_into(target: np.ndarray, values: np.ndarray, form: ArrayForm, parameter:
 def view(
     where: str, store: Any, form: ArrayForm, parameter: Parameter, sizes: Mapping[str, int]
 ) -> ArrayView:
-    """The view of an open array, whose shape fits `form`."""
+    """View an open array whose shape fits `form`."""
     rows, columns = form.rows_and_columns(parameter)
     return ArrayView(where, store, form, form.shape(sizes), rows, columns)
 
 
 def changed(values: Any, multiply: float, add: float) -> Any:
-    """`values`, an array of NumPy's or JAX's, times `multiply`, plus `add`, in their dtype."""
+    """A NumPy or JAX array times `multiply`, plus `add`, in its dtype."""
     if multiply == 1 and add == 0:
         return values
     return (values.astype(np.float32) * np.float32(multiply) + np.float32(add)).astype(values.dtype)
 
 
 def halves(values: Any, size: int) -> Any:
-    """Rows of heads of `size` elements, whose pairs are neighbours, with the pairs half a head apart."""
+    """Reorder rows of heads of `size` elements: pairs of neighbours become pairs half a head apart."""
     pairs = values.reshape(-1, size // 2, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
 

@@ -1,4 +1,4 @@
-"""Converts between safetensors, Orbax, and what trainers save, one parameter or array at a time."""
+"""Converts between safetensors, Orbax and trainers' checkpoints, one parameter or array at a time."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from orca_jax.checkpoint.expert_view import expert_shapes, written_experts
 from orca_jax.checkpoint.head_view import slices_of_tensor, stored_shapes, written_tensor
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.checkpoint.shard_reader import Box, Parts
-from orca_jax.config import Dtype
+from orca_jax.config import FORMATS, Dtype, Format, Layout
 from orca_jax.errors import ConfigError
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.family import Family
@@ -29,10 +29,8 @@ from orca_jax.families.registry import FAMILIES
 from orca_jax.families.stored_name import StoredName, head_places, heads_of_tensors
 from orca_jax.families.strict_json import shown
 from orca_jax.families.trainers.array_form import EXPERTS, LAYERS, axis_sizes
-from orca_jax.families.trainers.formats import FORMATS, Format, Layout
 from orca_jax.families.trainers.layouts import ITEMS, written_names
-from orca_jax.families.trainers.orca_json import ORCA_JSON, read_description
-from orca_jax.model_files.description import is_orbax
+from orca_jax.families.trainers.orca_json import ORCA_JSON, is_orbax, read_description
 from orca_jax.model_files.locate import check_is_free, find_directory
 from orca_jax.model_files.weight_files import INDEX
 from orca_jax.request.tokenizer_config import MORE_TEMPLATES
@@ -53,15 +51,16 @@ def convert_checkpoint(
     max_file_bytes: int = MAX_FILE_BYTES,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Format:
-    """Convert a checkpoint to the format `to`, which is returned.
+    """Convert a checkpoint, and return the format that it was converted to.
 
-    Without `to` a Hugging Face checkpoint becomes Orbax with our names, any other safetensors. A trainer's
-    format has the names, shapes and place in which that trainer looks for the weights of step 0.
+    Without `to` a Hugging Face checkpoint becomes Orbax with our names, and any other becomes safetensors. A
+    trainer's format has the names, shapes and place in which that trainer looks for the weights of step 0.
 
     The destination must be empty or not exist; it appears only when it is complete. Without `dtype` each
     parameter keeps its dtype. safetensors get the names and layout of their model type, in files of at most
     `max_file_bytes`. config.json, the tokenizer and the chat template are copied. `on_bytes(done, total)`
-    receives the progress in bytes read. The host holds one parameter at a time, or one array of the trainer.
+    receives the progress in bytes read. The host holds one parameter, or one of the trainer's arrays, at a
+    time.
 
     Raises ConfigError or a CheckpointError.
     """
@@ -76,9 +75,8 @@ def convert_checkpoint(
         to = "safetensors" if is_orbax(directory) else "orbax"
     arrays = None if to in ("safetensors", "orbax") else _TrainersArrays(model, to)
     table = parameter_table(model)
-    shapes = {name: parameter.shape for name, parameter in table.items()}
     dtypes = {
-        name: table[name].dense_dtype(_DTYPES[dtype]) if dtype else _own_dtype(parts[name]) for name in shapes
+        name: table[name].dense_dtype(_DTYPES[dtype]) if dtype else _own_dtype(parts[name]) for name in table
     }
     reader = _Reader(parts, table, dtypes, on_bytes)
     try:
@@ -96,7 +94,7 @@ def convert_checkpoint(
                 orbax_checkpoint.write(place / step, names, read, apart=apart, nested=True, item=item or None)
             elif to == "orbax":
                 apart = {name: parameter.counting_axes for name, parameter in table.items()}
-                orbax_checkpoint.write(place, shapes, reader.whole, apart=apart)
+                orbax_checkpoint.write(place, table, reader.whole, apart=apart)
             else:
                 place.mkdir()
                 family = FAMILIES[config["model_type"]]
@@ -115,7 +113,7 @@ def convert_checkpoint(
 
 
 def _config_json(directory: Path, model: ModelConfig) -> dict[str, Any]:
-    """The source's own config.json, or one that describes what its orca.json does; no weight stays packed."""
+    """The source's config.json, or one made of its orca.json; without quantisation, since none is written."""
     if is_orbax(directory) and read_description(directory).path.name == ORCA_JSON:
         return hf_config_of(model)
     hf_config = read_hf_config(directory)
@@ -130,7 +128,7 @@ def _own_dtype(parts: Parts) -> np.dtype:
 
 
 class _Reader:
-    """Reads parameters and counts their bytes."""
+    """Reads parameters, and reports the bytes read."""
 
     def __init__(
         self,
@@ -151,7 +149,7 @@ class _Reader:
         return self._counted(name, shape, _all(shape))
 
     def row(self, name: str) -> np.ndarray:
-        """A whole vector as a matrix of one row."""
+        """Read a whole vector as a matrix of one row."""
         return self.whole(name)[None]
 
     def rows(self, name: str, first: int, end: int, *, transpose: bool) -> np.ndarray:
@@ -161,18 +159,18 @@ class _Reader:
         return values.T if transpose else values
 
     def experts(self, name: str, wanted: StoredName) -> np.ndarray:
-        """A checkpoint's tensor of all experts."""
+        """Make a checkpoint's tensor of all experts."""
         return written_experts(self.whole(name), wanted)
 
-    def of_experts(self, name: str, array: int, n_arrays: int) -> np.ndarray:
-        """All experts' numbers that a trainer has in one of its arrays: all, or gate or up alone."""
+    def of_experts(self, name: str, index: int, n_arrays: int) -> np.ndarray:
+        """Read what one of a trainer's arrays has of all experts: the whole, or gate or up alone."""
         shape = self._table[name].shape
         number, *others = _all(shape)
-        box = (number, (array, array + 1), *others[1:]) if n_arrays > 1 else (number, *others)
+        box = (number, (index, index + 1), *others[1:]) if n_arrays > 1 else (number, *others)
         return self._counted(name, shape, box)
 
     def heads(self, name: str, tensor: int, wanted: StoredName, attention: Attention) -> np.ndarray:
-        """A checkpoint's tensor with heads, made of the slices of a parameter that are in it."""
+        """Make a checkpoint's tensor with heads from a parameter's slices."""
         assert wanted.heads is not None
         places, parameter = head_places(wanted.heads, attention), self._table[name]
         n_heads = heads_of_tensors(wanted.heads, attention)[tensor]
@@ -199,7 +197,7 @@ class _Reader:
 
 
 class _TrainersArrays:
-    """The arrays of a trainer's checkpoint, each with the weights, or parts of them, that are in it."""
+    """The arrays of a trainer's checkpoint, and the weights or parts of weights in each."""
 
     def __init__(self, model: ModelConfig, layout: Layout) -> None:
         self.layout: Layout = layout
@@ -207,23 +205,23 @@ class _TrainersArrays:
         self._model, self._table = model, parameter_table(model)
         self._names = written_names(model, layout)
         for name, stored in self._names.items():
-            for i, theirs in enumerate(stored.names):
-                self.contents.setdefault(theirs, []).append((name, i))
+            for i, array in enumerate(stored.names):
+                self.contents.setdefault(array, []).append((name, i))
 
     @property
     def axes_apart(self) -> dict[str, tuple[int, ...]]:
-        """The axes of layers and of experts of each array."""
-        forms = {theirs: self._names[name].forms[i] for theirs, ((name, i), *_) in self.contents.items()}
+        """The axes of layers and of experts in each array."""
+        forms = {array: self._names[name].forms[i] for array, ((name, i), *_) in self.contents.items()}
         return {
-            theirs: tuple(i for i, letter in enumerate(form.letters) if letter in (LAYERS, EXPERTS))
-            for theirs, form in forms.items()
+            array: tuple(i for i, letter in enumerate(form.letters) if letter in (LAYERS, EXPERTS))
+            for array, form in forms.items()
         }
 
-    def read(self, theirs: str, reader: _Reader, dtypes: dict[str, np.dtype]) -> np.ndarray:
-        """A whole array, made of our weights. All of them have the dtype of the first."""
-        contents = self.contents[theirs]
+    def read(self, array: str, reader: _Reader, dtypes: dict[str, np.dtype]) -> np.ndarray:
+        """Make a whole array from our weights, in the dtype of the first one."""
+        contents = self.contents[array]
         first, i = contents[0]
-        shape = self._names[first].forms[i].shape(self._sizes(first))
+        shape = self._names[first].forms[i].shape(axis_sizes(self._model, first))
         target = np.empty(shape, dtypes[first])
         for name, i in contents:
             stored, parameter = self._names[name], self._table[name]
@@ -234,12 +232,9 @@ class _TrainersArrays:
                 values = reader.rows(name, i * n_rows, (i + 1) * n_rows, transpose=False)
             else:
                 values = reader.heads(name, i, stored, self._model.attention)
-            form = stored.forms[i].fitting(shape, self._sizes(name))
+            form = stored.forms[i].fitting(shape, axis_sizes(self._model, name))
             put_into(target, values, form, parameter)
         return target
-
-    def _sizes(self, name: str) -> dict[str, int]:
-        return axis_sizes(self._model, name)
 
 
 def _all(shape: tuple[int, ...]) -> Box:
@@ -253,28 +248,28 @@ def _tensors(
     dtypes: dict[str, np.dtype],
     reader: _Reader,
 ) -> Iterator[Tensor]:
-    """The Hugging Face tensors of all parameters, in the order of the parameters."""
+    """Yield the Hugging Face tensors of all parameters, in the parameters' order."""
     attention = model.attention
     written = set[str]()
     for name, parameter in table.items():
         wanted = family.stored_name(name, family.prefixes[0], model)
         if wanted.by_expert:
-            (theirs,), (shape,) = wanted.names, expert_shapes(parameter, wanted)
-            yield Tensor(theirs, shape, dtypes[name], partial(reader.experts, name, wanted))
+            (tensor,), (shape,) = wanted.names, expert_shapes(parameter, wanted)
+            yield Tensor(tensor, shape, dtypes[name], partial(reader.experts, name, wanted))
             continue
         shapes = stored_shapes(parameter, wanted, attention)
         if not written.isdisjoint(wanted.names):
             continue  # T5's layers share one tensor
         written |= set(wanted.names)
         n_rows = parameter.stacked_shape[0] // len(wanted.names)
-        for i, (theirs, shape) in enumerate(zip(wanted.names, shapes, strict=True)):
+        for i, (tensor, shape) in enumerate(zip(wanted.names, shapes, strict=True)):
             if wanted.one_row:
                 read, shape = partial(reader.row, name), (1, *shape)
             elif wanted.heads is None:
                 read = partial(reader.rows, name, i * n_rows, (i + 1) * n_rows, transpose=wanted.transpose)
             else:
                 read = partial(reader.heads, name, i, wanted, attention)
-            yield Tensor(theirs, shape, dtypes[name], read)
+            yield Tensor(tensor, shape, dtypes[name], read)
 
 
 def _copy_other_files(directory: Path, place: Path) -> None:

@@ -1,8 +1,8 @@
 """Loads a checkpoint's directory: reads its named parameters onto their devices.
 
-The directory is a Hugging Face one with safetensors, or an Orbax checkpoint. All metadata is checked for
-consistency before any weight is read. Then each parameter is read shard by shard, and only the shards that
-are needed, so the host holds one shard in addition to what is placed.
+The directory is Hugging Face's with safetensors, or an Orbax checkpoint. All metadata is checked for
+consistency before any weight is read. Then each parameter is read shard by shard, and only the needed shards,
+so the host holds one shard at a time.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,10 +23,9 @@ from orca_jax.families.hf_config import read_hf_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.strict_json import shown
-from orca_jax.families.trainers.orca_json import read_description
+from orca_jax.families.trainers.orca_json import is_orbax, read_description
 from orca_jax.families.weight_form import DENSE, Dense, WeightForm
 from orca_jax.model.weight import kind_of
-from orca_jax.model_files.description import is_orbax
 from orca_jax.sharding.partition import Placement
 from orca_jax.sharding.specs import in_form, place_of_dense
 
@@ -65,12 +64,11 @@ def load_checkpoint(
     (if both exist, the single file is read, as in transformers); or it is an Orbax checkpoint with orca.json
     or config.json. The weights are converted to `dtype`: float32, bfloat16 or float16. `vocab_multiple` pads
     the vocabulary's rows with zeros, and each K/V head is read `kv_repeats` times (ModelConfig). With
-    `packed` experts in MXFP4 stay so, and matrices of linear layers are held in `linear_form`.
+    `packed` experts stay in MXFP4; matrices of linear layers are held in `linear_form`.
 
-    `placements` has a mapping from parameter names to shardings for each stage of this process. Parameters
-    that no stage names are not read; those that several name (a tied embedding) are read once. Without
-    `placements` there is one stage, on the default device. `on_bytes(done, total)` receives the progress in
-    bytes read.
+    `placements` maps parameter names to shardings, for each stage of this process. Parameters that no stage
+    names are not read; a tied embedding, which two stages name, is read once. Without `placements` there is
+    one stage, on the default device. `on_bytes(done, total)` receives the progress in bytes read.
 
     Raises a CheckpointError (NotACheckpoint, UnsafeFile, CorruptFile, BadModelConfig, UnsupportedModel or
     TensorMismatch), or ConfigError for another `dtype`.
@@ -113,7 +111,7 @@ def load_checkpoint(
 def put_in_form(parts: Parts, parameter: Parameter, dtype: np.dtype, places: Sequence[Any]) -> list[Any]:
     """Read a parameter onto each of `places`, in its form. Raises TensorMismatch or CorruptFile.
 
-    Where checkpoints have no such form, the dense numbers are read first, and encoded on the devices.
+    Where checkpoints lack the form, the dense numbers are read and then encoded on the devices.
     """
     array, form = parameter.array_to_read(dtype), parameter.form
     read = put(parts, array.shape, array.dtype, _places(parameter, places))
@@ -126,7 +124,7 @@ def put_in_form(parts: Parts, parameter: Parameter, dtype: np.dtype, places: Seq
 
 
 def _places(parameter: Parameter, places: Iterable[Any]) -> list[Place]:
-    """The places of the array that is read."""
+    """The places of the array that is read from the checkpoint."""
     if isinstance(parameter.form, Dense):
         return [*places]
     if parameter.form.stored:
@@ -137,10 +135,10 @@ def _places(parameter: Parameter, places: Iterable[Any]) -> list[Place]:
 def find_parameters(
     directory: Path, kv_repeats: int = 1, *, packed: bool = False
 ) -> tuple[ModelConfig, dict[str, Parts]]:
-    """The model in a directory, and how each parameter is stored; checks everything and reads no weight.
+    """Find the model in a directory and how each parameter is stored; check everything, and read no weight.
 
     The model has each K/V head `kv_repeats` times, and with `packed` experts in MXFP4. Raises a
-    CheckpointError, or ConfigError for a model that cannot be so.
+    CheckpointError, or ConfigError for a model without experts to pack.
     """
     if is_orbax(directory):
         if packed or read_description(directory).model.has_packed_experts:

@@ -1,7 +1,7 @@
-"""All experts' weights in one tensor, or packed in two, as one of ours; and ours as such a tensor.
+"""Reads one of our weights from a tensor of all experts, or from two packed ones, and writes such tensors.
 
-families/stored_name.py says in which form they are, families/trainers/array_form.py how a trainer's arrays
-have them. Only what a shard needs is read, an expert at a time.
+families/stored_name.py has the forms of such tensors, families/trainers/array_form.py those of trainers'
+arrays. Only a shard's part is read, an expert at a time.
 """
 
 import math
@@ -22,7 +22,7 @@ from orca_jax.families.stored_name import StoredName
 
 
 def expert_shapes(parameter: Parameter, wanted: StoredName) -> list[tuple[int, ...]]:
-    """The shape that each tensor must have."""
+    """The expected shape of each tensor."""
     number, n_rows, *columns = _sizes(parameter)
     if wanted.mxfp4:
         n_blocks = -(-columns[0] // BLOCK)
@@ -31,7 +31,7 @@ def expert_shapes(parameter: Parameter, wanted: StoredName) -> list[tuple[int, .
 
 
 def parts_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, wanted: StoredName) -> Parts:
-    """The parameter's parts, of tensors of those shapes. Raises TensorMismatch."""
+    """The parts of a parameter, of tensors with the expected shapes. Raises TensorMismatch."""
     number, n_rows, *columns = _sizes(parameter)
     if parameter.form == MXFP4 and not wanted.mxfp4:
         raise TensorMismatch(f"{tensors[0]} is not packed in MXFP4, so it cannot stay packed")
@@ -56,7 +56,7 @@ def parts_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, want
 
 
 def written_experts(values: np.ndarray, wanted: StoredName) -> np.ndarray:
-    """The checkpoint's tensor of a whole parameter of ours, [X, ...]."""
+    """Make the checkpoint's tensor of a whole parameter [X, ...]."""
     if wanted.alternating:
         values = values.swapaxes(1, 2)
         values = values.reshape(len(values), -1, *values.shape[3:])
@@ -64,15 +64,15 @@ def written_experts(values: np.ndarray, wanted: StoredName) -> np.ndarray:
 
 
 def _sizes(parameter: Parameter) -> tuple[int, ...]:
-    """Experts, the rows of each, and unless it is a vector its columns."""
+    """The number of experts, the rows of each, and for matrices its columns."""
     number, *inner = parameter.shape
     columns = inner[-1:] if parameter.use == "expert" else []
     return (number, math.prod(inner[: len(inner) - len(columns)]), *columns)
 
 
 @dataclass(frozen=True, slots=True)
-class PackedMatrix(MadeOf):
-    """A matrix in MXFP4, as bfloat16: `blocks` [rows, columns / 2] and `scales` [rows, columns / 32]."""
+class _Packed(MadeOf):
+    """A matrix in MXFP4: `blocks` [rows, columns / 2] and `scales` [rows, columns / 32]."""
 
     blocks: StoredTensor
     scales: StoredTensor
@@ -80,6 +80,10 @@ class PackedMatrix(MadeOf):
     @property
     def sources(self) -> tuple[Stored, ...]:
         return self.blocks, self.scales
+
+
+class PackedMatrix(_Packed):
+    """A matrix in MXFP4, read as bfloat16."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -90,7 +94,7 @@ class PackedMatrix(MadeOf):
         return np.dtype(ml_dtypes.bfloat16)
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
-        """The part `box`, of which whole blocks are read. Raises CorruptFile or TensorMismatch."""
+        """Yield the part `box`, reading whole blocks. Raises CorruptFile or TensorMismatch."""
         (first, _), (begin, end) = box
         low, high = begin // BLOCK, -(-end // BLOCK)
         half = BLOCK // 2
@@ -100,31 +104,21 @@ class PackedMatrix(MadeOf):
             yield row, numbers[:, begin - BLOCK * low : end - BLOCK * low]
 
 
-@dataclass(frozen=True, slots=True)
-class PackedBytes(MadeOf):
-    """A matrix that stays in MXFP4: of each row the bytes of its blocks, then those of its scales."""
-
-    blocks: StoredTensor
-    scales: StoredTensor
-
-    @property
-    def sources(self) -> tuple[Stored, ...]:
-        return self.blocks, self.scales
+class PackedBytes(_Packed):
+    """A matrix that stays in MXFP4: a row has the bytes of its blocks, then of its scales."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.blocks.shape[0], self.blocks.shape[1] + self.scales.shape[1]
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
-        """The part `box` of whole rows. Raises CorruptFile or TensorMismatch."""
+        """Yield the part `box`, which has whole rows. Raises CorruptFile or TensorMismatch."""
         (first, _), columns = box
         assert columns == (0, self.shape[1]), "each device has whole experts"
         for row, blocks in self.blocks.pieces((box[0], (0, self.blocks.shape[1]))):
             rows = (first + row, first + row + len(blocks))
-            yield (
-                row,
-                np.concatenate([blocks, _scales(self.scales, (rows, (0, self.scales.shape[1])))], axis=1),
-            )
+            scales = _scales(self.scales, (rows, (0, self.scales.shape[1])))
+            yield row, np.concatenate([blocks, scales], axis=1)
 
 
 def _scales(stored: StoredTensor, box: Box) -> np.ndarray:
@@ -137,9 +131,10 @@ def _scales(stored: StoredTensor, box: Box) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class ExpertView(MadeOf):
-    """A weight [X, 2, F, H], [X, 2, F] or [X, H, F], of `stored`, where experts' rows follow one another.
+    """A weight [X, 2, F, H], [X, 2, F] or [X, H, F], read from `stored`, which stacks the experts' rows.
 
-    `transpose`: each expert is stored [in, out]. `alternating`: with its outputs gate, up, gate, ...
+    With `transpose` each expert is stored [in, out], and with `alternating` its outputs are gate, up, gate,
+    ...
     """
 
     stored: Stored
@@ -152,7 +147,7 @@ class ExpertView(MadeOf):
         return (self.stored,)
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
-        """The part `box`, an expert at a time: its number within the box, and its part."""
+        """Yield the part `box` by experts: the expert's number within the box, and its part."""
         (first, end), *inner = box
         kinds = inner.pop(0) if self.alternating else (0, 1)
         rows, *columns = inner
@@ -172,10 +167,10 @@ class ExpertView(MadeOf):
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts(MadeOf):
-    """A weight [X, 2, F, H], [X, 2, F], [X, H, F] or [X, H] of a trainer's arrays, all experts in each.
+    """A weight [X, 2, F, H], [X, 2, F], [X, H, F] or [X, H], read from a trainer's arrays of all experts.
 
-    `views` has an array for gate and one for up, or the only one; the experts are the first of its axes that
-    are rows. The rows of the weight, as of other tensors, are its leading axes taken as one.
+    `views` has an array for gate and one for up, or a single array; experts are the first row axis of each.
+    As for other tensors, the weight's leading axes are merged into rows.
     """
 
     views: tuple[ArrayView, ...]
@@ -190,7 +185,7 @@ class StackedExperts(MadeOf):
         return (len(self.views) * n_rows, *columns)
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
-        """The part `box`, an expert's rows of one array at a time. Raises CorruptFile."""
+        """Yield the part `box` by experts and arrays. Raises CorruptFile."""
         (first, end), *columns = box
         number, each = (self.views[0].sizes[i] for i in self.views[0].rows)
         row = 0

@@ -1,6 +1,6 @@
-"""A checkpoint's heads in our order: a weight read, or written, head by head.
+"""Reads and writes weights head by head, between a checkpoint's order of heads and ours.
 
-families/stored_name.py says which head is where. Only heads that a shard needs are read.
+families/stored_name.py says which head is where. Only a shard's heads are read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,10 @@ from orca_jax.families.stored_name import (
 
 
 def stored_shapes(parameter: Parameter, wanted: StoredName, attention: Attention) -> list[tuple[int, ...]]:
-    """The shape that each tensor of a weight must have, as a vector or a matrix."""
+    """The expected shape of each tensor of a weight, as a vector or a matrix."""
     n_rows, *columns = parameter.stacked_shape
     if wanted.heads is None:
-        # A table that forgets the order of grouped heads would mix them up silently.
+        # Without the order, grouped heads would be mixed up silently.
         has_heads = any("K" in axis for axis in parameter.axes)
         assert not has_heads or attention.group == attention.kv_repeats == 1, wanted
         shapes = [(n_rows // len(wanted.names), *columns)] * len(wanted.names)
@@ -37,10 +37,10 @@ def stored_shapes(parameter: Parameter, wanted: StoredName, attention: Attention
 
 @dataclass(frozen=True, slots=True)
 class HeadView(MadeOf):
-    """A weight of the shape [slices, K D], [slices, K D, H] or [H, slices, K D], made of stored heads.
+    """A weight [slices, K D], [slices, K D, H] or [H, slices, K D], read from stored heads.
 
-    `places` has the stored head of each slice and head. `in_columns`: heads are columns of the weight.
-    `transpose`: the tensors are stored [in, out]. A weight of one slice may lack that axis.
+    `places` has the stored place of each slice's heads. With `in_columns` heads are columns of the weight,
+    and with `transpose` tensors are stored [in, out]. A weight of one slice may lack the axis of slices.
     """
 
     tensors: tuple[Stored, ...]
@@ -55,7 +55,7 @@ class HeadView(MadeOf):
     def of(
         cls, tensors: Sequence[Stored], parameter: Parameter, wanted: StoredName, attention: Attention
     ) -> "HeadView":
-        """The view of these tensors as `parameter`."""
+        """View these tensors as `parameter`."""
         assert wanted.heads is not None
         places = tuple(tuple(heads) for heads in head_places(wanted.heads, attention))
         in_columns = parameter.takes_attention
@@ -67,7 +67,7 @@ class HeadView(MadeOf):
         return self.tensors
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
-        """The part `box`: the row within the box, and the piece. Raises CorruptFile."""
+        """Yield the part `box`: the row within the box, and the piece. Raises CorruptFile."""
         self._whole.clear()
         yield from self._pieces(box)
         self._whole.clear()
@@ -83,7 +83,7 @@ class HeadView(MadeOf):
                 yield slice_ - first, self._slice(slice_, heads, tuple(others))[None]
 
     def _slice(self, slice_: int, heads: tuple[int, int], others: Box) -> np.ndarray:
-        """Elements `heads` of one slice, by `others`."""
+        """Read the elements `heads` of one slice, by `others`."""
         out = np.empty([end - first for first, end in (heads, *others)], self.element)
         for tensor, stored, at in self._runs(slice_, *heads):
             out[at - heads[0] : at - heads[0] + stored[1] - stored[0]] = self._read(tensor, stored, others)
@@ -96,9 +96,9 @@ class HeadView(MadeOf):
         return np.stack(parts, axis=1) if len(box) == 3 else parts[0]
 
     def _runs(self, slice_: int, first: int, end: int) -> Iterator[tuple[int, tuple[int, int], int]]:
-        """Elements `first` to `end` of a slice: a tensor, the run of its elements, and where the run begins.
+        """Yield elements `first` to `end` of a slice as runs: a tensor, a run in it, and where it goes.
 
-        Heads that are neighbours there too are one run.
+        Heads that are neighbours in the tensor too make one run.
         """
         size, at = self.head_size, first
         while at < end:
@@ -115,9 +115,9 @@ class HeadView(MadeOf):
             at += n
 
     def _read(self, tensor: int, stored: tuple[int, int], others: Box) -> np.ndarray:
-        """Elements `stored` of a tensor's axis of heads, by `others` of its other axis.
+        """Read the elements `stored` of a tensor's axis of heads, by `others` of its other axis.
 
-        A tensor that is one chunk is read once, not head by head.
+        A tensor with a single chunk is read once, not head by head.
         """
         if not self.tensors[tensor].divisible:
             if (tensor, others) not in self._whole:
@@ -137,7 +137,7 @@ class HeadView(MadeOf):
 def written_tensor(
     values: np.ndarray, first_slice: int, places: Sequence[Sequence[HeadPlace]], tensor: int, n_heads: int
 ) -> np.ndarray:
-    """A checkpoint's tensor [n_heads D, ...] of `values`, which are slices [n, K D, ...] of our weight."""
+    """Make a checkpoint's tensor [n_heads D, ...] of slices [n, K D, ...] of our weight."""
     head_size = values.shape[1] // len(places[0])
     out = np.empty((n_heads * head_size, *values.shape[2:]), values.dtype)
     for slice_, heads in enumerate(places):
@@ -149,6 +149,6 @@ def written_tensor(
 
 
 def slices_of_tensor(places: Sequence[Sequence[HeadPlace]], tensor: int) -> tuple[int, int]:
-    """The first slice of our weight that is in a checkpoint's tensor, and the end."""
+    """The range of our weight's slices that are in a checkpoint's tensor: first and end."""
     slices = [i for i, heads in enumerate(places) if heads[0].tensor == tensor]
     return slices[0], slices[-1] + 1

@@ -26,16 +26,16 @@ from orca_jax.families.stored_name import StoredName
 from orca_jax.families.strict_json import shown
 from orca_jax.model_files.weight_files import find_weight_files
 
-_SCALES = "_scale_inv"  # after the name of a matrix in FP8
+_SCALES = "_scale_inv"  # ends the names of FP8 matrices' scales
 
 
 def find_tensors(
     directory: Path, may_be_unlisted: Callable[[str], bool] = lambda _: False
 ) -> dict[str, StoredTensor]:
-    """All tensors of the checkpoint by name, from the single file or from all files in the index.
+    """Find all tensors of the checkpoint by name, in the single file or in all files of the index.
 
-    A tensor that a file has and the index does not list is left out where it `may_be_unlisted` by its name,
-    such as rotary frequencies that an old trainer saved. Any other raises TensorMismatch.
+    An unlisted tensor of a file is left out if it `may_be_unlisted` by its name, such as rotary frequencies
+    that an old trainer saved. Any other raises TensorMismatch.
     """
     files = find_weight_files(directory)
     if files.index is None:
@@ -58,7 +58,7 @@ def find_tensors(
 
 
 def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Parts]:
-    """The tensors of each parameter; all must be present with the right shape and dtype, and none left over.
+    """Match tensors to parameters; all must be present with the right shape and dtype, and none left over.
 
     Raises TensorMismatch or BadModelConfig.
     """
@@ -156,7 +156,7 @@ def _of_shapes(
 
 
 def _unpacked(tensor: StoredTensor, stored: dict[str, StoredTensor]) -> Stored:
-    """A matrix in FP8 with the scales of its blocks; any other tensor as it is. Raises TensorMismatch."""
+    """View a matrix in FP8 with its blocks' scales; return any other tensor. Raises TensorMismatch."""
     if tensor.dtype != FP8:
         return tensor
     name, shape = tensor.name + _SCALES, tuple(-(-n // BLOCK) for n in tensor.shape)
@@ -171,17 +171,11 @@ def _unpacked(tensor: StoredTensor, stored: dict[str, StoredTensor]) -> Stored:
 
 
 def _left_over(hf_config: HFConfig, tensor: StoredTensor, prefix: str, n: int) -> CheckpointError:
-    """The error for an unused tensor: ignoring it would compute another model than the saved one."""
+    """The error for an unused tensor: without it another model than the saved one would be computed."""
     weight, layer = hf_config.family.layer_of(tensor.name, prefix) or ("", -1)
     n_layers = len(layers_with(hf_config.model, weight))
     if layer >= n_layers:
-        of = (
-            ""
-            if hf_config.model.encoder is None
-            else "encoder "
-            if weight.startswith(ENCODER)
-            else "decoder "
-        )
+        of = "encoder " if weight.startswith(ENCODER) else "decoder " if hf_config.model.encoder else ""
         return BadModelConfig(
             f"two files disagree: {shown(hf_config.path)} has {n_layers} {of}layers, but "
             f"{tensor} belongs to layer {layer}, counted from 0"

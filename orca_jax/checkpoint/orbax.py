@@ -1,8 +1,8 @@
 """Finds the arrays of a model's parameters in an Orbax directory, and checks them before any is read.
 
-Orbax reads the tree and TensorStore opens the arrays (orbax_store.py); their shards are read box by box
+Orbax reads the tree and TensorStore opens the arrays (orbax_store.py); shards are read box by box
 (orbax_boxes.py). This file checks what the libraries do not: that the checkpoint is complete, and that it
-holds exactly the model that orca.json describes.
+holds exactly the described model.
 """
 
 import glob
@@ -30,20 +30,22 @@ from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.array_form import EXPERTS, LAYERS, ArrayForm, axis_sizes
 from orca_jax.families.trainers.layouts import detect
 from orca_jax.families.trainers.orca_json import (
+    COMMIT,
+    MANIFEST,
     ORCA_JSON,
     TREE,
+    UNFINISHED,
     Description,
     read_description,
     same_names,
 )
-from orca_jax.model_files.description import COMMIT, MANIFEST, UNFINISHED
 
 _MAX_TREE_BYTES = 100_000_000
 _FLOATS = tuple(np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64))
 
 
 def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, dict[str, Parts]]:
-    """The model and the arrays of each parameter; all must be present and fit, and none left over.
+    """Find the model and the arrays of each parameter; all must be present and fit, and none left over.
 
     The model has each K/V head `kv_repeats` times. Reads no weight. Raises a CheckpointError.
     """
@@ -66,7 +68,7 @@ def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, 
     parts: dict[str, Parts] = {}
     unrepeated = parameter_table(description.model.with_kv_heads(1))
     table = parameter_table(description.model)
-    # Layers that are in one array come one after the other, so that it need not be read again.
+    # Layers in the same array follow one another, so that it is read once.
     for name in sorted(table, key=lambda name: in_layers(name)[0] if _is_stack(names[name]) else ""):
         parameter, wanted = table[name], names[name]
         attention = description.model.attention
@@ -90,7 +92,7 @@ def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, 
 
 
 def _named(description: Description, stored: Collection[str]) -> Description:
-    """The description with names: those that it has, ours, or those of the trainer whose checkpoint it is."""
+    """Complete the description's names: its own, ours, or those of the detected trainer."""
     if description.names is not None:
         return description
     own = same_names(description.model)
@@ -110,7 +112,7 @@ def _is_stack(wanted: StoredName) -> bool:
 
 
 def _bytes_at_once(description: Description) -> int:
-    """The bytes of the arrays of several layers or experts that a weight needs, at 4 for an element."""
+    """The most bytes of stacked arrays that one weight needs, at 4 bytes an element."""
     most = 0
     for name, wanted in (description.names or {}).items():
         if _is_stack(wanted) or any(EXPERTS in form.letters for form in wanted.forms):
@@ -144,7 +146,7 @@ def _refuse_unfinished(place: Path) -> None:
 
 
 def _locate(place: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The location of each array by name; `about` is the content of the tree's file. Raises CorruptFile."""
+    """Locate each array by name; `about` is the content of the tree's file. Raises CorruptFile."""
     located: dict[str, Any] = {}
     for info in _library().read_tree(place):
         name = info.name
@@ -169,7 +171,7 @@ def _locate(place: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_names(description: Description, stored: Iterable[str]) -> list[str]:
-    """The arrays to use; all must be present, and all others must be ignored."""
+    """List the arrays to use; all must be present, and all others ignored."""
     used: dict[str, None] = {}
     for parameter, wanted in (description.names or {}).items():
         for name in wanted.names:
@@ -208,7 +210,7 @@ def _as_matrix(
     store: Any,
     expected: tuple[int, ...],
 ) -> OrbaxArray:
-    """The array as the expected vector or matrix, by its own shape or with merged axes."""
+    """View an array as the expected vector or matrix, with merged axes if necessary."""
     where, found = _array(description.checkpoint, stored), tuple(store.shape)
     shape = parameter.shape
     axes = _merged(found, expected)
@@ -227,7 +229,7 @@ def _as_matrix(
 def _of_form(
     description: Description, name: str, parameter: Parameter, form: ArrayForm, stored: str, store: Any
 ) -> ArrayView:
-    """The part of an array that is one of our weights, or some rows of it."""
+    """View the part of an array that is one of our weights, or some of its rows."""
     where, found = _array(description.checkpoint, stored), tuple(store.shape)
     sizes = axis_sizes(description.model, name)
     form = form.fitting(found, sizes)
@@ -249,7 +251,7 @@ def _check_element(where: str, store: Any) -> None:
 
 
 def _merged(found: tuple[int, ...], expected: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-    """The stored axes that merge into each expected axis; None if the shapes do not match."""
+    """Find the stored axes that merge into each expected axis; None if the shapes do not match."""
     if len(expected) == 1:
         return (found,) if math.prod(found) == expected[0] and found else None
     for cut in range(1, len(found)):

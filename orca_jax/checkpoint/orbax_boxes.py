@@ -1,7 +1,7 @@
 """Reads boxes of an Orbax array directly from its chunks, which Orbax's own restore cannot do.
 
-Orbax restores whole arrays in their stored shapes. Our shards may be parts of a transposed array or of
-several merged ones, and the host should hold little more than a shard.
+Orbax restores whole arrays in their stored shapes. A shard of ours may be part of a transposed array or of
+several stacked ones, and the host should hold little more than a shard.
 """
 
 import math
@@ -25,7 +25,7 @@ class OrbaxArray:
 
     where: str
     store: Any  # a ts.TensorStore
-    axes: tuple[tuple[int, ...], ...]  # the sizes of the stored axes behind each axis of the view
+    axes: tuple[tuple[int, ...], ...]  # sizes of the stored axes that merge into each axis of the view
 
     def __str__(self) -> str:
         return self.where
@@ -79,7 +79,7 @@ class OrbaxArray:
 
 
 def read_box(store: Any, index: tuple[int | slice, ...], where: str) -> np.ndarray:
-    """A part of an array; `where` names the array. Raises CorruptFile if chunks are missing or corrupt."""
+    """Read a part of an array, which errors call `where`. Raises CorruptFile for an unusable chunk."""
     try:
         return store[index].read().result(timeout=_SECONDS)
     except Exception as error:  # ValueError, KeyError and others, depending on the failure
@@ -87,7 +87,7 @@ def read_box(store: Any, index: tuple[int | slice, ...], where: str) -> np.ndarr
 
 
 def runs(sizes: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
-    """The elements `first` to `end` of merged axes of these sizes, as boxes in order."""
+    """Yield elements `first` to `end` of merged axes of these sizes as boxes, in order."""
     if len(sizes) == 1:
         yield ((first, end),)
         return
@@ -106,5 +106,5 @@ def runs(sizes: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
 
 
 def reason(error: Exception) -> str:
-    """An error of Orbax or TensorStore in one line, without its list of source files."""
+    """Shorten an error of Orbax or TensorStore to one line, without its list of source files."""
     return shown(" ".join(str(error).split(" [")[0].split())) or type(error).__name__

@@ -1,7 +1,7 @@
 """Reads a checkpoint's tree and writes checkpoints with Orbax; opens arrays with TensorStore, its storage.
 
 Only this file imports these libraries, and checkpoint/orbax.py imports this file only for an Orbax directory,
-so serving from safetensors loads neither library.
+so that serving from safetensors loads neither library.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,14 +28,14 @@ Location = ocp.type_handlers.ParamInfo  # an array's location and format
 
 
 class _Locate(ocp.type_handlers.ArrayHandler):
-    """Returns the arrays' locations when Orbax asks for their metadata, and opens none."""
+    """Returns arrays' locations where Orbax asks for their metadata, and opens no array."""
 
     async def metadata(self, infos: Sequence[Location]) -> Sequence[Any]:
         return infos
 
 
 class _LocateEverything(ocp.type_handlers.TypeHandlerRegistry):
-    """One handler for values of every type: locates scalars, text and unknown values without opening them."""
+    """Uses one handler for all types, which locates scalars, text and unknown values without opening them."""
 
     _locate = _Locate()
 
@@ -50,7 +50,7 @@ class _LocateEverything(ocp.type_handlers.TypeHandlerRegistry):
 
 
 def read_tree(place: Path) -> list[Location]:
-    """The arrays of the checkpoint in `place`, named by their keys joined with dots, without empty nodes.
+    """List the arrays of the checkpoint in `place`, named by their keys joined by dots.
 
     Raises CorruptFile.
     """
@@ -73,7 +73,7 @@ def open_arrays(
     """Open arrays by name, reading their metadata and no data.
 
     If Orbax stored every chunk (`zeros_are_stored`), a missing chunk is an error rather than zeros. The last
-    `cache_bytes` of chunks that were read are kept, for arrays of which one part is read after the other.
+    `cache_bytes` of chunks are kept, for arrays that are read in several parts.
     Error messages begin with `describe(name)`. Raises CorruptFile.
     """
     context = ts.Context(
@@ -139,10 +139,10 @@ def write(
 ) -> None:
     """Write a checkpoint of named arrays, one at a time; `read(name)` is called just before its write.
 
-    `directory` must not exist. Each index of the axes in `apart` gets chunks of its own: of queries, keys and
-    values, for instance, a device's shard has a part of each. With `nested` a name is a path of keys with
-    dots between. With `item` the directory is a step, and the arrays are that item of it. Raises
-    CheckpointError, including those of `read`.
+    `directory` must not exist. Chunks do not cross indices of the axes in `apart`, since a device's shard
+    has, for instance, a part of queries, keys and values each. With `nested` a name is a path of keys joined
+    by dots. With `item` the directory is a step, and the arrays are that item of it. Raises CheckpointError,
+    including those of `read`.
     """
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ocp.type_handlers.ArrayHandler()), (_Unread, _WriteOneByOne())

@@ -1,8 +1,8 @@
 """Reads safetensors files, which are not trusted: every claim of the header is checked before it is used.
 
-A file is 8 bytes of header length (little endian), the header (a JSON object: name -> dtype, shape,
-data_offsets), and the data. Offsets count from the start of the data. The tensors cover the data without gaps
-or overlaps. Unlike the format's library, this reader reads ranges instead of mapping the file: mapped pages
+A file has 8 bytes of header length (little endian), the header (a JSON object: name -> dtype, shape,
+data_offsets), and the data. Offsets count from the start of the data, which the tensors cover without gaps or
+overlaps. Unlike the format's library, this reader reads ranges instead of mapping the file: mapped pages
 count as the process's memory until the tensor is freed, so the host would hold two tensors in addition to the
 shards.
 """
@@ -57,13 +57,13 @@ class StoredTensor:
 
     @property
     def element(self) -> np.dtype:
-        """The dtype of its elements, one of FLOAT_DTYPES, FP8 or bytes."""
+        """The dtype of its elements: a float, FP8 or bytes."""
         packed = {FP8: np.dtype(ml_dtypes.float8_e4m3fn), BYTES: np.dtype(np.uint8)}
         return packed.get(self.dtype) or FLOAT_DTYPES[self.dtype]
 
     @property
     def divisible(self) -> bool:
-        """Always true: any part can be read by itself."""
+        """Always true: any part can be read separately."""
         return True
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
@@ -100,7 +100,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name; reads only the header.
+    """Read the header of a safetensors file: its tensors by name.
 
     Raises CorruptFile, which names the file, the tensor and the expected and found values, if the header
     contradicts itself or the file's size; UnsafeFile for a pickle with this name; NotACheckpoint if there is
@@ -206,9 +206,9 @@ def _check_cover(path: Path, tensors: dict[str, StoredTensor], data_start: int, 
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two matrices have the same elements; compares them piece by piece.
+    """Compare two matrices piece by piece.
 
-    Of two dtypes the wider one may be what the narrower one was rounded from.
+    They are equal too if one in a narrower dtype is the other rounded.
     """
     if one.shape != other.shape or not {one.dtype, other.dtype} <= FLOAT_DTYPES.keys():
         return False
@@ -217,7 +217,7 @@ def same_values(one: StoredTensor, other: StoredTensor) -> bool:
         box = ((row, row + len(piece)), *((0, n) for n in wide.shape[1:]))
         same_rows = np.concatenate([part for _, part in narrow.pieces(box)])
         if wide.dtype != narrow.dtype:
-            with np.errstate(over="ignore"):  # to an infinity, which then differs
+            with np.errstate(over="ignore"):  # to infinity, which then differs
                 piece = piece.astype(narrow.element)
         if not np.array_equal(piece, same_rows, equal_nan=True):
             return False

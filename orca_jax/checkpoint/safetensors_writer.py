@@ -1,4 +1,4 @@
-"""Writes safetensors files: the header lists all sizes first, so the tensors can follow one at a time."""
+"""Writes safetensors files one tensor at a time, after a header with all sizes."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ _NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor to write; `read` returns its elements, with this `shape` and `dtype`, just before."""
+    """A tensor to write; `read` is called just before, and returns elements of this `shape` and `dtype`."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Reads parameters shard by shard: only each device's own part of the stored data."""
+"""Reads parameters shard by shard: only each device's part of the stored data."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -14,12 +14,12 @@ import numpy as np
 from orca_jax.errors import TensorMismatch
 
 Box = tuple[tuple[int, int], ...]  # first and end along each axis
-BLOCK = 128  # of a matrix in FP8: rows, and columns, with one scale
+BLOCK = 128  # rows and columns of an FP8 matrix that share a scale
 Place = jax.sharding.Sharding | None  # None: the default device, to which the array is not committed
 
 
 class Stored(Protocol):
-    """A vector or matrix on disk, of which any box can be read. Its `str` names its location."""
+    """A vector or matrix on disk, of which any box can be read; `str` gives its location."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -33,7 +33,7 @@ class Stored(Protocol):
 
     @property
     def divisible(self) -> bool:
-        """Whether reading a part costs less than reading the whole."""
+        """Whether reading a part is cheaper than reading the whole."""
         ...
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
@@ -46,7 +46,7 @@ class MadeOf:
 
     @property
     def sources(self) -> tuple[Stored, ...]:
-        """The others, the one that it is named after first."""
+        """The other Stored; the first gives the name."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class MadeOf:
 
 
 def read_box(stored: Stored, box: Box) -> np.ndarray:
-    """The elements of `box` in one array."""
+    """Read the elements of `box` into one array."""
     out = np.empty([end - first for first, end in box], stored.element)
     for row, piece in stored.pieces(box):
         out[row : row + len(piece)] = piece
@@ -94,15 +94,15 @@ class ComputedArray:
         return True
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
-        """The part `box` in one piece, whose row is 0."""
+        """Yield the part `box` in one piece, at row 0."""
         yield 0, self.values[tuple(slice(*each) for each in box)]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockScaled(MadeOf):
-    """A matrix of small floats, of which each block, BLOCK by BLOCK, is multiplied by a number; in float32.
+    """A matrix in FP8, dequantised to float32: each BLOCK by BLOCK part of `values` times one of `scales`.
 
-    `scales` are those of all blocks; the last of a row or a column may be cut off.
+    The last block of a row or a column may be smaller.
     """
 
     values: Stored
@@ -121,7 +121,7 @@ class BlockScaled(MadeOf):
         return np.dtype(np.float32)
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
-        """The part `box`, some rows at a time. Raises CorruptFile."""
+        """Yield the part `box`, some rows at a time. Raises CorruptFile."""
         (first, _), (begin, stop) = box
         scales = read_box(self.scales, tuple((low // BLOCK, -(-high // BLOCK)) for low, high in box))
         of_column = np.arange(begin, stop) // BLOCK - begin // BLOCK
@@ -138,8 +138,8 @@ class BlockScaled(MadeOf):
 class Parts:
     """A parameter's stored vectors or matrices, stacked along the rows, possibly transposed.
 
-    The parameter's leading axes are merged: `qkv` [3, H, H] is one matrix [3H, H] or three of [H, H]. Rows of
-    the parameter beyond the stored ones are zero.
+    The parameter's leading axes are merged: `qkv` [3, H, H] is one matrix [3H, H] or three of [H, H]. Rows
+    beyond the stored ones are zero.
     """
 
     tensors: tuple[Stored, ...]
@@ -167,7 +167,7 @@ class Parts:
         return out.reshape(sizes)
 
     def _segments(self, shape: tuple[int, ...], box: Box) -> Iterator[tuple[Any, Stored, Box]]:
-        """The segments of a box: an index into the box, a tensor, and the tensor's box that goes there."""
+        """Yield the segments of a box: an index into it, a tensor, and the tensor's box for that index."""
         rank = len(self.tensors[0].shape)
         n_leading = len(shape) - rank
         leading, (first, end), columns = box[:n_leading], box[n_leading], box[n_leading + 1 :]
@@ -190,12 +190,12 @@ class Parts:
 
 
 def bytes_read(parts: Parts, shape: tuple[int, ...], places: Sequence[Place]) -> int:
-    """The bytes of the parameter on disk that `put` needs, each counted once."""
+    """The bytes on disk that `put` reads, each counted once."""
     return sum(parts.n_bytes(shape, box) for box in _boxes_of(shape, places))
 
 
 def _boxes_of(shape: tuple[int, ...], places: Sequence[Place]) -> dict[Box, list[tuple[int, Any]]]:
-    """Each distinct part that these places need, with its users: the place's index and the device."""
+    """The distinct parts that places need, each with its users: the place's index and the device."""
     wanted: dict[Box, list[tuple[int, Any]]] = {}
     for i, place in enumerate(places):
         if place is None:
@@ -211,7 +211,7 @@ def _boxes_of(shape: tuple[int, ...], places: Sequence[Place]) -> dict[Box, list
 def put(parts: Parts, shape: tuple[int, ...], dtype: np.dtype, places: Sequence[Place]) -> list[jax.Array]:
     """Read a parameter part by part onto each of `places`; a part that several devices hold is read once.
 
-    The host holds one part at a time, or the hull of all parts if none can be read by itself.
+    The host holds one part at a time, or the hull of all parts if parts cannot be read separately.
     """
     wanted = _boxes_of(shape, places)
     arrays: list[list[jax.Array]] = [[] for _ in places]

@@ -17,9 +17,9 @@ QKNormOver = Literal["head", "width"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QKNorm:
-    """An RMSNorm of queries and of keys before they are rotated.
+    """An RMSNorm of queries and of keys before rotation.
 
-    Over each `head`, with one scale [D] for all of them (Qwen 3, Gemma 3), or over the full `width` of all
+    It is over each `head`, with one scale [D] for all (Qwen 3, Gemma 3), or over the full `width` of all
     heads (OLMo 2).
     """
 
@@ -36,9 +36,9 @@ class QKNorm:
 class RelativeBias:
     """A learned addend to a head's scores, by the distance of key and query (T5, Raffel et al., 2020).
 
-    Near distances have a bucket each, and far ones share buckets whose width grows as their logarithm, up to
-    `max_distance`; all beyond have the last one. Where the attention is not causal half of the `n_buckets`
-    are for keys behind the query. `shared`: each layer's table is the same one.
+    Each near distance has a bucket; far distances share buckets that widen logarithmically up to
+    `max_distance`, and all beyond share the last bucket. Where attention is not causal, half of the
+    `n_buckets` are for keys after the query. With `shared` all layers use one table.
     """
 
     n_buckets: int = 32
@@ -59,14 +59,14 @@ class RelativeBias:
     def buckets(self, *, causal: bool) -> npt.NDArray[np.int32]:
         """The bucket of each distance (key position - query position), [2 * max_distance + 1].
 
-        The first is of -max_distance and of all below, the last of max_distance and of all above. In causal
-        attention keys behind the query, which are not seen, have the bucket 0.
+        The first also holds for all distances below -max_distance, the last for all above max_distance. In
+        causal attention keys after the query, which are masked, have bucket 0.
         """
         distance = np.arange(-self.max_distance, self.max_distance + 1)
         n_buckets = self.n_buckets if causal else self.n_buckets // 2
         far = np.maximum(-distance, 0) if causal else np.abs(distance)
         n_near = n_buckets // 2
-        # In float32, as T5 computes it: at some distances the logarithm is a whole number but for rounding.
+        # In float32, as T5 computes it: at some distances rounding decides whether the logarithm is whole.
         ratio = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(n_near))
         ratio /= np.float32(math.log(self.max_distance / n_near))
         shared = n_near + (ratio * np.float32(n_buckets - n_near)).astype(np.int32)
@@ -76,12 +76,12 @@ class RelativeBias:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """How the scores of attention follow from queries and keys.
+    """The computation of attention scores from queries and keys.
 
-    scale * q.k (None: head_size ** -0.5), then soft_cap * tanh(scores / soft_cap), then for ALiBi (Press et
-    al., 2021) the head's slope times `alibi` times (key position - query position), or a `relative` bias.
-    With a `window` a token sees itself and the window - 1 tokens before it, as in transformers. `sinks`: each
-    query head has a learned score that joins the sum of its softmax and has no value, so that a token may
+    The score is scale * q.k (None: head_size ** -0.5), then soft_cap * tanh(score / soft_cap). ALiBi (Press
+    et al., 2021) adds the head's slope times `alibi` times (key position - query position), T5 a `relative`
+    bias. With a `window` a token sees itself and the window - 1 tokens before it, as in transformers. With
+    `sinks` each query head has a learned score that enters its softmax and has no value, so that a token can
     attend to nothing (gpt-oss).
     """
 
@@ -101,21 +101,22 @@ class Scores:
         if self.alibi is not None:
             check_positive("alibi", self.alibi)
         if self.relative is not None and (self.alibi is not None or self.soft_cap is not None):
-            raise ConfigError("a relative bias beside ALiBi or a soft cap is not supported")
+            raise ConfigError("a relative bias with ALiBi or a soft cap is not supported")
 
 
-FEWEST_PLAIN = 32  # tokens of a row for which the plain form of latent attention was seen to be faster
+FEWEST_PLAIN = 32  # new tokens of a row from which the plain form of latent attention was measured faster
 
 _LATENT_NORM = Norm(kind="rms_norm", eps=1e-6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latent:
-    """How keys and values follow from one compressed vector of a token (DeepSeek-V2, section 2.1).
+    """Latent attention: a token's compressed vector gives its keys and values (DeepSeek-V2, section 2.1).
 
-    `rank` elements of it, after `norm`, give every head's key of `plain_size` elements and its value of
-    `value_size`; `rotary_size` more, rotated, are the rest of all heads' keys. Queries have as many elements
-    of both kinds. With a `query_rank` they are compressed to that many elements too, which have a norm.
+    The vector's first `rank` elements, normalised, are projected to each head's key of `plain_size` elements
+    and its value of `value_size`. Its last `rotary_size` elements, rotated, complete the keys of all heads.
+    Queries have the same two parts; with a `query_rank` they are projected from a compressed, normalised
+    vector too.
     """
 
     rank: int
@@ -135,32 +136,31 @@ class Latent:
 
     @property
     def width(self) -> int:
-        """Elements of a token in the cache."""
+        """Elements cached for a token."""
         return self.rank + self.rotary_size
 
     @property
     def query_size(self) -> int:
-        """Elements of each head's query, and of its key."""
+        """Elements of a head's query, and of its key."""
         return self.plain_size + self.rotary_size
 
     def is_plain(self, n_tokens: Any, kv_length: Any) -> Any:
-        """Whether a row takes the plain form: `n_tokens` new ones, the last of its `kv_length`.
+        """Whether a row with `n_tokens` new tokens, the last of its `kv_length`, takes the plain form.
 
-        Numbers, or int32 arrays of rows. In the plain form a head's keys and values are made of what is
-        compressed once for each of `kv_length`. In the absorbed form what makes them is multiplied with each
-        new token's query and result, and a pair of a query and a key takes more operations.
+        The arguments are numbers, or int32 arrays with an element for each row. The plain form projects each
+        of the row's `kv_length` compressed vectors to keys and values once. The absorbed form applies the
+        projections to the new tokens' queries and results instead, and computes more for each pair of query
+        and key.
         """
-        made = float(
-            self.rank * (self.plain_size + self.value_size)
-        )  # products of a token with what makes both
-        saved = float(2 * self.rank - self.plain_size - self.value_size)  # products of a pair
-        n_seen = kv_length - (n_tokens - 1) / 2  # keys, by a query on average
-        fewer = n_tokens * n_seen * saved > (kv_length - n_tokens) * made
+        projected = float(self.rank * (self.plain_size + self.value_size))  # multiplications for each key
+        saved = float(2 * self.rank - self.plain_size - self.value_size)  # multiplications for each pair
+        n_seen = kv_length - (n_tokens - 1) / 2  # keys that a query sees on average
+        fewer = n_tokens * n_seen * saved > (kv_length - n_tokens) * projected
         return (n_tokens >= FEWEST_PLAIN) & fewer
 
 
 def latent_attention(latent: Latent, *, n_heads: int, rotary: Rotary, **other: Any) -> "Attention":
-    """Attention of `n_heads` to one compressed K/V head; `other` goes to Attention."""
+    """Attention of `n_heads` query heads to one compressed K/V head; `other` goes to Attention."""
     return Attention(
         n_heads=n_heads, n_kv_heads=1, head_size=latent.width, rotary=rotary, latent=latent, **other
     )
@@ -168,12 +168,12 @@ def latent_attention(latent: Latent, *, n_heads: int, rotary: Rotary, **other: A
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """Attention of `n_heads` query heads, `group` of them for each of the `n_kv_heads` K/V heads.
+    """Attention of `n_heads` query heads, `group` for each of the `n_kv_heads` K/V heads of `head_size`.
 
-    With `causal` a token sees itself and what is before it, else all keys. Heads have `head_size` elements.
-    Each K/V head of the checkpoint stands here `kv_repeats` times in a row, so that more devices than K/V
-    heads can share a layer (`ModelConfig.for_devices`). With `latent` there is one K/V head, of what is
-    compressed, and the biases are of what compresses queries, keys and values, and of the output.
+    With `causal` a token sees itself and the tokens before it, else all tokens. Each K/V head of the
+    checkpoint is held `kv_repeats` times in a row, so that more devices than K/V heads can share a layer
+    (`ModelConfig.for_devices`). With `latent` the one K/V head is the compressed vector, and `qkv_bias` is
+    the bias of the projections that compress.
     """
 
     n_heads: int
@@ -204,7 +204,7 @@ class Attention:
         scores = self.scores
         if not self.causal and (scores.window is not None or scores.alibi is not None or scores.sinks):
             raise ConfigError("a window, ALiBi or sinks in attention that is not causal are not supported")
-        if self.scores.relative is not None and self.group != 1:
+        if scores.relative is not None and self.group != 1:
             raise ConfigError("a relative bias with grouped heads is not supported")
         if self.latent is not None:
             self._check_latent(self.latent)
@@ -228,7 +228,7 @@ class Attention:
             )
 
     def repeated(self, times: int) -> "Attention":
-        """The same attention with each K/V head of the checkpoint so often."""
+        """The same attention with each K/V head of the checkpoint `times` times."""
         stored = self.n_kv_heads // self.kv_repeats
         return replace(self, n_kv_heads=stored * times, kv_repeats=times)
 
@@ -239,7 +239,7 @@ class Attention:
 
     @property
     def width(self) -> int:
-        """Elements of all query heads, N * D, as they meet the keys in the cache."""
+        """Elements of all query heads, N * D, in the form that meets cached keys."""
         return self.n_heads * self.head_size
 
     @property
@@ -249,22 +249,22 @@ class Attention:
 
     @property
     def cached_width(self) -> int:
-        """Elements of a token in a layer's cache: keys and values, or once what is compressed."""
+        """Elements that a layer caches for a token: its keys and values, or its compressed vector."""
         return self.kv_width if self.latent is not None else 2 * self.kv_width
 
     @property
     def value_size(self) -> int:
-        """Elements of what a query head gets from the cache: of latent values, those before `W_UV`."""
+        """Elements of a query head's result, for latent attention before the projection to values."""
         return self.head_size if self.latent is None else self.latent.rank
 
     @property
     def value_part(self) -> int | None:
-        """How many of a key's first elements are its value; None where values are apart."""
+        """Leading elements of a cached key that are its value; None where values have a cache."""
         return None if self.latent is None else self.latent.rank
 
     @property
     def scale(self) -> float:
-        """What the product of a query and a key is multiplied by."""
+        """The factor on the product of a query and a key."""
         if self.scores.scale is not None:
             return self.scores.scale
         return (self.head_size if self.latent is None else self.latent.query_size) ** -0.5
@@ -272,7 +272,8 @@ class Attention:
     def slopes(self) -> npt.NDArray[np.float32] | None:
         """ALiBi's slopes by group and K/V head, [G, K]; None without ALiBi.
 
-        For a power of two n of heads 2 ** (-8 h / n), h from 1; further heads take every second slope of 2n.
+        For n heads, a power of two, the slope of head h from 1 is 2 ** (-8 h / n). Further heads take every
+        second slope of 2n heads.
         """
         if self.scores.alibi is None:
             return None

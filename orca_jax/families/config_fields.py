@@ -1,4 +1,4 @@
-"""The values of a config.json, checked by type as a family takes them; and those that most families write."""
+"""Reads the fields of a config.json, checked by type, and writes the fields that families have in common."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -29,12 +29,15 @@ HF_ACTIVATIONS: Mapping[Activation, str] = {
 }
 
 
-# Of a model with an encoder; a generation_config.json may have them instead of config.json.
+# Fields of a model with an encoder, which generation_config.json may have instead of config.json.
 DECODER_IDS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
 
 
 class ConfigFields:
-    """The values of a config file, taken by name and checked by type. JSON's null is as good as absent."""
+    """The fields of a config file, read by name and checked by type. A null counts as absent.
+
+    The object remembers which fields were read, so that the rest can be refused or named.
+    """
 
     def __init__(
         self, path: Path, values: Mapping[str, Any], within: str = "", unread: list[str] | None = None
@@ -42,7 +45,7 @@ class ConfigFields:
         self.path = path
         self._values = values
         self._within = within
-        self._taken: set[str] = set()
+        self._read: set[str] = set()
         self._unread: list[str] = [] if unread is None else unread  # shared by all sections of a file
 
     def _bad(self, name: str, rule: str) -> BadModelConfig:
@@ -50,7 +53,7 @@ class ConfigFields:
         return BadModelConfig(f"{shown(self.path)}: {self._within}{name}: expected {rule}, found {found}")
 
     def raw(self, name: str) -> Any:
-        self._taken.add(name)
+        self._read.add(name)
         return self._values.get(name)
 
     def names(self) -> tuple[str, ...]:
@@ -58,7 +61,7 @@ class ConfigFields:
         return tuple(self._values)
 
     def section(self, name: str) -> "ConfigFields | None":
-        """The values of an object in the file; None where it is not there."""
+        """The fields of an object in the file; None where the file lacks it."""
         value = self.raw(name)
         if value is None:
             return None
@@ -67,27 +70,27 @@ class ConfigFields:
         return ConfigFields(self.path, cast("dict[str, Any]", value), f"{self._within}{name}.", self._unread)
 
     def with_values(self, values: Mapping[str, Any], *, default: bool) -> "ConfigFields":
-        """The same section with further values, as defaults or in place of those that it has."""
+        """The same section with `values` added, as defaults or in place of the section's own."""
         both = {**values, **self._values} if default else {**self._values, **values}
         return ConfigFields(self.path, both, self._within, self._unread)
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The names of the fields that `leave_others` left unused and that are worth naming."""
+        """The names of unread fields that are worth reporting."""
         return tuple(dict.fromkeys(self._unread))
 
     def leave(self, name: str) -> None:
-        """Leave a field unused, and note its name."""
-        self._taken.add(name)
+        """Leave a field unread, and note its name."""
+        self._read.add(name)
         self._unread.append(f"{self._within}{name}")
 
     def leave_others(self, unread: Mapping[str, str]) -> None:
-        """Leave all fields that were not taken unused, and note the names of those that few files have.
+        """Leave all other fields unread, and note the names of uncommon ones.
 
-        Raises UnsupportedModel for a field that by its name and value changes what a model computes
-        (unread_fields.py), unless it is in `unread`, by name with the reason why it does not.
+        Raises UnsupportedModel for a field whose name and value suggest that it changes what a model computes
+        (unread_fields.py). `unread` has names that do not, each with the reason.
         """
-        for name in sorted(set(self._values) - self._taken):
+        for name in sorted(set(self._values) - self._read):
             value = self._values[name]
             harm = None if name in unread or name in UNREAD else harm_of(name, value)
             if harm is not None:
@@ -100,8 +103,8 @@ class ConfigFields:
                 self._unread.append(f"{self._within}{shown(name)}")
 
     def refuse_others(self, harmless: Iterable[str]) -> None:
-        """Raise UnsupportedModel for any field not taken, unless it is null, false, empty or `harmless`."""
-        for name in sorted(set(self._values) - self._taken - set(harmless)):
+        """Raise UnsupportedModel for any unread field, unless it is null, false, empty or `harmless`."""
+        for name in sorted(set(self._values) - self._read - set(harmless)):
             value = self._values[name]
             if not says_nothing(value):
                 raise UnsupportedModel(
@@ -110,7 +113,7 @@ class ConfigFields:
                 )
 
     def whole(self, name: str, alias: str = "", default: int | None = None) -> int:
-        """A whole number under its name, or under the general one that transformers takes for it too."""
+        """A whole number under `name`, or under transformers' general name `alias`."""
         if self.raw(alias) is not None:
             if self.raw(name) is not None and self.raw(name) != self.raw(alias):
                 raise BadModelConfig(
@@ -132,19 +135,14 @@ class ConfigFields:
         return None if name in self._values else default
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self.raw(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self._bad(name, "true or false")
-        return value
+        return self._typed(name, bool, "true or false", default)
 
     def number(self, name: str, default: float) -> float:
         value = self.raw(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not -1e9 < value < 1e9:
-            raise self._bad(name, "a number")  # which an infinity, or an integer of 400 digits, is not
+            raise self._bad(name, "a number")  # not an infinity, or an integer of 400 digits
         return value
 
     def number_or_null(self, name: str, default: float | None) -> float | None:
@@ -154,43 +152,44 @@ class ConfigFields:
         return None if name in self._values else default
 
     def required_number(self, name: str) -> float:
-        """A number that must be there."""
+        """A number that the file must have."""
         if self.raw(name) is None:
             raise self._bad(name, "a number")
         return self.number(name, 0.0)
 
     def text(self, name: str, default: str) -> str:
+        return self._typed(name, str, "text", default)
+
+    def _typed(self, name: str, kind: type[_T], rule: str, default: _T) -> _T:
         value = self.raw(name)
         if value is None:
             return default
-        if not isinstance(value, str):
-            raise self._bad(name, "text")
+        if not isinstance(value, kind):
+            raise self._bad(name, rule)
         return value
 
-    def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of numbers; empty where the file says nothing."""
+    def _list(self, name: str, rule: str) -> list[object]:
         value = self.raw(name)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not all(
-            isinstance(one, int | float) and not isinstance(one, bool) for one in cast("list[object]", value)
-        ):
+        if value is not None and not isinstance(value, list):
+            raise self._bad(name, rule)
+        return cast("list[object]", value or [])
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers; empty where the file lacks it."""
+        found = self._list(name, "a list of numbers")
+        if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in found):
             raise self._bad(name, "a list of numbers")
-        return tuple(cast("list[float]", value))
+        return tuple(cast("list[float]", found))
 
     def texts(self, name: str) -> tuple[str, ...] | None:
-        """A list of texts; None where the file says nothing."""
-        value = self.raw(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(
-            isinstance(one, str) for one in cast("list[object]", value)
-        ):
+        """A list of texts; None where the file lacks it."""
+        found = self._list(name, "a list of names")
+        if not all(isinstance(one, str) for one in found):
             raise self._bad(name, "a list of names")
-        return tuple(cast("list[str]", value))
+        return None if self.raw(name) is None else tuple(cast("list[str]", found))
 
     def token_ids(self, name: str) -> tuple[int, ...] | None:
-        """One token id or a list of them; None where the file says nothing, or has an empty list."""
+        """One token id or a list of them; None where the file has none, or an empty list."""
         value = self.raw(name)
         if value is None or value == []:
             return None
@@ -200,7 +199,7 @@ class ConfigFields:
         return tuple(dict.fromkeys(ids))
 
     def choice(self, name: str, choices: Mapping[str, _T], default: str) -> _T:
-        """What a text stands for. Raises UnsupportedModel where it is none of `choices`."""
+        """Look a text up in `choices`. Raises UnsupportedModel for any other text."""
         text = self.text(name, default)
         if text not in choices:
             raise UnsupportedModel(
@@ -213,7 +212,7 @@ class ConfigFields:
         return self.choice(name, _ACTIVATIONS, default)
 
     def must_be(self, name: str, value: bool, meaning: str) -> None:
-        """Refuse an option that changes what is computed."""
+        """Raise UnsupportedModel unless a flag that changes the computation is `value`, or missing."""
         if self.flag(name, value) is not value:
             wanted, found = str(value).lower(), str(not value).lower()
             raise UnsupportedModel(
@@ -229,7 +228,7 @@ class ConfigFields:
         }
 
     def decoder_ids(self, start: int | None) -> dict[str, Any]:
-        """What a model with an encoder begins and ends its output with; `start` where no file says it."""
+        """Read the ids that begin and end the output of a model with an encoder; `start` is a default."""
         found: dict[str, Any] = {}
         for name in DECODER_IDS:
             ids = self.token_ids(name)
@@ -241,12 +240,12 @@ class ConfigFields:
 
 
 def decoder_fields(model: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json that every family with an encoder writes the same way."""
+    """The fields that every family with an encoder writes in the same way."""
     return {"is_encoder_decoder": True} | {name: getattr(model, name) for name in DECODER_IDS}
 
 
 def general_fields(model: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json that every family writes the same way."""
+    """The fields that every family writes in the same way."""
     return {
         "bos_token_id": model.bos_token_id,
         "eos_token_id": list(model.eos_token_ids) or None,

@@ -1,25 +1,27 @@
 """A ModelConfig as JSON, for orca.json and between processes.
 
-It has the fields of the parts, nested as they are. Neighbouring layers that are alike are one entry with a
-`count`. What a part has a default for may be left out.
+The JSON has the fields of the config's parts, nested in the same way. Equal neighbouring layers are one entry
+with a `count`. A field with a default may be left out.
 """
 
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from itertools import groupby
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from orca_jax.errors import ConfigError
 from orca_jax.families.limits import check_size
 from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.weight_form import DENSE
 
-Bad = Callable[[str, str, object], Exception]  # the error for a field's name, what is expected, and its value
+_T = TypeVar("_T")
+# Makes the error for a field's name, what was expected, and the value found.
+Bad = Callable[[str, str, object], Exception]
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """What `config_from_json` reads as this model."""
+    """Write the model as JSON that `config_from_json` reads."""
     values: dict[str, Any] = asdict(config) | {"layers": _grouped(config.layers)}
     form = values.pop("linear_form")  # what the devices hold, not what the model is
     assert config.linear_form == DENSE, form
@@ -33,15 +35,12 @@ def _grouped(layers: Iterable[Layer]) -> list[dict[str, Any]]:
 
 
 def config_from_json(values: object, bad: Bad) -> ModelConfig:
-    """The model that `values` describe, parsed JSON.
+    """Read a model from parsed JSON.
 
-    Raises what `bad` makes, for a field that is missing, unknown or of the wrong type; and ConfigError for a
-    value that cannot be.
+    Raises what `bad` makes for a field that is missing, unknown or of the wrong type, and ConfigError for a
+    value out of its range.
     """
-    name = "model"
-    if not isinstance(values, dict):
-        raise bad(name, "an object", values)
-    return _part(ModelConfig, cast("dict[str, Any]", values), name, bad)
+    return part_from_json(ModelConfig, values, "model", bad)
 
 
 def _layers(entries: object, name: str, bad: Bad) -> tuple[Layer, ...]:
@@ -50,20 +49,23 @@ def _layers(entries: object, name: str, bad: Bad) -> tuple[Layer, ...]:
     layers: list[Layer] = []
     for i, entry in enumerate(cast("list[object]", entries)):
         where = f"{name}[{i}]"
-        if not isinstance(entry, dict):
-            raise bad(where, "an object", entry)
-        own = dict(cast("dict[str, Any]", entry))
-        count = own.pop("count", 1)
-        check_size("n_layers", count)  # before as many are made
-        layers += [_part(Layer, own, where, bad)] * count
+        count = 1
+        if isinstance(entry, dict):
+            entry = dict(cast("dict[str, Any]", entry))
+            count = entry.pop("count", 1)
+        check_size("n_layers", count)  # before so many are made
+        layers += [part_from_json(Layer, entry, where, bad)] * count
         check_size("n_layers", len(layers))
     return tuple(layers)
 
 
-def _part(kind: Any, values: Mapping[str, Any], name: str, bad: Bad) -> Any:
-    """An object of the dataclass `kind`."""
+def part_from_json(kind: type[_T], values: object, name: str, bad: Bad) -> _T:
+    """Read an object of the dataclass `kind`, which errors call `name`. Raises as `config_from_json`."""
+    if not isinstance(values, dict):
+        raise bad(name, "an object", values)
+    values = cast("dict[str, Any]", values)
     hints = get_type_hints(kind)
-    known: dict[str, Field[Any]] = {field.name: field for field in fields(kind)}
+    known: dict[str, Field[Any]] = {field.name: field for field in fields(cast("Any", kind))}
     for key in values:
         if key not in known:
             raise bad(f"{name}.{key}", f"one of {', '.join(sorted(known))}", key)
@@ -83,7 +85,7 @@ def _value(hint: Any, value: object, name: str, bad: Bad) -> object:
     if is_dataclass(kind):
         if not isinstance(value, dict):
             raise bad(name, _expected(hint), value)
-        return _part(kind, cast("dict[str, Any]", value), name, bad)
+        return part_from_json(cast("type[object]", kind), value, name, bad)
     if get_origin(kind) is tuple and isinstance(value, list | tuple):
         return tuple(_value(get_args(kind)[0], item, name, bad) for item in cast("list[object]", value))
     wanted = str if get_origin(kind) is Literal else get_origin(kind) or kind
@@ -95,14 +97,10 @@ def _value(hint: Any, value: object, name: str, bad: Bad) -> object:
 
 
 def _expected(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    said = [
-        names.get(kind)
-        or ("text" if get_origin(kind) is Literal else "a list" if get_origin(kind) is tuple else "an object")
-        for kind in choices
-    ]
-    return " or ".join(said)
+    origins = {Literal: "text", tuple: "a list"}
+    return " or ".join(names.get(kind) or origins.get(get_origin(kind), "an object") for kind in choices)
 
 
 def plain_error(name: str, rule: str, value: object) -> ConfigError:

@@ -1,4 +1,4 @@
-"""What a model family is: how its config.json reads, and what its checkpoints call our weights."""
+"""A model family: how its config.json is read and written, and what its checkpoints call our weights."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -16,34 +16,28 @@ from orca_jax.families.stored_name import StoredName
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """A table. `title` is what people call the family, `model_type` what config.json calls it.
+    """A family as a table; `title` is its usual name.
 
-    `read` makes a ModelConfig of config.json. It raises BadModelConfig or UnsupportedModel, or passes on the
+    `read` makes a ModelConfig of a config.json. It raises BadModelConfig, UnsupportedModel, or a
     ModelConfig's ConfigError, whose words `config_names` translates into those of config.json. `write` is the
-    reverse: the fields of a config.json that `read` reads as this model, or None where there is none.
+    reverse; what it returns is used only where `read` makes the same model of it, and None means that it
+    cannot.
 
-    What `write` gives is used only where `read` makes the same model of it. `unread` has fields that `read`
-    does not take and that change nothing, whatever their names suggest, each with the reason
-    (unread_fields.py decides about all others).
+    `unread` has fields that change nothing although their names suggest it, each with the reason.
+    `has_encoder` is config.json's `is_encoder_decoder`. `quantized` has each `quant_method` of
+    `quantization_config` that is read.
 
-    `weights` has an entry for each of our weights, "{i}" for the number of a layer, and in the family's names
-    "{prefix}" for one of `prefixes`: a whole model is saved with the first, the bare decoder perhaps with
-    another. `renamed` has the entries that differ for some models. `aliases` has for a tensor's name the name
-    that other versions of transformers give it, which is read too; `alternatives` has for a weight the
-    tensors in which others store it, which are read where the checkpoint has the first of them. `buffers` is
-    a pattern of tensors that are not weights, without their prefix; `copies` one of tensors that are the
-    token embedding once more.
-    `computed` has for weights that a checkpoint may lack what they then are, as float32 of our shape.
+    `weights` has the stored name of each of our weights. "{i}" in a name is the layer's number, and
+    "{prefix}" one of `prefixes`: a whole model is saved with the first, a bare decoder perhaps with another.
+    `renamed` has the entries that differ in some models. `alternatives` has other ways in which a weight may
+    be stored, read where the checkpoint has the first tensor of them. `aliases` has names that other versions
+    of transformers give to tensors.
 
-    `further`: what a layer after the last has that no other has, if such layers predict further tokens. Their
-    tensors are not read.
-
-    `has_encoder`: config.json sets `is_encoder_decoder`.
-
-    `quantized`: each `quant_method` of config.json's `quantization_config` that is read.
-
-    `parts`: a pattern of the tensors of other parts than the one that is served, such as a vision tower. They
-    are not read. `serves` says in a few words what is served of such a model.
+    Patterns name tensors that are not weights, without the prefix: `buffers`, and `copies` of the token
+    embedding. `computed` has weights that a checkpoint may lack, because they follow from the model, as
+    float32. `further` is a tensor that only layers after the last have, which predict further tokens and are
+    not read. `parts` is a pattern of the tensors of parts that are not served, such as a vision tower;
+    `serves` says in a few words what is served of such a model.
     """
 
     model_type: str
@@ -72,7 +66,7 @@ class Family:
     def stored_name(
         self, parameter: str, prefix: str, model: ModelConfig, tensors: Collection[str] = ()
     ) -> StoredName:
-        """The tensors that make up a weight of `model`, by their aliases where `tensors` has only those."""
+        """How a checkpoint with these `tensors` stores a weight of `model`."""
         name, layer = in_layers(parameter)
         renamed = {} if self.renamed is None else self.renamed(model)
         stored = renamed.get(name, self.weights[name]).in_layer(layer, prefix)
@@ -92,7 +86,7 @@ class Family:
         return re.fullmatch(self.buffers, tensor.removeprefix(prefix)) is not None
 
     def may_be_unlisted(self, tensor: str) -> bool:
-        """Whether a file may have this tensor though the index does not list it: nothing reads it."""
+        """Whether a file may have this tensor although the index does not list it, since nothing reads it."""
         return self.is_of_other_part(tensor) or any(
             self.is_buffer(tensor, prefix) for prefix in self.prefixes if tensor.startswith(prefix)
         )
@@ -102,18 +96,18 @@ class Family:
         return re.fullmatch(self.parts, tensor) is not None
 
     def is_copy(self, tensor: str, prefix: str) -> bool:
-        """Whether a tensor must be the token embedding once more."""
+        """Whether a tensor must equal the token embedding."""
         return re.fullmatch(self.copies, tensor.removeprefix(prefix)) is not None
 
     def is_further(self, tensor: str, prefix: str, tensors: Collection[str], n_layers: int) -> bool:
-        """Whether a tensor is of a layer, after the `n_layers`, that predicts a further token."""
+        """Whether a tensor belongs to a layer after the last, which predicts a further token."""
         number = re.match(r"layers\.(\d{1,9})\.", tensor.removeprefix(prefix))
         if not self.further or number is None or int(number[1]) < n_layers:
             return False
         return f"{prefix}{number[0]}{self.further}" in tensors
 
     def layer_of(self, tensor: str, prefix: str) -> tuple[str, int] | None:
-        """One of our weights that has such a tensor, and the layer it belongs to by its name, if any."""
+        """One of our weights whose tensors have such names, and the number of the layer; None if none has."""
         for weight, stored in self.weights.items():
             for name in stored.names:
                 before, i, _ = name.removeprefix("{prefix}").partition("{i}")

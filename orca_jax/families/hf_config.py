@@ -1,12 +1,13 @@
-"""A Hugging Face config.json becomes a ModelConfig, and the JSON files beside it are checked against it.
+"""Reads a Hugging Face config.json as a ModelConfig, and checks the JSON files next to it.
 
-A family (registry.py) reads its own config.json. It refuses an option that changes what is computed in a way
-that we do not compute. A field that it does not read is left unused and named, or refused where it stands for
-a computation (unread_fields.py). A missing size is an error, not the architecture's default.
+The model's family (registry.py) reads the fields and refuses options that it does not compute. A field that
+the family does not read is named at load, or refused where its name stands for a computation
+(unread_fields.py). A missing size is an error, not the architecture's default.
 """
 
 import os.path
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ _AUTO_MODELS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "A
 
 @dataclass(frozen=True, slots=True)
 class HFConfig:
-    """A config.json that was read: the model's shape, and the family whose names its tensors have."""
+    """What a config.json says: the model's shape, and the family whose names its tensors have."""
 
     path: Path
     family: Family
@@ -35,14 +36,14 @@ class HFConfig:
 
     @property
     def note(self) -> str:
-        """A line for whoever loads the model: the part that is served, and fields that are not used."""
+        """A line to show at load: the part that is served, and fields that are not used."""
         parts = [self.family.serves, f"not used: {', '.join(self.unread)}" if self.unread else ""]
         text = "; ".join(part for part in parts if part)
         return f"{shown(self.path)}: {text}" if text else ""
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face style directory; errors as `read_hf_config`."""
+    """Read the ModelConfig of a Hugging Face directory. Raises as `read_hf_config`."""
     return read_hf_config(Path(directory)).model
 
 
@@ -50,7 +51,7 @@ def read_hf_config(directory: Path) -> HFConfig:
     """Read config.json, and check it against the tokenizer.json next to it, if there is one.
 
     Raises NotACheckpoint (no config.json), CorruptFile (not JSON), BadModelConfig (a value that is missing,
-    of the wrong type or absurd, or two files that disagree) and UnsupportedModel; each names the file.
+    out of range or of the wrong type, or two files that disagree) or UnsupportedModel; each names the file.
     """
     path = directory / "config.json"
     if not os.path.exists(path):
@@ -71,7 +72,7 @@ def read_hf_config(directory: Path) -> HFConfig:
         model = family.read(fields)
         fields.leave_others(family.unread)
     except ConfigError as error:
-        # The message speaks of our names; a reader of config.json looks for its own.
+        # The message has our names of fields; a reader of config.json looks for the file's.
         message = re.sub(r"\w+", lambda word: family.config_names.get(word[0], word[0]), str(error))
         raise BadModelConfig(f"{shown(path)}: {shown(message)}") from error
     check_tokenizer(model, path, directory / "tokenizer.json")
@@ -79,7 +80,7 @@ def read_hf_config(directory: Path) -> HFConfig:
 
 
 def _decoder_ids(path: Path) -> dict[str, Any]:
-    """Those that a generation_config.json states, which goes before config.json."""
+    """The decoder ids in generation_config.json, which overrides config.json."""
     if not os.path.exists(path):
         return {}
     fields = ConfigFields(path, read_object(path, _MAX_CONFIG_BYTES))
@@ -88,31 +89,23 @@ def _decoder_ids(path: Path) -> dict[str, Any]:
 
 
 def _refuse_other_models(fields: ConfigFields, family: Family) -> None:
-    """A model_type may be worn by a classifier, by a quantized model, or by code of its own."""
-    architectures = family.architectures
-    found = fields.raw("architectures")
-    if found is not None:
-        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-            raise BadModelConfig(
-                f"{shown(fields.path)}: architectures: expected a list of names, found {shown(found)}"
-            )
-        known = {name.casefold() for name in architectures}  # the first Llama files have LLaMAForCausalLM
-        if found and not any(name.casefold() in known for name in found):
-            raise UnsupportedModel(
-                f"{shown(fields.path)}: architectures: expected one of {', '.join(architectures)}, "
-                f"found {shown(found)}"
-            )
-    for name, meaning in (
-        ("quantization_config", "a quantized model"),
-        ("auto_map", "a model with code of its own"),
-        ("pruned_heads", "a model with heads cut out"),
-    ):
-        known = {"auto_map": _names_known_code, "quantization_config": _is_known_quantization}.get(name)
-        if fields.raw(name) and not (known is not None and known(fields, family)):
-            why = f"{name} is set: {meaning} is not supported"
-            if name == "quantization_config" and isinstance(section := fields.raw(name), dict):
-                why = about_quantisation(section)
-            raise UnsupportedModel(f"{shown(fields.path)}: {why}")
+    """Refuse a classifier, a quantised model or one with its own code that has the family's model_type."""
+    architectures, found = family.architectures, fields.texts("architectures")
+    known = {name.casefold() for name in architectures}  # the first Llama files have LLaMAForCausalLM
+    if found and not any(name.casefold() in known for name in found):
+        raise UnsupportedModel(
+            f"{shown(fields.path)}: architectures: expected one of {', '.join(architectures)}, "
+            f"found {shown(list(found))}"
+        )
+    why = ""
+    if (section := fields.raw("quantization_config")) and not _is_known_quantization(fields, family):
+        why = about_quantisation(section if isinstance(section, dict) else {})
+    elif fields.raw("auto_map") and not _names_known_code(fields, family):
+        why = "auto_map is set: a model with code of its own is not supported"
+    elif fields.raw("pruned_heads"):
+        why = "pruned_heads is set: a model with heads cut out is not supported"
+    if why:
+        raise UnsupportedModel(f"{shown(fields.path)}: {why}")
     if fields.raw("auto_map"):
         fields.leave("auto_map")
     meaning = "a decoder alone" if family.has_encoder else "an encoder"
@@ -122,7 +115,7 @@ def _refuse_other_models(fields: ConfigFields, family: Family) -> None:
 def _names_known_code(fields: ConfigFields, family: Family) -> bool:
     """Whether the models in `auto_map`, "modeling_phi3.Phi3ForCausalLM", are classes that transformers has.
 
-    transformers runs its own code for them unless it is told to trust the checkpoint's.
+    transformers runs its own code for such a class unless the user trusts the checkpoint's.
     """
     auto_map = fields.section("auto_map")
     if auto_map is None:
@@ -132,7 +125,7 @@ def _names_known_code(fields: ConfigFields, family: Family) -> bool:
 
 
 def _is_known_quantization(fields: ConfigFields, family: Family) -> bool:
-    """Whether the family reads such weights, whatever their tensors' names say. Raises UnsupportedModel."""
+    """Whether the family reads weights quantised in this way. Raises UnsupportedModel."""
     section = fields.section("quantization_config") if family.quantized else None
     if section is None:
         return False
@@ -146,7 +139,7 @@ def _is_known_quantization(fields: ConfigFields, family: Family) -> bool:
 
 
 def _check_fp8(section: ConfigFields) -> None:
-    """Numbers of eight bits with one scale for a block of 128 by 128, whatever activations would have."""
+    """Raise UnsupportedModel unless each block of 128 by 128 weights has one scale."""
     section.choice("fmt", {"e4m3": None}, "e4m3")
     section.choice("activation_scheme", {"dynamic": None}, "dynamic")
     section.choice("scale_fmt", {"float": None, "ue8m0": None}, "float")
@@ -160,10 +153,9 @@ def _check_fp8(section: ConfigFields) -> None:
 def check_tokenizer(model: ModelConfig, path: Path, tokenizer: Path) -> None:
     """Check that every token of the tokenizer's vocabulary has a row in the embedding table.
 
-    Rows without a token are common. An added token may have no row, as Gemma 3's placeholder of an image has
-    none: a prompt with such a token is refused (scheduling/admission.py).
-
-    `path` is the file that `model` is from. Raises BadModelConfig or CorruptFile.
+    Rows without a token are common. An added token may lack a row, as Gemma 3's image placeholder does; a
+    prompt with it is refused (scheduling/admission.py). `path` is the file that `model` was read from. Raises
+    BadModelConfig or CorruptFile.
     """
     if not os.path.exists(tokenizer):
         return
@@ -188,27 +180,28 @@ def check_tokenizer(model: ModelConfig, path: Path, tokenizer: Path) -> None:
         )
 
 
-def hf_config_of(model: ModelConfig) -> dict[str, Any]:
-    """A config.json that `read_hf_config` reads as `model`, of the first family that can describe it.
+def model_of(fields: Mapping[str, Any]) -> ModelConfig:
+    """The model that a config.json of these fields describes. Raises as `Family.read`."""
+    return FAMILIES[fields["model_type"]].read(ConfigFields(Path("config.json"), fields))
 
-    Raises UnsupportedModel where none can.
+
+def hf_config_of(model: ModelConfig) -> dict[str, Any]:
+    """Write `model` as a config.json of the first family that reads it as the same model.
+
+    Raises UnsupportedModel where no family can describe it.
     """
     for family in FAMILIES.values():
-        fields = family.write(model)
-        if fields is not None and _is_read_as(family, fields, model):
-            return {
-                "model_type": family.model_type,
-                "architectures": [family.architectures[0]],
-            } | fields
+        written = family.write(model)
+        if written is None:
+            continue
+        fields = {"model_type": family.model_type, "architectures": [family.architectures[0]], **written}
+        try:
+            read = model_of(fields)
+        except (ConfigError, BadModelConfig, UnsupportedModel):
+            continue
+        if replace(read, vocab_multiple=model.vocab_multiple) == model:
+            return fields
     raise UnsupportedModel(
         f"no config.json of {', '.join(family.title for family in FAMILIES.values())} can describe this "
         "model, so it has no Hugging Face layout"
     )
-
-
-def _is_read_as(family: Family, fields: dict[str, Any], model: ModelConfig) -> bool:
-    try:
-        read = family.read(ConfigFields(Path("config.json"), fields))
-    except (ConfigError, BadModelConfig, UnsupportedModel):
-        return False
-    return replace(read, vocab_multiple=model.vocab_multiple) == model

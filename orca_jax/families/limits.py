@@ -5,7 +5,7 @@ from typing import Any, get_args
 from orca_jax.checks import check_whole
 from orca_jax.errors import ConfigError
 
-# Nobody has trained a model beyond these; a config that claims more is a mistake or an attack.
+# No trained model exceeds these; a config that claims more is a mistake or an attack.
 _LIMITS = {
     "vocab_size": 1 << 22,
     "n_positions": 1 << 21,
@@ -34,7 +34,7 @@ _LIMITS = {
 
 
 def check_size(name: str, value: object) -> None:
-    """Raises ConfigError unless `value` is a whole number within the limits of the size of that name."""
+    """Raises ConfigError unless `value` is a whole number from 1 to the limit of the size `name`."""
     check_whole(name, value, 1, _LIMITS[name])
 
 
@@ -51,7 +51,7 @@ def check_positive(name: str, value: object) -> None:
 
 
 def even_head_size(hidden_size: int, n_heads: int) -> int:
-    """The size of each of `n_heads` heads that share the hidden size. Raises ConfigError."""
+    """Divide the hidden size by the number of heads. Raises ConfigError where it does not divide."""
     check_size("hidden_size", hidden_size)
     check_size("n_heads", n_heads)
     if hidden_size % n_heads:

@@ -1,12 +1,13 @@
 """The shape of a model, composed of small parts, each checked when it is made.
 
 A part says what a block of the model computes. A new kind of block is a new value of a field, or a new field
-whose default is what is computed today. A part refuses what is not computed with a ConfigError.
+whose default is today's computation. A part raises a ConfigError for a combination that is not computed.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from orca_jax.checks import check_whole
 from orca_jax.errors import ConfigError
@@ -21,7 +22,7 @@ Activation = Literal["gelu_tanh", "gelu", "relu", "silu"]
 Residual = Literal["pre", "post", "both", "after", "parallel", "parallel_two_norms"]
 
 LAYER_NORM = Norm()
-# The norms of a layer, by where they are: before attention and feed-forward, and after them.
+# The names of a layer's norms by the form of its residual.
 _NORMS: dict[str, tuple[str, ...]] = {
     "pre": ("attn_norm", "mlp_norm"),
     "post": ("attn_norm", "mlp_norm"),
@@ -34,11 +35,11 @@ _NORMS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForward:
-    """Two linear layers with the activation function between them; `size` is the width between them.
+    """Two linear layers with an activation function between them; `size` is the width between them.
 
-    With `gated` the first has two outputs of that width, and what lies between is activation(gate) * up. A
-    `gate_limit` cuts both off, gate above it and up on both sides, and makes it gate * sigmoid(1.702 gate) *
-    (up + 1), whatever the activation (gpt-oss). With `experts` there are many such layers.
+    With `gated` the first layer has two outputs of that width, and the second takes activation(gate) * up. A
+    `gate_limit` clips gate from above and up on both sides, and then the second takes gate * sigmoid(1.702
+    gate) * (up + 1), whatever the activation (gpt-oss). With `experts` there are many such pairs of layers.
     """
 
     size: int
@@ -58,7 +59,7 @@ class FeedForward:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is down (silu(gate) * up), without biases, of weights that are not packed."""
+        """Whether it is down (silu(gate) * up) without biases and with dense weights."""
         packed = self.experts is not None and self.experts.packed
         plain = self.gated and self.activation == "silu" and self.gate_limit is None
         return plain and not self.bias and not packed
@@ -68,10 +69,10 @@ class FeedForward:
 class Layer:
     """A Transformer layer: f is attention, then feed-forward. `residual` says where the norms are.
 
-    pre: x + f(norm(x)); post: norm(x + f(x)); both: x + norm(f(norm(x))); after: x + norm(f(x)).
-    parallel: x + attention(norm(x)) + feed_forward(norm(x)) with one norm, or with `parallel_two_norms` one
-    for each. What f gives is multiplied by `residual_multiplier` before the sum. With `cross`, pre or post
-    alone, attention to what the encoder made of its input is between the two, with `cross_norm`.
+    pre: x + f(norm(x)); post: norm(x + f(x)); both: x + norm(f(norm(x))); after: x + norm(f(x)). parallel: x
+    + attention(norm(x)) + feed_forward(norm(x)) with one norm, or with `parallel_two_norms` one for each. The
+    result of f is multiplied by `residual_multiplier` before the sum. With `cross`, which pre and post allow,
+    attention to the encoder's states comes between the two, with `cross_norm`.
     """
 
     attention: Attention
@@ -98,8 +99,16 @@ class Layer:
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """The names of its norms, which are all of the kind `norm`."""
+        """The names of its norms, all of the kind `norm`."""
         return (*_NORMS[self.residual], *(() if self.cross is None else ("cross_norm",)))
+
+    def with_attention(self, **changes: Any) -> "Layer":
+        """The same layer with these fields of its attention changed."""
+        return replace(self, attention=replace(self.attention, **changes))
+
+    def with_window(self, window: int | None) -> "Layer":
+        """The same layer whose attention has this window."""
+        return self.with_attention(scores=replace(self.attention.scores, window=window))
 
     def with_kv_heads(self, repeats: int) -> "Layer":
         """The same layer with each K/V head of the checkpoint `repeats` times in a row."""
@@ -108,14 +117,14 @@ class Layer:
 
 
 def alike(layer: Layer, n_layers: int) -> tuple[Layer, ...]:
-    """`n_layers` layers of one kind."""
+    """Repeat a layer `n_layers` times. Raises ConfigError for an impossible number."""
     check_size("n_layers", n_layers)
     return (layer,) * n_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnedPositions:
-    """A table with a row for each position; `offset` is added to a position before it is read (OPT: 2)."""
+    """A table with a row for each position; `offset` is added to a position first (OPT: 2)."""
 
     offset: int = 0
 
@@ -125,9 +134,9 @@ class LearnedPositions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Embedding:
-    """The table of tokens. Where `size` is not the hidden size, there are projections around the layers.
+    """The token embedding. Where `size` is not the hidden size, there are projections around the layers.
 
-    `tied`: the head has the same weights. A token's row is multiplied by `multiplier`, rounded to the
+    With `tied` the head has the same weights. A token's row is multiplied by `multiplier`, rounded to the
     weights' dtype; `norm` follows the sum with the position (BLOOM).
     """
 
@@ -143,9 +152,9 @@ class Embedding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-    """What reads a model's input: layers whose attention is not causal; at most `n_positions` tokens.
+    """The encoder of a model's input: layers without causal masks, for at most `n_positions` tokens.
 
-    It has the token embedding of the decoder, and its own positions and norms.
+    It shares the decoder's token embedding, and has its own positions and norms.
     """
 
     layers: tuple[Layer, ...]
@@ -163,16 +172,18 @@ class Encoder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """All that the mathematics of a model needs to know, and nothing of where it came from.
+    """The shape of a model: all that its mathematics needs, whatever file it came from.
 
     Sizes are counts of elements; `n_positions` is the longest sequence in tokens, input and output together.
-    With an `encoder` the input is the encoder's, `layers` are the decoder's, each with cross attention, and
-    `n_positions` counts the decoder's tokens alone, which begin with `decoder_start_token_id`. The forced ids
-    are the decoder's first token after its prompt, and its last one where it reaches its longest output.
-    Layers may differ in all but the number and size of their heads. Without `positions` nothing is added to
-    the token's embedding. `vocab_multiple` pads the embedding table to a multiple, for hardware or for
-    sharding; padded ids are never sampled. Logits are multiplied by `logit_multiplier`, then capped:
-    logit_soft_cap * tanh(logits / logit_soft_cap). Matrices of linear layers are held in `linear_form`.
+    With an `encoder` the input goes to the encoder, and `layers` are the decoder's, each with cross
+    attention. Then `n_positions` counts the decoder's tokens alone, which begin with
+    `decoder_start_token_id`; the forced ids are the decoder's first token after its prompt, and its last one
+    where it reaches its longest output.
+
+    Layers may differ, but not in the number and size of their heads. Without `positions` nothing is added to
+    token embeddings. `vocab_multiple` pads the embedding table to a multiple, for hardware or for sharding;
+    padded ids are never sampled. Logits are multiplied by `logit_multiplier`, then capped: logit_soft_cap *
+    tanh(logits / logit_soft_cap). Matrices of linear layers are held in `linear_form`.
     """
 
     vocab_size: int
@@ -222,11 +233,11 @@ class ModelConfig:
         if self.encoder is not None:
             every += [(f"encoder layer {i}", layer.attention) for i, layer in enumerate(self.encoder.layers)]
         first = self.attention
-        for name, own in every:
-            if own is not first and _heads(own) != _heads(first):
+        for name, attention in every:
+            if attention is not first and _heads(attention) != _heads(first):
                 raise ConfigError(
-                    f"{name} has {_described_heads(own)}, layer 0 {_described_heads(first)}; layers whose "
-                    "heads differ are not supported"
+                    f"{name} has {_described_heads(attention)}, layer 0 {_described_heads(first)}; layers "
+                    "whose heads differ are not supported"
                 )
 
     def _check_encoder(self) -> None:
@@ -254,7 +265,7 @@ class ModelConfig:
                     raise ConfigError(f"{name} is {size}; experts packed in MXFP4 need a multiple of {BLOCK}")
 
     def __hash__(self) -> int:
-        """Of the first layer, for all of them: a model is the key of caches, and may have a thousand."""
+        """Hash the first layer for all: a model is the key of caches, and may have a thousand layers."""
         parts = (self.layers[0], len(self.layers), self.embedding, self.positions, self.final_norm)
         return hash((self.vocab_size, self.n_positions, self.hidden_size, self.vocab_multiple, parts))
 
@@ -264,7 +275,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> Attention:
-        """That of the first layer; all have its heads."""
+        """The first layer's attention; all layers have the same heads."""
         return self.layers[0].attention
 
     @property
@@ -282,7 +293,7 @@ class ModelConfig:
 
     @property
     def feed_forwards(self) -> tuple[FeedForward, ...]:
-        """The different feed-forward layers, the encoder's among them."""
+        """The distinct feed-forward parts, including the encoder's."""
         every = (*self.layers, *(self.encoder.layers if self.encoder else ()))
         return tuple({layer.feed_forward: None for layer in every})
 
@@ -293,14 +304,14 @@ class ModelConfig:
 
     @property
     def expert_routing(self) -> tuple[int, int, int]:
-        """Sparse layers, experts a token chooses in each, experts; zeros if layers differ in these."""
+        """Sparse layers, experts that a token chooses in each, experts in each; zeros where layers differ."""
         sparse = [each.feed_forward.experts for each in self.layers if each.feed_forward.experts is not None]
         kinds = {(experts.top_k, experts.number) for experts in sparse}
         return (len(sparse), *kinds.pop()) if len(kinds) == 1 else (0, 0, 0)
 
     @property
     def kind_of_experts(self) -> Literal["plain", "other"] | None:
-        """Whether its experts are all plain; None if it has none."""
+        """Whether all of its experts are plain; None if it has none."""
         plain = [each.is_plain for each in self.feed_forwards if each.experts is not None]
         return None if not plain else "plain" if all(plain) else "other"
 
@@ -315,12 +326,11 @@ class ModelConfig:
             raise ConfigError("the model has no experts that could stay packed")
 
         def packed(layer: Layer) -> Layer:
-            own = layer.feed_forward
-            experts = None if own.experts is None else replace(own.experts, packed=True)
-            return replace(layer, feed_forward=replace(own, experts=experts))
+            dense = layer.feed_forward
+            experts = None if dense.experts is None else replace(dense.experts, packed=True)
+            return replace(layer, feed_forward=replace(dense, experts=experts))
 
-        made = {layer: packed(layer) for layer in dict.fromkeys(self.layers)}
-        return replace(self, layers=tuple(made[layer] for layer in self.layers))
+        return self._with_layers(packed)
 
     @property
     def has_packed_experts(self) -> bool:
@@ -337,15 +347,17 @@ class ModelConfig:
         """The same model with each K/V head of the checkpoint `repeats` times in a row."""
         if repeats == self.attention.kv_repeats:
             return self
+        return self._with_layers(lambda layer: layer.with_kv_heads(repeats))
 
-        made = {layer: layer.with_kv_heads(repeats) for layer in dict.fromkeys(self.layers)}
-        return replace(self, layers=tuple(made[layer] for layer in self.layers))
+    def _with_layers(self, change: Callable[[Layer], Layer]) -> "ModelConfig":
+        changed = {layer: change(layer) for layer in dict.fromkeys(self.layers)}
+        return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
     def for_devices(self, n_devices: int) -> "ModelConfig":
-        """The model as the `n_devices` of a stage hold it: each has the same share of heads and vocabulary.
+        """The model as the `n_devices` of a stage hold it, with equal shares of heads and vocabulary.
 
-        The vocabulary is padded. Where the K/V heads are no multiple of the devices each is repeated, as
-        often as needed. Raises ConfigError unless `n_devices` is a divisor of the query heads.
+        The vocabulary is padded, and K/V heads are repeated until they are a multiple of the devices. Raises
+        ConfigError unless the devices can share the query heads.
         """
         stored = self.n_kv_heads // self.attention.kv_repeats
         n_kv_heads = math.lcm(stored, n_devices)

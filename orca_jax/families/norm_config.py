@@ -11,9 +11,9 @@ NormKind = Literal["layer_norm", "rms_norm"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Norm:
-    """`layer_norm` has a scale and, with `bias`, a bias; `rms_norm` a scale alone.
+    """A LayerNorm with a scale and, with `bias`, a bias, or an RMSNorm with a scale.
 
-    With `unit_offset` the stored scale w means 1 + w (Gemma).
+    With `unit_offset` the norm scales by 1 + w, where w is the stored scale (Gemma).
     """
 
     kind: NormKind = "layer_norm"

@@ -1,35 +1,35 @@
 """The weights of a model: their names, shapes, split, initial values and stages. No other file has a shape.
 
-An axis is written in letters, and its size is their product; a digit stands for itself, + for a sum:
+An axis is written in letters, and its size is their product; a digit is a size, and + makes a sum:
 
     V  rows of the vocabulary, padded     E  embedding size     P  rows of the position table
     H  hidden size                        K  key/value heads    D  head size
     G  query heads of each K/V head       F  feed-forward size     U  buckets of a relative bias
-    X  experts, each with a matrix        Y  the same, each with a row of the router
+    X  experts, each with a matrix        Y  experts, each with a row of the router
     S  size of the shared expert
     N  query heads of latent attention    Q  size of a head's query      W  size of its value
     A  rank of compressed queries         C  rank of compressed keys and values
-    L  C, and what is rotated             M  a head's key but for what is rotated, and its value
+    L  C and the rotated part of keys     M  a head's unrotated part of a key, and its value
 
 Matrices are [out, in]. An axis with one of the letters in SPLIT is split over a stage's devices (ORCA 4.1,
-Figure 6): QKV and up projections by their columns, that is by heads and by feed-forward units, out and down
-projections by the same as their rows, embedding and head by vocabulary. So a layer needs two sums over the
-devices, after `out` and after `down`.
+Figure 6): QKV and up projections by their outputs, that is by heads and by feed-forward units; out and down
+projections by the same units as their inputs; embedding and head by vocabulary. A layer then needs two sums
+over the devices, after `out` and after `down`.
 
-Heads are group-major, so that a device's share of K brings each K/V head with its own query heads. Of `qkv`
-[G + 2, K D, H] slices 0 to G - 1 are queries, slice G keys and slice G + 1 values; slice g, head k is query
-head k * G + g of a checkpoint. The input of `out` [H, G, K D] has the same order. With one query head for
-each K/V head these are [3, K D, H] and [H, K D]. A gated `up` [2, F, H] has the gate, then up. `cross_kv`
-[2, K D, H] has the keys, then the values.
+Heads are group-major, so that a device's share of K has each K/V head with its query heads. In `qkv` [G + 2,
+K D, H] slices 0 to G - 1 are queries, slice G keys and slice G + 1 values; head k of slice g is query head k
+* G + g of a checkpoint. The input of `out` [H, G, K D] has the same order. With one query head for each K/V
+head these are [3, K D, H] and [H, K D]. A gated `up` [2, F, H] has the gate, then up. `cross_kv` [2, K D, H]
+has the keys, then the values.
 
-Latent attention has its heads in a checkpoint's order: `q_b` [N Q, A] (without compression `q` [N Q, H]), for
-each head the elements that are not rotated, then the others; `kv_b` [N M, C], for each head what makes its
-key, then its value. `q_a` [A, H] and `kv_a` [L, H] compress; each device has the whole of them.
+Latent attention keeps a checkpoint's order of heads. `q_b` [N Q, A] (without compression `q` [N Q, H]) has
+for each head its unrotated rows, then its rotated rows; `kv_b` [N M, C] has for each head the rows of its
+key, then of its value. `q_a` [A, H] and `kv_a` [L, H] compress; each device holds them whole.
 
-Of experts the devices have either a share of each one's F, or as many whole ones: `split_axis` has the rule,
-which looks at the sizes alone. Either way one sum after them will do (model/token_slices.py has another).
+Devices share experts either by splitting each expert's F or by holding whole experts: `split_axis` has the
+rule, which depends on sizes alone. Either way one sum follows (model/token_slices.py has another way).
 
-An encoder's layers are `encoder.layers.{i}`; the first stage has all of them beside its decoder layers.
+An encoder's layers are `encoder.layers.{i}`; the first stage has all of them besides its decoder layers.
 """
 
 import math
@@ -43,7 +43,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.families.attention_matrices import attention_matrices, latent_sizes
+from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
@@ -51,7 +51,7 @@ from orca_jax.families.weight_form import DENSE, EXACT, Dense, HeldArray, Weight
 
 SPLIT = frozenset("VKFSN")
 _HEADS = frozenset("KN")
-# A part of an expert that keeps a matrix unit busy: one tile of a GPU's, eight vectors of a CPU's.
+# The smallest part of an expert that keeps a matrix unit busy: a tile of a GPU, eight vectors of a CPU.
 EXPERT_SHARE = 128
 TOKEN_EMBEDDING, HEAD, HEAD_BIAS = "token_embedding", "head.weight", "head.bias"
 
@@ -59,7 +59,6 @@ Initial = Literal["normal", "ones", "zeros"]  # normal: with deviation 0.02, as 
 Use = Literal["embedding", "linear", "expert", "bias", "norm", "head"]
 Stage = Literal["first", "last", "both"]  # both: the first and the last
 
-_NO_PRODUCT = frozenset({"kv_b"})  # matrices of linear layers that attention reads itself, and so dense
 _COUNT = re.compile(r"[GX\d+]+")  # an axis that counts matrices
 _LAYER = re.compile(r"(encoder\.)?layers\.(\d+)\.")
 ENCODER = "encoder."
@@ -69,7 +68,7 @@ ENCODER = "encoder."
 class Parameter:
     """One weight. `shape` has a size for each of `axes`; `stage` is None for a weight of a layer.
 
-    `whole`: each device has whole experts, whatever their size. `form` says in which arrays it is held.
+    `form` says which arrays hold it. With `whole` each device holds whole experts, whatever their size.
     """
 
     axes: tuple[str, ...]
@@ -82,25 +81,25 @@ class Parameter:
 
     @property
     def n_in(self) -> int:
-        """The number of its last axes that are inputs of a matrix."""
+        """The number of its last axes that are a matrix's inputs."""
         return len(self.axes) - 1 if self.takes_attention else 1
 
     def array_to_read(self, dtype: npt.DTypeLike) -> HeldArray:
-        """The array that a checkpoint has: the only one of its form, or the dense one, to be encoded."""
+        """The array in a checkpoint: the form's only one, or the dense one, encoded after reading."""
         form = self.form if self.form.stored else DENSE
         (array,) = form.arrays(self.shape, self.n_in, dtype).values()
         return array
 
     def held_arrays(self, dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
-        """The arrays that hold it in a model of `dtype`, by their names in its form."""
+        """The arrays that hold it in a model of `dtype`, by their names in the form."""
         return self.form.arrays(self.shape, self.n_in, dtype)
 
     def dense_dtype(self, dtype: npt.DTypeLike) -> np.dtype[Any]:
-        """The dtype of its numbers where they are dense, in a model of `dtype`."""
+        """The dtype of its dense numbers in a model of `dtype`."""
         return self.form.dtype(dtype) if isinstance(self.form, Dense) else np.dtype(dtype)
 
     def n_bytes(self, n_devices: int, itemsize: int) -> int:
-        """The bytes that each of `n_devices` holds, in a model whose dtype has `itemsize` bytes."""
+        """The bytes on each of `n_devices`, in a model whose dtype has `itemsize` bytes."""
         return form_bytes(self.form, self.local_shape(n_devices), self.n_in, itemsize)
 
     @property
@@ -110,7 +109,7 @@ class Parameter:
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
-        """The shape with a counting axis ("G+2") and the next one taken as one: [n] or [rows, columns]."""
+        """The shape with counting axes ("G+2") merged into the next axis: [n] or [rows, columns]."""
         return self._stacked(self.shape)
 
     def local_stacked_shape(self, n_devices: int) -> tuple[int, ...]:
@@ -123,11 +122,11 @@ class Parameter:
         return tuple(-(-size // n_devices) if i == split else size for i, size in enumerate(self.shape))
 
     def split_axis(self, n_devices: int) -> int | None:
-        """The axis that `n_devices` share; None where each of them has the whole.
+        """The axis that is split over `n_devices`; None where each of them holds the whole.
 
         Experts are split along their size while each device's share is EXPERT_SHARE or more: then all devices
-        have the same work, whatever the routing. Smaller ones stay whole, and each device has as many, where
-        their number allows it.
+        have the same work, whatever the routing. Smaller experts stay whole, and each device holds an equal
+        number of them, if their number divides.
         """
         found = next((i for i, axis in enumerate(self.axes) if _is_split(axis)), None)
         if found is None or self.axes[0] != "X":
@@ -137,7 +136,7 @@ class Parameter:
 
     @property
     def takes_attention(self) -> bool:
-        """Whether this matrix multiplies what attention returns."""
+        """Whether this matrix multiplies attention's result."""
         return self.use == "linear" and not _HEADS.isdisjoint(self.axes[-1])
 
     def _stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -152,24 +151,24 @@ class Parameter:
         return tuple(sizes)
 
     def is_on(self, layers: range, n_layers: int) -> bool:
-        """Whether the stage of these layers has it, for a weight outside of layers."""
+        """Whether the stage of these layers has it, if it is outside of layers."""
         first, last = layers.start == 0, layers.stop == n_layers
         return (first and self.stage != "last") or (last and self.stage != "first")
 
 
 def whole_experts(size: int, number: int, n_devices: int, *, packed: bool) -> bool:
-    """Whether each of `n_devices` has whole experts, of which there are `number` of that size."""
+    """Whether each of `n_devices` holds whole ones of the `number` experts of this size."""
     wide = not packed and size % n_devices == 0 and size // n_devices >= EXPERT_SHARE
     return not wide and number % n_devices == 0
 
 
 def _is_split(axis: str) -> bool:
-    """Whether a stage's devices share this axis, unless it is experts' (Parameter.split_axis)."""
+    """Whether this axis is split over a stage's devices; for experts see Parameter.split_axis."""
     return not SPLIT.isdisjoint(axis)
 
 
 def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
-    """All weights by name, in the order in which random ones are drawn."""
+    """All weights by name, in the order in which random weights are drawn."""
     return stage_parameters(config, range(config.n_layers))
 
 
@@ -179,7 +178,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def stage_parameters(config: ModelConfig, layers: range) -> dict[str, Parameter]:
-    """The weights that the stage of these layers has."""
+    """The weights of the stage of these layers."""
     before, after = _outside(config, layers)
     within = {
         f"{ENCODER}layers.{i}.{name}": parameter
@@ -194,10 +193,10 @@ def stage_parameters(config: ModelConfig, layers: range) -> dict[str, Parameter]
 
 
 def encoder_layers_of(config: ModelConfig, layers: range) -> range:
-    """The encoder's layers of the stage with these layers of the decoder: all of them on the first.
+    """The encoder's layers on the stage of these decoder layers: all of them on the first stage.
 
-    So what the encoder makes goes from stage to stage in the direction of everything else. In decode, where
-    most time goes, the stages have equal shares.
+    The encoder's states then move from stage to stage like everything else. Decode, which takes most of the
+    time, is still shared evenly.
     """
     if config.encoder is None or layers.start:
         return range(0)
@@ -205,47 +204,71 @@ def encoder_layers_of(config: ModelConfig, layers: range) -> range:
 
 
 def outside_parameters(config: ModelConfig, layers: range) -> dict[str, Parameter]:
-    """The weights that the stage of these layers has outside of layers."""
+    """The weights outside of layers on the stage of these layers."""
     before, after = _outside(config, layers)
     return before | after
 
 
 def layer_parameters(config: ModelConfig, layer: int) -> dict[str, Parameter]:
-    """The weights of one layer, by their names in it; matrices in the order in which a token meets them."""
+    """The weights of one layer by their names in it; matrices in the order in which they are applied."""
     return _of_layer(config, config.layers[layer])
 
 
 def encoder_layer_parameters(config: ModelConfig, layer: int) -> dict[str, Parameter]:
-    """The weights of one of the encoder's layers, by their names in it."""
+    """The weights of one encoder layer by their names in it."""
     assert config.encoder is not None
     return _of_layer(config, config.encoder.layers[layer])
 
 
-def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
-    attention, cross, feed_forward = own.attention, own.cross, own.feed_forward
-    sizes = _sizes(config) | {"F": feed_forward.size} | latent_sizes(attention)
+def attention_sizes(attention: Attention) -> dict[str, int]:
+    """The sizes of the letters of attention; those of latent attention only where it is latent."""
+    sizes = {"G": attention.group, "K": attention.n_kv_heads, "D": attention.head_size}
+    if (latent := attention.latent) is not None:
+        sizes |= {
+            **{"N": attention.n_heads, "Q": latent.query_size, "W": latent.value_size},
+            **{"A": latent.query_rank or 0, "C": latent.rank, "L": latent.width},
+            "M": latent.plain_size + latent.value_size,
+        }
+    return sizes
+
+
+def _of_layer(config: ModelConfig, layer: Layer) -> dict[str, Parameter]:
+    attention, cross, feed_forward = layer.attention, layer.cross, layer.feed_forward
+    sizes = _sizes(config) | {"F": feed_forward.size} | attention_sizes(attention)
     heads = ("KD",) if attention.group == 1 else ("G", "KD")
-    inner = ("2", "F") if feed_forward.gated else ("F",)
     found: dict[str, Parameter] = {}
-    crossing = cross and (
-        ("cross_q", ("KD",), ("H",), cross.qkv_bias),
-        ("cross_kv", ("2", "KD"), ("H",), cross.qkv_bias),
-        ("cross_out", ("H",), ("KD",), cross.out_bias),
-    )
-    for name, out, into, bias in (
-        *attention_matrices(attention),
-        *(crossing or ()),
-        *(
-            ()
-            if feed_forward.experts
-            else (("up", inner, ("H",), feed_forward.bias), ("down", ("H",), ("F",), feed_forward.bias))
-        ),
-    ):
-        weight = _parameter((*out, *into), sizes, "normal", "linear")
-        found[f"{name}.weight"] = weight if name in _NO_PRODUCT else replace(weight, form=config.linear_form)
+
+    def linear(
+        name: str,
+        out: tuple[str, ...],
+        into: tuple[str, ...],
+        bias: bool,
+        form: WeightForm = config.linear_form,
+    ) -> None:
+        found[f"{name}.weight"] = replace(_parameter((*out, *into), sizes, "normal", "linear"), form=form)
         if bias:
             found[f"{name}.bias"] = _parameter(out, sizes, "zeros", "bias")
-    if feed_forward.experts is not None:
+
+    if (latent := attention.latent) is None:
+        linear("qkv", ("G+2", "KD"), ("H",), attention.qkv_bias)
+        linear("out", ("H",), heads, attention.out_bias)
+    else:
+        if latent.query_rank is None:
+            linear("q", ("NQ",), ("H",), False)
+        else:
+            linear("q_a", ("A",), ("H",), attention.qkv_bias)
+            linear("q_b", ("NQ",), ("A",), False)
+        linear("kv_a", ("L",), ("H",), attention.qkv_bias)
+        linear("kv_b", ("NM",), ("C",), False, DENSE)  # attention reads this matrix itself
+        linear("out", ("H",), ("NW",), attention.out_bias)
+    if cross is not None:
+        linear("cross_q", ("KD",), ("H",), cross.qkv_bias)
+        linear("cross_kv", ("2", "KD"), ("H",), cross.qkv_bias)
+        linear("cross_out", ("H",), ("KD",), cross.out_bias)
+    if feed_forward.experts is None:
+        linear("up", ("2", "F") if feed_forward.gated else ("F",), ("H",), feed_forward.bias)
+        linear("down", ("H",), ("F",), feed_forward.bias)
+    else:
         found |= _of_experts(feed_forward, feed_forward.experts, sizes, config.linear_form)
     if attention.scores.relative is not None:
         sizes["U"] = attention.scores.relative.n_buckets
@@ -256,20 +279,21 @@ def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
         over_head = attention.qk_norm.over == "head"
         for name, axes in (("q_norm", heads), ("k_norm", ("KD",))):
             found |= _norm(name, attention.qk_norm.norm, sizes, axes=("D",) if over_head else axes)
-    if attention.latent is not None:
-        for name, axis, there in (("q_a_norm", "A", sizes["A"]), ("kv_a_norm", "C", True)):
-            found |= _norm(name, attention.latent.norm, sizes, axes=(axis,)) if there else {}
-    for name in own.norms:
-        found |= _norm(name, own.norm, sizes)
+    if latent is not None:
+        if latent.query_rank is not None:
+            found |= _norm("q_a_norm", latent.norm, sizes, axes=("A",))
+        found |= _norm("kv_a_norm", latent.norm, sizes, axes=("C",))
+    for name in layer.norms:
+        found |= _norm(name, layer.norm, sizes)
     return found
 
 
 def _of_experts(
-    own: FeedForward, experts: Experts, sizes: Mapping[str, int], form: WeightForm
+    feed_forward: FeedForward, experts: Experts, sizes: Mapping[str, int], form: WeightForm
 ) -> dict[str, Parameter]:
-    """The router, the experts, and what all tokens share."""
+    """The weights of the router, the experts and the shared expert."""
     sizes = {**sizes, "X": experts.number, "Y": experts.number, "S": experts.shared_size or 0}
-    inner = ("X", "2", "F") if own.gated else ("X", "F")
+    inner = ("X", "2", "F") if feed_forward.gated else ("X", "F")
     found = {"router.weight": _parameter(("Y", "H"), sizes, "normal", "linear")}
     if experts.router_bias:
         found["router.bias"] = _parameter(("Y",), sizes, "zeros", "bias")
@@ -278,7 +302,7 @@ def _of_experts(
     for name, out, into in (("up", inner, "H"), ("down", ("X", "H"), "F")):
         weight = _parameter((*out, into), sizes, "normal", "expert")
         found[f"experts.{name}.weight"] = replace(weight, form=experts.form, whole=experts.packed)
-        if own.bias:
+        if feed_forward.bias:
             bias = _parameter(out, sizes, "zeros", "bias")
             found[f"experts.{name}.bias"] = replace(bias, whole=experts.packed)
     if experts.shared_size is not None:
@@ -292,18 +316,18 @@ def _of_experts(
 
 @lru_cache(maxsize=4096)
 def stage_elements(config: ModelConfig, layers: range, n_devices: int) -> int:
-    """Elements of weights on each of the `n_devices` of the stage of these layers."""
+    """Elements of weights on each of a stage's `n_devices`."""
     return _sum_over_stage(config, layers, lambda one: math.prod(one.local_shape(n_devices)))
 
 
 @lru_cache(maxsize=4096)
 def stage_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
-    """Bytes of weights on each of the `n_devices` of the stage of these layers."""
+    """Bytes of weights on each of a stage's `n_devices`."""
     return _sum_over_stage(config, layers, lambda one: one.n_bytes(n_devices, itemsize))
 
 
 def _sum_over_stage(config: ModelConfig, layers: range, count: Callable[[Parameter], int]) -> int:
-    """The sum of `count` over the weights of a stage; layers that are alike are counted once."""
+    """Sum `count` over the weights of a stage, evaluating equal layers once."""
     encoding = config.encoder.layers if config.encoder else ()
     every = [config.layers[i] for i in layers] + [encoding[i] for i in encoder_layers_of(config, layers)]
     alike = [[*group] for _, group in groupby(every)]
@@ -313,12 +337,12 @@ def _sum_over_stage(config: ModelConfig, layers: range, count: Callable[[Paramet
 
 
 def layers_with(config: ModelConfig, name: str) -> tuple[Layer, ...]:
-    """The layers that a weight of this name is counted in: the encoder's, or the decoder's."""
+    """The layers among which a weight of this name is numbered: the encoder's or the decoder's."""
     return config.encoder.layers if config.encoder and name.startswith(ENCODER) else config.layers
 
 
 def in_layers(name: str) -> tuple[str, str]:
-    """A weight's name with {i} for its layer's number, and that number; "" outside of layers."""
+    """Split a weight's name into its pattern with {i}, and its layer's number, "" outside of layers."""
     layer = _LAYER.match(name)
     return _LAYER.sub(r"\1layers.{i}.", name), layer[2] if layer else ""
 
@@ -377,9 +401,6 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
         "E": config.embedding.size,
         "P": config.n_positions + (config.positions.offset if config.positions else 0),
         "H": config.hidden_size,
-        "G": config.attention.group,
-        "K": config.n_kv_heads,
-        "D": config.head_size,
     }
 
 

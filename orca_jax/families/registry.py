@@ -1,4 +1,4 @@
-"""The families that are known, by the model_type of config.json."""
+"""The known families by the model_type of config.json."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -67,7 +67,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(_families)
 
 
 def register(family: Family) -> None:
-    """Make a family known in this process. Raises ConfigError where its model_type is known already."""
+    """Add a family in this process. Raises ConfigError where its model_type is known already."""
     if family.model_type in _families:
         raise ConfigError(f"a family of the model_type {family.model_type!r} is registered already")
     _families[family.model_type] = family

@@ -1,7 +1,7 @@
 """Rotary position embeddings (Su et al., 2021) and their scalings for long contexts.
 
-A head's rotated elements come in pairs; pair i of a token at position p is turned by the angle p * f[i]. The
-frequencies f and the factor on cosine and sine are computed here, in NumPy float32, once for a program.
+Pairs of a head's elements are rotated: pair i of a token at position p by the angle p * f[i]. The frequencies
+f and the factor on cosine and sine are computed here, in NumPy float32, once for each compiled program.
 """
 
 import math
@@ -19,7 +19,7 @@ ScalingKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:
-    """How the frequencies change so that a model reaches beyond the `original_positions` of its training.
+    """A change of frequencies for sequences longer than the `original_positions` of training.
 
     - linear: all frequencies divided by `factor`.
     - dynamic: a larger base for sequences beyond `original_positions`; up to it nothing changes. The base is
@@ -31,7 +31,7 @@ class Scaling:
       `n_positions` exceeds `original_positions` and of `short_factors` otherwise. The choice is made when the
       model is loaded, not by a sequence's length: cached keys cannot be rotated again.
 
-    `attention_factor` multiplies cosine and sine; None is what the scaling's authors prescribe.
+    `attention_factor` multiplies cosine and sine; None is the value that the scaling's authors prescribe.
     """
 
     kind: ScalingKind
@@ -97,7 +97,7 @@ class Rotary:
                     )
 
     def frequencies(self, n_positions: int) -> npt.NDArray[np.float32]:
-        """[size / 2] radians a position, for a model of `n_positions`."""
+        """The frequencies [size / 2] in radians per position, for a model of `n_positions`."""
         scaling, base = self.scaling, self.base
         if scaling is not None and scaling.kind == "dynamic":
             base = _stretched_base(self, scaling, n_positions)
@@ -122,7 +122,7 @@ class Rotary:
 
     @property
     def attention_factor(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """The factor on cosine and sine."""
         scaling = self.scaling
         if scaling is None or scaling.kind not in ("yarn", "longrope"):
             return 1.0
@@ -138,7 +138,7 @@ class Rotary:
 
     @property
     def score_factor(self) -> float:
-        """What DeepSeek multiplies scores by besides: the square of yarn's factor by `mscale_all_dim`."""
+        """DeepSeek's further factor on scores: the square of yarn's factor for `mscale_all_dim`."""
         scaling = self.scaling
         if scaling is None or scaling.kind != "yarn" or scaling.mscale_all_dim is None:
             return 1.0
@@ -165,7 +165,7 @@ def _yarn(rotary: Rotary, scaling: Scaling, plain: npt.NDArray[np.float32]) -> n
     original, n_pairs = _original(scaling), rotary.size // 2
 
     def pair_turning(n_turns: float) -> float:
-        """The pair, a fraction perhaps, that turns so often in `original` positions."""
+        """The pair, perhaps a fraction, that turns `n_turns` times in `original` positions."""
         return rotary.size * math.log(original / (n_turns * 2 * math.pi)) / (2 * math.log(rotary.base))
 
     low, high = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)

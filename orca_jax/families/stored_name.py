@@ -1,5 +1,6 @@
-"""The forms in which a checkpoint stores one of our weights."""
+"""How a checkpoint stores one of our weights: tensors' names, their layout, the order of heads."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,16 +21,16 @@ HeadOrder = Literal["separate", "fused", "by_group", "slices", "queries", "keys"
 
 @dataclass(frozen=True, slots=True)
 class StoredName:
-    """What a weight is called in a checkpoint.
+    """The tensors of a weight in a checkpoint.
 
-    `names`: one tensor, or several that lie one above the other along the weight's first axis; "{i}" stands
-    for the layer's number. `transpose`: each is stored [in, out]. `reshape`: it has more axes, of which
-    neighbours are taken as one. `heads`: the weight has heads, in that order; without it they are as ours.
-    `one_row`: a vector of ours, stored as a matrix of one row.
-    "{x}" in all of `names` stands for an expert's number: there are these for each expert, one after another.
-    `by_expert`: the tensors have an axis of experts before all others. Only these may be `alternating`: each
-    gate's row is before its up's; or `mxfp4`: two tensors, of packed numbers and of the scales of every 32.
-    `forms`: one for each of `names`, which says instead how it lies in an array of more axes.
+    `names` are one tensor, or several that are stacked along the weight's first axis; "{i}" is the layer's
+    number, and "{x}" an expert's: then each expert has these tensors. With `transpose` they are stored [in,
+    out], and with `reshape` neighbouring axes merge into one of ours. `heads` is the order of heads, ours by
+    default. `one_row` is a vector stored as a matrix of one row.
+
+    With `by_expert` the tensors have an axis of experts before all others. Then `alternating` interleaves the
+    rows of gate and up, and `mxfp4` is a pair of tensors with packed numbers and the scale of each 32.
+    `forms`, one for each of `names`, describe arrays with more axes instead.
     """
 
     names: tuple[str, ...]
@@ -43,12 +44,12 @@ class StoredName:
     mxfp4: bool = False
 
     def in_layer(self, layer: str, prefix: str = "") -> "StoredName":
-        """The names with the number of a layer for "{i}" and `prefix` for "{prefix}"."""
+        """Fill in the layer's number for "{i}" and `prefix` for "{prefix}"."""
         names = tuple(name.replace("{i}", layer).replace("{prefix}", prefix) for name in self.names)
         return replace(self, names=names)
 
     def for_experts(self, number: int) -> "StoredName":
-        """The names with each of `number` experts for "{x}"."""
+        """Fill in each of `number` experts for "{x}"."""
         if not any("{x}" in name for name in self.names):
             return self
         every = (name.replace("{x}", str(x)) for x in range(number) for name in self.names)
@@ -57,14 +58,14 @@ class StoredName:
 
 @dataclass(frozen=True, slots=True)
 class HeadPlace:
-    """Where a checkpoint has one head of ours: in which of the tensors, as which head of that."""
+    """The place of one of our heads in a checkpoint: which tensor, and which head of it."""
 
     tensor: int
     head: int
 
 
 def head_places(order: HeadOrder, attention: Attention) -> list[list[HeadPlace]]:
-    """For each slice of the weight (parameters.py), and each of its K heads, where a checkpoint has it."""
+    """The place of each of the K heads of each slice of the weight (parameters.py)."""
     repeats, n_heads, n_kv_heads = attention.kv_repeats, attention.n_heads, attention.n_kv_heads
     stored = n_kv_heads // repeats  # K/V heads of the checkpoint
     group = n_heads // stored
@@ -109,7 +110,7 @@ def heads_of_tensors(order: HeadOrder, attention: Attention) -> tuple[int, ...]:
 
 
 def own_order(parameter: Parameter, attention: Attention) -> HeadOrder | None:
-    """The order in which we keep a parameter's heads; None where it has none, or is in any order the same."""
+    """Our order of a parameter's heads; None where it has no heads, or all orders are the same."""
     if attention.group == 1 or attention.latent is not None:
         return None
     if parameter.axes[0] == "G+2":
@@ -120,12 +121,12 @@ def own_order(parameter: Parameter, attention: Attention) -> HeadOrder | None:
 
 
 def size_of_heads(parameter: Parameter, attention: Attention) -> int:
-    """How many elements of a parameter belong to each head; a sink is one number."""
+    """The elements of a parameter for each head: 1 for sinks."""
     return attention.head_size if any("D" in axis for axis in parameter.axes) else 1
 
 
 def as_it_is(name: str) -> StoredName:
-    """One tensor of our shape."""
+    """One tensor of the weight's shape."""
     return StoredName((name,))
 
 
@@ -140,12 +141,7 @@ def one_row(name: str) -> StoredName:
 
 
 def stacked(*names: str) -> StoredName:
-    """Several tensors, each some rows of ours."""
-    return StoredName(names)
-
-
-def each_expert(*names: str) -> StoredName:
-    """For each expert, "{x}" in the names, several tensors, each some rows of ours."""
+    """Several tensors, stacked by rows; with "{x}" in their names for each expert."""
     return StoredName(names)
 
 
@@ -155,19 +151,24 @@ def all_experts(name: str, *, transpose: bool = False, alternating: bool = False
 
 
 def mxfp4_experts(name: str, *, alternating: bool = False) -> StoredName:
-    """The matrices of all experts in four bits, [out, in] each: blocks [X, out, in / 32, 16], and scales."""
+    """The matrices [out, in] of all experts in MXFP4: blocks [X, out, in / 32, 16], and scales."""
     names = (f"{name}_blocks", f"{name}_scales")
     return StoredName(names, by_expert=True, alternating=alternating, mxfp4=True)
 
 
 def separate_heads(queries: str, keys: str, values: str) -> StoredName:
-    """`qkv` as three tensors [N D, H], [K D, H] and [K D, H], or as biases of those rows."""
+    """`qkv` as three tensors [N D, H], [K D, H] and [K D, H], or its bias as three vectors."""
     return StoredName((queries, keys, values), heads="separate")
 
 
-def fused_heads(name: str, order: HeadOrder = "fused") -> StoredName:
-    """`qkv` as one tensor [(N + 2 K) D, H], or as a bias of those rows."""
-    return StoredName((name,), heads=order)
+def fused_heads(name: str) -> StoredName:
+    """`qkv` [(N + 2 K) D, H], or its bias, as one tensor: all queries, all keys, all values."""
+    return StoredName((name,), heads="fused")
+
+
+def by_group(name: str) -> StoredName:
+    """`qkv` [(N + 2 K) D, H], or its bias, as one tensor: for each K/V head its queries, key and value."""
+    return StoredName((name,), heads="by_group")
 
 
 def query_heads(name: str) -> StoredName:
@@ -178,3 +179,29 @@ def query_heads(name: str) -> StoredName:
 def key_heads(name: str) -> StoredName:
     """The scale [K D] of a norm over all keys."""
     return StoredName((name,), heads="keys")
+
+
+def linear(
+    name: str,
+    stored: str,
+    weight: Callable[[str], StoredName] = as_it_is,
+    bias: Callable[[str], StoredName] = as_it_is,
+) -> dict[str, StoredName]:
+    """The weight and the bias of a linear layer, `name` to us and `stored` in the checkpoint."""
+    return {f"{name}.weight": weight(f"{stored}.weight"), f"{name}.bias": bias(f"{stored}.bias")}
+
+
+def projections(
+    name: str, place: str, parts: Iterable[str], make: Callable[..., StoredName] = stacked
+) -> dict[str, StoredName]:
+    """The weight and the bias `name`, which the checkpoint has in parts (q_proj, k_proj) at `place`."""
+    parts = tuple(parts)
+    return {
+        f"{name}.{leaf}": make(*(f"{place}{part}_proj.{leaf}" for part in parts))
+        for leaf in ("weight", "bias")
+    }
+
+
+def layer_norm(name: str, stored: str) -> dict[str, StoredName]:
+    """The scale and the bias of a LayerNorm, `name` to us and `stored` in the checkpoint."""
+    return {f"{name}.scale": as_it_is(f"{stored}.weight"), f"{name}.bias": as_it_is(f"{stored}.bias")}

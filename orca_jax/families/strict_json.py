@@ -1,4 +1,4 @@
-"""JSON from files that nobody vouches for: bounded in size, objects only, nothing said twice."""
+"""Reads JSON from untrusted files: bounded in size, objects only, no repeated keys."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from orca_jax.errors import CorruptFile, NotACheckpoint
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a regular file; anything else (missing, a folder, a pipe) is NotACheckpoint."""
+    """Bytes of a regular file. Raises NotACheckpoint for anything else: a missing file, a folder, a pipe."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
@@ -21,9 +21,9 @@ def file_size(path: Path) -> int:
 
 
 def shown(value: object) -> str:
-    """A value from a file the way a message can carry it: short, and with no control characters.
+    """Show a value from a file in a message: short, and without control characters.
 
-    Text, a path included, keeps its plain look where it can be printed and is not long.
+    Short printable text, including paths, is shown as it is.
     """
     text = str(value) if isinstance(value, str | Path) else repr(value)
     if not text.isprintable():
@@ -32,10 +32,10 @@ def shown(value: object) -> str:
 
 
 def parse_object(data: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in `data`, which was read from `path`.
+    """Parse the JSON object in `data`, which was read from `path`.
 
-    Raises CorruptFile, naming the file, where it is not UTF-8 or not JSON, is another kind of value, nests
-    too deep, repeats a key, or holds NaN or an infinity.
+    Raises CorruptFile, naming the file, where the data is not UTF-8 or not JSON, is another kind of value,
+    nests too deeply, repeats a key, or holds NaN or an infinity.
     """
 
     def refuse_constant(name: str) -> NoReturn:
@@ -46,7 +46,7 @@ def parse_object(data: bytes, path: Path) -> dict[str, Any]:
         if len(values) < len(pairs):
             seen = set[str]()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise ValueError(f"the key '{shown(twice)}' stands there twice")
+            raise ValueError(f"it has the key '{shown(twice)}' twice")
         return values
 
     try:
@@ -61,7 +61,7 @@ def parse_object(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """The JSON object of a file of at most `max_bytes`; NotACheckpoint or CorruptFile, naming the file."""
+    """Read the JSON object in a file of at most `max_bytes`. Raises NotACheckpoint or CorruptFile."""
     size = file_size(path)
     if size > max_bytes:
         raise CorruptFile(f"{shown(path)} has {size} bytes; at most {max_bytes} are expected there")
@@ -70,6 +70,6 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
             data = file.read(max_bytes + 1)
     except OSError as error:
         raise NotACheckpoint(f"{shown(path)} cannot be read: {error.strerror}") from error
-    if len(data) > max_bytes:  # it grew meanwhile
+    if len(data) > max_bytes:  # the file has grown
         raise CorruptFile(f"{shown(path)} has more than {max_bytes} bytes")
     return parse_object(data, path)

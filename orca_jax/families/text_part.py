@@ -1,7 +1,7 @@
-"""The text part of a model that also takes pictures or sound, as a family made of the text's family.
+"""The text part of a model that also takes pictures or sound, as a family derived from the text's family.
 
-The config.json of the whole has the text's fields in `text_config`, where older files leave out what is the
-default of transformers' class. The text's tensors have prefixes of their own; the other tensors are not read.
+Such a config.json has the text's fields in `text_config`, where older files omit the defaults of
+transformers' class. The text's tensors have other prefixes, and the remaining tensors are not read.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.strict_json import shown
 
 _SECTION = "text_config"
-# Fields that the whole model's file may have instead of its text's section; the whole model's come first.
-_OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+# Fields that may be outside of `text_config`, where they override its own.
+_OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def text_part(
@@ -30,10 +30,10 @@ def text_part(
     parts: str,
     defaults: Mapping[str, Any],
 ) -> Family:
-    """The family of the whole model's `model_type`, of which the part that `text` describes is served.
+    """Make the family of a whole model, of which the text part, a model of the family `text`, is served.
 
-    `prefixes` are the prefixes of the text's tensors, `head` another name of its head, `parts` a pattern of
-    the tensors of all other parts. `defaults` has the fields that `text_config` may leave out.
+    `prefixes` are those of the text's tensors, `head` is another name of its head, and `parts` a pattern of
+    all other tensors. `defaults` has the fields that `text_config` may omit.
     """
 
     def read(fields: ConfigFields) -> ModelConfig:
@@ -46,7 +46,7 @@ def text_part(
                 f"{shown(fields.path)}: {_SECTION}.model_type: expected {text.model_type}, "
                 f"found '{shown(found)}'"
             )
-        whole = {name: fields.raw(name) for name in _OF_THE_WHOLE if fields.raw(name) is not None}
+        whole = {name: fields.raw(name) for name in _OUTER if fields.raw(name) is not None}
         section = section.with_values(defaults, default=True).with_values(whole, default=False)
         model = text.read(section)
         section.leave_others(text.unread)
@@ -58,10 +58,10 @@ def text_part(
         title=title,
         architectures=architectures,
         read=read,
-        write=lambda _: None,  # a model that is written is the text's
+        write=lambda _: None,  # converted models are written as the text's family
         prefixes=prefixes,
         aliases={**text.aliases, text.weights["head.weight"].names[0]: head},
         unread={},
         parts=parts,
-        serves="its text part is served, without the others",
+        serves="only its text part is served",
     )

@@ -1,72 +1,55 @@
-"""Decides about fields of a config.json that a family does not read: left unused, or refused by name.
+"""Decides about fields of a config.json that a family does not read: they are ignored, or refused by name.
 
-A model computes what transformers' code for its model_type computes, and a field that this code does not
-read cannot change it. Such a field opens, and is named once when the model is loaded. The exception is a
-field whose name stands for a computation, such as a window of attention or a factor of the logits: the model
-may have been trained with code that has it. Such a field is refused, unless its value turns that off.
+A model computes what transformers' code for its model_type computes, which a field that this code does not
+read cannot change. Such a field is ignored, and named once when the model is loaded. The exception is a field
+whose name stands for a computation, such as a window of attention or a factor on logits: the model may have
+been trained with code that has it. Such a field is refused, unless its value turns the computation off.
 
-Sizes are not among the harmful words: the shapes of the tensors are checked, and none may be left over.
+Words for sizes are not harmful: the shapes of all tensors are checked, and no tensor may be left over.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Fields of most files that do not change logits. They are not named at load.
-HARMLESS: Mapping[str, str] = {
-    **dict.fromkeys(("architectures", "model_type", "is_encoder_decoder"), "checked where a file is read"),
-    **dict.fromkeys(
-        ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "unsloth_version"),
-        "where the file comes from",
-    ),
-    **dict.fromkeys(
-        ("torch_dtype", "dtype"), "the dtype of the stored weights; --dtype says what the engine computes in"
-    ),
-    **dict.fromkeys(
-        (
-            *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
-            *("_attn_implementation_internal", "_experts_implementation_internal", "pretraining_tp"),
-            *("use_cache", "cache_implementation", "chunk_size_feed_forward", "torchscript"),
-            *("reorder_and_upcast_attn", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
-        ),
-        "another way to compute the same; the softmax is in float32 in any case",
-    ),
-    **dict.fromkeys(
-        ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "unk_token_id"),
-        "special tokens, which are read where they are needed",
-    ),
-    **dict.fromkeys(("tokenizer_class", "prefix"), "the tokenizer's own files decide"),
-    **dict.fromkeys(
-        (
-            *("output_hidden_states", "output_attentions", "output_past", "output_router_logits"),
-            *("return_dict", "return_dict_in_generate", "output_scores"),
-        ),
-        "what transformers returns beside the logits",
-    ),
-    **dict.fromkeys(
-        (
-            *("problem_type", "id2label", "label2id", "num_labels", "_num_labels", "finetuning_task"),
-            *("task_specific_params", "summary_type", "summary_use_proj", "summary_activation"),
-            *("summary_proj_to_labels", "summary_first_dropout", "summary_last_dropout", "is_decoder"),
-            "tf_legacy_loss",
-        ),
-        "the head of a classifier, or settings of a task",
-    ),
-    **dict.fromkeys(("gradient_checkpointing", "init_std"), "training"),
-    **dict.fromkeys(
-        (
-            *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
-            *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty"),
-            *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
-            *("num_return_sequences", "remove_invalid_values", "exponential_decay_length_penalty"),
-            *("suppress_tokens", "begin_suppress_tokens", "decoder_start_token_id"),
-            *("forced_bos_token_id", "forced_eos_token_id"),
-        ),
-        "defaults of generation, which are generation_config.json's or read by a family with an encoder",
-    ),
+# Common fields that do not change logits. They are not named at load.
+_HARMLESS: Mapping[str, str] = {  # names by the reason
+    "checked where a file is read": "architectures model_type is_encoder_decoder",
+    "where the file comes from": """
+        transformers_version _name_or_path name_or_path _commit_hash unsloth_version
+    """,
+    "the dtype of the stored weights; --dtype says what the engine computes in": "torch_dtype dtype",
+    "another way to compute the same; the softmax is in float32 in any case": """
+        attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
+        _experts_implementation_internal pretraining_tp use_cache cache_implementation
+        chunk_size_feed_forward torchscript reorder_and_upcast_attn attention_softmax_in_fp32
+        scale_attention_softmax_in_fp32
+    """,
+    "special tokens, which are read where they are needed": """
+        bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id
+    """,
+    "the tokenizer's own files decide": "tokenizer_class prefix",
+    "what transformers returns besides the logits": """
+        output_hidden_states output_attentions output_past output_router_logits return_dict
+        return_dict_in_generate output_scores
+    """,
+    "the head of a classifier, or settings of a task": """
+        problem_type id2label label2id num_labels _num_labels finetuning_task task_specific_params
+        summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
+        summary_last_dropout is_decoder tf_legacy_loss
+    """,
+    "training": "gradient_checkpointing init_std",
+    "defaults of generation, which are generation_config.json's or read by a family with an encoder": """
+        max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+        temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+        encoder_no_repeat_ngram_size bad_words_ids num_return_sequences remove_invalid_values
+        exponential_decay_length_penalty suppress_tokens begin_suppress_tokens decoder_start_token_id
+        forced_bos_token_id forced_eos_token_id
+    """,
 }
+HARMLESS = {name: why for why, names in _HARMLESS.items() for name in names.split()}
 
-# Words of names that change nothing, whatever the name's other words are: first those in most files.
+# Words that make a name harmless, whatever its other words are; names with the first ones are common.
 _TRAINING = re.compile(r"\w*dropout|\w*pdrop|\w*layerdrop|initializer|loss|jitter|aux")
 _OPEN_WORDS: Mapping[str, str] = {
     r"neftune|gradient": "training",
@@ -74,22 +57,22 @@ _OPEN_WORDS: Mapping[str, str] = {
 }
 _OPEN_ENDING = re.compile(r"(^|_)token(_ids?|_index)?$")  # a special token
 
-# Names that open although a word of theirs is harmful, since transformers reads them in no family that has
-# them. A family has more (Family.unread). They are named at load.
+# Names with a harmful word that are ignored nevertheless, since transformers reads them in no family that has
+# them. They are named at load. A family can have more (Family.unread).
 UNREAD: Mapping[str, str] = {
-    "activation": "Falcon 3 repeats hidden_act so; the family that has `activation` reads it",
+    "activation": "repeats hidden_act in Falcon 3; the family that has `activation` reads it",
     "activation_function": "repeats hidden_act; the families that have `activation_function` read it",
-    "attn_factor": "of yarn, in files for other engines; transformers reads attention_factor",
+    "attn_factor": "yarn's factor in files for other engines; transformers reads attention_factor",
     "global_step": "the trainer's counter",
-    "keys_to_ignore_at_inference": "what transformers returns beside the logits",
+    "keys_to_ignore_at_inference": "what transformers returns besides the logits",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """Words of a field's name, what such a field changes, and values that turn that off.
+    """A computation that a field may change: the words of its name, and values that turn it off.
 
-    `words` is a regular expression for one word. Null, false and empty values turn everything off.
+    `words` is a regular expression for one word. Null, false and empty values turn off every field.
     """
 
     words: str
@@ -150,10 +133,10 @@ HARMFUL: tuple[Harm, ...] = (
         r"quant|quanti[sz](e|ed|er|ation)|compression|bits|awq|gptq|bnb|int4|int8|fp8|w4a16|w8a8",
         "how the weights are stored",
     ),
-    Harm(r"loras?|adapters?|peft|ia3|dora", "an adapter beside the weights", (0,)),
+    Harm(r"loras?|adapters?|peft|ia3|dora", "an adapter", (0,)),
     Harm(r"diffusion|mtp|medusa|eagle|draft", "what the head predicts", (0,)),
 )
-# Harmful names without a telling word.
+# Harmful names whose words do not tell.
 _HARMFUL_NAMES: Mapping[str, Harm] = {
     **dict.fromkeys(
         ("dim_model_base", "unpadded_vocab_size", "output_vocab_size"), Harm("", "the logits", (0,))
@@ -171,23 +154,23 @@ _HARMFUL_NAMES: Mapping[str, Harm] = {
 
 
 def is_common(name: str) -> bool:
-    """Whether a field is in so many files that naming it would tell nobody anything."""
+    """Whether a field is in so many files that naming it would be noise."""
     return name in HARMLESS or any(_TRAINING.fullmatch(word) for word in words_of(name))
 
 
 def says_nothing(value: object) -> bool:
-    """Whether a value turns everything off: null, false, or empty."""
+    """Whether a value turns off every field: null, false, or empty."""
     return value is None or value is False or value in ("", [], {})
 
 
 def words_of(name: str) -> list[str]:
-    """The words of a field's name in small letters, which underscores, dots or capitals separate."""
+    """Split a field's name into lower-case words at underscores, dots and capitals."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     return [word for word in re.split(r"[^a-z0-9]+", apart) if word]
 
 
 def harm_of(name: str, value: object) -> Harm | None:
-    """The effect that an unread field could have, by its name and value; None for no effect."""
+    """The computation that an unread field may change, by its name and value; None if harmless."""
     if is_common(name) or says_nothing(value):
         return None
     words = words_of(name)

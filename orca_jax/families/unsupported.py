@@ -1,4 +1,4 @@
-"""Says what a checkpoint is that no family reads, and what to do: other kinds of models, quantised weights.
+"""Says what an unsupported checkpoint is, another kind of model or quantised weights, and what to do.
 
 The names are transformers' `model_type` and `quant_method`.
 """
@@ -69,7 +69,7 @@ _METHODS: Mapping[str, str] = {
     "auto-round": "AutoRound",
     "quark": "AMD's Quark",
 }
-# The configuration with which transformers loads these as bfloat16.
+# The class of transformers that loads such weights as bfloat16.
 _DEQUANTISED: Mapping[str, str] = {
     "mxfp4": "Mxfp4Config",
     "fp8": "FineGrainedFP8Config",
@@ -78,7 +78,7 @@ _DEQUANTISED: Mapping[str, str] = {
 
 
 def about_model_type(model_type: str, values: Mapping[str, Any], known: Collection[str]) -> str:
-    """The end of an error about a model_type that no family has, empty if nothing is known of it."""
+    """The end of an error about an unknown model_type; empty if nothing is known about it."""
     kind = _KIND_OF.get(model_type)
     if kind is None:
         name = closest(model_type, known, at_least=LIKELY)
@@ -92,7 +92,7 @@ def about_model_type(model_type: str, values: Mapping[str, Any], known: Collecti
 
 
 def about_quantisation(section: Mapping[str, Any]) -> str:
-    """An error's words about weights that are quantised in a way that is not read."""
+    """The message for weights that are quantised in a way that is not read."""
     method, bits = section.get("quant_method"), section.get("bits")
     name = (
         _METHODS.get(method, shown(method)) if isinstance(method, str) else "a method that it does not name"

@@ -1,7 +1,7 @@
 """How the numbers of a weight are held: dense, or in several arrays, such as packed numbers and their scales.
 
 A form says which arrays a device holds for a weight; bytes, sharding, loading, updates and memory plans ask
-it. What computes with the arrays is a subclass of model/weight.py's FormedWeight, which `product` knows.
+the form. A subclass of FormedWeight (model/weight.py) computes with the arrays.
 """
 
 import math
@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class HeldArray:
-    """One array of a weight's form; `axes` has for each of its axes the weight's axis that it runs along.
+    """One array of a weight's form; `axes` has the weight's axis that each of the array's axes runs along.
 
-    It is split over devices along the axis of the weight that is; without that axis each has the whole.
+    The array is split along the axis on which the weight is split; without that axis each device holds it
+    whole.
     """
 
     shape: tuple[int, ...]
@@ -26,11 +27,11 @@ class HeldArray:
 
 
 class WeightForm(Protocol):
-    """A form of weights; a frozen dataclass, so that forms are equal and hashable by their fields."""
+    """A form of weights. Implementations are frozen dataclasses, so that equal forms compare equal."""
 
     @property
     def stored(self) -> bool:
-        """Whether checkpoints have the form's own bytes; else dense weights are encoded on the devices."""
+        """Whether checkpoints have the form's bytes; else dense weights are encoded on the devices."""
         ...
 
     @property
@@ -41,7 +42,7 @@ class WeightForm(Protocol):
     def arrays(self, shape: tuple[int, ...], n_in: int, dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
         """The arrays of a weight of `shape`, or of a device's part, whose last `n_in` axes are inputs.
 
-        `dtype` is the model's, or only of the size of the model's where bytes are counted.
+        `dtype` is the model's, or where bytes are counted any dtype of that size.
         """
         ...
 
@@ -65,7 +66,7 @@ class Dense:
         return np.dtype(np.float32 if self.exact else dtype)
 
     def arrays(self, shape: tuple[int, ...], n_in: int, dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
-        """The array itself, which has no name."""
+        """The only array, whose name is empty."""
         return {"": HeldArray(shape, self.dtype(dtype), tuple(range(len(shape))))}
 
 

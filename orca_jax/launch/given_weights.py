@@ -13,12 +13,12 @@ import numpy as np
 from flax import nnx
 from flax.core.meta import AxisMetadata
 
+from orca_jax.config import Layout
 from orca_jax.errors import ConfigError, TensorMismatch
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.trainers.array_form import ArrayForm, axis_sizes
-from orca_jax.families.trainers.formats import Layout
 from orca_jax.families.trainers.layouts import Detected, detect, held_names
 from orca_jax.launch.trainers_arrays import AdaptersChange, Rearranged, Recipe, product_of
 from orca_jax.model.transformer import Transformer

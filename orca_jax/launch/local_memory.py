@@ -16,6 +16,7 @@ import numpy as np
 from orca_jax.checkpoint.directory import find_parameters, put_in_form
 from orca_jax.checkpoint.safetensors_reader import StoredTensor, read_header
 from orca_jax.checkpoint.shard_reader import Parts
+from orca_jax.config import Layout
 from orca_jax.errors import ConfigError, CorruptFile, EngineError, TensorMismatch
 from orca_jax.execution.stage import StageWeights
 from orca_jax.execution.worker import Worker
@@ -23,7 +24,6 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import own_order
 from orca_jax.families.strict_json import read_object, shown
-from orca_jax.families.trainers.formats import Layout
 from orca_jax.families.weight_form import Dense
 from orca_jax.host_memory import give_back
 from orca_jax.launch.given_weights import (

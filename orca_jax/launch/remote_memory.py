@@ -16,12 +16,12 @@ import numpy as np
 
 from orca_jax.checkpoint import orbax
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
+from orca_jax.config import Layout
 from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.errors import CheckpointError, ConfigError, WorkerLost
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
-from orca_jax.families.trainers.formats import Layout
 from orca_jax.families.trainers.orca_json import ORCA_JSON
 from orca_jax.launch.given_weights import check_adapters, check_arrays, check_replaceable, named_arrays
 from orca_jax.launch.local_memory import ADAPTERS_JSON, checked_directory

@@ -7,9 +7,9 @@ from pathlib import Path
 from orca_jax.config import EngineConfig, LoadFormat
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.families.strict_json import shown
-from orca_jax.model_files.description import described_model, is_orbax, model_config
+from orca_jax.families.trainers.orca_json import described_model, is_orbax
 from orca_jax.model_files.generation_config import read_generation_defaults
 from orca_jax.model_files.locate import find_directory
 from orca_jax.model_files.weight_files import find_weight_files
@@ -29,9 +29,9 @@ class FoundModel:
     """A model whose weights are not read yet; a preset has neither tokenizer nor directory.
 
     `config` has all end-of-sequence tokens: config.json's, the generation defaults' and the tokenizer's.
-    `text_directory` has the files beside the tokenizer: its config and chat templates. `own` is the module of
-    a model that a user wrote (user_model/find.py). `note` is a line for whoever loads the model: what its
-    config.json has that is not used.
+    `text_directory` has the tokenizer's config and chat templates. `own` is the module of a model that a user
+    wrote (user_model/find.py). `note` is a line to show at load about fields of config.json that are not
+    used.
     """
 
     name: str
@@ -49,8 +49,8 @@ def find_model(
 ) -> FoundModel:
     """Find the model that `model` names; None is the demo model.
 
-    `generation_config` is "auto" for the generation_config.json of the model's directory, "none", or another
-    directory that has one. Raises ConfigError or a CheckpointError.
+    `generation_config` is "auto" for generation_config.json in the model's directory, "none", or another
+    directory with that file. Raises ConfigError or a CheckpointError.
     """
     name = "the demo model" if model is None else str(model)
     if load_format == "dummy" and str(model) in PRESETS:
@@ -66,37 +66,37 @@ def find_model(
 
 
 def with_tokenizer(found: FoundModel, place: str | Path) -> FoundModel:
-    """The model with the tokenizer at `place`, a tokenizer.json or the directory that has one.
+    """Add the tokenizer at `place`, a tokenizer.json or a directory with one.
 
-    Its end-of-sequence token ends the model's outputs too. Raises ConfigError or a CheckpointError.
+    Its end-of-sequence token is added to the model's. Raises ConfigError or a CheckpointError.
     """
     path = _tokenizer_file(place)
     tokenizer = Tokenizer.from_file(path)
     end_name = read_tokenizer_config(path.parent).special_tokens.get("eos_token")
     end = None if end_name is None else tokenizer.token_id(end_name)
     if end is not None and end >= found.config.vocab_size:
-        end = None  # an added token that the model has no embedding of is never generated
+        end = None  # the model never generates an added token without an embedding
     config = _with_end_tokens(found.config, found.generation, end)
     return replace(found, config=config, tokenizer=tokenizer, text_directory=path.parent)
 
 
 def find_config(model: str | Path | None, load_format: LoadFormat = "auto") -> ModelConfig:
-    """The config of the model that `model` names; None is the demo model. Reads and fetches no weights.
+    """Find the config of the model that `model` names, without its weights; None is the demo model.
 
-    With the `load_format` packed its experts are packed in MXFP4.
+    With the `load_format` packed its experts are in MXFP4.
 
     Raises ConfigError or a CheckpointError.
     """
     if str(model) in PRESETS and not Path(str(model)).is_dir():
         return _held(PRESETS[str(model)], load_format)
-    return _held(model_config(_directory(model, weights=False)), load_format)
+    return _held(described_model(_directory(model, weights=False))[0], load_format)
 
 
 def check_model(engine: EngineConfig, *, weights: bool = True) -> None:
-    """Raise what loading this engine's model would raise, as far as names of files and their JSON tell.
+    """Raise the error of loading this engine's model, as far as file names and JSON tell.
 
-    Fetches only JSON from the hub. Without `weights` their files may be missing. A function that makes a
-    model, whose module would import JAX, is not looked at.
+    Only JSON is fetched from the hub. Without `weights` the weights' files may be missing. A function that
+    makes a model is not checked, because its module would import JAX.
     """
     model, load_format = engine.model, engine.load_format
     if engine.tokenizer is not None:
@@ -107,7 +107,7 @@ def check_model(engine: EngineConfig, *, weights: bool = True) -> None:
         read_generation_defaults(None, engine.generation_config)
         return
     directory = _directory(model, weights=False)
-    _held(model_config(directory), load_format)
+    _held(described_model(directory)[0], load_format)
     read_generation_defaults(directory, engine.generation_config)
     is_here = model is None or Path(model).expanduser() == directory
     if weights and is_here and load_format != "dummy" and not is_orbax(directory):
@@ -125,12 +125,12 @@ def _tokenizer_file(place: str | Path) -> Path:
 
 
 def is_function(model: object) -> bool:
-    """Whether it is the name of a function that makes a model, "package.file:function"."""
+    """Whether a model is named by a function that makes it, "package.file:function"."""
     return isinstance(model, str) and _FUNCTION.fullmatch(model) is not None
 
 
 def _directory(model: object, *, weights: bool = True) -> Path:
-    """The directory of the model, with a hint where its name is a preset's, or almost."""
+    """Find the model's directory; an error has a hint where the name is close to a preset's."""
     if model is None:
         return DEMO_MODEL
     if not isinstance(model, str | Path):
@@ -151,7 +151,7 @@ def _held(model: ModelConfig, load_format: LoadFormat) -> ModelConfig:
 
 
 def _with_end_tokens(config: ModelConfig, generation: GenerationDefaults, end: int | None) -> ModelConfig:
-    """`config` with the end-of-sequence tokens of the generation defaults and the tokenizer added."""
+    """Add the end-of-sequence tokens of the generation defaults and the tokenizer."""
     more = (*generation.eos_token_ids, *([] if end is None else [end]))
     try:
         return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))

@@ -13,7 +13,7 @@ from orca_jax.request.sampling_params import SamplingParams
 NAME = "generation_config.json"
 _MAX_BYTES = 1_000_000
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# What transformers would apply and the engine does not have, with the value that changes nothing.
+# Parameters that transformers applies and the engine does not, with the value that changes nothing.
 _NOT_APPLIED: Mapping[str, Any] = {
     "num_beams": 1,
     "num_beam_groups": 1,
@@ -40,10 +40,10 @@ _NOT_APPLIED: Mapping[str, Any] = {
 
 
 def read_generation_defaults(directory: Path | None, choice: str | Path) -> GenerationDefaults:
-    """The defaults of the checkpoint in `directory` for "auto", of another directory, or empty for "none".
+    """Read the defaults in `directory` for "auto", in another directory, or none for "none".
 
-    `do_sample: false` means greedy, so temperature 0. Raises ConfigError for a directory without the file,
-    NotACheckpoint, CorruptFile, or BadModelConfig for a value out of its range.
+    `do_sample: false` means greedy decoding, and becomes temperature 0. Raises ConfigError for a directory
+    without the file, NotACheckpoint, CorruptFile, or BadModelConfig for a value out of its range.
     """
     if choice == "none":
         return NO_DEFAULTS
@@ -60,20 +60,20 @@ def read_generation_defaults(directory: Path | None, choice: str | Path) -> Gene
             )
     values = read_object(path, _MAX_BYTES)
     fields = ConfigFields(path, values)
-    given = {name: values[name] for name in _SAMPLING if values.get(name) is not None}
+    sampling = {name: values[name] for name in _SAMPLING if values.get(name) is not None}
     if not fields.flag("do_sample", True):
-        given["temperature"] = 0.0
+        sampling["temperature"] = 0.0
     length = {} if values.get("max_new_tokens") is None else {"max_tokens": values["max_new_tokens"]}
     try:
-        SamplingParams(**given, **length)
+        SamplingParams(**sampling, **length)
     except InvalidSamplingParameter as error:
         message = str(error).replace("max_tokens", "max_new_tokens")
         raise BadModelConfig(
-            f"{shown(path)}: {message}; correct it, or refuse the file with --generation-config none"
+            f"{shown(path)}: {message}; correct it, or ignore the file with --generation-config none"
         ) from error
     return GenerationDefaults(
         source=shown(path),
-        sampling=given,
+        sampling=sampling,
         max_tokens=length.get("max_tokens"),
         eos_token_ids=fields.token_ids("eos_token_id") or (),
         ignored=tuple(

@@ -13,16 +13,16 @@ from orca_jax.suggestions import LIKELY, closest
 
 _HUB_JSON = ["*.json"]
 _HUB_FILES = [*_HUB_JSON, "*.safetensors", "*.jinja"]
-# Every folder except additional_chat_templates: the patterns match names that do not begin with "add".
+# Every folder but additional_chat_templates: the patterns match names that do not begin with "add".
 _HUB_FOLDERS = ["[!a]*/*", "a/*", "a[!d]*/*", "ad/*", "ad[!d]*/*"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def find_directory(path_or_name: str | Path, *, weights: bool = True) -> Path:
-    """The directory with this path, or one downloaded from the hub with only JSON, templates and safetensors.
+    """Find the directory with this path, or download JSON, templates and safetensors from the hub.
 
-    Without `weights` only JSON is downloaded. Raises NotACheckpoint, or the error of `check_kind` for a
-    directory that holds something else.
+    Without `weights` only JSON is downloaded. Raises NotACheckpoint, or `check_kind`'s error for a directory
+    that holds something else.
     """
     path = Path(path_or_name).expanduser()
     try:
@@ -49,7 +49,7 @@ def _from_hub(name: str, *, weights: bool) -> Path:
     if not _HUB_NAME.fullmatch(name):
         raise NotACheckpoint(f"there is no directory {shown(name)}{_nearby(Path(name))}")
     try:
-        # Looked up when it is called: its import takes longer than all others that a directory needs.
+        # An attribute of the module, so that it is imported only when called: its import takes long.
         return Path(
             huggingface_hub.snapshot_download(
                 name, allow_patterns=_HUB_FILES if weights else _HUB_JSON, ignore_patterns=_HUB_FOLDERS
@@ -63,7 +63,7 @@ def _from_hub(name: str, *, weights: bool) -> Path:
 
 
 def _hub_problem(name: str, error: Exception) -> str:
-    """The hub's error in plain words, and the next step. The client's classes are known by name."""
+    """Describe the hub's error and the next step. The client's error classes are known by name."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         return f"access to {name} must be asked for on its page there; then log in with `hf auth login`"
@@ -79,10 +79,10 @@ def _hub_problem(name: str, error: Exception) -> str:
 
 
 def _nearby(path: Path) -> str:
-    """The end of a sentence: the directory beside `path` whose name is closest to its name."""
+    """The end of a message: the sibling directory of `path` with the closest name."""
     try:
-        beside = [each.name for each in path.expanduser().parent.iterdir() if each.is_dir()]
+        siblings = [each.name for each in path.expanduser().parent.iterdir() if each.is_dir()]
     except (OSError, ValueError):
         return ""
-    name = closest(path.name, beside, at_least=LIKELY)
+    name = closest(path.name, siblings, at_least=LIKELY)
     return "" if name is None else f" (did you mean {shown(path.with_name(name))}?)"

@@ -1,7 +1,7 @@
-"""Says what a path holds that is no checkpoint this engine reads, and what to do about it.
+"""Says what a path holds if this engine cannot read it, and what to do about it.
 
-Each error names what was found and the next step. Only names of files are looked at, and the small JSON of an
-adapter.
+Each error names what was found and the next step. It depends on file names alone, and on an adapter's small
+JSON.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from orca_jax.errors import CheckpointError, NotACheckpoint, UnsafeFile, UnsupportedModel
 from orca_jax.families.strict_json import read_object, shown
-from orca_jax.model_files.description import is_orbax
+from orca_jax.families.trainers.orca_json import is_orbax
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -22,7 +22,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 _MOST_LISTED = 3
 _MOST_LOOKED_AT = 1000  # entries of a folder
 
-# The formats of other libraries, by a file's ending or name: what it is, and which files to use in its place.
+# The formats of other libraries by a file's ending or name.
 _OTHER_FORMATS = (
     (".onnx", "an ONNX model"),
     (".engine", "a TensorRT engine"),
@@ -43,7 +43,7 @@ _ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".xz", ".zst", ".7z")
 
 
 def refuse_file(path: Path) -> CheckpointError:
-    """The error for a file that was named in place of a checkpoint's directory."""
+    """Make the error for a file that was named instead of a checkpoint's directory."""
     name, suffix = path.name, path.suffix.lower()
     if suffix == ".gguf":
         return _refuse_gguf(path.parent, [name])
@@ -64,7 +64,7 @@ def refuse_file(path: Path) -> CheckpointError:
 
 
 def refuse_pickle(path: Path) -> UnsafeFile:
-    """The error for a pickle, with the command that makes safetensors of it."""
+    """Make the error for a pickle, with a command that converts it to safetensors."""
     source = shown(path.parent)
     target = f"{source.rstrip('/')}-safetensors"
     return UnsafeFile(
@@ -76,7 +76,7 @@ def refuse_pickle(path: Path) -> UnsafeFile:
 
 
 def check_kind(directory: Path) -> None:
-    """Raise the error for a directory that no config.json, orca.json or Orbax file describes."""
+    """Raise the error for a directory without config.json, orca.json or Orbax's files."""
     if any(os.path.exists(directory / name) for name in _DESCRIBES_A_MODEL) or is_orbax(directory):
         return
     names = _names(directory)
@@ -104,7 +104,7 @@ def check_kind(directory: Path) -> None:
 
 
 def no_weights(directory: Path) -> CheckpointError:
-    """The error for a directory with a config.json, but neither a single safetensors file nor an index."""
+    """Make the error for a directory with config.json, but neither model.safetensors nor an index."""
     names = _names(directory)
     others = [name for name in names if name.endswith(".safetensors") and not name.startswith("adapter_")]
     known = None if others else _known_kind(directory, names)
@@ -121,7 +121,7 @@ def no_weights(directory: Path) -> CheckpointError:
 
 
 def _known_kind(directory: Path, names: Sequence[str]) -> CheckpointError | None:
-    """The error for a directory whose files are a format of another program."""
+    """Make the error for a directory in the format of another program; None if none is known."""
     where = shown(directory)
     ggufs = [name for name in names if name.lower().endswith(".gguf")]
     if _ADAPTER in names:
@@ -184,7 +184,7 @@ def _refuse_format(where: str, kind: str) -> UnsupportedModel:
 
 
 def _checkpoints_below(directory: Path, names: Iterable[str]) -> list[Path]:
-    """The checkpoints in a folder or in a cached hub model's snapshots, a trainer's last step first."""
+    """Find checkpoints in a folder or in the snapshots of the hub's cache, a trainer's last step first."""
     places = [directory / name for name in names]
     snapshots = directory / "snapshots"
     if snapshots.is_dir():
@@ -199,7 +199,7 @@ def _last_number(name: str) -> int:
 
 
 def _names(directory: Path) -> list[str]:
-    """The names of a directory's entries, sorted. Raises NotACheckpoint."""
+    """List a directory's entries, sorted. Raises NotACheckpoint."""
     try:
         return sorted(
             entry.name for entry, _ in zip(os.scandir(directory), range(_MOST_LOOKED_AT), strict=False)

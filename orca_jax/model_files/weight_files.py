@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: one, or several with an index that says which tensor is in which."""
+"""Finds the safetensors files of a checkpoint: one, or several with an index of tensors."""
 
 import os.path
 import re
@@ -19,7 +19,7 @@ _FILE_NAME = re.compile(r"[\w][\w.-]*\.safetensors", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files, all of which exist. With an `index`, `file_of` has the name of each tensor's file."""
+    """Weight files, all of which exist. With an `index`, `file_of` has the name of each tensor's file."""
 
     paths: tuple[Path, ...]
     index: Path | None
@@ -27,7 +27,7 @@ class WeightFiles:
 
 
 def find_weight_files(directory: Path) -> WeightFiles:
-    """The weight files of a Hugging Face directory. Raises NotACheckpoint, UnsafeFile, or CorruptFile."""
+    """Find the weight files of a Hugging Face directory. Raises NotACheckpoint, UnsafeFile or CorruptFile."""
     single, index = directory / SINGLE, directory / INDEX
     if os.path.exists(single):  # unlike Path.exists, never raises
         return WeightFiles((single,), None, {})
@@ -39,7 +39,7 @@ def find_weight_files(directory: Path) -> WeightFiles:
             f"{shown(index)}: weight_map: expected an object of tensor and file names, found {shown(file_of)}"
         )
     for name, file in file_of.items():
-        # Only a file name, so that no index can point outside its directory.
+        # File names alone, so that no index can point outside its directory.
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
             raise CorruptFile(
                 f"{shown(index)}: tensor '{shown(name)}': expected the name of a .safetensors file in "

@@ -11,6 +11,7 @@ from typing import Literal
 from orca_jax.config import Attention
 from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.parameters import encoder_layers_of, stage_bytes, whole_experts
+from orca_jax.families.weight_form import Dense
 from orca_jax.iteration.rows.scored import SCORED
 from orca_jax.iteration.shape import EngineShape
 
@@ -239,7 +240,7 @@ def _elements_of_feed_forward(hidden: int, layer: Layer, n_devices: int, *, cpu:
 def _unpacked_bytes(hidden: int, layer: Layer, n_devices: int, itemsize: int, *, cpu: bool) -> int:
     """What packed experts need while they are unpacked: one at a time on a CPU, a GPU's share at once."""
     experts = layer.feed_forward.experts
-    if experts is None or not experts.packed:
+    if experts is None or isinstance(experts.form, Dense):
         return 0
     n_rows = layer.feed_forward.size * (2 if layer.feed_forward.gated else 1)
     return (1 if cpu else experts.number // n_devices) * n_rows * hidden * itemsize

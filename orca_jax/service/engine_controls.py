@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from orca_jax.config import Layout
 from orca_jax.engine_memory import EngineMemory
 from orca_jax.errors import ConfigError
-from orca_jax.families.trainers.formats import Layout
 from orca_jax.families.trainers.layouts import ITEMS
 from orca_jax.scheduling.restart import change_weights, compute_all_again
 from orca_jax.service.interludes import Running

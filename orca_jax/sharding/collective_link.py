@@ -1,7 +1,7 @@
 """Sends hidden states between stages in separate processes over NCCL: a device_put across processes.
 
 All stages are processes of one `jax.distributed` job. Each device sends to its counterpart, over NVLink or
-InfiniBand. The job fails as a whole: after the loss of one worker all of them must restart.
+InfiniBand. The job fails as a whole: after the loss of one worker all workers must restart.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _CONNECT_SECONDS = 300
 
 
 def join_job(coordinator: str, *, stage: int, n_stages: int) -> None:
-    """Join the job as one of its processes and wait for the others; the first stage's is at `coordinator`.
+    """Join the job, and wait for the other processes; the first stage's process listens at `coordinator`.
 
     Call it before any other use of JAX. Raises ConfigError if the processes do not connect.
     """
@@ -31,7 +31,7 @@ def join_job(coordinator: str, *, stage: int, n_stages: int) -> None:
 class CollectiveLink:
     """A stage's links to both neighbours; all stages must run the same iterations in the same order.
 
-    `devices` are those of the whole job. Raises ConfigError if JAX cannot transfer between them.
+    `devices` are all devices of the job. Raises ConfigError if JAX cannot transfer between them.
     """
 
     address = ""
@@ -48,7 +48,7 @@ class CollectiveLink:
         self._meet()
 
     def offer(self, key: tuple[int, int, int], hidden: jax.Array) -> int:
-        """Send an iteration's hidden states [T, H]; returns the bytes, of all devices together."""
+        """Send an iteration's hidden states [T, H]; returns the bytes sent by all devices."""
         assert self._after is not None
         jax.device_put(hidden, self._after.place())
         return hidden.nbytes * len(self._group)
@@ -59,11 +59,11 @@ class CollectiveLink:
     def pull(self, key: tuple[int, int, int], like: jax.ShapeDtypeStruct) -> jax.Array:
         """Receive an iteration's hidden states onto this stage's devices."""
         assert self._before is not None
-        # The array as this process sees it: it holds no part of it.
-        theirs = jax.make_array_from_single_device_arrays(
+        # This process's view of the sender's array, of which it holds no part.
+        sent = jax.make_array_from_single_device_arrays(
             like.shape, self._before.place(), [], dtype=like.dtype
         )
-        return jax.device_put(theirs, self._group.place())
+        return jax.device_put(sent, self._group.place())
 
     def _meet(self) -> None:
         """Open the connections now: it takes seconds, too long for an iteration."""

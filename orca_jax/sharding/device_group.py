@@ -32,7 +32,7 @@ def device_name(device: Device) -> str:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """One stage's devices, in the order of the parts that they hold, and how they give tokens to experts."""
+    """One stage's devices in the order of their shards, and how they exchange tokens for experts."""
 
     devices: tuple[Device, ...]
     expert_exchange: ExpertExchange = "auto"
@@ -67,7 +67,7 @@ class DeviceGroup:
 
     @cached_property
     def token_exchange(self) -> TokenExchange:
-        """The exchange of tokens with experts that are whole on one device, where the rule says so."""
+        """The exchange of tokens for layers whose devices hold whole experts, where the rule says so."""
         device = self.devices[0]
         on_cpu = device.platform == "cpu"
         return TokenExchange(

@@ -10,8 +10,8 @@ from orca_jax.sharding.device_group import DeviceGroup
 class ProcessLink(Protocol):
     """One stage's links to the previous and the next stage, which are other processes.
 
-    No method waits. A key is (epoch, iteration, stage), with the stage that offers. `address` is passed to
-    the next stage's process. If the link does not outlive a loss, its process must restart after one.
+    No method waits. A key is (epoch, iteration, offering stage). `address` is passed to the next stage's
+    process. If the link does not outlive a loss, its process must restart after a worker's loss.
     """
 
     address: str
@@ -26,7 +26,7 @@ class ProcessLink(Protocol):
         ...
 
     def pull(self, key: tuple[int, int, int], like: jax.ShapeDtypeStruct) -> jax.Array:
-        """The previous stage's hidden states on this stage's devices; `like` has shape, dtype, sharding."""
+        """Receive the previous stage's hidden states; `like` has their shape, dtype and sharding."""
         ...
 
 

@@ -14,7 +14,7 @@ from orca_jax.planning.stage_layers import check_split, stage_layers
 from orca_jax.sharding.device_group import Device, DeviceGroup
 from orca_jax.sharding.specs import held_specs
 
-Placement = Mapping[str, Any]  # of a stage's parameters by name: a Sharding, or a FormedWeight of such
+Placement = Mapping[str, Any]  # for each parameter of a stage its Sharding, or a FormedWeight of Shardings
 
 _ONE_DEVICE = ParallelConfig()
 

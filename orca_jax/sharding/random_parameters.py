@@ -27,7 +27,7 @@ def random_parameters(config: ModelConfig, seed: int, dtype: jnp.dtype, placemen
     def drawing(
         parameter: Parameter, repeats: bool, places: tuple[Any, ...], tree: Any
     ) -> Callable[..., Any]:
-        """One program for equal parameters of all layers; with `repeats` each K/V head is needed often."""
+        """One program for equal parameters of all layers; with `repeats` K/V heads are repeated."""
         arranged = partial(with_repeated_heads, parameter=parameter, attention=config.attention)
 
         def draw(key: jax.Array) -> Any:
@@ -38,7 +38,7 @@ def random_parameters(config: ModelConfig, seed: int, dtype: jnp.dtype, placemen
     def draw(name: str, places: Any) -> Any:
         parameter = table[name]
         repeats = own_order(parameter, stored.attention) is not None and config.attention.kv_repeats > 1
-        if parameter.form == DENSE and not repeats:  # then its axes do not matter
+        if parameter.form == DENSE and not repeats:  # its axes do not matter then
             parameter = Parameter((), parameter.shape, parameter.initial, "linear")
         leaves, tree = jax.tree.flatten(places)
         return drawing(parameter, repeats, tuple(leaves), tree)(keys[name])
@@ -47,7 +47,7 @@ def random_parameters(config: ModelConfig, seed: int, dtype: jnp.dtype, placemen
 
 
 def with_repeated_heads(value: jax.Array, parameter: Parameter, attention: Attention) -> jax.Array:
-    """A parameter in which each K/V head is once, as `attention` has it, which repeats them."""
+    """Repeat the K/V heads of a parameter, which has each head once, as `attention` says."""
     order = own_order(parameter, attention.repeated(1))
     assert order is not None
     places = head_places(order, attention)
@@ -56,7 +56,7 @@ def with_repeated_heads(value: jax.Array, parameter: Parameter, attention: Atten
 
 
 def in_order_of_heads(value: jax.Array, parameter: Parameter, heads: np.ndarray, size: int) -> jax.Array:
-    """The parameter whose slices have these `heads` [slices, K] of `value`, with `size` elements each.
+    """Arrange `heads` [slices, K] of `value`, each of `size` elements, as the parameter's slices.
 
     Heads are the rows of `value`, or the columns if the parameter takes what attention returns.
     """

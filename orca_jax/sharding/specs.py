@@ -1,4 +1,4 @@
-"""The PartitionSpecs of weights and caches, and the encoding of weights into their forms' arrays there."""
+"""The PartitionSpecs of weights and caches, and the encoding of weights on their devices."""
 
 from functools import cache
 from typing import Any
@@ -20,7 +20,7 @@ def spec(parameter: Parameter, n_devices: int) -> PartitionSpec:
 
 
 def held_specs(parameter: Parameter, n_devices: int) -> Any:
-    """The spec of each array that holds the parameter: a FormedWeight of specs, or the dense one's alone."""
+    """The spec of a dense parameter, or a FormedWeight with the spec of each of its arrays."""
 
     def spec_of(array: HeldArray) -> PartitionSpec:
         return _spec_of(array.axes, parameter, n_devices)
@@ -34,7 +34,7 @@ def _spec_of(axes: Any, parameter: Parameter, n_devices: int) -> PartitionSpec:
 
 
 def place_of_dense(parameter: Parameter, places: Any) -> Sharding:
-    """The place of a parameter's dense numbers before they are encoded, from the places of its arrays."""
+    """The place of a parameter's dense numbers before encoding, from the places of its arrays."""
     one = jax.tree.leaves(places)[0]
     if isinstance(one, NamedSharding):
         return NamedSharding(one.mesh, spec(parameter, one.mesh.size))
@@ -42,7 +42,7 @@ def place_of_dense(parameter: Parameter, places: Any) -> Sharding:
 
 
 def in_form(parameter: Parameter, dense: jax.Array, places: Any) -> Any:
-    """Dense numbers in the parameter's form, each array in its place."""
+    """Encode dense numbers in the parameter's form, each array in its place."""
     if isinstance(parameter.form, Dense):
         return dense
     leaves, tree = jax.tree.flatten(places)

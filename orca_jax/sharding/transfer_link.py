@@ -18,9 +18,9 @@ class TransferLink:
     """A stage's links to both neighbours; `address` is where it offers.
 
     `host` is the address at which the next stage's process reaches this one. Hidden states cross the link
-    once, from the first device of a group to the first of the next, and are then copied to the group's other
-    devices. No method waits. If a neighbour is gone, a pulled array fails when it is used; if it hangs, so
-    does the use. Raises ConfigError if it cannot listen on `host`.
+    once, between the first devices of both groups, and are then copied to the other devices. No method waits.
+    If a neighbour is gone, the use of a pulled array fails; if the neighbour hangs, so does the use. Raises
+    ConfigError if it cannot listen on `host`.
     """
 
     outlives_a_loss = True
@@ -51,9 +51,9 @@ class TransferLink:
         self._connection = self._server.connect(address)
 
     def pull(self, key: tuple[int, int, int], like: jax.ShapeDtypeStruct) -> jax.Array:
-        """An iteration's hidden states on this stage's devices, once they have arrived.
+        """Receive an iteration's hidden states; the array is ready once they have arrived.
 
-        `key` is the one they are offered under; `like` has their shape, dtype and sharding.
+        `key` is that of the offer; `like` has the shape, dtype and sharding.
         """
         assert self._connection is not None, "connect comes first"
         place = jax.sharding.SingleDeviceSharding(self._group.devices[0])
@@ -64,6 +64,6 @@ class TransferLink:
 
 
 def _number(key: tuple[int, int, int]) -> int:
-    """The transfer library's 64-bit key, by hash: different keys give different numbers."""
+    """Hash a key to the transfer library's 64 bits."""
     digest = hashlib.blake2b(struct.pack("<QQQ", *key), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

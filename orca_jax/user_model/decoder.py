@@ -1,7 +1,7 @@
-"""A decoder whose layers a user wrote: they get x, positions and `attend`, and know nothing of requests.
+"""A decoder whose layers a user wrote: they take x, positions and `attend`, and know nothing of requests.
 
 The user's code is global, as in training: XLA partitions it by the weights' PartitionSpecs. Attention alone
-is written for one device, and runs on each device's own K/V heads.
+is written for one device, and runs on each device's K/V heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,23 +29,23 @@ AttendOwn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class OwnLayer(Protocol):
-    """A layer: an nnx module with this call."""
+    """A user's layer: an nnx module with this call."""
 
     def __call__(self, x: jax.Array, positions: jax.Array, attend: AttendOwn, /) -> jax.Array:
         """x [..., H] to [..., H]; positions are integers that broadcast against x without its last axis.
 
-        `attend(q, k, v)` is causal attention with the scale head_size ** -0.5, to be called once: q and its
-        result are [..., N, D], k and v [..., K, D], and query head n attends to K/V head n * K // N.
+        `attend(q, k, v)`, which a layer calls once, is causal attention with the scale head_size ** -0.5. q
+        and its result are [..., N, D], k and v [..., K, D], and query head n attends to K/V head n * K // N.
         """
         ...
 
 
 class OwnModel(Protocol):
-    """A model as the engine needs it: an nnx module with these attributes and methods.
+    """A user's model: an nnx module with these attributes and methods.
 
-    `layers` is an nnx.List. All layers have the same numbers of heads. It may also have `eos_token_ids`, the
-    `tokenizer` as a path to its tokenizer.json, and `ffn_size`, the width of a layer where it is widest, from
-    which memory for temporaries is estimated (default: 4 times `hidden_size`).
+    `layers` is an nnx.List of layers with equal numbers of heads. The model may also have `eos_token_ids`,
+    the `tokenizer` (a path to tokenizer.json), and `ffn_size`, the greatest width of a layer, from which
+    memory for temporaries is estimated (default: 4 times `hidden_size`).
     """
 
     vocab_size: int
@@ -57,7 +57,7 @@ class OwnModel(Protocol):
     layers: Sequence[Any]  # of OwnLayer
 
     def embed(self, token_ids: jax.Array, positions: jax.Array, /) -> jax.Array:
-        """token_ids and positions, [...] int32, to what goes into the first layer, [..., H]."""
+        """Embed token_ids at positions, both [...] int32, as the first layer's input [..., H]."""
         ...
 
     def unembed(self, x: jax.Array, /) -> jax.Array:
@@ -91,10 +91,12 @@ def try_once(model: OwnModel) -> None:
             x = layer(x, positions, attend)
             if n_calls != 1:
                 raise ConfigError(
-                    f"layer {i} calls attend {n_calls} times; it must once, for it has one cache"
+                    f"layer {i} calls attend {n_calls} times; it must call it once, because it has one cache"
                 )
             if x.shape != (n, model.hidden_size):
-                raise ConfigError(f"layer {i} makes {x.shape} of {(n, model.hidden_size)}; it must keep it")
+                raise ConfigError(
+                    f"layer {i} makes {x.shape} of {(n, model.hidden_size)}; it must keep the shape"
+                )
         logits = model.unembed(x)
         if logits.ndim != 2 or logits.shape[0] != n or logits.shape[1] < model.vocab_size:
             raise ConfigError(
@@ -105,10 +107,10 @@ def try_once(model: OwnModel) -> None:
 
 
 class OwnParameters(dict[str, jax.Array]):
-    """The weights of one stage by their names in the user's model, and the decoder that has them.
+    """The weights of one stage by their names in the user's model, and the decoder with these weights.
 
-    `names` are the names of all leaves of the decoder's state, in the order of `jax.tree.flatten`; those in
-    `optional` (random keys, counters, statistics) are no parameters, so an update may leave them out.
+    `names` are the names of all leaves of the decoder's state, in the order of `jax.tree.flatten`. Leaves in
+    `optional` (random keys, counters, statistics) are no parameters, and an update may omit them.
     """
 
     def __init__(
@@ -121,10 +123,10 @@ class OwnParameters(dict[str, jax.Array]):
 
 
 class OwnDecoder(nnx.Module):
-    """Some layers of an OwnModel, with what is before and after them; in the place of a Transformer.
+    """A stage of an OwnModel, with the methods of a Transformer.
 
-    `rest` is the model without its layers, for the first and the last stage. `mesh` is that of the devices
-    over which the layers are split, None for one device.
+    `rest` is the model without its layers, on the first and the last stage. `mesh` has the devices over which
+    the layers are split, and is None for one device.
     """
 
     def __init__(
@@ -138,12 +140,12 @@ class OwnDecoder(nnx.Module):
     def embed(
         self, token_ids: jax.Array, positions: jax.Array, shard: Shard = ALONE, product: Matmul = matmul
     ) -> jax.Array:
-        """As Transformer.embed."""
+        """Transformer.embed."""
         model: Any = self.rest
         return self._whole(model.embed(token_ids, positions))
 
     def through(self, x: jax.Array, caches: list[LayerCache], iteration: Iteration) -> LayersOutput:
-        """As Transformer.through, but for all tokens: what a layer does with them is not known."""
+        """Transformer.through for all tokens, since a user's layer may combine tokens in any way."""
         assert iteration.wanted is None and iteration.tokens.cross is None
         slots = iteration.slot_of_token
         assert slots is not None
@@ -153,7 +155,7 @@ class OwnDecoder(nnx.Module):
         def run(graph: Any, weights: Any, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
             attention = _Attention(self.config, cache, slots, iteration.tokens.attend, self.mesh)
             out = nnx.merge(graph, weights)(x, iteration.positions, attention)
-            assert attention.written is not None, "try_once has seen that a layer calls attend"
+            assert attention.written is not None, "try_once checked that a layer calls attend"
             return self._whole(out), attention.written
 
         written: list[LayerCache] = []
@@ -164,28 +166,28 @@ class OwnDecoder(nnx.Module):
         return LayersOutput(x, x, written)
 
     def last_layer(self, x: jax.Array, cache: LayerCache, iteration: Iteration) -> LayerOutput:
-        """As Transformer.last_layer, of what comes from the last layer already."""
+        """Transformer.last_layer, which `through` has already run."""
         return LayerOutput(x, cache, None)
 
     def final_states(self, x: jax.Array, product: Matmul = matmul) -> jax.Array:
-        """As Transformer.final_states, but the last layer's: `unembed` alone knows what follows."""
+        """Transformer.final_states before any final norm, which only `unembed` knows."""
         return x
 
     def logits(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
-        """As Transformer.logits."""
+        """Transformer.logits."""
         model: Any = self.rest
         logits = model.unembed(x)
         return self._whole(logits[:, : self.config.vocab_size].astype(jnp.float32))
 
     def _whole(self, x: jax.Array) -> jax.Array:
-        """x, whole on every device."""
+        """Gather x on every device."""
         if self.mesh is None:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P()))
 
 
 class _Attention:
-    """`attend` of one layer in one iteration: keys and values go into the cache, queries attend to it."""
+    """`attend` for one layer in one iteration: writes keys and values into the cache, and attends to it."""
 
     def __init__(
         self,
@@ -200,18 +202,18 @@ class _Attention:
         self._slot_of_token = slot_of_token
         self._attend = attend
         self._mesh = mesh
-        self.written: LayerCache | None = None  # after the call
+        self.written: LayerCache | None = None  # set by the call
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        n_tokens, own, dtype = self._slot_of_token.shape[0], self._config, self._cache.dtype
-        by_group = q.reshape(n_tokens, own.n_kv_heads, own.group, own.head_size).swapaxes(1, 2)
+        n_tokens, heads, dtype = self._slot_of_token.shape[0], self._config, self._cache.dtype
+        by_group = q.reshape(n_tokens, heads.n_kv_heads, heads.group, heads.head_size).swapaxes(1, 2)
         compute = self._on_device
         if self._mesh is not None:
-            heads, grouped = P(None, TENSOR), P(None, None, TENSOR)
+            split, grouped = P(None, TENSOR), P(None, None, TENSOR)
             compute = jax.shard_map(
                 compute,
                 mesh=self._mesh,
-                in_specs=(grouped, heads, heads, CACHE_SPEC),
+                in_specs=(grouped, split, split, CACHE_SPEC),
                 out_specs=(grouped, CACHE_SPEC),
                 check_vma=False,  # as in execution/stage.py
             )
@@ -221,6 +223,6 @@ class _Attention:
     def _on_device(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache]:
-        """Attention of one device's K/V heads: q [T, G, K, D]."""
+        """Attend with one device's K/V heads: q [T, G, K, D]."""
         cache = write(cache, k, v, self._slot_of_token)
         return self._attend(q, cache, self._config, None, None), cache

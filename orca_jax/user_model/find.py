@@ -26,14 +26,14 @@ _SIZES = ("vocab_size", "n_positions", "hidden_size", "n_heads", "n_kv_heads", "
 
 
 def find_any_model(config: EngineConfig) -> FoundModel:
-    """The model of `config`: a name or directory as in `find_model`, or an OwnModel.
+    """Find the model of `config`: a name or directory as in `find_model`, or an OwnModel.
 
     An OwnModel is the module itself, or "package.file:function" for a function that makes it. Raises
     ConfigError or a CheckpointError.
     """
     model: Any = config.model
     if is_function(model):
-        model = _made(model)
+        model = _make(model)
     if model is None or isinstance(model, str | Path):
         found = find_model(model, config.load_format, config.generation_config)
         tokenizer = config.tokenizer
@@ -45,7 +45,7 @@ def find_any_model(config: EngineConfig) -> FoundModel:
 
 
 def count_parameters(found: FoundModel) -> int:
-    """The number of its weights."""
+    """Count the model's weights."""
     if found.own is None:
         return parameter_count(found.config)
     return sum(weight.size for weight in jax.tree.leaves(nnx.state(found.own, nnx.Param)))
@@ -54,7 +54,7 @@ def count_parameters(found: FoundModel) -> int:
 def own_stages(
     model: Any, config: ModelConfig, parts: Sequence[StagePart], dtype: jnp.dtype
 ) -> list[OwnParameters]:
-    """The weights of each stage, on its devices, floating-point ones in `dtype`. Raises ConfigError."""
+    """Put the weights of each stage on its devices, floating-point ones in `dtype`. Raises ConfigError."""
     n_devices = len(parts[0].group)
     if config.n_kv_heads % n_devices:
         raise ConfigError(
@@ -74,7 +74,7 @@ def _own_stage(
     mesh = group.mesh if len(group) > 1 else None
     decoder = OwnDecoder(config, layers, rest if part.first or part.last else None, mesh)
     graph, state = nnx.split(decoder)
-    # Specs are part of the module's own metadata: what has none is whole on every device.
+    # Specs are in the module's metadata; a weight without one is whole on every device.
     specs = dict(nnx.to_flat_state(nnx.get_partition_spec(state)))
     placed: dict[str, jax.Array] = {}
     variables: list[tuple[Any, Any]] = []
@@ -89,9 +89,11 @@ def _own_stage(
         if jnp.issubdtype(value.dtype, jnp.floating):
             value = value.astype(dtype)
         placed[name] = jax.device_put(value, group.place(spec))
-        variables.append((path, variable.replace(placed[name])))  # the user's module stays as it is
+        variables.append((path, variable.replace(placed[name])))  # the user's module is unchanged
     decoder = nnx.merge(graph, nnx.from_flat_state(variables))
-    floating = {name: value for name, value in placed.items() if value.dtype == dtype}  # the first says it
+    floating = {
+        name: value for name, value in placed.items() if value.dtype == dtype
+    }  # model_dtype reads the first one
     ordered = jax.tree.leaves(nnx.from_flat_state(names))
     return OwnParameters(decoder, floating | placed, ordered, optional)
 
@@ -105,25 +107,25 @@ def _name_in_model(path: Sequence[Any], first_layer: int) -> str:
 
 
 def _spec(name: str, spec: Any, shape: tuple[int, ...], n_devices: int) -> PartitionSpec:
-    """The part of a weight's spec that concerns tensor parallelism; axes of other names are not split."""
+    """Reduce a weight's spec to tensor parallelism: axes of other names are not split."""
     axes = tuple(spec) if isinstance(spec, PartitionSpec) else ()
-    own = [
+    split = [
         TENSOR if axis == TENSOR or (isinstance(axis, tuple) and TENSOR in axis) else None for axis in axes
     ]
-    for axis, size in zip(own, shape, strict=False):
+    for axis, size in zip(split, shape, strict=False):
         if axis is not None and size % n_devices:
             raise ConfigError(
                 f"tensor_parallel is {n_devices}, but the spec {spec} of the weight {name} {shape} splits "
                 f"{size} elements, which must be a multiple of it"
             )
-    return PartitionSpec(*own)
+    return PartitionSpec(*split)
 
 
-def _made(place: str) -> Any:
-    """The model that the function at "package.file:function" makes; files in the working directory count."""
+def _make(place: str) -> Any:
+    """Call the function "package.file:function", perhaps in the working directory, which makes a model."""
     make = named_object("model", place)
     if not callable(make):
-        raise ConfigError(f"model is {place!r}, which is no function; it must make a model")
+        raise ConfigError(f"model is {place!r}, which is not a function; name a function that makes a model")
     return make()
 
 
@@ -148,7 +150,7 @@ def _check(model: Any) -> None:
 
 
 def _config(model: Any) -> ModelConfig:
-    """The shape that scheduler, caches and memory plan need; the feed-forward part is the widest."""
+    """The shape for scheduler, caches and memory plan, with the widest feed-forward part."""
     multiple = -(-model.hidden_size // model.n_heads) * model.n_heads
     layer = Layer(
         attention=Attention(

@@ -1,5 +1,5 @@
 # pyright: standard
-"""A user's model that is written as plain functions of its weights."""
+"""Makes a user's model of plain functions of its weights."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,9 +15,8 @@ class FunctionModel(nnx.Module):
     """An OwnModel (decoder.py) of three functions; `LLM(model=...)` takes it.
 
     `embed(outside, token_ids, positions)`, `layer(weights, x, positions, attend)` and `unembed(outside, x)`
-    are as the methods there. `outside` and the `weights` of each of `layers` are pytrees of arrays; their
-    specs, if given, are pytrees of the same form with a PartitionSpec or None for each array. Layers have the
-    same `layer_specs`.
+    are the methods there. `outside` and the `weights` of each of `layers` are pytrees of arrays; specs are
+    pytrees of the same structure with a PartitionSpec or None for each array. All layers share `layer_specs`.
     """
 
     def __init__(
@@ -47,16 +46,16 @@ class FunctionModel(nnx.Module):
         self._embed, self._unembed = embed, unembed
 
     def embed(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """As OwnModel.embed."""
+        """OwnModel.embed."""
         return self._embed(self.outside.tree(), token_ids, positions)
 
     def unembed(self, x: jax.Array) -> jax.Array:
-        """As OwnModel.unembed."""
+        """OwnModel.unembed."""
         return self._unembed(self.outside.tree(), x)
 
 
 class _Weights(nnx.Module):
-    """A pytree of arrays, with their specs."""
+    """A pytree of arrays with their specs."""
 
     def __init__(self, tree: Any, specs: Any) -> None:
         leaves, self._form = jax.tree.flatten(tree)

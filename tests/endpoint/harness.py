@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 from orca_jax.config import ServingConfig
 from orca_jax.engine_memory import EngineMemory
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.chat.chat_template import ChatTemplate
 from orca_jax.request.request import Request
@@ -39,6 +38,7 @@ from server.settings.endpoint_options import EndpointOptions
 from server.tracing.tracing import Tracing
 from server.web.feed import LiveFeed, LiveView
 from tests.endpoint.obedient import obedient
+from tests.gpt_config import gpt_config
 from tests.host.engines import LETTERS, SOON, PacedEngine, at_rest, counting, orca, simulated
 
 T = TypeVar("T")

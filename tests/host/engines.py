@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import Layout, ServingConfig
 from orca_jax.errors import EngineError, TensorMismatch
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.trainers.formats import Layout
 from orca_jax.request.request import Request, Row
 from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from orca_jax.request.tokenizer import Tokenizer
@@ -18,6 +16,7 @@ from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.service.orca import Orca
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, returned
+from tests.gpt_config import gpt_config
 
 SOON = 30.0  # seconds that nothing here takes
 EOS = 99

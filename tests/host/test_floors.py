@@ -34,7 +34,7 @@ HOST_ROOMS: dict[str, set[str]] = {
     "request": {"errors", "config", "small_files"},
     "families": {"errors", "checks", "config", "suggestions"},
 }
-HOST_ROOMS["engine_memory"] = {"families"}
+HOST_ROOMS["engine_memory"] = {"config"}
 HOST_ROOMS["model_files"] = {"errors", "config", "suggestions", "request", "families"}
 HOST_ROOMS["grammar"] = {"errors", "config", "request"}
 HOST_ROOMS["iteration"] = {"errors", "checks", "config", "request", "grammar"}
@@ -319,7 +319,7 @@ def test_rooms_without_jax_import_where_there_is_none() -> None:
         ("orca_jax/scheduling/scheduler.py", "import requests", "no library of the rooms without JAX"),
         ("orca_jax/engine/grpc_channel.py", "import grpc", "no library of the rooms without JAX"),
         ("orca_jax/__init__.py", "import jax", "__init__ is a room without JAX"),
-        ("orca_jax/families/presets/gpt.py", "import jax", "families is a room without JAX"),
+        ("orca_jax/families/presets.py", "import jax", "families is a room without JAX"),
         ("orca_jax/native/compiler.py", "import jax", "is to know no JAX"),
         ("server/cli.py", "import jax", "the server imports jax"),
         ("server/cli.py", "from orca_jax.sharding import worker", "the server imports orca_jax.sharding"),
@@ -440,7 +440,7 @@ def test_a_cycle_is_found() -> None:
             "server/http/generation/chat.py",
             "from server.http.bodies.errors import x\nfrom server.gateway.gateway import Gateway",
         ),
-        ("tests/host/test_x.py", "from orca_jax.families.presets.by_name import PRESETS"),
+        ("tests/host/test_x.py", "from orca_jax.families.presets import PRESETS"),
         ("bench/iteration.py", "import jax\nimport orca_jax.model.transformer"),
         ("orca_jax/checkpoint/orbax.py", "def f():\n    import orca_jax.checkpoint.orbax_store"),
         ("orca_jax/scheduling/scheduler.py", "x = 1\n" * 400),

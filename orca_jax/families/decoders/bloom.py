@@ -1,48 +1,68 @@
 """BLOOM (BigScience Workshop, 2022): ALiBi, and a norm after the embedding."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from orca_jax.families.attention_config import Attention, Scores
+from orca_jax.families.attention_config import Scores
 from orca_jax.families.config_fields import ConfigFields, general_fields
+from orca_jax.families.decoders.llama_like import decoder, read_older_sizes
 from orca_jax.families.family import Family
-from orca_jax.families.limits import even_head_size
-from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig, alike
+from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
-from orca_jax.families.stored_name import as_it_is, fused_heads, query_heads
+from orca_jax.families.stored_name import StoredName, as_it_is, by_group, layer_norm, linear, query_heads
 
-# ALiBi has no last position, and most files state none: this is the length that BLOOM was trained with.
+# ALiBi has no last position, and most files state none: BLOOM was trained with this length.
 _N_POSITIONS = 2048
 # Megatron's ways of computing the same; transformers reads none of them.
 _MEGATRON = ("offset_alibi", "skip_bias_add", "skip_bias_add_qkv")
+_NAMES = {
+    "n_positions": "seq_length",
+    "n_layers": "n_layer",
+    "n_heads": "n_head",
+    "norm_eps": "layer_norm_epsilon",
+}
+
+
+def megatron_layer(layer: str, attention: str) -> dict[str, StoredName]:
+    """The weights of a layer as Megatron names them, which EleutherAI's and BigScience's code began with."""
+    return {
+        **linear("layers.{i}.qkv", f"{layer}{attention}.query_key_value", by_group, by_group),
+        **linear("layers.{i}.out", f"{layer}{attention}.dense", query_heads),
+        **linear("layers.{i}.up", f"{layer}mlp.dense_h_to_4h"),
+        **linear("layers.{i}.down", f"{layer}mlp.dense_4h_to_h"),
+        **layer_norm("layers.{i}.attn_norm", f"{layer}input_layernorm"),
+        **layer_norm("layers.{i}.mlp_norm", f"{layer}post_attention_layernorm"),
+    }
+
+
+WEIGHTS: Mapping[str, StoredName] = {
+    "token_embedding": as_it_is("{prefix}word_embeddings.weight"),
+    **megatron_layer("{prefix}h.{i}.", "self_attention"),
+    **layer_norm("final_norm", "{prefix}ln_f"),
+    "head.weight": as_it_is("lm_head.weight"),
+}
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
     fields.must_be("apply_residual_connection_post_layernorm", False, "a residual taken after the norm")
     fields.must_be("slow_but_exact", False, "a sum over the parts of tensor-parallel training")
-    hidden_size = fields.whole("hidden_size", "n_embed")
-    n_heads = fields.whole("n_head", "num_attention_heads")
-    head_size = even_head_size(hidden_size, n_heads)
-    norm = Norm(eps=fields.number("layer_norm_epsilon", 1e-5))
-    layer = Layer(
-        attention=Attention(
-            n_heads=n_heads, n_kv_heads=n_heads, head_size=head_size, scores=Scores(alibi=1.0)
-        ),
-        feed_forward=FeedForward(size=4 * hidden_size, activation="gelu_tanh"),
-        norm=norm,
-    )
-    return ModelConfig(
-        vocab_size=fields.whole("vocab_size"),
+    sizes = read_older_sizes(
+        fields,
+        _NAMES,
+        hidden_size=fields.whole("hidden_size", "n_embed"),
         n_positions=fields.whole("seq_length", "max_position_embeddings", default=_N_POSITIONS),
-        hidden_size=hidden_size,
-        layers=alike(layer, fields.whole("n_layer", "num_hidden_layers")),
-        embedding=Embedding(size=hidden_size, tied=fields.flag("tie_word_embeddings", True), norm=norm),
-        positions=None,
-        final_norm=norm,
-        **fields.special_ids(),
     )
+    layer = Layer(
+        attention=sizes.attention(scores=Scores(alibi=1.0)),
+        feed_forward=FeedForward(size=4 * sizes.hidden_size),
+        norm=Norm(eps=fields.number("layer_norm_epsilon", 1e-5)),
+    )
+    tied = fields.flag("tie_word_embeddings", True)
+    embedding = Embedding(size=sizes.hidden_size, tied=tied, norm=layer.norm)
+    return decoder(fields, sizes, layer, embedding=embedding)
 
 
-def _write(model: ModelConfig) -> dict[str, Any] | None:
+def _write(model: ModelConfig) -> dict[str, Any]:
     return general_fields(model) | {
         "seq_length": model.n_positions,
         "hidden_size": model.hidden_size,
@@ -52,40 +72,14 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     }
 
 
-_LAYER = "{prefix}h.{i}."
-
 BLOOM = Family(
     model_type="bloom",
     title="BLOOM",
     architectures=("BloomForCausalLM", "BloomModel"),
-    config_names={
-        "n_positions": "seq_length",
-        "n_layers": "n_layer",
-        "n_heads": "n_head",
-        "norm_eps": "layer_norm_epsilon",
-    },
+    config_names=_NAMES,
     read=_read,
     write=_write,
     prefixes=("transformer.", ""),
-    weights={
-        "token_embedding": as_it_is("{prefix}word_embeddings.weight"),
-        "embedding_norm.scale": as_it_is("{prefix}word_embeddings_layernorm.weight"),
-        "embedding_norm.bias": as_it_is("{prefix}word_embeddings_layernorm.bias"),
-        "layers.{i}.qkv.weight": fused_heads(f"{_LAYER}self_attention.query_key_value.weight", "by_group"),
-        "layers.{i}.qkv.bias": fused_heads(f"{_LAYER}self_attention.query_key_value.bias", "by_group"),
-        "layers.{i}.out.weight": query_heads(f"{_LAYER}self_attention.dense.weight"),
-        "layers.{i}.out.bias": as_it_is(f"{_LAYER}self_attention.dense.bias"),
-        "layers.{i}.up.weight": as_it_is(f"{_LAYER}mlp.dense_h_to_4h.weight"),
-        "layers.{i}.up.bias": as_it_is(f"{_LAYER}mlp.dense_h_to_4h.bias"),
-        "layers.{i}.down.weight": as_it_is(f"{_LAYER}mlp.dense_4h_to_h.weight"),
-        "layers.{i}.down.bias": as_it_is(f"{_LAYER}mlp.dense_4h_to_h.bias"),
-        "layers.{i}.attn_norm.scale": as_it_is(f"{_LAYER}input_layernorm.weight"),
-        "layers.{i}.attn_norm.bias": as_it_is(f"{_LAYER}input_layernorm.bias"),
-        "layers.{i}.mlp_norm.scale": as_it_is(f"{_LAYER}post_attention_layernorm.weight"),
-        "layers.{i}.mlp_norm.bias": as_it_is(f"{_LAYER}post_attention_layernorm.bias"),
-        "final_norm.scale": as_it_is("{prefix}ln_f.weight"),
-        "final_norm.bias": as_it_is("{prefix}ln_f.bias"),
-        "head.weight": as_it_is("lm_head.weight"),
-    },
+    weights={**WEIGHTS, **layer_norm("embedding_norm", "{prefix}word_embeddings_layernorm")},
     unread=dict.fromkeys(_MEGATRON, "Megatron's way of computing the same"),
 )

@@ -5,21 +5,35 @@ Biderman et al., 2023). Both rotate a part of each head; GPT-J has one norm a la
 from typing import Any
 
 from orca_jax.errors import BadModelConfig
-from orca_jax.families.attention_config import Attention
 from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields, general_fields
-from orca_jax.families.decoders.llama_like import Sizes, decoder
+from orca_jax.families.decoders.bloom import megatron_layer
+from orca_jax.families.decoders.llama_like import CONFIG_NAMES, decoder, read_older_sizes
 from orca_jax.families.decoders.rope_fields import read_rotary, rotary_fields
 from orca_jax.families.family import Family
-from orca_jax.families.limits import even_head_size
-from orca_jax.families.model_config import FeedForward, Layer, ModelConfig, alike
+from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.rotary import Rotary
-from orca_jax.families.stored_name import as_it_is, fused_heads, query_heads, separate_heads
+from orca_jax.families.stored_name import as_it_is, layer_norm, linear, query_heads, separate_heads
 from orca_jax.families.strict_json import shown
+
+_GPT_NEOX_NAMES = {
+    **{name: CONFIG_NAMES[name] for name in ("n_positions", "n_layers", "n_heads", "ffn_size")},
+    "norm_eps": "layer_norm_eps",
+}
+_GPTJ_NAMES = {
+    "n_positions": "n_positions",
+    "hidden_size": "n_embd",
+    "n_layers": "n_layer",
+    "n_heads": "n_head",
+    "ffn_size": "n_inner",
+    "norm_eps": "layer_norm_epsilon",
+    "rotary_size": "rotary_dim",
+}
+_GPTJ_LAYER = "{prefix}h.{i}."
 
 
 def _read_rotary(fields: ConfigFields, head_size: int, n_positions: int) -> Rotary:
-    """The rotary positions, whose base and share of a head had names of their own before transformers 5."""
+    """Read rotary positions, whose base and share of a head had other names before transformers 5."""
     for old, new in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
         if None not in (fields.raw(old), fields.raw(new)) and fields.raw(old) != fields.raw(new):
             raise BadModelConfig(
@@ -36,34 +50,18 @@ def _read_rotary(fields: ConfigFields, head_size: int, n_positions: int) -> Rota
 
 
 def _read_gpt_neox(fields: ConfigFields) -> ModelConfig:
-    hidden_size, n_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    sizes = Sizes(
-        vocab_size=fields.whole("vocab_size"),
-        n_positions=fields.whole("max_position_embeddings"),
-        hidden_size=hidden_size,
-        n_layers=fields.whole("num_hidden_layers"),
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        head_size=even_head_size(hidden_size, n_heads),
-    )
-    norm = Norm(eps=fields.number("layer_norm_eps", 1e-5))
+    sizes = read_older_sizes(fields, _GPT_NEOX_NAMES)
     bias = fields.flag("attention_bias", True)
+    rotary = _read_rotary(fields, sizes.head_size, sizes.n_positions)
     layer = Layer(
-        attention=Attention(
-            n_heads=n_heads,
-            n_kv_heads=n_heads,
-            head_size=sizes.head_size,
-            qkv_bias=bias,
-            out_bias=bias,
-            rotary=_read_rotary(fields, sizes.head_size, sizes.n_positions),
-        ),
+        attention=sizes.attention(qkv_bias=bias, out_bias=bias, rotary=rotary),
         feed_forward=FeedForward(
             size=fields.whole("intermediate_size"), activation=fields.activation("hidden_act", "gelu")
         ),
-        norm=norm,
+        norm=Norm(eps=fields.number("layer_norm_eps", 1e-5)),
         residual="parallel_two_norms" if fields.flag("use_parallel_residual", True) else "pre",
     )
-    return decoder(fields, sizes, alike(layer, sizes.n_layers), final_norm=norm)
+    return decoder(fields, sizes, layer)
 
 
 def _write_gpt_neox(model: ModelConfig) -> dict[str, Any] | None:
@@ -88,40 +86,18 @@ def _write_gpt_neox(model: ModelConfig) -> dict[str, Any] | None:
     }
 
 
-_LAYER_GPT_NEOX = "{prefix}layers.{i}."
-
 GPT_NEOX = Family(
     model_type="gpt_neox",
     title="GPT-NeoX",
     architectures=("GPTNeoXForCausalLM", "GPTNeoXModel"),
-    config_names={
-        "n_positions": "max_position_embeddings",
-        "n_layers": "num_hidden_layers",
-        "n_heads": "num_attention_heads",
-        "ffn_size": "intermediate_size",
-        "norm_eps": "layer_norm_eps",
-    },
+    config_names=_GPT_NEOX_NAMES,
     read=_read_gpt_neox,
     write=_write_gpt_neox,
     prefixes=("gpt_neox.", ""),
     weights={
         "token_embedding": as_it_is("{prefix}embed_in.weight"),
-        "layers.{i}.qkv.weight": fused_heads(
-            f"{_LAYER_GPT_NEOX}attention.query_key_value.weight", "by_group"
-        ),
-        "layers.{i}.qkv.bias": fused_heads(f"{_LAYER_GPT_NEOX}attention.query_key_value.bias", "by_group"),
-        "layers.{i}.out.weight": query_heads(f"{_LAYER_GPT_NEOX}attention.dense.weight"),
-        "layers.{i}.out.bias": as_it_is(f"{_LAYER_GPT_NEOX}attention.dense.bias"),
-        "layers.{i}.up.weight": as_it_is(f"{_LAYER_GPT_NEOX}mlp.dense_h_to_4h.weight"),
-        "layers.{i}.up.bias": as_it_is(f"{_LAYER_GPT_NEOX}mlp.dense_h_to_4h.bias"),
-        "layers.{i}.down.weight": as_it_is(f"{_LAYER_GPT_NEOX}mlp.dense_4h_to_h.weight"),
-        "layers.{i}.down.bias": as_it_is(f"{_LAYER_GPT_NEOX}mlp.dense_4h_to_h.bias"),
-        "layers.{i}.attn_norm.scale": as_it_is(f"{_LAYER_GPT_NEOX}input_layernorm.weight"),
-        "layers.{i}.attn_norm.bias": as_it_is(f"{_LAYER_GPT_NEOX}input_layernorm.bias"),
-        "layers.{i}.mlp_norm.scale": as_it_is(f"{_LAYER_GPT_NEOX}post_attention_layernorm.weight"),
-        "layers.{i}.mlp_norm.bias": as_it_is(f"{_LAYER_GPT_NEOX}post_attention_layernorm.bias"),
-        "final_norm.scale": as_it_is("{prefix}final_layer_norm.weight"),
-        "final_norm.bias": as_it_is("{prefix}final_layer_norm.bias"),
+        **megatron_layer("{prefix}layers.{i}.", "attention"),
+        **layer_norm("final_norm", "{prefix}final_layer_norm"),
         "head.weight": as_it_is("embed_out.weight"),
     },
     aliases={"embed_out.weight": "lm_head.weight"},  # transformers 5 renamed the head
@@ -132,37 +108,18 @@ GPT_NEOX = Family(
 def _read_gptj(fields: ConfigFields) -> ModelConfig:
     fields.must_be("rotary", True, "a GPT-J without rotary positions")
     fields.must_be("scale_attn_weights", True, "attention without the scale of 1 / sqrt(head size)")
-    hidden_size, n_heads = (
-        fields.whole("n_embd", "hidden_size"),
-        fields.whole("n_head", "num_attention_heads"),
-    )
-    sizes = Sizes(
-        vocab_size=fields.whole("vocab_size"),
-        n_positions=fields.whole("n_positions", "max_position_embeddings"),
-        hidden_size=hidden_size,
-        n_layers=fields.whole("n_layer", "num_hidden_layers"),
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        head_size=even_head_size(hidden_size, n_heads),
-    )
-    norm = Norm(eps=fields.number("layer_norm_epsilon", 1e-5))
+    sizes = read_older_sizes(fields, _GPTJ_NAMES)
+    rotary = Rotary(size=fields.whole("rotary_dim"), interleaved=True)
     layer = Layer(
-        attention=Attention(
-            n_heads=n_heads,
-            n_kv_heads=n_heads,
-            head_size=sizes.head_size,
-            qkv_bias=False,
-            out_bias=False,
-            rotary=Rotary(size=fields.whole("rotary_dim"), interleaved=True),
-        ),
+        attention=sizes.attention(qkv_bias=False, out_bias=False, rotary=rotary),
         feed_forward=FeedForward(
-            size=fields.whole("n_inner", default=4 * hidden_size),
+            size=fields.whole("n_inner", default=4 * sizes.hidden_size),
             activation=fields.activation("activation_function", "gelu_new"),
         ),
-        norm=norm,
+        norm=Norm(eps=fields.number("layer_norm_epsilon", 1e-5)),
         residual="parallel",
     )
-    return decoder(fields, sizes, alike(layer, sizes.n_layers), final_norm=norm, head_bias=True)
+    return decoder(fields, sizes, layer, head_bias=True)
 
 
 def _write_gptj(model: ModelConfig) -> dict[str, Any] | None:
@@ -181,37 +138,23 @@ def _write_gptj(model: ModelConfig) -> dict[str, Any] | None:
     }
 
 
-_LAYER_GPTJ = "{prefix}h.{i}."
-
 GPTJ = Family(
     model_type="gptj",
     title="GPT-J",
     architectures=("GPTJForCausalLM", "GPTJModel"),
-    config_names={
-        "hidden_size": "n_embd",
-        "n_layers": "n_layer",
-        "n_heads": "n_head",
-        "ffn_size": "n_inner",
-        "norm_eps": "layer_norm_epsilon",
-        "rotary_size": "rotary_dim",
-    },
+    config_names=_GPTJ_NAMES,
     read=_read_gptj,
     write=_write_gptj,
     prefixes=("transformer.", ""),
     weights={
         "token_embedding": as_it_is("{prefix}wte.weight"),
-        "layers.{i}.qkv.weight": separate_heads(*(f"{_LAYER_GPTJ}attn.{part}_proj.weight" for part in "qkv")),
-        "layers.{i}.out.weight": query_heads(f"{_LAYER_GPTJ}attn.out_proj.weight"),
-        "layers.{i}.up.weight": as_it_is(f"{_LAYER_GPTJ}mlp.fc_in.weight"),
-        "layers.{i}.up.bias": as_it_is(f"{_LAYER_GPTJ}mlp.fc_in.bias"),
-        "layers.{i}.down.weight": as_it_is(f"{_LAYER_GPTJ}mlp.fc_out.weight"),
-        "layers.{i}.down.bias": as_it_is(f"{_LAYER_GPTJ}mlp.fc_out.bias"),
-        "layers.{i}.attn_norm.scale": as_it_is(f"{_LAYER_GPTJ}ln_1.weight"),
-        "layers.{i}.attn_norm.bias": as_it_is(f"{_LAYER_GPTJ}ln_1.bias"),
-        "final_norm.scale": as_it_is("{prefix}ln_f.weight"),
-        "final_norm.bias": as_it_is("{prefix}ln_f.bias"),
-        "head.weight": as_it_is("lm_head.weight"),
-        "head.bias": as_it_is("lm_head.bias"),
+        "layers.{i}.qkv.weight": separate_heads(*(f"{_GPTJ_LAYER}attn.{part}_proj.weight" for part in "qkv")),
+        "layers.{i}.out.weight": query_heads(f"{_GPTJ_LAYER}attn.out_proj.weight"),
+        **linear("layers.{i}.up", f"{_GPTJ_LAYER}mlp.fc_in"),
+        **linear("layers.{i}.down", f"{_GPTJ_LAYER}mlp.fc_out"),
+        **layer_norm("layers.{i}.attn_norm", f"{_GPTJ_LAYER}ln_1"),
+        **layer_norm("final_norm", "{prefix}ln_f"),
+        **linear("head", "lm_head"),
     },
     buffers=r"h\.\d+\.attn\.(bias|masked_bias|embed_positions)",
 )

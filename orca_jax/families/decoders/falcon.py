@@ -7,19 +7,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from orca_jax.errors import BadModelConfig, UnsupportedModel
-from orca_jax.families.attention_config import Attention, Scores
+from orca_jax.families.attention_config import Scores
 from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields, general_fields
-from orca_jax.families.decoders.llama_like import Sizes, decoder
+from orca_jax.families.decoders.bloom import WEIGHTS
+from orca_jax.families.decoders.llama_like import CONFIG_NAMES, Sizes, decoder, read_older_sizes
 from orca_jax.families.decoders.rope_fields import read_rotary, rotary_fields
 from orca_jax.families.family import Family
-from orca_jax.families.limits import even_head_size
-from orca_jax.families.model_config import FeedForward, Layer, ModelConfig, Residual, alike
+from orca_jax.families.model_config import FeedForward, Layer, ModelConfig, Residual
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.rotary import Rotary
-from orca_jax.families.stored_name import StoredName, as_it_is, fused_heads, query_heads
+from orca_jax.families.stored_name import StoredName, layer_norm
 from orca_jax.families.strict_json import shown
 
-_N_POSITIONS = 2048  # what all were trained with; most files do not say it
+_N_POSITIONS = 2048  # the length in training, which most files do not state
+_NAMES = {
+    **{name: CONFIG_NAMES[name] for name in ("n_positions", "n_layers", "n_heads")},
+    "n_kv_heads": "num_kv_heads",
+    "ffn_size": "ffn_hidden_size",
+    "norm_eps": "layer_norm_epsilon",
+}
 
 
 def _read_residual(fields: ConfigFields, *, new_decoder: bool) -> Residual:
@@ -61,41 +67,28 @@ def _read_positions(fields: ConfigFields, sizes: Sizes) -> tuple[Rotary | None, 
 def _read(fields: ConfigFields) -> ModelConfig:
     fields.must_be("apply_residual_connection_post_layernorm", False, "a residual taken after the norm")
     new_decoder, bias = fields.flag("new_decoder_architecture", False), fields.flag("bias", False)
-    hidden_size, n_heads = fields.whole("hidden_size", "n_embed"), fields.whole("num_attention_heads")
-    head_size = even_head_size(hidden_size, n_heads)
-    sizes = Sizes(
-        vocab_size=fields.whole("vocab_size"),
+    sizes = read_older_sizes(
+        fields,
+        _NAMES,
+        hidden_size=fields.whole("hidden_size", "n_embed"),
         n_positions=fields.whole("max_position_embeddings", default=_N_POSITIONS),
-        hidden_size=hidden_size,
-        n_layers=fields.whole("num_hidden_layers"),
-        n_heads=n_heads,
-        n_kv_heads=_read_kv_heads(fields, n_heads, new_decoder=new_decoder),
-        head_size=head_size,
     )
+    sizes = sizes._replace(n_kv_heads=_read_kv_heads(fields, sizes.n_heads, new_decoder=new_decoder))
     rotary, scores = _read_positions(fields, sizes)
-    norm = Norm(eps=fields.number("layer_norm_epsilon", 1e-5))
     layer = Layer(
-        attention=Attention(
-            n_heads=n_heads,
-            n_kv_heads=sizes.n_kv_heads,
-            head_size=sizes.head_size,
-            qkv_bias=bias,
-            out_bias=bias,
-            rotary=rotary,
-            scores=scores,
-        ),
+        attention=sizes.attention(qkv_bias=bias, out_bias=bias, rotary=rotary, scores=scores),
         feed_forward=FeedForward(
-            size=fields.whole("ffn_hidden_size", default=4 * hidden_size),
+            size=fields.whole("ffn_hidden_size", default=4 * sizes.hidden_size),
             activation=fields.activation("activation", "gelu"),
             bias=bias,
         ),
-        norm=norm,
+        norm=Norm(eps=fields.number("layer_norm_epsilon", 1e-5)),
         residual=_read_residual(fields, new_decoder=new_decoder),
     )
-    return decoder(fields, sizes, alike(layer, sizes.n_layers), final_norm=norm, tied=True)
+    return decoder(fields, sizes, layer, tied=True)
 
 
-def _write(model: ModelConfig) -> dict[str, Any] | None:
+def _write(model: ModelConfig) -> dict[str, Any]:
     layer = model.layers[0]
     attention = layer.attention
     n_kv_heads = model.n_kv_heads // attention.kv_repeats
@@ -120,30 +113,9 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     return written if attention.rotary is None else written | rotary_fields(attention.rotary)
 
 
-_LAYER = "{prefix}h.{i}."
-_WEIGHTS = {
-    "token_embedding": as_it_is("{prefix}word_embeddings.weight"),
-    "layers.{i}.qkv.weight": fused_heads(f"{_LAYER}self_attention.query_key_value.weight", "by_group"),
-    "layers.{i}.qkv.bias": fused_heads(f"{_LAYER}self_attention.query_key_value.bias", "by_group"),
-    "layers.{i}.out.weight": query_heads(f"{_LAYER}self_attention.dense.weight"),
-    "layers.{i}.out.bias": as_it_is(f"{_LAYER}self_attention.dense.bias"),
-    "layers.{i}.up.weight": as_it_is(f"{_LAYER}mlp.dense_h_to_4h.weight"),
-    "layers.{i}.up.bias": as_it_is(f"{_LAYER}mlp.dense_h_to_4h.bias"),
-    "layers.{i}.down.weight": as_it_is(f"{_LAYER}mlp.dense_4h_to_h.weight"),
-    "layers.{i}.down.bias": as_it_is(f"{_LAYER}mlp.dense_4h_to_h.bias"),
-    "layers.{i}.attn_norm.scale": as_it_is(f"{_LAYER}input_layernorm.weight"),
-    "layers.{i}.attn_norm.bias": as_it_is(f"{_LAYER}input_layernorm.bias"),
-    "layers.{i}.mlp_norm.scale": as_it_is(f"{_LAYER}post_attention_layernorm.weight"),
-    "layers.{i}.mlp_norm.bias": as_it_is(f"{_LAYER}post_attention_layernorm.bias"),
-    "final_norm.scale": as_it_is("{prefix}ln_f.weight"),
-    "final_norm.bias": as_it_is("{prefix}ln_f.bias"),
-    "head.weight": as_it_is("lm_head.weight"),
-}
-_TWO_NORMS = {
-    f"layers.{{i}}.{name}_norm.{ours}": as_it_is(f"{_LAYER}ln_{name}.{theirs}")
-    for name in ("attn", "mlp")
-    for ours, theirs in (("scale", "weight"), ("bias", "bias"))
-}
+_TWO_NORMS = layer_norm("layers.{i}.attn_norm", "{prefix}h.{i}.ln_attn") | layer_norm(
+    "layers.{i}.mlp_norm", "{prefix}h.{i}.ln_mlp"
+)
 
 
 def _renamed(model: ModelConfig) -> Mapping[str, StoredName]:
@@ -154,18 +126,11 @@ FALCON = Family(
     model_type="falcon",
     title="Falcon",
     architectures=("FalconForCausalLM", "FalconModel"),
-    config_names={
-        "n_positions": "max_position_embeddings",
-        "n_layers": "num_hidden_layers",
-        "n_heads": "num_attention_heads",
-        "n_kv_heads": "num_kv_heads",
-        "ffn_size": "ffn_hidden_size",
-        "norm_eps": "layer_norm_epsilon",
-    },
+    config_names=_NAMES,
     read=_read,
     write=_write,
     prefixes=("transformer.", ""),
-    weights=_WEIGHTS,
+    weights=WEIGHTS,
     renamed=_renamed,
     buffers=r"h\.\d+\.self_attention\.(maybe_rotary|rotary_emb)\.inv_freq|rotary_emb\.inv_freq",
 )

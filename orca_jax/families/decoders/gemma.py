@@ -1,4 +1,4 @@
-"""Gemma 1 to 3 (Gemma Team, 2024, 2024 and 2025); of Gemma 3 with vision the text.
+"""Gemma 1 to 3 (Gemma Team, 2024, 2024 and 2025); of Gemma 3 with vision the text part.
 
 All multiply embeddings by the root of the hidden size, and their norms scale by 1 + w. Gemma 2 and 3 have
 norms before and after each part, and layers with a window among those without; Gemma 2 has soft caps, Gemma 3
@@ -10,74 +10,67 @@ from dataclasses import replace
 from typing import Any
 
 from orca_jax.errors import BadModelConfig, UnsupportedModel
-from orca_jax.families.attention_config import Attention, QKNorm, Scores
+from orca_jax.families.attention_config import Scores
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import (
-    BUFFERS,
-    CONFIG_NAMES,
-    PREFIXES,
-    WEIGHTS,
+    FULL,
+    SLIDING,
     Sizes,
     common_fields,
     decoder,
+    read_layer,
     read_layer_kinds,
     read_sizes,
+    relative,
+    window_fields,
+    with_windows,
 )
 from orca_jax.families.decoders.rope_fields import read_rotary, rotary_fields
-from orca_jax.families.family import Family
-from orca_jax.families.model_config import Activation, FeedForward, Layer, ModelConfig
-from orca_jax.families.norm_config import Norm
+from orca_jax.families.model_config import Activation, Layer, ModelConfig
 from orca_jax.families.rotary import Rotary
 from orca_jax.families.stored_name import StoredName, as_it_is
 from orca_jax.families.strict_json import shown
 from orca_jax.families.text_part import text_part
 
-_KINDS = _FULL, _SLIDING = "full_attention", "sliding_attention"
 # transformers' defaults of fields that a file may lack.
 _HEAD_SIZE, _QUERY_SCALAR, _WINDOW, _SCORE_CAP, _LOGIT_CAP = 256, 256, 4096, 50.0, 30.0
 _GLOBAL_BASE, _LOCAL_BASE, _PERIOD = 1e6, 1e4, 6
 
 _NAMES: Mapping[str, str] = {
-    **CONFIG_NAMES,
     "attention_scale": "query_pre_attn_scalar",
     "attention_soft_cap": "attn_logit_softcapping",
     "logit_soft_cap": "final_logit_softcapping",
 }
-_NORMS = {
-    "attn_norm": "input_layernorm",
-    "attn_out_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
-}
-_WEIGHTS: Mapping[str, StoredName] = {
-    **WEIGHTS,
-    **{
-        f"layers.{{i}}.{name}.scale": as_it_is(f"{{prefix}}layers.{{i}}.{stored}.weight")
-        for name, stored in _NORMS.items()
-    },
+_NORMS: Mapping[str, StoredName] = {
+    f"layers.{{i}}.{name}.scale": as_it_is(f"{{prefix}}layers.{{i}}.{stored}.weight")
+    for name, stored in (
+        ("attn_norm", "input_layernorm"),
+        ("attn_out_norm", "post_attention_layernorm"),
+        ("mlp_norm", "pre_feedforward_layernorm"),
+        ("mlp_out_norm", "post_feedforward_layernorm"),
+    )
 }
 
 
 def _read_gemma(fields: ConfigFields) -> ModelConfig:
-    sizes = _sizes(fields)
-    rotary = read_rotary(fields, head_size=sizes.head_size, n_positions=sizes.n_positions)
+    sizes = _read_sizes(fields)
     # The first files say gelu, but the model was trained with the approximation, which transformers computes.
-    layer = _layer(fields, sizes, rotary, _activation(fields, "hidden_act", {"gelu": "gelu_tanh"}))
-    return _model(fields, sizes, [layer] * sizes.n_layers)
+    activation = _activation(fields, "hidden_act", {"gelu": "gelu_tanh"})
+    return _model(fields, sizes, _read_layer(fields, sizes, activation))
 
 
 def _read_gemma2(fields: ConfigFields) -> ModelConfig:
-    sizes = _sizes(fields)
-    rotary = read_rotary(fields, head_size=sizes.head_size, n_positions=sizes.n_positions)
+    sizes = _read_sizes(fields)
     cap = fields.number_or_null("attn_logit_softcapping", _SCORE_CAP)
-    full = _layer_with_both_norms(fields, sizes, rotary, Scores(scale=_scale(fields), soft_cap=cap))
+    scores = Scores(scale=_scale(fields), soft_cap=cap)
+    full = _read_layer(fields, sizes, _activation(fields, "hidden_activation", {}), scores=scores)
     layers = _alternating(fields, sizes.n_layers, 2, full, full)
     cap = fields.number_or_null("final_logit_softcapping", _LOGIT_CAP)
     return _model(fields, sizes, layers, logit_soft_cap=cap)
 
 
 def _read_gemma3(fields: ConfigFields) -> ModelConfig:
-    sizes = _sizes(fields)
+    sizes = _read_sizes(fields)
     cap = fields.number_or_null("attn_logit_softcapping", None)
     if cap is not None:
         raise UnsupportedModel(
@@ -85,25 +78,28 @@ def _read_gemma3(fields: ConfigFields) -> ModelConfig:
             "transformers does not compute it in Gemma 3"
         )
     rotary, local_rotary = _rotaries(fields, sizes)
-    full = _layer_with_both_norms(fields, sizes, rotary, Scores(scale=_scale(fields)))
-    attention = replace(full.attention, qk_norm=QKNorm(norm=full.norm))
-    full = replace(full, attention=attention)
-    local = replace(full, attention=replace(attention, rotary=local_rotary))
-    period = fields.whole("sliding_window_pattern", "_sliding_window_pattern", _PERIOD)
-    layers = _alternating(fields, sizes.n_layers, period, full, local)
-    return _model(
-        fields, sizes, layers, logit_soft_cap=fields.number_or_null("final_logit_softcapping", None)
+    full = _read_layer(
+        fields,
+        sizes,
+        _activation(fields, "hidden_activation", {}),
+        scores=Scores(scale=_scale(fields)),
+        rotary=rotary,
+        qk_norm="head",
     )
+    period = fields.whole("sliding_window_pattern", "_sliding_window_pattern", _PERIOD)
+    layers = _alternating(fields, sizes.n_layers, period, full, full.with_attention(rotary=local_rotary))
+    cap = fields.number_or_null("final_logit_softcapping", None)
+    return _model(fields, sizes, layers, logit_soft_cap=cap)
 
 
-def _sizes(fields: ConfigFields) -> Sizes:
+def _read_sizes(fields: ConfigFields) -> Sizes:
     fields.whole("num_key_value_heads")  # transformers' default is not the number of query heads
     fields.must_be("use_bidirectional_attention", False, "attention to later tokens")
     return read_sizes(fields, head_size=_HEAD_SIZE)
 
 
 def _activation(fields: ConfigFields, name: str, corrected: Mapping[str, Activation]) -> Activation:
-    """The activation function of the field `name`. A file that has it under both names must agree."""
+    """Read the activation function in the field `name`. A file with both names must agree."""
     found: list[Activation] = [
         fields.activation(field, "gelu_pytorch_tanh")
         for field in ("hidden_act", "hidden_activation")
@@ -118,27 +114,20 @@ def _activation(fields: ConfigFields, name: str, corrected: Mapping[str, Activat
     return found[0]
 
 
-def _layer(fields: ConfigFields, sizes: Sizes, rotary: Rotary, activation: Activation) -> Layer:
-    bias = fields.flag("attention_bias", False)
-    return Layer(
-        attention=Attention(
-            n_heads=sizes.n_heads,
-            n_kv_heads=sizes.n_kv_heads,
-            head_size=sizes.head_size,
-            qkv_bias=bias,
-            out_bias=bias,
-            rotary=rotary,
-        ),
-        feed_forward=FeedForward(
-            size=fields.whole("intermediate_size"), activation=activation, gated=True, bias=False
-        ),
-        norm=Norm(kind="rms_norm", eps=fields.number("rms_norm_eps", 1e-6), unit_offset=True),
+def _read_layer(
+    fields: ConfigFields, sizes: Sizes, activation: Activation, *, scores: Scores | None = None, **other: Any
+) -> Layer:
+    """Read a layer; with `scores`, in Gemma 2 and 3, norms are before and after each part."""
+    layer = read_layer(
+        fields,
+        sizes,
+        bias=fields.flag("attention_bias", False),
+        activation=activation,
+        unit_offset=True,
+        scores=scores,
+        **other,
     )
-
-
-def _layer_with_both_norms(fields: ConfigFields, sizes: Sizes, rotary: Rotary, scores: Scores) -> Layer:
-    layer = _layer(fields, sizes, rotary, _activation(fields, "hidden_activation", {}))
-    return replace(layer, residual="both", attention=replace(layer.attention, scores=scores))
+    return layer if scores is None else replace(layer, residual="both")
 
 
 def _scale(fields: ConfigFields) -> float:
@@ -151,7 +140,7 @@ def _scale(fields: ConfigFields) -> float:
 
 
 def _rotaries(fields: ConfigFields, sizes: Sizes) -> tuple[Rotary, Rotary]:
-    """The rotary positions of layers without a window, and of those with one."""
+    """Read the rotary positions of layers without a window, and of layers with one."""
 
     def read(kind: str, base_name: str, base: float) -> Rotary:
         return read_rotary(
@@ -165,47 +154,36 @@ def _rotaries(fields: ConfigFields, sizes: Sizes) -> tuple[Rotary, Rotary]:
 
     nested = fields.section("rope_parameters")
     if nested is not None:
-        missing = [kind for kind in _KINDS if nested.section(kind) is None]
+        missing = [kind for kind in (FULL, SLIDING) if nested.section(kind) is None]
         nested.leave_others({})
         if missing:
             raise BadModelConfig(f"{shown(fields.path)}: rope_parameters.{missing[0]}: expected an object")
-    full = read(_FULL, "rope_theta", _GLOBAL_BASE)
+    full = read(FULL, "rope_theta", _GLOBAL_BASE)
     if nested is not None:
-        return full, read(_SLIDING, "rope_local_base_freq", _LOCAL_BASE)
-    # In the older spelling rope_scaling is of the layers without a window alone.
+        return full, read(SLIDING, "rope_local_base_freq", _LOCAL_BASE)
+    # In the older spelling rope_scaling holds for the layers without a window alone.
     return full, Rotary(size=sizes.head_size, base=fields.number("rope_local_base_freq", _LOCAL_BASE))
 
 
 def _alternating(
     fields: ConfigFields, n_layers: int, period: int, full: Layer, local: Layer
 ) -> Sequence[Layer]:
-    """The layers by `layer_types`, or each `period`-th one `full`; `local` ones get the window."""
+    """Arrange layers by `layer_types`, or each `period`-th one `full`; `local` ones get the window."""
     if period < 1:
         raise BadModelConfig(
             f"{shown(fields.path)}: sliding_window_pattern: expected at least 1, found {shown(period)}"
         )
-    kinds = read_layer_kinds(fields, n_layers, _KINDS)
-    if kinds is None:
-        kinds = tuple(_SLIDING if (i + 1) % period else _FULL for i in range(n_layers))
+    kinds = read_layer_kinds(fields, n_layers) or [
+        SLIDING if (i + 1) % period else FULL for i in range(n_layers)
+    ]
     window = fields.whole_or_null("sliding_window", _WINDOW)
     if fields.raw("sliding_window_size") not in (None, window):  # Gemma 2's first files have both
         window = fields.whole("sliding_window", "sliding_window_size")
-    if window is None and _SLIDING in kinds:
-        raise BadModelConfig(
-            f"{shown(fields.path)} disagrees with itself: layers have sliding_attention, but "
-            "sliding_window is null"
-        )
-    scores = replace(local.attention.scores, window=window)
-    local = replace(local, attention=replace(local.attention, scores=scores))
-    return [local if kind == _SLIDING else full for kind in kinds]
+    return with_windows(fields, [local if kind == SLIDING else full for kind in kinds], kinds, window)
 
 
-def _model(fields: ConfigFields, sizes: Sizes, layers: Sequence[Layer], **other: Any) -> ModelConfig:
-    multiplier = sizes.hidden_size**0.5
-    norm = layers[0].norm if layers else Norm(kind="rms_norm", unit_offset=True)
-    return decoder(
-        fields, sizes, layers, final_norm=norm, tied=True, embedding_multiplier=multiplier, **other
-    )
+def _model(fields: ConfigFields, sizes: Sizes, layers: Layer | Sequence[Layer], **other: Any) -> ModelConfig:
+    return decoder(fields, sizes, layers, tied=True, embedding_multiplier=sizes.hidden_size**0.5, **other)
 
 
 def _write_gemma(model: ModelConfig) -> dict[str, Any]:
@@ -213,22 +191,24 @@ def _write_gemma(model: ModelConfig) -> dict[str, Any]:
 
 
 def _write_gemma2(model: ModelConfig) -> dict[str, Any]:
-    windows = [layer.attention.scores.window for layer in model.layers]
-    written = common_fields(model)
+    written = _write_gemma(model)
     scalar = model.attention.scale**-2
-    return written | {
-        "attention_bias": model.attention.qkv_bias,
-        "hidden_activation": written["hidden_act"],
-        "query_pre_attn_scalar": round(scalar) if round(scalar) ** -0.5 == model.attention.scale else scalar,
-        "layer_types": [_FULL if window is None else _SLIDING for window in windows],
-        "sliding_window": next((window for window in windows if window is not None), None),
-        "attn_logit_softcapping": model.attention.scores.soft_cap,
-        "final_logit_softcapping": model.logit_soft_cap,
-    }
+    return (
+        written
+        | window_fields(model)
+        | {
+            "hidden_activation": written["hidden_act"],
+            "query_pre_attn_scalar": round(scalar)
+            if round(scalar) ** -0.5 == model.attention.scale
+            else scalar,
+            "attn_logit_softcapping": model.attention.scores.soft_cap,
+            "final_logit_softcapping": model.logit_soft_cap,
+        }
+    )
 
 
 def _write_gemma3(model: ModelConfig) -> dict[str, Any] | None:
-    """In the older spelling, in which layers with a window have no scaling."""
+    """Write the older spelling, in which layers with a window have no scaling."""
     written = _write_gemma2(model)
     for name in ("rope_theta", "rope_scaling"):
         written.pop(name, None)
@@ -241,38 +221,30 @@ def _write_gemma3(model: ModelConfig) -> dict[str, Any] | None:
     return written
 
 
-GEMMA = Family(
+GEMMA = relative(
     model_type="gemma",
     title="Gemma",
     architectures=("GemmaForCausalLM", "GemmaModel"),
-    config_names=CONFIG_NAMES,
     read=_read_gemma,
     write=_write_gemma,
-    prefixes=PREFIXES,
-    weights=WEIGHTS,
-    buffers=BUFFERS,
 )
-GEMMA2 = Family(
+GEMMA2 = relative(
     model_type="gemma2",
     title="Gemma 2",
     architectures=("Gemma2ForCausalLM", "Gemma2Model"),
     config_names=_NAMES,
     read=_read_gemma2,
     write=_write_gemma2,
-    prefixes=PREFIXES,
-    weights=_WEIGHTS,
-    buffers=BUFFERS,
+    weights=_NORMS,
 )
-GEMMA3_TEXT = Family(
+GEMMA3_TEXT = relative(
     model_type="gemma3_text",
     title="Gemma 3",
     architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
     config_names=_NAMES,
     read=_read_gemma3,
     write=_write_gemma3,
-    prefixes=PREFIXES,
-    weights=_WEIGHTS,
-    buffers=BUFFERS,
+    weights=_NORMS,
 )
 GEMMA3 = text_part(
     GEMMA3_TEXT,

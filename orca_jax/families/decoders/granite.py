@@ -1,38 +1,24 @@
 """Granite 3 (Granite Team, 2024): Llama with multipliers of embeddings, scores, residuals and logits."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from orca_jax.errors import BadModelConfig
 from orca_jax.families.attention_config import Scores
 from orca_jax.families.config_fields import ConfigFields
-from orca_jax.families.decoders.llama_like import (
-    BUFFERS,
-    CONFIG_NAMES,
-    PREFIXES,
-    WEIGHTS,
-    common_fields,
-    decoder,
-    read_layer,
-    read_sizes,
-)
-from orca_jax.families.family import Family
+from orca_jax.families.decoders.llama_like import common_fields, decoder, read_layer, read_sizes, relative
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.strict_json import shown
-
-_NAMES: Mapping[str, str] = {**CONFIG_NAMES, "attention_scale": "attention_multiplier"}
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
     sizes = read_sizes(fields)
-    bias = fields.flag("attention_bias", False)
-    layer = read_layer(fields, sizes, qkv_bias=bias, out_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
-    scores = Scores(scale=fields.number("attention_multiplier", 1.0))
-    layer = replace(
-        layer,
-        attention=replace(layer.attention, scores=scores),
-        residual_multiplier=fields.number("residual_multiplier", 1.0),
+    layer = read_layer(
+        fields,
+        sizes,
+        bias=fields.flag("attention_bias", False),
+        mlp_bias=fields.flag("mlp_bias", False),
+        scores=Scores(scale=fields.number("attention_multiplier", 1.0)),
     )
     divisor = fields.number("logits_scaling", 1.0)
     if divisor <= 0:
@@ -42,8 +28,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
     return decoder(
         fields,
         sizes,
-        [layer] * sizes.n_layers,
-        final_norm=layer.norm,
+        replace(layer, residual_multiplier=fields.number("residual_multiplier", 1.0)),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         logit_multiplier=1.0 / divisor,
     )
@@ -61,14 +46,11 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     }
 
 
-GRANITE = Family(
+GRANITE = relative(
     model_type="granite",
     title="Granite",
     architectures=("GraniteForCausalLM", "GraniteModel"),
-    config_names=_NAMES,
+    config_names={"attention_scale": "attention_multiplier"},
     read=_read,
     write=_write,
-    prefixes=PREFIXES,
-    weights=WEIGHTS,
-    buffers=BUFFERS,
 )

@@ -1,22 +1,40 @@
-"""What Llama and its relatives share: fields of config.json, and the names of their weights.
+"""What decoders share, Llama's relatives above all: sizes, a layer and the weights' names.
 
-A relative's file reads the fields that it has besides, composes its layers, and changes the table of weights.
+A family's file reads the fields that are its own, composes its layers of these parts, and changes the table
+of weights where its checkpoints differ.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from orca_jax.errors import BadModelConfig
-from orca_jax.families.attention_config import Attention
+from orca_jax.families.attention_config import Attention, QKNorm, QKNormOver, Scores
 from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields, general_fields
 from orca_jax.families.decoders.rope_fields import read_rotary, rotary_fields
-from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
+from orca_jax.families.family import Family
+from orca_jax.families.limits import even_head_size
+from orca_jax.families.model_config import (
+    LAYER_NORM,
+    Activation,
+    Embedding,
+    FeedForward,
+    Layer,
+    ModelConfig,
+    alike,
+)
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.rotary import Rotary
-from orca_jax.families.stored_name import StoredName, as_it_is, query_heads, separate_heads, stacked
+from orca_jax.families.stored_name import (
+    StoredName,
+    as_it_is,
+    linear,
+    projections,
+    query_heads,
+    separate_heads,
+)
 from orca_jax.families.strict_json import shown
 
-# Our words in an error, and config.json's.
+# Our names of sizes, which errors use, and config.json's.
 CONFIG_NAMES: Mapping[str, str] = {
     "n_positions": "max_position_embeddings",
     "n_layers": "num_hidden_layers",
@@ -27,36 +45,54 @@ CONFIG_NAMES: Mapping[str, str] = {
     "norm_eps": "rms_norm_eps",
     "window": "sliding_window",
 }
+FULL, SLIDING = "full_attention", "sliding_attention"  # a layer's kind in `layer_types`
 
 _LAYER = "{prefix}layers.{i}."
-_QKV = tuple(f"{_LAYER}self_attn.{part}_proj" for part in "qkv")
-_GATE_UP = tuple(f"{_LAYER}mlp.{part}_proj" for part in ("gate", "up"))
 
-# Those of a model of the bare names are without the first prefix.
-PREFIXES = ("model.", "")
+PREFIXES = ("model.", "")  # bare models (LlamaModel) omit the `model.` prefix
 WEIGHTS: Mapping[str, StoredName] = {
     "token_embedding": as_it_is("{prefix}embed_tokens.weight"),
-    "layers.{i}.qkv.weight": separate_heads(*(f"{name}.weight" for name in _QKV)),
-    "layers.{i}.qkv.bias": separate_heads(*(f"{name}.bias" for name in _QKV)),
+    **projections("layers.{i}.qkv", f"{_LAYER}self_attn.", "qkv", separate_heads),
     "layers.{i}.q_norm.scale": as_it_is(f"{_LAYER}self_attn.q_norm.weight"),
     "layers.{i}.k_norm.scale": as_it_is(f"{_LAYER}self_attn.k_norm.weight"),
-    "layers.{i}.out.weight": query_heads(f"{_LAYER}self_attn.o_proj.weight"),
-    "layers.{i}.out.bias": as_it_is(f"{_LAYER}self_attn.o_proj.bias"),
-    "layers.{i}.up.weight": stacked(*(f"{name}.weight" for name in _GATE_UP)),
-    "layers.{i}.up.bias": stacked(*(f"{name}.bias" for name in _GATE_UP)),
-    "layers.{i}.down.weight": as_it_is(f"{_LAYER}mlp.down_proj.weight"),
-    "layers.{i}.down.bias": as_it_is(f"{_LAYER}mlp.down_proj.bias"),
+    **linear("layers.{i}.out", f"{_LAYER}self_attn.o_proj", query_heads),
+    **projections("layers.{i}.up", f"{_LAYER}mlp.", ("gate", "up")),
+    **linear("layers.{i}.down", f"{_LAYER}mlp.down_proj"),
     "layers.{i}.attn_norm.scale": as_it_is(f"{_LAYER}input_layernorm.weight"),
     "layers.{i}.mlp_norm.scale": as_it_is(f"{_LAYER}post_attention_layernorm.weight"),
     "final_norm.scale": as_it_is("{prefix}norm.weight"),
     "head.weight": as_it_is("lm_head.weight"),
 }
-# The rotary frequencies, which old versions saved.
-BUFFERS = r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+
+
+def relative(
+    *,
+    model_type: str,
+    title: str,
+    architectures: tuple[str, ...],
+    read: Callable[[ConfigFields], ModelConfig],
+    write: Callable[[ModelConfig], dict[str, Any] | None],
+    config_names: Mapping[str, str] | None = None,
+    weights: Mapping[str, StoredName] | None = None,
+    **other: Any,
+) -> Family:
+    """Make a family with Llama's names of sizes and weights, and those of `config_names` and `weights`."""
+    return Family(
+        model_type=model_type,
+        title=title,
+        architectures=architectures,
+        config_names={**CONFIG_NAMES, **(config_names or {})},
+        read=read,
+        write=write,
+        prefixes=PREFIXES,
+        weights={**WEIGHTS, **(weights or {})},
+        buffers=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # which old versions saved
+        **other,
+    )
 
 
 class Sizes(NamedTuple):
-    """The sizes that most relatives name alike."""
+    """The sizes of a decoder."""
 
     vocab_size: int
     n_positions: int
@@ -66,9 +102,16 @@ class Sizes(NamedTuple):
     n_kv_heads: int
     head_size: int
 
+    def attention(self, **other: Any) -> Attention:
+        """Attention with these heads; `other` goes to Attention."""
+        return Attention(n_heads=self.n_heads, n_kv_heads=self.n_kv_heads, head_size=self.head_size, **other)
+
 
 def read_sizes(fields: ConfigFields, *, head_size: int | None = None) -> Sizes:
-    """The sizes in config.json; `head_size` is the family's default, None the hidden size over the heads."""
+    """Read the sizes under Llama's names; `head_size` is the family's default.
+
+    Without one the default is the hidden size divided by the number of heads.
+    """
     hidden_size, n_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     if head_size is None and fields.raw("head_dim") is None:
         if n_heads < 1 or hidden_size % n_heads:
@@ -88,87 +131,138 @@ def read_sizes(fields: ConfigFields, *, head_size: int | None = None) -> Sizes:
     )
 
 
+def read_older_sizes(fields: ConfigFields, names: Mapping[str, str], **known: int) -> Sizes:
+    """Read the sizes of a decoder whose heads share the hidden size, under its own `names` or Llama's.
+
+    `known` has sizes that the family has read already.
+    """
+
+    def size(name: str) -> int:
+        general = CONFIG_NAMES.get(name, name)
+        return known[name] if name in known else fields.whole(names.get(name, general), general)
+
+    hidden_size, n_heads = size("hidden_size"), size("n_heads")
+    return Sizes(
+        vocab_size=size("vocab_size"),
+        n_positions=size("n_positions"),
+        hidden_size=hidden_size,
+        n_layers=size("n_layers"),
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        head_size=even_head_size(hidden_size, n_heads),
+    )
+
+
 def read_gated(
-    fields: ConfigFields, *, bias: bool = False, activation: str = "silu", name: str = "hidden_act"
+    fields: ConfigFields, *, bias: bool = False, activation: Activation | None = None
 ) -> FeedForward:
-    """The gated feed-forward layer, by default SwiGLU."""
-    size = fields.whole("intermediate_size")
-    return FeedForward(size=size, activation=fields.activation(name, activation), gated=True, bias=bias)
+    """Read the gated feed-forward layer, SwiGLU unless `hidden_act` or `activation` says otherwise."""
+    return FeedForward(
+        size=fields.whole("intermediate_size"),
+        activation=activation or fields.activation("hidden_act", "silu"),
+        gated=True,
+        bias=bias,
+    )
 
 
 def read_layer(
     fields: ConfigFields,
     sizes: Sizes,
     *,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
+    bias: bool = False,
+    qkv_bias: bool | None = None,
     mlp_bias: bool = False,
+    activation: Activation | None = None,
     eps: float = 1e-6,
+    unit_offset: bool = False,
+    qk_norm: QKNormOver | None = None,
     rotary: Rotary | None = None,
+    scores: Scores | None = None,
 ) -> Layer:
-    """A layer of Llama's kind; `eps` is the family's default of `rms_norm_eps`.
+    """Read a layer of Llama's kind.
 
-    Without `rotary` whole heads are rotated as config.json says.
+    `bias` is attention's, `qkv_bias` that of queries, keys and values where it differs, and `eps` the
+    family's default of `rms_norm_eps`. Without `rotary` whole heads are rotated as config.json says.
     """
-    if rotary is None:
-        rotary = read_rotary(fields, head_size=sizes.head_size, n_positions=sizes.n_positions)
+    norm = Norm(kind="rms_norm", eps=fields.number("rms_norm_eps", eps), unit_offset=unit_offset)
     return Layer(
-        attention=Attention(
-            n_heads=sizes.n_heads,
-            n_kv_heads=sizes.n_kv_heads,
-            head_size=sizes.head_size,
-            qkv_bias=qkv_bias,
-            out_bias=out_bias,
-            rotary=rotary,
+        attention=sizes.attention(
+            qkv_bias=bias if qkv_bias is None else qkv_bias,
+            out_bias=bias,
+            qk_norm=None if qk_norm is None else QKNorm(norm=norm, over=qk_norm),
+            rotary=rotary or read_rotary(fields, head_size=sizes.head_size, n_positions=sizes.n_positions),
+            scores=scores or Scores(),
         ),
-        feed_forward=read_gated(fields, bias=mlp_bias),
-        norm=Norm(kind="rms_norm", eps=fields.number("rms_norm_eps", eps)),
+        feed_forward=read_gated(fields, bias=mlp_bias, activation=activation),
+        norm=norm,
     )
 
 
-def read_layer_kinds(fields: ConfigFields, n_layers: int, kinds: Sequence[str]) -> tuple[str, ...] | None:
-    """`layer_types`: for each layer one of `kinds`; None where the file has none. Raises BadModelConfig."""
+def read_layer_kinds(fields: ConfigFields, n_layers: int) -> Sequence[str] | None:
+    """Read `layer_types`, FULL or SLIDING for each layer; None without it. Raises BadModelConfig."""
     found = fields.texts("layer_types")
-    if found is not None and (len(found) != n_layers or not set(found) <= set(kinds)):
+    if found is not None and (len(found) != n_layers or not set(found) <= {FULL, SLIDING}):
         raise BadModelConfig(
-            f"{shown(fields.path)}: layer_types: expected {n_layers} of {', '.join(kinds)}, "
+            f"{shown(fields.path)}: layer_types: expected {n_layers} of {FULL}, {SLIDING}, "
             f"found {shown(list(found))}"
         )
     return found
 
 
+def with_windows(
+    fields: ConfigFields, layers: Sequence[Layer], kinds: Sequence[str], window: int | None
+) -> list[Layer]:
+    """Give the layers of the kind SLIDING the window. Raises BadModelConfig where there is none."""
+    if window is None and SLIDING in kinds:
+        raise BadModelConfig(
+            f"{shown(fields.path)} disagrees with itself: layers have {SLIDING}, but sliding_window is null "
+            "or use_sliding_window is not true"
+        )
+    return [
+        layer.with_window(window) if kind == SLIDING else layer
+        for layer, kind in zip(layers, kinds, strict=True)
+    ]
+
+
 def decoder(
     fields: ConfigFields,
     sizes: Sizes,
-    layers: Sequence[Layer],
+    layers: Layer | Sequence[Layer],
     *,
-    final_norm: Norm,
     tied: bool = False,
     embedding_multiplier: float = 1.0,
     **other: Any,
 ) -> ModelConfig:
-    """The model without learned positions; `tied` is the family's default, `other` goes to ModelConfig."""
+    """Compose a decoder of `layers`, one for all or each by itself, whose norm is also the final one.
+
+    `tied` is the family's default of `tie_word_embeddings`; `other` goes to ModelConfig.
+    """
+    every = alike(layers, sizes.n_layers) if isinstance(layers, Layer) else tuple(layers)
+    embedding = Embedding(
+        size=sizes.hidden_size,
+        tied=fields.flag("tie_word_embeddings", tied),
+        multiplier=embedding_multiplier,
+    )
+    rest: dict[str, Any] = {
+        "embedding": embedding,
+        "positions": None,
+        "final_norm": every[0].norm if every else LAYER_NORM,
+        **fields.special_ids(),
+        **other,
+    }
     return ModelConfig(
         vocab_size=sizes.vocab_size,
         n_positions=sizes.n_positions,
         hidden_size=sizes.hidden_size,
-        layers=tuple(layers),
-        embedding=Embedding(
-            size=sizes.hidden_size,
-            tied=fields.flag("tie_word_embeddings", tied),
-            multiplier=embedding_multiplier,
-        ),
-        positions=None,
-        final_norm=final_norm,
-        **fields.special_ids(),
-        **other,
+        layers=every,
+        **rest,
     )
 
 
 def common_fields(model: ModelConfig) -> dict[str, Any]:
-    """The fields that most relatives write alike. The caller of `Family.write` reads them again to check."""
+    """The fields that most relatives write in the same way; hf_config.py checks that they are read back."""
     layer = model.layers[0]
-    attention: Attention = layer.attention
+    attention = layer.attention
     written = general_fields(model) | {
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.n_layers,
@@ -181,3 +275,12 @@ def common_fields(model: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": layer.norm.eps,
     }
     return written if attention.rotary is None else written | rotary_fields(attention.rotary)
+
+
+def window_fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields that say which layers have a window."""
+    windows = [layer.attention.scores.window for layer in model.layers]
+    return {
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+    }

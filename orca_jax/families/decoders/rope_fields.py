@@ -1,8 +1,8 @@
-"""Rotary positions as config.json states them, in every spelling.
+"""Reads and writes the rotary positions of a config.json, in every spelling.
 
-Before transformers 5 `rope_theta` is a field of its own, and `rope_scaling` an object with a `rope_type` or
-`type`. Since then `rope_parameters` holds all of it, in some models by kind of layer. transformers 5 keeps
-what the object had in an older file, so that it may write both `type` and `rope_type`.
+Before transformers 5 there were a field `rope_theta` and an object `rope_scaling` with a `rope_type` or
+`type`. Now `rope_parameters` holds all of it, in some models by kind of layer. transformers 5 keeps the
+fields of an older object, so a file may have both `type` and `rope_type`.
 """
 
 import math
@@ -24,8 +24,8 @@ _KINDS: Mapping[str, ScalingKind | None] = {
     "longrope": "longrope",
     "su": "longrope",  # its name in the first Phi-3 files
 }
-_ORIGINAL = "original_max_position_embeddings"
-# A scaling's numbers by their names in config.json, which are ours too.
+ORIGINAL = "original_max_position_embeddings"
+# The numbers of each scaling; config.json's names are ours too.
 _NUMBERS: Mapping[ScalingKind, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -52,12 +52,12 @@ def read_rotary(
     base_name: str = "rope_theta",
     default_original: int | None = None,
 ) -> Rotary:
-    """The rotary positions of config.json, or those of a `kind_of_layer` in a nested `rope_parameters`.
+    """Read the rotary positions, where `rope_parameters` is nested those of a `kind_of_layer`.
 
-    `base_name` is the field with the base outside of `rope_parameters` (Gemma 3 has two).
-    `partial` is the family's default of `partial_rotary_factor`; None refuses that field. `default_original`
-    is its default of `original_max_position_embeddings`; None is `n_positions`. Raises BadModelConfig,
-    UnsupportedModel, or a ConfigError.
+    `base_name` is the field with the base outside of `rope_parameters` (Gemma 3 has two). `partial` is the
+    family's default of `partial_rotary_factor`, without which that field is refused. `default_original` is
+    its default of `original_max_position_embeddings`, which is otherwise `n_positions`. Raises
+    BadModelConfig, UnsupportedModel or ConfigError.
     """
     base = fields.number(base_name, 0.0) or None
     found = _section(fields, kind_of_layer)
@@ -84,7 +84,7 @@ def read_rotary(
 
 
 def _section(fields: ConfigFields, kind_of_layer: str | None) -> ConfigFields | None:
-    """The object with the rotary positions. A file may have it under both names if they agree."""
+    """Find the object with the rotary positions. A file may have both objects if they agree."""
     parameters, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     if parameters is not None and kind_of_layer is not None:
         parameters = parameters.section(kind_of_layer) or parameters
@@ -99,7 +99,7 @@ def _section(fields: ConfigFields, kind_of_layer: str | None) -> ConfigFields | 
 
 
 def _kind(found: ConfigFields) -> ScalingKind | None:
-    """The kind of scaling, which a file may state under either name or under both."""
+    """Read the kind of scaling, which may be under either name or under both."""
     names = [name for name in ("rope_type", "type") if found.raw(name) is not None]
     kinds: list[ScalingKind | None] = [
         found.choice(name, _KINDS, "default") for name in names or ["rope_type"]
@@ -116,11 +116,11 @@ def _scaling(
     fields: ConfigFields, found: ConfigFields, n_positions: int, default_original: int | None
 ) -> Scaling | None:
     kind = _kind(found)
-    outer = fields.whole(_ORIGINAL, default=n_positions if default_original is None else default_original)
-    original = found.whole(_ORIGINAL, default=outer)
-    if fields.raw(_ORIGINAL) is not None and outer != original:
+    outer = fields.whole(ORIGINAL, default=n_positions if default_original is None else default_original)
+    original = found.whole(ORIGINAL, default=outer)
+    if fields.raw(ORIGINAL) is not None and outer != original:
         raise BadModelConfig(
-            f"{shown(fields.path)} disagrees with itself: {_ORIGINAL} is {outer}, in the rope's section "
+            f"{shown(fields.path)} disagrees with itself: {ORIGINAL} is {outer}, in the rope's section "
             f"{original}"
         )
     if kind is None:
@@ -143,15 +143,15 @@ def _scaling(
 
 
 def rotary_size_field(rotary: Rotary, head_size: int) -> float:
-    """The `partial_rotary_factor` that gives the size of the rotated part, which is rounded down."""
+    """The `partial_rotary_factor` from which the size of the rotated part follows when rounded down."""
     factor = rotary.size / head_size
     return factor if int(head_size * factor) == rotary.size else math.nextafter(factor, 1.0)
 
 
 def rotary_fields(rotary: Rotary) -> dict[str, Any]:
-    """The fields that `read_rotary` reads as this, in the older spelling, which transformers 5 reads too.
+    """Write rotary positions in the older spelling, which transformers 5 reads too.
 
-    The size of the rotated part is the family's to write.
+    The family writes the size of the rotated part.
     """
     written: dict[str, Any] = {"rope_theta": rotary.base}
     scaling = rotary.scaling
@@ -164,7 +164,7 @@ def rotary_fields(rotary: Rotary) -> dict[str, Any]:
         if value is not None and (value != defaults[name] or name in _NEEDED.get(scaling.kind, ("factor",))):
             values[name] = value
     if scaling.kind not in ("linear", "dynamic"):
-        values[_ORIGINAL] = scaling.original_positions
+        values[ORIGINAL] = scaling.original_positions
     if not scaling.truncate:
         values["truncate"] = False
     if scaling.kind == "longrope":

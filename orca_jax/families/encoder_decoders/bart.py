@@ -1,8 +1,8 @@
 """BART (Lewis et al., 2020), mBART and Pegasus: LayerNorm, and biases everywhere.
 
-BART has its norms after the sums, the others before them and one more at the end. BART and mBART have a norm
-after the embedding, and positions that count from 2. Pegasus's positions are sines and cosines, which a
-checkpoint may have as a table. A bias is added to logits, zero in most checkpoints.
+BART has its norms after the sums; the others have them before the sums, and one more at the end. BART and
+mBART have a norm after the embedding, and count positions from 2. Pegasus's positions are sines and cosines,
+which a checkpoint may have as a table. Logits have a bias, which is zero in most checkpoints.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ from orca_jax.families.model_config import (
     alike,
 )
 from orca_jax.families.norm_config import Norm
-from orca_jax.families.stored_name import StoredName, as_it_is, one_row, stacked
+from orca_jax.families.stored_name import StoredName, as_it_is, layer_norm, linear, one_row, projections
 from orca_jax.families.strict_json import shown
 
 _NORM = Norm()
@@ -45,26 +45,25 @@ _UNREAD: Mapping[str, str] = {
 
 
 class _Kind(NamedTuple):
-    """What differs between the families."""
+    """The differences between the families."""
 
     residual: Residual
     embedding_norm: Norm | None
     final_norm: Norm | None
     offset: int  # of positions
     sinusoidal: bool
-    activation: str  # the default
 
 
-_BART = _Kind("post", _NORM, None, 2, False, "gelu")
-_MBART = _Kind("pre", _NORM, _NORM, 2, False, "gelu")
-_PEGASUS = _Kind("pre", None, _NORM, 0, True, "gelu")
+_BART = _Kind("post", _NORM, None, 2, False)
+_MBART = _Kind("pre", _NORM, _NORM, 2, False)
+_PEGASUS = _Kind("pre", None, _NORM, 0, True)
 
 
 def _read(fields: ConfigFields, *, kind: _Kind) -> ModelConfig:
     hidden_size = fields.whole("d_model", "hidden_size")
     n_positions = fields.whole("max_position_embeddings")
     _check_fixed(fields, kind)
-    activation = fields.activation("activation_function", kind.activation)
+    activation = fields.activation("activation_function", "gelu")
     positions = LearnedPositions(offset=kind.offset)
 
     def layer(side: str, *, causal: bool) -> Layer:
@@ -115,7 +114,7 @@ def _read(fields: ConfigFields, *, kind: _Kind) -> ModelConfig:
 
 
 def _check_fixed(fields: ConfigFields, kind: _Kind) -> None:
-    """Older files state what their model_type implies; one that states something else is another model."""
+    """Refuse a file that contradicts its model_type: older files state what the type implies."""
     for name, value in (
         ("normalize_before", kind.residual == "pre"),
         ("add_final_layer_norm", kind.final_norm is not None),
@@ -154,37 +153,23 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _side(side: str, ours: str) -> dict[str, StoredName]:
-    """The names of an encoder or a decoder, but for cross attention."""
-    names = {
-        f"{ours}position_embedding": as_it_is(f"{{prefix}}{side}.embed_positions.weight"),
+    """The weights of the encoder or the decoder, without cross attention."""
+    place = f"{{prefix}}{side}."
+    layer, name = f"{place}layers.{{i}}.", f"{ours}layers.{{i}}."
+    return {
+        f"{ours}position_embedding": as_it_is(f"{place}embed_positions.weight"),
+        **layer_norm(f"{ours}embedding_norm", f"{place}layernorm_embedding"),
+        **layer_norm(f"{ours}final_norm", f"{place}layer_norm"),
+        **layer_norm(f"{name}attn_norm", f"{layer}self_attn_layer_norm"),
+        **layer_norm(f"{name}mlp_norm", f"{layer}final_layer_norm"),  # each layer's, despite the name
+        **projections(f"{name}qkv", f"{layer}self_attn.", "qkv"),
+        **linear(f"{name}out", f"{layer}self_attn.out_proj"),
+        **linear(f"{name}up", f"{layer}fc1"),
+        **linear(f"{name}down", f"{layer}fc2"),
     }
-    layer, own = f"{{prefix}}{side}.layers.{{i}}", f"{ours}layers.{{i}}"
-    for part, leaf in (("weight", "scale"), ("bias", "bias")):
-        names |= {
-            f"{ours}embedding_norm.{leaf}": as_it_is(f"{{prefix}}{side}.layernorm_embedding.{part}"),
-            f"{ours}final_norm.{leaf}": as_it_is(f"{{prefix}}{side}.layer_norm.{part}"),
-            f"{own}.attn_norm.{leaf}": as_it_is(f"{layer}.self_attn_layer_norm.{part}"),
-            # Of the layer, whatever the name suggests.
-            f"{own}.mlp_norm.{leaf}": as_it_is(f"{layer}.final_layer_norm.{part}"),
-            f"{own}.qkv.{part}": stacked(*(f"{layer}.self_attn.{one}_proj.{part}" for one in "qkv")),
-            f"{own}.out.{part}": as_it_is(f"{layer}.self_attn.out_proj.{part}"),
-            f"{own}.up.{part}": as_it_is(f"{layer}.fc1.{part}"),
-            f"{own}.down.{part}": as_it_is(f"{layer}.fc2.{part}"),
-        }
-    return names
 
 
-def _cross() -> dict[str, StoredName]:
-    layer, own = "{prefix}decoder.layers.{i}", "layers.{i}"
-    names: dict[str, StoredName] = {}
-    for part, leaf in (("weight", "scale"), ("bias", "bias")):
-        names |= {
-            f"{own}.cross_norm.{leaf}": as_it_is(f"{layer}.encoder_attn_layer_norm.{part}"),
-            f"{own}.cross_q.{part}": as_it_is(f"{layer}.encoder_attn.q_proj.{part}"),
-            f"{own}.cross_kv.{part}": stacked(*(f"{layer}.encoder_attn.{one}_proj.{part}" for one in "kv")),
-            f"{own}.cross_out.{part}": as_it_is(f"{layer}.encoder_attn.out_proj.{part}"),
-        }
-    return names
+_CROSS = "{prefix}decoder.layers.{i}.encoder_attn"
 
 
 def _no_bias(model: ModelConfig) -> npt.NDArray[np.float32]:
@@ -192,7 +177,7 @@ def _no_bias(model: ModelConfig) -> npt.NDArray[np.float32]:
 
 
 def _sinusoids(model: ModelConfig) -> npt.NDArray[np.float32]:
-    """Sines in the first half of a row, cosines in the second: of position / 10000 ** (2 i / hidden_size)."""
+    """Sines, then cosines, of position / 10000 ** (2 i / hidden_size) in each row."""
     half = -(-model.hidden_size // 2)
     angle = np.arange(model.n_positions)[:, None] / 10_000 ** (2 * np.arange(half) / model.hidden_size)
     table = np.concatenate([np.sin(angle), np.cos(angle)[:, : model.hidden_size - half]], axis=1)
@@ -229,7 +214,10 @@ def _family(model_type: str, title: str, classes: str, kind: _Kind) -> Family:
             "head.bias": one_row("final_logits_bias"),
             **_side("encoder", "encoder."),
             **_side("decoder", ""),
-            **_cross(),
+            **layer_norm("layers.{i}.cross_norm", f"{_CROSS}_layer_norm"),
+            **linear("layers.{i}.cross_q", f"{_CROSS}.q_proj"),
+            **projections("layers.{i}.cross_kv", f"{_CROSS}.", "kv"),
+            **linear("layers.{i}.cross_out", f"{_CROSS}.out_proj"),
         },
         aliases={
             f"{prefix}shared.weight": f"{prefix}encoder.embed_tokens.weight" for prefix in ("model.", "")

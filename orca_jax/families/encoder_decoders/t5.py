@@ -1,9 +1,9 @@
 """T5 (Raffel et al., 2020) with its version 1.1 and FLAN, mT5, and umT5, whose layers have a bias table each.
 
-Scores are not scaled, and positions are a relative bias alone, so nothing in a model bounds a sequence. Where
-the head of a T5 is its embedding, logits are multiplied by d_model ** -0.5. transformers 5 writes
-`tie_word_embeddings` true for all of them, and T5's scaling as `scale_decoder_outputs`; there a model has a
-head of its own if its file has one. It scales umT5's logits by that field, and mT5's never.
+Scores are not scaled, and a relative bias is all that says positions, so the model itself bounds no sequence.
+Where T5's head is its embedding, logits are multiplied by d_model ** -0.5. transformers 5 writes
+`tie_word_embeddings` true for all of them, T5's scaling as `scale_decoder_outputs`, and a model has a
+separate head if its file has one. It scales umT5's logits by that field, and mT5's never.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ from orca_jax.families.norm_config import Norm
 from orca_jax.families.stored_name import StoredName, as_it_is, stacked
 from orca_jax.families.strict_json import shown
 
-N_POSITIONS = 2048  # of the encoder, and of the decoder: a bound of ours
+N_POSITIONS = 2048  # the encoder's and the decoder's: a bound that this engine sets
 _BUCKETS, _DISTANCE, _EPS = 32, 128, 1e-6
 _UNREAD: Mapping[str, str] = {
     "n_positions": "the length in training; a relative bias has no end",
@@ -49,7 +49,7 @@ _PROJECTIONS: Mapping[str, Activation] = {
 def _read(
     fields: ConfigFields, *, tied: bool, scaled: bool, projection: str, shared: bool = True
 ) -> ModelConfig:
-    """`tied`: the head is the embedding; `scaled`: logits are; `projection`: feed_forward_proj's default."""
+    """Read a model with a `tied` head, `scaled` logits, and this default of `feed_forward_proj`."""
     hidden_size = fields.whole("d_model", "hidden_size")
     n_layers = fields.whole("num_layers", "num_hidden_layers")
     n_heads = fields.whole("num_heads", "num_attention_heads")
@@ -86,7 +86,7 @@ def _read(
 
 
 def _feed_forward(fields: ConfigFields, default: str) -> FeedForward:
-    """`feed_forward_proj` is an activation, or "gated-" and one; newer files say it in two more fields."""
+    """Read `feed_forward_proj`: an activation, perhaps after "gated-"; newer files repeat it."""
     text = fields.text("feed_forward_proj", default)
     gated = text.startswith("gated-")
     name = "gelu_new" if text == "gated-gelu" else text.removeprefix("gated-")
@@ -95,8 +95,8 @@ def _feed_forward(fields: ConfigFields, default: str) -> FeedForward:
         raise UnsupportedModel(
             f"{shown(fields.path)}: feed_forward_proj: expected one of {known}, found '{shown(text)}'"
         )
-    for field, own in (("is_gated_act", gated), ("dense_act_fn", name)):
-        if fields.raw(field) not in (None, own):
+    for field, repeated in (("is_gated_act", gated), ("dense_act_fn", name)):
+        if fields.raw(field) not in (None, repeated):
             raise BadModelConfig(
                 f"{shown(fields.path)} disagrees with itself: feed_forward_proj is '{shown(text)}', "
                 f"{field} is {shown(fields.raw(field))}"
@@ -105,7 +105,7 @@ def _feed_forward(fields: ConfigFields, default: str) -> FeedForward:
 
 
 def _ties(fields: ConfigFields) -> bool:
-    """Whether config.json says that the head is the embedding. Raises UnsupportedModel for no head."""
+    """Read whether the head is the embedding. Raises UnsupportedModel for a model without a head."""
     tied = fields.flag("tie_word_embeddings", True)
     classes = fields.raw("architectures") or [""]
     if not tied and all(name.endswith("Model") for name in classes):
@@ -169,7 +169,7 @@ def _write_umt5(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _side(side: str, ours: str, n_before: int, bias_layer: str) -> dict[str, StoredName]:
-    """The names of an encoder's or a decoder's layers; `n_before` sublayers are before the feed-forward."""
+    """The weights of the encoder or the decoder, with `n_before` sublayers before the feed-forward part."""
     block = f"{side}.block.{{i}}.layer"
     first = f"{side}.block.{bias_layer}.layer.0.SelfAttention.relative_attention_bias.weight"
     attention = [f"{block}.0.SelfAttention.{part}.weight" for part in "qkvo"]
@@ -186,7 +186,7 @@ def _side(side: str, ours: str, n_before: int, bias_layer: str) -> dict[str, Sto
 
 
 def _weights(bias_layer: str) -> dict[str, StoredName]:
-    """All names; the table of the relative bias is that of `bias_layer`."""
+    """All weights; each layer's relative bias is the table of `bias_layer`."""
     cross = "decoder.block.{i}.layer.1"
     return {
         "token_embedding": as_it_is("shared.weight"),
@@ -201,7 +201,7 @@ def _weights(bias_layer: str) -> dict[str, StoredName]:
 
 
 def _gated(model: ModelConfig) -> Mapping[str, StoredName]:
-    """The two parts of a gated feed-forward."""
+    """The gate and up of a gated feed-forward part, which has two tensors for them."""
     if not model.layers[0].feed_forward.gated:
         return {}
     return {

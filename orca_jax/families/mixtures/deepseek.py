@@ -1,40 +1,30 @@
-"""DeepSeek-V2 and -V3 (2024): latent attention, and experts in groups beside a shared one.
+"""DeepSeek-V2 and -V3 (2024): latent attention, experts in groups, and a shared expert.
 
-A checkpoint of V3 has layers after the last that predict further tokens; they are not read.
+A checkpoint of V3 has layers after the last one that predict further tokens; they are not read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from orca_jax.errors import BadModelConfig
 from orca_jax.families.attention_config import Attention, Latent, Scores, latent_attention
 from orca_jax.families.config_fields import ConfigFields
-from orca_jax.families.decoders import llama_like
-from orca_jax.families.decoders.llama_like import (
-    BUFFERS,
-    CONFIG_NAMES,
-    PREFIXES,
-    Sizes,
-    common_fields,
-    decoder,
-    read_gated,
-)
+from orca_jax.families.decoders.llama_like import Sizes, common_fields, decoder, read_gated, relative
 from orca_jax.families.decoders.rope_fields import read_rotary
 from orca_jax.families.family import Family
-from orca_jax.families.mixtures import expert_names
-from orca_jax.families.mixtures.expert_fields import first_sparse
+from orca_jax.families.mixtures import experts_in_files
 from orca_jax.families.mixtures.experts_config import Experts
+from orca_jax.families.mixtures.experts_in_files import first_sparse
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
-from orca_jax.families.stored_name import StoredName, as_it_is, stacked
+from orca_jax.families.stored_name import StoredName, as_it_is, linear, stacked
 from orca_jax.families.strict_json import shown
 
 _UNREAD: Mapping[str, str] = dict.fromkeys(
     ("num_nextn_predict_layers", "num_mtp_layers"), "the layers that predict further tokens"
 )
 _CONFIG_NAMES: Mapping[str, str] = {
-    **CONFIG_NAMES,
     "n_experts": "n_routed_experts",
     "top_k": "num_experts_per_tok",
     "n_groups": "n_group",
@@ -52,15 +42,12 @@ _ATTENTION = "{prefix}layers.{i}.self_attn."
 _MLP = "{prefix}layers.{i}.mlp."
 _SHARED = tuple(f"{_MLP}shared_experts.{part}_proj.weight" for part in ("gate", "up"))
 _WEIGHTS: Mapping[str, StoredName] = {
-    **llama_like.WEIGHTS,
-    **expert_names.WEIGHTS,
+    **experts_in_files.WEIGHTS,
     "layers.{i}.q.weight": as_it_is(f"{_ATTENTION}q_proj.weight"),
-    "layers.{i}.q_a.weight": as_it_is(f"{_ATTENTION}q_a_proj.weight"),
-    "layers.{i}.q_a.bias": as_it_is(f"{_ATTENTION}q_a_proj.bias"),
+    **linear("layers.{i}.q_a", f"{_ATTENTION}q_a_proj"),
     "layers.{i}.q_a_norm.scale": as_it_is(f"{_ATTENTION}q_a_layernorm.weight"),
     "layers.{i}.q_b.weight": as_it_is(f"{_ATTENTION}q_b_proj.weight"),
-    "layers.{i}.kv_a.weight": as_it_is(f"{_ATTENTION}kv_a_proj_with_mqa.weight"),
-    "layers.{i}.kv_a.bias": as_it_is(f"{_ATTENTION}kv_a_proj_with_mqa.bias"),
+    **linear("layers.{i}.kv_a", f"{_ATTENTION}kv_a_proj_with_mqa"),
     "layers.{i}.kv_a_norm.scale": as_it_is(f"{_ATTENTION}kv_a_layernorm.weight"),
     "layers.{i}.kv_b.weight": as_it_is(f"{_ATTENTION}kv_b_proj.weight"),
     "layers.{i}.out.weight": as_it_is(f"{_ATTENTION}o_proj.weight"),
@@ -88,7 +75,7 @@ def _read_v3(fields: ConfigFields) -> ModelConfig:
 
 def _read_v2(fields: ConfigFields) -> ModelConfig:
     _only(fields, "scoring_func", "softmax")
-    # transformers ignores it, the code of its authors does not.
+    # transformers ignores norm_topk_prob, the authors' code does not.
     fields.must_be("norm_topk_prob", False, "a sum of 1 of the chosen experts' weights in this family")
     fields.must_be("mlp_bias", False, "a bias in feed-forward layers")
     n_groups, top_groups = fields.whole("n_group", default=1), fields.whole("topk_group", default=1)
@@ -104,12 +91,12 @@ def _read_v2(fields: ConfigFields) -> ModelConfig:
 
 
 def _only(fields: ConfigFields, name: str, value: str) -> None:
-    """Refuse any other text; a file may lack the field."""
+    """Refuse any other text than `value`; a file may lack the field."""
     fields.choice(name, {value: value}, value)
 
 
 def _read(fields: ConfigFields, experts: Experts, *, interleaved: bool, n_dense: int) -> ModelConfig:
-    """What both have; `n_dense` is the default of first_k_dense_replace."""
+    """Read what both versions have; `n_dense` is the default of first_k_dense_replace."""
     n_heads = fields.whole("num_attention_heads")
     attention = _read_attention(fields, n_heads, interleaved=interleaved)
     sizes = Sizes(
@@ -138,7 +125,7 @@ def _read(fields: ConfigFields, experts: Experts, *, interleaved: bool, n_dense:
         )
         for i in range(sizes.n_layers)
     ]
-    return decoder(fields, sizes, layers, final_norm=norm)
+    return decoder(fields, sizes, layers)
 
 
 def _read_attention(fields: ConfigFields, n_heads: int, *, interleaved: bool) -> Attention:
@@ -190,7 +177,7 @@ def _write_v2(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _written(model: ModelConfig) -> dict[str, Any] | None:
-    """The fields of both; None for a model without latent attention or experts."""
+    """The fields that both versions write; None without latent attention or experts."""
     attention, sparse = model.attention, first_sparse(model)
     latent = attention.latent
     if latent is None or sparse is None or sparse.experts is None:
@@ -223,32 +210,21 @@ def _written(model: ModelConfig) -> dict[str, Any] | None:
     return fields
 
 
-DEEPSEEK_V2 = Family(
-    model_type="deepseek_v2",
-    title="DeepSeek-V2",
-    architectures=("DeepseekV2ForCausalLM", "DeepseekV2Model"),
-    config_names=_CONFIG_NAMES,
-    read=_read_v2,
-    write=_write_v2,
-    prefixes=PREFIXES,
-    weights=_WEIGHTS,
-    alternatives=expert_names.FUSED,
-    buffers=BUFFERS,
-    unread=_UNREAD,
-    quantized=("fp8",),
-)
-DEEPSEEK_V3 = Family(
-    model_type="deepseek_v3",
-    title="DeepSeek-V3",
-    architectures=("DeepseekV3ForCausalLM", "DeepseekV3Model"),
-    config_names=_CONFIG_NAMES,
-    read=_read_v3,
-    write=_write_v3,
-    prefixes=PREFIXES,
-    weights=_WEIGHTS,
-    alternatives=expert_names.FUSED,
-    buffers=BUFFERS,
-    unread=_UNREAD,
-    further="eh_proj.weight",
-    quantized=("fp8",),
-)
+def _family(version: int, read: Callable[[ConfigFields], ModelConfig], **other: Any) -> Family:
+    classes = f"DeepseekV{version}"
+    return relative(
+        model_type=f"deepseek_v{version}",
+        title=f"DeepSeek-V{version}",
+        architectures=(f"{classes}ForCausalLM", f"{classes}Model"),
+        config_names=_CONFIG_NAMES,
+        read=read,
+        weights=_WEIGHTS,
+        alternatives=experts_in_files.FUSED,
+        unread=_UNREAD,
+        quantized=("fp8",),
+        **other,
+    )
+
+
+DEEPSEEK_V2 = _family(2, _read_v2, write=_write_v2)
+DEEPSEEK_V3 = _family(3, _read_v3, write=_write_v3, further="eh_proj.weight")

@@ -1,4 +1,4 @@
-"""Experts: a feed-forward layer that there is many times, of which each token takes a few."""
+"""Experts: many feed-forward layers, of which each token takes a few."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,21 +14,20 @@ Scores = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """`number` feed-forward layers; each token runs the `top_k` with the highest scores, and adds them up.
+    """`number` feed-forward layers; a token takes the weighted sum of the `top_k` with the highest scores.
 
-    A router, one linear layer, gives a token a logit for each expert; computed in float32, its scores are
-    their softmax or sigmoid, or with `softmax_of_chosen` a softmax over the logits of the chosen experts
-    alone. An expert's result is multiplied by its score; `renormalised` divides the chosen scores by their
-    sum first; then come `multiplier`.
+    The router, a linear layer, gives a token a logit for each expert. In float32, scores are the logits'
+    softmax or sigmoid, or with `softmax_of_chosen` a softmax over the chosen experts' logits alone. The
+    weights are the chosen scores, with `renormalised` divided by their sum, times `multiplier`.
 
-    With a `correction_bias` a number for each expert is added to the scores for the choice alone. With
-    `n_groups` the experts are cut into as many groups of neighbours, of which the `top_groups` best stand
-    for the choice: those with the greatest sum of two scores with a correction bias, of one score without.
+    A `correction_bias` adds a number for each expert to its score, for the choice alone. With `n_groups` the
+    experts form groups of neighbours, and only the `top_groups` best groups take part in the choice: those
+    with the greatest score, or with a correction bias the greatest sum of two scores.
 
-    `shared_size` is the width of one more gated layer, of the experts' activation, which every token runs;
-    with `shared_gate` its result is multiplied by the sigmoid of one more linear layer's.
+    `shared_size` is the width of a shared expert, a gated layer that every token runs; with `shared_gate` its
+    result is multiplied by the sigmoid of one more linear layer's output.
 
-    With `packed` the experts' matrices stay in MXFP4 (mxfp4.py) on the devices, each of which has whole ones.
+    With `packed` the experts' matrices stay in MXFP4 (mxfp4.py) on the devices, which hold whole experts.
     """
 
     number: int
@@ -74,14 +73,14 @@ class Experts:
 
     @property
     def group_size(self) -> int:
-        """Experts of each group."""
+        """Experts in a group."""
         return self.number // self.n_groups
 
     @property
     def scores_of_group(self) -> int:
-        """How many of its best scores decide on a group."""
+        """How many of a group's best scores are added to compare it."""
         return 2 if self.correction_bias else 1
 
     def expected_hit(self, n_tokens: float) -> float:
-        """The expected number of experts that any of `n_tokens` chooses, if it chooses at random."""
+        """The expected number of experts in use if `n_tokens` choose at random."""
         return self.number * (1 - (1 - self.top_k / self.number) ** n_tokens)

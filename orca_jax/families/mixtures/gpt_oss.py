@@ -7,46 +7,40 @@ from typing import Any
 from orca_jax.errors import UnsupportedModel
 from orca_jax.families.attention_config import Scores
 from orca_jax.families.config_fields import ConfigFields
-from orca_jax.families.decoders import llama_like
 from orca_jax.families.decoders.llama_like import (
-    BUFFERS,
-    CONFIG_NAMES,
-    PREFIXES,
+    FULL,
+    SLIDING,
     common_fields,
     decoder,
     read_layer,
     read_layer_kinds,
     read_sizes,
+    relative,
+    window_fields,
 )
 from orca_jax.families.decoders.rope_fields import read_rotary
-from orca_jax.families.family import Family
-from orca_jax.families.mixtures.expert_fields import EXPERT_NAMES
 from orca_jax.families.mixtures.experts_config import Experts
+from orca_jax.families.mixtures.experts_in_files import EXPERT_NAMES
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.rotary import Scaling
-from orca_jax.families.stored_name import StoredName, all_experts, as_it_is, mxfp4_experts, query_heads
+from orca_jax.families.stored_name import StoredName, all_experts, linear, mxfp4_experts, query_heads
 from orca_jax.families.strict_json import shown
 
-# What transformers takes where config.json has nothing.
-BASE = 150_000.0
+# transformers' defaults of fields that a file may lack.
 YARN = Scaling(kind="yarn", factor=32.0, original_positions=4096, truncate=False)
-_WINDOW, _HEAD_SIZE, _ALPHA, _LIMIT = 128, 64, 1.702, 7.0
-_KINDS = ("sliding_attention", "full_attention")
+_BASE, _WINDOW, _HEAD_SIZE, _ALPHA, _LIMIT = 150_000.0, 128, 64, 1.702, 7.0
 
 _LAYER = "{prefix}layers.{i}."
 _EXPERTS = f"{_LAYER}mlp.experts."
 _WEIGHTS: Mapping[str, StoredName] = {
-    **llama_like.WEIGHTS,
     "layers.{i}.sinks": query_heads(f"{_LAYER}self_attn.sinks"),
-    "layers.{i}.router.weight": as_it_is(f"{_LAYER}mlp.router.weight"),
-    "layers.{i}.router.bias": as_it_is(f"{_LAYER}mlp.router.bias"),
+    **linear("layers.{i}.router", f"{_LAYER}mlp.router"),
     "layers.{i}.experts.up.weight": all_experts(f"{_EXPERTS}gate_up_proj", transpose=True, alternating=True),
     "layers.{i}.experts.up.bias": all_experts(f"{_EXPERTS}gate_up_proj_bias", alternating=True),
     "layers.{i}.experts.down.weight": all_experts(f"{_EXPERTS}down_proj", transpose=True),
     "layers.{i}.experts.down.bias": all_experts(f"{_EXPERTS}down_proj_bias"),
 }
-# As published.
-_PACKED: Mapping[str, StoredName] = {
+_PACKED: Mapping[str, StoredName] = {  # as published
     "layers.{i}.experts.up.weight": mxfp4_experts(f"{_EXPERTS}gate_up_proj", alternating=True),
     "layers.{i}.experts.down.weight": mxfp4_experts(f"{_EXPERTS}down_proj"),
 }
@@ -58,71 +52,59 @@ def _read(fields: ConfigFields) -> ModelConfig:
     if fields.number("swiglu_alpha", _ALPHA) != _ALPHA:
         where = f"{shown(fields.path)}: swiglu_alpha is {shown(fields.raw('swiglu_alpha'))}"
         raise UnsupportedModel(f"{where}; only {_ALPHA} is supported")
-    bias = fields.flag("attention_bias", True)
-    rotary = read_rotary(fields, head_size=sizes.head_size, n_positions=sizes.n_positions, default_base=BASE)
+    rotary = read_rotary(fields, head_size=sizes.head_size, n_positions=sizes.n_positions, default_base=_BASE)
     if fields.raw("rope_parameters") is None and fields.raw("rope_scaling") is None:
         rotary = replace(rotary, scaling=YARN)
-    layer = read_layer(fields, sizes, qkv_bias=bias, out_bias=bias, mlp_bias=True, eps=1e-5, rotary=rotary)
     experts = Experts(
         number=fields.whole("num_local_experts", "num_experts"),
         top_k=fields.whole("num_experts_per_tok", "experts_per_token"),
         scores="softmax_of_chosen",
         router_bias=True,
     )
-    feed_forward = replace(
-        layer.feed_forward, gate_limit=fields.number("swiglu_limit", _LIMIT), experts=experts
+    layer = read_layer(
+        fields,
+        sizes,
+        bias=fields.flag("attention_bias", True),
+        mlp_bias=True,
+        eps=1e-5,
+        rotary=rotary,
+        scores=Scores(sinks=True),
     )
-    window = fields.whole_or_null("sliding_window", _WINDOW)
-    layers = [
-        replace(
-            layer,
-            attention=replace(
-                layer.attention, scores=Scores(window=window if kind == _KINDS[0] else None, sinks=True)
-            ),
-            feed_forward=feed_forward,
-        )
-        for kind in read_layer_kinds(fields, sizes.n_layers, _KINDS)
-        or [_KINDS[i % 2] for i in range(sizes.n_layers)]
+    limit = fields.number("swiglu_limit", _LIMIT)
+    layer = replace(layer, feed_forward=replace(layer.feed_forward, gate_limit=limit, experts=experts))
+    local = layer.with_window(fields.whole_or_null("sliding_window", _WINDOW))
+    kinds = read_layer_kinds(fields, sizes.n_layers) or [
+        FULL if i % 2 else SLIDING for i in range(sizes.n_layers)
     ]
-    return decoder(fields, sizes, layers, final_norm=layer.norm)
+    return decoder(fields, sizes, [local if kind == SLIDING else layer for kind in kinds])
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
-    feed_forward, attention = model.layers[0].feed_forward, model.attention
+    feed_forward = model.layers[0].feed_forward
     experts = feed_forward.experts
     if experts is None or feed_forward.gate_limit is None:
         return None
-    windows = [layer.attention.scores.window for layer in model.layers]
-    window = next((each for each in windows if each is not None), None)
     return (
         {"rope_scaling": {"rope_type": "default"}}
         | common_fields(model)
+        | window_fields(model)
         | {
-            "attention_bias": attention.qkv_bias,
+            "attention_bias": model.attention.qkv_bias,
             "num_local_experts": experts.number,
             "num_experts_per_tok": experts.top_k,
             "swiglu_limit": feed_forward.gate_limit,
-            "sliding_window": window,
-            "layer_types": [_KINDS[each is None] for each in windows],
         }
     )
 
 
-GPT_OSS = Family(
+GPT_OSS = relative(
     model_type="gpt_oss",
     title="gpt-oss",
     architectures=("GptOssForCausalLM", "GptOssModel"),
-    config_names={
-        **CONFIG_NAMES,
-        **EXPERT_NAMES,
-        "n_experts": "num_local_experts",
-        "gate_limit": "swiglu_limit",
-    },
+    config_names={**EXPERT_NAMES, "n_experts": "num_local_experts", "gate_limit": "swiglu_limit"},
     read=_read,
     write=_write,
-    prefixes=PREFIXES,
     weights=_WEIGHTS,
     alternatives=_PACKED,
-    buffers=BUFFERS,
     quantized=("mxfp4",),
 )

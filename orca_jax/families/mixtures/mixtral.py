@@ -1,47 +1,23 @@
 """Mixtral (Jiang et al., 2024): Mistral with eight experts in each layer."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from orca_jax.families.attention_config import Scores
 from orca_jax.families.config_fields import ConfigFields
-from orca_jax.families.decoders.llama_like import (
-    BUFFERS,
-    CONFIG_NAMES,
-    PREFIXES,
-    WEIGHTS,
-    common_fields,
-    decoder,
-    read_layer,
-    read_sizes,
-)
-from orca_jax.families.family import Family
-from orca_jax.families.mixtures.expert_fields import EXPERT_NAMES, read_experts
-from orca_jax.families.mixtures.expert_names import FUSED, separate_experts
+from orca_jax.families.decoders.llama_like import common_fields, decoder, read_layer, read_sizes, relative
+from orca_jax.families.mixtures.experts_in_files import EXPERT_NAMES, FUSED, read_experts, separate_experts
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.stored_name import StoredName
 
 _SPARSE = "{prefix}layers.{i}.block_sparse_moe."
-_WEIGHTS: Mapping[str, StoredName] = {
-    **WEIGHTS,
-    **separate_experts(
-        f"{_SPARSE}gate.weight", *(f"{_SPARSE}experts.{{x}}.{part}.weight" for part in ("w1", "w3", "w2"))
-    ),
-}
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
     sizes = read_sizes(fields)
     experts = read_experts(fields, "num_local_experts", alias="num_experts", renormalised=True)
-    layer = read_layer(fields, sizes, eps=1e-5)
     scores = Scores(window=fields.whole_or_null("sliding_window", None))
-    layer = replace(
-        layer,
-        attention=replace(layer.attention, scores=scores),
-        feed_forward=replace(layer.feed_forward, experts=experts),
-    )
-    return decoder(fields, sizes, [layer] * sizes.n_layers, final_norm=layer.norm)
+    layer = read_layer(fields, sizes, eps=1e-5, scores=scores)
+    return decoder(fields, sizes, replace(layer, feed_forward=replace(layer.feed_forward, experts=experts)))
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
@@ -55,15 +31,15 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     }
 
 
-MIXTRAL = Family(
+MIXTRAL = relative(
     model_type="mixtral",
     title="Mixtral",
     architectures=("MixtralForCausalLM", "MixtralModel"),
-    config_names={**CONFIG_NAMES, **EXPERT_NAMES, "n_experts": "num_local_experts"},
+    config_names={**EXPERT_NAMES, "n_experts": "num_local_experts"},
     read=_read,
     write=_write,
-    prefixes=PREFIXES,
-    weights=_WEIGHTS,
+    weights=separate_experts(
+        f"{_SPARSE}gate.weight", *(f"{_SPARSE}experts.{{x}}.{part}.weight" for part in ("w1", "w3", "w2"))
+    ),
     alternatives=FUSED,
-    buffers=BUFFERS,
 )

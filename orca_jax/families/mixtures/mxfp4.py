@@ -1,7 +1,7 @@
 """MXFP4 (Open Compute Project, 2023): numbers of four bits, 32 of which share an exponent of one byte.
 
-A number is a sign, two bits of exponent and one of mantissa: FP4. Two are in a byte, the first in its lower
-half. The shared exponent counts from -127.
+A number, FP4, has a sign, two bits of exponent and one of mantissa. A byte holds two numbers, the first in
+its lower half. The shared exponent counts from -127.
 """
 
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ import numpy.typing as npt
 
 from orca_jax.families.weight_form import HeldArray
 
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same below zero
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then their negatives
 BLOCK = 32  # numbers with one scale
-BLOCK_BYTES = BLOCK // 2 + 1  # with their scale
+BLOCK_BYTES = BLOCK // 2 + 1  # including the scale
 BIAS = 127
-GREATEST_SCALE = 252  # beyond it 6 times the scale is no float32
-_STEP_BYTES = 1 << 19  # so that what lies between stays in a near cache
+GREATEST_SCALE = 252  # with a greater scale, 6 times it is no float32
+_STEP_BYTES = 1 << 19  # small, so that intermediate arrays stay in a core's cache
 
 
 def unpack(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
-    """The numbers [rows, 32 n] of `blocks` [rows, 16 n] and `scales` [rows, n]: bits of bfloat16, exact."""
+    """Unpack `blocks` [rows, 16 n] with `scales` [rows, n] exactly, to the bits of bfloat16 [rows, 32 n]."""
     n_rows, n_bytes = blocks.shape
     out = np.empty((n_rows, n_bytes), np.uint32)
     step = max(1, _STEP_BYTES // max(1, n_bytes))
@@ -35,20 +35,20 @@ def unpack(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.
 
 @cache
 def _pairs() -> npt.NDArray[np.uint32]:
-    """The two numbers of each scale and byte, [2 ** 16]."""
+    """Tabulate the two numbers of each scale and byte, [2 ** 16]."""
     fp4 = np.array([*FP4, *(-each for each in FP4)])
     byte = np.arange(256)
     both = np.stack([fp4[byte & 15], fp4[byte >> 4]], axis=1)  # [256, 2]
     scale = np.ldexp(1.0, np.arange(256) - BIAS)[:, None, None]
     with np.errstate(over="ignore"):
         numbers = (both * scale).astype("<f4")
-    bits = (numbers.view("<u4") >> 16).astype("<u2")  # what bfloat16 leaves out is zero
+    bits = (numbers.view("<u4") >> 16).astype("<u2")  # the bits that bfloat16 omits are zero
     return bits.view("<u4").reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
-    """The form of experts that stay in MXFP4: each row's numbers, two in a byte, then their scales."""
+    """The form of experts that stay in MXFP4: each row has its numbers, two in a byte, then their scales."""
 
     stored: bool = True
     fixed: str | None = (

@@ -1,36 +1,15 @@
 """OLMoE (Muennighoff et al., 2024): small experts, and norms over all queries and all keys."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from orca_jax.errors import UnsupportedModel
-from orca_jax.families.attention_config import QKNorm
 from orca_jax.families.config_fields import ConfigFields
-from orca_jax.families.decoders import llama_like
-from orca_jax.families.decoders.llama_like import (
-    BUFFERS,
-    CONFIG_NAMES,
-    PREFIXES,
-    common_fields,
-    decoder,
-    read_layer,
-    read_sizes,
-)
-from orca_jax.families.family import Family
-from orca_jax.families.mixtures.expert_fields import EXPERT_NAMES, read_experts
-from orca_jax.families.mixtures.expert_names import FUSED, WEIGHTS
+from orca_jax.families.decoders.llama_like import common_fields, decoder, read_layer, read_sizes, relative
+from orca_jax.families.decoders.olmo2 import WIDE_NORMS
+from orca_jax.families.mixtures.experts_in_files import EXPERT_NAMES, FUSED, WEIGHTS, read_experts
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.stored_name import StoredName, key_heads, query_heads
 from orca_jax.families.strict_json import shown
-
-_LAYER = "{prefix}layers.{i}."
-_WEIGHTS: Mapping[str, StoredName] = {
-    **llama_like.WEIGHTS,
-    **WEIGHTS,
-    "layers.{i}.q_norm.scale": query_heads(f"{_LAYER}self_attn.q_norm.weight"),
-    "layers.{i}.k_norm.scale": key_heads(f"{_LAYER}self_attn.k_norm.weight"),
-}
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
@@ -39,14 +18,9 @@ def _read(fields: ConfigFields) -> ModelConfig:
         where = f"{shown(fields.path)}: clip_qkv is {shown(fields.raw('clip_qkv'))}"
         raise UnsupportedModel(f"{where}; clipped queries, keys and values are not supported")
     bias = fields.flag("attention_bias", False)
-    layer = read_layer(fields, sizes, qkv_bias=bias, out_bias=bias, eps=1e-5)
+    layer = read_layer(fields, sizes, bias=bias, eps=1e-5, qk_norm="width")
     experts = read_experts(fields, "num_experts", alias="num_local_experts")
-    layer = replace(
-        layer,
-        attention=replace(layer.attention, qk_norm=QKNorm(norm=layer.norm, over="width")),
-        feed_forward=replace(layer.feed_forward, experts=experts),
-    )
-    return decoder(fields, sizes, [layer] * sizes.n_layers, final_norm=layer.norm)
+    return decoder(fields, sizes, replace(layer, feed_forward=replace(layer.feed_forward, experts=experts)))
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
@@ -61,15 +35,13 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     }
 
 
-OLMOE = Family(
+OLMOE = relative(
     model_type="olmoe",
     title="OLMoE",
     architectures=("OlmoeForCausalLM", "OlmoeModel"),
-    config_names={**CONFIG_NAMES, **EXPERT_NAMES},
+    config_names=EXPERT_NAMES,
     read=_read,
     write=_write,
-    prefixes=PREFIXES,
-    weights=_WEIGHTS,
+    weights={**WEIGHTS, **WIDE_NORMS},
     alternatives=FUSED,
-    buffers=BUFFERS,
 )

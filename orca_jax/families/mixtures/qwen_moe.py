@@ -4,35 +4,33 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from orca_jax.errors import BadModelConfig, UnsupportedModel
-from orca_jax.families.attention_config import QKNorm, Scores
+from orca_jax.errors import UnsupportedModel
 from orca_jax.families.config_fields import ConfigFields
-from orca_jax.families.decoders import llama_like
 from orca_jax.families.decoders.llama_like import (
-    BUFFERS,
-    CONFIG_NAMES,
-    PREFIXES,
+    FULL,
     common_fields,
     decoder,
     read_layer,
     read_layer_kinds,
     read_sizes,
+    relative,
+    window_fields,
+    with_windows,
 )
-from orca_jax.families.family import Family
-from orca_jax.families.mixtures.expert_fields import (
+from orca_jax.families.mixtures.experts_config import Experts
+from orca_jax.families.mixtures.experts_in_files import (
     EXPERT_NAMES,
+    FUSED,
+    WEIGHTS,
     first_sparse,
     read_experts,
     sparse_fields,
     sparse_layers,
 )
-from orca_jax.families.mixtures.expert_names import FUSED, WEIGHTS
-from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.strict_json import shown
 
-_KINDS = ("full_attention", "sliding_attention")
-_NAMES = {**CONFIG_NAMES, **EXPERT_NAMES, "ffn_size": "intermediate_size or moe_intermediate_size"}
+_NAMES = {**EXPERT_NAMES, "ffn_size": "intermediate_size or moe_intermediate_size"}
 
 
 def _read_qwen2(fields: ConfigFields) -> ModelConfig:
@@ -43,42 +41,29 @@ def _read_qwen2(fields: ConfigFields) -> ModelConfig:
     )
     mixed = _with_experts(fields, layer, experts, sizes.n_layers)
     window = fields.whole_or_null("sliding_window", 4096)
-    windowed = fields.flag("use_sliding_window", False) and bool(window)
+    if not fields.flag("use_sliding_window", False):
+        window = None
     fields.raw("max_window_layers")
-    kinds = read_layer_kinds(fields, sizes.n_layers, _KINDS) or _KINDS[:1] * sizes.n_layers
-    if windowed and fields.raw("layer_types") is None:
+    kinds = read_layer_kinds(fields, sizes.n_layers)
+    if window and kinds is None:
         raise UnsupportedModel(
             f"{shown(fields.path)}: use_sliding_window is true, but there are no layer_types; versions of "
             "transformers differ in which layers it means"
         )
-    if not windowed and _KINDS[1] in kinds:
-        raise BadModelConfig(
-            f"{shown(fields.path)} disagrees with itself: layer_types has sliding_attention, but "
-            "use_sliding_window is not true or there is no sliding_window"
-        )
-    layers = [
-        _with_window(own, window) if kind == _KINDS[1] else own
-        for own, kind in zip(mixed, kinds, strict=True)
-    ]
-    return decoder(fields, sizes, layers, final_norm=layer.norm)
+    return decoder(
+        fields, sizes, with_windows(fields, mixed, kinds or [FULL] * sizes.n_layers, window or None)
+    )
 
 
 def _read_qwen3(fields: ConfigFields) -> ModelConfig:
     sizes = read_sizes(fields)
-    bias = fields.flag("attention_bias", False)
-    layer = read_layer(fields, sizes, qkv_bias=bias, out_bias=bias)
-    layer = replace(layer, attention=replace(layer.attention, qk_norm=QKNorm(norm=layer.norm)))
-    fields.raw("max_window_layers")  # which transformers does not read: all layers have the window
+    layer = read_layer(fields, sizes, bias=fields.flag("attention_bias", False), qk_norm="head")
+    fields.raw("max_window_layers")  # transformers does not read it: all layers have the window
     window = fields.whole_or_null("sliding_window", 4096)
     if fields.flag("use_sliding_window", False):
-        layer = _with_window(layer, window)
+        layer = layer.with_window(window)
     experts = read_experts(fields, "num_experts", alias="num_local_experts")
-    layers = _with_experts(fields, layer, experts, sizes.n_layers)
-    return decoder(fields, sizes, layers, final_norm=layer.norm)
-
-
-def _with_window(layer: Layer, window: int | None) -> Layer:
-    return replace(layer, attention=replace(layer.attention, scores=Scores(window=window)))
+    return decoder(fields, sizes, _with_experts(fields, layer, experts, sizes.n_layers))
 
 
 def _with_experts(fields: ConfigFields, layer: Layer, experts: Experts, n_layers: int) -> Sequence[Layer]:
@@ -88,22 +73,15 @@ def _with_experts(fields: ConfigFields, layer: Layer, experts: Experts, n_layers
 
 
 def _write_qwen2(model: ModelConfig) -> dict[str, Any] | None:
-    written, sparse = sparse_fields(model), first_sparse(model)
+    written, sparse, windows = sparse_fields(model), first_sparse(model), window_fields(model)
     if written is None or sparse is None or sparse.experts is None:
         return None
-    windows = [layer.attention.scores.window for layer in model.layers]
-    window = next((each for each in windows if each is not None), None)
-    return (
-        common_fields(model)
-        | written
-        | {
-            "qkv_bias": model.attention.qkv_bias,
-            "shared_expert_intermediate_size": sparse.experts.shared_size,
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "layer_types": [_KINDS[each is not None] for each in windows],
-        }
-    )
+    own = {
+        "qkv_bias": model.attention.qkv_bias,
+        "shared_expert_intermediate_size": sparse.experts.shared_size,
+        "use_sliding_window": windows["sliding_window"] is not None,
+    }
+    return common_fields(model) | written | own | windows
 
 
 def _write_qwen3(model: ModelConfig) -> dict[str, Any] | None:
@@ -114,27 +92,23 @@ def _write_qwen3(model: ModelConfig) -> dict[str, Any] | None:
     return common_fields(model) | written | own | {"attention_bias": model.attention.qkv_bias}
 
 
-QWEN2_MOE = Family(
+QWEN2_MOE = relative(
     model_type="qwen2_moe",
     title="Qwen 2 MoE",
     architectures=("Qwen2MoeForCausalLM", "Qwen2MoeModel"),
     config_names=_NAMES,
     read=_read_qwen2,
     write=_write_qwen2,
-    prefixes=PREFIXES,
-    weights={**llama_like.WEIGHTS, **WEIGHTS},
+    weights=WEIGHTS,
     alternatives=FUSED,
-    buffers=BUFFERS,
 )
-QWEN3_MOE = Family(
+QWEN3_MOE = relative(
     model_type="qwen3_moe",
     title="Qwen 3 MoE",
     architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
     config_names=_NAMES,
     read=_read_qwen3,
     write=_write_qwen3,
-    prefixes=PREFIXES,
-    weights={**llama_like.WEIGHTS, **WEIGHTS},
+    weights=WEIGHTS,
     alternatives=FUSED,
-    buffers=BUFFERS,
 )

@@ -1,32 +1,30 @@
-"""The form in which an array of a trainer's checkpoint holds one of our weights."""
+"""How an array of a trainer's checkpoint holds one of our weights."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from orca_jax.families.attention_matrices import latent_sizes
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Parameter, in_layers, layers_with
+from orca_jax.families.parameters import Parameter, attention_sizes, in_layers, layers_with
 
 LAYERS = "L"
 EXPERTS = "X"
 LETTERS = "LVPHENKDFXSQWMACR"
-_ORDER = "XVPNKDQWMACRSFEH"  # of the axes that are one axis of our weight: heads before their elements
+_ORDER = "XVPNKDQWMACRSFEH"  # of axes that merge into one axis of our weight: heads before their elements
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayForm:
-    """`axes` has a letter for each axis of the array, in its order, with spaces between: "H N D".
+    """The meaning of an array's axes: a letter for each in the array's order, with spaces between ("H N D").
 
-    The letters are those of parameters.py, N query heads, L layers of one kind, X experts also for a router,
-    and R the rank of compressed keys and values with what is rotated. Letters without a space between are
-    axes that the array has as one, a number is the size of an axis of that many parts. Our weight
-    is at `layer` of the `n_layers` along L, and at `part` of the parts.
-    Where the same weight is saved in several orders they stand one after the other, with | between: the first
-    that fits the array is meant, and the first of all is written.
+    The letters are those of parameters.py, with N for query heads, L for layers of one kind, X for experts in
+    a router too, and R for the L of latent attention. Letters without a space between are one axis of the
+    array. A number is an axis of so many parts. Our weight is at `layer` of the `n_layers` along L, and at
+    `part` of the parts. Several orders are separated by |: an array is read in the first order that its shape
+    fits, and written in the first of all.
 
-    `interleaved`: the elements of a head that rotary positions turn together are neighbours; ours are half a
-    head apart. Our values are `multiply` times the stored ones, plus `add`.
+    With `interleaved`, elements of a head that rotary positions turn together are neighbours; ours are half a
+    head apart. Our values are the stored ones times `multiply`, plus `add`.
     """
 
     axes: str
@@ -42,12 +40,12 @@ class ArrayForm:
         return tuple(self.axes.partition("|")[0].split())
 
     def fitting(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> "ArrayForm":
-        """This form with the order of axes that an array of this shape has; with the first if none fits."""
+        """This form with the first order of axes that the shape fits; if none fits, the first order."""
         forms = [replace(self, axes=axes.strip()) for axes in self.axes.split("|")]
         return next((form for form in forms if form.fits(shape, sizes)), forms[0])
 
     def fits(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
-        """Whether an array of this shape holds the weight. Its vocabulary may be padded."""
+        """Whether the weight can be in an array of this shape, whose vocabulary may be padded."""
         expected = self.shape(sizes)
         return len(shape) == len(expected) and all(
             found == size or (letter == "V" and found > size)
@@ -55,7 +53,7 @@ class ArrayForm:
         )
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The array's shape; `sizes` as from `axis_sizes`."""
+        """The array's shape, of `axis_sizes`."""
         return tuple(
             int(letter)
             if letter.isdigit()
@@ -67,14 +65,14 @@ class ArrayForm:
 
     @property
     def index(self) -> tuple[int | slice, ...]:
-        """Where in the array our weight is."""
+        """The index of our weight in the array."""
         return tuple(
             self.part if letter.isdigit() else self.layer if letter == LAYERS else slice(None)
             for letter in self.letters
         )
 
     def rows_and_columns(self, parameter: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The array's axes that are the rows of our weight, and those that are its columns."""
+        """Split the array's axes into those of our weight's rows and those of its columns."""
         last = set(parameter.axes[-1])
         if "K" in last:
             last.add("N")
@@ -88,14 +86,14 @@ class ArrayForm:
 
 
 def axis_sizes(model: ModelConfig, name: str) -> dict[str, int]:
-    """The size of each letter but L in a checkpoint of `model`, for the weight `name`; 0 if it has none."""
+    """The size of each letter but L in the array of the weight `name`; 0 if the model has none."""
     attention = model.attention
     feed_forward = layers_with(model, name)[int(in_layers(name)[1] or 0)].feed_forward
     experts = feed_forward.experts
-    latent = latent_sizes(attention)
+    sizes = attention_sizes(attention)
     return {
-        **{letter: latent.get(letter, 0) for letter in "QWMAC"},
-        "R": latent.get("L", 0),
+        **{letter: sizes.get(letter, 0) for letter in "QWMAC"},
+        "R": sizes.get("L", 0),
         "V": model.vocab_size,
         "P": model.n_positions + (model.positions.offset if model.positions else 0),
         "H": model.hidden_size,

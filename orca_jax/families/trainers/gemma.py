@@ -1,6 +1,6 @@
 """The arrays of Gemma's own code (google-deepmind/gemma), Gemma 1 to 3.
 
-Names are those of its Flax modules, as `save_params` writes them: "layer_0.attn.q_einsum.w". The checkpoints
+Names are those of its Flax modules, which `save_params` writes: "layer_0.attn.q_einsum.w". The checkpoints
 that Google published have the same arrays under "transformer/layer_0/attn/q_einsum" and "w".
 """
 
@@ -23,7 +23,7 @@ _NORMS: Mapping[str, str] = {
 
 
 def gemma_names(model: ModelConfig) -> dict[str, StoredName]:
-    """Every weight's arrays by our name for the weight."""
+    """The arrays of each weight."""
     names = {
         "token_embedding": array("embedder.input_embedding", "V H"),
         "final_norm.scale": array("final_norm.scale", "H"),
@@ -37,14 +37,14 @@ def gemma_names(model: ModelConfig) -> dict[str, StoredName]:
             **gemma_heads(model, f"{place}attn."),
             "up.weight": StoredName((f"{place}mlp.gating_einsum",) * 2, forms=gate_up),
             "down.weight": array(f"{place}mlp.linear", "F H"),
-            **{f"{name}.scale": array(f"{place}{theirs}.scale", "H") for name, theirs in _NORMS.items()},
+            **{f"{name}.scale": array(f"{place}{norm}.scale", "H") for name, norm in _NORMS.items()},
         }
         names |= {f"layers.{i}.{name}": stored for name, stored in layer.items()}
     return names
 
 
 def published(name: str) -> str:
-    """The name of an array of `gemma_names` in a checkpoint that Google published."""
+    """Turn an array's name in `gemma_names` into its name in a checkpoint that Google published."""
     *path, last = name.split(".")
     if path and path[-1] == "mlp":
         path, last = [*path, last], "w"

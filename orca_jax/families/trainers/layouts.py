@@ -1,20 +1,20 @@
-"""Whose checkpoint it is: MaxText's, Tunix's or Gemma's own, by the names of its arrays."""
+"""Detects by the names of its arrays whether a checkpoint is MaxText's, Tunix's or of Gemma's own code."""
 
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from orca_jax.config import Layout
 from orca_jax.errors import UnsupportedModel
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
 from orca_jax.families.stored_name import StoredName
-from orca_jax.families.trainers.formats import Layout
 from orca_jax.families.trainers.gemma import gemma_names, published
 from orca_jax.families.trainers.maxtext import maxtext_names
 from orca_jax.families.trainers.names import is_gemma
 from orca_jax.families.trainers.tunix import tunix_names
 
-# Where each trainer keeps the weights of a step, and what the names of their arrays begin with and end in.
+# Where each trainer keeps the weights of a step, and with what the names of their arrays begin and end.
 ITEMS: dict[Layout, str] = {
     "tunix": "0/model_params",
     "maxtext": "0/items",
@@ -36,7 +36,7 @@ _EMBEDDING = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Detected:
-    """A trainer's checkpoint: the arrays of each weight, and what the names of all of them begin with."""
+    """A trainer's checkpoint: the arrays of each weight, and the beginning of all their names."""
 
     layout: Layout
     names: dict[str, StoredName]
@@ -44,14 +44,14 @@ class Detected:
 
 
 def detect(model: ModelConfig, stored: Collection[str], interleaved: bool | None = None) -> Detected | None:
-    """The layout that arrays of these names are in; None where it is none of those known.
+    """Detect the layout of arrays with these names; None where it is unknown.
 
-    `interleaved` is as for `maxtext_names`. Raises UnsupportedModel where the trainer has no such model.
+    For `interleaved` see `maxtext_names`. Raises UnsupportedModel where the trainer has no such model.
     """
     found = [match for name in stored if (match := _EMBEDDING.fullmatch(name))]
     if not found:
         return None
-    # The optimizer's state has arrays of the same names, further down.
+    # The optimizer's state has arrays of the same names, at a greater depth.
     match = min(found, key=lambda match: (match["before"].count("."), match["before"]))
     before, after = match["before"], match["after"] or ""
 
@@ -81,7 +81,7 @@ def detect(model: ModelConfig, stored: Collection[str], interleaved: bool | None
 
 
 def _corrections(expected: StoredName, before: str, stored: Collection[str]) -> StoredName:
-    """Where a correction bias is: no optimizer changes it, so MaxText may have it in another collection."""
+    """Find a correction bias: no optimizer changes it, so MaxText may have it in another collection."""
     (name,) = expected.names
     end = f".{name.removeprefix(before)}"
     found = [other for other in stored if other.endswith(end)]
@@ -91,13 +91,13 @@ def _corrections(expected: StoredName, before: str, stored: Collection[str]) -> 
 def written_names(
     model: ModelConfig, layout: Layout, interleaved: bool | None = None
 ) -> dict[str, StoredName]:
-    """The arrays of each weight as the trainer itself saves them. Raises UnsupportedModel."""
+    """The arrays of each weight under the names that the trainer saves. Raises UnsupportedModel."""
     before, after = _WRITTEN[layout]
     return _named(model, layout, lambda name: f"{before}{name}{after}", interleaved)
 
 
 def held_names(model: ModelConfig, layout: Layout) -> dict[str, StoredName]:
-    """The arrays of each weight as the trainer's module holds them. Raises UnsupportedModel."""
+    """The arrays of each weight under their names in the trainer's module. Raises UnsupportedModel."""
     return _named(model, layout, str, None)
 
 

@@ -1,76 +1,136 @@
 """Reads orca.json, which describes the model in an Orbax directory.
 
-    {"model": {"vocab_size": 256, ...},             families/gpt_config.py or config_json.py
+    {"model": {"vocab_size": 256, ...},             GPTOptions, or a whole ModelConfig (config_json.py)
      "checkpoint": "40/default",                    the arrays' directory below this one; default "."
      "names": {"layers.{i}.up.weight": {"name": "blocks.{i}.up.kernel", "transpose": true}, ...},
      "ignore": ["opt_state.*"],                     arrays that are not weights
-     "rotary": "interleaved"}                       which of MaxText's two orders a checkpoint of its has
+     "rotary": "interleaved"}                       which of MaxText's two orders its checkpoint has
 
-Omit `model` where config.json is beside it or give a preset's name, and `names` if the arrays have our names
-or those of a known trainer. docs/checkpoints.md is the user documentation.
+`model` may be a preset's name, or missing where there is a config.json. `names` may be missing where the
+arrays have our names or those of a known trainer. docs/checkpoints.md is the user documentation.
 """
 
 import fnmatch
 import math
 import os.path
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint
-from orca_jax.families.config_json import config_from_json
-from orca_jax.families.gpt_config import gpt_config
+from orca_jax.families.attention_config import Attention
+from orca_jax.families.config_json import config_from_json, part_from_json
 from orca_jax.families.hf_config import check_tokenizer, read_hf_config
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.limits import even_head_size
+from orca_jax.families.model_config import (
+    Activation,
+    Embedding,
+    FeedForward,
+    Layer,
+    LearnedPositions,
+    ModelConfig,
+    Residual,
+    alike,
+)
+from orca_jax.families.norm_config import Norm
 from orca_jax.families.parameters import in_layers, layers_with, parameter_table
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.families.stored_name import HeadOrder, StoredName, own_order
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.array_form import EXPERTS, LETTERS, ArrayForm
 
 ORCA_JSON = "orca.json"
 TREE = "_METADATA"  # Orbax writes it last
+COMMIT = "_CHECKPOINT_METADATA"
+UNFINISHED = ".orbax-checkpoint-tmp"  # in a directory's name until Orbax renames it
+MANIFEST = "manifest.ocdbt"
 _MAX_BYTES = 1_000_000
-
-# The type of each field; ModelConfig checks the values.
-_FIELDS: Mapping[str, tuple[tuple[type, ...], str]] = {
-    **dict.fromkeys(
-        ("vocab_size", "n_positions", "hidden_size", "n_layers", "n_heads", "ffn_size"),
-        ((int,), "a whole number"),
-    ),
-    **dict.fromkeys(("position_offset", "embedding_size"), ((int,), "a whole number")),
-    **dict.fromkeys(("activation", "norm"), ((str,), "text")),
-    **dict.fromkeys(("final_norm", "use_bias", "tie_embeddings"), ((bool,), "true or false")),
-    "layer_norm_eps": ((int, float), "a number"),
-    "bos_token_id": ((int, type(None)), "a token id or null"),
-    "eos_token_ids": ((list,), "a list of token ids"),
-}
-_FORM: Mapping[str, tuple[tuple[type, ...], str]] = {
-    "axes": ((str,), f"letters of {LETTERS} and at most one number, with spaces between"),
-    "part": ((int,), "a whole number"),
-    "permute_rope": ((bool,), "true or false"),
-    "multiply": ((int, float), "a number"),
-    "add": ((int, float), "a number"),
-}
 _ROTARY = {"halves": False, "interleaved": True}
-_ITEMS = ("model_params", "items", "default", "params", ".")  # Tunix, MaxText, a manager's only one, others
-_NEEDED = ("vocab_size", "n_positions", "hidden_size", "n_layers", "n_heads", "ffn_size")
+# An item with a step's weights: of Tunix, MaxText, a manager with one item, others.
+_ITEMS = ("model_params", "items", "default", "params", ".")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTOptions:
+    """A decoder like GPT-2's and OPT's: equal layers with LayerNorm, and learned positions.
+
+    `norm` is Layer.residual, `use_bias` holds for all linear layers, and the embedding has the hidden size
+    unless `embedding_size` says otherwise.
+    """
+
+    vocab_size: int
+    n_positions: int
+    hidden_size: int
+    n_layers: int
+    n_heads: int
+    ffn_size: int
+    activation: Activation = "gelu_tanh"
+    norm: Residual = "pre"
+    final_norm: bool = True
+    layer_norm_eps: float = 1e-5
+    use_bias: bool = True
+    tie_embeddings: bool = True
+    position_offset: int = 0
+    embedding_size: int | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def model(self) -> ModelConfig:
+        """The model of these options. Raises ConfigError."""
+        norm = Norm(eps=self.layer_norm_eps)
+        layer = Layer(
+            attention=Attention(
+                n_heads=self.n_heads,
+                n_kv_heads=self.n_heads,
+                head_size=even_head_size(self.hidden_size, self.n_heads),
+                qkv_bias=self.use_bias,
+                out_bias=self.use_bias,
+            ),
+            feed_forward=FeedForward(size=self.ffn_size, activation=self.activation, bias=self.use_bias),
+            norm=norm,
+            residual=self.norm,
+        )
+        embedding_size = self.hidden_size if self.embedding_size is None else self.embedding_size
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            n_positions=self.n_positions,
+            hidden_size=self.hidden_size,
+            layers=alike(layer, self.n_layers),
+            embedding=Embedding(size=embedding_size, tied=self.tie_embeddings),
+            positions=LearnedPositions(offset=self.position_offset),
+            final_norm=norm if self.final_norm else None,
+            bos_token_id=self.bos_token_id,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _FormOptions:
+    """The fields of an entry in `names` that say how an array holds a weight."""
+
+    axes: str = ""
+    part: int = 0
+    permute_rope: bool = False
+    multiply: float = 1.0
+    add: float = 0.0
+
+
+_FORM = set(_FormOptions.__slots__)
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model in an Orbax directory: its shape, and the directory and names of its arrays."""
+    """A model in an Orbax directory, and where its arrays are."""
 
     path: Path  # the file with the model
     model: ModelConfig
     checkpoint: Path
-    names: dict[str, StoredName] | None  # None: ours, or a trainer's
+    names: dict[str, StoredName] | None  # None: our names, or a trainer's
     ignore: tuple[str, ...] = ()
-    interleaved: bool | None = None  # of a trainer's rotary positions; None: as the trainer has such a model
-    note: str = ""  # as HFConfig's
+    interleaved: bool | None = None  # a trainer's rotary order; None: its usual one
+    note: str = ""  # HFConfig.note
 
     def ignores(self, name: str) -> bool:
         """Whether an array is declared not to be a weight."""
@@ -118,12 +178,30 @@ def read_description(directory: Path) -> Description:
     return Description(source, model, place, names, tuple(ignore), interleaved, note)
 
 
+def is_orbax(directory: Path) -> bool:
+    """Whether Orbax wrote or began to write this directory or steps in it, or it has an orca.json."""
+    if any(os.path.exists(directory / name) for name in (ORCA_JSON, TREE, COMMIT, MANIFEST)):
+        return True
+    if UNFINISHED in directory.name or os.path.exists(directory / "ocdbt.process_0"):
+        return True
+    return not any(directory.glob("*.safetensors")) and latest_step(directory) is not None
+
+
+def described_model(directory: Path) -> tuple[ModelConfig, str]:
+    """Read the model that a directory's JSON describes, and a line about unused fields, perhaps empty.
+
+    The directory may lack weights. Raises a CheckpointError.
+    """
+    found = read_description(directory) if is_orbax(directory) else read_hf_config(directory)
+    return found.model, found.note
+
+
 def _has_description(directory: Path) -> bool:
     return any(os.path.exists(directory / name) for name in (ORCA_JSON, "config.json"))
 
 
 def latest_step(directory: Path) -> Path | None:
-    """The weights of the last step that a trainer saved in `directory`; None where there are no steps.
+    """Find the weights of the last step that a trainer saved in `directory`; None where there are no steps.
 
     A step is a directory with a number, in which the weights are one of the items.
     """
@@ -141,7 +219,7 @@ def latest_step(directory: Path) -> Path | None:
 
 
 def same_names(model: ModelConfig) -> dict[str, StoredName]:
-    """The arrays of a checkpoint with our own names."""
+    """The arrays of a checkpoint that has our names."""
     return {
         name: StoredName((name,), heads=own_order(parameter, model.attention))
         for name, parameter in parameter_table(model).items()
@@ -168,33 +246,16 @@ def _model(path: Path, values: object) -> ModelConfig:
         if values not in PRESETS:
             raise _bad(path, "model", f"an object, or one of {', '.join(PRESETS)}", values)
         return PRESETS[values]
-    if not isinstance(values, dict):
-        raise _bad(path, "model", f"an object with {', '.join(_NEEDED)} at least", values)
-    if "layers" in values:
-        try:
-            return config_from_json(values, partial(_bad, path))
-        except ConfigError as error:
-            raise BadModelConfig(f"{shown(path)}: model: {shown(str(error))}") from error
-    _known(path, "model.", values, set(_FIELDS))
-    for name in _NEEDED:
-        if name not in values:
-            raise _bad(path, f"model.{name}", "a whole number", None)
-    fields: dict[str, Any] = {}
-    for name, value in values.items():
-        kinds, rule = _FIELDS[name]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise _bad(path, f"model.{name}", rule, value)
-        fields[name] = tuple(value) if isinstance(value, list) else value
-    if fields.get("embedding_size", 1) < 1:  # 0 would mean the hidden size
-        raise _bad(path, "model.embedding_size", "at least 1", fields["embedding_size"])
     try:
-        return gpt_config(**fields)
+        if isinstance(values, dict) and "layers" in values:
+            return config_from_json(values, partial(_bad, path))
+        return part_from_json(GPTOptions, values, "model", partial(_bad, path)).model()
     except ConfigError as error:
         raise BadModelConfig(f"{shown(path)}: model: {shown(str(error))}") from error
 
 
 def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredName]:
-    """The stored name of each parameter, from its own entry or from its pattern for all layers."""
+    """Read the stored name of each parameter, from its entry or from its pattern's for all layers."""
     if not isinstance(values, dict):
         raise _bad(path, "names", "an object of our names and the checkpoint's", values)
     names: dict[str, StoredName] = {}
@@ -243,7 +304,7 @@ def _stored(path: Path, key: str, value: object) -> StoredName:
     if heads is not None and heads not in get_args(HeadOrder):
         raise _bad(path, f"names.{key}.heads", f"one of {', '.join(get_args(HeadOrder))}", heads)
     general = {option: entry[option] for option in _FORM if option in entry}
-    forms = tuple(_form(path, f"names.{key}.", general | part) for part in parts)
+    forms = tuple(_form(path, f"names.{key}", general | part) for part in parts)
     if not any(forms):
         forms = ()
     elif not all(forms) or "transpose" in entry or "reshape" in entry:
@@ -259,30 +320,26 @@ def _stored(path: Path, key: str, value: object) -> StoredName:
 
 
 def _form(path: Path, where: str, entry: dict[str, Any]) -> ArrayForm | None:
-    """How an array has a weight, from its entry in `names`; None without `axes`."""
-    _known(path, where, entry, {"name", *_FORM})
-    options = {option: value for option, value in entry.items() if option != "name"}
-    for option, value in options.items():
-        kinds, rule = _FORM[option]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise _bad(path, where + option, rule, value)
-    if not options:
+    """Read how an array holds a weight from its entry in `names`; None where the entry does not say."""
+    given = {option: value for option, value in entry.items() if option != "name"}
+    options = part_from_json(_FormOptions, given, where, partial(_bad, path))
+    if not given:
         return None
-    axes = options.get("axes", "")
-    letters = axes.split()
+    letters = options.axes.split()
     known = all(letter.isdigit() or set(letter) <= set(LETTERS) for letter in letters)
     if not letters or not known or sum(letter.isdigit() for letter in letters) > 1 or letters.count("L") > 1:
-        raise _bad(path, where + "axes", _FORM["axes"][1], axes)
-    part, n_parts = options.get("part", 0), next((int(each) for each in letters if each.isdigit()), 1)
-    if not 0 <= part < n_parts:
-        raise _bad(path, where + "part", f"a whole number below the {n_parts} parts of its axis", part)
-    multiply = float(options.get("multiply", 1.0))
-    if multiply == 0 or not math.isfinite(multiply):
-        raise _bad(path, where + "multiply", "a number other than 0", multiply)
+        rule = f"letters of {LETTERS} and at most one number, with spaces between"
+        raise _bad(path, f"{where}.axes", rule, options.axes)
+    n_parts = next((int(each) for each in letters if each.isdigit()), 1)
+    if not 0 <= options.part < n_parts:
+        rule = f"a whole number below the {n_parts} parts of its axis"
+        raise _bad(path, f"{where}.part", rule, options.part)
+    if options.multiply == 0 or not math.isfinite(options.multiply):
+        raise _bad(path, f"{where}.multiply", "a number other than 0", options.multiply)
     return ArrayForm(
-        axes=axes,
-        part=part,
-        interleaved=options.get("permute_rope", False),
-        multiply=multiply,
-        add=float(options.get("add", 0.0)),
+        axes=options.axes,
+        part=options.part,
+        interleaved=options.permute_rope,
+        multiply=float(options.multiply),
+        add=float(options.add),
     )

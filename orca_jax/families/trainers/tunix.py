@@ -1,7 +1,8 @@
 """The arrays of Tunix's models, which are Flax nnx modules: Llama, Qwen 2 and 3, Qwen 3 MoE, Gemma 1 to 3.
 
-Gemma keeps heads before the hidden size, and keys and values (with as many heads as queries, queries too) in
-one array. Experts are the first axis of their arrays, whose names have no "kernel".
+Gemma's arrays have heads before the hidden size, and one array for keys and values, or where there are as
+many K/V heads as query heads for queries too. Experts are the first axis of their arrays, whose names lack
+"kernel".
 """
 
 from collections.abc import Mapping
@@ -10,12 +11,18 @@ from orca_jax.errors import UnsupportedModel
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.trainers.array_form import ArrayForm
-from orca_jax.families.trainers.mixtures import mixture_of
-from orca_jax.families.trainers.names import array, arrays, gemma_heads, is_gemma, queries_keys_values
+from orca_jax.families.trainers.names import (
+    array,
+    arrays,
+    gemma_heads,
+    is_gemma,
+    mixture_of,
+    queries_keys_values,
+)
 
 
 def tunix_names(model: ModelConfig) -> dict[str, StoredName]:
-    """Every weight's arrays by our name for the weight. Raises UnsupportedModel."""
+    """The arrays of each weight. Raises UnsupportedModel."""
     if mixture_of(model, "tunix") not in (None, "qwen3_moe"):
         raise UnsupportedModel("tunix is known for one mixture of experts alone, Qwen 3 MoE")
     norm = "scale" if is_gemma(model) else "w"
@@ -25,8 +32,8 @@ def tunix_names(model: ModelConfig) -> dict[str, StoredName]:
         "head.weight": array("lm_head.w", "H V"),
     }
     for i in range(model.n_layers):
-        theirs = _gemma_layer(model) if is_gemma(model) else _LLAMA_LAYER
-        for name, stored in theirs.items():
+        layer = _gemma_layer(model) if is_gemma(model) else _LLAMA_LAYER
+        for name, stored in layer.items():
             names[f"layers.{i}.{name}"] = stored.in_layer(str(i))
     return names
 

@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orca_jax.aot.described_gpu import described_devices
 from orca_jax.execution.attention_backend import choose_attention
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.model.kv_cache import LayerCache
+from tests.gpt_config import gpt_config
 
 KINDS = ("a100-80gb", "l40s", "h200", "b200")
 N_LAYERS, HEADS, HEAD_SIZE, BLOCK, N_BLOCKS = 2, 4, 64, 16, 50

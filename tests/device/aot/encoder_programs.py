@@ -22,7 +22,7 @@ from orca_jax.aot.compiled_stage import (
 )
 from orca_jax.aot.described_gpu import described_devices
 from orca_jax.families.parameters import parameter_shapes
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.model.kv_cache import cache_shape
 from orca_jax.sharding.partition import split_model

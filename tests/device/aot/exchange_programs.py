@@ -10,7 +10,7 @@ from bench.compiled.collectives import counts
 from orca_jax.aot.compiled_stage import compile_stage
 from orca_jax.aot.described_gpu import described_devices
 from orca_jax.config import ExpertExchange, ParallelConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.sharding.partition import split_model
 
 N_DEVICES, BUCKET = 8, 64

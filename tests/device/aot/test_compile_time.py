@@ -22,7 +22,7 @@ def counted():
     return ask()
 extension._get_ptxas_isa_version = counted
 from bench.compiled.compile_for_gpu import compile_forward
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 compile_forward(replace(PRESETS["gpt3-13b"], layers=PRESETS["gpt3-13b"].layers[:1]), 32, 32)
 print(n)
 """

@@ -6,7 +6,7 @@ from orca_jax.config import ParallelConfig, Sizes
 from orca_jax.families.attention_config import Latent, latent_attention
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig, alike
 from orca_jax.families.norm_config import Norm
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.families.rotary import Rotary
 from orca_jax.planning.known_devices import KnownDevice, cpu_device, gpu_named
 from orca_jax.planning.plan import Plan, PlanTarget, make_plan

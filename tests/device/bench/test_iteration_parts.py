@@ -9,10 +9,10 @@ from bench.device.iteration_report import PARTS
 from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.execution.attention_paths import PureJax
 from orca_jax.execution.matmul_backend import choose_products
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.model.kv_cache import LayerCache, cache_shape
 from orca_jax.model.transformer import init_parameters
-from tests.changed_config import changed_config
+from tests.gpt_config import changed_config
 
 MODEL = changed_config(PRESETS["demo"], vocab_size=97, n_layers=2, ffn_size=64)
 FLOAT32 = jnp.dtype("float32")

@@ -11,7 +11,6 @@ import pytest
 from bench.paper.request_level import RequestLevelScheduler, RowWork
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import Request
@@ -21,6 +20,7 @@ from orca_jax.scheduling.timeline import Timeline
 from orca_jax.sharding.partition import split_model
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import greedy_request, place
+from tests.gpt_config import gpt_config
 
 MODEL = gpt_config(vocab_size=211, n_positions=64, hidden_size=24, n_layers=4, n_heads=3, ffn_size=40)
 SERVING = ServingConfig(max_batch_size=4, n_slots=4 * 64, max_batch_tokens=256, block_size=8)

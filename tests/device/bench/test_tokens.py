@@ -4,8 +4,8 @@ import pytest
 
 from bench import tokens
 from bench.tokens import CPU_SHARE, Agreement, Reference, check_model, requests_of
-from orca_jax.families.presets.by_name import PRESETS
-from tests.changed_config import changed_config
+from orca_jax.families.presets import PRESETS
+from tests.gpt_config import changed_config
 
 SMALL = changed_config(PRESETS["demo"], vocab_size=97, hidden_size=64, n_layers=2, n_heads=2, ffn_size=96)
 

@@ -158,7 +158,7 @@ def maxtext(tensors: Arrays, config: dict[str, Any], *, scanned: bool) -> Arrays
 
 
 def tunix(tensors: Arrays, config: dict[str, Any]) -> Arrays:
-    """Those of its Qwen 3 with experts."""
+    """The arrays of Tunix's Qwen 3 with experts."""
     found = {
         "embedder.input_embedding": tensors["model.embed_tokens.weight"],
         "final_norm.w": tensors["model.norm.weight"],

@@ -15,7 +15,6 @@ from huggingface_hub.utils import filter_repo_objects
 from orca_jax.checkpoint import safetensors_reader as safetensors_file
 from orca_jax.checkpoint.directory import Checkpoint, load_checkpoint
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint, TensorMismatch
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_shapes
@@ -31,6 +30,7 @@ from tests.device.checkpoint.tiny_checkpoint import (
     write_checkpoint,
     write_json,
 )
+from tests.gpt_config import gpt_config
 
 
 def expected(config: ModelConfig, tensors: Tensors) -> dict[str, np.ndarray]:
@@ -192,7 +192,7 @@ def test_a_tied_head_may_be_stored_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
 def test_a_tied_head_may_have_another_dtype(tmp_path: Path, dtype: Any) -> None:
-    """What was rounded from the embedding is the embedding; other numbers are another head."""
+    """A rounded copy of the embedding is the tied head; other numbers are a separate head."""
     tensors = gpt2_tensors()
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"].astype(dtype)
     loaded = load_checkpoint(write_checkpoint(tmp_path / "tied", GPT2, tensors), dtype=np.float32)

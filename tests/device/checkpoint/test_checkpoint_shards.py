@@ -75,7 +75,7 @@ def test_a_run_of_merged_axes_as_boxes(case: tuple[tuple[int, ...], int, int]) -
     np.testing.assert_array_equal(result, np.arange(first, end))
 
 
-def test_only_the_parts_own_bytes_are_read(sources: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_shards_bytes_are_read(sources: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     real = os.preadv
 

@@ -15,7 +15,6 @@ from orca_jax.checkpoint import orbax_store
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.errors import CheckpointError, ConfigError, UnsupportedModel
-from orca_jax.families.gpt_config import flat_options
 from orca_jax.families.hf_config import hf_config_of, read_config
 from orca_jax.families.model_config import LearnedPositions
 from orca_jax.families.parameters import parameter_shapes
@@ -30,6 +29,7 @@ from tests.device.checkpoint.tiny_checkpoint import (
     write_json,
 )
 from tests.device.model.golden import NAMES, load_golden
+from tests.gpt_config import flat_options
 
 
 def read(directory: Path) -> Tensors:
@@ -120,7 +120,7 @@ def test_orbax_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_config_that_is_written_is_read_the_same(tmp_path: Path, name: str) -> None:
+def test_a_written_config_reads_as_the_same_model(tmp_path: Path, name: str) -> None:
     config = read_config(load_golden(name).directory)
     write_json(tmp_path / "config.json", hf_config_of(config))
     assert read_config(tmp_path) == config
@@ -143,7 +143,7 @@ def test_another_dtype(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     first = write_checkpoint(tmp_path / "first", GPT2, gpt2_tensors())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("mine")

@@ -61,7 +61,7 @@ def test_to_orbax_and_back(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_config_that_is_written_is_read_the_same(tmp_path: Path, name: str) -> None:
+def test_a_written_config_reads_as_the_same_model(tmp_path: Path, name: str) -> None:
     model = read_config(DIRECTORY / name)
     family = FAMILIES[_config_of(name)["model_type"]]
     written = family.write(model)
@@ -100,7 +100,7 @@ def test_t5_has_one_table_for_all_layers_and_umt5_one_for_each() -> None:
 
 
 @pytest.mark.parametrize("model_type", one_of_each_family())
-def test_a_tensor_that_is_missing_misshaped_or_too_many(tmp_path: Path, model_type: str) -> None:
+def test_missing_misshaped_and_extra_tensors(tmp_path: Path, model_type: str) -> None:
     name = one_of_each_family()[model_type]
     tensors = {key: value for key, value in _tensors_of(name).items() if not COPIES.fullmatch(key)}
     kinds = {re.sub(r"\b\d+\b", "{i}", key): key for key in tensors}
@@ -172,7 +172,7 @@ def test_a_tensor_that_is_missing_misshaped_or_too_many(tmp_path: Path, model_ty
         ("pegasus-relu", {"encoder_layers": 1}, BadModelConfig, "1 encoder layers"),
     ],
 )
-def test_a_config_that_is_impossible_or_not_known(
+def test_impossible_and_unknown_configs(
     tmp_path: Path, name: str, wrong: dict[str, Any], error: type[CheckpointError], word: str
 ) -> None:
     directory = write_checkpoint(tmp_path, _config_of(name) | wrong, _tensors_of(name))

@@ -88,7 +88,7 @@ def test_one_tensor_of_another_number_of_experts(tmp_path: Path) -> None:
 def test_each_device_gets_its_experts_or_its_part_of_each(
     name: str, n_devices: int, each: tuple[int, ...]
 ) -> None:
-    """What all devices have together is the checkpoint's."""
+    """All devices' shards together are the checkpoint's weights."""
     whole = load_checkpoint(DIRECTORY / name, dtype=jnp.float32)
     group = DeviceGroup(tuple(jax.devices()[:n_devices]))
     part = StagePart(range(whole.config.n_layers), group, first=True, last=True)

@@ -43,7 +43,7 @@ def _tensors_of(name: str) -> Tensors:
 
 
 def _wrong_tensors(tensors: Tensors) -> Iterator[tuple[str, Tensors, str]]:
-    """What is wrong with the tensors, the tensors, and the name of the one that is meant."""
+    """Wrong tensors: a description, the tensors, and the name in the error."""
     in_layer = re.compile(r".*\b1\b.*")
     kinds = {re.sub(r"\b\d+\b", "{i}", name): name for name in tensors if in_layer.fullmatch(name)}
     outside = [name for name in tensors if not re.search(r"\b\d+\b", name)]
@@ -59,7 +59,7 @@ def _wrong_tensors(tensors: Tensors) -> Iterator[tuple[str, Tensors, str]]:
 
 
 @pytest.mark.parametrize("model_type", OF_FAMILY)
-def test_a_tensor_that_is_missing_misshaped_or_too_many(tmp_path: Path, model_type: str) -> None:
+def test_missing_misshaped_and_extra_tensors(tmp_path: Path, model_type: str) -> None:
     name = OF_FAMILY[model_type]
     config = _config_of(name)
     for i, (what, tensors, meant) in enumerate(_wrong_tensors(_tensors_of(name))):
@@ -70,7 +70,7 @@ def test_a_tensor_that_is_missing_misshaped_or_too_many(tmp_path: Path, model_ty
 
 
 def _wrong_configs(model_type: str, config: Config) -> Iterator[tuple[Config, type[CheckpointError], str]]:
-    """What config.json says instead, the error, and what the message has."""
+    """A change of config.json, the type of the error, and words of its message."""
     family = FAMILIES[model_type]
     heads = family.config_names["n_heads"]
     for wrong in (0, -2, 1 << 20, "four", None):
@@ -104,7 +104,7 @@ def _of_all_layers(config: Config, rope: Config) -> Config:
 
 
 @pytest.mark.parametrize("model_type", OF_FAMILY)
-def test_a_config_that_is_impossible_or_not_known(tmp_path: Path, model_type: str) -> None:
+def test_impossible_and_unknown_configs(tmp_path: Path, model_type: str) -> None:
     name = OF_FAMILY[model_type]
     right, tensors = _config_of(name), _tensors_of(name)
     for i, (wrong, error, word) in enumerate(_wrong_configs(model_type, right)):
@@ -116,7 +116,7 @@ def test_a_config_that_is_impossible_or_not_known(tmp_path: Path, model_type: st
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_config_that_is_written_is_read_as_the_same_model(name: str) -> None:
+def test_a_written_config_reads_as_the_same_model(name: str) -> None:
     model = read_config(DIRECTORY / name)
     family = FAMILIES[_config_of(name)["model_type"]]
     written = family.write(model)

@@ -30,7 +30,7 @@ def written(directory: Path, values: Any) -> Path:
     return directory
 
 
-def test_what_a_model_recommends(tmp_path: Path) -> None:
+def test_recommended_defaults(tmp_path: Path) -> None:
     defaults = read_generation_defaults(written(tmp_path, LLAMA), "auto")
     assert defaults.sampling_params() == SamplingParams(temperature=0.6, top_p=0.9)
     assert defaults.eos_token_ids == (128001, 128008, 128009)
@@ -54,7 +54,7 @@ def test_sampling_parameters(tmp_path: Path, values: Any, sampling: SamplingPara
     assert read_generation_defaults(written(tmp_path, values), "auto").sampling_params() == sampling
 
 
-def test_what_is_not_applied_is_named(tmp_path: Path) -> None:
+def test_ignored_parameters_are_named(tmp_path: Path) -> None:
     values = {
         "num_beams": 4,
         "typical_p": 1.0,

@@ -78,7 +78,7 @@ def test_each_device_gets_its_part(
         (DOWN, ((2, 3), (0, 32), (16, 32)), 32 * 16, 32),  # of half a block all is read
     ],
 )
-def test_only_a_part_s_own_bytes_are_read(
+def test_only_a_parts_bytes_are_read(
     name: str, box: Any, of_blocks: int, of_scales: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, parts = find_parameters(PACKED)
@@ -120,7 +120,7 @@ def test_converted_it_is_unpacked(tmp_path: Path) -> None:
         ({SCALES: lambda scales: np.full_like(scales, 253)}, f"'{SCALES}': a scale: expected at most 252"),
     ],
 )
-def test_what_is_wrong_with_packed_experts(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_malformed_packed_experts(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     given = tensors()
     for name, change in changes.items():
         value = given.pop(name)

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from orca_jax.checkpoint import orbax, orbax_boxes, orbax_store
 from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.errors import BadModelConfig, CheckpointError, CorruptFile, NotACheckpoint, TensorMismatch
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.parameters import parameter_shapes
+from orca_jax.families.trainers.orca_json import described_model
 from orca_jax.model.transformer import init_parameters
-from orca_jax.model_files.description import model_config
 from tests.device.checkpoint.test_checkpoint_fuzz import mutate
+from tests.gpt_config import gpt_config
 
 MODEL: dict[str, Any] = {
     "vocab_size": 11,
@@ -90,7 +90,7 @@ def fails(error: type[CheckpointError], directory: Path, *words: str) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
 def test_a_checkpoint_with_our_names(saved: Path, parameters: dict[str, jax.Array], dtype: Any) -> None:
     loaded = load_checkpoint(saved, dtype=dtype)
-    assert loaded.config == CONFIG == model_config(saved)
+    assert loaded.config == CONFIG == described_model(saved)[0]
     assert_equal(loaded.parameters, parameters, dtype)
 
 
@@ -237,7 +237,7 @@ def test_pieces_of_any_size_are_the_array(
 # --- what is written
 
 
-def test_orbax_restores_what_is_written_onto_shardings(tmp_path: Path) -> None:
+def test_orbax_restores_written_arrays_onto_shardings(tmp_path: Path) -> None:
     values = {
         "b.bias": np.arange(7, dtype="f4"),
         "a": np.arange(24, dtype="f4").reshape(3, 4, 2).astype(ml_dtypes.bfloat16),
@@ -365,7 +365,7 @@ def test_files_that_are_missing_or_cut(copy: Path, victim: str, half: bool) -> N
     fails(CorruptFile, copy, str(copy))
 
 
-def test_a_chunk_that_is_missing(tmp_path: Path, parameters: dict[str, jax.Array]) -> None:
+def test_a_missing_chunk(tmp_path: Path, parameters: dict[str, jax.Array]) -> None:
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(tmp_path / "model", args=ocp.args.PyTreeSave(parameters))
@@ -486,7 +486,7 @@ def test_a_checkpoint_without_a_model_name(copy: Path) -> None:
         ({"model": MODEL | {"hidden_size": "64"}}, ["model.hidden_size", "whole number"]),
         ({"model": MODEL | {"hidden_size": True}}, ["model.hidden_size", "whole number"]),
         ({"model": MODEL | {"hidden_size": 63}}, ["hidden_size 63", "multiple of n_heads"]),
-        ({"model": MODEL | {"embedding_size": 0}}, ["embedding_size", "at least 1"]),
+        ({"model": MODEL | {"embedding_size": 0}}, ["embedding_size", "from 1"]),
         ({"model": MODEL | {"use_bias": 1}}, ["model.use_bias", "true or false"]),
         ({"model": MODEL | {"activation": "swish"}}, ["activation", "gelu_tanh", "swish"]),
         ({"model": MODEL | {"vocab_multiple": 8}}, ["model.vocab_multiple"]),
@@ -500,7 +500,7 @@ def test_a_checkpoint_without_a_model_name(copy: Path) -> None:
         ({"names": []}, ["names", "object"]),
     ],
 )
-def test_a_description_that_is_wrong(copy: Path, change: dict[str, Any], words: list[str]) -> None:
+def test_a_wrong_description(copy: Path, change: dict[str, Any], words: list[str]) -> None:
     describe(copy, **change)
     fails(BadModelConfig, copy, "orca.json", *words)
 
@@ -515,7 +515,7 @@ def test_a_description_that_is_wrong(copy: Path, change: dict[str, Any], words: 
         ("layers.{i}.adapter", "x", ["layers.{i}.adapter", "only names of"]),
     ],
 )
-def test_a_map_that_is_wrong(copy: Path, name: str, entry: object, words: list[str]) -> None:
+def test_wrong_names_of_arrays(copy: Path, name: str, entry: object, words: list[str]) -> None:
     names: dict[str, object] = {one: one for one in parameter_shapes(CONFIG)}
     describe(copy, names=names | {name: entry})
     fails(BadModelConfig, copy, "orca.json", *words)

@@ -15,10 +15,10 @@ from safetensors.numpy import load_file
 from orca_jax.checkpoint import array_view
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import load_checkpoint
+from orca_jax.config import Layout
 from orca_jax.errors import BadModelConfig, TensorMismatch, UnsupportedModel
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.parameters import in_layers
-from orca_jax.families.trainers.formats import Layout
 from orca_jax.families.trainers.layouts import ITEMS, written_names
 from orca_jax.launch.given_weights import check_arrays
 from orca_jax.sharding.device_group import DeviceGroup
@@ -178,7 +178,7 @@ def test_each_device_gets_its_experts_or_its_part_of_each(
         (MIXTRAL, "gemma", "gemma has no model with"),
     ],
 )
-def test_what_the_trainer_does_not_have_is_refused(
+def test_models_that_the_trainer_lacks_are_refused(
     name: str, layout: Layout, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModel, match=words):
@@ -186,7 +186,7 @@ def test_what_the_trainer_does_not_have_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_does_not_fit(tmp_path: Path) -> None:
+def test_arrays_that_do_not_fit(tmp_path: Path) -> None:
     arrays = by_hand(MIXTRAL, "maxtext")
     name = "params.params.decoder.layers_1.MoeBlock_0.wi_1"
     for i, (wrong, words) in enumerate(

@@ -54,7 +54,7 @@ def test_the_text_part_of_gemma3_is_the_text_model(tmp_path: Path, prefix: str, 
         np.testing.assert_array_equal(np.asarray(array), np.asarray(alone.parameters[name]))
 
 
-def test_a_head_of_its_own_is_found_under_both_names(tmp_path: Path) -> None:
+def test_a_separate_head_is_found_under_both_names(tmp_path: Path) -> None:
     tensors = load_file(GOLDEN / "model.safetensors")
     head = np.ascontiguousarray(tensors["model.embed_tokens.weight"][::-1])
     for i, name in enumerate(("lm_head.weight", "language_model.lm_head.weight")):
@@ -65,7 +65,7 @@ def test_a_head_of_its_own_is_found_under_both_names(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.asarray(loaded.parameters["head.weight"]), head)
 
 
-def test_what_is_left_out_is_named(tmp_path: Path) -> None:
+def test_omitted_parts_are_named(tmp_path: Path) -> None:
     note = read_hf_config(write(tmp_path, "model.language_model.", outer="model.")).note
     assert "its text part is served" in note
     assert "not used: image_token_index, mm_tokens_per_image, vision_config" in note
@@ -97,7 +97,9 @@ def test_a_tensor_of_no_known_part_is_refused(tmp_path: Path) -> None:
         ({"odd_scale": 2}, UnsupportedModel, "odd_scale is 2"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_unsupported_models_are_refused(
+    tmp_path: Path, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(WHOLE | changes))
     with pytest.raises(error, match=words):
         read_hf_config(tmp_path)

@@ -122,13 +122,13 @@ def in_small_chunks(name: str, directory: Path) -> Path:
 
 
 def bytes_read() -> int:
-    """What TensorStore has read from files in this process."""
+    """The bytes that TensorStore has read from files in this process."""
     (metric,) = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
     return metric["values"][0]["value"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_stage_reads_the_bytes_of_its_own_chunks(name: str, tmp_path: Path) -> None:
+def test_a_stage_reads_only_its_chunks(name: str, tmp_path: Path) -> None:
     directory = in_small_chunks(name, tmp_path)
     chunks = [
         (file.parent.name, int([*file.name.split("."), "0"][1]), file.stat().st_size)

@@ -18,13 +18,12 @@ import pytest
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import find_parameters, load_checkpoint
 from orca_jax.checkpoint.orbax_store import open_arrays, read_tree
-from orca_jax.config import ServingConfig
+from orca_jax.config import Format, ServingConfig
 from orca_jax.errors import BadModelConfig, CheckpointError, ConfigError, TensorMismatch, UnsupportedModel
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.parameters import parameter_shapes
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.families.stored_name import StoredName
-from orca_jax.families.trainers.formats import Format
 from orca_jax.families.trainers.layouts import ITEMS, detect, written_names
 from orca_jax.families.trainers.orca_json import read_description
 from orca_jax.model import reference
@@ -39,7 +38,7 @@ SOME = [pytest.param(name, marks=() if name in _QUICK else pytest.mark.long) for
 
 @dataclass(frozen=True)
 class Golden:
-    """What a trainer computes with a checkpoint of its own."""
+    """The logits and tokens that a trainer computes with its checkpoint."""
 
     directory: Path
     prompts: np.ndarray  # [n, length]
@@ -54,7 +53,7 @@ def golden_of(name: str) -> Golden:
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_the_trainers_own_logits(name: str) -> None:
+def test_the_trainers_logits(name: str) -> None:
     golden = golden_of(name)
     checkpoint = load_checkpoint(golden.directory, dtype=jnp.float32)
     forward = jax.jit(reference.forward, static_argnums=0)
@@ -65,7 +64,7 @@ def test_the_trainers_own_logits(name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_served_with_the_trainers_own_tokens(name: str) -> None:
+def test_serving_gives_the_trainers_tokens(name: str) -> None:
     golden = golden_of(name)
     checkpoint = load_checkpoint(golden.directory, dtype=jnp.float32)
     serving = ServingConfig(max_batch_size=4, n_slots=256, max_batch_tokens=64)
@@ -263,7 +262,7 @@ def test_general_forms(tunix: Path, tmp_path: Path) -> None:
         ({"axes": "L F H", "multiply": 0}, "multiply"),
         ({"axes": "L F H", "transpose": True}, "instead of transpose"),
         ({"part": 1}, "axes"),
-        ({"axes": 3}, "letters"),
+        ({"axes": 3}, "axes: expected text, found 3"),
     ):
         names["layers.{i}.down.weight"] = {"name": "down"} | wrong
         write(directory, {"names": names})
@@ -271,7 +270,7 @@ def test_general_forms(tunix: Path, tmp_path: Path) -> None:
             load_checkpoint(directory, dtype=np.float32)
 
 
-def test_a_format_that_is_not_one(tunix: Path, tmp_path: Path) -> None:
+def test_an_unknown_format(tunix: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'torch'; it must be one of safetensors, orbax, tunix"):
         convert_checkpoint(tunix, tmp_path / "x", to="torch")  # pyright: ignore[reportArgumentType]
     with pytest.raises(UnsupportedModel, match="gemma has no model with"):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.worker import LocalWorkers, Worker
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.constraint import BadWords, ConstraintRules
 from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import Request
@@ -25,6 +24,7 @@ from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.sharding.partition import StagePart, split_model
 from tests.device.harness import Harness, harness
+from tests.gpt_config import gpt_config
 from tests.random_pieces import RandomPieces
 
 MODEL = gpt_config(

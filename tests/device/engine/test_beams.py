@@ -17,7 +17,6 @@ from scipy.special import log_softmax
 
 from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import ParallelConfig, ServingConfig
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.iteration.rows.beams import Beams
 from orca_jax.model import reference
 from orca_jax.model.transformer import init_parameters
@@ -29,6 +28,7 @@ from orca_jax.service.prepared_params import RuleMaker
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, greedy_request, harness
 from tests.device.model.golden_beams import NAMES, load_beams
+from tests.gpt_config import gpt_config
 from tests.plain_beam_search import plain_search
 
 VOCAB = 61

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from orca_jax.config import Attention, ServingConfig
 from orca_jax.execution.worker import Worker
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import finish_reasons, greedy_request, harness, single_worker
 from tests.device.native.native_form import has_native
+from tests.gpt_config import gpt_config
 
 MODEL = gpt_config(
     vocab_size=211, n_positions=96, hidden_size=48, n_layers=2, n_heads=3, ffn_size=40, vocab_multiple=8

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 
 from orca_jax.config import ParallelConfig, ServingConfig
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.iteration.rows.scored import Given
 from orca_jax.model import reference
 from orca_jax.model.transformer import init_parameters
@@ -26,6 +25,7 @@ from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, harness
+from tests.gpt_config import gpt_config
 
 MODEL = gpt_config(
     vocab_size=211, n_positions=96, hidden_size=48, n_layers=2, n_heads=3, ffn_size=80, vocab_multiple=8

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.worker import LocalWorkers, Worker
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.constraint import BadWords, ConstraintRules
 from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.sharding.partition import StagePart, split_model
 from tests.device.harness import Harness, harness
+from tests.gpt_config import gpt_config
 
 MODEL = gpt_config(
     vocab_size=67, n_positions=32, hidden_size=16, n_layers=2, n_heads=2, ffn_size=24, vocab_multiple=2

@@ -16,7 +16,6 @@ import pytest
 from scipy.special import log_softmax
 
 from orca_jax.config import ParallelConfig, ServingConfig
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.constraint import BadWords, ConstraintRules
 from orca_jax.model import reference
 from orca_jax.model.transformer import init_parameters
@@ -25,6 +24,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.restart import run_again
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, harness
+from tests.gpt_config import gpt_config
 
 EOS = 5
 MODEL = gpt_config(

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import InvalidSamplingParameter, OutputFailed
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.token_mask import words_of
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample
@@ -28,6 +27,7 @@ from orca_jax.service.generation import GenerationResult
 from orca_jax.service.orca import Orca
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import default_buckets, place
+from tests.gpt_config import gpt_config
 from tests.host.engines import LETTERS, SOON
 
 VOCAB = 300  # not a multiple of what the sampler takes together

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from orca_jax.config import ParallelConfig, ServingConfig
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import PLAIN, FinishReason, InputRow, Request, RowAnswer, RowKind
 from orca_jax.request.sampling_params import SamplingParams
@@ -22,6 +21,7 @@ from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, harness
+from tests.gpt_config import gpt_config
 
 MODEL = gpt_config(vocab_size=97, n_positions=96, hidden_size=32, n_layers=2, n_heads=2, ffn_size=64)
 N_OUTPUT = 40

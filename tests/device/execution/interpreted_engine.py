@@ -11,9 +11,9 @@ import numpy as np
 
 import tests.device.compiled_once  # noqa: F401
 from orca_jax.config import Attention, ServingConfig
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.model.transformer import init_parameters
 from tests.device.harness import greedy_request, harness, single_worker
+from tests.gpt_config import gpt_config
 
 MODEL = gpt_config(
     vocab_size=211, n_positions=160, hidden_size=128, n_layers=1, n_heads=2, ffn_size=96, vocab_multiple=8

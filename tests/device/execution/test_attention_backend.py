@@ -16,11 +16,11 @@ from orca_jax.execution import attention_backend
 from orca_jax.execution.attention_backend import GPU_PATHS, choose_attention, features_of
 from orca_jax.execution.attention_paths import Cudnn, Kernel, LatentByRow, Native, PureJax
 from orca_jax.families.attention_config import RelativeBias, Scores
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import Encoder, ModelConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from tests.device.execution.interpreted_engine import LENGTHS
 from tests.device.native.native_form import needs_native
+from tests.gpt_config import gpt_config
 from tests.places import ROOT
 
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")

@@ -15,10 +15,9 @@ from orca_jax.errors import ConfigError
 from orca_jax.execution import capacity
 from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.worker import Worker
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import stage_parameters
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.transformer import init_parameters
 from orca_jax.planning.sizes import engine_shape, serving_config
@@ -27,7 +26,7 @@ from orca_jax.planning.stage_memory import stage_memory, stage_weight_bytes
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.specs import held_specs
-from tests.changed_config import changed_config
+from tests.gpt_config import changed_config, gpt_config
 
 TIED = gpt_config(vocab_size=51, n_positions=48, hidden_size=16, n_layers=3, n_heads=2, ffn_size=32)
 UNTIED = changed_config(TIED, tie_embeddings=False, position_offset=2, final_norm=False, vocab_multiple=8)

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orca_jax.config import Attention, ParallelConfig, ServingConfig
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, harness
 from tests.device.native.native_form import needs_native
+from tests.gpt_config import gpt_config
 
 MODEL = gpt_config(
     vocab_size=211, n_positions=96, hidden_size=48, n_layers=2, n_heads=3, ffn_size=80, vocab_multiple=8

@@ -14,7 +14,6 @@ from orca_jax.execution.attention_paths import Kernel, PureJax
 from orca_jax.execution.host_buffer import HostBuffer
 from orca_jax.execution.matmul_backend import Products
 from orca_jax.execution.stage import Stage
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.parameters import parameter_shapes, parameter_table
 from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout, TokenPrograms
 from orca_jax.model import reference
@@ -28,6 +27,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import harness
 from tests.device.native.native_form import needs_native
+from tests.gpt_config import gpt_config
 
 MODEL = gpt_config(
     vocab_size=67, n_positions=320, hidden_size=32, n_layers=2, n_heads=2, ffn_size=48, vocab_multiple=2

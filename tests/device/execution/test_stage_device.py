@@ -22,7 +22,6 @@ from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.errors import WorkerLost
 from orca_jax.execution.stage_device import Event, JaxStageDevice, StageModel
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.iteration.shape import bucket_for, bucket_sizes
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.launch.remote_memory import write_adapters
@@ -39,6 +38,7 @@ from orca_jax.sharding.transfer_link import TransferLink
 from orca_jax.workers.controller import Controller
 from tests.device.execution.test_worker import compilations
 from tests.device.harness import greedy_request, place
+from tests.gpt_config import gpt_config
 
 MODEL = gpt_config(vocab_size=68, n_positions=16, hidden_size=16, n_layers=4, n_heads=4, ffn_size=24)
 SERVING = ServingConfig(max_batch_size=4, n_slots=80, max_batch_tokens=16, block_size=4)

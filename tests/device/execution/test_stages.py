@@ -12,16 +12,15 @@ import pytest
 
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.errors import ConfigError
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.parameters import parameter_shapes
 from orca_jax.model.transformer import init_parameters
 from orca_jax.planning.stage_layers import split_summary, stage_layers
 from orca_jax.request.request import Request
 from orca_jax.sharding.partition import one_stage, split_model
 from orca_jax.sharding.random_parameters import random_parameters
-from tests.changed_config import changed_config
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import greedy_request, harness
+from tests.gpt_config import changed_config, gpt_config
 
 TIED = gpt_config(
     vocab_size=205, n_positions=64, hidden_size=32, n_layers=5, n_heads=4, ffn_size=64, vocab_multiple=4

@@ -12,13 +12,13 @@ import pytest
 from orca_jax.config import Attention, ServingConfig
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser
 from orca_jax.execution.worker import LocalWorkers, Worker
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.token_mask import words_of
 from orca_jax.iteration.flat_batch import FlatBatch, batch_sizes, flat_batch
 from orca_jax.iteration.message import BIAS, CONSTRAINED, SAMPLED, ControlMessage, neutral_sampling
 from orca_jax.model.transformer import init_parameters
 from orca_jax.planning.sizes import engine_shape
 from tests.device.harness import greedy_request, harness, single_worker
+from tests.gpt_config import gpt_config
 
 MODEL = gpt_config(vocab_size=67, n_positions=32, hidden_size=16, n_layers=2, n_heads=2, ffn_size=24)
 SERVING = ServingConfig(max_batch_size=4, n_slots=64, max_batch_tokens=32, block_size=4)

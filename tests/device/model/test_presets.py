@@ -13,7 +13,7 @@ import orca_jax
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.parameters import parameter_shapes, parameter_table
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.model import reference
 from orca_jax.model.context import Iteration, Tokens
 from orca_jax.model.kv_cache import LayerCache, cache_shape, layer_cache

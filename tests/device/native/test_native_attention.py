@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from orca_jax.config import Attention
 from orca_jax.errors import ConfigError
 from orca_jax.execution.attention_backend import AttentionChoice, choose_attention
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.native import split_attention
 from orca_jax.native.split_attention import native_split_attention, unsupported
 from tests.device.model.ragged import Ragged

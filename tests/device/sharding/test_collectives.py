@@ -12,12 +12,11 @@ from bench.compiled.collectives import Collective, collectives, counts
 from orca_jax.aot.compiled_stage import compile_stage
 from orca_jax.config import ParallelConfig
 from orca_jax.execution.sampling import TokenChooser
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.flat_batch import Sampler, SamplerArrays
 from orca_jax.sharding.partition import StagePart, split_model
-from tests.changed_config import changed_config
+from tests.gpt_config import changed_config, gpt_config
 
 N_STAGES = 3
 OTHER = "post-norm, projected, no bias, own head"
@@ -57,7 +56,7 @@ def stage(name: str, where: str, layers_each: int, tensor: int) -> tuple[ModelCo
 
 @cache
 def of_stage(name: str, where: str, layers_each: int, tensor: int, bucket: int) -> list[Collective]:
-    """Those of the compiled forward program."""
+    """The collectives of the compiled forward program."""
     model, part = stage(name, where, layers_each, tensor)
     text = compile_stage(model, part, bucket, max_bs=32, n_blocks=64).program.as_text()
     assert text is not None

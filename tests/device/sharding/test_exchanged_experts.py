@@ -13,7 +13,7 @@ from orca_jax.config import ParallelConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import EXPERT_SHARE, parameter_table
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.iteration.shape import bucket_sizes
 from orca_jax.planning.known_devices import GPUS
 from orca_jax.planning.plan import PlanTarget
@@ -79,7 +79,7 @@ EXCHANGE = {"reduce-scatter": 1, "all-gather": 2, "all-to-all": 2}
 
 
 def test_the_collectives_of_a_layer() -> None:
-    """Those of one that gathers, as a CPU does by itself, are in test_split_experts.py."""
+    """Gathering, a CPU's default, is tested in test_split_experts.py."""
     one, two = (found(mixture_model(hidden=32, size=48, top_k=2, n_layers=n)) for n in (1, 2))
     assert two - one == EXCHANGE and not one - two
 

@@ -36,7 +36,7 @@ def queries(q: jax.Array, cache: LayerCache, attention: Attention, *_: jax.Array
     ("residual", "taken"),
     [*((kind, None) for kind in get_args(Residual)), ("pre", [5, 0, 3]), ("parallel", [5, 0, 3])],
 )
-def test_it_gives_what_one_device_does(residual: Residual, taken: list[int] | None) -> None:
+def test_results_equal_those_of_one_device(residual: Residual, taken: list[int] | None) -> None:
     model = replace(MODEL, layers=(replace(MODEL.layers[0], residual=residual),))
     values: dict[str, Any] = {
         name.removeprefix("layers.0."): value for name, value in drawn(model, 2).items() if "layers" in name

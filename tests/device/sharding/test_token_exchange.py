@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 
 
 def on_each(n_devices: int, compute: Callable[..., Any], *specs: P, out: P = WHOLE) -> Callable[..., Any]:
-    """`compute`, which is told its shard, on each of so many devices."""
+    """Run `compute` with its shard on each of `n_devices`."""
     group = DeviceGroup(tuple(jax.devices()[:n_devices]), "exchange")
     mapped = jax.shard_map(
         lambda *arrays: compute(group.shard(), *arrays),

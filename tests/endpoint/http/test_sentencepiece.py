@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.request.request import Request
 from orca_jax.request.tokenizer import Tokenizer
 from tests.endpoint.harness import CONFIG, serving_model
 from tests.endpoint.http_client import connected
+from tests.gpt_config import gpt_config
 from tests.host.engines import orca, simulated
 from tests.host.request.family_tokenizers import FAMILIES
 

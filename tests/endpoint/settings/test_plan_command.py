@@ -8,7 +8,7 @@ import pytest
 
 from orca_jax.extras import install_line
 from orca_jax.families.hf_config import hf_config_of
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.workers import ask_xla
 from orca_jax.workers.ask_xla import NoAnswer
 from server import cli

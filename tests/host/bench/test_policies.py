@@ -25,7 +25,7 @@ from bench.policies.traces import (
     with_flood,
     with_long_prompts,
 )
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.planning.known_devices import GPUS
 
 GPT2 = SimulatedMachine(PRESETS["gpt2"], GPUS["h100"])

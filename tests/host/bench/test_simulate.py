@@ -18,14 +18,14 @@ from bench.simulate.replicas import shares
 from bench.simulate.serving import DoesNotFit, System, play, serve
 from bench.simulate.workload import Tails, Workload, paper_workload
 from bench.trace import paper_trace
-from orca_jax.families.gpt_config import gpt_config
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import IterationShape, IterationSums
 from orca_jax.planning.known_devices import GPUS, KnownDevice
 from orca_jax.request.request import Request, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.simulation.engine import batch_sums
 from orca_jax.simulation.simulation import Simulation
+from tests.gpt_config import gpt_config
 
 SMALL = gpt_config(vocab_size=10, n_positions=2048, hidden_size=4, n_layers=3, n_heads=2, ffn_size=16)
 # 2 bytes a second and as many operations as one likes: a second for each element of two bytes that moves.

@@ -35,9 +35,8 @@ from orca_jax.engine import grpc_channel
 from orca_jax.engine.channel import Arrival, Channel
 from orca_jax.engine.grpc_channel import ControlChannel
 from orca_jax.errors import BadFrame, ConfigError, EngineError, WorkerRefused, WorkerUnreachable
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.request.sampled import LOGPROBS
-from tests.changed_config import changed_config
+from tests.gpt_config import changed_config, gpt_config
 from tests.places import ROOT
 
 SOON = 20.0  # seconds; what is waited for comes in milliseconds

@@ -102,7 +102,7 @@ def test_every_spelling_of_longrope(tmp_path: Path, config: Config) -> None:
         (STARCODER2, {"norm_epsilon": 0}, BadModelConfig, "norm_epsilon"),
     ],
 )
-def test_what_is_not_computed_is_refused(
+def test_unsupported_options_are_refused(
     tmp_path: Path, config: Config, changes: Config, error: type[CheckpointError], word: str
 ) -> None:
     with pytest.raises(error, match=word):

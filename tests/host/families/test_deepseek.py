@@ -146,7 +146,7 @@ def test_which_layers_are_sparse(tmp_path: Path, first: int, every: int, sparse:
     assert mixed == list(sparse)
 
 
-def test_what_a_file_may_lack(tmp_path: Path) -> None:
+def test_defaults_of_missing_fields(tmp_path: Path) -> None:
     """As transformers' defaults, but for sizes."""
     less = {"first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"}
     less |= {"scoring_func", "topk_method", "moe_layer_freq", "attention_bias", "num_key_value_heads"}
@@ -180,7 +180,7 @@ def test_what_a_file_may_lack(tmp_path: Path) -> None:
         (V2_LITE, {"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "quant_method"),
     ],
 )
-def test_what_is_refused(
+def test_unsupported_models_are_refused(
     tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], error: type[CheckpointError], words: str
 ) -> None:
     with pytest.raises(error) as raised:
@@ -209,7 +209,7 @@ def test_parts_that_do_not_go_together(changes: dict[str, Any], words: str) -> N
         replace(ATTENTION, **changes)
 
 
-def test_what_a_latent_part_is_checked_for() -> None:
+def test_checks_of_latent_attention() -> None:
     with pytest.raises(ConfigError, match="latent_rank is 0"):
         replace(LATENT, rank=0)
     with pytest.raises(ConfigError, match="only rms_norm"):

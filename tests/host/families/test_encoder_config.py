@@ -61,7 +61,7 @@ MODEL = ModelConfig(
         (lambda: RelativeBias(n_buckets=2), "relative_buckets is 2; it must be even, and at least 4"),
         (lambda: RelativeBias(n_buckets=31), "relative_buckets is 31"),
         (lambda: RelativeBias(n_buckets=32, max_distance=16), "more than half of the 32"),
-        (lambda: Scores(relative=RelativeBias(), alibi=1.0), "relative bias beside ALiBi"),
+        (lambda: Scores(relative=RelativeBias(), alibi=1.0), "relative bias with ALiBi"),
         (lambda: replace(NOT_CAUSAL, scores=Scores(window=3)), "a window, ALiBi or sinks in attention that"),
         (
             lambda: replace(NOT_CAUSAL, scores=Scores(sinks=True)),
@@ -108,7 +108,7 @@ MODEL = ModelConfig(
         (lambda: replace(MODEL, forced_eos_token_id=11), "special token id is 11"),
     ],
 )
-def test_what_is_not_computed_is_refused(made: Callable[[], object], why: str) -> None:
+def test_unsupported_options_are_refused(made: Callable[[], object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         made()
 

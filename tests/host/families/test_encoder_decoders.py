@@ -13,7 +13,7 @@ from orca_jax.families.attention_config import RelativeBias
 from orca_jax.families.hf_config import hf_config_of, read_config
 from orca_jax.families.model_config import LearnedPositions, ModelConfig
 from orca_jax.families.parameters import parameter_shapes
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 
 Config = dict[str, Any]
 
@@ -190,7 +190,7 @@ def test_every_preset_with_an_encoder_is_published() -> None:
     assert {name for name, model in PRESETS.items() if model.encoder} <= PUBLISHED.keys()
 
 
-def test_what_a_t5_is(tmp_path: Path) -> None:
+def test_the_shape_of_t5(tmp_path: Path) -> None:
     model = _read(tmp_path, T5_SMALL)
     assert model.encoder is not None
     layer, encoding = model.layers[0], model.encoder.layers[0]
@@ -228,7 +228,7 @@ def test_which_heads_and_scales_mt5_and_umt5_have(tmp_path: Path) -> None:
     assert relative is not None and not relative.shared
 
 
-def test_what_a_bart_is(tmp_path: Path) -> None:
+def test_the_shape_of_bart(tmp_path: Path) -> None:
     model = _read(tmp_path, BART_LARGE)
     assert model.encoder is not None
     assert model.positions == model.encoder.positions == LearnedPositions(offset=2)
@@ -241,7 +241,7 @@ def test_what_a_bart_is(tmp_path: Path) -> None:
     assert _read(tmp_path, older | {"force_bos_token_to_be_generated": True}) == model
 
 
-def test_what_its_relatives_are(tmp_path: Path) -> None:
+def test_the_shapes_of_its_relatives(tmp_path: Path) -> None:
     mbart, pegasus = _read(tmp_path, MBART_LARGE), _read(tmp_path, PEGASUS_XSUM)
     for model in (mbart, pegasus):
         assert model.encoder is not None
@@ -253,7 +253,7 @@ def test_what_its_relatives_are(tmp_path: Path) -> None:
     assert pegasus.positions == LearnedPositions() and pegasus.n_positions == 512
 
 
-def test_what_no_family_has_is_not_written(tmp_path: Path) -> None:
+def test_models_of_no_family_are_not_written(tmp_path: Path) -> None:
     model = _read(tmp_path, T5_SMALL)
     for other in (
         replace(model, n_positions=100),

@@ -87,7 +87,7 @@ def read(tmp_path: Path, config: dict[str, Any], **changes: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize("config", [GEMMA_2B, GEMMA2_2B, GEMMA3_1B])
-def test_a_config_that_is_written_reads_as_the_same_model(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_a_written_config_reads_as_the_same_model(tmp_path: Path, config: dict[str, Any]) -> None:
     model = read(tmp_path, config)
     written = hf_config_of(model)
     assert written["model_type"] == config["model_type"]
@@ -153,7 +153,7 @@ def test_gemmas_gelu_is_the_approximation(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_computed_is_refused(
+def test_unsupported_options_are_refused(
     tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], error: type[CheckpointError], words: str
 ) -> None:
     with pytest.raises(error) as raised:

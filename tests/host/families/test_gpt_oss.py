@@ -14,7 +14,7 @@ from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.mixtures.gpt_oss import YARN
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.families.rotary import Scaling
 
 CONFIG: dict[str, Any] = {
@@ -51,7 +51,7 @@ def read(tmp_path: Path, **changes: Any) -> ModelConfig:
     return read_config(tmp_path)
 
 
-def test_what_it_says(tmp_path: Path) -> None:
+def test_the_fields_of_gpt_oss(tmp_path: Path) -> None:
     model = read(tmp_path)
     feed_forward, attention = model.layers[0].feed_forward, model.attention
     assert feed_forward.experts == Experts(number=6, top_k=3, scores="softmax_of_chosen", router_bias=True)
@@ -67,7 +67,7 @@ def test_what_it_says(tmp_path: Path) -> None:
     assert model.layers[0].norm.eps == 1e-5 and not model.embedding.tied
 
 
-def test_what_transformers_takes_where_it_says_nothing(tmp_path: Path) -> None:
+def test_transformers_defaults_of_missing_fields(tmp_path: Path) -> None:
     absent = dict.fromkeys(("rope_scaling", "rope_theta", "head_dim", "sliding_window", "swiglu_limit"), ...)
     model = read(tmp_path, **absent, num_experts_per_tok=..., experts_per_token=2)
     rotary = model.attention.rotary
@@ -117,12 +117,16 @@ def test_no_other_family_writes_sinks(tmp_path: Path) -> None:
         ({"num_experts_per_tok": 7}, BadModelConfig, "num_experts_per_tok is 7"),
         ({"num_local_experts": ...}, BadModelConfig, "num_local_experts: expected a whole number"),
         ({"num_key_value_heads": ...}, BadModelConfig, "num_key_value_heads: expected a whole number"),
-        ({"layer_types": ["chunked_attention"] * 3}, BadModelConfig, "layer_types: expected 3 of sliding"),
+        (
+            {"layer_types": ["chunked_attention"] * 3},
+            BadModelConfig,
+            "layer_types: expected 3 of full_attention",
+        ),
         ({"sliding_window": 0}, BadModelConfig, "sliding_window is 0"),
         ({"sink_size": 4}, UnsupportedModel, "sink_size is 4: this field is not known"),
     ],
 )
-def test_what_is_refused(
+def test_unsupported_models_are_refused(
     tmp_path: Path, changes: dict[str, Any], error: type[CheckpointError], words: str
 ) -> None:
     with pytest.raises(CheckpointError) as raised:

@@ -93,7 +93,7 @@ def test_old_and_new_spellings_say_the_same(tmp_path: Path, scaling: dict[str, A
     assert rotary is not None and (rotary.scaling is None) == (kind == "default")
 
 
-def test_what_llama3_scales(tmp_path: Path) -> None:
+def test_frequencies_that_llama3_scales(tmp_path: Path) -> None:
     rotary = read(tmp_path, rope_scaling=LLAMA3).attention.rotary
     assert rotary is not None and isinstance(rotary.scaling, Scaling)
     plain, scaled = read(tmp_path).attention.rotary, rotary.frequencies(96)
@@ -131,7 +131,7 @@ def test_what_llama3_scales(tmp_path: Path) -> None:
         ({"vocab_size": ...}, BadModelConfig, ["vocab_size: expected a whole number"]),
     ],
 )
-def test_what_is_not_computed_is_refused(
+def test_unsupported_options_are_refused(
     tmp_path: Path, changes: dict[str, Any], error: type[CheckpointError], words: list[str]
 ) -> None:
     with pytest.raises(error) as raised:

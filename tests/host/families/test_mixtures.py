@@ -48,7 +48,7 @@ def experts(model: ModelConfig) -> Experts:
     return found
 
 
-def test_what_the_families_say(tmp_path: Path) -> None:
+def test_fields_of_the_families(tmp_path: Path) -> None:
     mixtral = read(tmp_path, MIXTRAL)
     assert experts(mixtral) == Experts(number=8, top_k=2, renormalised=True)
     assert mixtral.layers[0].feed_forward.size == 80 and mixtral.layers[0].norm.eps == 1e-5
@@ -97,7 +97,7 @@ def test_which_layers_are_sparse(tmp_path: Path, step: int, dense: Any, sparse: 
         (OLMOE, {"clip_qkv": 8.0}, UnsupportedModel, "clip_qkv is 8.0"),
     ],
 )
-def test_what_is_refused(
+def test_unsupported_models_are_refused(
     tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], error: type[CheckpointError], words: str
 ) -> None:
     with pytest.raises(CheckpointError) as raised:

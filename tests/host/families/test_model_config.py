@@ -10,7 +10,6 @@ import pytest
 from orca_jax.errors import ConfigError
 from orca_jax.families.attention_config import QKNorm, Scores
 from orca_jax.families.config_json import config_from_json, config_to_json, plain_error
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import (
     Attention,
     Embedding,
@@ -20,8 +19,9 @@ from orca_jax.families.model_config import (
     ModelConfig,
     Norm,
 )
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.families.rotary import Rotary, Scaling
+from tests.gpt_config import gpt_config
 
 ATTENTION = Attention(n_heads=2, n_kv_heads=2, head_size=4)
 LAYER = Layer(attention=ATTENTION, feed_forward=FeedForward(size=16))
@@ -109,7 +109,7 @@ def test_layers_that_are_alike_are_one_entry() -> None:
     assert [layer["count"] for layer in config_to_json(PRESETS["gpt3-341b"])["layers"]] == [120]
 
 
-def test_what_has_a_default_may_be_left_out() -> None:
+def test_fields_with_a_default_may_be_omitted() -> None:
     layer = {"attention": {"n_heads": 2, "n_kv_heads": 2, "head_size": 4}, "feed_forward": {"size": 16}}
     values = {"vocab_size": 10, "n_positions": 8, "hidden_size": 8, "embedding": {"size": 8}}
     expected = gpt_config(**{**SIZES, "n_layers": 1})
@@ -144,7 +144,7 @@ def test_what_has_a_default_may_be_left_out() -> None:
         (lambda m: m.update(bos_token_id="x"), "model.bos_token_id: expected a whole number or null"),
     ],
 )
-def test_json_that_is_wrong_is_refused_by_name(change: Callable[[Any], object], why: str) -> None:
+def test_wrong_json_is_refused_by_name(change: Callable[[Any], object], why: str) -> None:
     values = json.loads(json.dumps(config_to_json(MODEL)))
     change(values)
     with pytest.raises(ConfigError, match=why):

@@ -20,7 +20,7 @@ def test_literal_values() -> None:
     assert np.signbit(found[0, 8]) and not np.signbit(found[0, 0])
 
 
-def test_each_block_has_its_own_scale() -> None:
+def test_each_block_has_a_scale() -> None:
     found = numbers([[0x22] * 16 + [0x0A] * 16], [[120, 129]])
     assert found.shape == (1, 64)
     assert (found[0, :32] == 2.0**-7).all()

@@ -165,7 +165,7 @@ def test_published_configs(tmp_path: Path, config: Config, n_parameters: int) ->
     assert read(tmp_path, written) == model
 
 
-def test_what_the_families_compute(tmp_path: Path) -> None:
+def test_shapes_of_the_families(tmp_path: Path) -> None:
     pythia, gptj, bloom = (read(tmp_path, config) for config in (PYTHIA, GPTJ, BLOOM))
     assert pythia.attention.rotary is not None and gptj.attention.rotary is not None
     assert pythia.attention.rotary.size == 16 and not pythia.attention.rotary.interleaved
@@ -230,7 +230,7 @@ def test_falcons_norms_have_the_names_of_its_layers(tmp_path: Path) -> None:
         (FALCON_7B, {"quantization_config": {"bits": 4}}, UnsupportedModel, "quantization_config"),
     ],
 )
-def test_what_is_not_computed_is_refused(
+def test_unsupported_options_are_refused(
     tmp_path: Path, config: Config, changes: Config, error: type[CheckpointError], words: str
 ) -> None:
     with pytest.raises(error, match=words):

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import in_layers, parameter_table, stage_parameters
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import stage_weight_bytes
+from tests.gpt_config import gpt_config
 from tests.places import ROOT
 
 # Elements; and bytes in bfloat16 of each device: of one stage, of two, and of two on two devices each.
@@ -77,7 +77,7 @@ def small(norms_before: bool, embedding_size: int, tied: bool, biases: bool) -> 
         ffn_size=32,
         norm="pre" if norms_before else "post",
         final_norm=norms_before,
-        embedding_size=embedding_size,
+        embedding_size=embedding_size or None,
         tie_embeddings=tied,
         use_bias=biases,
         position_offset=2,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orca_jax.families.hf_config import read_config
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.families.registry import FAMILIES
 from orca_jax.planning.cost_model import parameter_count
 from tests.places import ROOT

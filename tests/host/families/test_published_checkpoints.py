@@ -50,7 +50,7 @@ def windows_of(model: ModelConfig) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_is_read_as_it_stands(tmp_path: Path, name: str) -> None:
+def test_a_published_config_is_read_unchanged(tmp_path: Path, name: str) -> None:
     published = PUBLISHED[name]
     found = read(tmp_path, published)
     model, full = found.model, found.model.layers[-1].attention.rotary
@@ -69,14 +69,14 @@ def test_a_published_config_is_read_as_it_stands(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_config_that_is_written_is_read_as_the_same_model(tmp_path: Path, name: str) -> None:
+def test_a_written_config_reads_as_the_same_model(tmp_path: Path, name: str) -> None:
     model = read(tmp_path, PUBLISHED[name]).model
     (tmp_path / "config.json").write_text(json.dumps(hf_config_of(model)))
     assert read_hf_config(tmp_path).model == model
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_what_transformers_saves_of_it_is_the_same_model(tmp_path: Path, name: str) -> None:
+def test_a_config_that_transformers_saved_again_is_the_same_model(tmp_path: Path, name: str) -> None:
     """A fine-tune's config.json: transformers 5 reads the published one and writes its own spelling."""
     first = read(tmp_path, PUBLISHED[name]).model
     (tmp_path / "config.json").write_text(json.dumps(SAVED_AGAIN[name]))

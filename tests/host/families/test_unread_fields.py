@@ -59,7 +59,7 @@ OTHERS = {
 }
 
 
-def test_what_the_reference_of_any_family_reads_is_refused_or_known_to_open() -> None:
+def test_fields_that_any_reference_reads_are_refused_or_listed() -> None:
     listed = {name for names in OTHERS.values() for name in names}
     opens = {name for name in OF_ANY if harm_of(name, 7) is None and not is_common(name)} - UNREAD.keys()
     of_a_kind = {
@@ -112,7 +112,7 @@ def test_every_kind_of_harm_has_its_example() -> None:
 
 
 @pytest.mark.parametrize("model_type", [*FAMILIES])
-def test_what_its_own_reference_reads_is_read_refused_or_listed(model_type: str) -> None:
+def test_fields_that_the_familys_reference_reads_are_read_refused_or_listed(model_type: str) -> None:
     family, config = FAMILIES[model_type], _configs()[model_type]
     before = _outcome(family, config)
     passed = [
@@ -295,14 +295,14 @@ def test_every_spelling_of_a_scaling_is_the_same(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_scaling_that_is_not_computed_or_not_clear_is_refused(
+def test_unsupported_and_unclear_scalings_are_refused(
     tmp_path: Path, fields: dict[str, Any], error: type[CheckpointError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         rope(tmp_path, **fields)
 
 
-def test_code_of_its_own_opens_where_transformers_has_the_class(tmp_path: Path) -> None:
+def test_custom_code_is_ignored_where_transformers_has_the_class(tmp_path: Path) -> None:
     code = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "org/repo--mine.LlamaForCausalLM"}
     assert read(tmp_path, auto_map=code).unread == ("auto_map",)
     with pytest.raises(UnsupportedModel, match="auto_map"):

@@ -8,7 +8,7 @@ import pytest
 
 from orca_jax.errors import UnsupportedModel
 from orca_jax.families.hf_config import hf_config_of, read_config
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.unsupported import about_model_type
 

@@ -7,10 +7,10 @@ import pytest
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.iteration.flat_batch import FlatLayout, batch_sizes
 from orca_jax.iteration.shape import EngineShape, serving_buckets
 from orca_jax.planning.sizes import engine_shape, kv_manager
+from tests.gpt_config import gpt_config
 from tests.host.control.test_message_wire import ONE, message_of
 
 SHAPE = EngineShape(

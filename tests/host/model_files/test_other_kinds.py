@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from orca_jax.errors import CheckpointError, NotACheckpoint, UnsafeFile, UnsupportedModel
-from orca_jax.model_files.description import model_config
+from orca_jax.families.trainers.orca_json import described_model
 from orca_jax.model_files.found_model import DEMO_MODEL
 from orca_jax.model_files.locate import find_directory
 from orca_jax.model_files.weight_files import find_weight_files
@@ -78,7 +78,7 @@ def test_an_adapter_names_its_model(tmp_path: Path) -> None:
 
 
 def test_an_adapter_with_its_models_config(tmp_path: Path) -> None:
-    """transformers' trainers leave config.json beside it."""
+    """transformers' trainers leave a config.json there too."""
     made(tmp_path, "config.json", "adapter_config.json", "adapter_model.safetensors")
     assert find_directory(tmp_path) == tmp_path  # the config is read first, and may be wrong itself
     with pytest.raises(UnsupportedModel, match="is an adapter"):
@@ -161,11 +161,11 @@ def test_an_orbax_step_that_nothing_describes(tmp_path: Path) -> None:
     made(tmp_path, "_METADATA", "manifest.ocdbt")
     assert find_directory(tmp_path) == tmp_path
     with pytest.raises(NotACheckpoint, match=r"neither orca\.json nor config\.json.*write one"):
-        model_config(tmp_path)
+        described_model(tmp_path)
     run = tmp_path / "run"
     made(run, "config.json", "40/default/_METADATA")
     with pytest.raises(NotACheckpoint, match=f"name {run}, which has one"):
-        model_config(run / "40" / "default")
+        described_model(run / "40" / "default")
 
 
 def test_a_misspelled_directory_is_suggested(tmp_path: Path) -> None:

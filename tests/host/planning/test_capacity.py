@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from orca_jax.config import ParallelConfig, ServingConfig
-from orca_jax.families.gpt_config import gpt_config
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.planning.capacity import Capacity, predicted_capacity
 from orca_jax.planning.known_devices import GPUS, cpu_device, gpu_like
 from orca_jax.planning.plan import PlanTarget, Sizes, iteration_floor
+from tests.gpt_config import gpt_config
 
 MODEL = PRESETS["gpt3-13b"]
 H100 = GPUS["h100"]

@@ -1,6 +1,5 @@
 import pytest
 
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.planning.cost_model import (
     Device,
     IterationShape,
@@ -11,7 +10,7 @@ from orca_jax.planning.cost_model import (
     parameter_count,
     weight_bytes_total,
 )
-from tests.changed_config import changed_config
+from tests.gpt_config import changed_config, gpt_config
 
 SMALL = gpt_config(vocab_size=10, n_positions=8, hidden_size=4, n_layers=2, n_heads=2, ffn_size=16)
 GPT2 = gpt_config(vocab_size=50257, n_positions=1024, hidden_size=768, n_layers=12, n_heads=12, ffn_size=3072)

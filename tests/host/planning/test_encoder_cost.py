@@ -7,15 +7,15 @@ import pytest
 
 from orca_jax.config import ParallelConfig, Sizes
 from orca_jax.errors import ConfigError
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import Encoder
 from orca_jax.families.parameters import parameter_table
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import IterationShape, Operation, operations
 from orca_jax.planning.encoder_cost import encoder_operations, encoder_shared_bytes
 from orca_jax.planning.known_devices import GPUS
 from orca_jax.planning.plan import PlanTarget, iteration_floor, make_plan
 from orca_jax.planning.stage_memory import slot_bytes, stage_weight_bytes
+from tests.gpt_config import gpt_config
 
 # H = 4, F = 16, V = 10; one layer each.
 DECODER = gpt_config(vocab_size=10, n_positions=8, hidden_size=4, n_layers=1, n_heads=2, ffn_size=16)

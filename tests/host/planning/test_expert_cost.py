@@ -9,7 +9,7 @@ from orca_jax.config import Attention as Path
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.cost_model import (
     IterationShape,

@@ -8,7 +8,7 @@ import pytest
 from orca_jax.config import ExpertExchange, ParallelConfig, Sizes
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Layer, ModelConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import IterationShape
 from orca_jax.planning.device_traffic import (
     chooses_device,

@@ -12,7 +12,7 @@ from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.parameters import parameter_table
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.families.rotary import Rotary
 from orca_jax.families.weight_form import EXACT
 from orca_jax.iteration.shape import EngineShape

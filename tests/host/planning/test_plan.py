@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from orca_jax.config import ParallelConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.mixtures.mxfp4 import MXFP4
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.cost_model import IterationShape, operations, parameter_count
 from orca_jax.planning.device_traffic import shared_bytes
@@ -28,6 +27,7 @@ from orca_jax.planning.stage_memory import (
     stage_memory,
     stage_weight_bytes,
 )
+from tests.gpt_config import gpt_config
 
 SMALL = gpt_config(vocab_size=10, n_positions=8, hidden_size=4, n_layers=3, n_heads=2, ffn_size=16)
 PAPER = (("gpt3-13b", 1, 1), ("gpt3-101b", 1, 8), ("gpt3-175b", 2, 8), ("gpt3-341b", 4, 8))

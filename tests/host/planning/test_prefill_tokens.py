@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from orca_jax.config import ServingConfig, Sizes
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import Device, IterationShape, floor, operations
 from orca_jax.planning.known_devices import GPUS
 from orca_jax.planning.prefill_tokens import LEAST, ON_A_CPU, SLOWDOWN, default_prefill_tokens, nominal_rates

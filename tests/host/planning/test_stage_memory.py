@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from orca_jax.config import ParallelConfig, ServingConfig, Sizes
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets.by_name import PRESETS
+from orca_jax.families.presets import PRESETS
 from orca_jax.families.rotary import Rotary
 from orca_jax.planning.known_devices import GPUS
 from orca_jax.planning.plan import PlanTarget, make_plan
@@ -19,6 +18,7 @@ from orca_jax.planning.stage_memory import (
     table_bytes,
     temporary_bytes,
 )
+from tests.gpt_config import gpt_config
 
 SMALL = gpt_config(vocab_size=10, n_positions=8, hidden_size=4, n_layers=3, n_heads=2, ffn_size=16)
 SHAPE = engine_shape(SMALL, ServingConfig(max_batch_size=2, max_batch_tokens=8, block_size=4), n_workers=1)

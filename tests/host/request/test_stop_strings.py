@@ -7,10 +7,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.stop_strings import StopSearch, StopStrings
 from orca_jax.service.prepared_params import RuleMaker
+from tests.gpt_config import gpt_config
 from tests.host.engines import LETTERS
 
 MODEL = gpt_config(vocab_size=300, n_positions=64, hidden_size=8, n_layers=1, n_heads=1, ffn_size=8)

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import weight_in_bytes
 from orca_jax.scheduling.prefix_cache import chain_hashes, root_hash
 from orca_jax.service.prepared_params import RuleMaker
+from tests.gpt_config import gpt_config
 from tests.host.engines import LETTERS
 
 MODEL = gpt_config(vocab_size=300_000, n_positions=1 << 20, hidden_size=8, n_layers=1, n_heads=1, ffn_size=8)

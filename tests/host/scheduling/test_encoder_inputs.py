@@ -7,7 +7,6 @@ import pytest
 from orca_jax.config import ServingConfig, Sizes
 from orca_jax.errors import ConfigError, EmptyPrompt, NotSupported, PromptTooLong, TokenOutOfRange
 from orca_jax.families.attention_config import Attention
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import Embedding, Encoder, FeedForward, Layer, ModelConfig
 from orca_jax.planning.sizes import engine_shape, serving_config
 from orca_jax.planning.stage_memory import StageRoom
@@ -17,6 +16,7 @@ from orca_jax.scheduling.admission import EncoderInputs
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.select import select_rows
 from orca_jax.scheduling_config import SchedulingConfig
+from tests.gpt_config import gpt_config
 
 PLAIN = SamplingParams()
 DECODER = gpt_config(vocab_size=50, n_positions=20, hidden_size=8, n_layers=1, n_heads=2, ffn_size=8)

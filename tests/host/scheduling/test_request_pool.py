@@ -17,13 +17,13 @@ from orca_jax.errors import (
     ServiceClosed,
     TokenOutOfRange,
 )
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import admissible
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.select import select
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
+from tests.gpt_config import gpt_config
 
 CANCELLED, TIMEOUT = FinishReason.CANCELLED, FinishReason.TIMEOUT
 

@@ -8,7 +8,6 @@ import pytest
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError, QueueFull, RequestTooLarge
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.planning.cost_model import Device, IterationShape, IterationSums, floor, operations
 from orca_jax.request.request import FinishReason, Request, RequestState, Row
 from orca_jax.request.sampling_params import SamplingParams
@@ -16,6 +15,7 @@ from orca_jax.scheduling.admission import admissible
 from orca_jax.scheduling.engine_protocol import Returned
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, cost_model_duration
 from orca_jax.simulation.simulation import Simulation
+from tests.gpt_config import gpt_config
 
 MODEL = gpt_config(vocab_size=50, n_positions=64, hidden_size=8, n_layers=2, n_heads=2, ffn_size=32)
 

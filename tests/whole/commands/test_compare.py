@@ -23,8 +23,8 @@ from bench.peers.played import Played
 from bench.peers.rounds import OURS, Rounds, play_in_turn, raw, summary, table, warnings
 from bench.trace import TracedRequest, homogeneous_trace
 from orca_jax.checkpoint.directory import load_checkpoint
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import read_config
+from tests.gpt_config import gpt_config
 from tests.places import DATA
 
 ECHO = """

@@ -33,12 +33,12 @@ from orca_jax.errors import (
     TokenOutOfRange,
 )
 from orca_jax.execution import capacity
-from orca_jax.families.gpt_config import gpt_config
 from orca_jax.model.reference import forward
 from orca_jax.model_files.found_model import DEMO_MODEL
 from orca_jax.planning.sizes import serving_config
 from orca_jax.service.generation import GenerationResult
 from orca_jax.sharding.partition import split_model
+from tests.gpt_config import gpt_config
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SOON = 60.0

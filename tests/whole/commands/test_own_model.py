@@ -182,7 +182,7 @@ def own_llm() -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("way", ["attribute", "argument"])
-def test_text_where_a_tokenizer_is_given(way: str) -> None:
+def test_text_with_a_tokenizer(way: str) -> None:
     tokenizer = Tokenizer.from_file(DEMO_MODEL / "tokenizer.json")
     model = GatedModel(2048, str(DEMO_MODEL / "tokenizer.json") if way == "attribute" else None)
     with LLM(model, **ROOM, tokenizer=DEMO_MODEL if way == "argument" else None) as llm:
@@ -214,7 +214,7 @@ def test_trained_saved_and_served(
         assert answer["choices"][0]["message"]["content"]
 
 
-def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer is .*; it must be a tokenizer.json"):
         LLM(model=GatedModel(), **ROOM, tokenizer=tmp_path)
 
@@ -262,7 +262,7 @@ class Attends(nnx.Module):
         ("never", "layer 3 calls attend 0 times"),
     ],
 )
-def test_what_does_not_fit_is_said_before_it_runs(how: str, words: str) -> None:
+def test_a_model_that_does_not_fit_is_refused_at_start(how: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(model=Broken(how), **ROOM)
 
@@ -275,12 +275,12 @@ def test_what_does_not_fit_is_said_before_it_runs(how: str, words: str) -> None:
         (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {}, "vocab_size"),
         ("examples.own_model:Missing", {}, "cannot be imported"),
         ("no_such_file:model", {}, "cannot be imported"),
-        ("examples.own_model:H", {}, "is no function"),
+        ("examples.own_model:H", {}, "is not a function"),
         (GatedModel(), {"tensor_parallel": 3}, "not a multiple"),
         (GatedModel(), {"tensor_parallel": 8}, "4 key/value heads"),
         (GatedModel(), {"worker_processes": True}, "in this process"),
     ],
 )
-def test_what_cannot_be_served_is_refused(model: Any, options: dict[str, Any], words: str) -> None:
+def test_unsupported_user_models_are_refused(model: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(model=model, **ROOM, **options)

@@ -1,4 +1,7 @@
-"""The fields of config.json about experts that most families share."""
+"""What mixtures of experts share: the fields of config.json, and how checkpoints store experts.
+
+A checkpoint has one tensor for each expert's matrix, or, saved by transformers 5, one for all of them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,20 +10,55 @@ from orca_jax.errors import BadModelConfig
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward, ModelConfig
+from orca_jax.families.stored_name import StoredName, all_experts, as_it_is, one_row, stacked
 from orca_jax.families.strict_json import shown
 
-# Our words in an error, and config.json's.
+# Our names of sizes, which errors use, and config.json's.
 EXPERT_NAMES: Mapping[str, str] = {
     "n_experts": "num_experts",
     "top_k": "num_experts_per_tok",
     "shared_size": "shared_expert_intermediate_size",
 }
 
+_MLP = "{prefix}layers.{i}.mlp."
+
+
+def separate_experts(router: str, gate: str, up: str, down: str) -> dict[str, StoredName]:
+    """The router, and experts with a tensor each; "{x}" in a name is the expert's number."""
+    return {
+        "layers.{i}.router.weight": as_it_is(router),
+        "layers.{i}.experts.up.weight": stacked(gate, up),
+        "layers.{i}.experts.down.weight": stacked(down),
+    }
+
+
+# The names in Qwen's mixtures and in most later ones.
+WEIGHTS: Mapping[str, StoredName] = {
+    **separate_experts(
+        f"{_MLP}gate.weight", *(f"{_MLP}experts.{{x}}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    ),
+    "layers.{i}.shared.up.weight": stacked(
+        *(f"{_MLP}shared_expert.{part}_proj.weight" for part in ("gate", "up"))
+    ),
+    "layers.{i}.shared.down.weight": as_it_is(f"{_MLP}shared_expert.down_proj.weight"),
+    "layers.{i}.shared.gate": one_row(f"{_MLP}shared_expert_gate.weight"),
+}
+# Names that transformers 5 saves with save_original_format=False: gate and up [X, 2 F, H], down [X, H, F].
+FUSED: Mapping[str, StoredName] = {
+    "layers.{i}.router.weight": as_it_is(f"{_MLP}gate.weight"),
+    "layers.{i}.experts.up.weight": all_experts(f"{_MLP}experts.gate_up_proj"),
+    "layers.{i}.experts.down.weight": all_experts(f"{_MLP}experts.down_proj"),
+}
+
 
 def read_experts(
     fields: ConfigFields, number: str, *, alias: str = "", renormalised: bool | None = None, **other: Any
 ) -> Experts:
-    """Softmax, then the top k. `number` and `alias` are fields; `renormalised` None reads norm_topk_prob."""
+    """Read experts of which a token takes the top k by softmax.
+
+    `number` and `alias` are names of the field with their number. Without `renormalised` norm_topk_prob is
+    read. `other` goes to Experts.
+    """
     return Experts(
         number=fields.whole(number, alias),
         top_k=fields.whole("num_experts_per_tok"),
@@ -30,7 +68,7 @@ def read_experts(
 
 
 def sparse_layers(fields: ConfigFields, n_layers: int) -> list[bool]:
-    """Which layers have experts, by `decoder_sparse_step` and `mlp_only_layers`. Raises BadModelConfig."""
+    """Read which layers have experts: `decoder_sparse_step`, `mlp_only_layers`. Raises BadModelConfig."""
     step = fields.whole("decoder_sparse_step", default=1)
     dense = fields.numbers("mlp_only_layers")
     if step < 1 or not all(isinstance(i, int) and 0 <= i < n_layers for i in dense):
@@ -42,7 +80,7 @@ def sparse_layers(fields: ConfigFields, n_layers: int) -> list[bool]:
 
 
 def sparse_fields(model: ModelConfig) -> dict[str, Any] | None:
-    """What `sparse_layers` reads, and the widths of both kinds of layers; None without experts."""
+    """The fields that `sparse_layers` reads, and both kinds of layers' widths; None without experts."""
     kinds = [layer.feed_forward for layer in model.layers]
     sparse = first_sparse(model)
     if sparse is None or sparse.experts is None:
@@ -60,6 +98,6 @@ def sparse_fields(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def first_sparse(model: ModelConfig) -> FeedForward | None:
-    """The first layer's experts, of those that have some."""
+    """The feed-forward part of the first layer with experts."""
     every = (layer.feed_forward for layer in model.layers)
     return next((each for each in every if each.experts is not None), None)

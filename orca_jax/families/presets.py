@@ -1,0 +1,261 @@
+"""Shapes by name, without weights, which `--load-format dummy` draws at random. No JAX.
+
+They are the demo model, GPT-2, the models of the paper's Table 1, and published models. Each is the
+config.json of such a model without the fields that have their family's default. The tests compare them with
+the published files and numbers of parameters.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from orca_jax.families.hf_config import model_of
+from orca_jax.families.model_config import ModelConfig
+
+_Fields = dict[str, Any]
+_GPT2: _Fields = {
+    "model_type": "gpt2",
+    "vocab_size": 50_257,
+    "n_positions": 1024,
+    "bos_token_id": 50_256,
+    "eos_token_id": 50_256,
+}
+_LLAMA3: _Fields = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "bos_token_id": 128_000,
+    "eos_token_id": 128_001,
+}
+_LLAMA3_SCALING: _Fields = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_QWEN3: _Fields = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 1e6,
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+}
+_GEMMA3: _Fields = {"model_type": "gemma3_text", "bos_token_id": 2, "eos_token_id": 1}
+_MISTRAL: _Fields = {
+    "vocab_size": 32_000,
+    "max_position_embeddings": 32_768,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14_336,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GPT_OSS: _Fields = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201_088,
+    "max_position_embeddings": 131_072,
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 2880,
+    "num_experts_per_tok": 4,
+    "eos_token_id": 200_002,
+}
+_T5: _Fields = {"model_type": "t5", "vocab_size": 32_128, "d_kv": 64, "eos_token_id": 1}
+
+
+def _gpt2(hidden_size: int, n_layers: int, n_heads: int, **other: Any) -> ModelConfig:
+    return model_of({**_GPT2, "n_embd": hidden_size, "n_layer": n_layers, "n_head": n_heads, **other})
+
+
+def _gpt3(hidden_size: int, n_layers: int) -> ModelConfig:
+    """A model of Table 1: heads of 128, 2048 positions, GPT-2's vocabulary padded for hardware and shards."""
+    model = _gpt2(hidden_size, n_layers, hidden_size // 128, n_positions=2048)
+    return replace(model, vocab_multiple=128)
+
+
+def _sized(
+    base: _Fields, hidden_size: int, n_layers: int, n_heads: int, ffn_size: int, **other: Any
+) -> _Fields:
+    return {
+        **base,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": n_heads,
+        "intermediate_size": ffn_size,
+        **other,
+    }
+
+
+def _llama3(*sizes: int, factor: float = 8.0, **other: Any) -> ModelConfig:
+    scaling = _LLAMA3_SCALING | {"factor": factor}
+    return model_of(_sized(_LLAMA3, *sizes, rope_scaling=scaling, **other))
+
+
+def _qwen3(*sizes: int, **other: Any) -> ModelConfig:
+    return model_of(_sized(_QWEN3, *sizes, **other))
+
+
+def _gpt_oss(n_layers: int, n_experts: int) -> ModelConfig:
+    return model_of({**_GPT_OSS, "num_hidden_layers": n_layers, "num_local_experts": n_experts})
+
+
+def _t5(hidden_size: int, n_layers: int, n_heads: int, ffn_size: int, **other: Any) -> ModelConfig:
+    sizes = {"d_model": hidden_size, "num_layers": n_layers, "num_heads": n_heads, "d_ff": ffn_size}
+    return model_of({**_T5, **sizes, **other})
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "demo": _gpt2(256, 4, 4, vocab_size=2048, n_positions=512, bos_token_id=0, eos_token_id=0),
+    "gpt2": _gpt2(768, 12, 12),  # 124M
+    "gpt2-xl": _gpt2(1600, 48, 25),  # 1.6B
+    "gpt3-13b": _gpt3(5120, 40),
+    "gpt3-101b": _gpt3(10_240, 80),
+    "gpt3-175b": _gpt3(12_288, 96),
+    "gpt3-341b": _gpt3(15_360, 120),
+    "llama-3.2-1b": _llama3(2048, 16, 32, 8192, factor=32.0, tie_word_embeddings=True),
+    "llama-3.1-8b": _llama3(4096, 32, 32, 14_336),
+    "llama-3.1-70b": _llama3(8192, 80, 64, 28_672),
+    "llama-3.1-405b": _llama3(16_384, 126, 128, 53_248),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tie_word_embeddings=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12_288),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25_600),
+    "gemma-3-1b": model_of(
+        _sized(
+            _GEMMA3,
+            *(1152, 26, 4, 6912),
+            vocab_size=262_144,
+            max_position_embeddings=32_768,
+            num_key_value_heads=1,
+            sliding_window=512,
+        )
+    ),
+    "gemma-3-27b": model_of(
+        _sized(
+            _GEMMA3,
+            *(5376, 62, 32, 21_504),
+            vocab_size=262_208,
+            max_position_embeddings=131_072,
+            num_key_value_heads=16,
+            head_dim=128,
+            query_pre_attn_scalar=168,
+            sliding_window=1024,
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
+        )
+    ),
+    "mistral-7b-v0.1": model_of({"model_type": "mistral", **_MISTRAL}),
+    "phi-4": model_of(
+        {
+            "model_type": "phi3",
+            "vocab_size": 100_352,
+            "max_position_embeddings": 16_384,
+            "hidden_size": 5120,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 10,
+            "intermediate_size": 17_920,
+            "rope_theta": 250_000.0,
+            "bos_token_id": 100_257,
+            "eos_token_id": 100_265,
+        }
+    ),
+    "olmo-2-7b": model_of(
+        {
+            "model_type": "olmo2",
+            "vocab_size": 100_352,
+            "max_position_embeddings": 4096,
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "intermediate_size": 11_008,
+            "rope_theta": 500_000.0,
+            "rms_norm_eps": 1e-6,
+            "eos_token_id": 100_257,
+        }
+    ),
+    "mixtral-8x7b": model_of(
+        {
+            "model_type": "mixtral",
+            **_MISTRAL,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        }
+    ),
+    "qwen3-30b-a3b": _qwen3(
+        *(2048, 48, 32, 6144),
+        model_type="qwen3_moe",
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        moe_intermediate_size=768,
+    ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "gpt-oss-20b-mxfp4": _gpt_oss(24, 32).with_packed_experts(),
+    "gpt-oss-120b-mxfp4": _gpt_oss(36, 128).with_packed_experts(),
+    # Also R1; 671 billion parameters, 37 active, without the layers that predict further tokens.
+    "deepseek-v3": model_of(
+        {
+            "model_type": "deepseek_v3",
+            "vocab_size": 129_280,
+            "max_position_embeddings": 163_840,
+            "hidden_size": 7168,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "intermediate_size": 18_432,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 40.0,
+                "original_max_position_embeddings": 4096,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        }
+    ),
+    "t5-small": _t5(512, 6, 8, 2048),
+    "t5-base": _t5(768, 12, 12, 3072),
+    "t5-large": _t5(1024, 24, 16, 4096),
+    "t5-3b": _t5(1024, 24, 32, 16_384, d_kv=128),
+    "t5-11b": _t5(1024, 24, 128, 65_536, d_kv=128),
+    "flan-t5-xl": _t5(2048, 24, 32, 5120, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "bart-large": model_of(
+        {
+            "model_type": "bart",
+            "vocab_size": 50_265,
+            "max_position_embeddings": 1024,
+            "d_model": 1024,
+            "encoder_layers": 12,
+            "encoder_attention_heads": 16,
+            "encoder_ffn_dim": 4096,
+            "decoder_layers": 12,
+            "decoder_attention_heads": 16,
+            "decoder_ffn_dim": 4096,
+            "decoder_start_token_id": 2,
+            "forced_bos_token_id": 0,
+            "forced_eos_token_id": 2,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        }
+    ),
+}
