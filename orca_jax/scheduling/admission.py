@@ -1,4 +1,4 @@
-"""Admission to the queue: which requests an engine of given sizes can run, and the memory that one holds."""
+"""Admission to the queue: which requests an engine can run, and how much host memory a request takes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.beam_blocks import most_blocks
 from orca_jax.scheduling.kv_manager import KVManager
 
-# The memory of a waiting request, in bytes:
+# The host memory of a waiting request, in bytes:
 _REQUEST = 4096  # fixed cost: the request, its Output, its parameters
 _TOKEN_ID = 40  # an element of a tuple, and the number
 _STOP_TOKEN = 240  # a token id in a tuple and in two sets
@@ -32,12 +32,12 @@ TokenName = Callable[[int], str | None]  # a tokenizer's name for a token id
 
 
 def unnamed(_: int) -> str | None:
-    """The name of a token where there is no tokenizer: none."""
+    """A TokenName for a model without a tokenizer."""
     return None
 
 
 class LengthLimit(NamedTuple):
-    """The maximum of input plus output tokens of a request, and the name of the size that sets it."""
+    """The most input plus output tokens of a request, and the name of the size that sets this limit."""
 
     n_tokens: int
     source: str
@@ -81,7 +81,7 @@ def check_routing(sampling: SamplingParams, model: ModelConfig) -> None:
 def check_search(n_input: int, n_encoder: int, sampling: SamplingParams, kv: KVManager) -> None:
     """Raise RequestTooLarge if the beams of a search could need more blocks than there are.
 
-    `n_input` tokens are before the output, which is what beams do not share, and `n_encoder` an encoder's.
+    Beams share the blocks of the `n_input` tokens before the output, and of `n_encoder` encoder tokens.
     """
     if not sampling.use_beam_search:
         return
@@ -96,10 +96,10 @@ def check_search(n_input: int, n_encoder: int, sampling: SamplingParams, kv: KVM
 def check_in_vocabulary(
     token_ids: Sequence[int], model: ModelConfig, token_name: TokenName = unnamed
 ) -> None:
-    """Raise EmptyPrompt if there are no token ids, and TokenOutOfRange if one of them is not the model's.
+    """Raise EmptyPrompt if there are no token ids, and TokenOutOfRange for one outside the vocabulary.
 
-    A tokenizer may have tokens that the model has no embedding of, such as the place of an image in a prompt;
-    the error has their name by `token_name`.
+    A tokenizer may have tokens without an embedding in the model, such as image placeholders. The error says
+    their name, which `token_name` returns.
     """
     if not token_ids:
         raise EmptyPrompt("the prompt has no tokens; it needs at least one", param="prompt")
@@ -113,7 +113,7 @@ def check_in_vocabulary(
 
 
 def admissible(request: Request, *, config: ServingConfig, model: ModelConfig) -> None:
-    """The same check for a request that is added to a pool directly: pass it to RequestPool as `check`."""
+    """Check a request that is added to a pool directly: pass this to RequestPool as `check`."""
     n_input = len(request.prompt_ids)
     assert not n_input or request.max_tokens > n_input, "max_tokens counts input and output"
     limit = longest_request(config=config, model=model)
@@ -134,7 +134,7 @@ def longest_request(*, config: ServingConfig, model: ModelConfig) -> LengthLimit
 
 @dataclass(frozen=True, slots=True)
 class EncoderInputs:
-    """Which inputs the engine's encoder can read."""
+    """Checks the inputs of an engine whose model may have an encoder."""
 
     config: ServingConfig
     model: ModelConfig
@@ -143,7 +143,7 @@ class EncoderInputs:
     def split(
         self, prompt_ids: Sequence[int], decoder_ids: Sequence[int] | None, sampling: SamplingParams
     ) -> tuple[tuple[int, ...], Sequence[int]]:
-        """The encoder's input, empty without an encoder, and the decoder's prompt, not checked yet.
+        """Return the encoder's input (empty without an encoder) and the decoder's prompt, not yet checked.
 
         Raises EmptyPrompt, TokenOutOfRange, PromptTooLong or NotSupported.
         """
@@ -166,7 +166,7 @@ class EncoderInputs:
         return tuple(prompt_ids), begun
 
     def _limit(self, encoder: Encoder, n_decoder: int) -> LengthLimit:
-        """The limit on an input beside `n_decoder` tokens of the decoder."""
+        """The limit on an encoder's input when the decoder needs room for `n_decoder` tokens."""
         block_size = self.config.block_size
         n_left = self.config.n_blocks - -(-n_decoder // block_size)  # in whole blocks: the two share none
         slots = f"n_slots are {self.config.n_slots}, and the decoder's {n_decoder} tokens need theirs"
@@ -183,11 +183,11 @@ class EncoderInputs:
 
 
 def weight_in_bytes(prompt_ids: Sequence[int], sampling: SamplingParams, n_hashes: int = 0) -> int:
-    """Upper estimate of a queued request's memory in bytes, including data derived from its parameters.
+    """Estimate a queued request's host memory from above, in bytes, with data derived from its parameters.
 
-    `n_hashes` counts the blocks of its prompt that the prefix cache can look up.
-    Costs no more than the lengths of its texts. Outputs of one prompt share most of what each is charged for
-    here. Compiled grammars are not included: the compiler has its own limit.
+    `n_hashes` counts the prompt's blocks that the prefix cache can look up. The estimate reads only lengths,
+    no texts. Outputs of one prompt share most of what each is charged for here. Compiled grammars are not
+    included: the compiler has its own limit.
     """
     n = _REQUEST + _TOKEN_ID * len(prompt_ids) + _BLOCK_HASH * n_hashes
     n += _BIAS * len(sampling.logit_bias)

@@ -9,7 +9,7 @@ from orca_jax.scheduling.prefix_lookup import reserve_sharing
 
 
 def rows_without_slots(rows: Sequence[Row], kv: KVManager) -> list[Row]:
-    """The rows whose requests need more blocks; new requests, which have row -1, hold none."""
+    """The rows whose requests need more blocks; new requests have row -1 and hold none."""
     slots_of = kv.slots_of
     return [(req, n) for req, n in rows if req.n_computed + n > slots_of[req.row]]
 
@@ -17,10 +17,10 @@ def rows_without_slots(rows: Sequence[Row], kv: KVManager) -> list[Row]:
 def allocate(
     new: Sequence[Request], cached: Mapping[Request, list[int]], kv: KVManager, *, on_demand: bool
 ) -> None:
-    """Give each new request a row and blocks, beginning with its cached ones.
+    """Give each new request a row, its cached blocks, and new blocks for the rest.
 
-    It gets blocks for all its tokens, or on demand for those that it has. A request with several rows (a beam
-    search) begins with one, and what it can need besides is kept for it.
+    A request gets blocks for `max_tokens`, or on demand for the tokens it has. A beam search begins with one
+    row of blocks; the others that it can need are promised to it.
     """
 
     def n_tokens(req: Request) -> int:
@@ -45,9 +45,9 @@ def grow(short: Sequence[Row], kv: KVManager) -> None:
 
 
 def continue_beams(rows: Sequence[Row], kv: KVManager) -> list[tuple[int, int]]:
-    """Give the beams of each search in its increment the rows and blocks that they continue.
+    """Give the beams of each search in its increment phase the rows and blocks that they continue.
 
-    Returns the copies of blocks to make before the iteration. What the beams hold together is known only now.
+    Returns the blocks to copy before the iteration. Only now is it known which blocks the beams share.
     """
     copies: list[tuple[int, int]] = []
     for req, _ in rows:

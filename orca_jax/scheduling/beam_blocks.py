@@ -1,9 +1,8 @@
 """The blocks of beam searches.
 
-A search has a row of the block table for each beam, and is named by the row that its request was admitted
-to. Beams hold full blocks together, and each has a last one of its own, to which it writes. Where two beams
-continue one, the second gets a row whose beam nothing continues, and a copy of the last block if there is
-anything in it.
+A search has a row of the block table for each beam; the row that its request was admitted to names it. Beams
+share full blocks. Each beam writes to a last block that it shares with none. Where two beams continue the
+same one, the second takes the row of a beam that ends, and a copy of the last block unless that is empty.
 """
 
 from collections.abc import Sequence
@@ -16,17 +15,17 @@ from orca_jax.scheduling.blocks import Blocks
 
 
 def most_blocks(n_before: int, n_slots: int, n_beams: int, block_size: int) -> int:
-    """The most blocks that beams of `n_slots` slots take if `n_before` were in use when they parted."""
+    """The most blocks that beams of `n_slots` slots take if they share the first `n_before` slots."""
     n_shared = n_before // block_size
     return n_shared + n_beams * (-(-n_slots // block_size) - n_shared)
 
 
 @dataclass(slots=True)
 class _Beams:
-    """The rows of a beam search: of its beams in their order, and those without one, which hold no blocks.
+    """The rows of a beam search: `rows` of its beams in order, and `idle` ones, which hold no blocks.
 
     All beams hold the first `n_common` blocks from the first step to the end. `n_promised` counts free blocks
-    that no other request may take; None: there are none, and it grows on demand.
+    that no other request may take; None if the search grows on demand and is promised nothing.
     """
 
     rows: list[int]
@@ -36,12 +35,12 @@ class _Beams:
 
 
 class BeamBlocks:
-    """Which rows and blocks the beams of each search hold. A search that ends gives all back at once."""
+    """The rows and blocks that the beams of each search hold. A search returns all of them when it ends."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
         self._of: dict[int, _Beams] = {}  # by the request's row
-        # [n_blocks] int32: the beams that hold the block, if they do not all hold it from the first step on.
+        # [n_blocks] int32: the number of beams that hold each block, without the common blocks of a search.
         self._n_beams: npt.NDArray[np.int32] = np.zeros(blocks.n_blocks, np.int32)
 
     def __bool__(self) -> bool:
@@ -52,7 +51,7 @@ class BeamBlocks:
         return row in self._of
 
     def begin(self, row: int, n_beams: int, n_most: int | None = None) -> None:
-        """Let the request in `row` have `n_beams` beams: one for now. It gets that many rows at once.
+        """Begin a search of up to `n_beams` beams in `row`. It has one beam at first, but all its rows.
 
         `n_most` blocks, including those that the row holds, are reserved for it; None: it grows on demand.
         """
@@ -64,12 +63,12 @@ class BeamBlocks:
         self._of[row] = _Beams([row], idle, n_promised)
 
     def rows_of(self, row: int) -> Sequence[int]:
-        """The rows of the request admitted to `row`: those of its beams in their order, or this one."""
+        """The rows of the request admitted to `row`: its beams' rows in order, or only `row`."""
         beams = self._of.get(row)
         return [row] if beams is None else beams.rows
 
     def n_to_grow(self, row: int, n_beams: int, n_slots: int) -> int:
-        """How many blocks `proceed` takes from those that are free, at most."""
+        """The most free blocks that the next `proceed` takes."""
         beams = self._of[row]
         if beams.n_promised is not None:
             return 0
@@ -78,9 +77,9 @@ class BeamBlocks:
         return max(0, n_beams - len(beams.rows))
 
     def proceed(self, row: int, parents: Sequence[int], n_slots: int) -> list[tuple[int, int]]:
-        """Let beam i continue what was beam `parents[i]`, with room for a token after its `n_slots` slots.
+        """Let new beam i continue the old beam `parents[i]`, with room for a token after `n_slots` slots.
 
-        Returns the copies to make before that: pairs of blocks, from and to.
+        Returns the blocks to copy first, as pairs (from, to).
         """
         beams, old = self._of[row], self._of[row].rows
         n_full, n_in_last = divmod(n_slots, self._blocks.block_size)
@@ -98,7 +97,7 @@ class BeamBlocks:
                 rows.append(source)
                 continue
             rows.append(left.pop())
-            self._hold_too(beams, rows[-1], source, n_full)
+            self._share_full(beams, rows[-1], source, n_full)
             if n_in_last:
                 table = self._blocks.block_table
                 copies.append((int(table[source, n_full]), int(table[rows[-1], n_full])))
@@ -112,8 +111,8 @@ class BeamBlocks:
             self._grow_beam(beams, one, n_slots + 1)
         return copies
 
-    def _hold_too(self, beams: _Beams, row: int, source: int, n_full: int) -> None:
-        """Let `row` begin with the first `n_full` blocks of `source`, and have a last one like it."""
+    def _share_full(self, beams: _Beams, row: int, source: int, n_full: int) -> None:
+        """Let `row` begin with the first `n_full` blocks of `source`, and give it a last block of its own."""
         table, common = self._blocks.block_table, beams.n_common
         self._n_beams[table[source, common:n_full]] += 1
         if self._blocks.slots_of[row]:
@@ -137,7 +136,7 @@ class BeamBlocks:
         self._n_beams[self._blocks.blocks_of(row)[-n_new:]] = 1
 
     def _lose(self, beams: _Beams, blocks: npt.NDArray[np.int32]) -> None:
-        """One beam less holds these blocks, which are all different; those of none are free."""
+        """Let one beam release these blocks, which are all different, and free those that no beam holds."""
         self._n_beams[blocks] -= 1
         unused = blocks[self._n_beams[blocks] == 0]
         self._blocks.free(unused)
@@ -146,7 +145,7 @@ class BeamBlocks:
             self._blocks.n_promised += len(unused)
 
     def release(self, row: int) -> int:
-        """Free all rows and blocks of the search; returns how many blocks no request holds any more."""
+        """End the search; returns how many blocks no request holds any more."""
         held, beams = self.held(row), self._of.pop(row)
         self._blocks.n_promised -= beams.n_promised or 0
         self._n_beams[held] = 0
@@ -156,13 +155,14 @@ class BeamBlocks:
         return n_released
 
     def held(self, row: int) -> npt.NDArray[np.int32]:
-        """The blocks of a row, or of all beams of a search, each once."""
+        """The blocks of a row, or of all beams of a search without duplicates."""
         beams = self._of.get(row)
         if beams is None or len(beams.rows) == 1:
             return self._blocks.blocks_of(row if beams is None else beams.rows[0])
-        own = np.unique(np.concatenate([self._blocks.blocks_of(one)[beams.n_common :] for one in beams.rows]))
-        return np.concatenate([self._blocks.block_table[beams.rows[0], : beams.n_common], own])
+        parted = [self._blocks.blocks_of(one)[beams.n_common :] for one in beams.rows]
+        common = self._blocks.block_table[beams.rows[0], : beams.n_common]
+        return np.concatenate([common, np.unique(np.concatenate(parted))])
 
     def promised(self, row: int) -> int:
-        """The free blocks that no request but the search in `row` may take."""
+        """The free blocks that are promised to the search in `row`."""
         return self._of[row].n_promised or 0 if row in self._of else 0

@@ -20,13 +20,13 @@ class Blocks:
     0. The blocks of a request need not be contiguous. Free blocks and rows are stacks: the last released is
     the first reused, while it may still be in a cache. `n_reserved` `[n_rows]` counts the reservations of
     each row, which distinguishes successive requests in the same row. `slots_of` has the number of slots that
-    each row holds, 0 if it is free, and so its last entry, that of row -1.
+    each row holds, 0 for a free one. Its extra last entry is always 0: requests that wait have row -1.
 
     With an encoder, a row begins with `encoder_blocks` blocks for the keys and values that cross attention
-    reads, at most `max_encoder_blocks` beside those of its tokens; `slots_of` does not count them.
+    reads, at most `max_encoder_blocks`, in addition to its tokens' blocks; `slots_of` does not count them.
 
-    With `prefix_caching`, `prefixes` keeps full blocks after the request that computed them, until their room
-    is needed. `n_promised` free blocks are promised to those who hold some already.
+    With `prefix_caching`, `prefixes` keeps full blocks after the request that computed them has ended, until
+    they are evicted. `n_promised` counts free blocks that are promised to running beam searches.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Blocks:
         return len(self._free_rows)
 
     def n_blocks_for(self, n_tokens: int) -> int:
-        """The number of blocks that `n_tokens` take."""
+        """The number of blocks that hold `n_tokens` tokens."""
         return -(-n_tokens // self.block_size)
 
     def blocks_of(self, row: int) -> npt.NDArray[np.int32]:
@@ -81,14 +81,14 @@ class Blocks:
         return sum(self._n_users[block] == 0 for block in blocks)
 
     def n_freed(self, n_holders: Mapping[int, int]) -> int:
-        """How many of these blocks only so many requests hold."""
+        """How many of these blocks are free once `n_holders[block]` requests have released each of them."""
         if self.prefixes is None:
             return len(n_holders)
         return sum(self._n_users[block] == n for block, n in n_holders.items())
 
     def grow(self, row: int, n_tokens: int) -> None:
         """Allocate blocks until `row` has room for `n_tokens` tokens."""
-        n_held, n = self.slots_of[row] // self.block_size, -(-n_tokens // self.block_size)
+        n_held, n = self.slots_of[row] // self.block_size, self.n_blocks_for(n_tokens)
         if n <= n_held:
             return
         self.check(n_held, n)
@@ -108,7 +108,7 @@ class Blocks:
         self._free_rows.append(row)
 
     def allocate(self, row: int, first: int, end: int) -> None:
-        """Blocks for the places `first` to `end` of a row's table."""
+        """Allocate blocks for the entries `first` to `end` of a row's table."""
         free, n_new = self._free_blocks, end - first
         while len(free) < n_new:
             assert self.prefixes is not None
@@ -135,7 +135,7 @@ class Blocks:
         self.slots_of[row] = len(blocks) * self.block_size
 
     def free(self, blocks: npt.NDArray[np.int32]) -> int:
-        """One request less holds each of these blocks; returns how many no request holds any more."""
+        """Let one request release these blocks; returns how many no request holds any more."""
         last_first = blocks[::-1].tolist()
         if self.prefixes is None:
             self._free_blocks += last_first
@@ -154,7 +154,7 @@ class Blocks:
             self._free_blocks += self.prefixes.clear()
 
     def check(self, n_held: int, n: int) -> None:
-        """Whether a row of `n_held` blocks may grow to `n` blocks."""
+        """Assert that a row of `n_held` blocks may grow to `n` blocks."""
         assert n_held < n, f"{n} blocks requested, {n_held} held"
         assert n - n_held <= self.n_free_blocks, f"{n - n_held} blocks requested, {self.n_free_blocks} free"
         assert n <= self._most_blocks, f"{n} blocks requested, a row has {self._most_blocks}"

@@ -1,8 +1,9 @@
-"""Cache kinds: what layers keep of a request, each with the rule by which it gets blocks.
+"""Cache kinds: what layers keep for a request, and how many blocks each kind takes.
 
-A kind answers how many blocks a request takes when it is admitted, and how many it can ever take.
-Reservations (Algorithm 1, line 24) and admission on demand sum over all kinds. The K/V manager allocates
-them: a request's fixed blocks at the beginning of its row, then those that grow.
+A kind says how many blocks a request takes when it is admitted, and how many it can ever take. Reservations
+(Algorithm 1, line 24) and admission on demand sum over `KINDS`, so a new kind is counted everywhere once it
+is listed there. The K/V manager allocates the blocks: those of fixed number at the beginning of the
+request's row of the block table, then those that grow.
 """
 
 from typing import Protocol
@@ -12,21 +13,21 @@ from orca_jax.scheduling.beam_blocks import most_blocks
 
 
 class CacheKind(Protocol):
-    """The rule of one kind."""
+    """How many blocks of one kind a request takes."""
 
     def at_first(self, req: Request, block_size: int) -> int:
         """The blocks that a request takes when it is admitted on demand."""
         ...
 
     def most(self, req: Request, block_size: int) -> int:
-        """The most blocks that it can take."""
+        """The most blocks that the request can take until it ends."""
         ...
 
 
 class PagedTokens:
-    """Keys and values of a decoder's tokens: they grow with each, and beams part after the prompt.
+    """Keys and values of the decoder's tokens. They grow with each token; beams share those of the prompt.
 
-    Layers with a window have this kind too: the blocks that have left their window are kept.
+    Sliding-window layers use this kind too, and keep the blocks that have left their window.
     """
 
     def at_first(self, req: Request, block_size: int) -> int:
@@ -39,7 +40,7 @@ class PagedTokens:
 
 
 class EncoderInput:
-    """Keys and values of an encoder's input, which cross attention reads: all from admission to the end."""
+    """Keys and values of the encoder's input, which cross attention reads, from admission to the end."""
 
     def at_first(self, req: Request, block_size: int) -> int:
         return -(-len(req.encoder_ids) // block_size)
@@ -56,5 +57,5 @@ def blocks_at_first(req: Request, block_size: int) -> int:
 
 
 def slots_to_reserve(req: Request, block_size: int) -> int:
-    """What Algorithm 1 calls `max_tokens`, in whole blocks: the most slots that the request can take."""
+    """Algorithm 1's `max_tokens` of a request in whole blocks: the most slots that it can take."""
     return sum(kind.most(req, block_size) for kind in KINDS) * block_size

@@ -18,7 +18,7 @@ _NO_ROWS: frozenset[int] = frozenset()
 
 
 def never() -> bool:
-    """The `interrupted` of a wait that cannot be interrupted, because no other batch could be issued."""
+    """Pass this as `interrupted` to a wait that must not end early, because no other batch can be issued."""
     return False
 
 
@@ -39,11 +39,11 @@ class Iteration:
 class Returned(NamedTuple):
     """The results of an iteration, by the request's place in its batch.
 
-    `token_ids` has a token for every request; ignore that of a request whose row sampled none. `answers` has
-    all that came back for requests of other kinds than the plain one, and for those that asked for
-    log-probabilities. The others are about input tokens: log-probabilities of a prompt's tokens after the
-    first, sums of hidden states, and the experts of all input tokens with the place of the first. For a
-    chunked prompt they come chunk by chunk.
+    `token_ids` has an entry for every request, which is meaningless where the row sampled no token. `answers`
+    has what came back for other kinds of rows than the plain one, and for requests with log-probabilities.
+    The last three are about input tokens: log-probabilities of a prompt's tokens after the first, sums of
+    hidden states, and the experts of all input tokens with the position of the first. For a chunked prompt
+    they come chunk by chunk.
     """
 
     token_ids: list[int]
@@ -53,7 +53,7 @@ class Returned(NamedTuple):
     routed: Mapping[int, tuple[int, ExpertIds]] = _NOTHING
 
     def give_prompts(self, rows: Sequence[Row]) -> None:
-        """Give the requests of these rows what came of their input tokens."""
+        """Add the results about input tokens to the requests of these rows."""
         for i, records in self.prompt_logprobs.items():
             add_prompt_logprobs(rows[i][0], records)
         for i, vector in self.pooled.items():
@@ -70,7 +70,7 @@ class Engine(Protocol):
 
     @property
     def n_workers(self) -> int:
-        """The number of inter-layer partitions, and so of batches that keep all of them busy."""
+        """The number of inter-layer partitions: as many batches in flight keep all of them busy."""
         ...
 
     @property
@@ -81,8 +81,8 @@ class Engine(Protocol):
     def issue(self, rows: Sequence[Row]) -> Iteration:
         """Start one iteration of the model, without waiting for a device.
 
-        The requests have their rows and blocks, but their state is still that of before the iteration. A
-        request whose last token has not returned continues with the token on the device.
+        The requests have their rows and blocks; their state changes after this call. A request whose last
+        token has not returned continues with the token on the device.
         """
         ...
 

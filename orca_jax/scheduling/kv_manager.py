@@ -1,55 +1,40 @@
 """The Attention K/V manager: which blocks of slots, and which row, each request holds (ORCA 4.2, 5).
 
 A slot is room for one token's key and value in every layer. A block is `block_size` contiguous slots, the
-unit of allocation. In Algorithm 1 a request gets all blocks for its `max_tokens` when it is admitted. With
-reservation on demand it gets those of its prompt, and grows. With a prefix cache it may share its first
-blocks with other requests. When it ends it returns all of them at once.
+unit of allocation. In Algorithm 1 a request gets all blocks for its `max_tokens` when it is admitted, so an
+admitted request can never run out of slots. With reservation on demand it gets the blocks of its prompt, and
+grows. With a prefix cache it may share its first blocks with other requests. At its end it returns all at
+once.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 
 from orca_jax.scheduling.beam_blocks import BeamBlocks
 from orca_jax.scheduling.blocks import Blocks
 
 
 class KVManager(Blocks):
-    """The blocks of an engine's requests; see Blocks for the sizes. `beams` has those of beam searches.
+    """The blocks of an engine's requests; see Blocks for the sizes.
 
-    `copies` of blocks, (from, to), are to be made before the next iteration that is issued.
-
-    Blocks of different `namespace`s, such as models, never have the same hash in the prefix cache, nor have
-    those of engines with different `hash_seed`s.
+    Blocks of different `namespace`s, such as versions of the weights, never have the same hash in the prefix
+    cache, nor have those of engines with different `hash_seed`s, which is set before the first request.
     """
 
-    def __init__(
-        self,
-        *,
-        n_blocks: int,
-        block_size: int,
-        n_rows: int,
-        max_blocks_per_row: int,
-        max_encoder_blocks: int = 0,
-        prefix_caching: bool = False,
-        namespace: str = "",
-    ) -> None:
-        super().__init__(
-            n_blocks=n_blocks,
-            block_size=block_size,
-            n_rows=n_rows,
-            max_blocks_per_row=max_blocks_per_row,
-            max_encoder_blocks=max_encoder_blocks,
-            prefix_caching=prefix_caching,
-        )
-        self.namespace = namespace
-        self.hash_seed = ""  # to be set before the first request
-        self.copies: Sequence[tuple[int, int]] = ()
-        self.beams = BeamBlocks(self)
+    namespace = ""
+    hash_seed = ""
+    copies: Sequence[tuple[int, int]] = ()  # blocks (from, to) to copy before the next issued iteration
+
+    @cached_property
+    def beams(self) -> BeamBlocks:
+        """The blocks of beam searches."""
+        return BeamBlocks(self)
 
     def n_released(self, rows: Sequence[int]) -> int:
-        """How many blocks would be free after the release of these rows: those that no other request holds.
+        """How many blocks the release of these rows would free: those that no other request holds.
 
-        A beam search is named by its request's row.
+        The row of a beam search's request stands for all rows of the search.
         """
         if self.prefixes is None and not self.beams:
             return sum(len(self.blocks_of(row)) for row in rows)
@@ -57,7 +42,7 @@ class KVManager(Blocks):
         return sum(map(self.beams.promised, rows)) + self.n_freed(holders)
 
     def reserve(self, max_tokens: int, n_encoder: int = 0) -> int:
-        """Allocate a row and blocks for `max_tokens` tokens and `n_encoder` of an encoder; returns the row.
+        """Allocate a row and blocks for `max_tokens` tokens and `n_encoder` encoder tokens; returns the row.
 
         The scheduler has checked that they are free (Algorithm 1, line 25).
         """
@@ -72,9 +57,9 @@ class KVManager(Blocks):
         return row
 
     def reserve_sharing(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
-        """Like `reserve`, for several requests: the tokens of each, and the cached blocks it begins with.
+        """Reserve for several requests, each with its number of tokens and the cached blocks it begins with.
 
-        Every cached block is held before anything is allocated, which may evict others.
+        All cached blocks are held before anything is allocated, because allocation may evict blocks.
         """
         rows = [self.start_row() for _ in wanted]
         for row, (_, shared) in zip(rows, wanted, strict=True):

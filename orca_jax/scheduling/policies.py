@@ -1,4 +1,4 @@
-"""The policy that a configuration names: the default one, Algorithm 1, or a class of the user's."""
+"""Policies by name: the default policy, Algorithm 1, or a user's class."""
 
 import inspect
 from typing import Any
@@ -12,7 +12,7 @@ from orca_jax.scheduling.serving_policy import ServingPolicy
 
 
 def configured_policy(config: ServingConfig, kv: KVManager, *, n_workers: int) -> Policy:
-    """The policy of this engine, which has `n_workers` workers. Raises ConfigError."""
+    """The configured policy of an engine with `n_workers` workers. Raises ConfigError."""
     name = config.scheduling.policy
     if name == "orca":
         return OrcaPolicy.of(config)
@@ -22,7 +22,7 @@ def configured_policy(config: ServingConfig, kv: KVManager, *, n_workers: int) -
 
 
 def users_policy(name: str) -> Any:
-    """The class "package.file:Class", made with the arguments of ServingPolicy. Raises ConfigError."""
+    """The class named "package.file:Class", which takes ServingPolicy's arguments. Raises ConfigError."""
     made = named_object("policy", name)
     if not callable(made) or not callable(getattr(made, "choose", None)):
         raise ConfigError(

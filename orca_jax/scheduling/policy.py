@@ -15,10 +15,10 @@ _NONE: Mapping[Request, list[int]] = MappingProxyType({})
 class Choice(NamedTuple):
     """The rows of the next iteration, and the new `n_rsrv` once they are issued (Algorithm 1, line 4).
 
-    The requests in `preempted` give up their slots first; none of them is in flight. `cached` has the blocks
-    of the prefix cache that a newly admitted request begins with. `held` is the first request in the order
-    that was not chosen although it was ready, and why; None if there is none. `short` are the rows whose
-    requests need a row or blocks first, where the policy knows them; None: they are to be looked for.
+    The requests in `preempted` give up their slots first; none of them is in flight. `cached` maps newly
+    admitted requests to the cached blocks they begin with. `held` is the first request in order that was
+    ready and not chosen, and why; None if there is none. `short` lists the rows whose requests need a row or
+    blocks first; None if the policy does not know, so that the scheduler looks for them.
     """
 
     rows: list[Row]
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
 
 
 def fill_places(rows: list[Row], max_bs: int) -> None:
-    """Let increments that can compute several tokens take the places that a batch of increments has left."""
+    """Let increments that can compute several tokens use the places left in a batch of increments."""
     free = max_bs - sum(max(req.kind.n_rows, n_tokens) for req, n_tokens in rows)
     for i, (req, n_tokens) in enumerate(rows):
         if req.kind is not PLAIN and not req.in_initiation:
@@ -40,9 +40,9 @@ def fill_places(rows: list[Row], max_bs: int) -> None:
 
 
 def one_phase(choice: Choice, n_rsrv: int, *, max_bs: int, initiated_last: bool) -> tuple[Choice, bool]:
-    """The rows of one phase, for a deterministic engine, and whether they are prefills; the phases alternate.
+    """Keep the rows of one phase, and say whether it is prefill. Deterministic engines alternate phases.
 
-    `n_rsrv` is that before the choice, which increments leave as it is.
+    `n_rsrv` is the value before the choice; increments do not change it.
     """
     initiations = [row for row in choice.rows if row[0].in_initiation]
     increments = [row for row in choice.rows if not row[0].in_initiation]
@@ -67,9 +67,9 @@ class Policy(Protocol):
     ) -> Choice:
         """Choose the rows of the next iteration. Changes no request and no slots.
 
-        `pool` has the admitted requests first, then the waiting ones in their order. A RUNNING request may be
+        `pool` has the admitted requests first, then the waiting ones in queue order. A RUNNING request may be
         chosen only if it is in `ahead`. A row computes between one and all of the tokens that its request has
-        left to compute. If `alone` is a request, only that one may be chosen.
+        left to compute. If `alone` is a request, no other one may be chosen.
         """
         ...
 

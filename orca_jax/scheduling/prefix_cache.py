@@ -38,10 +38,10 @@ def chain_hashes(root: _Hash, token_ids: Sequence[int], block_size: int) -> list
 
 
 class BlockListener(Protocol):
-    """Learns which blocks can be found, on the scheduler's thread, which must not wait for it.
+    """Receives changes of the prefix cache, on the scheduler's thread, which must not wait.
 
-    It is told of the blocks that every client may share, and of no others: tokens that belong to an API key
-    or a `cache_salt` stay with those who sent them.
+    It sees only blocks that every client may share: tokens that belong to an API key or a `cache_salt` are
+    never announced.
     """
 
     def stored(self, block_hash: bytes, parent: bytes | None, token_ids: Sequence[int]) -> None:
@@ -58,10 +58,10 @@ class BlockListener(Protocol):
 
 
 class PrefixCache:
-    """The blocks that have a hash, and among them those that no request holds, in order of last use.
+    """The blocks that have a hash. Those that no request holds can be evicted, least recently used first.
 
-    `n_queries` and `n_hits` count prompt tokens that were looked up and found, `n_evictions` the blocks that
-    were dropped for others. All methods are O(1) for each block. `listener` is told of changes; see `tell`.
+    `n_queries` and `n_hits` count prompt tokens that were looked up and found, `n_evictions` the evicted
+    blocks. All methods are O(1) per block. `listener` receives changes; see `tell`.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class PrefixCache:
         self.n_hits = 0
         self.n_evictions = 0
         self.listener: BlockListener | None = None
-        self._announced: set[_Hash] = set()  # what the listener knows of
+        self._announced: set[_Hash] = set()  # hashes that the listener knows
         self._block_of: dict[_Hash, int] = {}
         self._hash_of: dict[int, _Hash] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -84,7 +84,7 @@ class PrefixCache:
         return len(self._idle)
 
     def find(self, hashes: Sequence[_Hash], limit: int) -> list[int]:
-        """The blocks of the longest beginning of `hashes` that is cached, at most `limit` blocks."""
+        """The blocks of the longest cached prefix of `hashes`, at most `limit` blocks."""
         blocks: list[int] = []
         for i in range(min(limit, len(hashes))):
             block = self._block_of.get(hashes[i])
@@ -94,7 +94,7 @@ class PrefixCache:
         return blocks
 
     def add(self, block: int, block_hash: _Hash) -> bool:
-        """Let requests find this block, which is held; False if another has the same hash already."""
+        """Make a held block findable; False if another block has the same hash already."""
         if block_hash in self._block_of:
             return False
         assert block not in self._hash_of, f"block {block} has a hash already"
@@ -103,25 +103,25 @@ class PrefixCache:
         return True
 
     def tell(self, listener: BlockListener) -> None:
-        """Tell this listener of every change from now on, and never of blocks that are there already."""
+        """Send every change from now on to `listener`. Blocks that are cached already are never announced."""
         self._announced.clear()
         self.listener = listener
         listener.cleared()
 
     def announce(self, block_hash: _Hash, parent: _Hash | None, token_ids: Sequence[int]) -> None:
-        """Tell the listener of a block that was just added and that every client may share."""
+        """Announce a block that was just added and that every client may share."""
         assert self.listener is not None
         self._announced.add(block_hash)
         self.listener.stored(block_hash, parent, token_ids)
 
     def hold(self, block: int) -> None:
-        """A request took an idle block."""
+        """Mark an idle block as held by a request."""
         del self._idle[block]
 
     def release(self, blocks: Iterable[int]) -> list[int]:
-        """No request holds these blocks any more; returns those without a hash.
+        """Mark blocks as held by no request; returns those without a hash, which are free.
 
-        The others stay in the cache, the last one as the last used.
+        The others stay in the cache, the last one as the most recently used.
         """
         without: list[int] = []
         for block in blocks:

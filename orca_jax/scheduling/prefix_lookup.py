@@ -1,4 +1,4 @@
-"""A request's side of the prefix cache: the blocks it can begin with, and those it lets others find."""
+"""Requests and the prefix cache: the blocks a request can begin with, and those it publishes for others."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -16,7 +16,7 @@ def prompt_hashes(prompt_ids: Sequence[int], cache_salt: Sequence[str], kv: KVMa
 
 
 def hash_prompt(req: Request, kv: KVManager) -> list[bytes]:
-    """The hashes of the request's full blocks, computed here if they have not been computed before."""
+    """The hashes of the request's full blocks, computed at the first call."""
     hashes = req.block_hashes
     if hashes is None:
         hashes = req.block_hashes = prompt_hashes(req.prompt_ids, req.cache_salt, kv) or []
@@ -26,9 +26,9 @@ def hash_prompt(req: Request, kv: KVManager) -> list[bytes]:
 def cached_blocks(req: Request, kv: KVManager) -> list[int]:
     """The cached blocks that a waiting request can begin with.
 
-    At least one known token is left to compute, because the next one is sampled from it. A request for the
-    log-probabilities of its prompt, or for the mean of its hidden states, computes all of it. One for the
-    experts of its tokens computes those whose experts are not known.
+    At least one known token is left to compute, because the next token is sampled from it. A request for
+    log-probabilities or the mean hidden state of its prompt computes the whole prompt. A request for the
+    experts of its tokens computes all tokens whose experts are not known yet.
     """
     prefixes = kv.prefixes
     if prefixes is None or _needs_whole_prompt(req):
@@ -38,7 +38,7 @@ def cached_blocks(req: Request, kv: KVManager) -> list[int]:
 
 
 def next_block_hash(req: Request, n_blocks: int, kv: KVManager) -> bytes | None:
-    """The hash of the full block after the first `n_blocks`; None if there is none that others could use."""
+    """The hash of the full block after the first `n_blocks`; None if that block is not full or not hashed."""
     if kv.prefixes is None:
         return None
     hashes = hash_prompt(req, kv)
@@ -46,10 +46,10 @@ def next_block_hash(req: Request, n_blocks: int, kv: KVManager) -> bytes | None:
 
 
 class LongestPrefixFirst:
-    """Waiting requests in windows of `size` by arrival, the longest cached beginning of a window first.
+    """Orders waiting requests in windows of `size` by arrival, each with the longest cached prefix first.
 
-    A window begins when nothing of the one before it waits, so a request is overtaken by at most `size` - 1
-    that arrived after it. What was preempted goes before all: it was admitted in its order before.
+    A new window begins when no request of the last one waits, so at most `size` - 1 later arrivals overtake a
+    request. Preempted requests go before all others, because their turn had come before.
     """
 
     def __init__(self, size: int, kv: KVManager) -> None:
@@ -58,7 +58,7 @@ class LongestPrefixFirst:
         self._window: set[Request] = set()
 
     def order(self, waiting: Iterable[Request]) -> Iterator[Request]:
-        """All of `waiting`, which are in order of arrival, in this order."""
+        """Reorder `waiting`, which is in order of arrival."""
         first: list[Request] = []
         rest = iter(waiting)
         for req in rest:
@@ -80,9 +80,9 @@ class LongestPrefixFirst:
 def reserve_sharing(
     new: Sequence[Request], n_tokens: Iterable[int], cached: Mapping[Request, list[int]], kv: KVManager
 ) -> None:
-    """A row for each of these requests and blocks for so many tokens, which begin with their cached blocks.
+    """Reserve a row for each request, with blocks for its `n_tokens` that begin with its `cached` blocks.
 
-    What is found at a request's first admission is counted.
+    Hits are counted at a request's first admission only.
     """
     prefixes = kv.prefixes
     assert prefixes is not None
@@ -100,15 +100,16 @@ def reserve_sharing(
 
 
 def publish_full_blocks(requests: Iterable[Request], kv: KVManager) -> None:
-    """Let others find these requests' blocks whose tokens are known and, in the issued iterations, computed.
+    """Let others find the full blocks of these requests that issued iterations compute.
 
-    Iterations run in the order they are issued, so a later one may read what an earlier one writes.
+    An iteration need not have returned: iterations run in the order of issue, so later ones may read its keys
+    and values. The tokens of a block must be known, because they are its hash.
     """
     prefixes, size = kv.prefixes, kv.block_size
     if prefixes is None:
         return
     for req in requests:
-        n_known = len(req.prompt_ids)  # beams part after the prompt
+        n_known = len(req.prompt_ids)  # beams share no more than the prompt
         if not req.kind.forks:
             n_known += len(req.output_ids)
         first, end = req.n_found, min(req.n_computed, n_known) // size

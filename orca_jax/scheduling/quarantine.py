@@ -1,4 +1,4 @@
-"""Finds the request that makes workers die: suspects run alone, and one that then loses a worker is ended.
+"""Finds the request that makes workers die: suspects run alone, and one that then costs a worker is ended.
 
 The paper does not handle faults. Without this, such a request would be retried after every restart until the
 engine fails for all users.
@@ -10,9 +10,9 @@ from typing import NamedTuple
 from orca_jax.errors import LossCause
 from orca_jax.request.request import Request, RequestState
 
-_GROWTH = 4  # factor on the tokens to generate alone, for each further fault
-# Losses alone at one token that end a request although it may be innocent. With the first loss, in company,
-# they stay within RestartBound's default, past which all requests would end.
+_GROWTH = 4  # factor on the number of tokens to generate alone, for each further fault
+# The losses at the same token, while it ran alone, that end a request although it may be innocent. Together
+# with the first loss they stay within RestartBound's default, beyond which all requests would end.
 _MOST_STUCK = {LossCause.MEMORY: 2, LossCause.UNKNOWN: 3, LossCause.OUTSIDE: 4}
 
 
@@ -26,21 +26,21 @@ class Suspicion(NamedTuple):
 class Quarantine:
     """The live suspects. For the scheduler's thread.
 
-    A request that was in flight at a loss must run past that token alone before it may be batched again. So
-    a request at which workers fail (LossCause.FAULT) at a fixed token is identified at the second loss. One
-    at which they fail at random may get past it; each further fault while it is in flight makes it run alone
-    for longer.
+    A request that was in flight at a loss must run past that token alone before it may be batched again. If
+    workers fail (LossCause.FAULT) at a fixed token of a request, the second loss identifies it. If they fail
+    at random tokens, the request may get past this one; each further fault while it is in flight makes it run
+    alone for longer.
 
-    A loss of another cause is no evidence by itself: an operator, or what takes a machine's memory, ends
-    workers whatever they run. Only a request that does not get one token further, however often it is tried
-    alone, is ended for such losses, since it would be retried for ever.
+    A loss of another cause is no evidence by itself: operators and the kernel's out-of-memory killer end
+    workers whatever they run. Only a request that never gets one token further when it runs alone is ended
+    for such losses, since it would be retried for ever.
     """
 
     def __init__(self) -> None:
         self._suspects: list[Request] = []  # oldest first
 
     def record_loss(self, present: Collection[Request], cause: LossCause) -> Suspicion:
-        """Count a loss while these requests were in flight; some of them may have ended."""
+        """Record a loss while the requests in `present` were in flight; some of them may have ended."""
         culprit = None
         alone = len(present) == 1
         for req in present:
@@ -49,7 +49,7 @@ class Quarantine:
             if req.n_tokens != req.lost_at:
                 req.lost_at, req.n_stuck = req.n_tokens, 0
             req.n_stuck += alone
-            # Up to the last token in flight. A prompt chunk has none: then the token after the known ones.
+            # Up to the last token in flight; for a prompt chunk, which has none, one token.
             req.alone_until = req.n_tokens + max(1, req.n_in_flight - req.n_partial)
             if req.n_faults > 1:
                 req.alone_until += _GROWTH ** (req.n_faults - 1)
@@ -63,9 +63,6 @@ class Quarantine:
     def next(self) -> Request | None:
         """The request that must run alone now: the oldest suspect."""
         if self._suspects:  # rare
-            self._suspects = [req for req in self._suspects if _is_suspect(req)]
+            live = (req for req in self._suspects if req.state is not RequestState.FINISHED)
+            self._suspects = [req for req in live if req.n_tokens < req.alone_until]
         return self._suspects[0] if self._suspects else None
-
-
-def _is_suspect(req: Request) -> bool:
-    return req.state is not RequestState.FINISHED and req.n_tokens < req.alone_until

@@ -1,4 +1,4 @@
-"""Recovery from lost workers: the engine restarts and its requests resume, both a limited number of times."""
+"""Recovery from lost workers: the engine restarts and its requests resume, up to a number of times."""
 
 import time
 from collections import deque
@@ -13,11 +13,9 @@ from orca_jax.scheduling.scheduler import Scheduler
 
 
 class LossWindow:
-    """The recent losses of workers, as every limit on restarts counts them.
+    """The losses of workers within the last `bound.seconds`, as every limit on restarts counts them.
 
-    Those within the last `bound.seconds` count. Times come from one monotonic clock, in seconds.
-
-    `len` is the number of losses that count.
+    `len` is their number. Times are seconds of one monotonic clock.
     """
 
     def __init__(self, bound: RestartBound) -> None:
@@ -58,8 +56,8 @@ class RecoverableEngine(Protocol):
 class Recovery:
     """The scheduler's loop over an engine that may lose its workers, and statistics of the losses.
 
-    `on_trouble`, if set, is called on the scheduler's thread: with each loss after which the engine restarts,
-    once its requests are ready to resume, and with None when the engine is up again. If the engine cannot
+    `on_trouble`, if set, is called on the scheduler's thread with each loss after which the engine restarts,
+    once the requests are ready to resume, and with None when the engine is up again. If the engine cannot
     restart, or has restarted too often, `step` raises EngineError. A request that causes losses is ended
     (quarantine.py), and all losses while it was in flight count as one against the limit on restarts.
 
@@ -101,14 +99,12 @@ class Recovery:
     @property
     def trouble(self) -> str | None:
         """Which stage was lost last and how, while the engine is down; None while it is up."""
-        lost = self._lost
-        return None if lost is None else str(lost)
+        return None if (lost := self._lost) is None else str(lost)
 
     @property
     def troubled_stage(self) -> int | None:
         """The stage lost last, counted from 0; None while the engine is up."""
-        lost = self._lost
-        return None if lost is None else lost.stage
+        return None if (lost := self._lost) is None else lost.stage
 
     @property
     def down_seconds(self) -> float:
@@ -121,11 +117,11 @@ class Recovery:
         return seconds if since is None else seconds + max(0.0, now - since)
 
     def turn(self, interrupted: Callable[[], bool]) -> Callable[[], bool]:
-        """What takes one turn of the loop: where nothing can be recovered, the scheduler itself."""
+        """The function that takes one turn: the scheduler's own `step` if the engine cannot restart."""
         return self._scheduler.step if self._engine is None else partial(self.step, interrupted)
 
     def step(self, interrupted: Callable[[], bool]) -> bool:
-        """One turn of the scheduler's loop, or of restarting the engine; False if there was nothing to do.
+        """Take a turn of the scheduler's loop, or of a restart; False if there was nothing to do.
 
         A restart returns early if `interrupted`, or if a request arrives or is asked to end. Raises
         EngineError if the engine has failed permanently. Only for an engine that can restart.
@@ -172,10 +168,8 @@ class Recovery:
         allowed = self._recent.add(now, present)
         self._lost = lost
         if not allowed:
-            message = (
-                f"workers were lost {len(self._recent)} times within {self._bound.seconds:g} seconds, and "
-            )
-            message += f"{self._bound.restarts} restarts are allowed; the last: {lost}"
+            message = f"workers were lost {len(self._recent)} times within {self._bound.seconds:g} seconds, "
+            message += f"and {self._bound.restarts} restarts are allowed; the last: {lost}"
             raise EngineError(message) from lost
         self._notify(lost)
 

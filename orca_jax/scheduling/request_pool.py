@@ -1,107 +1,32 @@
 """The request pool: all live requests in arrival order, under the engine's only lock (ORCA 4, Figure 4).
 
 Any thread may add requests or ask for their end; only the scheduler's thread does everything else. A request
-is waiting until the scheduler admits it, then admitted until it is removed or preempted, which makes it wait
-again. Waiting requests are in the order of their queue, by default of arrival. Then all
-admitted requests arrived before all waiting ones, if the scheduler admits in this order and never preempts.
+waits until the scheduler admits it, and is admitted until it is removed, or preempted and waits again.
+Waiting requests are in the order of their queue. With the default queue that is the order of arrival, so all
+admitted requests arrived before all waiting ones as long as none is preempted.
 """
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import NamedTuple, Protocol
+from itertools import chain
+from typing import NamedTuple
 
 from orca_jax.errors import InvalidRequest, QueueFull, ServiceClosed
 from orca_jax.request.request import PLAIN, FinishReason, Request
+from orca_jax.scheduling.waiting_queue import FirstComeQueue, WaitingQueue
 
-# What to tell a request's user: the request, its new token if any, and its finish reason if it ended. A plain
-# tuple for speed, like `Row`: each row of each iteration makes one.
+# A request, its new token if any, and its finish reason if it ended. A plain tuple for speed, like `Row`:
+# each row of each iteration makes one.
 Delivery = tuple[Request, int | None, FinishReason | None]
-
-
-class WaitingQueue(Protocol):
-    """The waiting requests in the order in which they are to be admitted."""
-
-    counts_tokens: bool  # whether `served` is to be called
-
-    def __len__(self) -> int: ...
-
-    def add(self, request: Request, now: float) -> None:
-        """Add a new request; `now` is in seconds."""
-        ...
-
-    def restore(self, request: Request) -> None:
-        """Add a request that was admitted before and preempted."""
-        ...
-
-    def take(self, request: Request) -> None:
-        """Remove a request because it is admitted."""
-        ...
-
-    def remove(self, request: Request) -> bool:
-        """Remove a request because it has ended; False if it does not wait."""
-        ...
-
-    def walk(self) -> Iterator[list[Request]]:
-        """All requests in order, in chunks. Others may be added between two chunks, none removed."""
-        ...
-
-    def served(self, requests: Iterable[Request]) -> None:
-        """Each of these requests got an output token."""
-        ...
-
-
-class FirstComeQueue:
-    """First come, first served, as in Algorithm 1. All calls are O(1)."""
-
-    counts_tokens = False
-
-    def __init__(self) -> None:
-        self._requests: OrderedDict[int, Request] = OrderedDict()  # by arrival number
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def add(self, request: Request, now: float) -> None:
-        self._requests[request.arrival] = request
-
-    def restore(self, request: Request) -> None:
-        """Usually it is older than all that wait, because the latest arrivals are preempted first."""
-        older: list[int] = []
-        for arrival in self._requests:
-            if arrival > request.arrival:
-                break
-            older.append(arrival)
-        self._requests[request.arrival] = request
-        for arrival in (request.arrival, *reversed(older)):
-            self._requests.move_to_end(arrival, last=False)
-
-    def take(self, request: Request) -> None:
-        del self._requests[request.arrival]
-
-    def remove(self, request: Request) -> bool:
-        return self._requests.pop(request.arrival, None) is not None
-
-    def walk(self) -> Iterator[list[Request]]:
-        """Chunks double, so reading all is linear. Requests are only added at the end, so none moves."""
-        n = 0
-        while chunk := list(islice(self._requests.values(), n, 2 * n + 8)):
-            yield chunk
-            n += len(chunk)
-
-    def served(self, requests: Iterable[Request]) -> None:
-        pass
 
 
 class InArrivalOrder:
     """Live requests, the admitted ones first, read lazily so that a long queue costs nothing.
 
-    For the scheduler's thread, which must not admit or remove requests during the iteration. Requests that
-    other threads add meanwhile may appear in it or not. `all_plain`: no admitted request has another kind of
-    rows than the plain one.
+    For the scheduler's thread, which must not admit or remove requests while it iterates. Requests that other
+    threads add meanwhile may appear or not. `all_plain`: all admitted requests have plain rows.
     """
 
     def __init__(
@@ -119,12 +44,12 @@ class InArrivalOrder:
         return chain(self.admitted, chain.from_iterable(self._waiting()))
 
     def waiting(self) -> Iterator[Request]:
-        """Those after the admitted ones."""
+        """The waiting requests in order."""
         return chain.from_iterable(self._waiting())
 
 
 def split(live: Iterable[Request]) -> tuple[list[Request], Iterator[Request]]:
-    """The admitted requests, which come first, and the waiting ones."""
+    """Separate the admitted requests, which come first, from the waiting ones."""
     if isinstance(live, InArrivalOrder):
         return list(live.admitted), live.waiting()
     every = list(live)
@@ -151,7 +76,7 @@ class _Limit(NamedTuple):
     n_bytes: int
 
     def excess(self, usage: _Usage, request: Request) -> str:
-        """The current usage in words if `request` would exceed the limit; else ""."""
+        """Describe the current usage if `request` would exceed the limit; else ""."""
         if usage.n >= self.n:
             return f"{usage.n} requests"
         # A request larger than the whole limit may wait alone, or it could never run.
@@ -168,9 +93,9 @@ class RequestPool:
     """All live requests, in arrival order.
 
     The queue of waiting requests is bounded: `max_waiting` limits their number, `max_bytes` the sum of their
-    weights. So that no owner can fill the queue, each may have at most `max_each` waiting requests (None: no
-    limit) and the same fraction of the bytes. `check` raises InvalidRequest to reject a request. `on_arrival`
-    is called with each accepted request before the scheduler can see it. Both run on the caller's thread of
+    weights. No owner can fill the queue: each may have at most `max_each` waiting requests (None: no limit)
+    and the same fraction of the bytes. `check` raises InvalidRequest to reject a request. `on_arrival` is
+    called with each accepted request before the scheduler can see it. Both run on the thread that calls
     `add`. `on_deliveries` is called on the scheduler's thread, once with all deliveries of an iteration.
     """
 
@@ -196,10 +121,10 @@ class RequestPool:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # All attributes below change only under the lock. Only the scheduler's thread changes `_admitted`, so
-        # it may read it without the lock. A dict is read faster than an OrderedDict. Here it has few gaps: an
-        # admission that finds no room closes them.
+        # it may read it without the lock. `_admitted` is a dict because that is read faster than an
+        # OrderedDict. Removals leave few gaps in it: an admission that finds no room closes them.
         self._queue = FirstComeQueue() if queue is None else queue
-        self._waiting: dict[str, Request] = {}  # those of `_queue`, by id
+        self._waiting: dict[str, Request] = {}  # the requests in `_queue`, by id
         self._admitted: dict[str, Request] = {}
         self._n_of_other_kinds = 0  # admitted requests whose rows are not plain
         self._ending: dict[Request, FinishReason] = {}
@@ -285,9 +210,9 @@ class RequestPool:
         return self._activity
 
     def wait_for_work(self, timeout: float, since: int | None = None) -> bool:
-        """Wait up to `timeout` seconds for a live request, or until `close`; whether a request is live.
+        """Wait up to `timeout` seconds for a live request or `close`; return whether a request is live.
 
-        With `since`, wait until `activity` differs from it instead of for a live request.
+        With `since`, wait until `activity` differs from it instead.
         """
 
         def has_work() -> bool:
@@ -298,7 +223,7 @@ class RequestPool:
             return len(self) > 0
 
     def wake(self) -> None:
-        """Let `activity` grow: there is something other than a request to look at."""
+        """Let `activity` grow, because there is something other than a request to look at."""
         with self._lock:
             self._notify()
 
@@ -322,7 +247,7 @@ class RequestPool:
                 self._count(request, -1)
 
     def preempt(self, request: Request) -> None:
-        """Let an admitted request wait again, before those that arrived later."""
+        """Let an admitted request wait again, before requests that arrived later."""
         with self._lock:
             del self._admitted[request.request_id]
             self._n_of_other_kinds -= request.kind is not PLAIN
@@ -349,7 +274,7 @@ class RequestPool:
             self._ending.pop(request, None)
 
     def deliver(self, deliveries: Sequence[Delivery]) -> None:
-        """Pass all deliveries of an iteration to `on_deliveries` in one call; no call if there are none."""
+        """Pass all deliveries of an iteration to `on_deliveries` in one call, if there are any."""
         if deliveries:
             if self._queue.counts_tokens:
                 with self._lock:
@@ -396,7 +321,7 @@ class RequestPool:
         self._changed.notify_all()
 
     def _walk(self) -> Iterator[list[Request]]:
-        """The chunks of the queue, each read under the lock."""
+        """Read the queue in chunks, each under the lock."""
         chunks = self._queue.walk()
         while True:
             with self._lock:

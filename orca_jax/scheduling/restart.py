@@ -1,4 +1,4 @@
-"""Restarts: the engine failed, a worker was lost, or weights or caches were replaced. The paper has none.
+"""What requests go through when the engine fails, loses a worker, or gets new weights. The paper has none.
 
 All functions are for the scheduler's thread, between two turns of its loop.
 """
@@ -23,12 +23,11 @@ def run_again(
 ) -> Suspicion:
     """After WorkerLost: drop the K/V cache and all batches in flight, and let the requests resume.
 
-    Each admitted request returns to INITIATION and keeps its row, blocks and reservation, or with a prefix
-    cache or blocks on demand waits again. Its next iteration recomputes the prompt and the output so far, and
-    samples the same next token as without the loss. Tokens that were computed but not returned are
-    recomputed. Requests that were asked to end are ended, as is a request that causes losses, by what `cause`
-    says of them; its error quotes `why`.
-    Returns the requests that were in flight.
+    Each admitted request returns to INITIATION and keeps its row, blocks and reservation; with a prefix cache
+    or blocks on demand it waits again. Its next iteration recomputes the prompt and the output so far, and
+    samples the same next token as without the loss. Tokens that were computed but not returned are computed
+    again. Requests that were asked to end are ended. So is a request that the quarantine blames for losses of
+    this `cause`; its error quotes `why`. Returns what the quarantine found.
     """
     present = {req for iteration in scheduler.in_flight for req, _ in iteration.rows}
     suspicion = scheduler.quarantine.record_loss(present, cause)
@@ -47,7 +46,7 @@ def run_again(
 
 
 def compute_all_again(scheduler: Scheduler) -> None:
-    """The K/V cache is lost while no batch is in flight: let all admitted requests compute it again."""
+    """After the K/V cache was lost while no batch is in flight: let admitted requests compute it again."""
     assert not scheduler.in_flight and not scheduler.leaving
     kv = scheduler.kv
     kv.forget()
@@ -61,10 +60,10 @@ def compute_all_again(scheduler: Scheduler) -> None:
 
 
 def change_weights(scheduler: Scheduler, version: int) -> None:
-    """The engine has weights of this version from now on; while no batch is in flight.
+    """Let the engine's new weights have this version. No batch is in flight.
 
-    Begun requests keep their tokens, and compute all keys and values again: their next tokens depend on the
-    new weights alone. No key or value of the old weights is found again.
+    Begun requests keep their tokens and compute all keys and values again, so their next tokens depend on the
+    new weights alone. Cached blocks of the old weights are never found again.
     """
     scheduler.weights_version = version
     scheduler.kv.namespace = f"weights {version}"

@@ -1,9 +1,11 @@
 """Algorithm 1 of ORCA (4.2), lines 1 to 15: issue the next iteration, and take the tokens of the oldest.
 
-Iteration-level scheduling, now known as continuous batching. `Scheduler.step` is one turn of the paper's
-loop, and select.py is its function Select; comments give the paper's line numbers. The paper's initiation
-phase is prefill, its increment phase decode. Scheduling is first come, first served at the level of
-iterations: of two requests in the pool, the earlier one has run at least as many iterations.
+Iteration-level scheduling, now known as continuous batching: the batch is chosen again before every
+iteration, so a finished request leaves at once and a new one joins without waiting for the others.
+`Scheduler.step` is one turn of the paper's loop, and select.py is its function Select; comments give the
+paper's line numbers. The paper's initiation phase is prefill, its increment phase decode. Scheduling is first
+come, first served at the level of iterations: of two requests in the pool, the earlier one has run at least
+as many iterations.
 """
 
 from collections import deque
@@ -34,11 +36,11 @@ class Scheduler:
 
     Only the scheduler changes the state of requests and reserves slots for them; `n_rsrv` counts reserved
     slots. With overlap, one more batch is in flight than there are workers, so the host prepares an iteration
-    while the previous one runs. A request may then end while an iteration for it is in flight. Its result is
-    discarded; the request is `leaving`, and its slots, to which the iteration may write, are released when
-    that returns. `policy` chooses the rows of each iteration; the default is the configured one.
+    while the previous one runs. A request may then end while an iteration for it is in flight. The result of
+    that iteration is discarded. Until it returns the request is `leaving` and keeps its slots, because the
+    iteration may write to them. `policy` chooses the rows of each iteration; by default the configured one.
 
-    `gate` is how the service brings the engine to rest: a request has begun if it is admitted, or has output
+    The service shuts `gate` to bring the engine to rest. A request has begun if it is admitted, or has output
     from before a preemption. `weights_version` is the version of the weights that compute all new tokens.
     """
 
@@ -67,10 +69,10 @@ class Scheduler:
         self.leaving: list[Request] = []  # ended, but still in a batch in flight
         self.gate: Gate = "open"
         self.weights_version = 0
-        self.waiting_again: set[Request] = set()  # live, and without the slots they had
+        self.waiting_again: set[Request] = set()  # preempted requests that wait
         self.quarantine = Quarantine()
         self.n_preemptions = self.n_recomputed = 0  # the latter: tokens computed again after preemptions
-        self._initiated_last = False  # whether a deterministic engine's last batch was of initiations
+        self._initiated_last = False  # whether a deterministic engine's last batch was a prefill
 
     @property
     def n_scheduled(self) -> int:
@@ -107,7 +109,7 @@ class Scheduler:
         return self.pool.admitted() + sorted(waiting, key=lambda req: (req.rank, req.arrival))
 
     def end_cancelled(self) -> bool:
-        """End requests that were cancelled or timed out; RUNNING ones end when they return.
+        """End requests that were cancelled or timed out; RUNNING ones end when their batch returns.
 
         Returns whether any ended. `step` calls this first; call it directly while no steps are taken.
         """
@@ -128,7 +130,7 @@ class Scheduler:
             return self._alone(suspect)
         if self.n_scheduled < self.engine.n_workers:
             choice = self._choose()
-        # Only if no request is ready: these must first wait for their tokens in flight.
+        # Only if no request is ready: a request that runs ahead must wait for its token in flight.
         if not (choice.rows or choice.preempted) and self.overlaps and self.in_flight:
             choice = self._choose(running_ahead(self.in_flight[0].rows))
         if not self.config.deterministic:
@@ -139,7 +141,7 @@ class Scheduler:
         return choice
 
     def _alone(self, req: Request) -> Choice:
-        """A row for this request only, once no other is in flight and it is ready; else no rows."""
+        """Choose only this request, once no other is in flight and it is ready; until then no rows."""
         others_run = any(other is not req for it in self.in_flight for other, _ in it.rows)
         if others_run or (req.state is RUNNING and not (self.overlaps and running_ahead([(req, 1)]))):
             return Choice([], self.n_rsrv)
@@ -152,7 +154,7 @@ class Scheduler:
         return self.policy.choose(pool, self.n_rsrv, ahead, alone)
 
     def _issue(self, choice: Choice) -> None:
-        """Allocate rows and blocks for the requests that line 26 reserved slots for, then lines 5 to 8."""
+        """Allocate rows and blocks for newly admitted requests (line 26), then issue (lines 5 to 8)."""
         rows = choice.rows
         short = rows_without_slots(rows, self.kv) if choice.short is None else choice.short
         new = [req for req, _ in short if req.row < 0]
@@ -184,7 +186,7 @@ class Scheduler:
             req.n_dropped = 0
 
     def preempt(self, req: Request) -> None:
-        """Let an admitted request, which is not in flight, wait again without slots."""
+        """Take the slots of an admitted request that is not in flight, and let it wait again."""
         req.n_preempted += 1
         req.n_found = 0
         req.compute_again()
@@ -203,28 +205,28 @@ class Scheduler:
         deliveries, leaving, overlaps = list[Delivery](), self.leaving, self.overlaps
         try:
             returned.give_prompts(iteration.rows)
-            rare = iteration.partial | returned.answers.keys()  # with more to take than a token, or with none
+            rare = iteration.partial | returned.answers.keys()  # rows with no token, or more than a token
             for i, ((req, _), token_id) in enumerate(zip(iteration.rows, returned.token_ids, strict=True)):
                 req.n_in_flight = n_in_flight = req.n_in_flight - 1  # line 11
                 if (rare and i in rare) or req.ending is not None or (leaving and req.state is FINISHED):
                     answer = returned.answers.get(i) or RowAnswer((token_id,))
                     deliveries += self._take_row(req, None if i in iteration.partial else answer)
                     continue
-                # As in _take_row, without a call, for that is what most rows of most batches need.
+                # Most rows of most batches get here: `_take_row` inlined for them.
                 if not n_in_flight:
                     req.state = INCREMENT  # line 12
                 reason = req.accept(token_id)
-                if overlaps and req.n_computed >= req.full_at:  # else all tokens were known before
+                if overlaps and req.n_computed >= req.full_at:  # without overlap `_issue` has published
                     publish_full_blocks((req,), self.kv)
                 if reason is not None:  # line 13
                     self.end(req, reason)  # line 14
                 deliveries.append((req, token_id, reason))
-        finally:  # even if a row raises: the users of the rows before it must learn of their tokens and ends
+        finally:  # even if a row raises: users of the rows before it must get their tokens and ends
             self.deliver(deliveries)
         self.in_flight.popleft()  # line 15
 
     def _take_row(self, req: Request, answer: RowAnswer | None) -> Iterator[Delivery]:
-        """Lines 12 to 14 for a request of the returned batch; None for a chunk within its prompt."""
+        """Lines 12 to 14 for a request of the returned batch; `answer` is None for a partial prompt chunk."""
         if answer is None:
             req.n_partial -= 1
         if req.state is FINISHED:  # it ended while the batch ran: discard the result
@@ -245,7 +247,7 @@ class Scheduler:
                 yield req, token_id, reason
 
     def end(self, req: Request, reason: FinishReason) -> Delivery:
-        """End a request; every end goes through here. Its slots are released once no batch writes to them."""
+        """End a request, whatever the reason. Its slots are released once no batch writes to them."""
         if req.n_in_flight:
             self.leaving.append(req)
         elif req.row >= 0:

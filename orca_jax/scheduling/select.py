@@ -1,6 +1,8 @@
 """Algorithm 1 of ORCA (4.2), lines 17 to 28: which requests run in the next iteration.
 
-Comments give the paper's line numbers. The paper's initiation is prefill; its increment is decode.
+Comments give the paper's line numbers. The paper's initiation is prefill; its increment is decode. A request
+is admitted only if slots for all its tokens can be reserved, so no admitted request ever waits for slots. The
+loop stops at the first request that does not fit, so that no later one overtakes it.
 """
 
 import math
@@ -14,8 +16,8 @@ from orca_jax.scheduling.request_pool import InArrivalOrder
 INITIATION, RUNNING, INCREMENT, _ = RequestState
 
 # Why a request could not join a batch: the batch is full; too few slots are free; the iteration has no room
-# for its tokens; another request computes the beginning of its prompt now, which it can then share; a request
-# that may have cost a worker runs alone; a deterministic engine's iteration is of the other phase.
+# for its tokens; another request is computing a prefix that it can share afterwards; a request that may have
+# cost a worker runs alone; a deterministic engine runs an iteration of the other phase.
 Why = Literal["batch", "slots", "tokens", "prefix", "alone", "phase"]
 Held = tuple[Request, Why]
 
@@ -23,9 +25,9 @@ Held = tuple[Request, Why]
 def running_ahead(rows: Iterable[Row]) -> frozenset[Request]:
     """The RUNNING requests that may be issued again before their token returns, because more can follow.
 
-    `rows` are those of the batch that returns next. Requests of later batches need not run ahead: the workers
-    have other batches to run until those return. Nor need requests of a kind whose
-    next rows depend on what comes back, such as a beam search.
+    `rows` are the batch that returns next. Requests of later batches need not run ahead: the workers have
+    other batches to run until then. A row kind whose next rows depend on what comes back, such as a beam
+    search, never runs ahead.
     """
     return frozenset(
         [
@@ -79,14 +81,13 @@ def select_rows(
     """The rows of the next iteration, and the new `n_rsrv` (Algorithm 1, lines 17 to 28). Changes nothing.
 
     Each row computes all tokens that its request has left to compute. Requests in `ahead` may be selected
-    although they are RUNNING. `max_batch_tokens` limits the tokens of the batch, an encoder's among them, for
-    which slots are reserved too. Reservations are rounded up
-    to blocks of `block_size` slots, so that they can be allocated; `n_rsrv` is then a multiple of
-    `block_size`, and `n_slots` is in effect rounded down to one. The third result is the request at which
-    the loop stopped, and why; None if it reached the pool's end.
+    although they are RUNNING. `max_batch_tokens` limits the tokens of the batch, including encoder tokens.
+    Reservations are rounded up to blocks of `block_size` slots, so that they can be allocated; `n_rsrv` is
+    then a multiple of `block_size`, and `n_slots` is in effect rounded down to one. The third result is the
+    request at which the loop stopped, and why; None if it reached the pool's end.
     """
     batch: list[Row] = []  # line 18
-    if not isinstance(pool, InArrivalOrder):  # which is sorted already; sorting would read the whole queue
+    if not isinstance(pool, InArrivalOrder):  # that one is sorted; sorting it would read the whole queue
         pool = sorted(pool, key=lambda req: req.arrival)  # line 20
     batch_tokens = n_places = 0
     token_limit = math.inf if max_batch_tokens is None else max_batch_tokens
@@ -94,7 +95,7 @@ def select_rows(
     for req in pool:  # line 21
         if req.state is RUNNING and req not in ahead:  # line 19
             continue
-        if n_places == max_bs:  # line 22; `n_places` is the batch's size, in which every beam counts
+        if n_places == max_bs:  # line 22; `n_places` is the batch's size, and counts every beam
             held = req, "batch"
             break
         # 1 for an increment. The condition is `not req.in_initiation`, inlined for speed.

@@ -1,4 +1,4 @@
-"""The policy that serves by default: chunked prefill, blocks on demand and a prefix cache, each by a switch.
+"""The default policy: chunked prefill, blocks on demand and a prefix cache, each of which can be turned off.
 
 Sources: iteration-level scheduling, ORCA; blocks on demand and preemption, PagedAttention (Kwon et al., SOSP
 2023); decodes first and chunked prefill, Sarathi-Serve (Agrawal et al., OSDI 2024); the prefix cache, SGLang
@@ -23,7 +23,7 @@ from orca_jax.scheduling.request_pool import InArrivalOrder, split
 from orca_jax.scheduling.select import Held, Why
 
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
-_WINDOW = 16  # the requests among which the longest cached beginning goes first
+_WINDOW = 16  # the number of waiting requests among which the longest cached prefix goes first
 _WATERMARK = 0.01  # the fraction of all blocks that admission on demand leaves free for requests that grow
 
 
@@ -31,10 +31,10 @@ _WATERMARK = 0.01  # the fraction of all blocks that admission on demand leaves 
 class _Plan:
     """A choice in the making.
 
-    `free` counts the blocks that are left, and is below 0 while blocks are owed to requests that must grow;
-    `coming` those of the requests in `held_back`, which are in flight and will be preempted after that.
-    `taken` counts the blocks that the rows take, `n_places` the places of the batch. `held` and `short` are
-    as in Choice.
+    `free` counts the blocks left; below 0, blocks are owed to requests that must grow. `held_back` has
+    requests in flight that will be preempted when they return, and `coming` counts their blocks. `taken`
+    counts the blocks that the rows take, `n_places` the used places of the batch. `held` and `short` are as
+    in Choice.
     """
 
     free: int
@@ -51,12 +51,11 @@ class _Plan:
     all_decode: bool = False  # whether no admitted request is in its initiation
 
     def add(self, req: Request, n_tokens: int) -> None:
-        """Add a row."""
         self.rows.append((req, n_tokens))
         self.n_places += req.kind.n_rows
 
     def hold(self, req: Request, why: Why) -> None:
-        """The request has to wait; the first one counts."""
+        """Note that a request has to wait. Only the first one counts."""
         self.held = self.held or (req, why)
 
     def gives_up(self, req: Request) -> bool:
@@ -64,9 +63,9 @@ class _Plan:
         return req in self.preempted or req in self.held_back
 
     def make_room(self, n_blocks: int, victims: Iterable[Request], kv: KVManager) -> bool:
-        """Take `n_blocks`, from `victims` if too few are free; False if they are not there in this turn.
+        """Take `n_blocks`, from `victims` if too few are free; False if they are not available this turn.
 
-        They are then kept for the request that needs them.
+        In that case they are kept for the request that needs them.
         """
         for victim in victims:
             if n_blocks <= self.free + self.coming:
@@ -79,7 +78,7 @@ class _Plan:
         return True
 
     def drop(self, victim: Request, kv: KVManager) -> None:
-        """Preempt a request, or if it is in flight hold it back until it returns."""
+        """Preempt a request. If it is in flight, hold it back until it returns."""
         before = [req.row for req in self.preempted]
         n_before = kv.n_released(before)
         if victim.n_in_flight:
@@ -95,7 +94,7 @@ class _Plan:
 
 
 class _Waiting:
-    """The waiting requests, read only as far as somebody looks. May be iterated several times."""
+    """The waiting requests, read lazily and kept, so that they may be iterated several times."""
 
     def __init__(self, unread: Iterator[Request]) -> None:
         self.seen: list[Request] = []
@@ -109,11 +108,11 @@ class _Waiting:
 
 
 class ServingPolicy:
-    """Chooses decodes first, then prompts that were begun, then waiting requests, in their order.
+    """Chooses decodes first, then begun prompts, then waiting requests, each group in service order.
 
-    The first request in the order always advances: what comes later in the order makes room for it. A waiting
-    request is admitted only after all before it. At most `max_batch_size` requests are admitted for each of
-    the `n_workers` batches that may be in flight. For the scheduler's thread.
+    The first request in order always advances, because later ones make room for it. A waiting request is
+    admitted only after all before it. At most `max_batch_size` requests are admitted for each of the
+    `n_workers` batches that may be in flight. For the scheduler's thread.
     """
 
     def __init__(self, config: ServingConfig, kv: KVManager, *, n_workers: int) -> None:
@@ -126,13 +125,13 @@ class ServingPolicy:
         self._prefill_tokens = scheduling.prefill_tokens or config.max_batch_tokens
         self._buckets = serving_buckets(config)
         self._on_demand = scheduling.on_demand
-        self._fills = not config.deterministic  # else `one_phase` does it, when it knows which rows stay
+        self._fills = not config.deterministic  # else `one_phase` fills the places, once it knows the rows
         self._by_priority = scheduling.scheduling_policy == "priority"
         self._by_prefix = (
             LongestPrefixFirst(_WINDOW, kv) if scheduling.scheduling_policy == "longest-prefix" else None
         )
         self._watermark = math.ceil(_WATERMARK * kv.n_blocks) if scheduling.on_demand else 0
-        self._were_prompts_alone = False  # the last batch had prompts only, while other requests could decode
+        self._were_prompts_alone = False  # the last batch had only prompts although others could decode
 
     def choose(
         self,
@@ -161,7 +160,7 @@ class ServingPolicy:
         if fits or self._were_prompts_alone or len(plan.rows) > n_decodes or plan.preempted:
             if plan.rows:
                 self._were_prompts_alone = False
-        else:  # a whole prompt does not fit next to the decodes: now it goes first, then they
+        else:  # a whole prompt does not fit beside the decodes: it goes first this time, they the next
             prompts_alone = _Plan(plan.free)
             self._add_prompts(prompts_alone, prompts, admitted, waiting, others_decode=False)
             if prompts_alone.rows:
@@ -177,7 +176,7 @@ class ServingPolicy:
         return Choice(plan.rows, n_rsrv, plan.preempted, plan.cached, plan.held, plan.short)
 
     def _plan_alone(self, req: Request, admitted: Sequence[Request]) -> _Plan:
-        """A row for this request; the others, none of which is in flight, make room for it."""
+        """Choose only this request. The others, none of which is in flight, make room for it."""
         plan = _Plan(self._kv.n_free_blocks)
         others = [other for other in reversed(admitted) if other is not req]
         n_tokens = min(req.n_to_compute, self._max_tokens)
@@ -200,7 +199,7 @@ class ServingPolicy:
         return plan
 
     def _fill_places(self, plan: _Plan) -> None:
-        """Let increments that can compute several tokens take the places, tokens and blocks that are left."""
+        """Let increments that can compute several tokens use the places, tokens and blocks left."""
         kv, size = self._kv, self._kv.block_size
         n_left = min(self._max_bs - plan.n_places, self._max_tokens - sum(n for _, n in plan.rows))
         for i, (req, n_tokens) in enumerate(plan.rows):
@@ -223,7 +222,7 @@ class ServingPolicy:
     # Decodes.
 
     def _add_decodes(self, plan: _Plan, decodes: Sequence[Request], admitted: Sequence[Request]) -> None:
-        """A row for each; those that need another block get it, if need be from later requests."""
+        """Add a row for each decode. One that needs another block may take it from later requests."""
         slots_of = self._kv.slots_of
         short: list[Row] | None = None
         if self._kv.beams:
@@ -255,7 +254,7 @@ class ServingPolicy:
             plan.add(req, 1)
 
     def _that_fit(self, decodes: Sequence[Request]) -> list[Request]:
-        """The first in the order, as far as the batch has places for them; others may go past a search."""
+        """The first decodes in order that fit in the batch. Later requests may go past a beam search."""
         fitting: list[Request] = []
         n_left = self._max_bs
         for req in sorted(decodes, key=_service_order):
@@ -284,7 +283,7 @@ class ServingPolicy:
         *,
         others_decode: bool,
     ) -> bool:
-        """Prompts that were begun, then waiting ones; False if the next one has more tokens than fit."""
+        """Add begun prompts, then waiting ones; False if the next prompt has more tokens than fit."""
         room = self._max_tokens - plan.n_places
         if self._chunked and others_decode:
             room = self._without_padding(plan.n_places, min(room, self._prefill_tokens))
@@ -309,16 +308,16 @@ class ServingPolicy:
         return self._admit(plan, room, admitted, waiting)
 
     def _without_padding(self, n_rows: int, room: int) -> int:
-        """The room that ends an iteration at a bucket, if that is more than half of `room`, else `room`.
+        """Reduce `room` so that the iteration fills a bucket, unless that halves it.
 
-        A chunk's border is free to choose, and padding up to the next bucket would be computed for nothing.
+        The end of a chunk is free to choose, and padding up to the next bucket would be computed for nothing.
         """
         i = bisect_right(self._buckets, n_rows + room) - 1
         fitted = self._buckets[i] - n_rows
         return fitted if 2 * fitted > room else room
 
     def _admit(self, plan: _Plan, room: int, admitted: Sequence[Request], waiting: Iterable[Request]) -> bool:
-        """Admit waiting requests in their order; False if the next one has more tokens than fit."""
+        """Admit waiting requests in order; False if the next one has more tokens than fit."""
         kv = self._kv
         computing: set[bytes | None] | None = None
         n_admitted, n_free_rows = self._n_places(admitted), kv.n_free_rows
@@ -361,9 +360,9 @@ class ServingPolicy:
         return True
 
     def _preempt_lower(self, plan: _Plan, req: Request, admitted: Sequence[Request]) -> None:
-        """Let admitted requests of a lower priority make room for a waiting one, if they have enough.
+        """Let admitted requests of lower priority make room for a waiting one, if they hold enough.
 
-        Not those that are before it in the order because they waited longer: they would be admitted again
+        Requests that precede it in order because they waited longer are spared: they would be admitted again
         before it.
         """
         after = [other for other in admitted if _service_order(other) > _service_order(req)]
@@ -385,7 +384,8 @@ class ServingPolicy:
     def _n_new_blocks(self, req: Request, cached: Sequence[int], revived: Collection[int]) -> int:
         """The free blocks that admitting the request takes, if it begins with these cached blocks.
 
-        Those that no request holds count as free, unless an earlier one of this plan takes them (`revived`).
+        A cached block that no request holds counts as free unless an earlier admission of this plan takes it
+        (`revived`).
         """
         n_idle = self._kv.n_idle([block for block in cached if block not in revived])
         return self._blocks_to_reserve(req) - len(cached) + n_idle
@@ -397,7 +397,7 @@ class ServingPolicy:
         return slots_to_reserve(req, self._kv.block_size) // self._kv.block_size
 
     def _n_tokens(self, n_to_compute: int, room: int) -> int:
-        """How many tokens of a prompt run in this iteration."""
+        """The number of a prompt's tokens that run in this iteration."""
         if n_to_compute <= room:
             return n_to_compute
         return max(0, room) if self._chunked else 0
@@ -408,7 +408,7 @@ def _service_order(req: Request) -> tuple[float, int]:
 
 
 def _by_phase(admitted: Iterable[Request], ahead: Collection[Request]) -> tuple[list[Request], list[Request]]:
-    """Of these requests those that are ready: decodes and prompts."""
+    """The requests that are ready, split into decodes and prompts."""
     decodes: list[Request] = []
     prompts: list[Request] = []
     for req in admitted:

@@ -1,7 +1,7 @@
 """The timeline: when each request and each iteration started and ended.
 
 The scheduler writes the records; times are in seconds of the given clock. Memory is bounded, because only the
-newest records are kept. For statistics over all of them, add a TimelineObserver; a TimelineWatcher sees each
+newest records are kept. Statistics over all records come from a TimelineObserver. A TimelineWatcher gets each
 event with its requests.
 """
 
@@ -29,7 +29,7 @@ def _times() -> "array[float]":
 
 @dataclass(slots=True)
 class Interruption:
-    """A running request lost its keys and values `at` a time; `resumed` is when it ran again, None before."""
+    """A running request lost its keys and values at time `at` and ran again at `resumed` (None: not yet)."""
 
     at: float
     cause: Cause
@@ -40,8 +40,8 @@ class Interruption:
 class RequestRecord:
     """A request from arrival to end.
 
-    `scheduled` is when its first iteration was issued, `token_times` when each token was delivered. The keys
-    and values of the first `n_cached` tokens of its prompt were in the prefix cache.
+    `scheduled` is when its first iteration was issued, `token_times` when each token was delivered. Keys and
+    values of the first `n_cached` prompt tokens came from the prefix cache.
     """
 
     request_id: str
@@ -52,7 +52,7 @@ class RequestRecord:
     finished: float | None = None
     finish_reason: FinishReason | None = None
     n_cached: int = 0
-    arrival: int = 0  # its number in the pool
+    arrival: int = 0  # the request's number in the pool
     interruptions: tuple[Interruption, ...] = ()
 
     @property
@@ -79,7 +79,7 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class IterationRecord:
-    """One iteration: its requests, the number of input tokens of each, and the bucket they are padded to.
+    """One iteration: its requests, each one's number of input tokens, and the bucket they are padded to.
 
     `returned` stays None if the engine failed before the batch returned.
     """
@@ -103,12 +103,12 @@ class IterationRecord:
 
     @property
     def padding(self) -> int:
-        """Padding tokens."""
+        """The number of padding tokens."""
         return self.bucket - self.n_tokens
 
 
 class TimelineObserver(Protocol):
-    """Is called as events happen, on the scheduler's thread.
+    """Receives events on the scheduler's thread.
 
     Every call delays the scheduler, so it must be short. If a call raises, the service fails.
     """
@@ -131,17 +131,17 @@ class TimelineObserver(Protocol):
 
 
 class TimelineWatcher(Protocol):
-    """Is called for each event with its requests; as short as a TimelineObserver, and fails like it.
+    """Receives events with their requests. Calls must be short and must not raise, as a TimelineObserver's.
 
     All methods but `arrived` are called on the scheduler's thread.
     """
 
     def arrived(self, request: Request, at: float) -> None:
-        """A request enters the pool at `at` seconds. Called on its user's thread, under the pool's lock."""
+        """A request enters the pool at `at` seconds. Called on the user's thread, under the pool's lock."""
         ...
 
     def issued(self, record: IterationRecord, rows: Sequence[Row]) -> None:
-        """An iteration is about to be issued: slots are allocated, and no state has changed for it yet."""
+        """An iteration is about to be issued: slots are allocated; requests' states have not changed yet."""
         ...
 
     def returned(self, record: IterationRecord) -> None:
@@ -156,7 +156,7 @@ class TimelineWatcher(Protocol):
 class Timeline:
     """Records of the `max_records` newest iterations and finished requests (None: all), oldest first.
 
-    `bucket_sizes` are the engine's; without them, batches count as unpadded. `arrived` and
+    `bucket_sizes` are the engine's; without them, batches count as unpadded. `arrived`, `live` and
     `recent_finish_interval` may be called from any thread, everything else only from the scheduler's.
     """
 
@@ -178,7 +178,7 @@ class Timeline:
         self._live: dict[int, RequestRecord] = {}
         self._n_issued = 0
         self._ends: deque[float] = deque(maxlen=_N_ENDS)
-        self._finish_interval: float | None = None  # of `_ends`; stored, so that other threads need no lock
+        self._finish_interval: float | None = None  # stored, so that other threads read it without a lock
 
     def arrived(self, request: Request) -> None:
         """A request entered the pool. Pass this method to `RequestPool` as `on_arrival`."""
@@ -192,7 +192,7 @@ class Timeline:
             watcher.arrived(request, now)
 
     def use_buckets(self, sizes: Sequence[int]) -> None:
-        """From now on batches are padded to these sizes, ascending."""
+        """Pad batches to these ascending sizes from now on."""
         self.bucket_sizes = sizes
 
     def issued(self, rows: Sequence[Row]) -> IterationRecord:
@@ -216,7 +216,7 @@ class Timeline:
         self.iterations.append(record)
         for req, _ in compress(rows, initiation):
             request_record = self._live[req.arrival]
-            if request_record.scheduled is None:  # else a later prompt chunk, or it resumes after a fault
+            if request_record.scheduled is None:  # not a later prompt chunk, and no resumption
                 request_record.scheduled = now
                 request_record.n_cached = req.n_cached
             elif request_record.interruptions and request_record.interruptions[-1].resumed is None:
@@ -245,8 +245,7 @@ class Timeline:
         observed = bool(self.observers)
         gaps = _times()
         first: list[RequestRecord] = []
-        ended: list[RequestRecord] = []
-        of: list[Request] = []
+        ended: list[tuple[RequestRecord, Request]] = []
         for request, token_id, finish_reason in deliveries:
             if token_id is not None:
                 times = request.token_times
@@ -260,16 +259,20 @@ class Timeline:
                 record = self._live.pop(request.arrival)
                 record.finished = now
                 record.finish_reason = finish_reason
-                ended.append(record)
-                of.append(request)
-        self._finished(ended, now)
+                self.requests.append(record)
+                self._ends.append(now)
+                ended.append((record, request))
+        if ended and len(self._ends) > 1:
+            self._finish_interval = (now - self._ends[0]) / (len(self._ends) - 1)
+        if ended and not self._live:
+            self._ends.clear()
         for observer in self.observers:
             if gaps or first:
                 observer.delivered(gaps, first)
-            for record in ended:
+            for record, _ in ended:
                 observer.ended(record)
         for watcher in self.watchers:
-            for record, request in zip(ended, of, strict=True):
+            for record, request in ended:
                 watcher.ended(record, request)
 
     def live(self) -> dict[int, RequestRecord]:
@@ -282,12 +285,3 @@ class Timeline:
         It measures how fast the queue moves, so the time while no request is live does not count.
         """
         return self._finish_interval
-
-    def _finished(self, ended: Sequence[RequestRecord], now: float) -> None:
-        for record in ended:
-            self.requests.append(record)
-            self._ends.append(now)
-        if ended and len(self._ends) > 1:
-            self._finish_interval = (now - self._ends[0]) / (len(self._ends) - 1)
-        if ended and not self._live:
-            self._ends.clear()

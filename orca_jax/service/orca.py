@@ -33,7 +33,6 @@ from orca_jax.scheduling.admission import (
     weight_in_bytes,
 )
 from orca_jax.scheduling.engine_protocol import Engine
-from orca_jax.scheduling.fair_queue import FairQueue
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_lookup import prompt_hashes
 from orca_jax.scheduling.recovery import Recovery
@@ -41,7 +40,7 @@ from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.restart import fail_all
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
-from orca_jax.scheduling.waiting_queue import waiting_queue
+from orca_jax.scheduling.waiting_queue import FairQueue, waiting_queue
 from orca_jax.service.generation import Generation
 from orca_jax.service.interludes import Interludes
 from orca_jax.service.output import LOOK_SECONDS, Output, RequestHandle, no_stream
@@ -213,7 +212,7 @@ class Orca:
         )
         check_search(len(prompt_ids), len(encoder_ids), rules.sampling, self._kv)
         salt = (tenant, scheduling.cache_salt or "")
-        hashes = prompt_hashes(checked.token_ids, salt, self._kv) if self._kv.prefixes is not None else None
+        hashes = prompt_hashes(checked.token_ids, salt, self._kv)
         return replace(
             checked,
             encoder_ids=encoder_ids,

@@ -14,12 +14,11 @@ from orca_jax.request.beam_search import begin_search
 from orca_jax.request.request import PLAIN, FinishReason, OutputConstraint, Request, Row, RowKind
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned, never
-from orca_jax.scheduling.fair_queue import FairQueue
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import IterationRecord, Timeline
-from orca_jax.scheduling.waiting_queue import waiting_queue
+from orca_jax.scheduling.waiting_queue import FairQueue, waiting_queue
 from orca_jax.service.recording import RecordedRequest, Recording
 
 _NO_LIMIT = 1 << 30  # the queue took these requests before

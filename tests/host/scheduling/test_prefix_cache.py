@@ -32,14 +32,11 @@ SIZE = 4
 
 
 def manager(*, block_size: int = SIZE, namespace: str = "", prefix_caching: bool = True) -> KVManager:
-    return KVManager(
-        n_blocks=64,
-        block_size=block_size,
-        n_rows=8,
-        max_blocks_per_row=32,
-        prefix_caching=prefix_caching,
-        namespace=namespace,
+    kv = KVManager(
+        n_blocks=64, block_size=block_size, n_rows=8, max_blocks_per_row=32, prefix_caching=prefix_caching
     )
+    kv.namespace = namespace
+    return kv
 
 
 def request(*prompt: int, salt: tuple[str, ...] = (), **sampling: Any) -> Request:

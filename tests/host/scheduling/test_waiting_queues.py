@@ -13,10 +13,15 @@ from hypothesis import strategies as st
 from orca_jax.config import ServingConfig
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling import fair_queue
-from orca_jax.scheduling.fair_queue import OUTPUT_COST, FairQueue
-from orca_jax.scheduling.request_pool import FirstComeQueue, WaitingQueue
-from orca_jax.scheduling.waiting_queue import PriorityQueue, waiting_queue
+from orca_jax.scheduling import waiting_queue as queues
+from orca_jax.scheduling.waiting_queue import (
+    OUTPUT_COST,
+    FairQueue,
+    FirstComeQueue,
+    PriorityQueue,
+    WaitingQueue,
+    waiting_queue,
+)
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.simulation.simulation import Simulation
 from tests.lines_run import n_lines_run
@@ -313,7 +318,7 @@ def request_in(queue: FairQueue, arrival: int) -> Request:
 
 def test_the_memory_of_counters_is_bounded(monkeypatch: pytest.MonkeyPatch):
     """Owners may be addresses, of which a stranger has many."""
-    monkeypatch.setattr(fair_queue, "_MAX_COUNTERS", 16)
+    monkeypatch.setattr(queues, "_MAX_COUNTERS", 16)
     queue = FairQueue()
     debtor = request(0, owner="debtor", n_prompt=1000)
     filled(queue, debtor, request(1, owner="waits"))
