@@ -8,9 +8,10 @@ from orca_jax.config import Attention, ServingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import stage_bytes
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.known_devices import MODEST_KV_BYTES
-from orca_jax.planning.stage_memory import StageRoom, stage_weight_bytes
+from orca_jax.planning.stage_memory import StageRoom
 from orca_jax.sharding.partition import StagePart
 from orca_jax.workers.environment import held_fraction
 
@@ -67,7 +68,7 @@ def check_slots(config: ModelConfig, room: StageRoom, shape: EngineShape, *, n_d
 
 def check_weights(config: ModelConfig, itemsize: int, part: StagePart, *, n_devices: int) -> None:
     """Check that the weights fit, before loading them exhausts the machine's memory. Raises ConfigError."""
-    n_bytes = stage_weight_bytes(config, part.layers, len(part.group), itemsize)
+    n_bytes = stage_bytes(config, part.layers, len(part.group), itemsize)
     memory = _usable(part, n_devices, None)
     free = None if memory is None else max(0, memory - _in_use(part))
     _refuse("the weights", n_bytes, free, n_devices)
@@ -91,7 +92,7 @@ def _left(
     memory = _usable(part, n_devices, memory_fraction)
     if memory is None:
         return None
-    weights = stage_weight_bytes(config, part.layers, len(part.group), itemsize)
+    weights = stage_bytes(config, part.layers, len(part.group), itemsize)
     in_use = _in_use(part)
     return max(0, memory - (in_use if in_use > weights + _WITH_WEIGHTS else weights))
 

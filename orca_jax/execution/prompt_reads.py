@@ -87,7 +87,7 @@ class PromptReader:
                 yield ToCompile(name, partial(program.compile, *arrays, layout=layout))
         for layout in sorted(sizes.layouts, key=lambda layout: -layout.n_tokens):
             take = partial(stage.take.compile, hidden_like(layout.n_tokens), self._words_like(SCORED))
-            yield ToCompile(f"a prompt's hidden states, {layout.said}", take)
+            yield ToCompile(f"a prompt's hidden states, {layout.in_words}", take)
 
     def _words_like(self, n_words: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=self._place)

@@ -185,15 +185,15 @@ class Worker:
             n_words = stage.host_buffer.size(layout)
             buffer = jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=place)
             forward = partial(stage.forward.compile, weights, caches, arrived, buffer, layout=layout)
-            yield ToCompile(f"forward pass, {layout.said}", forward)
+            yield ToCompile(f"forward pass, {layout.in_words}", forward)
         for layout in reversed(sizes.encoder_layouts):
             buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=place)
             if stage.part.first:
                 encode = partial(stage.encode.compile, weights, caches[0], buffer, layout=layout)
-                yield ToCompile(f"encoder, {layout.said}", encode)
+                yield ToCompile(f"encoder, {layout.in_words}", encode)
             arrays = (weights, caches, self.hidden_like(layout.n_tokens), buffer)
             cross = partial(stage.cross.compile, *arrays, layout=layout)
-            yield ToCompile(f"cross attention's keys and values, {layout.said}", cross)
+            yield ToCompile(f"cross attention's keys and values, {layout.in_words}", cross)
         if self.prompts is not None and self._config.encoder is None:
             yield from self.prompts.programs(sizes, weights, caches[-1], self.hidden_like)
         if self.chooser is not None:

@@ -1,8 +1,9 @@
 """A batch laid out token-major and padded to its bucket (ORCA 3.2, Figure 5: selective batching).
 
-The tokens of all requests are concatenated, whatever their phase or length: 7 tokens of 4 requests are 7 rows
-of one array. Attention uses `row_start` to find each request's tokens. The whole batch is one NumPy buffer of
-32-bit words, copied to the device at once; `FlatLayout.split` slices it there.
+Requests in different phases and of different lengths cannot share a tensor [batch, length]. Here the tokens
+of all requests are concatenated: 7 tokens of 4 requests are 7 rows of one array. Everything but attention
+computes these rows alike; attention uses `row_start` to find each request's tokens. The whole batch is one
+NumPy buffer of 32-bit words, copied to the device at once; `FlatLayout.split` slices it there.
 
 T is the number of tokens in the bucket, R the number of its rows (requests).
 """
@@ -56,10 +57,10 @@ class SamplerArrays(NamedTuple):
     """
 
     row: Any  # index in last_token to store the next token at; n_rows (out of range) if none is sampled
-    given: Any  # the token whose log-probabilities are wanted if none is sampled; SAMPLED otherwise
+    given: Any  # the known next token, whose log-probabilities are wanted; SAMPLED if a token is sampled
     token_index: Any
     adjusted: Any
-    n_top: Any  # of how many of the most likely log-probabilities are wanted beside the token's; -1: of none
+    n_top: Any  # the number of top log-probabilities wanted besides the token's; -1: none at all
     seed_low: Any
     seed_high: Any
     temperature: Any
@@ -71,17 +72,17 @@ class SamplerArrays(NamedTuple):
     top_k: Any
 
 
-_N_OWN = SamplerArrays._fields.index("seed_low")  # those that are not words of SAMPLING
-_N_COPIED = len(SamplerArrays._fields) - _N_OWN
+_FIRST_COPIED = SamplerArrays._fields.index("seed_low")  # from here on, fields are words of SAMPLING
+_N_COPIED = len(SamplerArrays._fields) - _FIRST_COPIED
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
     """The static sizes of a bucket's buffer: `n_tokens` T, `n_rows` R, and `max_blocks` per row.
 
-    With an encoder a row of the decoder also has `max_encoder_blocks`, 0 without. The encoder's own batches
-    have none: their `max_blocks` are those. Each part begins at a multiple of 64 words, and the buffer's size
-    is one too. Unused words are 0.
+    A decoder row also has `max_encoder_blocks` blocks of the encoder; 0 without an encoder. In the encoder's
+    batches the encoder's blocks are the `max_blocks`. Each part begins at a multiple of 64 words, and so does
+    the end of the buffer. Unused words are 0.
     """
 
     n_tokens: int
@@ -101,8 +102,8 @@ class FlatLayout:
         )  # fmt: skip
 
     @property
-    def said(self) -> str:
-        """Its number of tokens in words."""
+    def in_words(self) -> str:
+        """The number of tokens as a phrase."""
         return f"{self.n_tokens} tokens" if self.n_tokens > 1 else "1 token"
 
     @property
@@ -112,7 +113,7 @@ class FlatLayout:
 
     @property
     def last_tokens(self) -> "FlatLayout | None":
-        """The sizes of a batch of each row's last token; None if the bucket is no larger than that."""
+        """The layout of a batch of each row's last token; None if the bucket is no larger than that."""
         return None if self.n_tokens == self.n_rows else replace(self, n_tokens=self.n_rows)
 
     def split(self, buffer: Words) -> FlatArrays:
@@ -127,9 +128,9 @@ class FlatLayout:
         return FlatArrays(*parts)
 
 
-@lru_cache(maxsize=256)  # of the buckets of a few engines
+@lru_cache(maxsize=256)  # enough for the buckets of a few engines
 def _places(layout: FlatLayout) -> tuple[tuple[slice, tuple[int, ...]], ...]:
-    """The words of each part of the buffer, and its shape."""
+    """The slice of the buffer and the shape of each part."""
     places: list[tuple[slice, tuple[int, ...]]] = []
     start = 0
     for shape in layout.shapes:
@@ -140,13 +141,13 @@ def _places(layout: FlatLayout) -> tuple[tuple[slice, tuple[int, ...]], ...]:
 
 
 def aligned(n_words: int) -> int:
-    """The next multiple of 64 words, where a part of a buffer may begin."""
+    """Round up to a multiple of 64 words, where the next part of a buffer may begin."""
     return -(-n_words // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPrograms:
-    """The programs that choose the tokens of a batch, only those that its rows need.
+    """The programs that a batch's rows need to choose their tokens.
 
     In order: `adjust` applies biases and penalties, `allow` applies token masks, `sampler` chooses tokens,
     and `logprobs` computes log-probabilities. `sampler` is the cheapest that serves all rows: `greedy` if all
@@ -178,7 +179,7 @@ class FlatBatch:
 def token_programs(sampling: npt.NDArray[np.void]) -> TokenPrograms:
     """The programs that these rows need, SAMPLING [R]."""
     flags = sampling["flags"]
-    flags = int(np.bitwise_or.reduce(flags)) if np.count_nonzero(flags) else 0  # mostly there is none
+    flags = int(np.bitwise_or.reduce(flags)) if np.count_nonzero(flags) else 0  # mostly no row has flags
     return TokenPrograms(
         sampler_for(sampling),
         adjust=bool(flags & ADJUSTED),
@@ -190,7 +191,7 @@ def token_programs(sampling: npt.NDArray[np.void]) -> TokenPrograms:
 def sampler_for(sampling: npt.NDArray[np.void]) -> Sampler:
     """The cheapest sampler that serves all these rows, SAMPLING [R]."""
     sampled = sampling["temperature"] > 0
-    if not np.count_nonzero(sampled):  # half as long as `any`
+    if not np.count_nonzero(sampled):  # takes half the time of `any`
         return "greedy"
     cut = (sampling["top_k"] > 0) | (sampling["top_p"] < 1)
     return "full" if np.count_nonzero(cut & sampled) else "plain"
@@ -231,13 +232,13 @@ def flat_batch(
     if encoder is not None:
         arrays.encoder_length[:real_rows] = encoder.length
         arrays.encoder_table[:real_rows] = encoder.block_table
-    stored_at, given, token_index, adjusted, n_top = arrays.sampler[:_N_OWN, :real_rows]
+    stored_at, given, token_index, adjusted, n_top = arrays.sampler[:_FIRST_COPIED, :real_rows]
     given[:] = message.next_token
     stored_at[:] = message.row
     stored_at[given != SAMPLED] = n_rows
     token_index[:] = message.token_index
     n_top[:] = message.sampling["logprobs"]
-    arrays.sampler[_N_OWN:, :real_rows] = _copied_words(message.sampling)
+    arrays.sampler[_FIRST_COPIED:, :real_rows] = _copied_words(message.sampling)
     programs = token_programs(message.sampling)
     if programs.adjust:
         has_changes = (message.sampling["flags"] & ADJUSTED) > 0
@@ -271,7 +272,7 @@ def _copied_words(sampling: npt.NDArray[np.void]) -> npt.NDArray[np.int32]:
 def padding(
     layout: FlatLayout, real_tokens: int, real_rows: int, *, n_slots: int, n_rows: int
 ) -> tuple[npt.NDArray[np.int32], FlatArrays]:
-    """A buffer with padding behind this many tokens and the sampler's rows, which are 0; and its parts."""
+    """A new buffer, and its parts, with padding after `real_tokens` tokens and `real_rows` sampler rows."""
     buffer = np.zeros(layout.size, np.int32)
     arrays = layout.split(buffer)
     arrays.slot_of_token[real_tokens:] = n_slots
@@ -336,5 +337,5 @@ class BatchSizes:
 
 
 def batch_sizes(shape: EngineShape) -> BatchSizes:
-    """The batch sizes of an engine of this shape, with all its buckets."""
+    """The layouts of an engine of this shape, with all its buckets."""
     return BatchSizes(shape, shape.buckets)

@@ -15,14 +15,14 @@ from orca_jax.request.request import SAMPLED
 
 # Returns the token masks of an iteration's constrained rows, [constrained rows, n_words] int32, or None while
 # a previous token is unknown. Masks take time to compute, so it is called after the forward pass has started,
-# until it returns the masks.
+# again and again until it returns the masks.
 MakeWords = Callable[[], npt.NDArray[np.int32] | None]
 
 # A row's flags.
 ADJUSTED = 1  # has biases or penalties
 CONSTRAINED = 2  # has a token mask, which follows the message
 POOLS_LAST = 4  # wants the final hidden state of its last input token
-POOLS_ALL = 8  # wants the sum of those of all its input tokens
+POOLS_ALL = 8  # wants the sum of the final hidden states of all its input tokens
 POOLED = POOLS_LAST | POOLS_ALL
 ROUTED = 16  # wants the experts that its input tokens choose
 
@@ -49,7 +49,7 @@ BIAS = np.dtype([("index", "<i4"), ("token_id", "<i4"), ("value", "<f4")])
 
 
 def no_copies() -> npt.NDArray[np.int32]:
-    """Of blocks: none."""
+    """An empty list of block copies, `[0, 2]`."""
     return np.zeros((0, 2), np.int32)
 
 
@@ -62,9 +62,9 @@ def neutral_sampling(n: int) -> npt.NDArray[np.void]:
 
 
 class EncoderInputs(NamedTuple):
-    """What the rows of a model with an encoder have for it.
+    """The encoder's inputs of an iteration's rows.
 
-    A row whose input begins with its first token also runs the encoder, over its tokens of `token_ids`. The
+    A row whose input begins with its first token also runs the encoder, over its part of `token_ids`. The
     results stay in the cache, in the blocks of `block_table`.
     """
 
@@ -82,14 +82,14 @@ class ControlMessage:
     is an increment (decode), whose single input token is the one that the row sampled last. If
     `token_on_device` is set, that token is `last_token[row]` on the device, and 0 in `token_ids`.
 
-    A row samples a token unless the token after its input, `next_token`, is known; log-probabilities, if it
-    asks for them, are then those of that token. A request whose output is given has in its increments a row
-    of one token for each token that it computes: neighbours, in the tokens' order. A beam search has one for
-    each beam, whose token is never on the device: the host chooses it. `token_index` counts the
-    output tokens before the sampled one. With the seed it makes the random key, so a request's tokens do not
-    depend on the other rows. A row's first sampled token ends its initiation. In that iteration the message
-    carries the biases of ADJUSTED rows, and in `earlier_ids` their tokens before the input; the worker keeps
-    both with the row.
+    A row samples a token unless the token after its input, `next_token`, is known; requested
+    log-probabilities are then of that token. In its increments, a request whose output is given has a row of
+    one token for each token that it computes, side by side in the tokens' order. A beam search has a row for
+    each beam; the host chooses its tokens, so they are never on the device alone. `token_index` counts the
+    output tokens before the sampled one. Together with the seed it is the random key, so a request's tokens
+    do not depend on the other rows. A row's first sampled token ends its initiation. In that iteration the
+    message carries the biases of ADJUSTED rows and, in `earlier_ids`, their tokens before the input; the
+    worker keeps both.
     """
 
     row: npt.NDArray[np.int32]  # [R] index in the block table and in last_token
@@ -137,7 +137,7 @@ class ControlMessage:
 
     @property
     def n_pooled(self) -> npt.NDArray[np.int32]:
-        """[R]: of how many of its last input tokens the final hidden states are summed; mostly 0."""
+        """[R]: the number of last input tokens whose final hidden states are summed; mostly 0."""
         flags = self.sampling["flags"]
         pooled = np.where(flags & POOLS_ALL, self.input_length, (flags & POOLS_LAST) > 0)
         return pooled.astype(np.int32)

@@ -1,9 +1,9 @@
 """The sizes of an engine, shared by its master, its workers and the wire between them, and its buckets.
 
 Buckets are the total-token sizes that programs are compiled for. An iteration is padded to the next one.
-Padding is less than 8 tokens below 64, and less than a quarter of the real tokens above. There are about
-half as many coarse buckets. They are for GPUs, where each is slow to compile because XLA autotunes its matrix
-products. Padding costs little there: a small iteration takes as long as reading the weights anyway.
+Padding is less than 8 tokens below 64, and less than a quarter of the real tokens above. Coarse buckets are
+about half as many. They are for GPUs, where each bucket is slow to compile because XLA autotunes its matrix
+products, and padding costs little, because a small iteration takes as long as reading the weights anyway.
 """
 
 from bisect import bisect_left
@@ -39,9 +39,9 @@ class EngineShape:
     An iteration has up to `max_rows` rows (requests) and `max_tokens` tokens. Up to `n_rows` requests are
     admitted at a time. The K/V cache has `n_blocks` blocks of `block_size` tokens, and one request uses up to
     `max_blocks` of them, and with an encoder up to `max_encoder_blocks` more for its input. `deterministic`
-    and `coarse_buckets` select the buckets, as in ServingConfig. An embedding has `embedding_size` numbers;
-    0: the engine makes none. In each of `sparse_layers` layers a token chooses `top_k` of `n_experts`
-    experts; 0: there are none, or not as many in all of them.
+    and `coarse_buckets` select the buckets, as in ServingConfig. An embedding has `embedding_size` numbers; 0
+    if the engine makes none. In each of `sparse_layers` layers a token chooses `top_k` of `n_experts`
+    experts; all three are 0 if no layer has experts, or if layers choose different numbers of them.
     """
 
     block_size: int
@@ -72,7 +72,7 @@ class EngineShape:
 
     @property
     def routing(self) -> Routing:
-        """What a token's experts are told as."""
+        """The form in which a token's chosen experts are returned."""
         return Routing(self.sparse_layers, self.top_k, self.n_experts)
 
     @property
@@ -82,7 +82,7 @@ class EngineShape:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request."""
+        """The tokens of the longest possible request."""
         return self.max_blocks * self.block_size
 
     @property
@@ -94,9 +94,9 @@ class EngineShape:
 
     @property
     def encoder_buckets(self) -> tuple[int, ...]:
-        """The sizes, in tokens, that the encoder's part of an iteration is padded to; none without one.
+        """The token counts that the encoder's part of an iteration is padded to; none without an encoder.
 
-        Coarse ones: an input is read once, and each bucket is compiled twice.
+        They are coarse, because an input is encoded only once, and each bucket is compiled twice.
         """
         if not self.max_encoder_blocks:
             return ()

@@ -1,4 +1,4 @@
-"""How many tokens a second a running engine could generate at best, for autoscalers."""
+"""The most tokens per second that a running engine could generate, for autoscalers."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from orca_jax.config import Dtype, ParallelConfig, ServingConfig, Sizes
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import KnownDevice
-from orca_jax.planning.plan import IterationFloor, PlanTarget, iteration_floor
+from orca_jax.planning.plan import PlanTarget, iteration_floor
 from orca_jax.planning.sizes import request_slots
 
 _TYPICAL_CONTEXT = 1024
@@ -14,10 +14,10 @@ _TYPICAL_CONTEXT = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
-    """The most that an engine's devices allow: `batch_size` requests decode, and none is in prefill.
+    """The best an engine's devices allow while `batch_size` requests decode and none is in prefill.
 
-    Each has `context` tokens in the cache. The time between two of its tokens is `seconds`, which is within
-    the budget; all together get `tokens_per_second`. `batch_size` is 0 if even one request takes longer.
+    Each request has `context` tokens in the cache and gets a token every `seconds`, which is within the
+    budget; all together get `tokens_per_second`. `batch_size` is 0 if even one request exceeds the budget.
     """
 
     context: int
@@ -54,17 +54,13 @@ def predicted_capacity(
     most = min(serving.max_batch_size, n_fitting)
 
     def seconds(batch_size: int) -> float:
-        return _floor(target, batch_size).seconds
+        return iteration_floor(target, "decode", batch_size).seconds
 
     if latency_budget is not None:
         most = bisect_right(range(1, most + 1), latency_budget, key=seconds)  # a larger batch takes longer
     if not most:
         return Capacity(context=context, batch_size=0, seconds=0.0, tokens_per_second=0.0)
-    best = _floor(target, most)
+    best = iteration_floor(target, "decode", most)
     return Capacity(
         context=context, batch_size=most, seconds=best.seconds, tokens_per_second=best.tokens_per_second
     )
-
-
-def _floor(target: PlanTarget, batch_size: int) -> IterationFloor:
-    return iteration_floor(target, "decode", batch_size)

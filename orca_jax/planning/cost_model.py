@@ -4,7 +4,7 @@ On one device each weight is read once, each activation is written and read once
 visible key and value is read once. Norms, activation functions and residual sums count as fused into the
 adjacent matrix products and cost nothing.
 
-This file counts what a decoder does, encoder_cost.py what an encoder does before it.
+This file counts the decoder's work; encoder_cost.py counts the encoder's.
 
 A model may be split (ORCA 4.1) into stages of `layers`, and each layer over `n_shards` devices. The counts
 are then those of one device of the stage; what it sends to the others is counted in device_traffic.py.
@@ -30,7 +30,6 @@ from orca_jax.families.parameters import (
     encoder_layers_of,
     layer_parameters,
     outside_parameters,
-    stage_bytes,
     stage_elements,
 )
 from orca_jax.families.weight_form import DENSE, WeightForm, form_bytes
@@ -149,10 +148,10 @@ def operations(
     `weight_bytes` is the size of an element of weights and activations, `kv_bytes` of an element of the KV
     cache. Each of the stage's `layers` (default: all) has its linear operations, with attention before the
     one that consumes its result. The embedding precedes the model's first layer; the head and the sampler
-    follow its last. From the attention of that layer on there is one token a request; before it are queries,
-    keys and values of all tokens, in latent attention keys and values alone. Sums without a shape do not tell
-    how long an encoder's inputs are: then cross attention reads nothing. `in_both_forms`: latent attention
-    is in the plain form for requests of which the shape says that it is less work, as on CPUs.
+    follow its last. The last layer computes queries, keys and values of all tokens (in latent attention only
+    keys and values); from its attention on, each request has one token. Sums do not tell how long an
+    encoder's inputs are, so with sums cross attention reads nothing. `in_both_forms`: requests take the plain
+    form of latent attention where the shape says that this is less work, as on CPUs.
     """
     layers = range(model.n_layers) if layers is None else layers
     sums = sums_of(shape)
@@ -160,16 +159,15 @@ def operations(
     linear = partial(linear_operation, weight_bytes=weight_bytes)
 
     def layer(products: Sequence[_Product], window: int | None, *, last: bool = False) -> Iterator[Operation]:
-        # Sums without a shape do not tell how many keys are within a window: then it is all of them.
+        plain, latent = _NO_ROWS, model.attention.latent
         if isinstance(shape, IterationShape):
-            own = shape.last_tokens if last else shape
-            in_reach, crossed = own.sums(window), own.crossed()
-        else:
+            asked = shape.last_tokens if last else shape
+            in_reach, crossed = asked.sums(window), asked.crossed()
+            if in_both_forms and latent is not None:
+                plain = asked.in_plain_form(latent)
+        else:  # sums do not tell how many keys are within a window, so all count
             in_reach = sums._replace(n_tokens=sums.n_rows, n_seen=sums.n_keys) if last else sums
             crossed = in_reach._replace(n_keys=0, n_seen=0)
-        plain, latent = _NO_ROWS, model.attention.latent
-        if in_both_forms and latent is not None and isinstance(shape, IterationShape):
-            plain = (shape.last_tokens if last else shape).in_plain_form(latent)
         n_tokens = sums.n_tokens
         for product in products:
             if product.takes_attention:
@@ -188,7 +186,7 @@ def operations(
 
     result: list[Operation] = []
     if layers.start == 0:
-        # Reads a token's row of each table and writes their sum.
+        # Read a row of each table per token, and write the sum.
         n_embed_bytes = weight_bytes * sums.n_tokens * (sum(stage.tables) + model.hidden_size)
         n_embed_flops = sums.n_tokens * model.hidden_size * (len(stage.tables) - 1)
         result.append(Operation("embed", n_embed_bytes, n_embed_flops))
@@ -197,7 +195,8 @@ def operations(
         result += [*layer(products, window)] * count
     if stage.head is not None:
         products, window, _ = stage.layers[-1]
-        result[-_n_operations(products) :] = layer(products, window, last=True)
+        n_operations = len(products) + sum(product.takes_attention for product in products)
+        result[-n_operations:] = layer(products, window, last=True)
         result += [linear(product, sums.n_rows) for product in stage.after]
         own_vocab, n_in = stage.head
         n_logit_bytes = LOGIT_BYTES * sums.n_rows * own_vocab
@@ -209,41 +208,37 @@ def operations(
 
 
 def linear_operation(product: "_Product", n_tokens: int, *, weight_bytes: int) -> Operation:
-    """A matrix product of `n_tokens`; of experts, as many rows as choose those of this device.
+    """A matrix product over `n_tokens` tokens. An expert's product has a row for each token that chooses it.
 
-    Tokens are taken to choose at random: then every device has its share of them, and only the weights of
-    the expected number of experts are read.
+    Tokens are assumed to choose experts at random, so every device gets its share of them and reads the
+    weights of the expected number of experts.
     """
     n_rows, n_read = float(n_tokens), 1.0
     if product.experts is not None:
         n_rows *= product.experts.top_k * product.share
         n_read = product.experts.expected_hit(n_tokens) * product.share
     n_activations = n_rows * (product.n_in + product.n_out)
-    n_out, n_in = product.n_out, product.n_in
-    each = form_bytes(product.form, (n_out, n_in), 1, weight_bytes) / (
-        n_out * n_in
-    )  # and the few biases count so
+    size = product.n_out, product.n_in
+    each = form_bytes(product.form, size, 1, weight_bytes) / math.prod(size)  # the few biases count alike
     n_bytes = each * n_read * product.n_weights + weight_bytes * n_activations
     return Operation("linear", n_bytes, 2 * n_rows * product.n_in * product.n_out)
 
 
 class _Product(NamedTuple):
-    """A linear operation on one device, or that of one expert; `n_weights` includes the bias.
+    """A linear operation on one device, or one expert's; `n_weights` includes the bias.
 
-    What latent attention makes keys and values with (`expands`) multiplies queries, and what they attend to,
-    or in the plain form all tokens of the context.
-
-    `share` is the part of the experts that is on the device.
+    In latent attention the matrix that makes keys and values (`expands`) multiplies the queries and results,
+    or in the plain form all tokens of the context. `share` is the fraction of the experts on the device.
     """
 
     n_in: int
     n_out: int
     n_weights: int
-    takes_attention: bool  # its input is what attention returns,
-    crosses: bool  # and that is cross attention
+    takes_attention: bool  # its input is the result of attention
+    crosses: bool  # its input is the result of cross attention
     experts: Experts | None = None
     share: float = 1.0
-    of_queries: bool = False  # and of no other token
+    of_queries: bool = False  # computed only for the tokens that are queries
     expands: bool = False
     form: WeightForm = DENSE
 
@@ -251,9 +246,9 @@ class _Product(NamedTuple):
 class _StageProducts(NamedTuple):
     """The matrices of a stage on one device.
 
-    `tables` are the embedding tables' widths. `layers` groups equal neighbouring layers: their products,
-    their window and their count. `head` is [own vocabulary, in]. `encoder_tables` and `encoder` are those of
-    the encoder; `cross` are the products that make what cross attention reads, with their counts.
+    `tables` are the widths of the embedding tables. `layers` groups equal neighbouring layers: products,
+    window and count. `head` is [vocabulary on this device, in]. `encoder_tables` and `encoder` are the
+    encoder's; `cross` are the products that make keys and values for cross attention, with their counts.
     """
 
     tables: tuple[int, ...]
@@ -268,7 +263,7 @@ class _StageProducts(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StageProducts:
-    """The matrices of the stage of these layers."""
+    """The matrices of the stage with these layers."""
     outside = outside_parameters(model, layers)
 
     def product(parameter: Parameter, bias: Parameter | None = None, *, crosses: bool = False) -> _Product:
@@ -301,7 +296,7 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
         return tuple(product(one) for one in outside.values() if one.use == "linear" and one.stage == stage)
 
     def tables(*, encoder: bool) -> tuple[int, ...]:
-        """The widths of the token's table, and of that side's positions."""
+        """The widths of the token embedding and of the encoder's or decoder's position embedding."""
         return tuple(
             one.shape[1]
             for name, one in outside.items()
@@ -348,13 +343,8 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
 
 
 def sums_of(shape: IterationShape | IterationSums) -> IterationSums:
-    """The sums over a batch, whether it is given by request or summed."""
+    """The sums over a batch given either way."""
     return shape.sums() if isinstance(shape, IterationShape) else shape
-
-
-def _n_operations(products: Sequence[_Product]) -> int:
-    """The operations of a layer with these products, attention included."""
-    return len(products) + sum(product.takes_attention for product in products)
 
 
 def attention_operation(
@@ -369,12 +359,12 @@ def attention_operation(
 ) -> Operation:
     """One layer of split attention: queries in, keys and values written, visible ones read, results out.
 
-    `sums` count the queries, and `n_written` the tokens whose keys and values are written. `plain` are the
-    sums of those requests among them whose latent attention takes the plain form.
+    `sums` count the queries, and `n_written` the tokens whose keys and values are written. `plain` sums over
+    the requests whose latent attention takes the plain form.
     """
     n_kv_bytes = own.cached_width // n_shards * kv_bytes * (n_written + sums.n_keys)
     around = (own.width + own.n_heads * own.value_size) // n_shards  # elements of a token: queries, results
-    saved = 0  # of these elements in the plain form
+    saved = 0  # elements of `around` that the plain form does not have
     if own.latent is not None:
         saved = around - own.n_heads * (own.latent.query_size + own.latent.value_size) // n_shards
     n_bytes = n_kv_bytes + (sums.n_tokens * around - plain.n_tokens * saved) * weight_bytes
@@ -393,13 +383,3 @@ def floor(operations: Iterable[Operation], device: Device) -> float:
 def parameter_count(model: ModelConfig) -> int:
     """The number of elements of all weights, including the vocabulary's padding."""
     return stage_elements(model, range(model.n_layers), 1)
-
-
-def weight_bytes_total(model: ModelConfig, itemsize: int) -> int:
-    """Bytes of all weights at `itemsize` bytes an element, packed ones at their own."""
-    return stage_bytes(model, range(model.n_layers), 1, itemsize)
-
-
-def kv_bytes_per_slot(model: ModelConfig, itemsize: int) -> int:
-    """Bytes of one slot: one token's key and value in every layer (ORCA 4.2)."""
-    return model.n_layers * model.attention.cached_width * itemsize

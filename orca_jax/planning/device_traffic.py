@@ -7,12 +7,12 @@ from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.planning.cost_model import IterationShape, IterationSums, sums_of
 
-# What a token's routing takes when tokens are exchanged: for each chosen expert its number and weight.
+# Bytes of a token's routing in an exchange, for each chosen expert: its number and weight.
 _ROUTING_BYTES = 4 + 4
 
 
 class Exchanges(Protocol):
-    """Whether a layer exchanges tokens; `last`: it computes each request's last token alone."""
+    """Whether a layer exchanges tokens; `last`: it computes only each request's last token."""
 
     def __call__(self, layer: Layer, *, last: bool) -> bool: ...
 
@@ -64,10 +64,10 @@ def gathered_bytes(width: int, n_tokens: float, n_devices: int) -> float:
 
 
 def exchanged_bytes(experts: Experts, width: int, n_tokens: float, n_devices: int) -> tuple[float, float]:
-    """Bytes that a device sends for a layer that exchanges tokens: those in rings, and those exchanged.
+    """Bytes that a device sends for a layer that exchanges tokens: by rings, and by the exchange.
 
-    In rings: a reduce-scatter after attention, an all-gather after the experts, and one of the routing.
-    Exchanged: a token goes once to each device that has experts of its choice, at random, and back.
+    Rings: a reduce-scatter after attention, and all-gathers after the experts and of the routing. Exchange: a
+    token goes once to each device that holds experts it chose (at random), and back.
     """
     rings = 2 * width + _ROUTING_BYTES * experts.top_k
     exchanged = 2 * chooses_device(experts, n_devices) * width

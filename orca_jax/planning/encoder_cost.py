@@ -1,4 +1,4 @@
-"""The least memory traffic and arithmetic of an encoder's part of an iteration (cost_model.py: the rest)."""
+"""The least memory traffic and arithmetic of the encoder in an iteration; cost_model.py counts the rest."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +23,7 @@ def encoder_operations(
     layers: range | None = None,
     n_shards: int = 1,
 ) -> list[Operation]:
-    """What reading inputs of these `lengths` takes on a device of a stage, as `operations` for the decoder.
+    """The operations for encoder inputs of these `lengths` on a device of a stage; see `operations`.
 
     The first stage runs the encoder. Every stage then makes the keys and values that the cross attention of
     its `layers` reads, and writes them to the cache.

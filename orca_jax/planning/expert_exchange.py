@@ -12,19 +12,19 @@ from orca_jax.planning.device_traffic import exchanged_bytes, gathered_bytes
 from orca_jax.planning.known_devices import CPU, KnownDevice
 
 # What XLA's ragged all-to-all was seen to do; none of it was measured here.
-# In bytes/s, what a device sends inside a machine: 16.42 GiB/s on eight B200 with NVLink, where across two
-# such machines it filled the network links (github.com/openxla/xla/issues/33386).
+# Bytes/s that a device sends inside a machine: 16.42 GiB/s on eight B200 with NVLink. Across two such
+# machines it filled the network links (github.com/openxla/xla/issues/33386).
 _RAGGED_INSIDE = 16.42 * (1 << 30)
-# For each other device, however little it gets: 12 us on A100s, jax 0.10.0 (openxla/xla/issues/46982).
+# Seconds for each other device, however little it gets: on A100s, jax 0.10.0 (openxla/xla/issues/46982).
 _RAGGED_SECONDS = 12e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeRule:
-    """The rule for one stage's `n_devices`, each a `device`; None: one whose links are not known.
+    """The rule for the `n_devices` of one stage. `device` is None if their links are not known.
 
-    A call says whether a layer of `n_tokens`, padding included, exchanges them; a token's hidden state has
-    `width` bytes.
+    A call says whether a layer exchanges its `n_tokens` tokens, padding included, whose hidden states have
+    `width` bytes each.
     """
 
     device: KnownDevice | None

@@ -5,7 +5,7 @@ computed from these figures is lower than one from measured rates.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orca_jax.config import Attention, Dtype
 from orca_jax.errors import ConfigError
@@ -59,72 +59,57 @@ _ADA: Mapping[Dtype, float] = {"bfloat16": 362.05e12, "float16": 362.05e12, "flo
 # Gb/s ConnectX-7 for each.
 _BLACKWELL: Mapping[Dtype, float] = {"bfloat16": 2250e12, "float16": 2250e12, "float32": 1100e12}
 
+_A100 = KnownDevice(
+    name="a100-40gb",
+    memory=40 << 30,
+    bandwidth=1555e9,
+    matrix_rates=_AMPERE,
+    inside=300e9,
+    between=25e9,
+    per_machine=8,
+    attention="cudnn",
+)
+_L40S = KnownDevice(
+    name="l40s",
+    memory=46_068 << 20,  # 48 GB on the sheet, less what its error correction takes
+    bandwidth=864e9,
+    matrix_rates=_ADA,
+    inside=32e9,
+    between=25e9,
+    per_machine=8,
+    attention="cudnn",
+)
+_H100 = KnownDevice(
+    name="h100",
+    memory=80 << 30,
+    bandwidth=3350e9,
+    matrix_rates=_HOPPER,
+    inside=450e9,
+    between=50e9,
+    per_machine=8,
+    attention="kernel",
+)
+_B200 = KnownDevice(
+    name="b200",
+    memory=183_359 << 20,  # 180 GB on the sheet: 179 GiB, as its driver counts them
+    bandwidth=8000e9,
+    matrix_rates=_BLACKWELL,
+    inside=900e9,
+    between=50e9,
+    per_machine=8,
+    attention="cudnn",
+)
+_LARGER_A100 = replace(_A100, name="a100-80gb", memory=80 << 30, bandwidth=2039e9)
+# 141 GB on the sheet: 140.4 GiB, as its driver counts them
+_H200 = replace(_H100, name="h200", memory=150_754_820_096, bandwidth=4800e9)
+
 GPUS: Mapping[str, KnownDevice] = {
-    "a100-40gb": KnownDevice(
-        name="a100-40gb",
-        memory=40 << 30,
-        bandwidth=1555e9,
-        matrix_rates=_AMPERE,
-        inside=300e9,
-        between=25e9,
-        per_machine=8,
-        attention="cudnn",
-    ),
-    "a100-80gb": KnownDevice(
-        name="a100-80gb",
-        memory=80 << 30,
-        bandwidth=2039e9,
-        matrix_rates=_AMPERE,
-        inside=300e9,
-        between=25e9,
-        per_machine=8,
-        attention="cudnn",
-    ),
-    "l40s": KnownDevice(
-        name="l40s",
-        memory=46_068 << 20,  # 48 GB on the sheet, less what its error correction takes
-        bandwidth=864e9,
-        matrix_rates=_ADA,
-        inside=32e9,
-        between=25e9,
-        per_machine=8,
-        attention="cudnn",
-    ),
-    "h100": KnownDevice(
-        name="h100",
-        memory=80 << 30,
-        bandwidth=3350e9,
-        matrix_rates=_HOPPER,
-        inside=450e9,
-        between=50e9,
-        per_machine=8,
-        attention="kernel",
-    ),
-    "h200": KnownDevice(
-        name="h200",
-        memory=150_754_820_096,  # 141 GB on the sheet: 140.4 GiB, as its driver counts them
-        bandwidth=4800e9,
-        matrix_rates=_HOPPER,
-        inside=450e9,
-        between=50e9,
-        per_machine=8,
-        attention="kernel",
-    ),
-    "b200": KnownDevice(
-        name="b200",
-        memory=183_359 << 20,  # 180 GB on the sheet: 179 GiB, as its driver counts them
-        bandwidth=8000e9,
-        matrix_rates=_BLACKWELL,
-        inside=900e9,
-        between=50e9,
-        per_machine=8,
-        attention="cudnn",
-    ),
+    each.name: each for each in (_A100, _LARGER_A100, _L40S, _H100, _H200, _B200)
 }
 CPU = "cpu"
 
-# Defaults of what an engine may use: this fraction of a GPU's memory, because CUDA, NCCL and the programs
-# themselves need some; of a CPU's memory, which other processes need, these bytes for the whole KV cache.
+# Defaults of what an engine may use: a fraction of a GPU's memory, because CUDA, NCCL and the programs need
+# the rest; on a CPU, whose memory other processes need, a fixed number of bytes for the whole KV cache.
 MEMORY_FRACTION = 0.9
 MODEST_KV_BYTES = 2 << 30
 
@@ -147,13 +132,15 @@ def cpu_device(*, memory: int, bandwidth: float, matrix_rate: float) -> KnownDev
 
 
 def gpu_like(device: str) -> KnownDevice | None:
-    """The GPU of which JAX or a driver says this, such as "NVIDIA A100-SXM4-80GB"; None if it is not known.
+    """The GPU that JAX or a driver calls `device`, such as "NVIDIA A100-SXM4-80GB"; None for an unknown one.
 
-    The name of the model must be in it. Of two with the same, it is the one whose memory is in it as well.
+    `device` must contain the name of the model. Its memory size distinguishes two variants of one model.
     """
-    said = device.lower()
-    alike = [name for name in GPUS if name.split("-")[0] in said]
-    return GPUS[max(alike, key=lambda name: sum(part in said for part in name.split("-")))] if alike else None
+    device = device.lower()
+    alike = [name for name in GPUS if name.split("-")[0] in device]
+    if not alike:
+        return None
+    return GPUS[max(alike, key=lambda name: sum(part in device for part in name.split("-")))]
 
 
 def gpu_named(name: str) -> KnownDevice:

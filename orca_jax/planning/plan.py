@@ -4,6 +4,7 @@ It is arithmetic on the cost model and the stages' memory. The same code as an e
 sizes, so a plan shows what `orca serve` would do.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Literal
 from orca_jax.config import Attention, Dtype, ParallelConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import Layer, ModelConfig
+from orca_jax.families.parameters import stage_bytes
 from orca_jax.iteration.shape import EngineShape, bucket_for, bucket_sizes
 from orca_jax.planning.cost_model import IterationShape, Operation, operations
 from orca_jax.planning.device_traffic import hop_bytes, shared_bytes
@@ -20,7 +22,7 @@ from orca_jax.planning.expert_exchange import ExchangeRule
 from orca_jax.planning.known_devices import CPU, MEMORY_FRACTION, MODEST_KV_BYTES, KnownDevice
 from orca_jax.planning.sizes import batch_tokens, engine_shape, request_slots, serving_config
 from orca_jax.planning.stage_layers import check_split, stage_layers, tensor_degrees
-from orca_jax.planning.stage_memory import ITEMSIZE, StageMemory, StageRoom, stage_weight_bytes
+from orca_jax.planning.stage_memory import ITEMSIZE, StageMemory, StageRoom
 
 MAX_BS = 4096  # ServingConfig's bound
 _MOST_STAGES = 64
@@ -33,9 +35,9 @@ Bound = Literal["latency", "slots", "limit"]
 class PlanTarget:
     """A model, its devices and the requested sizes.
 
-    The floors assume that a request has `context` tokens in the cache on average, and in a model with an
-    encoder as many more of its input. `temporaries` is XLA's own figure for each stage, if it was asked, in
-    bytes per device. Raises ConfigError if invalid.
+    The floors assume that a request has `context` tokens in the cache on average, and as many encoder tokens
+    in a model with an encoder. `temporaries` is XLA's figure for each stage in bytes per device, if XLA was
+    asked. Raises ConfigError if invalid.
     """
 
     config: ModelConfig
@@ -81,7 +83,7 @@ class PlanTarget:
 
     @property
     def _attention(self) -> Attention:
-        """The device's, or what takes its place for a model that no GPU's kernel computes."""
+        """The device's kind of attention, or its replacement for a model that no GPU kernel can compute."""
         forms = (layer.attention.latent or layer.attention.scores.alibi for layer in self.config.layers)
         pure_jax = self.config.encoder is not None or any(forms)
         if pure_jax and self.device.name != CPU:
@@ -92,13 +94,10 @@ class PlanTarget:
     def exchanges(self, layer: Layer, n_tokens: int, *, last: bool) -> bool:
         """Whether the engine exchanges tokens in this layer in an iteration of `n_tokens`, padded.
 
-        `last`: behind the layer's attention there is one token a request.
+        `last`: after the layer's attention there is one token per request.
         """
-        rule = ExchangeRule(
-            device=self.device,
-            n_devices=self.parallel.tensor_parallel,
-            asked=self.parallel.expert_exchange,
-        )
+        n_devices, asked = self.parallel.tensor_parallel, self.parallel.expert_exchange
+        rule = ExchangeRule(device=self.device, n_devices=n_devices, asked=asked)
         most = max(n_tokens, batch_tokens(self.config, self.sizes))
         padded = bucket_for(n_tokens, bucket_sizes(most, coarse=self.device.name != CPU))
         width = self.config.hidden_size * self.itemsize
@@ -110,7 +109,7 @@ class PlanTarget:
         if self.device.name == CPU and self.sizes.memory_fraction is None:
             modest = MODEST_KV_BYTES // self.parallel.n_devices
         weights = [
-            stage_weight_bytes(self.model, layers, self.parallel.tensor_parallel, self.itemsize)
+            stage_bytes(self.model, layers, self.parallel.tensor_parallel, self.itemsize)
             for layers in self.stages
         ]
         return [
@@ -193,7 +192,8 @@ def make_plan(target: PlanTarget, *, latency_budget: float | None = None) -> Pla
     """Make a plan; with `latency_budget`, in seconds, also recommend a `max_bs`. Raises ConfigError."""
     serving = serving_config(target.model, target.sizes, target.rooms(), device=target.device.name)
     stages = _stage_plans(target, serving)
-    sizes = _batch_sizes(serving.max_batch_size)
+    sizes = [1 << i for i in range((serving.max_batch_size - 1).bit_length())]  # powers of two below it
+    sizes.append(serving.max_batch_size)
     floors = [iteration_floor(target, "decode", size) for size in sizes]
     prompt = min(target.context, serving.max_batch_tokens)
     floors += [
@@ -215,7 +215,7 @@ def make_plan(target: PlanTarget, *, latency_budget: float | None = None) -> Pla
 def iteration_floor(target: PlanTarget, phase: Phase, batch_size: int) -> IterationFloor:
     """The floor of an iteration of `batch_size` requests of `target.context` tokens in one phase.
 
-    With an encoder it is the encoder that prefills `context` tokens, and the decoder begins with one.
+    With an encoder, prefill runs the encoder over `context` tokens, and the decoder over one.
     """
     context, size = target.context, target.itemsize
     reads = [] if target.config.encoder is None else [context] * batch_size
@@ -264,7 +264,7 @@ def iteration_floor(target: PlanTarget, phase: Phase, batch_size: int) -> Iterat
     for i in range(1, target.parallel.pipeline_parallel):
         same_machine = (i * n_shards - 1) // device.per_machine == i * n_shards // device.per_machine
         hop = hop_bytes(target.model, shape, weight_bytes=size)
-        hop += begins * sum(reads) * target.model.hidden_size * size  # what the encoder made
+        hop += begins * sum(reads) * target.model.hidden_size * size  # the encoder's output
         times.append(hop / (device.inside if same_machine else device.between))
         parts["links"] += times[-1]
     interval = max(times)  # a link counts as a stage: devices compute during transfers
@@ -297,18 +297,16 @@ def recommend(target: PlanTarget, budget: float) -> Recommendation:
             return "latency"
         return None if _holds(target, size) else "slots"
 
-    low, high = 0, MAX_BS + 1  # low is possible, high is not; every obstacle also applies to larger sizes
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if obstacle(middle) is None else (low, middle)
-    bound = obstacle(high)
+    # Every obstacle also applies to larger sizes.
+    most = bisect_left(range(1, MAX_BS + 1), True, key=lambda size: obstacle(size) is not None)
+    bound = obstacle(most + 1)
     assert bound is not None
-    seconds = iteration_floor(target, "decode", low).seconds if low else 0.0
-    return Recommendation(budget=budget, max_bs=low, seconds=seconds, bound=bound)
+    seconds = iteration_floor(target, "decode", most).seconds if most else 0.0
+    return Recommendation(budget=budget, max_bs=most, seconds=seconds, bound=bound)
 
 
 def _holds(target: PlanTarget, max_bs: int) -> bool:
-    """Whether the slots suffice for the requests of `context` tokens that keep every stage busy."""
+    """Whether there are slots for `max_bs` requests of `context` tokens in every stage at once."""
     requested = target.sizes
     if requested.max_batch_tokens is not None and requested.max_batch_tokens < max_bs:
         return False
@@ -323,7 +321,7 @@ def _holds(target: PlanTarget, max_bs: int) -> bool:
         target, serving_config(target.model, replace(requested, max_batch_size=max_bs), target.rooms())
     )
     for room in target.rooms():
-        if room.temporaries is not None:  # XLA's figure is for other sizes: add the difference by arithmetic
+        if room.temporaries is not None:  # XLA's figure is for other sizes: add the estimated difference
             plain = replace(room, temporaries=None)
             growth = plain.memory(target.model, after).temporaries
             growth -= plain.memory(target.model, before).temporaries
@@ -335,12 +333,6 @@ def _holds(target: PlanTarget, max_bs: int) -> bool:
 
 def _shape(target: PlanTarget, serving: ServingConfig) -> EngineShape:
     return engine_shape(target.config, serving, n_workers=target.parallel.pipeline_parallel)
-
-
-def _batch_sizes(max_bs: int) -> list[int]:
-    """The powers of two below `max_bs`, and `max_bs`."""
-    sizes = [1 << i for i in range(max_bs.bit_length()) if 1 << i < max_bs]
-    return [*sizes, max_bs]
 
 
 def _stage_plans(target: PlanTarget, serving: ServingConfig) -> list[StagePlan]:
@@ -366,7 +358,7 @@ def _stage_plans(target: PlanTarget, serving: ServingConfig) -> list[StagePlan]:
 
 
 def _fits(target: PlanTarget, n_stages: int, n_devices: int) -> bool:
-    # Whether tokens are exchanged, which not every split can, takes no memory.
+    # The exchange of tokens, which not every split allows, takes no memory, so it is left at its default.
     parallel = ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=n_devices)
     other = replace(target, parallel=parallel, temporaries=None)
     serving = serving_config(other.model, other.sizes, other.rooms())

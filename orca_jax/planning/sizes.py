@@ -30,10 +30,10 @@ def serving_config(
     `n_slots` is the largest that fits, as ORCA 4.2 advises. A slot takes memory on every stage, so the stage
     with the least room decides (`rooms` has one entry per stage). `n_slots` is at most what all admitted
     requests can reserve, or, if the engine shares its memory with others, a full batch of the longest
-    requests. With an encoder prompts are not found in a prefix cache: a decoder's keys and values depend on
-    the encoder's input. `coarse_buckets` are for GPUs (iteration/shape.py). `device` is the name of the
-    stages' devices, from which `prefill_tokens` follows (prefill_tokens.py); without it that stays as given.
-    Raises ConfigError.
+    requests. Models with an encoder have no prefix cache, because the decoder's keys and values depend on the
+    encoder's input. `coarse_buckets` are for GPUs (iteration/shape.py). The default of `prefill_tokens`
+    follows from `device`, the name of the stages' devices; without it that setting stays as given. Raises
+    ConfigError.
     """
     if config.encoder is not None:
         if requested.prefix_caching:
@@ -76,12 +76,12 @@ def batch_tokens(config: ModelConfig, requested: Sizes) -> int:
 
 
 def request_slots(config: ModelConfig, n_tokens: int, n_read: int, *, block_size: int) -> int:
-    """The slots of a request of `n_tokens`, and with an encoder of `n_read` more for its input, in blocks."""
+    """The slots, in whole blocks, of a request of `n_tokens` and with an encoder `n_read` tokens."""
     return round_up(n_tokens, block_size) + (round_up(n_read, block_size) if config.encoder else 0)
 
 
 def n_rows(max_batch_size: int, *, n_workers: int) -> int:
-    """How many requests may be admitted at a time: one batch per worker, and one in preparation."""
+    """The most admitted requests at a time: one batch per worker, and one in preparation."""
     return (n_workers + 1) * max_batch_size
 
 

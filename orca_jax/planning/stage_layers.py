@@ -28,7 +28,7 @@ def check_split(config: ModelConfig, parallel: ParallelConfig) -> None:
     if problem is not None:
         raise ConfigError(
             f"tensor_parallel is {n_devices}, but the model's {problem} is not a multiple of it; "
-            f"{_divisors(config)} split it evenly"
+            f"{', '.join(map(str, tensor_degrees(config, config.n_heads)))} split it evenly"
         )
     if parallel.expert_exchange == "exchange" and not any(
         exchangeable(layer, n_devices) for layer in config.layers
@@ -41,12 +41,12 @@ def check_split(config: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def tensor_degrees(config: ModelConfig, most: int) -> list[int]:
-    """Over how many devices, up to `most`, the model's layers can be split."""
+    """The numbers of devices, up to `most`, over which the model's layers can be split."""
     return [n for n in range(1, most + 1) if _uneven(config, n) is None]
 
 
 def _uneven(config: ModelConfig, n_devices: int) -> str | None:
-    """A size that so many devices cannot share."""
+    """A size of the model that `n_devices` devices cannot share evenly; None if there is none."""
     if config.n_heads % n_devices:
         return f"n_heads {config.n_heads}"
     for each in config.feed_forwards:
@@ -70,7 +70,3 @@ def split_summary(n_layers: int, parallel: ParallelConfig) -> str:
     each = [len(layers) for layers in stage_layers(n_layers, n_stages)]
     counts = str(each[0]) if len(set(each)) == 1 else ", ".join(map(str, each))
     return f"{stages} of {counts} layers, {devices} each"
-
-
-def _divisors(config: ModelConfig) -> str:
-    return ", ".join(map(str, tensor_degrees(config, config.n_heads)))

@@ -5,7 +5,7 @@ decides how much memory a running program needs for temporaries; here they are e
 plans (docs/plan.md), and `orca plan` asks XLA where it can.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from orca_jax.config import Attention
@@ -26,13 +26,13 @@ _TABLE_BYTES = 8  # execution/sampling.py: an int32 and a float32 for each token
 _LAST_TOKEN_BYTES = 4  # ... and an int32, for each row
 _LOGIT_BYTES = 4
 _ANGLE_BYTES = 4  # model/rotation.py: cosine and sine are float32
-# Iterations whose results are on a device at a time: the running one, and one in transfer (its tokens to the
-# host, or its hidden states between two stages).
+# Iterations whose results are on a device at a time: the running one, and one whose tokens go to the host or
+# whose hidden states go to the next stage.
 KEPT_ITERATIONS = 2
 # model/attention.py's static shapes: query tokens of a tile (the same in cudnn/tiles.py), and keys gathered
 # for all tiles at once.
 _TILE_QUERIES, _TILE_KEYS = 64, 256
-_GATHERED = 2.5  # gathered arrays, of keys or of values, that XLA keeps at a time
+_GATHERED = 2.5  # arrays of gathered keys or values that XLA keeps at a time
 # pallas/work_list/bounds.py: queries of a tile that the kernel may split, the most heads per device for which
 # it splits, and the number of parts it has room for: two per SM of a Hopper GPU.
 _CUT_QUERIES, _CUT_HEADS, _CUT_PARTS = 128, 16, 2 * 132
@@ -59,35 +59,13 @@ class StageMemory:
         return self.weights + self.tables + self.temporaries
 
 
-def stage_memory(
-    config: ModelConfig,
-    layers: range,
-    n_devices: int,
-    shape: EngineShape,
-    *,
-    itemsize: int,
-    attention: Attention,
-) -> StageMemory:
-    """The memory of a stage with these layers on `n_devices`, by arithmetic.
-
-    It depends on the shape's rows and tokens, not on its number of blocks. `itemsize` is the bytes of an
-    element of weights, keys and values.
-    """
-    return StageMemory(
-        weights=stage_weight_bytes(config, layers, n_devices, itemsize),
-        tables=table_bytes(config, layers, shape.n_rows),
-        temporaries=temporary_bytes(config, layers, n_devices, shape, itemsize=itemsize, attention=attention),
-        slot=slot_bytes(config, layers, n_devices, itemsize),
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRoom:
     """The memory left on a stage's devices after loading its weights, in bytes per device.
 
     `free` is None if the devices do not report it. `modest` bounds the KV cache on a machine whose memory the
-    engine shares with others; None means no such bound. At least one of the two is set. `temporaries` is
-    XLA's own figure, if it was asked.
+    engine shares with other programs (None: no bound). At least one of the two is set. `temporaries` is XLA's
+    figure, if it was asked. `itemsize` is the bytes of an element of weights, keys and values.
     """
 
     layers: range
@@ -99,18 +77,23 @@ class StageRoom:
     temporaries: int | None = None
 
     def memory(self, config: ModelConfig, shape: EngineShape) -> StageMemory:
-        """The memory that the stage needs in an engine of this shape."""
-        memory = stage_memory(
-            config,
-            self.layers,
-            self.n_devices,
-            shape,
-            itemsize=self.itemsize,
-            attention=self.attention,
+        """The memory that the stage needs in an engine with the shape's rows and tokens.
+
+        The number of blocks does not matter. Temporaries are estimated unless XLA was asked.
+        """
+        layers, n_devices, itemsize = self.layers, self.n_devices, self.itemsize
+        temporaries = self.temporaries
+        if temporaries is None:
+            temporaries = temporary_bytes(
+                config, layers, n_devices, shape, itemsize=itemsize, attention=self.attention
+            )
+        return StageMemory(
+            weights=stage_bytes(config, layers, n_devices, itemsize),
+            tables=table_bytes(config, layers, shape.n_rows),
+            temporaries=temporaries,
+            slot=slot_bytes(config, layers, n_devices, itemsize),
+            source="arithmetic" if self.temporaries is None else "compiled",
         )
-        if self.temporaries is None:
-            return memory
-        return replace(memory, temporaries=self.temporaries, source="compiled")
 
     def kv_bytes(self, memory: StageMemory) -> int | None:
         """The bytes left for the KV cache; None if the devices do not report their memory."""
@@ -123,18 +106,13 @@ class StageRoom:
         return min(budgets) // memory.slot
 
 
-def stage_weight_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
-    """Weights per device: its share of the split ones, and all others; a few are float32 in any model."""
-    return stage_bytes(config, layers, n_devices, itemsize)
-
-
 def slot_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
-    """One slot per device: the keys and values of the device's heads in these layers (ORCA 4.2)."""
+    """Bytes of one slot on each device: keys and values of its heads in these layers (ORCA 4.2)."""
     return len(layers) * config.attention.cached_width // n_devices * itemsize
 
 
 def table_bytes(config: ModelConfig, layers: range, n_rows: int) -> int:
-    """The last stage's sampler tables per device; the other stages keep only the last tokens."""
+    """Bytes of the sampler's tables on each device; stages before the last keep only the last tokens."""
     if layers.stop != config.n_layers:
         return n_rows * _LAST_TOKEN_BYTES
     return n_rows * (config.vocab_size * _TABLE_BYTES + _LAST_TOKEN_BYTES)
@@ -155,7 +133,7 @@ def temporary_bytes(
     encoding = encoder_layers_of(config, layers)
     every = {config.layers[i] for i in layers}
     every |= {config.encoder.layers[i] for i in encoding} if config.encoder else set()
-    # A CPU's programs that decode may fill have latent attention in the absorbed form alone.
+    # On a CPU, programs that decodes can fill compute latent attention only in the absorbed form.
     latent = config.attention.latent if cpu and not shape.deterministic and n_tokens > n_rows else None
     in_both_forms = latent is not None and latent.is_plain(n_tokens, n_tokens)
 
@@ -175,13 +153,13 @@ def temporary_bytes(
     if attention == "cudnn":
         needed = max(needed, _cudnn_attention_bytes(config, n_devices, shape, itemsize))
     if attention == "static":
-        # With an encoder a layer has two attentions, and the encoder is a program of its own.
+        # With an encoder a decoder layer has two attentions, and the encoder is a separate program.
         most = max(len(layers) * (1 if config.encoder is None else 2), len(encoding))
         starts, work = _static_attention_bytes(config, most, n_devices, n_tokens, n_rows, itemsize)
         needed = starts + max(needed, work)
     needed += _rotation_bytes(config, layers, n_tokens)
     if layers.stop == config.n_layers:
-        # The full sampler keeps the rows' weights. Scoring keeps the logits and candidates for the most
+        # The full sampler keeps each row's probabilities. Scoring keeps logits and candidates for the most
         # likely tokens; on a CPU it sorts whole rows with their indices.
         full = n_rows * config.vocab_size * _LOGIT_BYTES
         scored = SCORED * config.vocab_size * (4 * _LOGIT_BYTES if cpu else itemsize + 1)
@@ -192,44 +170,44 @@ def temporary_bytes(
 def _elements_per_token(
     hidden: int, layer: Layer, n_devices: int, *, cpu: bool, plain: Attention | None
 ) -> int:
-    """The elements that a layer holds for each token when it holds most.
+    """The most elements that a layer holds at a time, per token.
 
-    `plain` computes the plain form of latent attention, if rows may take it.
+    `plain` is the attention that computes the plain form of latent attention; None if no row takes that form.
     """
     feed_forward = _elements_of_feed_forward(hidden, layer, n_devices, cpu=cpu)
     own, n_heads = layer.attention, layer.attention.n_heads // n_devices
     if own.latent is None:
         return feed_forward
     if plain is not None:
-        # The heads' queries in two parts and as one, and results as often; pure JAX has sums of values too.
+        # Queries of all heads in two parts and joined, and results alike; pure JAX has sums of values too.
         n_results = 2 if plain == "native" else 4
         sizes = 2 * own.latent.query_size + n_results * own.latent.value_size
         return max(feed_forward, hidden + n_heads * sizes)
-    # The residual stream, queries as they meet the cache, twice, and the result. On a CPU the zeros that
-    # results are written into are kept all along, as _static_attention_bytes has it of others.
+    # The residual stream, twice the queries in the cache's space, and the result. On a CPU the zeros into
+    # which results are written stay all along, as in _static_attention_bytes.
     around = hidden + n_heads * (2 * own.head_size + own.latent.rank)
     return max(feed_forward, around) + (n_heads * own.latent.rank if cpu else 0)
 
 
 def _elements_of_feed_forward(hidden: int, layer: Layer, n_devices: int, *, cpu: bool) -> int:
-    """Those of the feed-forward part.
+    """The most elements per token in the feed-forward part.
 
-    The residual stream stays. The first product needs its input, the activation function what it computes:
-    a GPU applies it in place, unless the layer is gated and the result half as wide as the product.
+    The residual stream stays. The first product needs its input, and the activation function the product: a
+    GPU applies it in place unless the layer is gated, where the result is half as wide as the product.
     """
     feed_forward = layer.feed_forward
     size = feed_forward.size // n_devices
     product = size * (2 if feed_forward.gated else 1)
     if feed_forward.experts is not None:
-        # A row for each expert that a token takes: its input, or its result, beside what is between.
+        # A row for each expert of a token: its input or its result, and the values in between.
         experts = feed_forward.experts
         if whole_experts(feed_forward.size, experts.number, n_devices, packed=experts.packed):
             size, product = size * n_devices, product * n_devices
         middle = size if feed_forward.gated or cpu else 0
         taken = product + max(hidden, middle)
         if not cpu and hidden >= product:
-            # XLA gives the largest a place first: input and result have the same, and what is between them
-            # lies beside it.
+            # XLA places the largest array first: input and result share one place, and the values in between
+            # get another.
             taken = hidden + product + middle
         return hidden * (2 if cpu else 1) + feed_forward.experts.top_k * taken
     if cpu:
@@ -238,7 +216,7 @@ def _elements_of_feed_forward(hidden: int, layer: Layer, n_devices: int, *, cpu:
 
 
 def _unpacked_bytes(hidden: int, layer: Layer, n_devices: int, itemsize: int, *, cpu: bool) -> int:
-    """What packed experts need while they are unpacked: one at a time on a CPU, a GPU's share at once."""
+    """Bytes for unpacking packed experts: one at a time on a CPU, the device's share at once on a GPU."""
     experts = layer.feed_forward.experts
     if experts is None or isinstance(experts.form, Dense):
         return 0
@@ -247,10 +225,10 @@ def _unpacked_bytes(hidden: int, layer: Layer, n_devices: int, itemsize: int, *,
 
 
 def result_bytes(config: ModelConfig, layers: range, itemsize: int, *, n_tokens: int, n_rows: int) -> int:
-    """What is kept between programs: a stage's hidden states, those that arrived, and logits.
+    """Bytes kept between programs: a stage's hidden states, those it received, and logits.
 
-    No hidden states arrive at the first stage, and only the last stage has logits. What an encoder made, at
-    most as many tokens, is kept on every stage for its cross attention.
+    The first stage receives none, and only the last stage has logits. Every stage keeps an encoder's output,
+    of at most as many tokens, for its cross attention.
     """
     hidden = n_tokens * config.hidden_size * itemsize
     arrived = hidden if layers.start > 0 else 0
@@ -260,9 +238,9 @@ def result_bytes(config: ModelConfig, layers: range, itemsize: int, *, n_tokens:
 
 
 def _rotation_bytes(config: ModelConfig, layers: range, n_tokens: int) -> int:
-    """The cosines and sines of the tokens' rotary positions, `size` / 2 of each for each kind of rotary.
+    """Bytes of the cosines and sines of the tokens' rotary positions, `size` / 2 of each per kind of rotary.
 
-    They are computed once for all layers of that kind, so they stay for the whole forward pass.
+    They are computed once for all layers of a kind, and stay for the whole forward pass.
     """
     kinds = {config.layers[i].attention.rotary for i in layers}
     return sum(n_tokens * kind.size * _ANGLE_BYTES for kind in kinds if kind is not None)
@@ -274,7 +252,7 @@ def _largest_batch(shape: EngineShape) -> tuple[int, int]:
 
 
 def _kernel_bytes(config: ModelConfig, n_devices: int, n_tokens: int, itemsize: int) -> int:
-    """One layer of attention by the kernel: its queries, keys, values and result, and the tiles' parts.
+    """Bytes of one layer of attention by the kernel: queries, keys, values, result, and the tiles' parts.
 
     A part takes 4 bytes an element: float32, or 16 bits and 16 bits of rounding error.
     """
@@ -287,7 +265,7 @@ def _kernel_bytes(config: ModelConfig, n_devices: int, n_tokens: int, itemsize: 
 
 
 def _cudnn_attention_bytes(config: ModelConfig, n_devices: int, shape: EngineShape, itemsize: int) -> int:
-    """One layer of attention by cuDNN: each tile's queries, both results and near keys.
+    """Bytes of one layer of attention by cuDNN: each tile's queries, both results and near keys.
 
     For the near keys XLA keeps a contiguous copy of their values, and a weight per query and head.
     """
@@ -304,7 +282,7 @@ def _cudnn_attention_bytes(config: ModelConfig, n_devices: int, shape: EngineSha
 def _static_attention_bytes(
     config: ModelConfig, n_layers: int, n_devices: int, n_tokens: int, n_rows: int, itemsize: int
 ) -> tuple[int, int]:
-    """Attention by static shapes: the initial state of every layer's loop, and the work of one layer.
+    """Bytes of attention by static shapes: the initial state of every layer's loop, and one layer's work.
 
     XLA fills the initial sums of all layers before the first layer. A layer's work is the keys and values
     gathered for all tiles at once, and their scores.
@@ -316,6 +294,6 @@ def _static_attention_bytes(
     starts = n_tiles * queries * 4 * (results + 2 * heads) + n_tokens * results * itemsize
     gathered, scores = n_tiles * keys * kv_width * itemsize, n_tiles * heads * queries * keys * 4
     around = 2 * n_tokens * config.hidden_size * itemsize
-    if config.attention.latent is not None:  # a tile's queries, which are wider than its results
+    if config.attention.latent is not None:  # queries are wider than results
         around += n_tiles * queries * heads * config.head_size * itemsize
     return n_layers * starts, int(_GATHERED * gathered) + scores + around

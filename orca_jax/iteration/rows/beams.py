@@ -1,7 +1,7 @@
 """Rows of a beam search: a row of the block table for each beam, whose newest token the host has chosen.
 
-Their tokens are never on the device alone: which beams go on is decided on the host, from the likeliest next
-tokens of each. The K/V manager lets a beam's row begin with the blocks of the beam that it continues.
+The host decides which beams go on, from the likeliest next tokens of each, so their tokens are never on the
+device alone. The K/V manager lets a beam's row begin with the blocks of the beam that it continues.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,10 +11,10 @@ from orca_jax.request.request import FinishReason, InputRow, Request, RowAnswer,
 
 
 class Beams(RowKind):
-    """The kind of one request, with its search.
+    """The row kind of one request, with its beam search.
 
-    Until the search is over, the request's `output_ids` has the newest token of the likeliest beam at each
-    step; then it is the best output. A search cannot resume: it starts over.
+    While the search runs, the request's `output_ids` has the newest token of the likeliest beam at each step;
+    after its end it is the best output. After a loss or a preemption the search starts over.
     """
 
     forks = True
@@ -43,7 +43,7 @@ class Beams(RowKind):
         return [InputRow(place, req.n_computed, (id_,)) for place, id_ in zip(places, newest, strict=True)]
 
     def accept(self, req: Request, answer: RowAnswer) -> Iterator[tuple[int, FinishReason | None]]:
-        req.logprobs += answer.logprobs[:1]  # of the likeliest beam's row: recordings have them
+        req.logprobs += answer.logprobs[:1]  # the likeliest beam's, for recordings
         yield answer.token_ids[0], self._step(req, answer)
 
     def restart(self, req: Request) -> None:
@@ -51,7 +51,7 @@ class Beams(RowKind):
         req.output_ids.clear()
 
     def _step(self, req: Request, answer: RowAnswer) -> FinishReason | None:
-        """Take the likeliest next tokens of each beam; an exception from the sink ends only this request."""
+        """Advance the search by a token. An exception from the sink ends only this request."""
         search = self.search
         search.step(answer.logprobs)
         if not search.done:

@@ -28,8 +28,8 @@ _NO_INPUTS: Mapping[int, InputRow] = {}
 class SentRows(NamedTuple):
     """The rows of a message [R]: each one's request, number of tokens, and row of the block table.
 
-    `inputs` has those whose input another kind than the plain one gives, by index. `first` has each request's
-    first row; None if each request has one row.
+    `inputs` has the input of each row whose kind is not the plain one, by index. `first` has the index of
+    each request's first row; None if each request has one row.
     """
 
     requests: Sequence[Request]
@@ -46,7 +46,7 @@ class SentRows(NamedTuple):
 
 
 class BlockTables(NamedTuple):
-    """What the message has of the K/V manager's arrays, `[n_rows, ...]`; see KVManager."""
+    """The K/V manager's arrays that messages are made from, `[n_rows, ...]`; see KVManager."""
 
     block_size: int
     block_table: npt.NDArray[np.int32]
@@ -57,9 +57,10 @@ class BlockTables(NamedTuple):
 
 
 class MessageBuilder:
-    """Builds the messages of one engine. With `keeps_tokens` the device holds each row's newest token.
+    """Builds the messages of one engine.
 
-    Otherwise the host has received a request's token before the request is issued again.
+    With `keeps_tokens` the device holds each row's newest token. Without, the host has received a request's
+    token before the request is issued again.
     """
 
     def __init__(self, tables: BlockTables, *, keeps_tokens: bool) -> None:
@@ -106,7 +107,7 @@ class MessageBuilder:
         initiation = ~plain.has_sampled.take(row)
         initiation_rows: list[int] = initiation.nonzero()[0].tolist()
         known = initiation  # rows whose input the host knows
-        answers = None  # rows whose next token belongs to the output; None: those that are sampled
+        answers = None  # rows whose next token belongs to the output; None: the rows that sample
         if inputs:
             known, answers = initiation.copy(), np.ones(n, np.bool_)
             known[list(inputs)] = True
@@ -126,7 +127,7 @@ class MessageBuilder:
         if answers is None:
             answers = samples
         token_index = (kv_length - plain.n_prompt.take(row)) * samples
-        sampling = plain.sampling.take(row)  # of records ten times as fast as an index
+        sampling = plain.sampling.take(row)  # for records ten times as fast as indexing
         if initiation_rows:
             plain.end_initiation(row[initiation & answers])
         for i in (~samples).nonzero()[0].tolist():  # needs no sampler
@@ -170,7 +171,7 @@ class MessageBuilder:
     def _block_table(
         self, requests: Sequence[Request], row: npt.NDArray[np.intp], kv_length: npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.int32], EncoderInputs | None]:
-        """The rows' block tables, only what is in use: for a model with many positions that is little."""
+        """The used columns of the rows' block tables: few of them in a model with many positions."""
         tables = self._tables
         if not tables.max_encoder_blocks:
             return tables.block_table[row, : -(-int(kv_length.max()) // tables.block_size)], None

@@ -1,7 +1,7 @@
-"""Plain rows: a chunk of a prompt, whose tokens the host knows, or a request's newest token, sampled last.
+"""Plain rows: a chunk of a prompt, whose tokens the host knows, or a request's newest sampled token.
 
-What is constant for a row is stored when a request starts in it, so that the many rows of a decode enter the
-message as a few NumPy gathers, whatever their number.
+The constants of a row are stored once, when a request starts in it, so that the many rows of a decode enter
+the message as a few NumPy gathers, whatever their number.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ _Integer = TypeVar("_Integer", np.int32, np.intp)
 
 
 class PlainRows:
-    """What the master knows of each row of the block table; all arrays are [n_rows].
+    """The engine master's copy of each row's constants; all arrays are [n_rows].
 
     A request starts in a row when the row is newly reserved, or when `n_computed` differs from its value
     after the row's last iteration, as after a loss. `n_reserved` counts the reservations of each row
-    (KVManager.n_reserved), which tells one request in it from the next.
+    (KVManager.n_reserved), which distinguishes successive requests in it.
     """
 
     def __init__(self, n_reserved: npt.NDArray[np.int64]) -> None:
@@ -47,21 +47,21 @@ class PlainRows:
         self.has_constraint = np.zeros(n_rows, np.bool_)
         self.has_sampled = np.zeros(n_rows, np.bool_)  # the row's initiation is over
         self.kv_length = np.zeros(n_rows, np.int32)  # tokens in the cache after all issued iterations
-        self._is_asked_of_prompts = False  # whether a row was ever to score or pool its prompt
+        self._reads_prompts = False  # whether any request ever asked to score or pool its prompt
 
     def begin(
         self, requests: Sequence[Request], row: npt.NDArray[np.intp], n_computed: npt.NDArray[np.int32]
     ) -> None:
-        """Store the constants of each row [R] that its request starts in."""
+        """Store the constants of the rows [R] in which a request starts."""
         starts = self._n_reserved.take(row) != self._n_reserved_now.take(row)
         starts |= self.kv_length.take(row) != n_computed
         for i in starts.nonzero()[0].tolist():
             self._store(requests[i], int(row[i]))
 
     def end_initiation(self, row: npt.NDArray[np.intp]) -> None:
-        """The next iterations of these rows are increments, in which nothing of the prompt is computed."""
+        """Note that these rows continue with increments, which neither score nor pool the prompt."""
         self.has_sampled[row] = True
-        if self._is_asked_of_prompts:
+        if self._reads_prompts:
             self.sampling["prompt_logprobs"][row] = -1
             self.sampling["flags"][row] &= _NOT_POOLED
 
@@ -80,7 +80,7 @@ class PlainRows:
             flags | FLAG_OF[request.pooling],
         )
         if n_prompt_logprobs is not None or request.pooling is not None:
-            self._is_asked_of_prompts = True
+            self._reads_prompts = True
         if kind.greedy:
             self.sampling["temperature"][row] = 0
         self._n_reserved[row] = self._n_reserved_now[row]

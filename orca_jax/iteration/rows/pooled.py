@@ -1,9 +1,8 @@
-"""Pooled rows: the final hidden states of a prompt's last token, or of all, are summed for embeddings.
+"""Pooled rows: embeddings are sums of the final hidden states of a prompt's last token, or of all.
 
-The last layer of a forward pass gives the hidden state of each row's last token alone, and not to the host.
-So these tokens pass through it once more, as those do that are scored (scored.py); their keys and
-values are in the cache. A batch of them has tokens of many rows, so that few programs are started for many
-short prompts.
+A forward pass computes the last layer only for each row's last token, and its result stays on the device. So
+the tokens to pool pass through the last layer once more, as scored tokens do (scored.py); their keys and
+values are in the cache. A part has tokens of many rows, so that many short prompts start few programs.
 """
 
 from collections.abc import Iterator
@@ -23,15 +22,15 @@ FLAG_OF = {None: 0, "last": POOLS_LAST, "mean": POOLS_ALL}  # a row's flag, by i
 
 
 def add_pooled(req: Request, part: Vector) -> None:
-    """Take the sum of the hidden states that an iteration computed: for a chunked prompt, of a chunk."""
+    """Add an iteration's sum of hidden states; a chunked prompt gets one sum per chunk."""
     req.pooled = part if req.pooled is None else req.pooled + part
 
 
 class PooledPart(NamedTuple):
-    """Up to SCORED tokens of rows; `flat` has them as a batch of these rows."""
+    """Up to SCORED tokens of some rows; `flat` is a batch of only these tokens."""
 
-    places: list[int]  # of the rows in the iteration's batch
-    at: npt.NDArray[np.int32]  # [SCORED] where the tokens are in that batch; 0 after the last
+    places: list[int]  # the rows' indices in the iteration's batch
+    at: npt.NDArray[np.int32]  # [SCORED] the tokens' indices in that batch; 0 after the last
     flat: FlatBatch
 
 
@@ -43,9 +42,9 @@ def pooled_layout(shape: EngineShape) -> FlatLayout:
 def pooled_parts(
     message: ControlMessage, n_pooled: npt.NDArray[np.int32], shape: EngineShape
 ) -> Iterator[PooledPart]:
-    """The parts with the last `n_pooled` [R] input tokens of each row, in order; a long row is in several.
+    """Split the last `n_pooled` [R] input tokens of each row into parts, in order.
 
-    In a deterministic engine each begins with its row, so that the order of the sum depends on nothing else.
+    In a deterministic engine each row begins a part, so that the order of summation depends on nothing else.
     """
     layout, pieces, n_tokens = pooled_layout(shape), list[_Piece](), 0
     for piece in _pieces(message, n_pooled.tolist(), shape):
@@ -59,7 +58,7 @@ def pooled_parts(
 
 
 class _Piece(NamedTuple):
-    """`n` neighbouring tokens of a row, from place `first` in the batch."""
+    """`n` consecutive tokens of a row, from index `first` in the batch."""
 
     row: int
     first: int
@@ -67,7 +66,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(message: ControlMessage, n_pooled: list[int], shape: EngineShape) -> Iterator[_Piece]:
-    """Each no longer than what is left in its part, if parts are filled up in order."""
+    """Cut the rows' tokens into pieces that fill up the parts in order."""
     ends = np.cumsum(message.input_length).tolist()
     left = SCORED
     for row in np.flatnonzero(n_pooled).tolist():
@@ -87,7 +86,7 @@ def _part(message: ControlMessage, layout: FlatLayout, pieces: list[_Piece]) -> 
     rows = np.array([piece.row for piece in pieces])
     n_tokens = np.array([piece.n for piece in pieces])
     at = np.concatenate([np.arange(piece.first, piece.first + piece.n) for piece in pieces])
-    # Of a row, index + shift is position.
+    # In each row, index + shift is position.
     shift = message.kv_length[rows] - np.cumsum(message.input_length)[rows]
     total = len(at)
     arrays.positions[:total] = at + np.repeat(shift, n_tokens)

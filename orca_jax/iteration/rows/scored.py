@@ -1,11 +1,11 @@
-"""Scored rows: known tokens get their log-probabilities, in a given output or in a prompt.
+"""Scored rows: known tokens, of a given output or a prompt, get their log-probabilities.
 
-A given output (`Given`) is not sampled: in an increment each of its tokens that the iteration computes is a
-row of one known token, neighbours in the tokens' order, and the logits of each score the token after it.
+A given output (`Given`) is not sampled. In an increment each of its tokens is a row of one known token, side
+by side in the tokens' order, and the logits of each row score the token after it.
 
-A prompt is scored on request, whatever the kind of its request's rows. The forward pass gives the hidden
-state of each row's last token alone, so the chunk's tokens pass through the last layer once more, in parts
-that are laid out as batches of one row (`scored_parts`).
+The tokens of any request's prompt can be scored. A forward pass computes the last layer only for each row's
+last token, so the chunk's tokens pass through the last layer once more, in parts that are laid out as batches
+of one row (`scored_parts`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,11 @@ SCORED = 128  # tokens of a prompt that are scored at a time
 
 
 class Given(RowKind):
-    """The kind of a request whose output is given, all of it, and scored."""
+    """The row kind of a request whose whole output is given, and scored."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.given_ids = tuple(token_ids)
-        # `n_tokens_issued` does not count how many tokens an iteration in flight has.
+        # `n_tokens_issued` assumes that an iteration in flight has one token.
         self.runs_ahead = len(self.given_ids) < 2
 
     def most_tokens(self, req: Request) -> int:
@@ -47,24 +47,24 @@ class Given(RowKind):
                 return
 
     def _answering(self, req: Request, n_tokens: int, start: int) -> InputRow:
-        """A row, which answers with its next token's log-probabilities if that is a token of the output."""
+        """A row that returns its next token's log-probabilities if that token belongs to the output."""
         row = prompt_chunk(req, n_tokens, start)
         return row._replace(answers=start + n_tokens >= len(req.prompt_ids))
 
 
 def add_prompt_logprobs(req: Request, records: Sequence[TokenLogprobs]) -> None:
-    """Take the log-probabilities of prompt tokens after the first: for a chunked prompt, of a chunk's."""
+    """Append the log-probabilities of prompt tokens after the first; a chunked prompt gets them by chunk."""
     req.prompt_logprobs = [*(req.prompt_logprobs or ()), *records]
 
 
 class ScoredPart(NamedTuple):
     """Up to SCORED tokens of one row, whose keys and values are in the cache.
 
-    `flat` has them as the row's input, and as their token_ids those after them, which are scored.
+    `flat` has their positions, and in `token_ids` the tokens after them, which are scored.
     """
 
-    place: int  # of the row in the batch
-    at: npt.NDArray[np.int32]  # [SCORED] where the tokens are in the batch; 0 after the last
+    place: int  # the row's index in the batch
+    at: npt.NDArray[np.int32]  # [SCORED] the tokens' indices in the batch; 0 after the last
     flat: FlatBatch
 
 
@@ -74,13 +74,13 @@ def scored_layout(max_blocks: int) -> FlatLayout:
 
 
 def scored_parts(message: ControlMessage, max_blocks: int) -> Iterator[ScoredPart]:
-    """Row by row, each row's in order; none of a prompt of one token."""
+    """The parts, row by row and in order. A prompt of one token has none."""
     ends, n_scored = np.cumsum(message.input_length), message.n_scored
     for i in np.flatnonzero(n_scored):
         first, n = ends[i] - message.input_length[i], n_scored[i]
         at = np.arange(first, first + n, dtype=np.int32)
         positions = message.kv_length[i] - ends[i] + at
-        # Of a piece that ends inside the prompt the last token scores the first one of the next piece.
+        # The last token of a chunk scores the first token of the next chunk.
         targets = np.append(message.token_ids[first + 1 : ends[i]], message.next_token[i])
         for begin in range(0, n, SCORED):
             part = slice(begin, min(begin + SCORED, n))
@@ -97,7 +97,7 @@ def _row(
     positions: npt.NDArray[np.int32],
     targets: npt.NDArray[np.int32],
 ) -> FlatBatch:
-    """One row's tokens at `positions`, and those after them."""
+    """Lay out one row's tokens at `positions`, which score `targets`."""
     n = len(positions)
     buffer = np.zeros(layout.size, np.int32)
     arrays = layout.split(buffer)

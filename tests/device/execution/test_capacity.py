@@ -16,13 +16,13 @@ from orca_jax.execution import capacity
 from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import stage_parameters
+from orca_jax.families.parameters import stage_bytes, stage_parameters
 from orca_jax.families.presets import PRESETS
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.transformer import init_parameters
 from orca_jax.planning.sizes import engine_shape, serving_config
 from orca_jax.planning.stage_layers import stage_layers
-from orca_jax.planning.stage_memory import stage_memory, stage_weight_bytes
+from orca_jax.planning.stage_memory import StageRoom
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.specs import held_specs
@@ -58,14 +58,10 @@ def test_an_engine_allocates_the_planned_memory(model: ModelConfig, n_stages: in
     workers = [Worker(model, own, shape, part) for part, own in zip(parts, placed, strict=True)]
     build_engine(model, [], SERVING, parts, workers=workers)
     for worker, part in zip(workers, parts, strict=True):
-        memory = stage_memory(
-            model,
-            part.layers,
-            tensor,
-            shape,
-            itemsize=4,
-            attention="follow_lengths",
+        room = StageRoom(
+            layers=part.layers, n_devices=tensor, itemsize=4, attention="follow_lengths", free=None
         )
+        memory = room.memory(model, shape)
         for device in part.group.devices:
             assert bytes_on(device, worker.stage.weights) == memory.weights
             assert bytes_on(device, worker._caches) == memory.slot * SERVING.n_slots
@@ -88,7 +84,7 @@ def test_the_weights_of_every_preset_are_split_as_planned(name: str, n_stages: i
             for array, one in zip(arrays, specs, strict=True):
                 local = NamedSharding(mesh, one).shard_shape(array.shape)
                 n_bytes += math.prod(local) * array.dtype.itemsize
-        assert n_bytes == stage_weight_bytes(model, layers, tensor, 2)
+        assert n_bytes == stage_bytes(model, layers, tensor, 2)
 
 
 class Gpu:
@@ -169,7 +165,7 @@ def test_a_device_without_memory_statistics_gets_a_modest_cache() -> None:
 def test_a_cpus_memory_is_shared_by_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 4096}[name])
     part = split_model(TIED, jax.devices("cpu"), ParallelConfig(tensor_parallel=2))[0]
-    weights = stage_weight_bytes(TIED.for_devices(2), range(3), 2, 4)
+    weights = stage_bytes(TIED.for_devices(2), range(3), 2, 4)
 
     def room(reported: float | None) -> Any:
         model = TIED.for_devices(2)

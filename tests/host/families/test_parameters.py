@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import in_layers, parameter_table, stage_parameters
+from orca_jax.families.parameters import in_layers, parameter_table, stage_bytes, stage_parameters
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.planning.stage_layers import stage_layers
-from orca_jax.planning.stage_memory import stage_weight_bytes
 from tests.gpt_config import gpt_config
 from tests.places import ROOT
 
@@ -93,7 +92,7 @@ def test_the_weights_of_a_preset(name: str) -> None:
             continue  # 25 heads
         model = PRESETS[name].for_devices(n_devices)
         stages = stage_layers(model.n_layers, n_stages)
-        assert [stage_weight_bytes(model, layers, n_devices, 2) for layers in stages] == expected
+        assert [stage_bytes(model, layers, n_devices, 2) for layers in stages] == expected
 
 
 def test_every_combination_of_options_is_here() -> None:
@@ -105,7 +104,7 @@ def test_the_weights_of_every_option(options: Any) -> None:
     n_elements, by_stage = OPTION_WEIGHTS[options]
     model = small(*options)
     assert parameter_count(model) == n_elements
-    assert [stage_weight_bytes(model, layers, 2, 4) for layers in stage_layers(3, 2)] == by_stage
+    assert [stage_bytes(model, layers, 2, 4) for layers in stage_layers(3, 2)] == by_stage
 
 
 @pytest.mark.parametrize("options", OPTION_WEIGHTS)

@@ -1,15 +1,15 @@
 import pytest
 
+from orca_jax.families.parameters import stage_bytes
 from orca_jax.planning.cost_model import (
     Device,
     IterationShape,
     Operation,
     floor,
-    kv_bytes_per_slot,
     operations,
     parameter_count,
-    weight_bytes_total,
 )
+from orca_jax.planning.stage_memory import slot_bytes
 from tests.gpt_config import changed_config, gpt_config
 
 SMALL = gpt_config(vocab_size=10, n_positions=8, hidden_size=4, n_layers=2, n_heads=2, ffn_size=16)
@@ -86,8 +86,8 @@ def test_floor_takes_the_larger_of_both_for_each_operation():
 
 def test_gpt2_has_124_million_parameters():
     assert parameter_count(GPT2) == 124_439_808
-    assert weight_bytes_total(GPT2, 4) == 497_759_232
-    assert kv_bytes_per_slot(GPT2, 4) == 12 * 2 * 768 * 4
+    assert stage_bytes(GPT2, range(GPT2.n_layers), 1, 4) == 497_759_232
+    assert slot_bytes(GPT2, range(GPT2.n_layers), 1, 4) == 12 * 2 * 768 * 4
 
 
 def test_each_option_counts_its_own_parameters():
@@ -103,7 +103,7 @@ def test_each_option_counts_its_own_parameters():
 
 def test_an_increment_reads_every_weight_but_the_position_table_once():
     n_bytes = sum(op.n_bytes for op in operations(GPT2, IterationShape([1], [1]), weight_bytes=4, kv_bytes=4))
-    weights = weight_bytes_total(GPT2, 4) - 4 * 1024 * 768
+    weights = stage_bytes(GPT2, range(GPT2.n_layers), 1, 4) - 4 * 1024 * 768
     assert weights * 0.999 < n_bytes < weights * 1.01
 
 

@@ -8,13 +8,13 @@ import pytest
 from orca_jax.config import ParallelConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import Encoder
-from orca_jax.families.parameters import parameter_table
+from orca_jax.families.parameters import parameter_table, stage_bytes
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import IterationShape, Operation, operations
 from orca_jax.planning.encoder_cost import encoder_operations, encoder_shared_bytes
 from orca_jax.planning.known_devices import GPUS
 from orca_jax.planning.plan import PlanTarget, iteration_floor, make_plan
-from orca_jax.planning.stage_memory import slot_bytes, stage_weight_bytes
+from orca_jax.planning.stage_memory import slot_bytes
 from tests.gpt_config import gpt_config
 
 # H = 4, F = 16, V = 10; one layer each.
@@ -81,7 +81,7 @@ def target(name: str, n_stages: int = 1, max_batch_size: int = 32) -> PlanTarget
 def test_the_stages_of_a_plan_share_all_weights_and_slots(name: str) -> None:
     planned = target(name, 2)
     model, stages = planned.model, planned.stages
-    weights = [stage_weight_bytes(model, layers, 1, 2) for layers in stages]
+    weights = [stage_bytes(model, layers, 1, 2) for layers in stages]
     table = 2 * model.padded_vocab_size * model.hidden_size * model.embedding.tied  # both have it
     n_elements = sum(math.prod(parameter.shape) for parameter in parameter_table(model).values())
     assert sum(weights) - table == 2 * n_elements

@@ -9,6 +9,7 @@ from orca_jax.config import Attention as Path
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
+from orca_jax.families.parameters import stage_bytes
 from orca_jax.families.presets import PRESETS
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.cost_model import (
@@ -16,7 +17,6 @@ from orca_jax.planning.cost_model import (
     Operation,
     operations,
     parameter_count,
-    weight_bytes_total,
 )
 from orca_jax.planning.stage_memory import temporary_bytes
 
@@ -70,7 +70,7 @@ def test_a_mixture_reads_few_weights_for_one_token_and_all_for_many() -> None:
         shape = IterationShape([1] * n_tokens, [1] * n_tokens)
         return sum(op.n_bytes for op in operations(model, shape, weight_bytes=2, kv_bytes=2))
 
-    weights = weight_bytes_total(model, 2)
+    weights = stage_bytes(model, range(model.n_layers), 1, 2)
     assert parameter_count(model) == 30_532_122_624
     # "A3B": 3.3 billion are active, of which the embedding is a table that is not read whole.
     assert read(1) / weights == pytest.approx(3.04 / 30.5, rel=0.03)
@@ -82,8 +82,10 @@ def test_packed_experts_have_the_published_size(name: str, gib: float) -> None:
     """That of the checkpoint, as the model card says; unpacked there are two bytes for each number."""
     packed = PRESETS[f"{name}-mxfp4"]
     assert parameter_count(packed) == parameter_count(PRESETS[name])
-    assert weight_bytes_total(packed, 2) / (1 << 30) == pytest.approx(gib, abs=0.05)
-    assert weight_bytes_total(PRESETS[name], 2) == 2 * parameter_count(PRESETS[name])
+    assert stage_bytes(packed, range(packed.n_layers), 1, 2) / (1 << 30) == pytest.approx(gib, abs=0.05)
+    assert stage_bytes(PRESETS[name], range(PRESETS[name].n_layers), 1, 2) == 2 * parameter_count(
+        PRESETS[name]
+    )
 
 
 def test_packed_experts_are_read_packed_and_unpacked_beside_the_rest() -> None:

@@ -11,7 +11,7 @@ from orca_jax.families.attention_config import Latent, latent_attention
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
-from orca_jax.families.parameters import parameter_table
+from orca_jax.families.parameters import parameter_table, stage_bytes
 from orca_jax.families.presets import PRESETS
 from orca_jax.families.rotary import Rotary
 from orca_jax.families.weight_form import EXACT
@@ -19,13 +19,12 @@ from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.cost_model import (
     IterationShape,
     Operation,
-    kv_bytes_per_slot,
     operations,
     parameter_count,
 )
 from orca_jax.planning.known_devices import KnownDevice, cpu_device
 from orca_jax.planning.plan import PlanTarget, iteration_floor
-from orca_jax.planning.stage_memory import slot_bytes, stage_weight_bytes, temporary_bytes
+from orca_jax.planning.stage_memory import slot_bytes, temporary_bytes
 
 # Two heads: queries of 3 + 2 elements by way of 5, values of 4, and 6 + 2 elements of a token in the cache.
 LATENT = Latent(rank=6, rotary_size=2, plain_size=3, value_size=4, query_rank=5)
@@ -125,11 +124,11 @@ def test_a_prompt_on_a_cpu_is_planned_in_the_plain_form() -> None:
 
 
 def test_a_slot_is_what_is_compressed() -> None:
-    assert kv_bytes_per_slot(MODEL, 2) == 2 * 8 * 2
+    assert slot_bytes(MODEL, range(MODEL.n_layers), 1, 2) == 2 * 8 * 2
     for n in (1, 2):
         assert slot_bytes(MODEL.for_devices(n), range(2), n, 2) == 2 * 8 * 2
     model = PRESETS["deepseek-v3"]
-    assert kv_bytes_per_slot(model, 2) == 61 * 576 * 2
+    assert slot_bytes(model, range(model.n_layers), 1, 2) == 61 * 576 * 2
     assert slot_bytes(model.for_devices(8), range(61), 8, 2) == 61 * 576 * 2
 
 
@@ -139,7 +138,7 @@ def test_corrections_are_float32_in_any_model() -> None:
     model = replace(MODEL, layers=(LAYER, sparse))
     exact = sum(one.shape[0] for one in parameter_table(model).values() if one.form == EXACT)
     assert exact == 6
-    assert stage_weight_bytes(model, range(2), 1, 2) == 2 * parameter_count(model) + 2 * exact
+    assert stage_bytes(model, range(2), 1, 2) == 2 * parameter_count(model) + 2 * exact
 
 
 def test_deepseek_v3_computes_with_its_active_parameters() -> None:

@@ -13,7 +13,7 @@ from orca_jax.config import ParallelConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.mixtures.mxfp4 import MXFP4
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import parameter_table
+from orca_jax.families.parameters import parameter_table, stage_bytes
 from orca_jax.families.presets import PRESETS
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.cost_model import IterationShape, operations, parameter_count
@@ -24,8 +24,6 @@ from orca_jax.planning.sizes import batch_tokens, engine_shape, serving_config
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import (
     StageRoom,
-    stage_memory,
-    stage_weight_bytes,
 )
 from tests.gpt_config import gpt_config
 
@@ -59,7 +57,7 @@ def paper_plan(name: str, n_stages: int, tensor: int) -> Plan:
 @pytest.mark.parametrize("n_stages", [1, 2, 4])
 def test_the_stages_hold_every_parameter_once_but_a_tied_table(name: str, n_stages: int) -> None:
     model = PRESETS[name]
-    stages = [stage_weight_bytes(model, layers, 1, 4) for layers in stage_layers(model.n_layers, n_stages)]
+    stages = [stage_bytes(model, layers, 1, 4) for layers in stage_layers(model.n_layers, n_stages)]
     twice = n_stages > 1 and model.embedding.tied
     table = model.padded_vocab_size * model.embedding.size if twice else 0
     n_packed = sum(math.prod(one.shape) for one in parameter_table(model).values() if one.form == MXFP4)
@@ -75,9 +73,9 @@ def test_a_vocabulary_is_padded_for_the_devices_that_share_it() -> None:
 
 def test_the_largest_number_of_slots_that_fits() -> None:
     shape = shape_of(SMALL, ServingConfig(max_batch_size=2, max_batch_tokens=8, block_size=4))
-    memory = stage_memory(SMALL, range(3), 1, shape, itemsize=4, attention="kernel")
-    free = memory.tables + memory.temporaries + 5 * memory.slot + memory.slot - 1
-    room = StageRoom(layers=range(3), n_devices=1, itemsize=4, attention="kernel", free=free)
+    room = StageRoom(layers=range(3), n_devices=1, itemsize=4, attention="kernel", free=None)
+    memory = room.memory(SMALL, shape)
+    room = replace(room, free=memory.tables + memory.temporaries + 5 * memory.slot + memory.slot - 1)
     assert room.slots(memory) == 5
     assert replace(room, modest=3 * memory.slot).slots(memory) == 3
     assert replace(room, modest=9 * memory.slot).slots(memory) == 5

@@ -6,6 +6,7 @@ import pytest
 
 from orca_jax.config import ParallelConfig, ServingConfig, Sizes
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import stage_bytes
 from orca_jax.families.presets import PRESETS
 from orca_jax.families.rotary import Rotary
 from orca_jax.planning.known_devices import GPUS
@@ -14,7 +15,6 @@ from orca_jax.planning.sizes import engine_shape
 from orca_jax.planning.stage_memory import (
     result_bytes,
     slot_bytes,
-    stage_weight_bytes,
     table_bytes,
     temporary_bytes,
 )
@@ -28,13 +28,13 @@ def test_weights_of_a_stage_worked_by_hand() -> None:
     # A layer, of H = 4 and F = 16: qkv 12 x 4 + 12, out 4 x 4 + 4, up 16 x 4 + 16, down 4 x 16 + 4, norms 16.
     layer = 60 + 20 + 80 + 68 + 16
     token, position, norm = 10 * 4, 8 * 4, 8
-    assert stage_weight_bytes(SMALL, range(3), 1, 4) == 4 * (token + position + 3 * layer + norm)
-    assert stage_weight_bytes(SMALL, range(2), 1, 4) == 4 * (token + position + 2 * layer)
-    assert stage_weight_bytes(SMALL, range(2, 3), 1, 4) == 4 * (token + layer + norm)  # the head is the table
-    assert stage_weight_bytes(SMALL, range(1, 2), 1, 2) == 2 * layer
+    assert stage_bytes(SMALL, range(3), 1, 4) == 4 * (token + position + 3 * layer + norm)
+    assert stage_bytes(SMALL, range(2), 1, 4) == 4 * (token + position + 2 * layer)
+    assert stage_bytes(SMALL, range(2, 3), 1, 4) == 4 * (token + layer + norm)  # the head is the table
+    assert stage_bytes(SMALL, range(1, 2), 1, 2) == 2 * layer
     # Over two devices: qkv 6 x 4 + 6, out 4 x 2 + 4 (its bias is whole), up 8 x 4 + 8, down 4 x 8 + 4, norms.
     split = 30 + 12 + 40 + 36 + 16
-    assert stage_weight_bytes(SMALL, range(3), 2, 4) == 4 * (5 * 4 + position + 3 * split + norm)
+    assert stage_bytes(SMALL, range(3), 2, 4) == 4 * (5 * 4 + position + 3 * split + norm)
 
 
 def test_slots_and_tables_worked_by_hand() -> None:
