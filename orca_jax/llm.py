@@ -22,9 +22,7 @@ from orca_jax.options import takes
 from orca_jax.request.beam_search import EarlyStopping
 from orca_jax.request.chat.chat_prompts import ChatPrompts
 from orca_jax.request.chat.template_files import load_chat_template
-from orca_jax.request.checked_prompt import CheckedPrompt
-from orca_jax.request.pooled_vector import Vector, embedding
-from orca_jax.request.pooling import Pooling, check_dimensions
+from orca_jax.request.pooling import Pooling, Vector, check_dimensions, embedding
 from orca_jax.request.prompts import (
     decoder_token_ids,
     listed_pairs,
@@ -34,6 +32,7 @@ from orca_jax.request.prompts import (
 )
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
+from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.scheduling.policies import users_policy
 from orca_jax.service.embeddings import pooled_prompt, pooled_vectors
 from orca_jax.service.engine_controls import EngineControls

@@ -1,7 +1,7 @@
-"""Beam search as pure arithmetic: candidates come in; which beams go on, and which outputs are complete.
+"""Beam search as pure arithmetic: from candidate tokens to the beams that go on and the complete outputs.
 
-The rules are those of Hugging Face's `generate(num_beams=k)`, to the letter. It knows neither the scheduler
-nor the K/V cache: `parents` says which keys and values the beams of the next iteration continue.
+The rules are exactly those of Hugging Face's `generate(num_beams=k)`. This file knows neither the scheduler
+nor the K/V cache: `parents` says whose keys and values each beam of the next iteration continues.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ EarlyStopping = bool | Literal["never"]
 class Hypothesis(NamedTuple):
     """A complete output. `score` is its log-probability over its length to the power of the length penalty.
 
-    `stopped`: an end-of-sequence token is the last of `token_ids`; else they are as many as were allowed.
+    `stopped`: `token_ids` ends with an end-of-sequence token; otherwise it has the maximum length.
     """
 
     token_ids: tuple[int, ...]
@@ -36,15 +36,14 @@ class _Beam(NamedTuple):
 class BeamSearch:
     """The beams of one request, at most `width`, the likeliest first.
 
-    Each step takes the `n_candidates` likeliest next tokens of every beam. Of all continuations, in
-    descending order of total log-probability (of equals the one of the earlier beam, then the smaller token
-    id), the first `width` that do not end the output are the next beams. One of the first `width` that ends
-    it is a complete output; the `width` of those with the best scores are kept. At `max_tokens` tokens every
-    output ends.
+    Each step takes the `n_candidates` likeliest next tokens of every beam. All continuations are sorted by
+    descending total log-probability (ties: earlier beam, then smaller token id). The first `width` that do
+    not end the output are the next beams. Among the first `width` of all, those that end the output are
+    complete; the `width` complete outputs with the best scores are kept. At `max_tokens` every output ends.
 
-    The search is over at `max_tokens`, or once `width` outputs are complete and, by `early_stopping`: True,
-    at once; False, if no beam would have a better score than the worst of them, were it to end now; "never",
-    the same with the score that it would have at `max_tokens`, if the length penalty is above 0.
+    The search is over at `max_tokens`, or once `width` outputs are complete and `early_stopping` allows it:
+    True, at once; False, if no beam would score better than the worst complete output if it ended now;
+    "never", if none would with its present log-probability at `max_tokens` (with a length penalty above 0).
 
     A token that is `forced` at an index of the output costs nothing, and no other continues a beam there.
 
@@ -72,29 +71,24 @@ class BeamSearch:
 
     def restart(self) -> None:
         """Forget all steps."""
-        self.n_tokens = 0  # of each beam
-        self.parents: list[int] = [0]  # of each beam, the beam of the step before that it continues
+        self.n_tokens = 0  # tokens of each beam
+        self.parents: list[int] = [0]  # for each beam, the previous step's beam that it continues
         self.finished: list[Hypothesis] = []  # best first
         self.done = False
         self._beams: list[_Beam | None] = [None]
 
     @property
     def found(self) -> bool:
-        """Whether it is over and has found an output."""
+        """Whether the search is over and has found an output."""
         return self.done and bool(self.finished)
 
     @property
-    def best_score(self) -> float | None:
-        """That of the best output, if one was found."""
-        return self.finished[0].score if self.found else None
-
-    @property
     def last_ids(self) -> list[int]:
-        """The newest token of each beam; after a step that did not end the search."""
+        """The newest token of each beam, after a step that did not end the search."""
         return [beam.token_id for beam in self._beams if beam is not None]
 
     def step(self, candidates: Sequence[TokenLogprobs]) -> None:
-        """Take the likeliest next tokens of each beam: the `top` of its TokenLogprobs."""
+        """Advance by a token, given each beam's likeliest next tokens (the `top` of its TokenLogprobs)."""
         assert not self.done and len(candidates) == len(self._beams)
         self.n_tokens += 1
         at_end = self.n_tokens == self.max_tokens
@@ -127,7 +121,7 @@ class BeamSearch:
         return one.top if token_id is None else [(token_id, 0.0)]
 
     def _is_over(self, best_total: float) -> bool:
-        """Whether to end although there are beams, of which the likeliest has this log-probability."""
+        """Whether to end although beams are left, the likeliest of which has log-probability `best_total`."""
         if len(self.finished) < self.width:
             return False
         if self._early_stopping is True:
@@ -138,14 +132,14 @@ class BeamSearch:
 
 
 def n_candidates(width: int, end_token_ids: frozenset[int]) -> int:
-    """How many of a beam's likeliest next tokens can matter: `width` that go on, and all that do not."""
+    """The number of a beam's top next tokens that can matter: `width` that go on, and all end tokens."""
     return width + len(end_token_ids)
 
 
 def begin_search(
     sampling: SamplingParams, end_token_ids: frozenset[int], forced: Mapping[int, int] | None = None
 ) -> BeamSearch:
-    """The search of a new request that asks for one."""
+    """The beam search of a new request with these parameters."""
     return BeamSearch(
         sampling.n_beams,
         max_tokens=sampling.max_tokens,
@@ -159,7 +153,7 @@ def begin_search(
 def check_beams(
     sampling: SamplingParams, end_token_ids: frozenset[int], *, vocab_size: int, max_batch_size: int
 ) -> None:
-    """Raise InvalidSamplingParameter if an engine of these sizes cannot run so many beams."""
+    """Raise InvalidSamplingParameter if an engine of these sizes cannot run the requested beams."""
     n_end, width = len(end_token_ids), sampling.n_beams
     limits = {
         max_batch_size: "max_batch_size, for all beams run in one batch",

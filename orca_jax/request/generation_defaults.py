@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json recommends: sampling parameters and end-of-sequence tokens."""
+"""A checkpoint's recommended sampling parameters and end-of-sequence tokens (generation_config.json)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from orca_jax.request.sampling_params import SamplingParams
 class GenerationDefaults:
     """Defaults for requests; empty if there is no file, or if it is refused.
 
-    `sampling` are fields of SamplingParams. `max_tokens` is for a reply whose length nobody set. `ignored`
+    `sampling` are fields of SamplingParams. `max_tokens` is for a reply without a requested length. `ignored`
     are names of settings in the file that the engine does not have.
     """
 
@@ -22,11 +22,11 @@ class GenerationDefaults:
     ignored: tuple[str, ...] = ()
 
     def sampling_params(self) -> SamplingParams:
-        """The parameters of a request that has none of its own."""
+        """The parameters of a request that sets none."""
         return SamplingParams(**self._all())
 
     def __str__(self) -> str:
-        """For a banner; empty without a file."""
+        """The defaults as text for a banner; empty without a file."""
         if not self.source:
             return ""
         values = [f"{name} {value:g}" for name, value in self._all().items()]

@@ -1,4 +1,4 @@
-"""The form of an output, besides what its sampling parameters say: that of a chat model's reply."""
+"""The form of a chat model's reply, in addition to its sampling parameters."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 class OutputForm:
     """The form that a server gives to an output.
 
-    `lark` is a grammar in llguidance's Lark, written by the server and not by a client; `@body` in it stands
-    for the grammar of the sampling parameters, `@schema_0` for JSON by the first of `schemas`, which are
-    clients' JSON schemas as text. A special token is `<[its id]>`. A grammar that cannot be
-    followed is refused with the name `field`. `shown` are special tokens that appear in the text by their
-    names, for a reader of it who tells its parts from each other; the others have no text.
+    `lark` is a grammar in llguidance's Lark, written by the server and not by a client. In it, `@body` stands
+    for the grammar of the sampling parameters, `@schema_0` for JSON that follows the first of `schemas`
+    (clients' JSON schemas as text), and `<[id]>` for a special token. An error about an impossible grammar
+    names `field`. The special tokens in `shown` appear in the text by name, so that its reader can separate
+    the parts of a reply; other special tokens have no text.
     """
 
     lark: str | None = None

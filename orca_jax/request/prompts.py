@@ -33,7 +33,7 @@ def prompt_token_ids(model: str, tokenizer: Tokenizer | None, prompt: object) ->
 
 
 def decoder_token_ids(model: str, tokenizer: Tokenizer | None, prompt: object) -> list[int] | None:
-    """The token ids that a decoder's output continues, without special tokens; None where there are none.
+    """The token ids that a decoder's output continues, without special tokens; None if none are given.
 
     Raises InvalidPrompt.
     """
@@ -45,7 +45,7 @@ def decoder_token_ids(model: str, tokenizer: Tokenizer | None, prompt: object) -
 
 
 def listed_pairs(prompts: Any, decoder_prompts: Any) -> list[tuple[Any, Any]]:
-    """Each prompt with the decoder's, None where there are none of those. Raises InvalidPrompt."""
+    """Each prompt with its decoder prompt, or None. Raises InvalidPrompt."""
     listed = listed_prompts(prompts)
     begun = [None] * len(listed) if decoder_prompts is None else listed_prompts(decoder_prompts)
     if len(begun) != len(listed):
@@ -55,7 +55,7 @@ def listed_pairs(prompts: Any, decoder_prompts: Any) -> list[tuple[Any, Any]]:
 
 
 def listed_prompts(prompts: Any) -> list[Any]:
-    """A list of prompts, from one or many; a sequence that begins with a number is one prompt's token ids."""
+    """A list of prompts, from one or several. A sequence that begins with a number is one prompt."""
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):

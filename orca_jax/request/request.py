@@ -1,4 +1,4 @@
-"""A request and its states."""
+"""A request, its states (ORCA 4.2), and how it enters iterations."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from orca_jax.errors import OutputFailed
 from orca_jax.request.beam_search import Hypothesis
-from orca_jax.request.pooled_vector import Vector
-from orca_jax.request.pooling import Pooling
+from orca_jax.request.pooling import Pooling, Vector
 from orca_jax.request.routed_experts import ExpertIds, RoutedTokens
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
@@ -27,7 +26,7 @@ class RequestState(Enum):
     FINISHED = "finished"
 
 
-# Module names, because accessing a member through its Enum is slow.
+# Module-level names, because access to a member through its Enum is slow.
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
 
 _NEVER = (1 << 30) - 1  # more tokens than a request can have
@@ -83,47 +82,44 @@ class OutputConstraint(Protocol):
         ...
 
 
-SAMPLED = -1  # as the token after a row's input: it is not known but sampled
+SAMPLED = -1  # the `next_id` of a row that samples its next token
 
 
 class InputRow(NamedTuple):
     """A row of the control message whose input tokens the host knows."""
 
-    place: int  # its row of the block table
-    start: int  # tokens before its input
-    ids: Sequence[int]  # its input tokens
-    next_id: int = SAMPLED  # the token after them
-    answers: bool = True  # whether that token is the output's: its log-probabilities come back on request
+    place: int  # the row of the block table
+    start: int  # the number of tokens before the input
+    ids: Sequence[int]  # the input tokens
+    next_id: int = SAMPLED  # the token after the input, if it is known
+    answers: bool = True  # whether that token belongs to the output, and may return log-probabilities
 
 
 class RowAnswer(NamedTuple):
-    """What came back for a request: the token of each of its rows that answers, and log-probabilities.
-
-    The latter are empty unless requested.
-    """
+    """A request's results: the token of each of its rows that answers, and log-probabilities if requested."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs] = ()
 
 
 class RowKind:
-    """How a request enters iterations, and how it accepts what comes back. This one is the plain kind.
+    """How a request enters iterations, and how it accepts the results. This class is the plain kind.
 
-    A plain request has one row an iteration: first chunks of its prompt, whose tokens the host knows, then
-    its newest token, which may be on the device alone. The row's last position gives logits, and one token
-    comes back. Other kinds override what they do otherwise, each in one file of iteration/rows/. A kind that
-    keeps something about its request is made anew for each.
+    A plain request has one row per iteration: first chunks of its prompt, whose tokens the host knows, then
+    its newest token, which may be only on the device. The row's last position gives logits, and one token
+    comes back. Each other kind is a subclass in a file of iteration/rows/. A kind with state is made anew for
+    each request.
     """
 
-    n_rows = 1  # rows of the block table that it holds, each of which takes a place in every batch
-    forks = False  # whether its rows part after the prompt, and continue one another's
-    runs_ahead = True  # whether it may be issued again before its token returns
+    n_rows = 1  # rows of the block table per request, each of which takes a place in every batch
+    forks = False  # whether rows diverge after the prompt, and may continue one another's
+    runs_ahead = True  # whether a request may be issued again before its token returns
     greedy = False  # whether temperature 0 replaces the request's
-    given_ids: Sequence[int] = ()  # the output, if it is not sampled
+    given_ids: Sequence[int] = ()  # the output, if it is given and not sampled
 
     @property
     def parents(self) -> Sequence[int]:
-        """For each row of the next iteration, the index of the row before that it continues."""
+        """For each row of the next iteration, the index of the previous iteration's row that it continues."""
         return (0,)
 
     @property
@@ -132,7 +128,7 @@ class RowKind:
         return None
 
     def n_logprobs(self, req: "Request") -> int | None:
-        """The number of likeliest tokens with log-probabilities to return; None: not even the token's."""
+        """The number of top log-probabilities to return; None: none, not even the token's."""
         return req.sampling.logprobs
 
     def most_tokens(self, req: "Request") -> int:
@@ -140,19 +136,19 @@ class RowKind:
         return 1
 
     def rows(self, req: "Request", n_tokens: int, places: Sequence[int]) -> list[InputRow]:
-        """The rows of the next iteration, which computes `n_tokens`; `places` are those of the block table.
+        """The rows of the next iteration, which computes `n_tokens`; `places` are the request's table rows.
 
-        A plain request is asked only in its initiation.
+        For plain requests it is called only in the initiation phase.
         """
         return [prompt_chunk(req, n_tokens)]
 
     def accept(self, req: "Request", answer: RowAnswer) -> Iterator[tuple[int, FinishReason | None]]:
-        """Take an answer: the tokens that the user gets, each with the finish reason if it is the last."""
+        """Yield the tokens for the user, the last one of the request with its finish reason."""
         req.logprobs += answer.logprobs
         yield answer.token_ids[0], req.accept(answer.token_ids[0])
 
     def restart(self, req: "Request") -> None:
-        """The request computes all its keys and values again."""
+        """Prepare for computing all keys and values of the request again."""
 
 
 PLAIN = RowKind()
@@ -166,33 +162,32 @@ class Request:
     pool sets `arrival`. `row` is the request's row in the block table and in per-row state on the device,
     from admission to end; otherwise -1. Any of `end_token_ids` ends the output. `failure` is why the request
     ended with the reason `error`, if the cause concerns only this request, and `failure_kind` the class of
-    that error. `owner` is the client whose share
-    of the queue the request uses ("": no share applies), and `weight` its memory in bytes. `n_losses` counts
-    the losses of a worker while the request was in flight, `n_faults` those that a request may have caused,
-    and `n_stuck` those at which it ran alone and had `lost_at` tokens, the number at the last loss. After a
-    loss the request runs alone until it has `alone_until` tokens (scheduling/quarantine.py).
+    that error. `owner` is the client whose share of the queue the request uses ("": no share applies), and
+    `weight` its memory in bytes. `n_losses` counts the losses of a worker while the request was in flight,
+    `n_faults` those that a request may have caused, and `n_stuck` those at which it ran alone and had
+    `lost_at` tokens, as at the last loss. After a loss the request runs alone until it has `alone_until`
+    tokens (scheduling/quarantine.py).
 
     An iteration computes a number of tokens from `n_computed` on. If that includes the last known token, it
     samples the next one. So a prompt can be computed in chunks, or start after cached tokens, or be
     recomputed after a loss or a preemption, which reset `n_computed` to 0.
 
-    With priorities, a request with a lower `priority` goes first; its queue sets `rank`, and serves lower
+    With priorities, a request with a lower `priority` goes first; the queue sets `rank`, and serves lower
     ranks first. With a prefix cache, the first `n_cached` tokens of the prompt were not computed for this
     request. It shares keys and values only with requests of the same `cache_salt`, such as its API key.
-    `block_hashes` are those of its full blocks (scheduling/prefix_lookup.py), of which others can find the
-    first `n_found`.
+    `block_hashes` are the hashes of its full blocks (scheduling/prefix_lookup.py); other requests can find
+    the first `n_found` of these blocks.
 
-    With an encoder, `encoder_ids` is what it reads, and `prompt_ids` begins the decoder's tokens. The row
-    that begins with the first of them runs the encoder as well, as after a loss or a preemption.
+    With an encoder, `encoder_ids` is the encoder's input, and `prompt_ids` begins the decoder's tokens. A row
+    that begins with the first decoder token, also after a loss or a preemption, runs the encoder as well.
 
-    `kind` is how it enters iterations: as a plain row, with a given output, as a beam search, ...
+    `kind` is how the request enters iterations: as a plain row, with a given output, as a beam search, ...
 
-    With `pooling` it is a request for an embedding: it samples one token for nothing, and `pooled` is the sum
-    of the final hidden states of its prompt, so far as iterations with them have returned: for "last" that of
-    the last token alone.
+    With `pooling` it is a request for an embedding, and its one sampled token is ignored. `pooled` is the sum
+    of the prompt's final hidden states that have returned so far; for "last" only the last token's.
 
-    `weights_versions` has pairs (number of output tokens, version of the weights): from this token on the
-    output was computed by these weights alone.
+    `weights_versions` has pairs (number of output tokens, version of the weights): the output from this token
+    on was computed by these weights alone.
     """
 
     request_id: str
@@ -218,11 +213,11 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # of output_ids, if requested
     prompt_logprobs: list[TokenLogprobs] | None = None  # of prompt_ids after the first, if requested
     pooled: Vector | None = None
-    routed: RoutedTokens | None = None  # of the tokens that returned iterations computed, if requested
+    routed: RoutedTokens | None = None  # experts of the tokens computed so far, if requested
     n_computed: int = 0  # tokens in the K/V cache after all issued iterations
     n_iterations: int = 0  # issued iterations
     n_in_flight: int = 0  # issued and not returned: at most 2, or 1 without overlap
-    n_partial: int = 0  # in flight and sampling no token: prompt chunks before the last
+    n_partial: int = 0  # iterations in flight that sample no token: prompt chunks before the last
     n_cached: int = 0
     n_preempted: int = 0
     n_dropped: int = 0  # tokens computed before a preemption, until the request is admitted again
@@ -239,25 +234,25 @@ class Request:
     failure_kind: type[OutputFailed] = OutputFailed
     weights_versions: tuple[tuple[int, int], ...] = ()
     ending: FinishReason | None = None  # asked to end (cancel, timeout); acted on by the scheduler
-    most_output: int = field(init=False)  # how many output tokens `max_tokens` leaves
-    token_times: "array[float]" = field(init=False, default_factory=_times)  # the timeline's, of each token
+    most_output: int = field(init=False)  # the most output tokens within `max_tokens`
+    token_times: "array[float]" = field(init=False, default_factory=_times)  # written by the timeline
 
     def __post_init__(self) -> None:
         self.most_output = self.max_tokens - len(self.prompt_ids)
 
     @property
     def n_input(self) -> int:
-        """Tokens of what the user sent; with an encoder, of its input."""
+        """The number of tokens that the user sent; with an encoder, those that it reads."""
         return len(self.encoder_ids or self.prompt_ids)
 
     @property
     def final_ids(self) -> list[int]:
-        """The output tokens that will not change: of a beam search none before it has found its outputs."""
+        """The output tokens that will not change; a beam search has none before it ends."""
         return [] if self.kind.found == () else self.output_ids
 
     @property
     def score(self) -> float | None:
-        """The score of a search's best output; None before it is found, and for other requests."""
+        """The score of a beam search's best output; None before it is found, and for other requests."""
         found = self.kind.found
         return found[0].score if found else None
 
@@ -283,14 +278,14 @@ class Request:
 
     @property
     def in_initiation(self) -> bool:
-        """Whether its next row is in the initiation phase: it has not sampled since its cache was empty.
+        """Whether the next row is in the initiation phase: no token was sampled since the cache was empty.
 
         timeline.py and select.py inline this expression for speed.
         """
         return self.n_in_flight == self.n_partial and self.state is not _INCREMENT
 
     def known_ids(self, start: int, stop: int) -> list[int]:
-        """The slice `start:stop` of prompt plus output, of which all is known if it is given."""
+        """The slice `start:stop` of prompt plus output; a given output is known as a whole."""
         n, output = len(self.prompt_ids), self.kind.given_ids or self.output_ids
         if start >= n:
             return [*output[start - n : stop - n]]
@@ -307,7 +302,7 @@ class Request:
 
     @property
     def weights_version(self) -> int:
-        """The version of the weights that computed the newest token; before it, of those that will."""
+        """The version of the weights that computed the newest token, or will compute the first one."""
         versions, n = self.weights_versions or ((0, 0),), len(self.output_ids)
         return next((version for first, version in reversed(versions) if first < n), versions[-1][1])
 
@@ -320,7 +315,7 @@ class Request:
         self.weights_versions = before
 
     def add_routed(self, first: int, ids: ExpertIds) -> None:
-        """Take the experts that an iteration's tokens, from `first` on, chose."""
+        """Add the experts chosen by an iteration's tokens, which begin at index `first`."""
         if self.state is RequestState.FINISHED:  # the iteration was issued before the end was known
             return
         if self.routed is None:
@@ -334,15 +329,15 @@ class Request:
 
     @property
     def routed_experts(self) -> ExpertIds | None:
-        """The experts of all tokens but the last, whose keys and values nothing needs; see `LLM.generate`.
+        """The experts of all tokens but the last, which is never computed; see `LLM.generate`.
 
-        Fewer if the request ended early; None if they were not requested, or none of them is known.
+        Fewer if the request ended early; None if they were not requested, or none is known.
         """
         return None if self.routed is None else self.routed.until(self.n_tokens - 1)
 
     @property
     def pooled_vector(self) -> Vector | None:
-        """What the embedding is made of, once the request has ended; None if it has none."""
+        """The pooled hidden states of a request for an embedding that has ended; otherwise None."""
         if self.pooled is None or self.pooling != "mean":
             return self.pooled
         return self.pooled / np.float32(len(self.prompt_ids))
@@ -381,7 +376,7 @@ Row = tuple[Request, int]
 
 
 def prompt_chunk(req: Request, n_tokens: int, start: int | None = None) -> InputRow:
-    """The row with the next `n_tokens` known tokens, or those from `start` on."""
+    """The row with `n_tokens` known tokens from `start` on (default: the next ones to compute)."""
     start = req.n_computed if start is None else start
     known = req.known_ids(start, start + n_tokens + 1)
     if len(known) == n_tokens:
@@ -392,8 +387,8 @@ def prompt_chunk(req: Request, n_tokens: int, start: int | None = None) -> Input
 def begin_iteration(rows: Sequence[Row]) -> tuple[list[int], list[Request]]:
     """Record that an iteration over these rows is issued (Algorithm 1, line 7).
 
-    Returns the places of the rows that sample no token, and the requests that have reached `full_at`. One
-    loop over all rows, because a call for each would take twice as long.
+    Returns the indices of the rows that sample no token, and the requests that have reached `full_at`. One
+    loop handles all rows, because a call for each would take twice as long.
     """
     partial: list[int] = []
     full: list[Request] = []

@@ -1,4 +1,4 @@
-"""The experts that the tokens of a request chose, as those who train replay them."""
+"""The experts that a request's tokens chose, for trainers that replay the routing."""
 
 import base64
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ class Routing(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """The smallest that holds an expert's id."""
+        """The smallest dtype that holds an expert's id."""
         return np.dtype("<u1" if self.n_experts <= 1 << 8 else "<u2")
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's ids."""
+        """The bytes of one token's ids."""
         return self.n_layers * self.top_k * self.dtype.itemsize
 
 
@@ -32,10 +32,10 @@ NO_ROUTING = Routing(0, 0, 0)
 
 
 class RoutedTokens:
-    """What iterations told of a request's tokens so far: of each token once, in order.
+    """The experts that iterations have returned for a request's tokens so far, in order.
 
-    A token that is computed again, after a preemption or a loss, keeps the experts that it had first: the
-    tokens after it were sampled with these.
+    A token that is computed again, after a preemption or a loss, keeps the experts that it had first, because
+    the tokens after it were sampled with these.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class RoutedTokens:
         self._parts: list[ExpertIds] = []
 
     def add(self, first: int, ids: ExpertIds) -> None:
-        """Take the experts of the tokens from `first` on."""
+        """Add the experts of the tokens from `first` on."""
         n_known = self.n_tokens - first
         assert n_known >= 0, f"token {self.n_tokens} was not computed before token {first}"
         if n_known < len(ids):
@@ -51,7 +51,7 @@ class RoutedTokens:
             self.n_tokens = first + len(ids)
 
     def until(self, n_tokens: int) -> ExpertIds | None:
-        """Those of the first `n_tokens` tokens, or of all if there are fewer; None before there are any."""
+        """The experts of the first `n_tokens` tokens, or of all if there are fewer; None without any."""
         return np.concatenate(self._parts)[:n_tokens] if self._parts else None
 
 
@@ -64,7 +64,7 @@ class EncodedIds(TypedDict):
 
 
 def as_base64(ids: ExpertIds) -> EncodedIds:
-    """The ids as they are told in JSON."""
+    """Encode the ids for JSON."""
     little = ids.astype(ids.dtype.newbyteorder("<"), copy=False)
     return {
         "data": base64.b64encode(little.tobytes()).decode("ascii"),

@@ -1,4 +1,4 @@
-"""Failures of libraries written in Rust: their panics are not an `Exception`, and must not end a thread."""
+"""Failures of libraries written in Rust: a panic is not an `Exception`, and must not end a thread."""
 
 
 def is_failure(error: BaseException) -> bool:

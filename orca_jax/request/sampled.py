@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.request.pooled_vector import Vector
+from orca_jax.request.pooling import Vector
 from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS
 
@@ -25,8 +25,9 @@ LOGPROB_WORDS = LOGPROBS.itemsize // 4
 
 
 class TokenLogprobs(NamedTuple):
-    """A token with its log-probability, and as many of the most likely (token id, log-probability) as were
-    asked for. They are the model's, before temperature, penalties and everything else.
+    """A token with its log-probability, and the requested number of most likely (token id, log-probability).
+
+    They are the model's, before temperature, penalties and everything else.
     """
 
     token_id: int
@@ -36,7 +37,7 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """R is at least the number of requests; rows after them are padding."""
+    """The results of an iteration for R rows; rows after the batch's are padding."""
 
     token_ids: npt.NDArray[np.int32]  # [R]
     logprobs: npt.NDArray[np.void] | None = None  # LOGPROBS [R]; None: no row asked for them
@@ -51,12 +52,12 @@ class Sampled:
 
 
 def as_records(words: npt.NDArray[np.int32]) -> npt.NDArray[np.void]:
-    """[n, LOGPROB_WORDS] as LOGPROBS [n], without a copy if it is contiguous."""
+    """View words [n, LOGPROB_WORDS] as LOGPROBS [n], without a copy if they are contiguous."""
     return np.ascontiguousarray(words).view(LOGPROBS)[:, 0]
 
 
 def token_logprobs(record: Any, n_top: int) -> TokenLogprobs:
-    """One record, with the `n_top` most likely tokens, or fewer if the vocabulary is smaller."""
+    """Decode a record, with the `n_top` most likely tokens, or fewer if the vocabulary is smaller."""
     ids, values = record["top_ids"][:n_top].tolist(), record["top_logprobs"][:n_top].tolist()
     top = tuple((i, value) for i, value in zip(ids, values, strict=True) if value > -np.inf)
     return TokenLogprobs(int(record["token_id"]), float(record["logprob"]), top)

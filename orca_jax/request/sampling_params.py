@@ -35,7 +35,7 @@ _shown.maxstring = _shown.maxother = _shown.maxlong = _SHORT
 _MAX_GRAMMAR = 1 << 16  # characters
 _GRAMMARS = ("guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar")
 MAX_LENGTH_PENALTY = 10.0
-# What changes probabilities, cuts them off, asks for more of them, or ends an output by its text.
+# Parameters that change, cut off or return probabilities, or end an output by its text.
 _NOT_WITH_BEAMS = (
     *("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias"),
     *("min_tokens", "stop", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", *_GRAMMARS),
@@ -70,9 +70,9 @@ class SamplingParams:
 
     With `use_beam_search` they are the `n` best of a search with `best_of` beams (None: `n`; at most 16), as
     Hugging Face's `num_beams`: best by log-probability over length to the power of `length_penalty` (-10 to
-    10). `early_stopping` says when as many complete outputs as beams end it: true, at once; false, when no
-    beam has a better score; "never", when none can get one. It draws nothing, and what would change
-    probabilities or end outputs by their text is refused (docs/generation.md).
+    10). `early_stopping` says when the search ends once it has as many complete outputs as beams: true, at
+    once; false, when no beam has a better score; "never", when none can get one. A search draws nothing, and
+    refuses parameters that change probabilities or end outputs by their text (docs/generation.md).
     """
 
     n: int = 1
@@ -178,7 +178,7 @@ class SamplingParams:
                 message = f"{name} has {largest}; the model's token ids go from 0 to {vocab_size - 1}"
                 raise InvalidSamplingParameter(message, param=name)
 
-    # How the fields are checked.
+    # The checks of the fields.
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -330,9 +330,9 @@ _NOTHING_RECOMMENDED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0
 
 
 def with_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A request's fields of SamplingParams: those that are `given`, and a model's `defaults` for the others.
+    """Merge the `given` fields of SamplingParams with a model's `defaults` for the others.
 
-    A beam search draws nothing, so there the defaults of sampling do not apply.
+    A beam search draws nothing, so it ignores a model's sampling defaults.
     """
     if given.get("use_beam_search"):
         return {**defaults, **_NOTHING_RECOMMENDED, **given}

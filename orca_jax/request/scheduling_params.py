@@ -1,4 +1,4 @@
-"""What a request may ask of the scheduler."""
+"""The scheduling parameters of a request: its priority, and who shares its cached blocks."""
 
 # Users' values are checked at run time too, whatever the annotations promise.
 # pyright: reportUnnecessaryIsInstance=false
@@ -17,9 +17,8 @@ class SchedulingParams:
     """Checked when made; raises InvalidSchedulingParameter, which names the field.
 
     A request with a lower `priority` goes first, if the engine's scheduling policy is "priority". A request
-    reuses only keys and values of requests with the same `cache_salt` (1 to 512 characters; None: of those
-    without one). So nobody who does not know the salt can find out, from the time to the first token, whether
-    a prompt was sent before.
+    reuses only keys and values of requests with the same `cache_salt` (1 to 512 characters, or None). Without
+    the salt, nobody can find out from the time to the first token whether a prompt was sent before.
     """
 
     priority: int = 0
@@ -48,4 +47,4 @@ class SchedulingParams:
             raise InvalidSchedulingParameter(message, param="priority")
 
 
-PLAIN = SchedulingParams()  # of a request that asks for nothing
+PLAIN = SchedulingParams()  # the defaults

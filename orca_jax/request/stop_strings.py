@@ -68,8 +68,9 @@ class StopStrings:
         return self._depths[state]
 
     def feed(self, state: int, text: str) -> tuple[int, int, int]:
-        """Consume `text` from `state`: returns the new state, and the end in `text` and the length of the
-        first complete string, or 0 and 0. After a match feed nothing more.
+        """Consume `text` from `state`, and return the new state with the first complete stop string.
+
+        That is its end in `text` and its length, or 0 and 0. After a match feed nothing more.
         """
         if not state and self._first.isdisjoint(text):
             return 0, 0, 0
@@ -98,8 +99,8 @@ class StopStrings:
 class StopSearch:
     """The search in one text.
 
-    The result does not depend on how the text is cut into pieces: it is the match that ends first, and the
-    longest of several that end at the same place.
+    The result does not depend on how the text is cut into pieces. It is the match that ends first, and the
+    longest of those that end at the same place.
     """
 
     def __init__(self, stops: StopStrings) -> None:
@@ -112,6 +113,6 @@ class StopSearch:
         return self._stops.depth(self._state)
 
     def feed(self, text: str) -> tuple[int, int] | None:
-        """The end in `text` and the length of the first complete stop string; feed nothing after that."""
+        """The end in `text` and the length of the first complete stop string. After a match feed nothing."""
         self._state, end, length = self._stops.feed(self._state, text)
         return (end, length) if length else None

@@ -25,7 +25,7 @@ BYTE_OF_CHARACTER = _byte_of_character()
 
 
 class TokenText(NamedTuple):
-    """A token's share of the text, in bytes; `at_start` where the token is the first of the text.
+    """A token's share of the text, in bytes; `at_start` is its share if it is the first token of the text.
 
     `is_byte` marks a byte fallback token such as `<0xE4>`.
     """
@@ -55,11 +55,11 @@ class TextDecoder(Protocol):
 
 
 class TokenDecoder(Protocol):
-    """A tokenizer's decoder: what each token contributes, and how these parts are joined."""
+    """A tokenizer's decoder: the text of each token, and how the texts are joined."""
 
     @property
     def drops_first_space(self) -> bool:
-        """Whether a space at the beginning of a text is dropped."""
+        """Whether a text loses a space at its beginning."""
         ...
 
     def token_text(self, token: str) -> TokenText:
@@ -130,7 +130,7 @@ class _ByteLevel:
 
 
 class Utf8Decoder:
-    """Text from bytes; bytes that are not UTF-8 become U+FFFD."""
+    """Decodes bytes; those that are not UTF-8 become U+FFFD."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -161,8 +161,10 @@ class Utf8Decoder:
 
 @dataclass(frozen=True, slots=True)
 class _SentencePiece:
-    """Up to `n_stripped` times `stripped` is dropped from the beginning of a text, as the Strip decoder does,
-    or every `dropped_from_first` from its first token, as Metaspace does.
+    """SentencePiece's decoder.
+
+    It drops up to `n_stripped` times `stripped` from the beginning of a text, as the Strip decoder does, or
+    every `dropped_from_first` from the first token, as Metaspace does.
     """
 
     replacements: tuple[tuple[str, str], ...]
@@ -203,7 +205,7 @@ class _SentencePiece:
 
 
 class _Pieces:
-    """Text from pieces and bytes. A run of bytes that is not UTF-8 becomes one U+FFFD for each of them.
+    """Decodes pieces and bytes. A run of bytes that is not UTF-8 becomes one U+FFFD for each byte.
 
     Whether a run is UTF-8 is known when it ends, so its text is held back until the next piece.
     """

@@ -19,7 +19,7 @@ class Tokenizer:
     """A checkpoint's tokenizer.json, as read by the `tokenizers` library. Thread-safe."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Raises UnsupportedDecoder, a ValueError, if its tokens cannot be decoded one by one."""
+        """Raises UnsupportedDecoder, a ValueError, if tokens cannot be decoded one by one."""
         decoder = tokenizer.decoder
         self._decoder = token_decoder(None if decoder is None else decoder.__getstate__())
         tokenizer.no_truncation()  # a prompt that is too long is rejected, never cut
@@ -52,13 +52,13 @@ class Tokenizer:
             raise UnsupportedModel(f"{path}: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with special tokens around it if the file's post-processor adds them.
+        """Token ids of `text`, with the special tokens that the file's post-processor adds around it.
 
         Llama's adds `<s>` in front, GPT-2's adds none; without `add_special_tokens` none is added. The name
-        of a special token within the text becomes that token, as in Hugging Face's tokenizers. But a text
-        that begins with the name of the beginning-of-sequence token, as one from a chat template does, gets
-        that token once, not twice. Raises InvalidPrompt for text that is not valid Unicode (lone surrogates)
-        or that has no tokens here.
+        of a special token within the text becomes that token, as in Hugging Face's tokenizers. A text that
+        begins with the name of the beginning-of-sequence token, as chat templates write it, gets that token
+        once, not twice. Raises InvalidPrompt for text that is not valid Unicode (lone surrogates) or that
+        this tokenizer cannot encode.
         """
         try:
             text.encode("utf-8")
@@ -77,8 +77,9 @@ class Tokenizer:
             raise InvalidPrompt(f"the tokenizer cannot encode the prompt: {error}", param="prompt") from error
 
     def encode_inside(self, text: str) -> list[int]:
-        """Token ids of `text` where it follows other text, so without the space that SentencePiece puts
-        before a text. Raises InvalidPrompt.
+        """Token ids of `text` after other text, without the space that SentencePiece puts before a text.
+
+        Raises InvalidPrompt.
         """
         before = self.encode("\n", add_special_tokens=False)
         token_ids = self.encode(f"\n{text}", add_special_tokens=False)
@@ -88,7 +89,7 @@ class Tokenizer:
 
     @cached_property
     def max_token_length(self) -> int:
-        """Characters of the longest token; `n` tokens stand for at most `n` times as many."""
+        """The characters of the longest token: `n` tokens stand for at most `n` times as many."""
         longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         return longest if self._tokenizer.normalizer is None else longest * _MOST_COMPOSED
 
@@ -97,7 +98,7 @@ class Tokenizer:
         return self._tokenizer.token_to_id(name)
 
     def token_name(self, token_id: int) -> str | None:
-        """The token's name in the vocabulary; None for an id without a token, whatever number it is."""
+        """The token's name in the vocabulary; None for any number that is not a token id."""
         return self._tokenizer.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -107,31 +108,31 @@ class Tokenizer:
         return "".join([decoder.push(text) for text in texts if text is not None] + [decoder.finish()])
 
     def text_decoder(self, *, continuing: bool = False) -> TextDecoder:
-        """Decodes the tokens of one text as they arrive; with `continuing` a text that follows other text."""
+        """A decoder for the tokens of one text as they arrive; `continuing` if it follows other text."""
         return self._decoder.begin(continuing=continuing)
 
     @property
     def drops_first_space(self) -> bool:
-        """Whether a space at the beginning of a text is dropped, as SentencePiece does."""
+        """Whether a text loses a space at its beginning, as with SentencePiece."""
         return self._decoder.drops_first_space
 
     def have_text(self, token_ids: Iterable[int]) -> bool:
-        """Whether any of these tokens has text, so that what follows them continues a text.
+        """Whether any of these tokens has text, so that the next token continues a text.
 
         Always true for a tokenizer that treats the beginning of a text like any other place.
         """
         return not self.drops_first_space or any(map(self.token_bytes, token_ids))
 
     def special_names(self) -> Iterator[tuple[int, str]]:
-        """The special tokens: their ids and names."""
+        """The ids and names of the special tokens."""
         return ((i, name) for name in self._special if (i := self.special_id(name)) is not None)
 
     def special_id(self, name: str) -> int | None:
-        """The id of the special token with this name; None if it is an ordinary token, or none."""
+        """The id of the special token with this name; None if there is none or it is not special."""
         return self._tokenizer.token_to_id(name) if name in self._special else None
 
     def special_texts(self, names: Iterable[str]) -> dict[int, TokenText]:
-        """By id, those of these names that are special tokens, as text: their names."""
+        """The special tokens among `names`, by id, each with its name as its text."""
         ids = {name: self.special_id(name) for name in names}
         texts = {i: name.encode() for name, i in ids.items() if i is not None}
         return {i: TokenText(data, data) for i, data in texts.items()}
@@ -142,7 +143,7 @@ class Tokenizer:
         return b"" if text is None else text.data
 
     def token_text(self, token_id: int) -> TokenText | None:
-        """What a token contributes to a text; None for a special token, or an id without a token."""
+        """A token's share of a text; None for a special token, or an id without a token."""
         try:
             return self._texts[token_id]
         except KeyError:
@@ -164,11 +165,11 @@ class Tokenizer:
 class TextStream:
     """Turns a request's tokens into text as they arrive; an `orca_jax.request.request.OutputSink`.
 
-    No part of a stop string is ever released, nor anything after it: a possible beginning of one is held
-    back until it is decided. So are the first bytes of an incomplete character. Stop strings are searched in
-    the text after the first `min_tokens` tokens. A request's outputs share their StopStrings. With
-    `continuing` the text follows other text, such as a prompt's: SentencePiece drops a text's first space.
-    `shown` has the text of special tokens that are part of it.
+    No part of a stop string is ever released, nor anything after it. A possible beginning of one is held back
+    until it is decided, as are the first bytes of an incomplete character. Stop strings count only after the
+    first `min_tokens` tokens. The outputs of a request share its StopStrings. With `continuing` the text
+    follows other text, such as a prompt, and keeps the first space that SentencePiece would drop. `shown` has
+    the text of special tokens that belong to the output.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class TextStream:
         shown: Mapping[int, TokenText] | None = None,
     ) -> None:
         self.stopped = False
-        self.stop_string: str | None = None  # the one that stopped it
+        self.stop_string: str | None = None  # the stop string that ended the text
         self._shown = shown or {}
         self._n_early = min_tokens
         self._tokenizer = tokenizer
@@ -198,7 +199,7 @@ class TextStream:
         return "".join(self._safe)
 
     def push(self, token_id: int) -> bool:
-        """Add a token; True from the moment that a stop string is complete."""
+        """Add a token; True once a stop string is complete."""
         if not self.stopped:
             token = self._shown.get(token_id) or self._tokenizer.token_text(token_id)
             if token is not None:
@@ -213,7 +214,7 @@ class TextStream:
         return text
 
     def finish(self) -> None:
-        """The request has ended: release what was held back, unless a stop string ended it."""
+        """Release the text that was held back, unless a stop string ended the request."""
         if not self.stopped:
             self._feed(self._decoder.finish())
             self._safe.append(self._held)

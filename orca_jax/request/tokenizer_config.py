@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from orca_jax.errors import CorruptFile
+from orca_jax.small_files import read_text
 
 MORE_TEMPLATES = "additional_chat_templates"  # a folder next to these files, of NAME.jinja
 
@@ -23,7 +24,7 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """What the files in `directory` say; both may be missing. Raises CorruptFile, which names the file."""
+    """Read the files in `directory`; both may be missing. Raises CorruptFile, which names the file."""
     path = directory / "tokenizer_config.json"
     map_path = directory / "special_tokens_map.json"
     config = _read_object(path)
@@ -48,16 +49,11 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise CorruptFile(f"{path} cannot be read: {error.strerror}") from error
-    if len(data) > _MAX_BYTES:
-        raise CorruptFile(f"{path} has more than {_MAX_BYTES} bytes")
+        text = read_text(path, _MAX_BYTES)
+    except ValueError as error:
+        raise CorruptFile(str(error)) from error
     try:
-        value = json.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise CorruptFile(f"{path} is not UTF-8: a wrong byte at {error.start}") from error
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         message = f"{path} is not usable JSON: {type(error).__name__}: {str(error)[:200]}"
         raise CorruptFile(message) from error

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EmptyPrompt, NotSupported, PromptTooLong, RequestTooLarge, TokenOutOfRange
 from orca_jax.families.model_config import Encoder, ModelConfig
-from orca_jax.request.checked_prompt import CheckedPrompt
+from orca_jax.request.pooling import Pooling
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.beam_blocks import most_blocks
@@ -41,6 +41,29 @@ class LengthLimit(NamedTuple):
 
     n_tokens: int
     source: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedPrompt:
+    """A prompt that admission accepted, together with up to `n_output` output tokens.
+
+    With an encoder, `encoder_ids` is the prompt and `token_ids` the decoder's. `given_ids` are the output
+    tokens if they are given and not sampled. The service adds the other fields; they are as in `Request`.
+    """
+
+    token_ids: tuple[int, ...]
+    n_output: int
+    encoder_ids: tuple[int, ...] = ()
+    given_ids: tuple[int, ...] = ()
+    pooling: Pooling | None = None
+    priority: int = 0
+    cache_salt: tuple[str, ...] = ()
+    block_hashes: tuple[bytes, ...] | None = None
+
+    @property
+    def n_input(self) -> int:
+        """The number of tokens that the user sent; with an encoder, those that it reads."""
+        return len(self.encoder_ids or self.token_ids)
 
 
 def check_prompt(

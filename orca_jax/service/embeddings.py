@@ -5,12 +5,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from orca_jax.errors import NotSupported, RequestCancelled
-from orca_jax.request.checked_prompt import CheckedPrompt
-from orca_jax.request.pooled_vector import Vector
-from orca_jax.request.pooling import checked_pooling
+from orca_jax.request.pooling import Vector, checked_pooling
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
+from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.generation import Generation
 from orca_jax.service.orca import Orca
 from orca_jax.service.prepared_params import OutputRules

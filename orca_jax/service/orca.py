@@ -17,13 +17,13 @@ from typing import Self, TypeVar, overload
 from orca_jax.config import RestartBound, ServingConfig
 from orca_jax.errors import EngineAsleep, EngineError, InvalidSamplingParameter, ServiceClosed
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling.admission import (
+    CheckedPrompt,
     EncoderInputs,
     TokenName,
     check_prompt,

@@ -19,12 +19,11 @@ from orca_jax.errors import (
     RequestCancelled,
 )
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.prompts import prompt_token_ids
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
-from orca_jax.scheduling.admission import TokenName, check_in_vocabulary
+from orca_jax.scheduling.admission import CheckedPrompt, TokenName, check_in_vocabulary
 from orca_jax.service.generation import GenerationResult
 from orca_jax.service.orca import Orca
 from orca_jax.service.prepared_params import OutputRules

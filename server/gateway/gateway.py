@@ -24,9 +24,9 @@ from orca_jax.errors import (
     RequestTimedOut,
     WorkerLost,
 )
-from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.service.output import LOOK_SECONDS, Output, Piece, RequestHandle
 from orca_jax.service.prepared_params import OutputRules

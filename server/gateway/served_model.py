@@ -9,11 +9,11 @@ from orca_jax.config import ServingConfig
 from orca_jax.errors import InvalidPrompt, InvalidRequest, NotSupported, PromptTooLong
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.chat.chat_template import ChatTemplate, Templates
-from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from orca_jax.request.routed_experts import Routing
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
+from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.orca import Orca
 from server.gateway.reply.reasoning_format import ReasoningFormat

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from orca_jax.errors import OrcaError
-from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.request import FinishReason
+from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway, LiveRequest, Submission, submitted
 from server.gateway.side_threads import run_for_response

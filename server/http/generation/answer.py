@@ -11,8 +11,8 @@ from starlette.types import Receive
 
 import orca_jax
 from orca_jax.errors import InvalidPrompt, InvalidRequest
-from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.scheduling_params import SchedulingParams
+from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_response

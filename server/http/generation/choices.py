@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 from starlette.types import Receive
 
-from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.request import FinishReason
 from orca_jax.request.routed_experts import EncodedIds, as_base64
 from orca_jax.request.token_text import TokenText
+from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.output import Piece
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import LiveRequest, Submission, submitted

@@ -6,9 +6,9 @@ from fastapi import APIRouter, Response
 from pydantic import BeforeValidator, Field
 
 from orca_jax.errors import InvalidSamplingParameter, NotSupported
-from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from orca_jax.scheduling.admission import CheckedPrompt
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.generation import (

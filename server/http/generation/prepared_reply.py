@@ -8,10 +8,10 @@ from orca_jax.errors import NotSupported
 from orca_jax.request.chat.chat_template import ChatTemplate
 from orca_jax.request.chat.conversation import prompt_text, reads_effort
 from orca_jax.request.chat.tools import ToolWish, check_tools
-from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
+from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.reply.reply_plan import ReplyPlan, plan_reply, reply_rules
 from server.gateway.served_model import ServedModel, template_for

@@ -21,8 +21,8 @@ from orca_jax import LLM, SamplingParams
 from orca_jax.config import EngineConfig
 from orca_jax.errors import EngineError
 from orca_jax.options import options_of
-from orca_jax.request.checked_prompt import CheckedPrompt
 from orca_jax.request.sampled import TokenLogprobs
+from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.prepared_params import OutputRules
 from server import cli
 from server.commands import jsonl
