@@ -43,9 +43,8 @@ class WaitingQueue(ABC):
         was_waiting = self.remove(request)
         assert was_waiting, f"{request.request_id} does not wait"
 
-    def served(self, requests: Iterable[Request]) -> None:
+    def served(self, requests: Iterable[Request]) -> None:  # noqa: B027
         """Each of these requests got an output token. Called only if `counts_tokens`."""
-        raise NotImplementedError
 
 
 class FirstComeQueue(WaitingQueue):

@@ -10,11 +10,10 @@ from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
 from orca_jax.scheduling.admission import CheckedPrompt
-from orca_jax.service.generation import Generation
 from orca_jax.service.orca import Orca
 from orca_jax.service.prepared_params import OutputRules
 
-# It ends with its first token, which is sampled for nothing.
+# The one sampled token is ignored; it ends the request.
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -38,11 +37,10 @@ def pooled_vectors(service: Orca, checked: Sequence[tuple[CheckedPrompt, OutputR
     """Run these requests, and return their vectors. Raises EngineError, and RequestCancelled."""
     with ExitStack() as running:
         generations = [running.enter_context(service.submit(*one)) for one in checked]
-        return [_pooled(generation) for generation in generations]
-
-
-def _pooled(generation: Generation) -> Vector:
-    reason = generation.result().finish_reason
-    if reason is not FinishReason.LENGTH or generation.pooled is None:
-        raise RequestCancelled(f"the request for an embedding ended early: {reason}")
-    return generation.pooled
+        vectors: list[Vector] = []
+        for generation in generations:
+            reason, vector = generation.result().finish_reason, generation.pooled
+            if reason is not FinishReason.LENGTH or vector is None:
+                raise RequestCancelled(f"the request for an embedding ended early: {reason}")
+            vectors.append(vector)
+        return vectors

@@ -1,4 +1,4 @@
-"""The controls of a running engine: new weights, sleep, pause. For any thread but the scheduler's."""
+"""The controls of a running engine: update of weights, sleep, pause. For any thread but the scheduler's."""
 
 from pathlib import Path
 
@@ -14,9 +14,9 @@ MAX_VERSION = 2**53 - 1  # JSON readers that have only doubles still read it exa
 
 
 class EngineControls:
-    """What `LLM` and the admin routes offer; each call waits until it is done.
+    """The controls that `LLM` and the admin routes offer. Each call waits until it is done.
 
-    For `running` and `timeout`, and for RequestsStillRunning, see `Interludes.run`. Every call may also raise
+    `Interludes.run` describes `running`, `timeout` and RequestsStillRunning. Every call may also raise
     ServiceClosed or EngineError.
     """
 
@@ -41,7 +41,7 @@ class EngineControls:
 
     @property
     def busy(self) -> bool:
-        """Whether a change is under way; another one would wait for it."""
+        """Whether a change is under way, for which another one would wait."""
         return self._interludes.busy
 
     def update_weights(
@@ -62,9 +62,9 @@ class EngineControls:
             raise ConfigError(f"layout is {layout!r}; it must be one of {', '.join(ITEMS)}")
         if layout is not None and isinstance(weights, str | Path):
             raise ConfigError(
-                "layout is for arrays; the arrays of a checkpoint say themselves whose they are"
+                "layout is for arrays; a checkpoint names its layout itself, so leave layout out"
             )
-        given = list[int]()
+        installed = list[int]()
         install = self._memory.prepare(weights, cast=cast, lora_scale=lora_scale, layout=layout)
 
         def work() -> None:
@@ -72,14 +72,14 @@ class EngineControls:
             if version is not None and version <= now:
                 raise ConfigError(f"version is {version}, and the engine has version {now}; give a later one")
             install()
-            given.append(now + 1 if version is None else version)
-            change_weights(self._scheduler, given[0])
+            installed.append(now + 1 if version is None else version)
+            change_weights(self._scheduler, installed[0])
 
         self._interludes.run(work, running=running, timeout=timeout)
-        return given[0]
+        return installed[0]
 
     def sleep(self, level: int, *, running: Running, timeout: float) -> None:
-        """Give device memory back; see `LLM.sleep`."""
+        """Release device memory; see `LLM.sleep`."""
         if level not in (1, 2) or isinstance(level, bool):
             raise ConfigError(f"level is {level!r}; it must be 1 (keys and values) or 2 (weights too)")
 

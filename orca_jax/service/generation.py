@@ -1,6 +1,6 @@
-"""A generation: a request read by blocking calls, as `LLM` hands it out."""
+"""A generation: a request that is read by blocking calls, as `LLM` returns it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from orca_jax.request.request import FinishReason
@@ -14,21 +14,21 @@ class GenerationResult:
     """One output of a prompt.
 
     `text` is the output without special tokens, cut before a stop string; empty if the model has no
-    tokenizer. `token_ids` are all generated tokens, including an end-of-sequence token and those of a stop
-    string. The same `seed` gives the same tokens again. `logprobs` are those of `token_ids`, and
-    `prompt_logprobs` those of each prompt token after the first; None if not requested. The keys and values
-    of the first `n_cached` of the `n_input` prompt tokens were in the prefix cache.
+    tokenizer. `token_ids` are all generated tokens, including an end-of-sequence token and the tokens of a
+    stop string. The same `seed` gives the same tokens again. `logprobs` belong to `token_ids`, and
+    `prompt_logprobs` to the prompt tokens after the first; None if not requested. The keys and values of the
+    first `n_cached` of the `n_input` prompt tokens were in the prefix cache.
 
-    `routed_experts` are those that every token of the prompt and the output chose, but the last, which never
-    runs: [n_input + len(token_ids) - 1, layers with experts, experts that a token chooses], uint8 or with
-    more than 256 experts uint16. None if not requested; of fewer tokens if the request ended early.
+    `routed_experts` are the experts chosen by all tokens of prompt and output but the last, which never runs:
+    [n_input + len(token_ids) - 1, layers with experts, experts that a token chooses], uint8, or uint16 with
+    more than 256 experts. None if not requested; fewer tokens if the request ended early.
 
-    `score` is for an output of a beam search: its log-probability over its length to the power of
+    `score` is the score of a beam search's output: its log-probability over its length to the power of
     `length_penalty`.
 
-    `weights_version` is the version of the weights that computed the output. If they were replaced in the
-    middle of it (`LLM.update_weights` with running="continue") it is that of the last token, and
-    `weights_versions` has a pair (index of its first token, version) for each.
+    `weights_version` is the version of the weights that computed the output. If the weights were replaced
+    meanwhile (`LLM.update_weights` with running="continue") it is the version for the last token, and
+    `weights_versions` has a pair (index of its first token, version) for each version.
     """
 
     text: str
@@ -76,10 +76,11 @@ class Generation(RequestHandle):
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for the end and return the whole output, whether pieces of it have been read or not.
 
-        Of a beam search it is the best. Raises TimeoutError, and EngineError if the engine failed.
+        A beam search returns its best output. Raises TimeoutError, and EngineError if the engine failed.
         """
         reason = self._output.wait_for_end(timeout)
         request = self._request
+        versions, n_output = request.weights_versions, len(request.final_ids)
         return GenerationResult(
             text=self._output.text,
             token_ids=list(request.final_ids),
@@ -91,13 +92,14 @@ class Generation(RequestHandle):
             prompt_logprobs=request.prompt_logprobs,
             n_cached=self.n_cached,
             weights_version=self.weights_version,
-            weights_versions=_of_tokens(request.weights_versions, len(request.final_ids)),
+            # A version may have computed no token, if the request ended just after an update.
+            weights_versions=(*versions[:1], *(pair for pair in versions[1:] if pair[0] < n_output)),
             score=request.score,
             routed_experts=request.routed_experts,
         )
 
     def results(self, timeout: float | None = None) -> list[GenerationResult]:
-        """Like `result`, the `n` best outputs of a beam search, the best first; of others the one output."""
+        """Wait like `result`, and return the `n` best outputs of a beam search, or the one output."""
         best = self.result(timeout)
         return [
             replace(
@@ -113,8 +115,3 @@ class Generation(RequestHandle):
     def cancel(self) -> None:
         """Cancel the request if it has not ended; the same as `close`."""
         self.close()
-
-
-def _of_tokens(versions: Sequence[tuple[int, int]], n_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Without a version that computed none of the tokens, because the request ended just after an update."""
-    return (*versions[:1], *(pair for pair in versions[1:] if pair[0] < n_tokens))

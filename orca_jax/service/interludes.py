@@ -1,7 +1,7 @@
-"""Interludes: work between two iterations, such as new weights, while none is in flight.
+"""Interludes: work, such as an update of the weights, while no iteration is in flight.
 
-One thread asks for an interlude and waits; the scheduler's thread brings the engine to rest, does the work
-and continues. So only that thread touches the scheduler and the engine, as always.
+The calling thread waits while the scheduler's thread brings the engine to rest, does the work and continues.
+The scheduler and the engine are thus touched by that thread alone, as always.
 """
 
 import threading
@@ -20,31 +20,31 @@ from orca_jax.request.request import FinishReason
 from orca_jax.scheduling.recovery import Recovery
 from orca_jax.scheduling.scheduler import Scheduler
 
-# What happens to requests that have begun: they finish first; they stop here and continue afterwards; or they
-# end with the reason `cancelled`.
+# The fate of requests that have begun: finish first; stop here and continue afterwards; or end with the
+# reason `cancelled`.
 Running = Literal["finish", "continue", "abort"]
 RUNNING: Sequence[Running] = ("finish", "continue", "abort")
 
-_LOOK_SECONDS = 1.0  # a waiting thread checks this often whether the service is still running
+_LOOK_SECONDS = 1.0  # how often a waiting thread checks whether the service is still running
 
 
 class _Interlude:
-    """One piece of work, and its outcome."""
+    """A piece of work and its outcome."""
 
     def __init__(self, work: Callable[[], None], running: Running) -> None:
         self.work = work
         self.running: Running = running
-        self.began = False  # under the lock: from then on it is completed
+        self.began = False  # set under the lock; work that has begun is always completed
         self.done = threading.Event()
         self.error: BaseException | None = None
 
 
 class Interludes:
-    """Brings the engine to rest, and does work while it rests.
+    """Brings the engine to rest and does work meanwhile.
 
-    While it is `paused`, requests are accepted and wait. While it is `asleep` (level 1 or 2, else 0) it has
-    no caches, and the service refuses new requests. `wake` wakes the scheduler's thread, and `stopped` says
-    why the service will do nothing more, or None while it runs.
+    While the engine is `paused`, requests are accepted and wait. While it is `asleep` (level 1 or 2, else 0)
+    it has no caches, and the service refuses new requests. `wake` wakes the scheduler's thread, and `stopped`
+    returns why the service will do nothing more, or None while it runs.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Interludes:
         self._recovery = recovery
         self._wake = wake
         self._stopped = stopped
-        self._turn = threading.Lock()  # held by the thread whose interlude it is
-        self._lock = threading.Lock()  # for the next one, and its `began`
+        self._turn = threading.Lock()  # held by the thread that asked for the present interlude
+        self._lock = threading.Lock()  # guards `_next` and its `began`
         self._next: _Interlude | None = None
 
     # For any thread but the scheduler's.
@@ -89,12 +89,12 @@ class Interludes:
     def run(self, work: Callable[[], None], *, running: Running, timeout: float) -> None:
         """Do `work` on the scheduler's thread while no iteration is in flight; wait until it is done.
 
-        `running` says what becomes of requests that have begun. With "finish" all others wait meanwhile.
-        `timeout`, in seconds, limits the time until the work begins.
+        `running` decides about requests that have begun; with "finish" all others wait meanwhile. `timeout`,
+        in seconds, limits the time until the work begins.
 
-        Raises RequestsStillRunning if requests did not finish in time, and the error of the work if it is an
-        OrcaError that is no EngineError; both leave everything as it was. Any other error of the work is the
-        engine's failure. Raises ServiceClosed, or EngineError if the engine has failed or was closed before.
+        Raises RequestsStillRunning if requests did not finish in time. Raises the error of the work if it is
+        an OrcaError other than EngineError. Both leave everything as it was. Any other error of the work is a
+        failure of the engine. Raises ServiceClosed or EngineError if the service has ended or failed.
         """
         if running not in RUNNING:
             raise ConfigError(f"running is {running!r}; it must be one of {', '.join(RUNNING)}")
@@ -114,8 +114,11 @@ class Interludes:
             self._turn.release()
 
     def _wait(self, interlude: _Interlude, deadline: float, timeout: float) -> None:
-        # Work that has begun has no deadline here: its own waits have.
-        while not interlude.done.wait(_LOOK_SECONDS if interlude.began else self._left(deadline)):
+        # Work that has begun has no deadline here, because its waits have deadlines.
+        while True:
+            left = max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))
+            if interlude.done.wait(_LOOK_SECONDS if interlude.began else left):
+                return
             why = self._stopped()
             if why is not None:
                 raise why
@@ -124,17 +127,15 @@ class Interludes:
                     continue
                 self._next = None
             self._wake()
-            message = (
-                f"{len(self._scheduler.begun())} requests were still running after {timeout:g} seconds, "
-            )
-            raise RequestsStillRunning(
-                message + 'and nothing was changed; wait longer, or choose running="continue" or "abort"'
-            )
+            n_begun = len(self._scheduler.begun())
+            message = f"{n_begun} requests were still running after {timeout:g} seconds, and nothing was "
+            message += 'changed; wait longer, or choose running="continue" or "abort"'
+            raise RequestsStillRunning(message)
 
     # On the scheduler's thread.
 
     def look(self) -> None:
-        """Set the scheduler's gate, and do the work that is asked for once the engine is at rest."""
+        """Set the scheduler's gate, and do the next interlude's work once the engine is at rest."""
         while True:
             interlude = self._next
             scheduler = self._scheduler
@@ -162,7 +163,7 @@ class Interludes:
             self._do(interlude)
 
     def close(self) -> None:
-        """The service ends: nothing that is asked for from now on is done."""
+        """Refuse the waiting interlude, because the service ends."""
         with self._lock:
             interlude, self._next = self._next, None
         if interlude is not None:
@@ -172,7 +173,7 @@ class Interludes:
     def _do(self, interlude: _Interlude) -> None:
         with self._lock:
             if self._next is not interlude:
-                return  # it came too late
+                return  # the waiting thread has given up
             self._next = None
             interlude.began = True
         try:
@@ -193,7 +194,3 @@ class Interludes:
             'it first, or choose running="continue" or "abort"'
         )
         interlude.done.set()
-
-    @staticmethod
-    def _left(deadline: float) -> float:
-        return max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""What the scheduler did in an iteration, as a line of JSON: for a recording, and for the live view."""
+"""The scheduler's iterations as lines of JSON, for recordings and the live view."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ ALL_WAITING = -1  # instead of an arrival number
 class IterationLines:
     """Makes a line for each iteration of a scheduler, on its thread. docs/serving.md describes the lines.
 
-    It takes some tens of microseconds for a full batch, so only use it while somebody wants the lines.
+    A full batch takes some tens of microseconds, so use it only while somebody wants the lines.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -22,7 +22,7 @@ class IterationLines:
         self._in_flight: dict[int, dict[str, Any]] = {}  # by the iteration's number
 
     def begin(self, record: IterationRecord, rows: Sequence[Row]) -> dict[str, Any]:
-        """The line of an iteration that is about to be issued. More may be put into it."""
+        """The line of an iteration that is about to be issued. The caller may add to it."""
         scheduler = self._scheduler
         prefill = [i for i, is_prompt in enumerate(record.initiation) if is_prompt]
         line: dict[str, Any] = {
@@ -42,7 +42,7 @@ class IterationLines:
         return line
 
     def end(self, record: IterationRecord) -> dict[str, Any] | None:
-        """The same line when its iteration has returned; None if it was issued before the first `begin`."""
+        """Complete the line of an iteration that has returned; None if there was no `begin` for it."""
         line = self._in_flight.pop(record.number, None)
         for lost in [number for number in self._in_flight if number < record.number]:
             del self._in_flight[lost]
@@ -52,7 +52,7 @@ class IterationLines:
 
 
 def _slots(scheduler: Scheduler) -> tuple[int, int, int]:
-    """Slots that requests hold, those of them with keys and values, and those of the prefix cache alone."""
+    """The slots that requests hold, how many of these have keys and values, and those only cached."""
     kv: KVManager = scheduler.kv
     n_held = (kv.n_blocks - kv.n_free_blocks) * kv.block_size
     admitted = scheduler.pool.admitted()

@@ -45,10 +45,9 @@ from orca_jax.service.generation import Generation
 from orca_jax.service.interludes import Interludes
 from orca_jax.service.output import LOOK_SECONDS, Output, RequestHandle, no_stream
 from orca_jax.service.prepared_params import OutputRules, RuleMaker
-from orca_jax.service.recorded_turns import RecordedPool, TimelineRecorder
-from orca_jax.service.recorder import Recorder
+from orca_jax.service.recorder import RecordedPool, Recorder, TimelineRecorder
 
-SCHEDULER_THREAD = "orca-scheduler"  # its name
+SCHEDULER_THREAD = "orca-scheduler"  # the thread's name
 _SEED_BITS = 48  # JSON readers that have only doubles still read the seed exactly
 
 H = TypeVar("H", bound=RequestHandle)
@@ -59,13 +58,13 @@ _Drop = Callable[[], object]
 class Orca:
     """The service of ORCA's Figure 4 without its endpoint. `start` runs it, `close` ends it.
 
-    A request without a seed gets one from the operating system, or from a generator started with `seed`, so
-    that a program that submits in the same order gets the same output again. `clock` returns the timeline's
-    seconds. After the loss of a worker the engine is restarted, as often as `restarts` allows, and its
-    requests resume. `failure` is a permanent failure of the engine: every live request then ends with
-    the reason `error`, and new ones are rejected. `on_delivered`, if set, is called on the scheduler's thread
+    A request without a seed gets a random one from the operating system, or from a generator seeded with
+    `seed`; with that, a program that submits in the same order gets the same output again. `clock` returns
+    the timeline's seconds. After the loss of a worker the engine restarts, as often as `restarts` allows, and
+    its requests resume. `failure` is a permanent failure of the engine: every live request then ends with the
+    reason `error`, and new ones are rejected. `on_delivered`, if set, is called on the scheduler's thread
     with all deliveries of an iteration, after they are in the requests' Outputs. Without a `tokenizer`,
-    output text is empty. A `recorder` writes what is needed to repeat the batches, until `close`.
+    output text is empty. A `recorder` records until `close` what is needed to repeat the batches.
     """
 
     def __init__(
@@ -121,13 +120,13 @@ class Orca:
         self._started = False
         self._numbers = itertools.count()  # for generated request ids
         self._random = secrets.SystemRandom() if seed is None else random.Random(seed)
-        self._dropped: deque[Request] = deque()  # of dropped handles; needs no lock
+        self._dropped: deque[Request] = deque()  # requests whose handles were dropped; needs no lock
 
     @property
     def failure(self) -> EngineError | None:
         """The engine's permanent failure; None while it works, and after an orderly end.
 
-        If the scheduler's thread ended in any other way, that is a failure too: nothing else would report it.
+        A scheduler's thread that ended in any other way is a failure too: nothing else would report it.
         """
         if self._failure is None and self._started and not self._thread.is_alive() and not self._ended:
             return EngineError("the scheduler's thread ended unexpectedly")
@@ -135,7 +134,7 @@ class Orca:
 
     @property
     def trouble(self) -> str | None:
-        """Which stage was lost and how, while the engine restarts; None while it works."""
+        """The lost stage and how it was lost, while the engine restarts; None while it works."""
         return self.recovery.trouble
 
     def weigh_owners(self, weights: Mapping[str, float]) -> None:
@@ -178,7 +177,7 @@ class Orca:
         self.close()
 
     def rules(self, sampling: SamplingParams, form: OutputForm = PLAIN_TEXT) -> OutputRules:
-        """Check and compile parameters: a grammar may take seconds. Raises a leaf of InvalidRequest."""
+        """Check and compile parameters. A grammar may take seconds. Raises a leaf of InvalidRequest."""
         return self._rules.rules(sampling, form)
 
     def check(
@@ -192,8 +191,8 @@ class Orca:
     ) -> CheckedPrompt:
         """Check a prompt before anything runs; `submit` does not check it again.
 
-        With an encoder the prompt is its input, and `decoder_ids` the tokens that the output follows: by
-        default, and before any that are given without it, the model's `decoder_start_token_id`.
+        With an encoder the prompt is its input, and the output follows `decoder_ids`. These begin with the
+        model's `decoder_start_token_id`, which is added if it is missing.
 
         Prompts of different tenants share no keys and values. The prompt's blocks are hashed here, once for
         all its outputs and on the caller's thread, so that a long prompt does not delay the scheduler.
@@ -315,7 +314,7 @@ class Orca:
         return handle(output, partial(self.pool.end, request), partial(self._dropped.append, request))
 
     def _stopped(self) -> EngineError | None:
-        """Why a request that has not ended never will; None while the service runs."""
+        """Why live requests will get no more output; None while the service runs."""
         if self._thread.is_alive() and self._failure is None:
             return None
         return self.failure or EngineError("the service was closed")
@@ -351,7 +350,7 @@ class Orca:
                 failure.add_note(f"then, while ending its requests: {second!r}")
 
     def _disturbance(self) -> str:
-        """What a recording of the arrivals cannot repeat; "" if nothing of the kind has happened."""
+        """Name an event since the start that a replay of the arrivals cannot repeat; "" for none."""
         if self.scheduler.weights_version:
             return "the weights were replaced"
         if self.interludes.active:
@@ -359,7 +358,7 @@ class Orca:
         return "a worker was lost" if self.recovery.losses else ""
 
     def _has_other_work(self) -> bool:
-        """Whether there is work outside the pool while the engine is down."""
+        """Whether to interrupt a restart, because there is work outside the pool."""
         return self._stopping or bool(self._dropped)
 
     def _publish_all(self, deliveries: Sequence[Delivery]) -> None:

@@ -18,12 +18,11 @@ LOOK_SECONDS = 1.0  # a waiting user checks this often whether the service is st
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new since the last piece: tokens, the text that is certain by now, and the finish reason.
+    """The output since the last piece: tokens, text that can no longer change, and the finish reason.
 
-    Text lags behind tokens while it may be the beginning of a stop string or part of a character. Only
-    the last piece has a finish reason, and the version of the weights that computed the last token.
-    `logprobs` are those of `token_ids`, if requested. `score` is that of a beam search's output, which comes
-    as one piece.
+    Text lags behind tokens while it may begin a stop string or be part of a character. Only the last piece
+    has a finish reason, and the version of the weights that computed the last token. `logprobs` belong to
+    `token_ids`, if requested. The output of a beam search is one piece, with its `score`.
     """
 
     token_ids: tuple[int, ...]
@@ -37,10 +36,10 @@ class Piece:
 class Output:
     """The output of one request: the service writes it, and one user reads it in pieces.
 
-    Tokens and log-probabilities stay in the request, which only ever appends to them. The scheduler publishes
-    them once per iteration, so a user never sees the last token without its finish reason; those of a beam
-    search, once it is over. `new_stream` makes what turns tokens into text; it gives None for a model without
-    a tokenizer. `stopped` returns why the service will publish nothing more, or None while it runs.
+    Tokens and log-probabilities stay in the request, which only appends to them. The scheduler publishes them
+    once per iteration, or for a beam search at its end, so a user never sees the last token without its
+    finish reason. `new_stream` makes the decoder from tokens to text; None for a model without a tokenizer.
+    `stopped` returns why the service will publish nothing more, or None while it runs.
     """
 
     def __init__(
@@ -75,9 +74,9 @@ class Output:
         if stream is not None and reason is not None:
             stream.finish()
             if stream.stopped and reason is FinishReason.LENGTH:
-                reason = FinishReason.STOP  # by the text of the last bytes, which were no whole character
+                reason = FinishReason.STOP  # an incomplete last character completed a stop string
         text = "" if stream is None else stream.take()
-        with self._lock:  # that of `_changed`, whose own entry costs two calls for each token
+        with self._lock:  # the lock of `_changed`; entering `_changed` would cost two more calls per token
             if self.finish_reason is not None:
                 return
             self._n_tokens = len(self.request.final_ids)
@@ -101,7 +100,7 @@ class Output:
         return None if self._stream is None else self._stream.stop_string
 
     def pieces(self) -> list[Piece]:
-        """The whole outputs of a beam search that has found them, best first: the `n` asked for."""
+        """The `n` best whole outputs of a beam search, best first; none before its end."""
         pieces: list[Piece] = []
         for one in (self.request.kind.found or ())[: self.request.sampling.n]:
             stream = self._new_stream()
@@ -181,16 +180,15 @@ class Output:
 
 
 def no_stream() -> None:
-    """Of an output without text."""
+    """The `new_stream` of an output without text."""
 
 
 class RequestHandle:
     """A submitted request, for one consumer. `Generation` adds blocking reads; the server adds async ones.
 
-    Output that the consumer has not read is kept, at most the request's whole output, and a slow consumer
-    gets it as one larger piece. Leaving early, by `close`, by `with` or by dropping the handle, cancels the
-    request and frees its slots within an iteration. The service holds the Output and never the handle, or a
-    dropped handle could not be noticed.
+    Unread output is kept, so a slow consumer gets it as one larger piece. Leaving early, by `close`, by
+    `with` or by dropping the handle, cancels the request and frees its slots within an iteration. The service
+    holds the Output and never the handle; otherwise a dropped handle would go unnoticed.
     """
 
     def __init__(
@@ -209,22 +207,22 @@ class RequestHandle:
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """The prompt's tokens; with an encoder, those that it reads."""
+        """The prompt's tokens; with an encoder, the encoder's input."""
         return self._request.encoder_ids or self._request.prompt_ids
 
     @property
     def n_input(self) -> int:
-        """The number of prompt tokens; with an encoder, of those that it reads."""
+        """The number of prompt tokens; with an encoder, of its input."""
         return self._request.n_input
 
     @property
     def pooled(self) -> Vector | None:
-        """Of a request for an embedding that has ended, the pooled hidden states."""
+        """The pooled hidden states of a request for an embedding that has ended."""
         return self._request.pooled_vector
 
     @property
     def routed_experts(self) -> ExpertIds | None:
-        """Of a request that has ended, the experts of its tokens, if requested; see GenerationResult."""
+        """The experts of an ended request's tokens, if requested; see GenerationResult."""
         return self._request.routed_experts
 
     @property
@@ -234,7 +232,7 @@ class RequestHandle:
 
     @property
     def weights_version(self) -> int:
-        """The version of the weights that computed the newest token; before it, of those that will."""
+        """The version of the weights that computed the newest token, or will compute the first one."""
         return self._request.weights_version
 
     @property
@@ -244,16 +242,16 @@ class RequestHandle:
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs] | None:
-        """Of each prompt token after the first. None before the first piece, or if not requested."""
+        """Log-probabilities of prompt tokens after the first, if requested; None before the first piece."""
         return self._request.prompt_logprobs
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """Of each output token so far, if requested."""
+        """Log-probabilities of the output tokens so far, if requested."""
         return self._request.logprobs
 
     def pieces(self) -> list[Piece]:
-        """The whole outputs of a beam search that has found them, best first; else none."""
+        """The whole outputs of a beam search that has ended, best first; for other requests none."""
         return self._output.pieces()
 
     @property
@@ -263,7 +261,7 @@ class RequestHandle:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the request; None if something else did, or nothing yet."""
+        """The stop string that ended the request; None if there is none (yet)."""
         return self._output.stop_string
 
     @property

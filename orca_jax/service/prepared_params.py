@@ -32,8 +32,8 @@ class OutputRules:
     _constraints: ConstraintRules | None
     _stops: StopStrings | None
     _tokenizer: Tokenizer | None
-    _forced: Mapping[int, int]  # the model's forced tokens, by their indices in the output
-    shown: Mapping[int, TokenText]  # special tokens that are part of the text
+    _forced: Mapping[int, int]  # the model's forced tokens by index in the output
+    shown: Mapping[int, TokenText]  # special tokens that belong to the text
 
     def choices(self, *, prompt_once: bool = False) -> "list[OutputRules]":
         """The rules of each of the `n` outputs requested; see `SamplingParams.choices`."""
@@ -57,16 +57,16 @@ class OutputRules:
         return self._tokenizer is None or self._tokenizer.have_text(prompt_ids)
 
     def text_decoder(self, *, continuing: bool) -> TextDecoder | None:
-        """What decodes the tokens of an output, as `text_stream` does; None if the model has no tokenizer."""
+        """A decoder for the tokens of an output, without stop strings; None if there is no tokenizer."""
         return None if self._tokenizer is None else self._tokenizer.text_decoder(continuing=continuing)
 
     def token_text(self, token_id: int) -> TokenText | None:
-        """What a token contributes to the text; None for one without text."""
+        """A token's share of the text; None for a token without text."""
         shown = self.shown.get(token_id)
         return shown if shown or self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     def kind(self, given_ids: Sequence[int] = ()) -> RowKind:
-        """The kind of a new request's rows; `given_ids` is its output if that is not sampled."""
+        """The row kind of a new request; `given_ids` is its output if that is given."""
         if self.sampling.use_beam_search:
             return Beams(begin_search(self.sampling, self.end_token_ids, self._forced))
         return Given(given_ids) if given_ids else PLAIN
@@ -103,7 +103,7 @@ class RuleMaker:
         if sampling.use_beam_search:
             sizes = {"vocab_size": self._model.vocab_size, "max_batch_size": self._max_batch_size}
             check_beams(sampling, end_token_ids, **sizes)
-        # Forced tokens are a beam search's own; it has no other constraint.
+        # A beam search applies forced tokens itself, and has no other constraint.
         beams = sampling.use_beam_search
         constraints = None if beams else self._constraints(sampling, end_token_ids, form)
         stops = StopStrings(sampling.stop) if sampling.stop else None
@@ -135,7 +135,7 @@ class RuleMaker:
         return constraints
 
     def _forced(self, max_tokens: int) -> dict[int, int]:
-        """The model's forced tokens, by their indices in an output; where both are one, the last counts."""
+        """The model's forced tokens by index in the output; in an output of one token, the last counts."""
         first, last = self._model.forced_bos_token_id, self._model.forced_eos_token_id
         forced = {} if first is None else {0: first}
         return forced if last is None else forced | {max_tokens - 1: last}
@@ -152,7 +152,7 @@ class RuleMaker:
     def _sequences(self, words: Sequence[str]) -> Iterator[list[int]]:
         """The token sequences of each word: at the start of a text, within it, and after a space.
 
-        A sequence with a token that the model has no embedding of is never generated, and left out.
+        A sequence with a token outside the model's vocabulary is never generated, so it is left out.
         """
         if self._tokenizer is None:
             return

@@ -24,9 +24,9 @@ class RecordedRequest:
     time: float
     request_id: str
     prompt_ids: tuple[int, ...]
-    given_ids: tuple[int, ...]  # of a request for log-probabilities of given tokens
-    encoder_ids: tuple[int, ...]  # of a model with an encoder
-    pooling: Pooling | None  # of a request for an embedding
+    given_ids: tuple[int, ...]  # the given output of a request for log-probabilities
+    encoder_ids: tuple[int, ...]  # the encoder's input, if there is one
+    pooling: Pooling | None  # for a request for an embedding
     max_tokens: int
     seed: int
     sampling: SamplingParams
@@ -37,7 +37,7 @@ class RecordedRequest:
 
 @dataclass(frozen=True, slots=True)
 class RecordedIteration:
-    """An iteration of these rows (arrival number, tokens), with the turns and seconds of issue and return."""
+    """An iteration's rows (arrival number, tokens), with the turns and seconds of its issue and return."""
 
     turn: int
     returned_in: int
@@ -48,7 +48,7 @@ class RecordedIteration:
 
 @dataclass(frozen=True, slots=True)
 class RecordedEnd:
-    """How a request ended, with its output. `logprobs` are those of the output, if it asked for them."""
+    """The end of a request, with its output and the output's log-probabilities, if requested."""
 
     turn: int
     time: float
@@ -61,8 +61,8 @@ class RecordedEnd:
 class Recording:
     """A recording. `asked` has pairs (arrival number, reason) of the requests asked to end, by turn.
 
-    `last_turn` is the last turn that the file has completely, and that can be repeated. `why_last` says why
-    there is none after it; "" if the service was closed then.
+    `last_turn` is the last turn that is complete in the file and can be repeated. `why_last` says why the
+    recording ends there; "" if the service was closed.
     """
 
     header: dict[str, Any]
@@ -78,7 +78,7 @@ class Recording:
 
 
 def read_recording(path: str | Path) -> Recording:
-    """Read a whole recording, also one whose end is missing. Raises BadRecording."""
+    """Read a recording, even if its end is missing. Raises BadRecording."""
     lines = _lines(Path(path))
     header = next(lines, (1, {}))[1]
     version = header.get("orca_recording")
@@ -99,7 +99,7 @@ def read_recording(path: str | Path) -> Recording:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each line's number and object. A last line that is cut off is left out."""
+    """Yield each line's number and object, without an incomplete last line."""
     try:
         with path.open("rb") as file:
             for number, text in enumerate(file, start=1):
@@ -148,7 +148,7 @@ def _take(recording: Recording, line: dict[str, Any]) -> bool:
             None if logprobs is None else tuple(logprobs),
         )
     turn = line.get("returned_in", line["turn"])
-    recording.last_turn = max(recording.last_turn, turn - 1)  # of this turn, other lines may be missing
+    recording.last_turn = max(recording.last_turn, turn - 1)  # other lines of this turn may be missing
     return True
 
 

@@ -21,15 +21,15 @@ from orca_jax.scheduling.timeline import IterationRecord, Timeline
 from orca_jax.scheduling.waiting_queue import FairQueue, waiting_queue
 from orca_jax.service.recording import RecordedRequest, Recording
 
-_NO_LIMIT = 1 << 30  # the queue took these requests before
+_NO_LIMIT = 1 << 30  # of the queue, which took these requests before
 
 
 @dataclass(slots=True)
 class ReplayReport:
-    """What a replay did. `difference` is the first thing that went otherwise with the batches, "" if nothing.
+    """The result of a replay. `difference` describes the first batch that was not as recorded; "" if none.
 
-    `n_outputs` outputs were compared; `other_outputs` has (request id, index of the first token that differs
-    or has another log-probability) of those that differ. `why_last` says why the replay ended before the
+    `n_outputs` outputs were compared. `other_outputs` has the request id of each one that differs, with the
+    index of the first different token or log-probability. `why_last` says why the replay ended before the
     service was closed; "" if it did not.
     """
 
@@ -48,17 +48,17 @@ class ReplayReport:
 
 
 def _endless(sampling: SamplingParams, given_ids: Sequence[int]) -> RowKind:
-    """The kind of a request that no token ends."""
+    """The row kind of a request without end-of-sequence tokens."""
     if sampling.use_beam_search:
         return Beams(begin_search(sampling, frozenset()))
     return Given(given_ids) if given_ids else PLAIN
 
 
 class Replay:
-    """Runs once. `engine` and `kv` are new and of the recorded sizes; `config` is the recorded one.
+    """A replay, which runs once. `engine` and `kv` are new and have the recorded sizes and `config`.
 
-    `constraint` makes the constraint of an output, `kind` the kind of a request's rows.
-    With `compares_outputs` False, as for a simulated engine, tokens are not looked at.
+    `constraint` makes an output's constraint, and `kind` a request's row kind. Outputs are not compared
+    unless `compares_outputs`: a simulated engine has other tokens.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class Replay:
         return self.report
 
     def _show(self, turn: int) -> None:
-        """Let the scheduler see what it saw at the beginning of this turn."""
+        """Add the arrivals and asked-for ends that the scheduler saw at the beginning of this turn."""
         recorded = self._recording.requests
         while len(self._requests) < len(recorded) and recorded[len(self._requests)].turn <= turn:
             arrival = recorded[len(self._requests)]
-            self._now = arrival.time  # a priority counts from then
+            self._now = arrival.time  # from which the queue counts the request's waiting time
             request = self._request(arrival)
             self._requests.append(request)
             self._pool.add(request)
@@ -121,7 +121,7 @@ class Replay:
             self._pool.end(self._requests[number], reason)
 
     def _next_event(self, turn: int) -> int:
-        """The next turn in which something arrived, after one that had nothing to do."""
+        """The next turn with an arrival or an asked-for end, after a turn that had nothing to do."""
         n = len(self._requests)
         coming = [self._recording.requests[n].turn] if n < len(self._recording.requests) else []
         coming += [asked for asked in self._recording.asked if asked > turn]
@@ -167,11 +167,11 @@ class Replay:
 
 
 class _Difference(Exception):
-    """A batch is not that of the recording."""
+    """A batch differs from the recorded one."""
 
 
 class _RecordedLength:
-    """An OutputSink that ends an output where it ended before."""
+    """An OutputSink that ends an output where it ended in the recording."""
 
     def __init__(self, n_tokens: int, reason: FinishReason) -> None:
         self._left = n_tokens
@@ -216,7 +216,7 @@ class _ComparedTimeline(Timeline):
 
 
 class _RepeatingEngine:
-    """An engine whose waits return in the turns in which they returned before."""
+    """An engine whose waits return in the recorded turns."""
 
     def __init__(self, recording: Recording, engine: Engine) -> None:
         self.turn = 0
@@ -242,6 +242,6 @@ def _shown(rows: Sequence[tuple[int, int]]) -> str:
 
 
 def recorded_serving(recording: Recording) -> ServingConfig:
-    """The sizes of the recorded engine, without its limits of the queue."""
+    """The sizes of the recorded engine, without the limits of its queue."""
     serving = ServingConfig.from_dict(recording.header["serving"])
     return replace(serving, max_queue=_NO_LIMIT)

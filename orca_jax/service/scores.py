@@ -1,7 +1,7 @@
-"""The log-probabilities of given tokens, as `LLM.score` returns them: requests whose output is not sampled.
+"""Log-probabilities of given tokens, as `LLM.score` returns them.
 
-They run as any other request, in the same batches. The log-probabilities of a prompt are computed as those of
-any prompt, those of an output as those of any output.
+The tokens become a prompt and a given output, which run in the same batches as other requests. Their
+log-probabilities are computed as those of any prompt and any output.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from orca_jax.service.prepared_params import OutputRules
 
 @dataclass(frozen=True, slots=True)
 class GivenOutput:
-    """A checked prompt with the tokens that follow it. If there are none, one is sampled for nothing."""
+    """A checked prompt with the tokens that follow it. Without any, one token is sampled and ignored."""
 
     prompt: CheckedPrompt
     rules: OutputRules
@@ -72,10 +72,10 @@ def check_given(
 
 
 def split_given(n_tokens: int, n_prompt: int | None, *, deterministic: bool) -> int:
-    """How many of the tokens run as the prompt.
+    """The number of tokens that run as the prompt.
 
-    All but the last takes the fewest iterations. A deterministic engine computes a prompt and an output in
-    different shapes, so their bits differ; there the prompt is what it was when the output was generated.
+    A prompt of all tokens but the last takes the fewest iterations. A deterministic engine computes prompts
+    and outputs in different shapes, so their bits differ; it keeps the prompt as it was at generation.
     """
     if deterministic:
         return n_tokens if n_prompt is None else n_prompt
@@ -83,14 +83,14 @@ def split_given(n_tokens: int, n_prompt: int | None, *, deterministic: bool) -> 
 
 
 def scoring(n_given: int) -> SamplingParams:
-    """The parameters of a request of which `n_given` output tokens are given."""
+    """The parameters of a request with `n_given` given output tokens."""
     return SamplingParams(
         max_tokens=max(1, n_given), temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0
     )
 
 
 def listed_token_ids(model: str, number: int, token_ids: object) -> list[int]:
-    """The token ids of list `number`. Raises InvalidPrompt."""
+    """Check the token ids of list `number`. Raises InvalidPrompt."""
     try:
         if isinstance(token_ids, str):
             raise InvalidPrompt("a text cannot be scored; encode it first", param="token_id_lists")
@@ -132,7 +132,7 @@ def scores(
 
 
 def after_the_first(result: GenerationResult, given: GivenOutput) -> list[float]:
-    """The log-probability of each token after the first."""
+    """The log-probability of each token after the first. Raises RequestCancelled for an early end."""
     if result.finish_reason is not FinishReason.LENGTH:
         raise RequestCancelled(f"the request for log-probabilities ended early: {result.finish_reason}")
     assert result.prompt_logprobs is not None and result.logprobs is not None
