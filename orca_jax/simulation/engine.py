@@ -8,9 +8,8 @@ from typing import Literal
 import numpy as np
 
 from orca_jax.errors import EngineError
-from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.rows.beams import Beams
-from orca_jax.planning.cost_model import Device, IterationShape, IterationSums, floor, keys_seen, operations
+from orca_jax.planning.cost_model import IterationShape, IterationSums, keys_seen
 from orca_jax.request.beam_search import BeamSearch
 from orca_jax.request.pooling import Vector
 from orca_jax.request.request import Request, RequestState, Row, RowAnswer
@@ -25,7 +24,7 @@ class VirtualClock:
     def __init__(self) -> None:
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], object]]] = []
-        self._n_events = 0  # breaks ties: of two events at the same time, the first one set runs first
+        self._n_events = 0  # breaks ties: events at the same time run in the order they were set
 
     def now(self) -> float:
         """Seconds since the start."""
@@ -53,17 +52,6 @@ class VirtualClock:
         self._now = time
 
 
-def cost_model_duration(
-    model: ModelConfig, device: Device, *, weight_bytes: int, kv_bytes: int
-) -> Callable[[IterationShape], float]:
-    """The duration of an iteration in seconds, at the device's floor; sizes are bytes per element."""
-
-    def duration(shape: IterationShape) -> float:
-        return floor(operations(model, shape, weight_bytes=weight_bytes, kv_bytes=kv_bytes), device)
-
-    return duration
-
-
 def hashed_token(request: Request, index: int) -> int:
     """A token that depends only on the request's seed and the token's index."""
     return (request.seed * 31 + index * 7919) % 50021
@@ -76,7 +64,7 @@ def simulated_logprobs(token_id: int, n_top: int) -> TokenLogprobs:
 
 
 def simulated_candidates(beams: BeamSearch, seed: int) -> list[TokenLogprobs]:
-    """Next tokens of each beam that depend on the seed, the step and the beam's newest token."""
+    """Candidate tokens of each beam, which depend on the seed, the step and the beam's newest token."""
     candidates: list[TokenLogprobs] = []
     for last in beams.last_ids or [0]:
         number = (seed * 31 + beams.n_tokens * 7919 + last * 104_729) % 50_021
@@ -87,9 +75,10 @@ def simulated_candidates(beams: BeamSearch, seed: int) -> list[TokenLogprobs]:
 
 
 def returned(rows: Sequence[Row], token_ids: list[int], starts: Sequence[int] = ()) -> Returned:
-    """These tokens with the simulated log-probabilities requested; a prompt's come all at once.
+    """The results of an iteration with these tokens, and with the requested log-probabilities.
 
-    With `starts`, the place of each row's first token, also with the experts requested.
+    A prompt's log-probabilities come all at once. `starts` has the index of each row's first token; with it
+    the requested experts are returned too.
     """
     answers = dict[int, RowAnswer]()
     for i, (req, _) in enumerate(rows):
@@ -119,13 +108,13 @@ def returned(rows: Sequence[Row], token_ids: list[int], starts: Sequence[int] = 
 
 
 def simulated_answer(req: Request, token_id: int) -> RowAnswer | None:
-    """What comes back for a request beside a plain row's token; None if nothing."""
+    """The answer for a request that gets more than a plain row's token; otherwise None."""
     if isinstance(req.kind, Beams):
         if req.state is RequestState.FINISHED:
             return None
         return RowAnswer([token_id], simulated_candidates(req.kind.search, req.seed))
     if req.kind.given_ids:
-        # The tokens that the iteration in flight computed, and the one after them.
+        # The tokens that the iteration computed, and the one after them.
         first, end = len(req.output_ids), req.n_computed - len(req.prompt_ids) + 1
         given = req.kind.given_ids[first:end]
         return RowAnswer(given, [simulated_logprobs(one, 0) for one in given])
@@ -134,21 +123,21 @@ def simulated_answer(req: Request, token_id: int) -> RowAnswer | None:
 
 
 def simulated_experts(start: int, n_tokens: int) -> ExpertIds:
-    """The one expert in one layer of the tokens from place `start` on."""
+    """One expert in one layer for each of `n_tokens` tokens from index `start` on."""
     return (np.arange(start, start + n_tokens) % 251).astype(np.uint8).reshape(-1, 1, 1)
 
 
-SIMULATED_SIZE = 8  # numbers of a simulated embedding
+SIMULATED_SIZE = 8  # the size of a simulated embedding
 
 
 def simulated_vector(prompt_ids: Sequence[int]) -> Vector:
-    """Pooled hidden states that depend on every token of the prompt and its place."""
+    """Pooled hidden states that depend on every token of the prompt and its position."""
     numbers = [sum((i + 1) * token_id for i, token_id in enumerate(prompt_ids)), *prompt_ids[:SIMULATED_SIZE]]
     return np.cos(np.resize(np.array(numbers, np.float64), SIMULATED_SIZE)).astype(np.float32)
 
 
 def batch_sums(rows: Sequence[Row]) -> IterationSums:
-    """The sums of the iteration to issue, computed without a list of its lengths."""
+    """The sums over the rows of an iteration to issue, computed without a list of its lengths."""
     n_tokens = n_keys = n_seen = 0
     for req, n_input in rows:
         kv_length = req.n_computed + n_input
@@ -163,7 +152,7 @@ class SimulatedEngine:
 
     A batch enters a stage when it has left the previous stage and the previous batch has left this stage.
     `duration` returns the seconds of a whole iteration, split equally over the stages. For unequal stages,
-    `places` returns the seconds in every place that a batch passes in order: the stages and the links between
+    `places` returns the seconds in each place that a batch passes, in order: the stages and the links between
     them, each of which holds one batch at a time. `token` returns a request's token by index; with None every
     token is 0. Constraints are ignored. `fail` makes the engine fail.
     """
@@ -224,7 +213,7 @@ class SimulatedEngine:
         return [self._duration(shape) / self.n_workers] * self.n_workers
 
     def _next_tokens(self, rows: Sequence[Row]) -> list[int]:
-        """The batch's next tokens; a request that has ended meanwhile gets any token, which is dropped."""
+        """The batch's next tokens; 0 for a request that has ended meanwhile, which is dropped."""
         token = self._token
         if token is None:
             return [0] * len(rows)

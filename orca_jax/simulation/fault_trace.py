@@ -33,10 +33,10 @@ _LINE_FAULTS: tuple[FaultKind, ...] = ("drop", "duplicate", "delay", "corrupt")
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """A request: its arrival time, its numbers of input and output tokens, and what is special about it.
+    """A request: its arrival time, and its numbers of input and output tokens.
 
     A SimulatedConstraint may restrict its output, and it may kill workers (`poison`). `priority` and `owner`
-    are those of Request.
+    are as in Request.
     """
 
     time: float
@@ -50,7 +50,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlannedEnd:
-    """When a user ends a request, given by its number."""
+    """A user's cancellation or timeout of the request with this number."""
 
     time: float
     number: int
@@ -61,8 +61,8 @@ class PlannedEnd:
 class Fault:
     """A fault at a stage, counted from 0.
 
-    `which` chooses the lie, or the direction and number of damaged frames, or whether the master notices a
-    crash at once.
+    `which` selects the lie, the direction and number of damaged frames, or whether the master notices a crash
+    at once.
     """
 
     time: float
@@ -74,7 +74,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultTrace:
-    """The complete input of a simulation. If the prompts are `alike`, several begin with the same tokens."""
+    """The complete input of a simulation. With `alike`, several prompts begin with the same tokens."""
 
     n_stages: int
     max_bs: int
@@ -122,7 +122,7 @@ def random_fault_trace(seed: int) -> FaultTrace:
     for _ in range(rng.choice((1, 1, 2, 3))):
         at = rng.uniform(0, span) if rng.random() < 0.6 else at + rng.choice((0.01, 0.1, 1.0, 2.5))
         faults.append(_random_fault(rng, at, n_stages))
-        if rng.random() < 0.5:  # a late frame, and a loss with a quick recovery
+        if rng.random() < 0.5:  # a late frame, then a loss with a quick recovery
             late: FaultKind = rng.choice(("delay", "duplicate"))
             seconds, which = rng.uniform(0.02, 1.5), rng.choice((0, 0, 1))  # to or from a stage
             faults.append(Fault(at, late, rng.randrange(n_stages), seconds, which))
@@ -165,7 +165,7 @@ def _random_fault(rng: random.Random, time: float, n_stages: int) -> Fault:
 
 
 def switched(trace: FaultTrace, seed: int) -> FaultTrace:
-    """The trace with a combination of the scheduler's switches; 24 seeds in a row have all of them.
+    """The trace with a combination of the scheduler's options; 24 consecutive seeds cover all of them.
 
     Memory is often just enough for the longest request, and chunked prompts may exceed an iteration.
     """

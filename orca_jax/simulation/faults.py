@@ -14,9 +14,9 @@ from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.errors import EngineError, LossCause, OrcaError, WorkerLost
 from orca_jax.iteration.shape import EngineShape
+from orca_jax.planning.sizes import kv_manager
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.recovery import Recovery
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.restart import fail_all
@@ -46,7 +46,7 @@ class FaultSimulation:
         self.refused: list[tuple[Request, OrcaError]] = []
         self.asked_to_end: set[str] = set()
         self.suspects: list[int] = []
-        self._joined: dict[int, Controller] = {}  # each stage's process that was last ready
+        self._joined: dict[int, Controller] = {}  # each stage's last process that became ready
         self.failure: EngineError | None = None
         config = ServingConfig(
             max_batch_size=trace.max_bs,
@@ -57,34 +57,21 @@ class FaultSimulation:
             scheduling=trace.scheduling,
         )
         n_rows = (trace.n_stages + trace.overlap) * trace.max_bs
-        max_blocks = config.n_blocks
-        self.kv = KVManager(
-            n_blocks=config.n_blocks,
-            block_size=config.block_size,
-            n_rows=n_rows,
-            max_blocks_per_row=max_blocks,
-            prefix_caching=config.scheduling.prefix_caching,
-        )
         shape = EngineShape(
             block_size=config.block_size,
-            max_blocks=max_blocks,
+            max_blocks=config.n_blocks,
             max_rows=config.max_batch_size,
             max_tokens=config.max_batch_tokens,
             n_rows=n_rows,
             n_blocks=config.n_blocks,
             vocab_size=VOCAB_SIZE,
         )
+        self.kv = kv_manager(shape, prefix_caching=config.scheduling.prefix_caching)
         self.lines = SimulatedLines(
             self.clock, seconds=trace.timing.line, longest_wait=DEADLINES.look_seconds
         )
         self.stages = [
-            SimulatedStage(
-                i,
-                trace.n_stages,
-                lines=self.lines,
-                timing=trace.timing,
-                moves=trace.moves,
-            )
+            SimulatedStage(i, trace.n_stages, lines=self.lines, timing=trace.timing, moves=trace.moves)
             for i in range(trace.n_stages)
         ]
         self.lines.stages = self.stages
@@ -154,7 +141,7 @@ class FaultSimulation:
         n_to_come = len(self.requests)
         while n_to_come or len(self.pool) or self.scheduler.leaving:
             try:
-                # As after the end of the service's thread, new requests are refused after a failure.
+                # After a failure new requests are refused, as after the end of the service's thread.
                 worked = self.failure is None and self.recovery.step(lambda: False)
             except EngineError as failure:  # as the service does
                 self.failure = failure
@@ -204,7 +191,7 @@ class FaultSimulation:
     def _prompt(self, number: int, n_input: int) -> tuple[int, ...]:
         if not self.trace.alike:
             return tuple((7 * number + 3 * i) % VOCAB_SIZE for i in range(n_input))
-        # Three begin with the same tokens; other three have the same after another first one.
+        # Prompts in groups of three begin with the same tokens; groups differ only in the first token.
         return (number // 3, *(3 * i % VOCAB_SIZE for i in range(1, n_input)))
 
     def _note_ready(self, stage: int) -> None:
@@ -212,14 +199,14 @@ class FaultSimulation:
         self.stages[stage].forget_states()
 
     def _cause_of(self, stage: int, seen: LossCause) -> LossCause:
-        """Act as the supervisor, which knows how processes end."""
+        """Find the cause as the supervisor does, which knows how processes end."""
         if not self.trace.supervised:
             return seen
         states = [state for stage in self.stages for state in stage.states]
         return cause_of_states(states, seen=seen, for_memory=False)
 
     def _suspect(self, stage: int) -> None:
-        """Act as the supervisor, which does not kill a process that is still starting."""
+        """Kill a suspect as the supervisor does, unless it is still starting."""
         self.suspects.append(stage)
         suspect = self.stages[stage]
         joined = self._joined.get(stage) is suspect.controller

@@ -13,11 +13,11 @@ _MAX_RECEIVES = 200_000  # the master's calls of `receive`; serving a few reques
 
 
 class TakesFrames(Protocol):
-    """A stage at the other end of a line; `address` is its present process's."""
+    """A stage at the other end of a line."""
 
     @property
     def address(self) -> str:
-        """Where frames reach the process."""
+        """The address of the stage's present process."""
         ...
 
     def take(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Simulates serving on a virtual clock: plays the arrivals and cancellations of a trace to its end."""
+"""Simulates serving on a virtual clock: plays the arrivals and cancellations of a trace, or a recording."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -6,22 +6,25 @@ from functools import partial
 from typing import Protocol
 
 from orca_jax.config import ServingConfig
-from orca_jax.errors import OrcaError
+from orca_jax.errors import BadRecording, OrcaError
 from orca_jax.planning.cost_model import IterationShape, IterationSums
+from orca_jax.planning.sizes import n_rows
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.scheduling.waiting_queue import waiting_queue
+from orca_jax.service.recording import Recording
+from orca_jax.service.replay import Replay, ReplayReport, recorded_serving
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, hashed_token
 
 
 class Steps(Protocol):
-    """What a simulation drives: a Scheduler, or a scheduler to compare with it."""
+    """A Scheduler, or another scheduler to compare with it."""
 
     def step(self) -> bool:
-        """Take one turn; return False when no request is live."""
+        """Take one turn; False if there was nothing to do."""
         ...
 
 
@@ -43,8 +46,8 @@ def arrive(
 ) -> None:
     """Schedule the arrivals of requests, in ascending order of time.
 
-    Each request is taken from `arrivals` when the previous one has arrived, so a million need no more memory
-    than one.
+    A request is taken from `arrivals` when the previous one has arrived, so a million requests need no more
+    memory than one.
     """
     upcoming = iter(arrivals)
 
@@ -63,10 +66,10 @@ def arrive(
 class Simulation:
     """A service's pool, scheduler and K/V manager with a simulated engine, on one virtual clock.
 
-    Schedule events with `add_at`, `add_each` and `end_at`, then `run`. `deliveries` collects what users would
-    see, `refused` the requests that the pool rejected, each with the error, and `timeline` every record. With
-    `max_records` the timeline keeps only that many and deliveries are dropped: observe the timeline for the
-    figures of a long run.
+    Schedule events with `add_at`, `add_each` and `end_at`, then `run`. `deliveries` collects the tokens and
+    ends that users would see, `refused` the rejected requests with their errors, and `timeline` every record.
+    With `max_records` the timeline keeps only that many records and deliveries are dropped: observe the
+    timeline for the figures of a long run.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Simulation:
             on_arrival=self.timeline.arrived,
             queue=waiting_queue(config.scheduling),
             clock=self.clock.now,
-            on_deliveries=self.deliveries.extend if max_records is None else _not_kept,
+            on_deliveries=self.deliveries.extend if max_records is None else lambda _: None,
         )
         self.engine = SimulatedEngine(
             self.clock, n_workers=n_workers, duration=duration, places=places, token=token
@@ -99,8 +102,8 @@ class Simulation:
         self.kv = KVManager(
             n_blocks=config.n_blocks,
             block_size=config.block_size,
-            # A request is admitted only together with all earlier ones that may run, and every other request
-            # that holds a row is in a batch in flight, so one row for each place of these batches suffices.
+            # One row for each place of the batches in flight suffices: a request is admitted only together
+            # with all earlier ones that may run, and all other requests with a row are in flight.
             n_rows=(n_workers + config.overlap) * config.max_batch_size,
             max_blocks_per_row=config.n_blocks,
             prefix_caching=config.scheduling.prefix_caching,
@@ -136,5 +139,29 @@ class Simulation:
             self.refused.append((request, error))
 
 
-def _not_kept(_: Sequence[Delivery]) -> None:
-    pass
+def simulated_replay(recording: Recording) -> ReplayReport:
+    """Repeat a recording's schedule on a simulated engine that returns the recorded tokens.
+
+    It needs no model, weights or device. Raises BadRecording.
+    """
+    try:
+        serving = recorded_serving(recording)
+        n_workers = recording.header["n_workers"]
+        n_positions = recording.header["n_positions"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadRecording(f"the recording's first line lacks the engine's sizes: {error!r}") from error
+    kv = KVManager(
+        n_blocks=serving.n_blocks,
+        block_size=serving.block_size,
+        n_rows=n_rows(serving.max_batch_size, n_workers=n_workers),
+        max_blocks_per_row=-(-n_positions // serving.block_size),
+        prefix_caching=serving.scheduling.prefix_caching,
+    )
+
+    def token(request: Request, index: int) -> int:
+        """The recorded token, because the prefix cache finds outputs by their tokens."""
+        end = recording.ends.get(request.arrival)
+        return end.output_ids[index] if end is not None and index < len(end.output_ids) else 0
+
+    engine = SimulatedEngine(VirtualClock(), n_workers=n_workers, token=token)
+    return Replay(recording, engine, kv, config=serving, compares_outputs=False).run()

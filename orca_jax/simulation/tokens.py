@@ -27,7 +27,7 @@ def token_of(hidden: int, seed: int, index: int, vocab_size: int) -> int:
 
 
 def _is_allowed(token_id: int, digest: int) -> bool:
-    """Whether a SimulatedConstraint allows a token after a prefix; it allows two thirds of all tokens."""
+    """Whether a SimulatedConstraint allows a token after a prefix; it allows two of three tokens."""
     return (token_id + digest) % 3 != 0
 
 
@@ -47,7 +47,7 @@ class SimulatedConstraint:
     def allowed(
         self, prompt_ids: Sequence[int], output_ids: Sequence[int], into: npt.NDArray[np.int32]
     ) -> None:
-        """Fill in the mask words."""
+        """Write the mask of allowed tokens."""
         digest = _digest((*prompt_ids, *output_ids))
         into[:] = words_of([t for t in range(self._vocab_size) if _is_allowed(t, digest)], self._vocab_size)
 

@@ -1,7 +1,7 @@
 """Simulated workers on a virtual clock, with real controllers; they fail on request.
 
-The devices compute tokens from their simulated caches, so lost keys and values, or another request's, give
-wrong tokens.
+The devices compute tokens from simulated caches, so that lost keys and values, or those of another request,
+give wrong tokens.
 """
 
 import math
@@ -25,9 +25,9 @@ from orca_jax.simulation.tokens import prefix_digest, through_stage, token_of
 from orca_jax.workers.controller import Controller
 from orca_jax.workers.loss_cause import ProcessState
 
-_LOST = 777_777  # read from a cache slot that was never written
+_LOST = 777_777  # the value of a cache slot that was never written
 CRASHED, KILLED = -signal.SIGSEGV, -signal.SIGKILL  # statuses of processes, as in ProcessState
-HIDDEN_BYTES = 4  # of one row's hidden state on the link
+HIDDEN_BYTES = 4  # bytes of one row's hidden state on the link
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +36,12 @@ class Timing:
 
     line: float = 0.002
     link: float = 0.001
-    iteration: float = 0.1  # one stage's part
-    caches: float = 0.05  # to make new caches
-    programs: float = 0.0  # to compile programs, once per process
-    restart: float = 1.0  # from a process's end to the next one's start
-    turn: float = 0.0  # of the engine master, each time
-    pulls_hang: bool = False  # a device that waits for a lost neighbour hangs forever
+    iteration: float = 0.1  # one stage's part of an iteration
+    caches: float = 0.05  # making new caches
+    programs: float = 0.0  # compiling programs, once per process
+    restart: float = 1.0  # from the end of a process to the start of the next one
+    turn: float = 0.0  # each turn of the engine master
+    pulls_hang: bool = False  # whether a device that waits for a lost neighbour hangs forever
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Poison:
     stage: int
     token_index: int | None = None
     probability: float = 0.0
-    noticed: bool = True  # the master notices at once; otherwise by a deadline
+    noticed: bool = True  # whether the master notices at once, and not only by a deadline
     status: int = CRASHED
 
     def strikes(self, stage: int, token_index: int, rng: random.Random) -> bool:
@@ -69,14 +69,14 @@ class SimulatedStageDevice:
     """A stage's device: runs each iteration in order once the previous stage has sent its hidden states."""
 
     def __init__(self, stage: "SimulatedStage") -> None:
-        self.hangs = False  # it never finishes anything again
-        self.fails_next = False  # its next iteration fails
+        self.hangs = False  # whether it never finishes anything again
+        self.fails_next = False  # whether its next iteration fails
         self._stage = stage
         self._shape: EngineShape
         self._epoch = 0
         self._programs_at = math.inf  # when the programs are compiled
         self._cache: dict[int, int] = {}  # by slot
-        self._last_token: dict[int, int] = {}  # by row; on the last stage
+        self._last_token: dict[int, int] = {}  # by row, on the last stage
         self._queue: deque[tuple[int, ControlMessage]] = deque()
         self._arrived: dict[tuple[int, int], list[int]] = {}  # hidden states by epoch and iteration
         self._words: dict[int, npt.NDArray[np.int32]] = {}  # by iteration of this epoch
@@ -98,7 +98,12 @@ class SimulatedStageDevice:
         now, timing = self._stage.clock.now(), self._stage.timing
         self._programs_at = min(self._programs_at, now + timing.programs)
         seconds = max(0.0, self._programs_at - now)
-        self._stage.later(seconds + timing.caches, lambda: self._started(epoch))
+
+        def started() -> None:
+            if not self.hangs and epoch == self._epoch:
+                self._stage.controller.started(epoch)
+
+        self._stage.later(seconds + timing.caches, started)
         return seconds > 0
 
     def allow(self, epoch: int, iteration: int, words: npt.NDArray[np.int32]) -> None:
@@ -118,10 +123,6 @@ class SimulatedStageDevice:
         if epoch >= self._epoch:
             self._arrived[epoch, iteration] = hidden
             self._continue()
-
-    def _started(self, epoch: int) -> None:
-        if not self.hangs and epoch == self._epoch:
-            self._stage.controller.started(epoch)
 
     def _continue(self) -> None:
         if self._busy or not self._queue:
@@ -171,8 +172,8 @@ class SimulatedStageDevice:
             return
         vocab_size = self._shape.vocab_size
         words = self._words.pop(iteration).reshape(len(rows), -1)
-        for i, own in zip(rows, words, strict=True):
-            bits = np.unpackbits(own.view(np.uint8), bitorder="little")
+        for i, mask in zip(rows, words, strict=True):
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
             while not bits[tokens[i]]:
                 tokens[i] = (tokens[i] + 1) % vocab_size
 
@@ -206,7 +207,7 @@ class SimulatedStageDevice:
 class SimulatedStage:
     """A worker process: a controller and its device, which die, stop, lie and restart on request.
 
-    If it `moves`, each new process has another address.
+    With `moves`, each new process has another address.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class SimulatedStage:
         )
 
     def forget_states(self) -> None:
-        """The stage is ready: what its processes went through before does not matter any more."""
+        """Forget how earlier processes ended, because the stage is ready."""
         self.states.clear()
 
     def die(
@@ -318,7 +319,7 @@ class SimulatedStage:
         self._do(lambda: self.controller.take(data))
 
     def send_hidden(self, epoch: int, iteration: int, hidden: list[int]) -> None:
-        """Send hidden states over the link to the process that the next stage has when they arrive."""
+        """Send hidden states over the link, to the process that the next stage has when they arrive."""
         following = self.next
         assert following is not None
         at = self.clock.now() + self.timing.link
@@ -362,10 +363,7 @@ class SimulatedStage:
             self._backlog.append(action)
             return
         action()
-        self._watch()
-
-    def _watch(self) -> None:
-        """Schedule a check at the worker's own deadline; a process past it exits."""
+        # Schedule a check at the worker's deadline: a process past it exits.
         deadline = self.controller.deadline()
         if self.alive and deadline < self._check_at:
             self._check_at = deadline

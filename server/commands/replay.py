@@ -10,7 +10,7 @@ from orca_jax.model_files.found_model import check_model
 from orca_jax.planning.known_devices import MEMORY_FRACTION
 from orca_jax.service.recording import Recording, read_recording
 from orca_jax.service.replay import ReplayReport
-from orca_jax.simulation.simulated_replay import simulated_replay
+from orca_jax.simulation.simulation import simulated_replay
 from orca_jax.workers.environment import hold_memory
 from server.commands.notes import Notes
 from server.errors import UsageError

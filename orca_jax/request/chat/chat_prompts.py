@@ -1,4 +1,4 @@
-"""Conversations as prompts of one model, for those who hold the model: `LLM.chat` and the commands."""
+"""Conversations as prompts of one model, for `LLM.chat` and the commands."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from orca_jax.request.tokenizer import Tokenizer
 class ChatPrompts:
     """A model's name, tokenizer and chat templates, and the directory of its tokenizer's files.
 
-    `advice` is what the user of a model without templates should do.
+    `advice` tells the user of a model without templates what to do.
     """
 
     model: str
@@ -27,10 +27,10 @@ class ChatPrompts:
     advice: str = "give one as chat_template, or prompts instead of messages"
 
     def template(self, given: str | Path | None = None, *, has_tools: bool = False) -> ChatTemplate:
-        """The template that is `given` (its text, a file, or the name of one of the model's), or the model's.
+        """The `given` template (a text, a file, or the name of one of the model's), or the model's choice.
 
-        Raises NotSupported if there is none, or if there are tools and it does not show them to the model;
-        UnknownTemplate for a name; CorruptFile for a template that is not valid.
+        Raises NotSupported if there is none, or if it does not show tools to the model although there are
+        some; UnknownTemplate for an unknown name; CorruptFile for an invalid template.
         """
         if self.has_encoder:
             message = f"{self.model} has an encoder, which reads one text; give prompts instead of messages"
@@ -50,7 +50,7 @@ class ChatPrompts:
         return template
 
     def token_ids(self, text: str) -> list[int]:
-        """The tokens of a prompt's text, as a template writes it: with the special tokens."""
+        """The tokens of a text rendered by a template, which contains the special tokens."""
         assert self.tokenizer is not None, "it has a template"
         return self.tokenizer.encode(text, add_special_tokens=False)
 
@@ -89,7 +89,7 @@ class ChatPrompts:
 
 
 def _listed(messages: Any) -> list[list[Any]]:
-    """Conversations, from one or several. Raises InvalidRequest."""
+    """A list of conversations, from one or several. Raises InvalidRequest."""
     if not isinstance(messages, list | tuple):
         text = f"messages is {type(messages).__name__}; it must be a list of messages, or of conversations"
         raise InvalidRequest(text, param="messages")

@@ -15,10 +15,10 @@ MAX_SOURCE = 1_000_000  # characters of a template, and bytes of its file
 MAX_OUTPUT = 4_000_000  # characters
 MAX_SECONDS = 2.0
 
-# Names of a message's reasoning. Templates read the first; the others are older names for it.
+# The names of a message's reasoning. Templates read the first; the others are older names.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# Appended to the message to be continued, to find its end in the output. Templates that trim messages drop
-# the space.
+# Appended to the message to be continued, to find the message's end in the output. Templates that trim
+# messages drop the space.
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
 _RESERVED = (*_FIELDS, "continue_final_message", "chat_template")
@@ -50,7 +50,7 @@ class Templates(Protocol):
 
     @property
     def sources(self) -> Sequence[str]:
-        """Their texts."""
+        """The texts of all templates."""
         ...
 
     def choose(self, name: str | None = None, *, has_tools: bool = False) -> "ChatTemplate":
@@ -58,7 +58,7 @@ class Templates(Protocol):
         ...
 
     def read_ahead(self) -> None:
-        """Find how they read conversations now, so that no request waits for it."""
+        """Find now how the templates read conversations, so that no request waits for it."""
         ...
 
 
@@ -102,7 +102,7 @@ class ChatTemplate:
 
     @property
     def sources(self) -> Sequence[str]:
-        """Its text alone."""
+        """The text of this template."""
         return [self._source]
 
     def reads(self, variable: str) -> bool:
@@ -110,9 +110,9 @@ class ChatTemplate:
         return variable in self._reads
 
     def reading(self, *, has_tools: bool) -> TemplateReading:
-        """The form in which it reads conversations with or without tools whole.
+        """The form in which the template shows the whole of a conversation, with or without tools.
 
-        Found by rendering small ones when it is first asked for, in at most `max_seconds`.
+        The first call finds it by rendering small conversations, in at most `max_seconds`.
         """
         known = self._readings.get(has_tools)
         if known is None:
@@ -126,13 +126,13 @@ class ChatTemplate:
         return known
 
     def read_ahead(self) -> None:
-        """Find how it reads conversations now, so that no request waits for it."""
+        """Find now how the template reads conversations, so that no request waits for it."""
         self.reading(has_tools=False)
         if self.reads("tools"):
             self.reading(has_tools=True)
 
     def choose(self, name: str | None = None, *, has_tools: bool = False) -> "ChatTemplate":
-        """This template, which is the only one. Raises UnknownTemplate for another name than `default`."""
+        """This template. Raises UnknownTemplate for a name other than `default`."""
         if name not in (None, "default"):
             raise UnknownTemplate(_no_template(name, ["default"]))
         return self
@@ -151,15 +151,13 @@ class ChatTemplate:
 
         With `add_generation_prompt` the text ends with the start of the model's reply; with
         `continue_final_message` it ends with the last message's content, which the model continues.
-        `variables` are further ones of the template's own. Raises BadConversation and BadTemplateVariable.
+        `variables` are further variables of the template. Raises BadConversation and BadTemplateVariable.
         """
         self._check_variables(variables or {})
         if not messages:
             raise BadConversation("messages is an empty list; give at least one message")
         conversation = [_with_reasoning(message) for message in messages]
-        final = ""
-        if continue_final_message:
-            final = _mark(conversation)
+        final = _mark(conversation) if continue_final_message else ""
         values = self._values(conversation, tools) | {
             **(variables or {}),
             "documents": None if documents is None else list(documents),
@@ -214,7 +212,7 @@ class NamedTemplates:
 
     @property
     def sources(self) -> Sequence[str]:
-        """The texts of all."""
+        """The texts of all templates."""
         return [source for template in self._templates.values() for source in template.sources]
 
     def read_ahead(self) -> None:
@@ -238,7 +236,7 @@ def _no_template(name: str | None, known: Sequence[str]) -> str:
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
-    """A copy without null fields but content, whose reasoning has every name that templates read it by."""
+    """A copy without null fields other than content, with the reasoning under each name in use."""
     copy = {key: value for key, value in message.items() if value is not None or key == "content"}
     reasoning = next((copy[name] for name in _REASONING if name in copy), None)
     if reasoning is not None:

@@ -53,7 +53,7 @@ def prompt_text(
 
 
 def left_out(templates: Templates) -> str | None:
-    """A note on what the model's template leaves out of a conversation with tools; None for nothing."""
+    """Describe what the model's template leaves out of a conversation with tools; None for nothing."""
     try:
         template = templates.choose(None, has_tools=True)
     except UnknownTemplate:
@@ -61,27 +61,20 @@ def left_out(templates: Templates) -> str | None:
     if not template.reads("tools"):
         return None
     reading = template.reading(has_tools=True)
-    hidden = [
-        what
-        for what, is_hidden in (
-            ("the calls of earlier replies", reading.hides_calls),
-            ("the results of tools", reading.hides_results),
-        )
-        if is_hidden
-    ]
+    hidden = ["the calls of earlier replies"] * reading.hides_calls
+    hidden += ["the results of tools"] * reading.hides_results
     return f"the chat template shows tools to the model, but not {' and '.join(hidden)}" if hidden else None
 
 
 def reads_effort(template: ChatTemplate, effort: str) -> bool:
-    """Whether `prompt_text` takes this effort: "none" is always taken."""
+    """Whether `prompt_text` accepts this effort; "none" is always accepted."""
     return effort == "none" or template.reads("reasoning_effort")
 
 
 def _effort(template: ChatTemplate, effort: str | None) -> dict[str, Any]:
-    """The template's variables for this effort: of its own name, or for "none" the one that turns reasoning
-    off.
+    """The template's variables for this effort: `reasoning_effort`, or for "none" a switch of reasoning.
 
-    Raises NotSupported if there is none, but a model without reasoning makes no effort anyway.
+    Raises NotSupported if the template has neither, except for "none", since it then has no reasoning.
     """
     if effort is None:
         return {}
@@ -137,7 +130,7 @@ def _check_call(call: Any, path: str) -> None:
 
 
 def _check_shown(message: Message, path: str, reading: TemplateReading) -> None:
-    """Raise NotSupported for what the template would leave out of the prompt without a word."""
+    """Raise NotSupported for a message that the template would silently leave out of the prompt."""
     if message["role"] == "tool" and reading.hides_results:
         text = f"{path}: the model's chat template leaves messages of the role tool out of the prompt; send "
         raise NotSupported(f"{text}the result in a message of the role user", param=path)

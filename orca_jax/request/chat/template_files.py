@@ -1,4 +1,4 @@
-"""Where a model's chat templates come from: its checkpoint's files, or a file of the operator's."""
+"""Loads a model's chat templates from its checkpoint, or from a file of the operator's."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def load_chat_template(directory: Path | None, file: Path | None) -> Templates |
 
 
 def template_from(given: str | Path, directory: Path | None) -> ChatTemplate:
-    """The template in a file, or of this text, for a tokenizer's `directory`. Raises CorruptFile."""
+    """A template from a file or a text, with the special tokens in `directory`. Raises CorruptFile."""
     tokens = {} if directory is None else read_tokenizer_config(directory).special_tokens
     if isinstance(given, str):
         return ChatTemplate(given, special_tokens=tokens)
@@ -54,8 +54,8 @@ def _template_files(directory: Path) -> dict[str, Path]:
             f"{directory} has {len(files)} additional chat templates; {_MAX_TEMPLATES} are allowed"
         )
     named = {path.stem: path for path in files}
-    own = directory / "chat_template.jinja"
-    return {_DEFAULT: own, **named} if own.exists() else named
+    default = directory / "chat_template.jinja"
+    return {_DEFAULT: default, **named} if default.exists() else named
 
 
 def _named(value: object, path: Path) -> dict[str, str]:

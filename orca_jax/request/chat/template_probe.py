@@ -18,7 +18,7 @@ from orca_jax.request.chat.template_reading import (
     fitted_tools,
 )
 
-# Texts that no template contains or changes, and no part of one another.
+# Texts that no template contains or changes, and of which none contains another.
 _SYSTEM, _MORE, _USER, _REPLY, _LAST = ("zq1system", "zq2more", "zq3user", "zq4reply", "zq5last")
 _RESULT, _OTHER_RESULT, _SAID = ("zq6result", "zq7result", "zq8said")
 _CALLED, _ALSO_CALLED, _KEY, _VALUE = ("zq9called", "zq0called", "zqkey", "zqvalue")
@@ -49,10 +49,11 @@ Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str]
 
 
 def probe(render: Render, *, has_tools: bool, names_developer: bool) -> TemplateReading:
-    """The form in which the template reads conversations whole, with or without tools.
+    """Find the form in which the template shows the whole of a conversation, with or without tools.
 
-    `render` raises InvalidRequest for messages that the template refuses. A form stays as it is by default if
-    the template takes it, and also if it takes no other. `names_developer`: its source has the word.
+    `render` raises InvalidRequest for messages that the template refuses. Each field of the form keeps its
+    default if the template accepts that, or accepts no other value. `names_developer`: the source contains
+    that word.
     """
     return _Probe(render, has_tools=has_tools).reading(names_developer=names_developer)
 
@@ -130,7 +131,7 @@ class _Probe:
         return _history(**changes)[: self._history_length]
 
     def _call_form(self, known: TemplateReading) -> TemplateReading | None:
-        """The form in which a call is shown whole, if there is one."""
+        """The form in which the template shows the whole of a call; None if there is none."""
         null: NullContent
         for names_results, null in itertools.product((False, True), _NULLS):
             form = replace(known, null=null, names_results=names_results)
@@ -138,7 +139,7 @@ class _Probe:
             as_object = self._call_shown(replace(form, arguments="object"), _KEY, _VALUE)
             if as_text is None and as_object is None:
                 continue
-            # Where both are shown, but not alike, the object is in the model's form and the text as it came.
+            # If both are shown but differ, the object is in the model's form, and the text as it came.
             arguments: Arguments = "object" if as_text is None else "text"
             if as_text is not None and as_object is not None:
                 arguments = "either" if as_text == as_object else "object"
@@ -149,7 +150,7 @@ class _Probe:
         return None
 
     def _call_shown(self, form: TemplateReading, *texts: str) -> str | None:
-        """The text if it has the call, as JSON or in the model's form, and not as Python's objects."""
+        """The rendered text if it shows the call as JSON or in the model's form, not as Python objects."""
         out = self._out(self._history(), form)
         if out is None or self._says_none(out, form) or f"{{'{_KEY}'" in out:
             return None
@@ -159,7 +160,7 @@ class _Probe:
         return out.count("None") > (self._out([_user()], form) or "").count("None")
 
     def _merit(self, form: TemplateReading) -> tuple[bool, bool, bool]:
-        """How well a form fits a template that shows no call whole."""
+        """Rank a form for a template that never shows the whole of a call."""
         out = self._out(self._history(), form)
         return out is not None, _CALLED in (out or ""), out is not None and not self._says_none(out, form)
 
@@ -224,9 +225,9 @@ class _Probe:
     def _takes_list(
         self, sample: list[dict[str, Any]], i: int, known: TemplateReading, *, needs: bool
     ) -> bool | None:
-        """Whether of three parts each is shown, in order, and none as the source text of an object.
+        """Whether three parts are all shown, in order, and none as the source text of an object.
 
-        None if the template does not show the text of this message anyway. `needs`: it shows lists alone.
+        None if the template never shows this message's text. `needs`: it shows only lists.
         """
         text = sample[i]["content"]
         as_text = (self._raw(sample, known, i, [text]) if needs else self._out(sample, known)) or ""
@@ -246,7 +247,7 @@ class _Probe:
     def _raw(
         self, sample: list[dict[str, Any]], known: TemplateReading, i: int, parts: Sequence[str]
     ) -> str | None:
-        """The text with these parts as the content of a message, which the others' form leaves alone."""
+        """The rendered text with these parts as the content of message `i`, unchanged by `fitted`."""
         content = [{"type": "text", "text": part} for part in parts]
         role = sample[i]["role"]
         if len(parts) == 1:
@@ -289,7 +290,7 @@ def _call(name: str, call_id: str, arguments: str = _ARGUMENTS) -> dict[str, Any
 def _history(
     *, content: str | None = None, arguments: str = _ARGUMENTS, call_id: str = _IDS[0]
 ) -> list[dict[str, Any]]:
-    """A conversation with a call, its result, and two messages after it."""
+    """A conversation with a call and its result, followed by two messages."""
     return [
         _user(),
         _message("assistant", content, tool_calls=[_call(_CALLED, call_id, arguments)]),

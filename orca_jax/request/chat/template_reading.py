@@ -1,8 +1,8 @@
-"""How a chat template reads a conversation, and the messages in the form it reads whole.
+"""The form in which a chat template shows the whole of a conversation, and messages fitted to it.
 
-Templates differ in what they take: content as a text or as a list of parts, no content as null or absent,
-arguments of tool calls as an object or as text. Given another form they fail, or leave text out without a
-word. template_probe.py finds each template's form by rendering small conversations.
+Templates differ in what they accept: content as a text or a list of parts, missing content as null or absent,
+arguments of tool calls as an object or a text. Given another form they fail, or silently leave out text.
+template_probe.py finds each template's form by rendering small conversations.
 """
 
 import hashlib
@@ -30,18 +30,18 @@ ToolGap = Literal["description", "parameters", "properties", "properties' descri
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateReading:
-    """The form in which a template reads messages whole. The defaults leave a conversation as it came.
+    """The form in which a template shows whole messages. The defaults leave a conversation as it came.
 
-    `lists` are the roles whose content may have several parts, `only_lists` those whose content is a list,
-    even of one part.
-    `null` is the content of a message that has only tool calls. `arguments` of tool calls are an object, or
-    its text, or either; arguments that are no object stay a text where `text_for_object`. `calls_alone`: text
-    beside calls hides them, so it gets a message of its own. `one_call`: a message shows only its first call.
-    `short_ids`: ids of calls have nine letters and digits, as Mistral's. `names_results`: results of tools
-    have the tool's name. Without `knows_developer` that role is `system`. `systems`: each system message is
-    shown where it stands; or only when the leading ones, or all, are one; or none is, and a user's message
-    has its text, as it does with `system_in_user` where the last message is not a user's. `one_user`: users'
-    messages without a reply between them become one. `tool_gaps` are the fields that every tool must have.
+    `lists` are the roles whose content may have several parts, `only_lists` the roles whose content must be a
+    list, even of one part. `null` is the content of a message that has only tool calls. `arguments` of tool
+    calls are an object, its text, or either; with `text_for_object`, arguments that are no object stay a
+    text. `calls_alone`: text in a message hides its calls, so it gets a separate message. `one_call`: a
+    message shows only its first call. `short_ids`: ids of calls have nine letters and digits, as Mistral's.
+    `names_results`: results of tools have the tool's name. Without `knows_developer` that role becomes
+    `system`. `systems`: the template shows "each" system message in its place; or needs the "leading" ones,
+    or "all", merged into one; or shows none, so that a "user" message gets their text. `system_in_user` does
+    the latter where the last message is not a user's. `one_user`: users' messages without a reply between
+    them become one. `tool_gaps` are the fields that every tool must have.
 
     A template with `hides_calls` shows no tool calls, and one with `hides_results` no results of tools.
     """
@@ -65,9 +65,9 @@ class TemplateReading:
 
 
 def fitted(messages: Sequence[Message], reading: TemplateReading) -> list[JSONObject]:
-    """The messages in the form that the template reads. No text is lost.
+    """The messages in the form that the template shows whole. No text is lost.
 
-    Null fields are left out, but for the content of messages that have only tool calls.
+    Null fields are left out, except the content of messages that have only tool calls.
     """
     fit = [_without_nulls(message) for message in messages]
     if not reading.knows_developer:
@@ -141,7 +141,7 @@ def _joined(messages: Sequence[Message]) -> str:
 
 
 def _with_calls(messages: list[JSONObject], reading: TemplateReading) -> list[JSONObject]:
-    """The messages with their tool calls, and the results of these, as the template reads them."""
+    """Fit tool calls and their results to the template."""
     fit = list[JSONObject]()
     names = dict[str, str]()  # of the called tools, by id
     at = 0
@@ -174,7 +174,7 @@ def _with_calls(messages: list[JSONObject], reading: TemplateReading) -> list[JS
 
 
 def _one_by_one(message: JSONObject, calls: list[JSONObject], results: list[JSONObject]) -> list[JSONObject]:
-    """A message for each call, with the call's results after it. Results of no call are last."""
+    """A message for each call, followed by the call's results. Results without a call come last."""
     results_of = dict[Any, list[JSONObject]]()
     for result in results:
         results_of.setdefault(result.get("tool_call_id"), []).append(result)
@@ -209,7 +209,7 @@ def _arguments(function: Message, reading: TemplateReading) -> Any:
             return given
         try:
             parsed = json.loads(given)
-        except (ValueError, RecursionError):  # the reply ended within the call
+        except (ValueError, RecursionError):  # as when a reply was cut off within the call
             parsed = None
         if isinstance(parsed, dict):
             return parsed

@@ -17,7 +17,7 @@ _TICK = "each step"  # a context variable; templates cannot reach it, because it
 
 
 class Refusal(jinja2.TemplateError):
-    """Raised by a template on purpose, or because it exceeded a limit."""
+    """The template refused the messages, or exceeded a limit."""
 
 
 class Compiled(NamedTuple):
@@ -33,7 +33,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
         self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
+        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         self.filters["tojson"] = _to_json
         self.filters["in_steps"] = _in_steps
 
@@ -86,10 +86,6 @@ def _in_steps(context: Context, items: Iterable[Any]) -> Iterator[Any]:
 
 def _raise_exception(message: object) -> NoReturn:
     raise Refusal(str(message))
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _to_json(

@@ -16,10 +16,10 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfferedTool:
-    """A function. `parameters` is the JSON schema of its arguments, None if it has none.
+    """A function that the model may call. `parameters` is the JSON schema of its arguments, or None.
 
-    With `strict` its schema is always enforced. Without, a reply that need not call it may do without the
-    schema if no grammar can be made of it: then its arguments are any JSON object.
+    With `strict` the schema is always enforced. Otherwise, if no grammar can be made of the schema and the
+    reply need not call the function, its arguments are any JSON object.
     """
 
     name: str
@@ -28,7 +28,7 @@ class OfferedTool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema that arguments follow. Unless it speaks of further properties it has none."""
+        """The schema of the arguments. It forbids further properties unless it mentions them."""
         if self.parameters is None:
             return {**_ANY_OBJECT, "additionalProperties": False}
         schema = {**_ANY_OBJECT, **self.parameters}
@@ -38,7 +38,7 @@ class OfferedTool:
 
     @property
     def loose_schema(self) -> dict[str, Any]:
-        """That of any arguments, unless it is `strict`."""
+        """The schema of any object; for a `strict` tool its `schema`."""
         return self.schema if self.strict else _ANY_OBJECT
 
     @property
@@ -47,16 +47,14 @@ class OfferedTool:
         return 0 if self.parameters is None else len(json.dumps(self.parameters))
 
 
-# What may name further properties.
+# Keywords that may allow or name further properties.
 _MORE = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
 _MORE |= {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolWish:
-    """The `tools` that may be called; with `must_call` the reply is a call, and with `parallel` there may be
-    more than one.
-    """
+    """The tools that a reply may call: with `must_call` at least one, with `parallel` several."""
 
     tools: Sequence[OfferedTool] = field(default_factory=tuple[OfferedTool, ...])
     must_call: bool = False
@@ -72,7 +70,7 @@ NO_TOOLS = ToolWish()
 
 
 def check_tools(tools: Sequence[Any], paths: Sequence[str] | None = None) -> list[OfferedTool]:
-    """The tools of a request, which stand at these paths in it, by default in a list `tools`.
+    """Check the tools of a request. `paths` are their places in it; by default a list `tools`.
 
     Raises InvalidRequest, which names the field at fault.
     """
@@ -101,7 +99,9 @@ def _tool(tool: Mapping[str, Any], path: str) -> OfferedTool:
     parts: Mapping[str, Any] = function if isinstance(function, Mapping) else {}
     name, parameters, strict = parts.get("name"), parts.get("parameters"), parts.get("strict")
     is_name = isinstance(name, str) and _NAME.fullmatch(name) is not None
-    is_schema = isinstance(parameters, Mapping | None) and _is_of_objects(parameters)
+    is_schema = parameters is None
+    if isinstance(parameters, Mapping):
+        is_schema = parameters.get("type", "object") == "object"
     for name_of_field, value, is_valid, rule in (
         ("type", tool.get("type"), tool.get("type") == "function", "'function'"),
         ("function", function, isinstance(function, Mapping), "an object with a name"),
@@ -119,7 +119,3 @@ def _tool(tool: Mapping[str, Any], path: str) -> OfferedTool:
             message = f"{path}.{name_of_field} is {shown(value)}; it must be {rule}"
             raise InvalidRequest(message, param=f"{path}.{name_of_field}")
     return OfferedTool(name=parts["name"], parameters=parameters, strict=strict is True)
-
-
-def _is_of_objects(schema: Mapping[str, Any] | None) -> bool:
-    return schema is None or schema.get("type", "object") == "object"

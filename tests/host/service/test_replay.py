@@ -28,7 +28,7 @@ from orca_jax.service.recording import Recording, read_recording
 from orca_jax.service.replay import Replay
 from orca_jax.service.scores import given_output
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, hashed_token
-from orca_jax.simulation.simulated_replay import simulated_replay
+from orca_jax.simulation.simulation import simulated_replay
 from tests.host.engines import CONFIG, MODEL, SOON, PacedEngine, counting
 
 SERVING = replace(CONFIG, n_slots=160, scheduling=SchedulingConfig(prefill_tokens=16))

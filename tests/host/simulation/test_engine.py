@@ -13,7 +13,7 @@ from orca_jax.request.request import FinishReason, Request, RequestState, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import admissible
 from orca_jax.scheduling.engine_protocol import Returned
-from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, cost_model_duration
+from orca_jax.simulation.engine import SimulatedEngine, VirtualClock
 from orca_jax.simulation.simulation import Simulation
 from tests.gpt_config import gpt_config
 
@@ -195,13 +195,6 @@ def test_the_same_request_gets_the_same_tokens_in_every_simulation():
     assert len({tuple(ids) for ids in tokens(1, 1).values()}) == 5
 
 
-def test_the_cost_model_gives_the_duration():
-    device = Device(bandwidth=1e9, matrix_rate=1e10)
-    shape = IterationShape([1, 3], [6, 3])
-    expected = floor(operations(MODEL, shape, weight_bytes=4, kv_bytes=2), device)
-    assert cost_model_duration(MODEL, device, weight_bytes=4, kv_bytes=2)(shape) == expected > 0
-
-
 # A whole serving.
 
 
@@ -276,7 +269,10 @@ def test_what_the_pool_refuses_is_kept_with_its_error():
 def test_a_thousand_requests_on_a_cost_model_play_in_moments():
     config = ServingConfig(max_batch_size=8, n_slots=400, block_size=8, max_batch_tokens=64)
     device = Device(bandwidth=1e9, matrix_rate=1e10)
-    duration = cost_model_duration(MODEL, device, weight_bytes=4, kv_bytes=4)
+
+    def duration(shape: IterationShape) -> float:
+        return floor(operations(MODEL, shape, weight_bytes=4, kv_bytes=4), device)
+
     simulation = Simulation(
         config, n_workers=2, duration=duration, check=partial(admissible, config=config, model=MODEL)
     )
