@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from orca_jax.request.request import Request, Row
-from orca_jax.scheduling.cache_kinds import slots_to_reserve
+from orca_jax.scheduling.cache_kinds import fixed_blocks, slots_to_reserve
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_lookup import reserve_sharing
 
@@ -28,7 +28,7 @@ def allocate(
 
     if kv.prefixes is None:
         for req in new:
-            req.row = kv.reserve(n_tokens(req), len(req.encoder_ids))
+            req.row = kv.reserve(n_tokens(req), fixed_blocks(req, kv.block_size))
     else:
         reserve_sharing(new, map(n_tokens, new), cached, kv)
     for req in new:

@@ -22,8 +22,8 @@ class Blocks:
     each row, which distinguishes successive requests in the same row. `slots_of` has the number of slots that
     each row holds, 0 for a free one. Its extra last entry is always 0: requests that wait have row -1.
 
-    With an encoder, a row begins with `encoder_blocks` blocks for the keys and values that cross attention
-    reads, at most `max_encoder_blocks`, in addition to its tokens' blocks; `slots_of` does not count them.
+    A row begins with `encoder_blocks` fixed blocks, at most `max_encoder_blocks`, in addition to its tokens'
+    blocks; `slots_of` does not count them. Now they hold what cross attention reads of an encoder.
 
     With `prefix_caching`, `prefixes` keeps full blocks after the request that computed them has ended, until
     they are evicted. `n_promised` counts free blocks that are promised to running beam searches.

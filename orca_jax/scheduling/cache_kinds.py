@@ -13,7 +13,9 @@ from orca_jax.scheduling.beam_blocks import most_blocks
 
 
 class CacheKind(Protocol):
-    """How many blocks of one kind a request takes."""
+    """How many blocks of one kind a request takes. A `fixed` kind takes all of them at admission."""
+
+    fixed: bool
 
     def at_first(self, req: Request, block_size: int) -> int:
         """The blocks that a request takes when it is admitted on demand."""
@@ -30,6 +32,8 @@ class PagedTokens:
     Sliding-window layers use this kind too, and keep the blocks that have left their window.
     """
 
+    fixed = False
+
     def at_first(self, req: Request, block_size: int) -> int:
         return -(-req.n_tokens // block_size)
 
@@ -42,6 +46,8 @@ class PagedTokens:
 class EncoderInput:
     """Keys and values of the encoder's input, which cross attention reads, from admission to the end."""
 
+    fixed = True
+
     def at_first(self, req: Request, block_size: int) -> int:
         return -(-len(req.encoder_ids) // block_size)
 
@@ -49,6 +55,11 @@ class EncoderInput:
 
 
 KINDS: tuple[CacheKind, ...] = (EncoderInput(), PagedTokens())
+
+
+def fixed_blocks(req: Request, block_size: int) -> int:
+    """The blocks at the beginning of a request's row, which hold no tokens of the decoder."""
+    return sum(kind.most(req, block_size) for kind in KINDS if kind.fixed)
 
 
 def blocks_at_first(req: Request, block_size: int) -> int:

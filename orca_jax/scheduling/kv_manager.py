@@ -41,18 +41,17 @@ class KVManager(Blocks):
         holders = Counter(block for row in rows for block in self.beams.held(row).tolist())
         return sum(map(self.beams.promised, rows)) + self.n_freed(holders)
 
-    def reserve(self, max_tokens: int, n_encoder: int = 0) -> int:
-        """Allocate a row and blocks for `max_tokens` tokens and `n_encoder` encoder tokens; returns the row.
+    def reserve(self, max_tokens: int, n_fixed: int = 0) -> int:
+        """Allocate a row of `n_fixed` blocks, then blocks for `max_tokens` tokens; returns the row.
 
         The scheduler has checked that they are free (Algorithm 1, line 25).
         """
         self.check(0, self.n_blocks_for(max_tokens))
         row = self.start_row()
-        if n_encoder:
-            n = self.n_blocks_for(n_encoder)
-            assert n <= self.max_encoder_blocks, f"{n} blocks for an encoder, of {self.max_encoder_blocks}"
-            self.allocate(row, 0, n)
-            self.encoder_blocks[row] = n
+        if n_fixed:
+            assert n_fixed <= self.max_encoder_blocks, f"{n_fixed} fixed blocks, of {self.max_encoder_blocks}"
+            self.allocate(row, 0, n_fixed)
+            self.encoder_blocks[row] = n_fixed
         self.grow(row, max_tokens)
         return row
 

@@ -84,7 +84,7 @@ def test_a_prompt_that_continues_blocks_of_another_request(
     table, reserve, release = ran.kv.block_table, ran.kv.reserve, ran.kv.release
     own: list[int] = []
 
-    def reserve_sharing(max_tokens: int, n_encoder: int = 0) -> int:
+    def reserve_sharing(max_tokens: int, n_fixed: int = 0) -> int:
         row = reserve(max_tokens)
         own[:] = table[row, :n_shared_blocks].tolist()
         table[row, :n_shared_blocks] = table[a.row, :n_shared_blocks]

@@ -45,15 +45,15 @@ def _request(n_encoder: int, max_tokens: int = 5, arrival: int = 0) -> Request:
 
 def test_a_row_begins_with_the_encoder_s_blocks() -> None:
     kv = KVManager(n_blocks=9, block_size=4, n_rows=2, max_blocks_per_row=3, max_encoder_blocks=2)
-    row = kv.reserve(5, 6)
+    row = kv.reserve(5, 2)
     assert kv.block_table[row].tolist() == [0, 1, 2, 3, 0]
     assert (kv.encoder_blocks[row], kv.slots_of[row], kv.n_free_blocks) == (2, 8, 5)
     kv.grow(row, 9)
     assert kv.blocks_of(row).tolist() == [0, 1, 2, 3, 4]
     assert kv.n_released([row]) == kv.release(row) == 5
     assert (kv.encoder_blocks[row], kv.n_free_blocks) == (0, 9)
-    with pytest.raises(AssertionError, match="3 blocks for an encoder, of 2"):
-        kv.reserve(5, 9)
+    with pytest.raises(AssertionError, match="3 fixed blocks, of 2"):
+        kv.reserve(5, 3)
 
 
 def test_algorithm_1_reserves_and_counts_the_encoder_s_tokens() -> None:
