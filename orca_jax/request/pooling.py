@@ -1,4 +1,4 @@
-"""Embeddings: how the hidden states of a prompt become one vector, and which sizes it may have."""
+"""Embeddings: the pooling of a prompt's hidden states into one vector, and the sizes it may have."""
 
 from typing import Literal, cast, get_args
 

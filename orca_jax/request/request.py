@@ -55,7 +55,7 @@ class OutputSink(Protocol):
 
 
 class OutputConstraint(Protocol):
-    """Which tokens may come next in a request's output. For the scheduler's thread."""
+    """Restricts the next tokens of a request's output. For the scheduler's thread."""
 
     @property
     def failure(self) -> str | None:
@@ -103,7 +103,7 @@ class RowAnswer(NamedTuple):
 
 
 class RowKind:
-    """How a request enters iterations, and how it accepts the results. This class is the plain kind.
+    """A way for a request to enter iterations and to accept the results. This class is the plain kind.
 
     A plain request has one row per iteration: first chunks of its prompt, whose tokens the host knows, then
     its newest token, which may be only on the device. The row's last position gives logits, and one token

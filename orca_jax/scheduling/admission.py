@@ -191,16 +191,16 @@ class EncoderInputs:
     def _limit(self, encoder: Encoder, n_decoder: int) -> LengthLimit:
         """The limit on an encoder's input when the decoder needs room for `n_decoder` tokens."""
         block_size = self.config.block_size
-        n_left = self.config.n_blocks - -(-n_decoder // block_size)  # in whole blocks: the two share none
+        n_left = self.config.n_blocks - -(-n_decoder // block_size)  # the two share no block
         slots = f"n_slots are {self.config.n_slots}, and the decoder's {n_decoder} tokens need theirs"
-        n_beside, beside = 1, "max_batch_tokens, less the decoder's first token"
+        n_decoded, tokens = 1, "max_batch_tokens, less the decoder's first token"
         if not self.config.scheduling.chunked_prefill:
             # After the loss of a worker one iteration runs the encoder and all tokens except the last.
-            n_beside, beside = n_decoder - 1, "max_batch_tokens without chunked_prefill, less the decoder's"
+            n_decoded, tokens = n_decoder - 1, "max_batch_tokens without chunked_prefill, less the decoder's"
         limits = [
             LengthLimit(encoder.n_positions, "the encoder has no more positions"),
             LengthLimit(max(0, n_left) * block_size, slots),
-            LengthLimit(max(0, self.config.max_batch_tokens - n_beside), beside),
+            LengthLimit(max(0, self.config.max_batch_tokens - n_decoded), tokens),
         ]
         return min(limits)
 

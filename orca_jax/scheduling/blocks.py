@@ -77,11 +77,11 @@ class Blocks:
         return self.block_table[row, :n]
 
     def n_idle(self, blocks: Sequence[int]) -> int:
-        """How many of these cached blocks no row holds."""
+        """The number of these cached blocks that no row holds."""
         return sum(self._n_users[block] == 0 for block in blocks)
 
     def n_freed(self, n_holders: Mapping[int, int]) -> int:
-        """How many of these blocks are free once `n_holders[block]` requests have released each of them."""
+        """The number of these blocks that are free once `n_holders[block]` requests have released each."""
         if self.prefixes is None:
             return len(n_holders)
         return sum(self._n_users[block] == n for block, n in n_holders.items())

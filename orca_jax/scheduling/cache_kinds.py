@@ -13,7 +13,7 @@ from orca_jax.scheduling.beam_blocks import most_blocks
 
 
 class CacheKind(Protocol):
-    """How many blocks of one kind a request takes. A `fixed` kind takes all of them at admission."""
+    """The number of blocks that a request takes of one kind, with `fixed` all of them at admission."""
 
     fixed: bool
 

@@ -32,7 +32,7 @@ class KVManager(Blocks):
         return BeamBlocks(self)
 
     def n_released(self, rows: Sequence[int]) -> int:
-        """How many blocks the release of these rows would free: those that no other request holds.
+        """The number of blocks that the release of these rows would free: no other request holds them.
 
         The row of a beam search's request stands for all rows of the search.
         """

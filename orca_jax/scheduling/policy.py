@@ -56,14 +56,10 @@ def one_phase(choice: Choice, n_rsrv: int, *, max_bs: int, initiated_last: bool)
 
 
 class Policy(Protocol):
-    """Which requests run in the next iteration, and how many tokens of each."""
+    """Chooses the requests of the next iteration, and the number of tokens of each."""
 
     def choose(
-        self,
-        pool: Iterable[Request],
-        n_rsrv: int,
-        ahead: Collection[Request],
-        alone: Request | None = None,
+        self, pool: Iterable[Request], n_rsrv: int, ahead: Collection[Request], alone: Request | None = None
     ) -> Choice:
         """Choose the rows of the next iteration. Changes no request and no slots.
 
@@ -88,11 +84,7 @@ class OrcaPolicy:
         return cls(config.max_batch_size, config.n_slots, config.max_batch_tokens, config.block_size)
 
     def choose(
-        self,
-        pool: Iterable[Request],
-        n_rsrv: int,
-        ahead: Collection[Request],
-        alone: Request | None = None,
+        self, pool: Iterable[Request], n_rsrv: int, ahead: Collection[Request], alone: Request | None = None
     ) -> Choice:
         rows, n_rsrv, held = select_rows(
             pool if alone is None else [alone],

@@ -69,11 +69,7 @@ class Recovery:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        *,
-        bound: RestartBound,
-        clock: Callable[[], float] = time.monotonic,
+        self, scheduler: Scheduler, *, bound: RestartBound, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.on_trouble: Callable[[WorkerLost | None], None] | None = None
         self.losses = 0
@@ -98,7 +94,7 @@ class Recovery:
 
     @property
     def trouble(self) -> str | None:
-        """Which stage was lost last and how, while the engine is down; None while it is up."""
+        """The stage lost last and how it was lost, while the engine is down; None while it is up."""
         return None if (lost := self._lost) is None else str(lost)
 
     @property

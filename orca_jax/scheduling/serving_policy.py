@@ -134,11 +134,7 @@ class ServingPolicy:
         self._were_prompts_alone = False  # the last batch had only prompts although others could decode
 
     def choose(
-        self,
-        pool: Iterable[Request],
-        n_rsrv: int,
-        ahead: Collection[Request],
-        alone: Request | None = None,
+        self, pool: Iterable[Request], n_rsrv: int, ahead: Collection[Request], alone: Request | None = None
     ) -> Choice:
         admitted, unread = split(pool)
         decodes, prompts = [req for req in admitted if req.state is _INCREMENT], list[Request]()
@@ -160,7 +156,7 @@ class ServingPolicy:
         if fits or self._were_prompts_alone or len(plan.rows) > n_decodes or plan.preempted:
             if plan.rows:
                 self._were_prompts_alone = False
-        else:  # a whole prompt does not fit beside the decodes: it goes first this time, they the next
+        else:  # a whole prompt does not fit with the decodes: it goes now, and they go next
             prompts_alone = _Plan(plan.free)
             self._add_prompts(prompts_alone, prompts, admitted, waiting, others_decode=False)
             if prompts_alone.rows:

@@ -161,11 +161,7 @@ class Timeline:
     """
 
     def __init__(
-        self,
-        clock: Callable[[], float],
-        *,
-        max_records: int | None = 4096,
-        bucket_sizes: Sequence[int] = (),
+        self, clock: Callable[[], float], *, max_records: int | None = 4096, bucket_sizes: Sequence[int] = ()
     ) -> None:
         self.iterations: deque[IterationRecord] = deque(maxlen=max_records)
         self.requests: deque[RequestRecord] = deque(maxlen=max_records)

@@ -9,13 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from orca_jax.errors import (
-    ConfigError,
-    EngineError,
-    OrcaError,
-    RequestsStillRunning,
-    ServiceClosed,
-)
+from orca_jax.errors import ConfigError, EngineError, OrcaError, RequestsStillRunning, ServiceClosed
 from orca_jax.request.request import FinishReason
 from orca_jax.scheduling.recovery import Recovery
 from orca_jax.scheduling.scheduler import Scheduler

@@ -211,13 +211,7 @@ class SimulatedStage:
     """
 
     def __init__(
-        self,
-        index: int,
-        n_stages: int,
-        *,
-        lines: SimulatedLines,
-        timing: Timing,
-        moves: bool = False,
+        self, index: int, n_stages: int, *, lines: SimulatedLines, timing: Timing, moves: bool = False
     ) -> None:
         self.index = index
         self.timing = timing
@@ -255,11 +249,7 @@ class SimulatedStage:
         self._next_address: str | None = None
         self.device = SimulatedStageDevice(self)
         self.controller = Controller(
-            self.index,
-            self._n_stages,
-            lines=self,
-            device=self.device,
-            clock=self.clock.now,
+            self.index, self._n_stages, lines=self, device=self.device, clock=self.clock.now
         )
 
     def forget_states(self) -> None:

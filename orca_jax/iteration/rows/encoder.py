@@ -23,7 +23,7 @@ def encoder_inputs(
 ) -> tuple[npt.NDArray[np.int32], EncoderInputs]:
     """Split block tables [R, all] whose rows begin with `n_blocks` [R] encoder blocks, at most `most_blocks`.
 
-    Returns the decoder's part, and the encoder's inputs with theirs.
+    Returns the decoder's block tables, and the encoder's inputs with its block tables.
     """
     places = n_blocks[:, np.newaxis] + np.arange(table.shape[1] - most_blocks)
     ids = [token_id for request in requests if request.n_to_encode for token_id in request.encoder_ids]

@@ -18,13 +18,7 @@ from orca_jax.request.request import Request
 
 # The fields that message.SAMPLING copies from SamplingParams, in its order.
 _copied_fields = attrgetter(
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "top_k",
+    "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "top_k"
 )
 _NOT_POOLED = ~np.uint8(POOLED)
 _Integer = TypeVar("_Integer", np.int32, np.intp)
