@@ -143,7 +143,7 @@ def test_the_smallest_sampler_that_serves_all(temperature, top_p, top_k, sampler
 
 
 class OnlySlicesAndReshape:
-    """What a traced array must at least do: anything else asked of it raises AttributeError or TypeError."""
+    """The least that a traced array must do: anything else raises AttributeError or TypeError."""
 
     def __init__(self, array):
         self.array = array
@@ -173,7 +173,7 @@ def test_split_goes_through_the_buffer_in_order_from_one_multiple_of_256_bytes_t
         assert first == expected and first * 4 % 256 == 0
         assert view.ravel().tolist() == list(range(first, first + view.size))
         expected = first + next(n for n in range(0, 1 << 20, 64) if n >= view.size)
-    assert layout.size == expected  # what is put behind the buffer begins so as well
+    assert layout.size == expected  # anything placed after the buffer is aligned too
     assert all(view.base is buffer for view in views)  # those without elements too
     assert tuple(view.shape for view in views) == tuple(layout.shapes)
     for traced, view in zip(layout.split(OnlySlicesAndReshape(buffer)), views, strict=True):
@@ -325,7 +325,7 @@ def test_a_row_of_the_layout_may_have_more_blocks_than_the_message():
     assert flat.arrays.slot_of_token.tolist() == flat_figure_4().arrays.slot_of_token.tolist()
 
 
-def test_each_batch_has_its_own_buffer():
+def test_no_two_batches_share_a_buffer():
     assert not np.shares_memory(flat_figure_4().buffer, flat_figure_4().buffer)
 
 

@@ -1,4 +1,4 @@
-"""Which tokens of an iteration's prompts are scored, and as what batches."""
+"""The prompt tokens that an iteration scores, and the batches in which it scores them."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from orca_jax.iteration.message import BIAS, SAMPLED, ControlMessage, neutral_sa
 from orca_jax.iteration.rows.scored import SCORED, scored_parts
 
 
-def test_parts_of_two_rows_beside_rows_that_ask_for_nothing():
+def test_parts_of_two_rows_among_rows_that_ask_for_nothing():
     """A decode, tokens 10 to 12 of a prompt of 20, a whole prompt of 140, and one of 1."""
     lengths = np.array([1, 3, 140, 1], np.int32)
     sampling = neutral_sampling(4)

@@ -121,7 +121,7 @@ def laid_out(shape: EngineShape, **row: Any) -> tuple[int, str]:
     return flat.layout.n_tokens, flat.programs.sampler
 
 
-def test_an_iteration_is_padded_to_the_smallest_bucket_or_to_that_of_its_phase() -> None:
+def test_an_iteration_is_padded_to_the_smallest_bucket_or_to_its_phase_s_bucket() -> None:
     prefill = {"initiation": True, "kv_length": 5, "token_ids": [1] * 5, "blocks": [1, 2]}
     assert laid_out(SHAPE) == (1, "plain")
     assert laid_out(SHAPE, **prefill) == (8, "plain")

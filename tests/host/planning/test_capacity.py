@@ -62,7 +62,7 @@ def test_within_a_budget_it_is_the_largest_batch_at_whose_floor_tokens_come_in_t
 def test_the_batch_and_the_slots_bound_it() -> None:
     assert capacity(None, context=100).batch_size == 64
     assert capacity(math.inf, context=100).batch_size == 64
-    # 100 tokens are 7 blocks of 16: of 2,000 slots 17 requests have theirs.
+    # 100 tokens are 7 blocks of 16: 2,000 slots are enough for 17 requests.
     assert capacity(None, context=100, sizes={"n_slots": 2000}).batch_size == 17
     # Two stages work on two batches.
     both = ParallelConfig(pipeline_parallel=2)

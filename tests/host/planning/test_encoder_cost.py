@@ -1,4 +1,4 @@
-"""What an encoder, and cross attention, take: worked by hand, and in plans."""
+"""The cost of an encoder and of cross attention: worked by hand, and in plans."""
 
 import math
 from dataclasses import replace

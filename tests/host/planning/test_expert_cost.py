@@ -79,7 +79,7 @@ def test_a_mixture_reads_few_weights_for_one_token_and_all_for_many() -> None:
 
 @pytest.mark.parametrize(("name", "gib"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
 def test_packed_experts_have_the_published_size(name: str, gib: float) -> None:
-    """That of the checkpoint, as the model card says; unpacked there are two bytes for each number."""
+    """The checkpoint's size, as the model card says; unpacked, each number takes two bytes."""
     packed = PRESETS[f"{name}-mxfp4"]
     assert parameter_count(packed) == parameter_count(PRESETS[name])
     assert stage_bytes(packed, range(packed.n_layers), 1, 2) / (1 << 30) == pytest.approx(gib, abs=0.05)
@@ -88,7 +88,7 @@ def test_packed_experts_have_the_published_size(name: str, gib: float) -> None:
     )
 
 
-def test_packed_experts_are_read_packed_and_unpacked_beside_the_rest() -> None:
+def test_packed_experts_are_read_packed_and_their_unpacked_copy_is_counted() -> None:
     plain, packed = PRESETS["gpt-oss-20b"], PRESETS["gpt-oss-20b-mxfp4"]
     one, other = (feed_forward(model, 100)[1] for model in (plain, packed))
     per_expert = 2 * 2880 * 2880 + 2 * 2880

@@ -275,7 +275,7 @@ def test_what_bounds_a_recommendation() -> None:
     )
     few = replace(BUDGETED, sizes=Sizes(n_slots=2048))
     assert (recommend(few, 1.0).max_bs, recommend(few, 1.0).bound) == (8, "slots")
-    # XLA's own temporaries, told for the sizes asked for, leave less room.
+    # XLA's figure for temporaries, at the requested sizes, leaves less room.
     compiled = replace(BUDGETED, temporaries=(40 << 30,))
     assert 0 < recommend(compiled, 1.0).max_bs < recommend(BUDGETED, 1.0).max_bs
 

@@ -1,4 +1,4 @@
-"""Small tokenizers built the way the model families build theirs, trained on a few lines of text."""
+"""Small tokenizers of each model family's kind, trained on a few lines of text."""
 
 import json
 from collections.abc import Callable, Sequence

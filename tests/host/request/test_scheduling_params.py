@@ -1,4 +1,4 @@
-"""What a request may ask of the scheduler."""
+"""Scheduling parameters: priorities and cache salts."""
 
 from typing import Any
 

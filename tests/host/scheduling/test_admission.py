@@ -1,4 +1,4 @@
-"""What a queued request holds is never more than its weight says."""
+"""A queued request never holds more memory than its weight says."""
 
 import tracemalloc
 from typing import Any

@@ -29,7 +29,7 @@ N_TRACES = 10_000
 
 
 class MemoryEngine:
-    """Between scheduler and engine: what iterations write to slots, and whether beams read what is theirs."""
+    """Checks between scheduler and engine that beams read only what iterations wrote for them."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.engine, self.kv = simulation.engine, simulation.kv
@@ -68,7 +68,7 @@ class MemoryEngine:
         return self.engine.wait(iteration, interrupted)
 
     def _copy(self, rows: Sequence[Row]) -> None:
-        """A block is copied only where two beams write behind it."""
+        """A block is copied only where two beams write after it."""
         size = self.kv.block_size
         expected = 0
         for req, _ in rows:

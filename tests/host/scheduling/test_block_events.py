@@ -151,11 +151,13 @@ def test_a_block_s_parent_is_the_block_before_it():
     admitted(kv, request("b", [*range(8), 20, 21, 22, 23]))
     third = hash_prompt(request("b", [*range(8), 20, 21, 22, 23]), kv)[2]
     assert listener.blocks[third] == (second, (20, 21, 22, 23))
-    assert listener.log == ["cleared", "stored", "stored", "stored"], "the two that it has are told once"
+    assert listener.log == ["cleared", "stored", "stored", "stored"], (
+        "the two blocks that were cached are not announced again"
+    )
 
 
 @pytest.mark.parametrize("salt", [("key", ""), ("", "salt"), ("key", "salt")])
-def test_what_belongs_to_a_client_is_never_told(salt: tuple[str, ...]):
+def test_blocks_of_one_client_are_never_announced(salt: tuple[str, ...]):
     kv, listener = manager()
     kv.release(admitted(kv, request("a", range(8), salt=salt)).row)
     kv.release(admitted(kv, request("b", range(100, 127))).row)  # 7 of the 8 blocks evict one of those two

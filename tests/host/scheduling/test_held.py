@@ -1,4 +1,4 @@
-"""Which request had to wait when a batch was chosen, and why."""
+"""The first request that had to wait when a batch was chosen, and the reason."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -123,7 +123,7 @@ def test_the_last_chunk_of_another_request_computes_the_same_prefix() -> None:
     ]
 
 
-def test_a_long_prompt_in_chunks_beside_a_decode() -> None:
+def test_a_long_prompt_in_chunks_together_with_a_decode() -> None:
     # After the first iteration request 0 decodes, and 1 has the room that is left of 8 tokens.
     lines = run(config(SERVING, max_batch_tokens=8), [[1] * 4, list(range(20))], n_output=4)
     assert [(line["rows"], line["prefill"], line["starts"], line["partial"]) for line in lines[:4]] == [
@@ -186,7 +186,7 @@ def test_the_phases_of_a_deterministic_engine_wait_for_each_other() -> None:
     scheduling=st.sampled_from([ORCA, SERVING]),
 )
 @settings(max_examples=150, deadline=None)
-def test_whoever_waits_is_told_of(
+def test_every_wait_is_reported(
     prompts: list[list[int]],
     n_output: int,
     sizes: dict[str, int],

@@ -1,4 +1,4 @@
-"""The window that limits restarts, beside a list of all losses from which each answer is counted anew."""
+"""The window that limits restarts, against a list of all losses that is counted anew each time."""
 
 from typing import NamedTuple
 

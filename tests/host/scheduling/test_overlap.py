@@ -58,7 +58,7 @@ def test_a_stopped_request_keeps_its_slots_until_its_last_batch_returns():
     assert house.steps(1) == ["return A"], "B may not begin yet"
     assert (a.row, a.output_ids, house.scheduler.leaving) == (-1, [9, STOP_TOKEN], [])
     assert house.scheduler.n_rsrv == 0
-    assert len(house.delivered()) == 2, "what was computed for nothing is told to nobody"
+    assert len(house.delivered()) == 2, "the discarded result is delivered to nobody"
     assert house.steps(1) == ["issue B"]
 
 

@@ -366,7 +366,7 @@ def test_what_was_preempted_goes_before_a_window():
 
 
 def test_more_of_the_prompts_are_cached_than_by_arrival():
-    """Two long beginnings take turns, and the cache has room for one of them beside a running request."""
+    """Two long prefixes take turns, and the cache has room for one of them and a running request."""
     cached: dict[str, int] = {}
     for order in ("fcfs", "longest-prefix"):
         scheduling = SchedulingConfig(scheduling_policy=order)  # pyright: ignore[reportArgumentType]

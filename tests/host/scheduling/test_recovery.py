@@ -281,7 +281,7 @@ def test_an_engine_that_cannot_lose_workers_has_no_figures():
 
 
 def test_the_longest_request_can_run_again():
-    """Without its last token it is as long as `max_batch_tokens` allows, and another one runs beside it."""
+    """Without its last token it is as long as `max_batch_tokens` allows, and another one runs too."""
     engine = FragileEngine(True)
     config = ServingConfig(max_batch_size=4, n_slots=256, max_batch_tokens=16, block_size=8)
     kv = KVManager(n_blocks=32, block_size=8, n_rows=8, max_blocks_per_row=8)

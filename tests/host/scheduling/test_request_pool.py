@@ -206,7 +206,7 @@ def test_nothing_of_that_id_is_live():
     assert pool.take_ending() == []
 
 
-def test_a_request_that_ended_on_its_own_is_not_taken_any_more():
+def test_a_request_that_ended_by_itself_is_not_taken_any_more():
     pool, (a, b) = filled("AB")
     pool.end_named("A", CANCELLED)
     pool.end_named("B", CANCELLED)
@@ -352,7 +352,7 @@ def test_what_can_never_run_is_refused_when_it_is_added(
     assert len(pool) == 0
 
 
-def test_a_request_without_room_for_output_is_our_own_mistake():
+def test_a_request_without_room_for_output_fails_an_assertion():
     with pytest.raises(AssertionError, match="input and output"):
         admissible(make_request("A", n_output=1, max_tokens=1), config=config(), model=MODEL)
 

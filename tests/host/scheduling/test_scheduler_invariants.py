@@ -1,4 +1,4 @@
-"""What must hold in every turn of the scheduler, over random traces on the simulated engine.
+"""Invariants of every turn of the scheduler, over random traces on the simulated engine.
 
 A trace is small, all numbers: a failing seed, or hypothesis' example, replays it.
 """

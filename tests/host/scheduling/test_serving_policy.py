@@ -1,4 +1,4 @@
-"""What must hold in every turn for every combination of switches, over random traces on a checked engine.
+"""Invariants of every turn for every combination of options, over random traces on a checked engine.
 
 The checked engine keeps a model of the cache: for each slot, the tokens that its key and value depend on. A
 row may only read slots that hold exactly its own tokens, and only write to blocks that no other row holds.

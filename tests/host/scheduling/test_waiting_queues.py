@@ -338,7 +338,7 @@ def test_the_memory_of_counters_is_bounded(monkeypatch: pytest.MonkeyPatch):
 def bound_between(
     queue: FairQueue, serving: ServingConfig, requests: Sequence[Request], weight: float
 ) -> float:
-    """How much the counter of an owner who waits may be ahead of that of another who waits.
+    """The most by which the counter of one waiting owner may exceed the counter of another.
 
     The owner ahead had the lower counter when its last request was admitted. Since then its counter grew by
     the cost of that prompt and of the outputs of its requests that were admitted then.
@@ -392,7 +392,7 @@ def test_counters_of_owners_who_wait_differ_within_the_bound(data: st.DataObject
 
 
 def test_who_floods_gets_no_more_than_who_asks_for_little():
-    """Of two owners who both always wait, each gets half of the tokens, and by weights a share."""
+    """Two owners who always wait get half of the tokens each, or shares by their weights."""
     for weights, share in (({}, 0.5), ({"flood": 3.0}, 0.75)):
         serving = ServingConfig(
             max_batch_size=4, n_slots=400, block_size=4, scheduling=SchedulingConfig(scheduling_policy="fair")

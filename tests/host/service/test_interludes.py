@@ -62,7 +62,7 @@ def test_idle():
         assert memory.weights == "third"
 
 
-def test_running_requests_finish_and_those_behind_them_wait():
+def test_running_requests_finish_and_later_ones_wait():
     engine = GatedEngine()
     with serving(engine) as (service, memory, controls):
         first = service.submit([1], TEN)

@@ -168,7 +168,7 @@ def test_it_fails_once_on_request_and_loses_the_iterations_in_flight(at: str):
     first = engine.issue(whole(make_request("A")))
     engine.fail("issue" if at == "issue" else "wait")
     if at == "issue":
-        engine.wait(first, never)  # not told to fail here
+        engine.wait(first, never)  # nobody asked for a failure here
         with pytest.raises(EngineError, match="failed in issue"):
             engine.issue(whole(make_request("B")))
     else:

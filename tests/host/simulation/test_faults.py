@@ -257,7 +257,7 @@ def _random_poison(rng: random.Random, request: PlannedRequest, n_stages: int, *
 
 
 def play_all(make: Callable[[int], FaultTrace], n_seeds: int) -> tuple[Counter[str], Counter[int]]:
-    """What the seeds have seen, and how many had 0, 1, 2, 3 and more losses."""
+    """The events that the seeds covered, and the number of seeds with 0, 1, 2, 3 and more losses."""
     seen: Counter[str] = Counter()
     losses: Counter[int] = Counter()
     for seed in range(n_seeds):
