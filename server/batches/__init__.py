@@ -1,5 +1,5 @@
-"""Offline work over HTTP: clients' files, and batches whose lines run as requests of the lowest order.
+"""Offline work: clients' files, and batches, whose lines run as requests of the lowest priority.
 
-All is kept in one folder (`--batch-dir`), and goes on there after a restart. Start with runner.py. Knows no
-endpoint: a line is answered by a function that it is given.
+Everything is kept in one folder (`--batch-dir`), and batches continue after a restart. Start with runner.py.
+The room knows no endpoint: a function that its user passes in answers a line.
 """

@@ -1,4 +1,4 @@
-"""A batch: what was asked, how far it is, and how it ended; with its form in OpenAI's API."""
+"""A batch: its request, its progress and its end, with its form in OpenAI's API."""
 
 import time
 import uuid
@@ -16,15 +16,15 @@ Status = Literal[
     "cancelled",
 ]
 ENDED: frozenset[Status] = frozenset(("failed", "completed", "expired", "cancelled"))
-WINDOW = "24h"  # OpenAI's only one
+WINDOW = "24h"  # OpenAI's only completion window
 _WINDOW_SECONDS = 24 * 3600
 
 
 @dataclass(slots=True)
 class Batch:
-    """`tenant` is the fingerprint of the API key, and `owner` whose share of the queue its requests use.
+    """A batch of the API key with the fingerprint `tenant`; its requests use the queue share of `owner`.
 
-    `times` has when it reached each status, in seconds since 1970. `errors` say why it failed.
+    `times` says when it reached each status, in seconds since 1970. `errors` say why it failed.
     """
 
     id: str
@@ -54,23 +54,19 @@ class Batch:
         return self.completed + self.failed
 
     def become(self, status: Status) -> None:
-        """Reach a status now."""
+        """Change the status, and note the time."""
         self.status = status
         self.times[status] = int(time.time())
 
-    def stored(self) -> dict[str, Any]:
-        """As JSON for the folder; Batch(**stored) is it again."""
-        return asdict(self)
-
     def become_like(self, other: "Batch") -> None:
-        """Take over all values; the status last, for readers on other threads."""
-        for name, value in other.stored().items():
+        """Copy all values; the status last, for readers on other threads."""
+        for name, value in asdict(other).items():
             if name != "status":
                 setattr(self, name, value)
         self.status = other.status
 
     def shown(self) -> dict[str, Any]:
-        """OpenAI's object."""
+        """The batch in OpenAI's form."""
         ends = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         return {
             "id": self.id,
@@ -93,7 +89,7 @@ class Batch:
 def new_batch(
     *, tenant: str, owner: str, endpoint: str, input_file_id: str, metadata: dict[str, str] | None
 ) -> Batch:
-    """One that begins now."""
+    """A batch that begins now."""
     now = int(time.time())
     return Batch(
         id=f"batch_{uuid.uuid4().hex}",

@@ -1,7 +1,7 @@
-"""The store's database: which files and batches there are, and where each line's result is.
+"""The store's database: the files, the batches, and the position of each line's result.
 
-SQLite in one file beside the contents. All of its methods are for the batches' thread; the constructor runs
-before there is one. A change is a transaction: it happens whole, or not at all.
+It is a file of SQLite in the folder with the contents. Call the methods on the batches' thread; the
+constructor runs before that thread exists. A change is a transaction, which happens entirely or not at all.
 """
 
 import errno
@@ -18,7 +18,7 @@ from server.errors import DiskFull, StoreFailed
 
 NAME = "store.sqlite"
 _LOCK = "lock"
-_VERSION = 1  # of the tables; a newer program that changes them counts up
+_VERSION = 1  # of the tables; a program that changes them uses the next number
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 _TABLES = """
@@ -34,7 +34,7 @@ CREATE TABLE files (
 CREATE TABLE batches (
     id TEXT PRIMARY KEY,
     tenant TEXT NOT NULL,
-    value TEXT NOT NULL -- Batch.stored() as JSON
+    value TEXT NOT NULL -- a Batch as JSON
 ) STRICT;
 CREATE TABLE results (
     batch TEXT NOT NULL,
@@ -51,7 +51,7 @@ class Database:
     """The database in `folder`, for one server at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Open it, or make it in a folder without one. Raises ConfigError, which says what to do."""
+        """Open the database, or create it. Raises ConfigError, which says what to do."""
         path = folder / NAME
         self._lock = _locked(folder)
         try:
@@ -82,7 +82,7 @@ class Database:
             raise
 
     def close(self) -> None:
-        """Close it, and let another server have the folder."""
+        """Close the database, and let another server have the folder."""
         database = getattr(self, "_db", None)
         if database is not None:
             database.close()
@@ -94,7 +94,7 @@ class Database:
 
     @contextmanager
     def change(self) -> Iterator[sqlite3.Connection]:
-        """A transaction, which an exception undoes."""
+        """Run a transaction, which an exception undoes."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield self._db
@@ -125,7 +125,7 @@ def store_error(error: OSError | sqlite3.Error) -> StoreFailed:
 
 
 def _locked(folder: Path) -> int:
-    """A lock that this process holds until it is closed. Raises ConfigError if another has it."""
+    """Lock the folder until the returned file is closed. Raises ConfigError if it is locked already."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:

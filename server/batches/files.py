@@ -1,8 +1,8 @@
-"""The files of clients in a folder: bounded in bytes and number, and seen only by their own API key.
+"""The files of clients in a folder: bounded in bytes and number, and visible only to their own API key.
 
-A file's row in the database comes before its content and goes after it, so whatever is on the disk has a row,
-and nothing is ever deleted that has none. Methods read and write the disk, so call them on the batches'
-thread (service.py); `get` alone reads memory only.
+A file's row in the database is written before its content and deleted after it. So everything on the disk has
+a row, and a file without a row is never deleted. Methods use the disk, so call them on the batches' thread
+(service.py); only `get` reads memory alone.
 """
 
 import logging
@@ -28,7 +28,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A whole file. `tenant` is the fingerprint of its API key, "" on a server without keys."""
+    """A complete file. `tenant` is the fingerprint of its API key, "" on a server without keys."""
 
     id: str
     tenant: str
@@ -41,8 +41,8 @@ class StoredFile:
 class GrowingFile:
     """A file that is being written; others see it once it is finished. For one thread.
 
-    A file that is not `counted` takes no room of its tenant's while it grows, because what it is made from
-    does.
+    A file that is not `counted` uses none of its tenant's room while it grows, because the results that it is
+    made from still count.
     """
 
     def __init__(self, store: "FileStore", file_id: str, tenant: str, file: int, *, counted: bool) -> None:
@@ -54,7 +54,7 @@ class GrowingFile:
         self._file: int | None = file
 
     def write(self, data: bytes) -> None:
-        """Append. Raises StoreFull, and then nothing was written; after OSError, abandon it."""
+        """Append data. Raises StoreFull, and then nothing was written; after OSError, abandon the file."""
         assert self._file is not None
         if self.counted:
             self._store.take_bytes(self.tenant, len(data))
@@ -62,7 +62,7 @@ class GrowingFile:
         write_all(self._file, data)
 
     def close(self, *, durable: bool = False) -> None:
-        """Close it, with `durable` once its bytes are on the disk."""
+        """Close the file; with `durable`, after its bytes are on the disk."""
         if self._file is None:
             return
         try:
@@ -73,16 +73,16 @@ class GrowingFile:
             os.close(file)
 
     def finish(self, filename: str, purpose: str) -> StoredFile:
-        """Let others see it. Raises OSError or sqlite3.Error, and then it is abandoned."""
+        """Make the file visible. Raises OSError or sqlite3.Error, and then the file is abandoned."""
         return self._store.finish([Finished(self, filename, purpose)])[0]
 
     def abandon(self) -> None:
-        """Remove it; nothing if it is finished or abandoned already."""
+        """Remove the file, unless it is already finished or abandoned."""
         self._store.abandon(self)
 
 
 class Finished(NamedTuple):
-    """A file with all of its content, and the name under which others are to see it."""
+    """A file with all of its content, and the name and purpose under which it becomes visible."""
 
     file: GrowingFile
     filename: str
@@ -90,13 +90,13 @@ class Finished(NamedTuple):
 
 
 class FileStore:
-    """All files in `folder`: up to `max_bytes`, of which one tenant may have `max_each`.
+    """Keeps files in `folder`: up to `max_bytes` in all, and up to `max_each` of one tenant.
 
-    A tenant may have the same part of their number, `MAX_FILES`.
+    A tenant may have the same share of the number of files, `MAX_FILES`.
     """
 
     def __init__(self, folder: Path, database: Database, *, max_bytes: int, max_each: int) -> None:
-        """Read what is there, and remove what uploads and deletions left.
+        """Read the existing files, and remove what unfinished uploads and deletions left.
 
         Raises OSError and sqlite3.Error.
         """
@@ -119,13 +119,13 @@ class FileStore:
             self._check(stored)
         if unknown:
             _LOGGER.warning(
-                "%s has %d files that the store does not know, %s among them; they are left as they are",
+                "%s has %d files that the store does not know, such as %s; they are left as they are",
                 *(folder, len(unknown), min(unknown)),
             )
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all files, with those that are being written."""
+        """Bytes of all files, including those that are being written."""
         return sum(self._n_bytes.values())
 
     def __len__(self) -> int:
@@ -133,25 +133,25 @@ class FileStore:
 
     def of(self, tenant: str) -> list[StoredFile]:
         """A tenant's files, the newest first."""
-        own = [stored for stored in self._files.values() if stored.tenant == tenant]
-        return sorted(own, key=lambda stored: (stored.created_at, stored.id), reverse=True)
+        found = [stored for stored in self._files.values() if stored.tenant == tenant]
+        return sorted(found, key=lambda stored: (stored.created_at, stored.id), reverse=True)
 
     def get(self, file_id: str, tenant: str) -> StoredFile:
-        """Raises UnknownFile, also for a file of another tenant."""
+        """The tenant's file with this id. Raises UnknownFile."""
         stored = self._files.get(file_id)
         if stored is None or stored.tenant != tenant:
             raise UnknownFile(f"there is no file {file_id[:100]!r}")
         return stored
 
     def open(self, stored: StoredFile) -> IO[bytes]:
-        """For reading. Raises UnknownFile where an operator has removed the content."""
+        """Open a file for reading. Raises UnknownFile if an operator has removed the content."""
         try:
             return self._path(stored.id, _DATA).open("rb")
         except FileNotFoundError as error:
             raise UnknownFile(f"the content of file {stored.id} is missing on the server's disk") from error
 
     def delete(self, stored: StoredFile) -> None:
-        """Remove a file. A reader that has it open may read on."""
+        """Remove a file. A reader that has it open can continue to read."""
         with self._database.change() as change:
             change.execute("UPDATE files SET state = 'deleted' WHERE id = ?", (stored.id,))
         del self._files[stored.id]
@@ -182,7 +182,7 @@ class FileStore:
     def finish(
         self, files: Sequence[Finished], also: Callable[[Connection], object] = lambda _: None
     ) -> list[StoredFile]:
-        """Let others see all of these files at once; `also` makes further changes in the same transaction.
+        """Make these files visible at once; `also` makes further changes in the same transaction.
 
         Raises OSError or sqlite3.Error, and then the files are abandoned and nothing else has changed.
         """
@@ -213,7 +213,7 @@ class FileStore:
         return stored
 
     def abandon(self, file: GrowingFile) -> None:
-        """Remove a file that is being written, at the next start if the disk fails now."""
+        """Remove a file that is being written; if the disk fails now, at the next start."""
         if self._growing.pop(file.id, None) is None:
             return
         if file.counted:
@@ -225,7 +225,7 @@ class FileStore:
         self._remove_later(file.id)
 
     def take_bytes(self, tenant: str, n: int) -> None:
-        """Count bytes that are about to be written. Raises StoreFull."""
+        """Count bytes that are about to be written. Raises StoreFull if there is no room for them."""
         have, flag = self._n_bytes.get(tenant, 0), "(orca serve --batch-bytes)"
         if have + n > self.max_each:
             whose = "your API key's files" if tenant else "all files"
@@ -237,14 +237,14 @@ class FileStore:
         self.count_bytes(tenant, n)
 
     def count_bytes(self, tenant: str, n: int) -> None:
-        """Count bytes that are there whatever the limits say, or with a negative `n` count them no more."""
+        """Add `n` bytes, which may be negative, to a tenant's count, whatever the limits."""
         left = self._n_bytes.get(tenant, 0) + n
         self._n_bytes[tenant] = left
         if not left:
             del self._n_bytes[tenant]
 
     def _check(self, stored: StoredFile) -> None:
-        """Log a file whose content is not what it was. It is kept: an operator may have it in a backup."""
+        """Log a file whose content is missing or has another size, and keep it: a backup may have the content."""
         try:
             n_bytes = self._path(stored.id, _DATA).stat().st_size
         except OSError as error:
@@ -254,7 +254,7 @@ class FileStore:
                 _LOGGER.error("%s has %d bytes and should have %d", stored.id, n_bytes, stored.n_bytes)
 
     def _remove_later(self, file_id: str) -> None:
-        """Remove a file that nobody sees any more, at the next start if the disk fails now."""
+        """Remove a file that is no longer visible; if the disk fails now, at the next start."""
         try:
             self._remove(file_id)
         except Exception:  # OSError and sqlite3.Error: the file's row stays, and the next start reads it
@@ -271,14 +271,14 @@ class FileStore:
 
 
 def write_all(file: int, data: bytes) -> None:
-    """Write all bytes; one call of the system may take some only."""
+    """Write all bytes, although one system call may write only some."""
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the folder's names are on the disk."""
+    """Wait until the names in the folder are on the disk."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)

@@ -12,18 +12,18 @@ _MOST_ERRORS = 20  # of an input that are reported
 _NAMES = ("custom_id", "method", "url", "body")
 
 
-# Parses a JSON object within the limits of a request's body: each member's value, and its text. Raises
+# Parses a JSON object, within the limits of a request's body, into each member's value and text. Raises
 # ValueError.
 ReadMembers = Callable[[bytes], dict[str, tuple[Any, bytes]]]
-# Fields of a body that a line cannot have, unless they ask for nothing (null, false or 0).
+# Fields that a line's body may have only as null, false or 0.
 REFUSED = ("stream", "priority")
 
 
 class InputLine(NamedTuple):
     """A request of a batch.
 
-    `number` counts the input's lines from 0, without blank ones. `body` is the request's JSON, as it came.
-    `refused` are the names of REFUSED that it has. A line that cannot be read any more has a `problem`
+    `number` counts the input's lines from 0, without blank ones. `body` is the request's JSON, unchanged.
+    `refused` names the fields of REFUSED that it sets. A line that can no longer be read has a `problem`
     instead.
     """
 
@@ -35,7 +35,7 @@ class InputLine(NamedTuple):
 
 
 class LineError(ValueError):
-    """A line that cannot be one of this batch; `code` is OpenAI's."""
+    """A line that does not fit this batch. `code` is OpenAI's."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class LineError(ValueError):
 
 
 def read_line(text: bytes, number: int, endpoint: str, members: ReadMembers) -> InputLine:
-    """Raises LineError."""
+    """Parse a line of a batch's input. Raises LineError."""
     try:
         line = members(text)
     except ValueError as error:
@@ -75,7 +75,7 @@ def read_line(text: bytes, number: int, endpoint: str, members: ReadMembers) -> 
 
 
 class Validation:
-    """Reads an input a few lines at a time; `errors` are those of the first wrong lines."""
+    """Checks an input a few lines at a time. `errors` has the errors of the first wrong lines."""
 
     def __init__(self, file: IO[bytes], endpoint: str, max_line: int, members: ReadMembers) -> None:
         self.n_lines = 0
@@ -109,7 +109,7 @@ class Validation:
                     line.custom_id.encode("utf-8", "surrogatepass"), digest_size=16
                 ).digest()
                 if digest in self._seen:
-                    message = f"custom_id {line.custom_id[:100]!r} stands in two lines"
+                    message = f"two lines have the custom_id {line.custom_id[:100]!r}"
                     self._wrong("duplicate_custom_id", message, "custom_id")
                 self._seen.add(digest)
             if len(self.errors) >= _MOST_ERRORS:
@@ -123,9 +123,10 @@ class Validation:
 def next_line(
     file: IO[bytes], endpoint: str, n_read: int, done: Container[int], members: ReadMembers
 ) -> tuple[InputLine | None, int]:
-    """The next line of a valid input that is not `done`, None at the end; and how many have been read then.
+    """The next line that is not `done`, None at the end; and the number of lines that have been read by then.
 
-    `n_read` lines have been read before. The input was valid once; a line that is wrong now has a `problem`.
+    `n_read` lines have been read before. The input has been validated; a line that is wrong now, because the
+    file or the server has changed, has a `problem`.
     """
     for text in iter(file.readline, b""):
         if not text.strip():
@@ -141,7 +142,7 @@ def next_line(
 
 
 def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """A line of an output, or for a status from 400 of an error file; `body` is JSON without line breaks."""
+    """A line of an output file, or for a status from 400 of an error file. `body` is JSON in one line."""
     head = json.dumps({"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id})
     response = f'{{"status_code": {status}, "request_id": {json.dumps(request_id)}, "body": '.encode()
     return b"".join((head[:-1].encode(), b', "response": ', response, body, b'}, "error": null}\n'))

@@ -1,24 +1,22 @@
-"""The results of a batch's lines while it runs: all in one file, with the place of each in the database.
+"""The results of a running batch's lines: all in one file, with each one's position in the database.
 
-A line has a result exactly if the database has its row, which is written once the bytes are on the disk. So a
-server that is killed at any point runs every line without a row again, and no line with one.
+A line has a result if and only if the database has its row, which is written once the bytes are on the disk.
+A server that is killed at any moment therefore runs again every line without a row, and no line with one.
 """
 
-import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from server.batches.database import Database
 from server.batches.files import FileStore, GrowingFile, write_all
 
-_LOGGER = logging.getLogger("orca")
 SUFFIX = ".results"
 
 
 class Result(NamedTuple):
-    """A line's result, JSON with a line break: for the output file if `ok`, else for the error file."""
+    """A line's result, as a line of JSON: for the output file if `ok`, else for the error file."""
 
     line: int
     ok: bool
@@ -26,12 +24,12 @@ class Result(NamedTuple):
 
 
 class Results:
-    """Open results of one batch, counted as bytes of its tenant."""
+    """The open results of one batch, which count among its tenant's bytes."""
 
     def __init__(
         self, folder: Path, batch_id: str, tenant: str, store: FileStore, database: Database
     ) -> None:
-        """Open them, with what an earlier run of the server left. Raises OSError and sqlite3.Error."""
+        """Open them, with those that an earlier run of the server wrote. Raises OSError and sqlite3.Error."""
         self._batch_id, self._tenant = batch_id, tenant
         self._store, self._database = store, database
         query = "SELECT line, ok, start + n_bytes FROM results WHERE batch = ?"
@@ -52,9 +50,9 @@ class Results:
         return len(self.done) - self.n_ok
 
     def record(self, results: Sequence[Result]) -> None:
-        """Keep results of lines that have none.
+        """Write results of lines without one.
 
-        Raises StoreFull, OSError or sqlite3.Error, and then keeps none.
+        Raises StoreFull, OSError or sqlite3.Error, and then has written none.
         """
         data = b"".join(result.data for result in results)
         self._store.take_bytes(self._tenant, len(data))
@@ -76,7 +74,7 @@ class Results:
         self.n_ok += sum(result.ok for result in results)
 
     def places(self, *, ok: bool) -> list[tuple[int, int]]:
-        """Start and size of each result for the output or the error file, in the order of the input."""
+        """The start and size of each result in the output or the error file, in the order of the input."""
         query = "SELECT start, n_bytes FROM results WHERE batch = ? AND ok = ? ORDER BY line"
         return [(start, n_bytes) for start, n_bytes in self._database.read(query, self._batch_id, int(ok))]
 
@@ -86,7 +84,7 @@ class Results:
             file.write(os.pread(self._file, n_bytes, start))
 
     def close(self) -> None:
-        """Close them; they go on when they are opened again."""
+        """Close them; they can be opened again."""
         if self._file >= 0:
             file, self._file = self._file, -1
             self._store.count_bytes(self._tenant, -self._end)
@@ -94,14 +92,5 @@ class Results:
 
 
 def path_of(folder: Path, batch_id: str) -> Path:
-    """Where the results of a batch are."""
+    """The file with the results of a batch."""
     return folder / f"{batch_id}{SUFFIX}"
-
-
-def remove_of(folder: Path, batch_ids: Iterator[str]) -> None:
-    """Remove the results of batches that have ended; what the disk keeps is removed at the next start."""
-    for batch_id in batch_ids:
-        try:
-            path_of(folder, batch_id).unlink(missing_ok=True)
-        except OSError:
-            _LOGGER.warning("the results of %s are removed at the next start", batch_id, exc_info=True)

@@ -1,8 +1,8 @@
 """Runs batches: a few lines at a time, and none while any request waits for the engine.
 
-Each batch has a task of its own, so that what is wrong with one stops no other. Their lines take turns. A
-line that was refused because the engine is busy or stops runs again; whatever has no result when the server
-ends runs after the next start. While the disk fails, a batch waits and tries again.
+Each batch has a task of its own, so that a failing batch does not stop the others; their lines take turns. A
+line that is refused because the engine is busy or stopping runs again, and a line without a result when the
+server ends runs after the next start. While the disk fails, a batch waits and tries again.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from server.batches.table import BatchTable
 from server.errors import StoreFailed, StoreFull
 
 _LOGGER = logging.getLogger("orca")
-_POLL_SECONDS = 0.05  # between two looks whether the engine has room
-AGAIN_SECONDS = 1.0  # before a refused line, or work that the disk did not do, runs again
+_POLL_SECONDS = 0.05  # between two checks whether the engine has room
+AGAIN_SECONDS = 1.0  # before a refused line, or work that failed on the disk, is tried again
 _MOST_SECONDS = 60.0
 _BUSY = frozenset((429, 503))
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Answered(NamedTuple):
-    """What a line's request was answered; `body` is JSON in one line."""
+    """The response to a line's request. `body` is JSON without line breaks."""
 
     status: int
     request_id: str
@@ -45,10 +45,11 @@ Answer = Callable[[Batch, InputLine], Awaitable[Answered]]
 
 
 class BatchRunner:
-    """`run` is the task; cancelling it ends every line, and leaves the batches for the next start.
+    """Runs batches in the task `run`. Cancelling it ends all lines; the batches continue after the next start.
 
-    `answer` answers a line, `room` says how many lines may run now, and `stopping` whether the server ends.
-    `open_batch` runs on `thread`, where the disk is used. `again_seconds` pass before work is tried again.
+    `answer` answers a line, `room` says how many lines may run now, and `stopping` whether the server is
+    ending. `open_batch` runs on `thread`, which does all work on the disk. Failed work is tried again after
+    `again_seconds`.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class BatchRunner:
         self._thread = thread
         self._new: deque[Batch] = deque()
         self._works: dict[str, _BatchWork] = {}
-        self._opened: set[RunningBatch] = set()  # with open files; used on the thread alone
-        self._turns: deque[asyncio.Future[None]] = deque()  # of batches that have a line to start
+        self._opened: set[RunningBatch] = set()  # with open files; used only on the thread
+        self._turns: deque[asyncio.Future[None]] = deque()  # of batches with a line to start
         self._changed = asyncio.Event()
-        self.n_lines = 0  # that have a turn
+        self.n_lines = 0  # lines that are running
 
     def add(self, batches: Iterable[Batch]) -> None:
         """Run these batches too."""
@@ -80,7 +81,7 @@ class BatchRunner:
         self._changed.set()
 
     def cancelled(self, batch: Batch) -> None:
-        """Look at a batch that is `cancelling` now: its lines end, and what has a result is kept."""
+        """End the lines of a batch that is `cancelling` now. Existing results are kept."""
         work = self._works.get(batch.id)
         if work is not None:
             work.changed.set()
@@ -104,7 +105,7 @@ class BatchRunner:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            # After whatever the thread still does for a step that was cancelled, such as opening a batch.
+            # The thread may still be busy with a cancelled step, such as opening a batch; this runs after it.
             await self.on_thread(self._close_all)
 
     def _give_turns(self) -> None:
@@ -114,10 +115,10 @@ class BatchRunner:
                 self.n_lines += 1
                 turn.set_result(None)
 
-    # For the works.
+    # Called by _BatchWork.
 
     async def turn(self) -> None:
-        """Wait until one more line may run; `end_turn` gives the place back."""
+        """Wait until one more line may run. Call `end_turn` when it has run."""
         turn = asyncio.get_running_loop().create_future()
         self._turns.append(turn)
         self._changed.set()
@@ -129,7 +130,7 @@ class BatchRunner:
             raise
 
     def end_turn(self) -> None:
-        """A line is over."""
+        """Let another line run in the place of one that has ended."""
         self.n_lines -= 1
         self._changed.set()
 
@@ -145,13 +146,13 @@ class BatchRunner:
             raise store_error(error) from error
 
     def open_files(self, batch: Batch) -> RunningBatch:
-        """Open a batch, and remember that it is. On the thread."""
+        """Open a batch's files. Runs on the thread."""
         opened = self.open(batch)
         self._opened.add(opened)
         return opened
 
     def finish_files(self, opened: RunningBatch, status: Status) -> None:
-        """Finish a batch, which then has no open files. On the thread."""
+        """Finish a batch and close its files. Runs on the thread."""
         opened.finish(status)
         self._opened.remove(opened)
 
@@ -162,14 +163,14 @@ class BatchRunner:
 
 
 class _BatchWork:
-    """The task of one batch."""
+    """Runs one batch, in a task of its own."""
 
     def __init__(self, runner: BatchRunner, batch: Batch) -> None:
         self._runner, self._batch = runner, batch
         self._lines: set[asyncio.Task[None]] = set()
-        self._unkept: list[Result] = []  # results that wait to be written, all at once
+        self._unkept: list[Result] = []  # results to be written together
         self._writing = asyncio.Lock()
-        self._failure: Exception | None = None  # why no more of its lines are to start
+        self._failure: Exception | None = None  # why no more lines may start
         self.changed = asyncio.Event()
         self.task = asyncio.create_task(self._run(), name=f"batch {batch.id}")
         self.task.add_done_callback(self._is_over)
@@ -209,7 +210,7 @@ class _BatchWork:
         await self._until_done(lambda: self._runner.finish_files(opened, status))
 
     async def _run_lines(self, opened: RunningBatch) -> Status:
-        """Start lines until there is a reason to end; the reason."""
+        """Start lines until the batch ends, and return the status that it ends with."""
         runner, batch = self._runner, self._batch
         is_read = False
         while True:
@@ -290,7 +291,7 @@ class _BatchWork:
         await self._keep(opened, Result(line.number, status < 400, text))
 
     async def _keep(self, opened: RunningBatch, result: Result) -> None:
-        """Write a result, together with those that came while others were written."""
+        """Write a result, together with others that arrived during the previous write."""
         self._unkept.append(result)
         async with self._writing:
             results, self._unkept = self._unkept, []
@@ -298,7 +299,7 @@ class _BatchWork:
                 await self._until_done(lambda: opened.record(results))
 
     async def _until_done(self, work: Callable[[], T]) -> T:
-        """The result of work on the disk, which is tried again, ever more rarely, while the disk fails."""
+        """The result of work on the disk. While the disk fails it is tried again, with growing pauses."""
         for n_failed in count():
             try:
                 return await self._runner.on_thread(work)
@@ -315,7 +316,7 @@ class _BatchWork:
         await asyncio.gather(*lines, return_exceptions=True)
 
     async def _fail(self, opened: RunningBatch | None, error: Exception) -> None:
-        """End the batch as failed, with what is answered."""
+        """End the batch as failed, with the results so far."""
         if isinstance(error, OrcaError):
             code = "store_full" if isinstance(error, StoreFull) else "input_gone"
             message = str(error)

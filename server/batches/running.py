@@ -1,4 +1,4 @@
-"""A batch that runs: its open files, and which of its lines have a result. For the batches' thread."""
+"""A running batch: its open files, and which of its lines have a result. For the batches' thread."""
 
 from collections.abc import Sequence
 from typing import IO
@@ -9,12 +9,12 @@ from server.batches.lines import InputLine, ReadMembers, Validation, error_line,
 from server.batches.results import Result
 from server.batches.table import BatchTable
 
-_AT_ONCE = 200  # lines in one turn of the thread
+_AT_ONCE = 200  # lines in one call on the thread
 _EXPIRED = "the batch expired before this request ran"
 
 
 class RunningBatch:
-    """Opened once its input is known to be there; `close` leaves all for the next start of the server."""
+    """Reads a batch's lines and writes its results. After `close` the batch can be opened again."""
 
     def __init__(
         self, batch: Batch, store: FileStore, table: BatchTable, *, max_line: int, members: ReadMembers
@@ -23,7 +23,7 @@ class RunningBatch:
         self.batch = batch
         self._store, self._table, self._members = store, table, members
         self._again: list[InputLine] = []
-        self._n_read = 0  # lines of the input that were read to run them
+        self._n_read = 0  # lines that `next_line` has read from the input
         self._input: IO[bytes] = store.open(store.get(batch.input_file_id, batch.tenant))
         try:
             self._validation = Validation(self._input, batch.endpoint, max_line, members)
@@ -34,7 +34,7 @@ class RunningBatch:
         self._count()
 
     def validate(self) -> bool:
-        """Read some lines of the input; False when it is read."""
+        """Check some lines of the input. False when all have been checked."""
         if self._validation.read(_AT_ONCE):
             return True
         with self._table.changing(self.batch) as batch:
@@ -72,30 +72,28 @@ class RunningBatch:
         self._again.append(line)
 
     def record(self, results: Sequence[Result]) -> None:
-        """Keep results. Raises StoreFull, OSError or sqlite3.Error, and then keeps none."""
+        """Write results. Raises StoreFull, OSError or sqlite3.Error, and then has written none."""
         self._results.record(results)
         self._count()
 
     def expire(self) -> bool:
-        """Give some lines that have not run an error each; False when none is left. Raises as `record`."""
+        """Write an error for some lines that have not run. False when none is left. Raises as `record` does."""
         lines = [line for _ in range(_AT_ONCE) if (line := self.next_line()) is not None]
+        code = "batch_expired"
         self.record(
-            [
-                Result(line.number, False, error_line(line.custom_id, "batch_expired", _EXPIRED))
-                for line in lines
-            ]
+            [Result(line.number, False, error_line(line.custom_id, code, _EXPIRED)) for line in lines]
         )
         return len(lines) == _AT_ONCE
 
     def finalize(self) -> None:
-        """Show that every line has a result. Raises sqlite3.Error."""
+        """Set the status `finalizing`: every line has a result. Raises sqlite3.Error."""
         with self._table.changing(self.batch) as batch:
             batch.become("finalizing")
 
     def finish(self, status: Status) -> None:
-        """Let the client see the files, but no empty one, and that the batch has ended: all at once.
+        """Publish the batch's files, unless empty, and its end, in one transaction.
 
-        Raises OSError, sqlite3.Error and StoreFull, and then nothing has changed, so that it can be tried
+        Raises OSError, sqlite3.Error and StoreFull, and then nothing has changed, so that the caller can try
         again.
         """
         growing: list[GrowingFile] = []
@@ -118,7 +116,7 @@ class RunningBatch:
         self._table.remove_results([self.batch.id])
 
     def close(self) -> None:
-        """Close the files; the batch goes on when it is opened again."""
+        """Close the files."""
         self._input.close()
         self._results.close()
 

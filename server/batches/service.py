@@ -1,4 +1,4 @@
-"""All of a server's batches and files: what its routes use, and the task that runs the batches."""
+"""All batches and files of a server, for its routes, and the task that runs the batches."""
 
 import asyncio
 import sqlite3
@@ -19,8 +19,8 @@ from server.errors import StoreFull
 from server.gateway.gateway import Gateway, Phase
 
 MAX_BATCHES = 256  # unfinished, of all API keys
-MAX_EACH = 32  # unfinished, of one
-_MAX_ENDED = 1000  # remembered, of one
+MAX_EACH = 32  # unfinished, of one API key
+_MAX_ENDED = 1000  # ended ones that are remembered, of one API key
 _STOP_SECONDS = 5.0
 _FILES, _RESULTS = "files", "batches"
 
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class Batches:
-    """Batches and files in `folder`, of at most `max_bytes`; `shared` says that there are several API keys.
+    """Batches and files in `folder`, of at most `max_bytes`, for use on the gateway's event loop.
 
-    Use it on the gateway's loop. A line is at most `max_line` bytes. With several keys each may have
-    half of the bytes and of the number of files. Work that the disk or the engine did not do is tried again
-    after `again_seconds`.
+    A line has at most `max_line` bytes. If the server has several API keys (`shared`), each may use half of
+    the bytes and of the number of files. Work that failed on the disk or was refused by the engine is tried
+    again after `again_seconds`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Batches:
         shared: bool,
         again_seconds: float = AGAIN_SECONDS,
     ) -> None:
-        """Read what is there. Raises ConfigError, and then nothing there has changed."""
+        """Read the folder. Raises ConfigError, and then nothing in it has changed."""
         self.max_line = max_line
         self._again_seconds = again_seconds
         self._gateway = gateway
@@ -66,13 +66,13 @@ class Batches:
         except ConfigError:
             self._database.close()
             raise
-        self.answer: Answer | None = None  # of lines; set before `start`, as is the next
+        self.answer: Answer | None = None  # of lines; set before `start`, like read_members
         self.read_members: ReadMembers | None = None
         self._runner: BatchRunner | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Run the batches, those first that are left from before."""
+        """Run the batches, beginning with the unfinished ones in the folder."""
         assert self.answer is not None
         self._runner = BatchRunner(
             self.answer,
@@ -87,7 +87,7 @@ class Batches:
         self._task = asyncio.create_task(self._runner.run(), name="batches")
 
     async def stop(self) -> None:
-        """End what runs, within seconds; it goes on after the next start."""
+        """Stop the running batches, within seconds; they continue after the next start."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task], timeout=_STOP_SECONDS)
@@ -96,7 +96,7 @@ class Batches:
         self._thread.shutdown(wait=False)
 
     async def on_disk(self, work: Callable[[], T]) -> T:
-        """The result of work on the files, on their thread. Raises StoreFailed where the disk fails."""
+        """Do work on the files, on their thread. Raises StoreFailed if the disk fails."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except (OSError, sqlite3.Error) as error:
@@ -111,16 +111,16 @@ class Batches:
         input_file: StoredFile,
         metadata: dict[str, str] | None,
     ) -> Batch:
-        """Raises StoreFull if too many are unfinished, and StoreFailed; then there is no such batch."""
+        """Create a batch. Raises StoreFull if too many are unfinished, and StoreFailed."""
         assert self._runner is not None
         names = {"tenant": tenant, "owner": owner, "endpoint": endpoint}
         batch = new_batch(**names, input_file_id=input_file.id, metadata=metadata)
 
-        def add() -> None:  # on the thread, where batches are added one after the other
+        def add() -> None:  # on the disk's thread, which adds one batch at a time
             unfinished = self.table.unfinished()
-            own = sum(batch.tenant == tenant for batch in unfinished)
-            if own >= MAX_EACH:
-                message = f"{own} of your batches are unfinished, and {MAX_EACH} are allowed"
+            n_yours = sum(batch.tenant == tenant for batch in unfinished)
+            if n_yours >= MAX_EACH:
+                message = f"{n_yours} of your batches are unfinished, and {MAX_EACH} are allowed"
                 raise StoreFull(f"{message}; wait until one has ended")
             if len(unfinished) >= MAX_BATCHES:
                 message = f"{MAX_BATCHES} batches of all clients are unfinished, the limit"
@@ -134,7 +134,7 @@ class Batches:
         return batch
 
     async def cancel(self, batch: Batch) -> None:
-        """End the batch's lines now. Raises InvalidRequest for one that has ended, and StoreFailed."""
+        """Cancel a batch. Raises InvalidRequest if it has ended, and StoreFailed."""
         assert self._runner is not None
 
         def change() -> None:
@@ -149,7 +149,7 @@ class Batches:
         self._runner.cancelled(batch)
 
     async def delete_file(self, stored: StoredFile) -> None:
-        """Raises InvalidRequest for the input of a batch that has not ended, and StoreFailed."""
+        """Delete a file. Raises InvalidRequest if it is the input of an unfinished batch, and StoreFailed."""
 
         def delete() -> None:
             user = next((one for one in self.table.unfinished() if one.input_file_id == stored.id), None)

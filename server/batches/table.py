@@ -1,8 +1,10 @@
-"""All batches of a server, in the database and in memory. Changes are for the batches' thread."""
+"""All batches of a server, in the database and in memory. Change them only on the batches' thread."""
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from sqlite3 import Connection
 
@@ -10,12 +12,14 @@ from orca_jax.errors import ConfigError
 from server.batches.batch import Batch, Status
 from server.batches.database import NAME, Database
 from server.batches.files import FileStore, Finished
-from server.batches.results import Results, remove_of
+from server.batches.results import Results, path_of
 from server.errors import UnknownBatch
+
+_LOGGER = logging.getLogger("orca")
 
 
 class BatchTable:
-    """The batches, whose results are in `folder` while they run."""
+    """Holds the batches. While a batch runs, its results are in `folder`."""
 
     def __init__(self, folder: Path, database: Database, store: FileStore) -> None:
         """Read what is there. Raises ConfigError, OSError and sqlite3.Error."""
@@ -34,11 +38,11 @@ class BatchTable:
 
     def of(self, tenant: str) -> list[Batch]:
         """A tenant's batches, the newest first."""
-        own = [batch for batch in list(self._batches.values()) if batch.tenant == tenant]
-        return sorted(own, key=lambda batch: (batch.created_at, batch.id), reverse=True)
+        found = [batch for batch in list(self._batches.values()) if batch.tenant == tenant]
+        return sorted(found, key=lambda batch: (batch.created_at, batch.id), reverse=True)
 
     def get(self, batch_id: str, tenant: str) -> Batch:
-        """Raises UnknownBatch, also for a batch of another tenant."""
+        """The tenant's batch with this id. Raises UnknownBatch."""
         batch = self._batches.get(batch_id)
         if batch is None or batch.tenant != tenant:
             raise UnknownBatch(f"there is no batch {batch_id[:100]!r}")
@@ -56,7 +60,7 @@ class BatchTable:
         """
         forgotten = [one.id for one in instead_of]
         with self._database.change() as change:
-            row = (batch.id, batch.tenant, json.dumps(batch.stored()))
+            row = (batch.id, batch.tenant, json.dumps(asdict(batch)))
             change.execute("INSERT INTO batches VALUES (?, ?, ?)", row)
             change.executemany("DELETE FROM batches WHERE id = ?", [(one,) for one in forgotten])
         self._batches[batch.id] = batch
@@ -65,21 +69,21 @@ class BatchTable:
 
     @contextmanager
     def changing(self, batch: Batch) -> Iterator[Batch]:
-        """Change the copy inside, which the batch becomes once it is written. Raises sqlite3.Error."""
-        changed = Batch(**batch.stored())
+        """Yield a copy to change; it is written, and then copied back to the batch. Raises sqlite3.Error."""
+        changed = Batch(**asdict(batch))
         yield changed
         with self._database.change() as change:
-            change.execute(_UPDATE, (json.dumps(changed.stored()), batch.id))
+            change.execute(_UPDATE, (json.dumps(asdict(changed)), batch.id))
         batch.become_like(changed)
 
     def finish(self, batch: Batch, status: Status, files: Mapping[str, Finished]) -> None:
-        """End a batch with its files, `output` and `error` where there are any: all in one transaction."""
-        changed = Batch(**batch.stored())
+        """End a batch, with its `output` and `error` files if it has them, in one transaction."""
+        changed = Batch(**asdict(batch))
         for kind, (file, _, _) in files.items():
             setattr(changed, f"{kind}_file_id", file.id)
         if changed.status != status:
             changed.become(status)
-        row = (json.dumps(changed.stored()), batch.id)
+        row = (json.dumps(asdict(changed)), batch.id)
 
         def change_batch(change: Connection) -> None:
             change.execute(_UPDATE, row)
@@ -93,8 +97,12 @@ class BatchTable:
         return Results(self._folder, batch.id, batch.tenant, self._store, self._database)
 
     def remove_results(self, batch_ids: Iterable[str]) -> None:
-        """Remove the results of batches that have ended."""
-        remove_of(self._folder, iter(batch_ids))
+        """Remove the results of ended batches; those that the disk does not remove go at the next start."""
+        for batch_id in batch_ids:
+            try:
+                path_of(self._folder, batch_id).unlink(missing_ok=True)
+            except OSError:
+                _LOGGER.warning("the results of %s are removed at the next start", batch_id, exc_info=True)
 
 
 _UPDATE = "UPDATE batches SET value = ? WHERE id = ?"

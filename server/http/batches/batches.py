@@ -1,4 +1,4 @@
-"""`/v1/batches`: many requests in a file, answered when the engine has time, at the lowest order."""
+"""`/v1/batches`: a file of requests, answered at the lowest priority while the engine has time."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,9 +7,10 @@ from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest
 from server.batches.batch import WINDOW, Batch
-from server.http.batches.state import After, BatchesOf, FingerprintOf, Limit, listing, page
+from server.http.batches.state import After, BatchesOf, FingerprintOf, Limit
 from server.http.bodies.errors import error_responses
 from server.http.bodies.json_body import JsonRoute
+from server.http.bodies.lists import ListPage, listing, page
 from server.http.fields.strict import NotBuilt, Strict
 from server.http.generation.state import OwnerOf
 
@@ -26,9 +27,9 @@ class BatchRequest(Strict):
     input_file_id: Annotated[str, Field(min_length=1, max_length=256)]
     endpoint: Annotated[
         Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"],
-        Field(description="of every line"),
+        Field(description="the endpoint of every line"),
     ]
-    completion_window: Annotated[Literal["24h"], Field(description="what has not run by then expires")]
+    completion_window: Annotated[Literal["24h"], Field(description="lines that have not run by then expire")]
     metadata: Annotated[
         dict[str, Annotated[str, Field(max_length=512)]] | None,
         Field(description="returned with the batch; up to 16 entries", max_length=_MAX_METADATA),
@@ -39,7 +40,7 @@ class BatchRequest(Strict):
 
 
 class RequestCounts(BaseModel):
-    """How far a batch is. A line with an error has failed, and is in the error file."""
+    """The progress of a batch. A line whose answer is an error has failed, and is in the error file."""
 
     total: int
     completed: int
@@ -47,7 +48,7 @@ class RequestCounts(BaseModel):
 
 
 class BatchFault(BaseModel):
-    """Why a batch failed, and in which line of its input."""
+    """A fault in a batch's input, with its line."""
 
     code: str
     line: int | None
@@ -56,7 +57,7 @@ class BatchFault(BaseModel):
 
 
 class BatchFaults(BaseModel):
-    """Why a batch failed: the first faults of its input."""
+    """The first faults in a batch's input, because of which it failed."""
 
     object: Literal["list"] = "list"
     data: list[BatchFault]
@@ -87,14 +88,10 @@ class BatchObject(BaseModel):
     metadata: dict[str, str] | None
 
 
-class BatchList(BaseModel):
+class BatchList(ListPage):
     """A page of batches."""
 
-    object: Literal["list"] = "list"
     data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 def _shown(batch: Batch) -> BatchObject:
@@ -108,7 +105,7 @@ async def create_batch(
     """Run every line of a file."""
     stored = batches.files.get(body.input_file_id, tenant)
     if stored.purpose != "batch":
-        message = f"the file {stored.id} has the purpose {stored.purpose!r}; an input has batch"
+        message = f"the file {stored.id} has the purpose {stored.purpose!r}; an input file must have 'batch'"
         raise InvalidRequest(message, param="input_file_id")
     batch = await batches.create(
         tenant=tenant, owner=owner, endpoint=body.endpoint, input_file=stored, metadata=body.metadata
@@ -123,7 +120,7 @@ async def list_batches(
     """List your batches, the newest first."""
 
     def body() -> bytes:
-        some, has_more = page(batches.table.of(tenant), after, limit)
+        some, has_more = page(batches.table.of(tenant), after, limit, lambda batch: batch.id)
         return listing([one.shown() for one in some], has_more)
 
     return Response(await batches.on_disk(body), media_type="application/json")
@@ -131,13 +128,13 @@ async def list_batches(
 
 @router.get("/{batch_id}", responses=error_responses(404))
 async def get_batch(batches: BatchesOf, tenant: FingerprintOf, batch_id: str) -> BatchObject:
-    """Describe a batch: how far it is, and its files."""
+    """Describe a batch, its progress and its files."""
     return _shown(batches.table.get(batch_id, tenant))
 
 
 @router.post("/{batch_id}/cancel", responses=error_responses(400, 404))
 async def cancel_batch(batches: BatchesOf, tenant: FingerprintOf, batch_id: str) -> BatchObject:
-    """End a batch; what has been answered is kept."""
+    """Cancel a batch. Lines that have been answered keep their results."""
     batch = batches.table.get(batch_id, tenant)
     await batches.cancel(batch)
     return _shown(batch)

@@ -13,13 +13,14 @@ from orca_jax.errors import InvalidRequest
 from server.batches.files import GrowingFile, StoredFile
 from server.batches.service import Batches
 from server.http.batches.multipart import read_form
-from server.http.batches.state import After, BatchesOf, FingerprintOf, Limit, Order, listing, page
+from server.http.batches.state import After, BatchesOf, FingerprintOf, Limit, Order
 from server.http.bodies.errors import error_responses
+from server.http.bodies.lists import ListPage, listing, page
 
-UPLOAD_SECONDS = 600.0  # for a whole file to come
-_MOST_BYTES = 200 << 20  # of a file; OpenAI's limit for a batch's
+UPLOAD_SECONDS = 600.0  # for a whole file to arrive
+_MOST_BYTES = 200 << 20  # of a file: OpenAI's limit for a batch's input
 _PURPOSES = ("batch", "batch_output")
-_PIECE = 1 << 18  # bytes of a file that are in memory
+_PIECE = 1 << 18  # bytes of a file that are in memory at a time
 
 _FORM: dict[str, Any] = {
     "required": True,
@@ -52,18 +53,14 @@ class File(BaseModel):
     status: Literal["processed"] = "processed"
 
 
-class Files(BaseModel):
+class Files(ListPage):
     """A page of files."""
 
-    object: Literal["list"] = "list"
     data: list[File]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class Deleted(BaseModel):
-    """A file that is gone."""
+    """The answer to the deletion of a file."""
 
     id: str
     object: Literal["file"] = "file"
@@ -71,7 +68,7 @@ class Deleted(BaseModel):
 
 
 def most_bytes(batch_bytes: int) -> int:
-    """Bytes of an uploaded form, where all files may have `batch_bytes`."""
+    """The most bytes of an uploaded form, where all files together may have `batch_bytes`."""
     return min(_MOST_BYTES, batch_bytes) + (1 << 16)
 
 
@@ -87,7 +84,7 @@ def _shown(stored: StoredFile) -> File:
 
 @dataclass
 class _Upload:
-    """What has come of a form; `growing` is begun with its file."""
+    """Receives a form. `growing` is the file that its content is written to."""
 
     batches: Batches
     tenant: str
@@ -127,22 +124,20 @@ class _Upload:
             raise InvalidRequest("two files came; send one", param="file")
         self.filename = filename
 
-        def begin() -> None:  # on that thread: if this task is cancelled meanwhile, `drop` finds it
+        def begin() -> (
+            None
+        ):  # on the disk's thread: if this task is cancelled meanwhile, `drop` finds the file
             self.growing = self.batches.files.begin(self.tenant)
 
         await self.batches.on_disk(begin)
 
     def drop(self) -> None:
-        """Forget the file, after whatever else the disk's thread has to do for it."""
+        """Remove the file. Call it on the disk's thread, after all other work for the file."""
         if self.growing is not None:
             self.growing.abandon()
 
 
-@router.post(
-    "",
-    openapi_extra={"requestBody": _FORM},
-    responses=error_responses(400, 408, 413, 415, 429),
-)
+@router.post("", openapi_extra={"requestBody": _FORM}, responses=error_responses(400, 408, 413, 415, 429))
 async def create_file(request: Request, batches: BatchesOf, tenant: FingerprintOf) -> File:
     """Upload a file of JSON lines, for a batch."""
     upload = _Upload(batches, tenant)
@@ -168,8 +163,9 @@ async def list_files(
         raise InvalidRequest(message, param="purpose")
 
     def body() -> bytes:
-        own = [one for one in batches.files.of(tenant) if purpose in (None, one.purpose)]
-        some, has_more = page(own if order == "desc" else own[::-1], after, limit)
+        found = [one for one in batches.files.of(tenant) if purpose in (None, one.purpose)]
+        ordered = found if order == "desc" else found[::-1]
+        some, has_more = page(ordered, after, limit, lambda stored: stored.id)
         return listing([_shown(one).model_dump() for one in some], has_more)
 
     return Response(await batches.on_disk(body), media_type="application/json")
@@ -202,6 +198,6 @@ async def _pieces(batches: Batches, stored: StoredFile) -> AsyncIterator[bytes]:
 
 @router.delete("/{file_id}", responses=error_responses(400, 404))
 async def delete_file(batches: BatchesOf, tenant: FingerprintOf, file_id: str) -> Deleted:
-    """Delete a file; not while a batch reads it."""
+    """Delete a file, unless it is the input of an unfinished batch."""
     await batches.delete_file(batches.files.get(file_id, tenant))
     return Deleted(id=file_id)

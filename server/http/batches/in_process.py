@@ -1,6 +1,6 @@
-"""Answers a line of a batch as the endpoint answers the same request: by the same routes, in this process.
+"""Answers a line of a batch by calling the endpoint's routes in this process.
 
-So a line is checked, run and answered exactly as if its client had sent it.
+A line is thus checked, run and answered exactly as if its client had sent it as a request.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _REFUSED = {
 
 
 class InProcess:
-    """`answer` is a server.batches.runner.Answer. `tenant_of` is an API key's name by its fingerprint."""
+    """Implements server.batches.runner.Answer. `tenant_of` finds an API key's name by its fingerprint."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway, *, tenant_of: Callable[[str], str | None]) -> None:
         self._app, self._gateway, self._tenant_of = app, gateway, tenant_of
@@ -48,8 +48,8 @@ class InProcess:
         body = line.body
         model = self._gateway.served
         if model is not None and model.serving.scheduling.scheduling_policy == "priority":
-            # The body is an object without this name. It stays text, for parsing it here would hold the event
-            # loop.
+            # The body is an object without this name. It stays text, because parsing it here would block the
+            # event loop.
             inside = body[1:-1].strip()
             body = b"{%s%s}" % (inside + b", " if inside else b"", b'"priority": %d' % _LOWEST)
         exchange = _Exchange(body)
@@ -83,7 +83,7 @@ class InProcess:
 
 
 class _Exchange:
-    """A request's side of ASGI: one body, a client that never leaves, and what was sent."""
+    """The client's side of one ASGI call: it sends one body, never leaves, and keeps what it receives."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body

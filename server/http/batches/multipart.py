@@ -1,4 +1,4 @@
-"""Reads a form with one file as it comes, so that no file is ever in memory."""
+"""Reads a form with one file piece by piece, so that no whole file is ever in memory."""
 
 from collections.abc import AsyncIterator
 from typing import NamedTuple
@@ -15,15 +15,15 @@ _MAX_PARTS = 16  # the parser bounds each part's headers
 
 
 class Part(NamedTuple):
-    """A piece of the form: a field's whole value, or a piece of the file, which may be empty at its begin."""
+    """A field's whole value, or a piece of the file; the file's first piece is empty."""
 
     name: str
-    filename: str | None  # of the file
+    filename: str | None  # None for a field
     data: bytes
 
 
 class _Reader:
-    """Takes the parser's callbacks, and keeps what they say until it is asked for."""
+    """Collects the form's parts from the parser's callbacks, in `parts`."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -78,7 +78,7 @@ class _Reader:
 
 
 async def read_form(request: Request) -> AsyncIterator[Part]:
-    """The form's parts as they come. Raises HTTPException 400 or 415, and InvalidRequest."""
+    """The form's parts as they arrive. Raises HTTPException 400 or 415, and InvalidRequest."""
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:

@@ -1,4 +1,4 @@
-"""Keeps responses for a while, so that a request can go on from one; bounded in number and in bytes."""
+"""Keeps responses for a while, so that a request can continue one; bounded in number and in bytes."""
 
 import time
 from collections import OrderedDict
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from server.errors import UnknownResponse
 
-_OVERHEAD = 1024  # bytes that an entry takes besides its texts, at most
-_ID_BYTES = 256  # that an item's id takes in a response and in the index, at most, besides its characters
-_LARGEST = 4  # one response may take this part of all bytes
+_OVERHEAD = 1024  # bytes of an entry besides its texts, at most
+_ID_BYTES = 256  # of an item id in the response and in the index, besides its characters, at most
+_LARGEST = 4  # one response may take one part in so many of all bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """A response, and the conversation that ends with it. Texts of JSON.
+    """A response, and the conversation that ends with it, both as JSON.
 
-    `items` are all items of the conversation, of which the model read the first `n_input`, and `item_ids` the
+    `items` has all items of the conversation; the model read the first `n_input` of them. `item_ids` has the
     ids of all.
     """
 
@@ -30,7 +30,7 @@ class StoredResponse:
 
     @property
     def n_bytes(self) -> int:
-        """What it takes in memory, at most."""
+        """The bytes of memory that the entry takes, at most."""
         names = len(self.response_id) + len(self.tenant) + len(self.owner)
         ids = 4 * sum(map(len, self.item_ids)) + _ID_BYTES * len(self.item_ids)
         return len(self.response) + len(self.items) + ids + 4 * names + _OVERHEAD
@@ -38,18 +38,18 @@ class StoredResponse:
 
 @dataclass(slots=True)
 class _Share:
-    """What an owner has in the store, oldest first."""
+    """An owner's entries, the oldest first."""
 
     entries: OrderedDict[str, StoredResponse]
     n_bytes: int = 0
 
 
 class ResponseStore:
-    """At most `max_responses` of at most `max_bytes` together, each for at most `seconds`.
+    """Holds at most `max_responses` responses of at most `max_bytes` together, each for at most `seconds`.
 
-    A tenant finds only its own. If there is no room, the owner that has most loses its oldest one. So an
-    owner with at most an equal share, which is the store divided by its owners, loses nothing to others. Use
-    it on one thread; nothing here takes long. `now` is a clock in seconds.
+    A tenant finds only its own responses. When the store is full, the owner with the most loses its oldest
+    one; an owner with at most an equal share of the store thus loses nothing to others. For one thread;
+    nothing here takes long. `now` is a clock in seconds.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class ResponseStore:
 
     @property
     def largest(self) -> int:
-        """The most bytes that one response and its conversation may have."""
+        """The most bytes of one response with its conversation."""
         return max(self._max_bytes // _LARGEST - _OVERHEAD, 0)
 
     def put(self, entry: StoredResponse) -> bool:
-        """Keep it, and drop what there is no room for; False if it is too large to keep."""
+        """Store a response and drop others to make room. False if it is too large to store."""
         self._drop_expired()
         if self.is_off or entry.n_bytes > self._max_bytes // _LARGEST:
             return False
@@ -101,7 +101,7 @@ class ResponseStore:
         return entry.response_id in self._entries
 
     def get(self, response_id: str, tenant: str, *, param: str) -> StoredResponse:
-        """The response. Raises UnknownResponse, which names `param`, if this tenant has none of that id."""
+        """The response with this id. Raises UnknownResponse, which names `param`."""
         self._drop_expired()
         found = self._entries.get(response_id)
         if found is None or found[1].tenant != tenant:
@@ -112,9 +112,9 @@ class ResponseStore:
         return found[1]
 
     def holding(self, item_id: str, tenant: str, *, param: str) -> StoredResponse:
-        """The last response whose conversation has the item.
+        """The tenant's last response whose conversation has the item.
 
-        Raises UnknownResponse, which names `param`, if none of this tenant's has one of that id.
+        Raises UnknownResponse, which names `param`, if there is none.
         """
         self._drop_expired()
         response_id = self._by_item.get((tenant, item_id))

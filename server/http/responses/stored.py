@@ -1,16 +1,15 @@
 """Stored responses: `GET` and `DELETE /v1/responses/{response_id}`, and the items of its input."""
 
 from functools import partial
-from itertools import islice
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from orca_jax.errors import InvalidRequest
 from server.gateway.side_threads import run_for_response
 from server.http.bodies.errors import error_responses
-from server.http.bodies.json_text import as_json, parse
+from server.http.bodies.json_text import parse
+from server.http.bodies.lists import ListPage, listing, page
 from server.http.fields.strict import NotBuilt, Unused, take_fields
 from server.http.generation.state import TenantOf
 from server.http.responses.items import Item
@@ -18,20 +17,20 @@ from server.http.responses.store import ResponseStore
 
 
 class InputTokensDetails(BaseModel):
-    """Of the input's tokens, those whose keys and values were in the prefix cache."""
+    """Input tokens whose keys and values were found in the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputTokensDetails(BaseModel):
-    """Of the output's tokens, those that are reasoning."""
+    """Output tokens that are reasoning."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(BaseModel):
-    """Counts of tokens."""
+    """Token counts."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -41,7 +40,7 @@ class ResponseUsage(BaseModel):
 
 
 class ResponseObject(BaseModel):
-    """A response. Besides these fields it has those of the request."""
+    """A response. It also has the fields of its request."""
 
     id: str
     object: Literal["response"]
@@ -59,18 +58,14 @@ class ResponseObject(BaseModel):
     usage: ResponseUsage | None
 
 
-class ResponseItems(BaseModel):
-    """Items of a stored response's input."""
+class ResponseItems(ListPage):
+    """A page of the items of a stored response's input."""
 
-    object: Literal["list"] = "list"
     data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedResponse(BaseModel):
-    """A response that is no longer stored."""
+    """The answer to the deletion of a response."""
 
     id: str
     object: Literal["response"] = "response"
@@ -95,7 +90,7 @@ class _Query(BaseModel):
 
 
 class ResponseQuery(_Query):
-    """Of GET /v1/responses/{response_id}."""
+    """The query of GET /v1/responses/{response_id}."""
 
     include: Annotated[list[str], NotBuilt([], why="they are not kept")] = Field(default_factory=list[str])
     stream: Annotated[bool, NotBuilt(False, why="the response comes whole")] = False
@@ -104,7 +99,7 @@ class ResponseQuery(_Query):
 
 
 class ItemsQuery(_Query):
-    """Of GET /v1/responses/{response_id}/input_items."""
+    """The query of GET /v1/responses/{response_id}/input_items."""
 
     limit: Annotated[int, Field(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
@@ -116,14 +111,14 @@ class ItemsQuery(_Query):
 async def get_response(
     response_id: str, query: Annotated[ResponseQuery, Query()], store: StoreOf, tenant: TenantOf
 ) -> Response:
-    """A stored response."""
+    """Get a stored response."""
     take_fields(query, Unused())
     return Response(store.get(response_id, tenant, param=_ID).response, media_type=_JSON)
 
 
 @router.delete("/{response_id}")
 async def delete_response(response_id: str, store: StoreOf, tenant: TenantOf) -> DeletedResponse:
-    """Drop a stored response at once. Those that went on from it keep the whole conversation."""
+    """Delete a stored response. Responses that continue it keep the whole conversation."""
     store.delete(response_id, tenant, param=_ID)
     return DeletedResponse(id=response_id)
 
@@ -132,7 +127,7 @@ async def delete_response(response_id: str, store: StoreOf, tenant: TenantOf) ->
 async def list_input_items(
     response_id: str, query: Annotated[ItemsQuery, Query()], store: StoreOf, tenant: TenantOf
 ) -> Response:
-    """The items that the model read, those of earlier responses included."""
+    """List the items that the model read, including those of earlier responses."""
     take_fields(query, Unused())
     entry = store.get(response_id, tenant, param=_ID)
     work = partial(_page, entry.items, entry.n_input, query)
@@ -143,18 +138,5 @@ def _page(data: bytes, n_input: int, query: ItemsQuery) -> bytes:
     items: list[Item] = parse(data)[:n_input]
     if query.order == "desc":
         items.reverse()
-    first = 0
-    if query.after is not None:
-        first = next((i for i, item in enumerate(items, 1) if item["id"] == query.after), 0)
-        if not first:
-            message = f"after is {query.after[:80]!r}; no item has that id"
-            raise InvalidRequest(message, param="after")
-    page = list(islice(items, first, first + query.limit))
-    whole: dict[str, Any] = {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": first + len(page) < len(items),
-    }
-    return as_json(whole, len(data), ascii=False).encode()
+    some, has_more = page(items, query.after, query.limit, lambda item: item["id"])
+    return listing(some, has_more, len(data))

@@ -159,7 +159,7 @@ def test_other_endpoints(client: OpenAI, server: Server, endpoint: str, body: di
         (b"{\n", "invalid_json_line", 1, "it ends before the JSON object does"),
         (lines_of(COMPLETIONS, [{}]) + b"[]\n", "invalid_json_line", 2, "it is not a JSON object"),
         (lines_of(CHAT, [{}]), "mismatched_endpoint", 1, "the batch's endpoint is '/v1/completions'"),
-        (lines_of(COMPLETIONS, [{}]) * 2, "duplicate_custom_id", 2, "stands in two lines"),
+        (lines_of(COMPLETIONS, [{}]) * 2, "duplicate_custom_id", 2, "two lines have the custom_id"),
         (lines_of(COMPLETIONS, [{}]).replace(b"POST", b"GET"), "invalid_method", 1, "POST"),
         (lines_of(COMPLETIONS, [{}]).replace(b"body", b"data"), "invalid_request", 1, "'data' is not known"),
         (

@@ -225,7 +225,7 @@ def test_files_that_it_does_not_know_are_kept_and_named(
     with opened(folder) as (store, _):
         assert len(store.of("a")) == 1
     assert (folder / "files" / "file-other.data").read_bytes() == b"of somebody"
-    assert "file-other.data among them; they are left as they are" in caplog.text
+    assert "such as file-other.data; they are left as they are" in caplog.text
 
 
 def test_a_file_whose_content_is_gone_is_kept_and_says_so(
