@@ -244,7 +244,7 @@ class FileStore:
             del self._n_bytes[tenant]
 
     def _check(self, stored: StoredFile) -> None:
-        """Log a file whose content is missing or has another size, and keep it: a backup may have the content."""
+        """Log a file whose content is missing or has another size. Keep it: a backup may have the content."""
         try:
             n_bytes = self._path(stored.id, _DATA).stat().st_size
         except OSError as error:

@@ -45,7 +45,7 @@ Answer = Callable[[Batch, InputLine], Awaitable[Answered]]
 
 
 class BatchRunner:
-    """Runs batches in the task `run`. Cancelling it ends all lines; the batches continue after the next start.
+    """Runs batches in the task `run`. Cancelling it ends all lines; batches continue after the next start.
 
     `answer` answers a line, `room` says how many lines may run now, and `stopping` whether the server is
     ending. `open_batch` runs on `thread`, which does all work on the disk. Failed work is tried again after

@@ -77,7 +77,7 @@ class RunningBatch:
         self._count()
 
     def expire(self) -> bool:
-        """Write an error for some lines that have not run. False when none is left. Raises as `record` does."""
+        """Write errors for some lines that have not run. False when none is left. Raises as `record` does."""
         lines = [line for _ in range(_AT_ONCE) if (line := self.next_line()) is not None]
         code = "batch_expired"
         self.record(

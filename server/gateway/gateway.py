@@ -1,8 +1,8 @@
-"""The gateway: both endpoints submit requests to the service here and receive output on the event loop.
+"""The gateway: both endpoints submit requests to the service here, and receive output on the event loop.
 
 The scheduler's thread calls into the event loop once per iteration, whatever the number of requests, and
-names the requests that have new output. Each of these requests then wakes and reads its own Output. What a
-slow client has not read stays there, bounded by the request's whole output, so a slow client delays no one.
+names the requests with new output. Each of them then wakes up and reads its Output. What a slow client has
+not read stays there, bounded by the request's whole output, so a slow client delays no one.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ LOGGER = logging.getLogger("orca.workers")
 
 
 def log_loss(lost: WorkerLost, n_running: int) -> None:
-    """A worker was lost. `n_running` requests were running; they run again after recovery."""
+    """Log the loss of a worker. The `n_running` requests that were running run again after recovery."""
     consequence = "no request has to run again"
     if n_running:
         runs = "request runs" if n_running == 1 else "requests run"
@@ -47,17 +47,17 @@ def log_loss(lost: WorkerLost, n_running: int) -> None:
 
 
 def log_recovery(seconds: float) -> None:
-    """The engine recovered, `seconds` after the loss."""
+    """Log that the engine recovered, `seconds` after the loss."""
     LOGGER.warning("the workers are up again after %.2f seconds", seconds)
 
 
 def log_failure(failure: EngineError) -> None:
-    """The engine failed permanently."""
+    """Log that the engine failed permanently."""
     LOGGER.error("%s", _one_line(f"the engine failed, and takes no more requests: {failure}"))
 
 
 def _one_line(text: str) -> str:
-    """`text` with unprintable characters replaced: a worker's error may have several lines."""
+    """Replace unprintable characters by spaces: a worker's error may have several lines."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
@@ -66,8 +66,8 @@ _SUBMITTED_AT_ONCE = 8  # submissions before the event loop may run something el
 
 
 class Phase(StrEnum):
-    """The phases of a server's life. While RECOVERING or PAUSED it accepts requests, which wait; while ASLEEP
-    it refuses them.
+    """A phase of the server's life. Requests are accepted and wait while RECOVERING or PAUSED, and are
+    refused while ASLEEP.
     """
 
     LOADING = "loading"
@@ -182,7 +182,7 @@ class LiveRequest(RequestHandle):
 
 
 class _KnownAs(NamedTuple):
-    """A request as its client names it. Two parties may use the same id."""
+    """A request's id, with the party that chose it: two parties may use the same id."""
 
     party: str
     request_id: str
@@ -200,7 +200,7 @@ class Gateway:
         self._request_timeout = request_timeout
         self._model: ServedModel | None = None
         self._draining = False
-        self._live: dict[str, LiveRequest] = {}  # by their ids in the service
+        self._live: dict[str, LiveRequest] = {}  # by id in the service
         self._known: dict[_KnownAs, LiveRequest] = {}
         self._numbers = count(1)
         self._empty = asyncio.Event()
@@ -214,7 +214,7 @@ class Gateway:
 
     @property
     def status(self) -> ServerStatus:
-        """The current phase and its reason, read together."""
+        """The current phase, with the reason for it."""
         service = None if self._model is None else self._model.service
         if service is not None and service.failure is not None:
             return ServerStatus(Phase.FAILED, f"the engine failed: {service.failure}")
@@ -275,9 +275,9 @@ class Gateway:
     ) -> LiveRequest:
         """Submit a request to the service.
 
-        `owner` is the API key or client address whose share of the queue the request uses. `party` is the
-        only one who can cancel it by its id, which no other request of theirs may have while it lives
-        (default: the owner). `timeout` in seconds applies if it is shorter than the server's own.
+        `owner` is the API key or client address whose share of the queue the request uses. Only `party`, by
+        default the owner, can cancel the request by its id; among a party's live requests ids are unique.
+        `timeout` in seconds applies if it is shorter than the server's limit.
 
         Raises a subclass of InvalidRequest, RequestIdTaken, QueueFull, EngineError or NotReady.
         """
@@ -293,15 +293,15 @@ class Gateway:
         except InvalidRequest as error:
             if error.param != "request_id":
                 raise
-            # Another party's request has this id, or one whose client has left while the pool still holds it.
-            # Neither is this client's business: the service gets a name that no client can choose.
+            # The id belongs to another party's request, or to one whose client has left while the pool still
+            # holds it. Neither concerns this client, so the service gets an id that no client can choose.
             live = submit(request_id=f"{request_id} #{next(self._numbers)}")
         self._live[live.request_id] = self._known[known_as] = live
         self._empty.clear()
         return live
 
     def forget(self, request: LiveRequest) -> None:
-        """Drop a request that its endpoint is done with."""
+        """Remove a request from the live ones, when its endpoint has finished with it."""
         if self._live.get(request.request_id) is request:
             del self._live[request.request_id]
             del self._known[request.known_as]
@@ -309,7 +309,7 @@ class Gateway:
             self._empty.set()
 
     def cancel(self, request_id: str, *, party: str = "") -> bool:
-        """Cancel a party's live request; False if it has none of that id, whatever others have."""
+        """Cancel a party's live request. False if the party has none with that id."""
         live = self._known.get(_KnownAs(party, request_id))
         if live is None or live.finish_reason is not None:
             return False
@@ -348,7 +348,7 @@ class Gateway:
                 async with asyncio.timeout(2 * _GRACE_SECONDS):
                     await self._empty.wait()
             except TimeoutError:
-                pass  # some clients do not read; the caller closes their connections next
+                pass  # clients that do not read are left: the caller closes their connections next
             return len(left)
         return 0
 
@@ -360,7 +360,7 @@ class Gateway:
         """Called on the scheduler's thread, which must not block on writing the log."""
         service = model.service
         if lost is not None:
-            # With a prefix cache, or blocks on demand, they wait again.
+            # A preempted request has run too, and waits to run again.
             again = sum(req.row >= 0 or req.n_preempted > 0 for req in service.pool.live())
             self._on_loop(partial(log_loss, lost, again))
         elif service.recovery.last_recovery_seconds is not None:
@@ -400,9 +400,9 @@ async def submitted(
     party: str | None = None,
     timeout: float | None = None,
 ) -> AsyncIterator[list[LiveRequest]]:
-    """Submit all requests of one response without blocking the event loop: either all are accepted or none.
+    """Submit all requests of one response, without blocking the event loop. Either all are accepted or none.
 
-    They end when the context exits. Raises what `Gateway.submit` raises.
+    The requests end when the context exits. Raises what `Gateway.submit` raises.
     """
     with ExitStack() as stack:
         requests = list[LiveRequest]()
@@ -420,9 +420,9 @@ _LONGEST_SECONDS = 60
 
 
 def retry_after_seconds(gateway: Gateway) -> int:
-    """Whole seconds, 1 to 60: how long the waiting requests take to finish at the recent rate.
+    """The whole seconds, 1 to 60, in which the waiting requests will finish at the recent rate.
 
-    1 if too few requests have finished to tell the rate.
+    1 if too few requests have finished to know the rate.
     """
     if gateway.served is None:
         return 1
@@ -433,8 +433,10 @@ def retry_after_seconds(gateway: Gateway) -> int:
     return min(max(math.ceil(interval * service.pool.n_waiting), 1), _LONGEST_SECONDS)
 
 
-_MOST_IN_ENGINE = 128  # requests of one answer; the others wait here and take no place of its queue
-_MOST_NUMBERS = 1 << 22  # of an answer: about 90 MB of JSON
+_MOST_IN_ENGINE = (
+    128  # requests of one response; the others wait here, and take no place in the engine's queue
+)
+_MOST_NUMBERS = 1 << 22  # of a response: about 90 MB of JSON
 
 
 async def all_ended(
@@ -445,10 +447,10 @@ async def all_ended(
     running: list[LiveRequest],
     timeout: float | None = None,
 ) -> list[LiveRequest]:
-    """The requests when all have ended; `running` has those that are in the engine now.
+    """Run the requests until all have ended. Meanwhile `running` holds those that are in the engine.
 
-    They are cancelled if one fails. Raises QueueFull, NotReady, EngineError, or whatever ended a request
-    before it was complete.
+    If one fails, the others are cancelled. Raises QueueFull, NotReady, EngineError, or whatever ended a
+    request before it was complete.
     """
     ended: list[LiveRequest] = []
     most = max(1, min(_MOST_IN_ENGINE, gateway.model().service.pool.max_each))
@@ -464,14 +466,14 @@ async def all_ended(
 
 
 def check_inputs(n: int, most: int, param: str) -> None:
-    """Raise InvalidRequest for no inputs, or too many."""
+    """Raise InvalidRequest unless there are 1 to `most` inputs."""
     if not 1 <= n <= most:
         advice = f"a request may have 1 to {most} (orca serve --max-inputs)"
         raise InvalidRequest(f"{param} has {n} inputs; {advice}", param=param)
 
 
 def check_embeddings(n_inputs: int, size: int, param: str) -> None:
-    """Raise InvalidRequest if as many embeddings of `size` numbers are too much for one answer."""
+    """Raise InvalidRequest if the embeddings, of `size` numbers each, are too much for one response."""
     if n_inputs * size > _MOST_NUMBERS:
         message = f"{param} has {n_inputs} inputs, for {size} numbers each; send {_MOST_NUMBERS // size} "
         raise InvalidRequest(message + "at a time, or ask for fewer dimensions", param=param)

@@ -1,9 +1,8 @@
-"""Threads for expensive work, whose owners take turns.
+"""Threads for expensive work, shared fairly among the clients that send it.
 
-Whoever sends a lot of expensive work waits for it, and nobody else does: a lane serves its owners by the
-processor time that their work has taken, as the scheduler serves them by tokens. The owner is a variable of
-the current task (`act_for`), set where a request's key or address is read: no caller passes it, so none can
-forget to.
+A client that sends much expensive work waits for its own work only: a lane serves its owners by the processor
+time that their work has taken, as the scheduler serves them by tokens. The owner is a variable of the current
+task (`act_for`), set where a request's key or address is read. Callers do not pass it, so none can forget to.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ _owner: ContextVar[str] = ContextVar("owner", default="")
 
 
 def act_for(owner: str) -> None:
-    """From now on, the current task's work is that of `owner`: an API key, or a client's address."""
+    """Charge the current task's work to `owner`, an API key or a client's address, from now on."""
     _owner.set(owner)
 
 
@@ -55,8 +54,8 @@ class _Share:
 class Lane:
     """A few threads with a bounded queue for each owner. Usable from any thread and any event loop.
 
-    The owner whose work has taken the least processor time is next. Time in which an owner had nothing to do
-    is no credit: it starts again from the present.
+    The owner whose work has taken the least processor time is served next. An idle owner earns no credit:
+    when it returns, it starts level with the owner served last.
     """
 
     def __init__(
@@ -71,20 +70,20 @@ class Lane:
     ) -> None:
         """At most `most_waiting` requests, of `most_bytes` together, may wait or run; None: any number.
 
-        An owner may hold as much of both as is left free: half if it is alone, a third beside another who
-        wants as much. So nobody can fill a lane: it takes six owners to fill 32 places, and ten for 512. Only
-        then is an owner refused that has nothing there (Overloaded); one that has is refused for its own part
-        (QueueFull). Time is never refused, only who is next: each owner waits for its own work, and for one
-        piece of every other owner's. If nothing waits, a request is accepted whatever its size.
+        An owner may hold as much of both as is still free: half if it is alone, a third each if there are
+        two. So nobody can fill a lane alone: it takes six owners to fill 32 places, and ten to fill 512. An
+        owner with work in the lane is refused for its own share (QueueFull); an owner without any is refused
+        only when others fill the lane (Overloaded). Each owner waits for its own work, and for one piece of
+        work of every other owner. If nothing waits, a request is accepted whatever its size.
 
-        One owner has at most half of the threads, and at least one. `what` the work is goes into errors;
-        `meter` is the processor time of the current thread.
+        One owner has at most half of the threads, and at least one. `what` names the work in errors; `meter`
+        reads the processor time of the current thread.
         """
         self._name, self._what, self._meter = name, what, meter
         self._threads, self._threads_each = threads, max(1, threads // 2)
         self._most_waiting, self._most_bytes = most_waiting, most_bytes
         self._lock = threading.Lock()
-        self._shares = dict[str, _Share]()  # whoever had a turn last is last
+        self._shares = dict[str, _Share]()  # by owner, in the order of their last turns
         self._present = 0.0  # the `seconds` of the owner whose turn was last
         self._n = self._n_bytes = 0  # waiting and running
         self._n_threads = 0
@@ -92,10 +91,10 @@ class Lane:
         self.n_done = 0
 
     async def run(self, n_bytes: int, work: Callable[[], T]) -> T:
-        """The result of `work`, whose cost grows with `n_bytes`.
+        """Do `work`, whose cost grows with `n_bytes`, on a thread and return its result.
 
-        Cancelling it frees the place of work that still waits. Raises QueueFull if too much of this owner's
-        waits, Overloaded if others fill the lane, and what `work` raises.
+        Cancelling the call frees the place of work that still waits. Raises QueueFull if too much of this
+        owner's work waits, Overloaded if others fill the lane, and what `work` raises.
         """
         return await asyncio.wrap_future(self._queue(_owner.get(), _Work(n_bytes, work)))
 
@@ -112,7 +111,7 @@ class Lane:
             self._n_bytes += work.n_bytes
             starts = self._n_threads < self._threads
             self._n_threads += starts
-        # Not the work itself: its future keeps the callback, and would keep itself and its result in a cycle.
+        # The callback must not hold the work: the future would then be in a cycle with itself and its result.
         work.future.add_done_callback(partial(self._release, share, work.n_bytes))
         if starts:
             self._start_thread()
@@ -134,7 +133,7 @@ class Lane:
         name = f"{self._name}_{next(self._thread_numbers)}"
         try:
             threading.Thread(target=self._serve, name=name).start()
-        except BaseException as error:  # none could be started
+        except BaseException as error:  # no thread could be started
             failed = list[_Work]()
             with self._lock:
                 self._n_threads -= 1
@@ -147,7 +146,7 @@ class Lane:
                     work.future.set_exception(error)
 
     def _serve(self) -> None:
-        """Run work until none is left that may run."""
+        """Do work until no more may run."""
         while True:
             with self._lock:
                 taken = self._next()
@@ -168,7 +167,7 @@ class Lane:
         least: tuple[str, _Share] | None = None
         for owner, share in list(self._shares.items()):
             if not share.n and share.seconds <= self._present:
-                del self._shares[owner]  # forgotten, it would start from the present too
+                del self._shares[owner]  # an owner that is not remembered starts level too
             elif (
                 share.waiting
                 and share.n_running < self._threads_each
@@ -178,7 +177,7 @@ class Lane:
         if least is None:
             return None
         owner, share = least
-        self._shares[owner] = self._shares.pop(owner)  # the last among equals
+        self._shares[owner] = self._shares.pop(owner)  # so that it is the last among equals
         self._present = max(self._present, share.seconds)
         share.n_running += 1
         return share, share.waiting.popleft()
@@ -199,7 +198,7 @@ class Lane:
 
 
 def _run(work: _Work) -> Callable[[], None]:
-    """Run it, unless it was cancelled. Returns a function that tells whoever waits for it."""
+    """Do the work, unless it was cancelled. Returns a function that hands the result to the caller."""
     if not work.future.set_running_or_notify_cancel():
         return lambda: None
     future, call = work.future, work.call

@@ -19,11 +19,11 @@ from orca_jax.service.orca import Orca
 from server.gateway.reply.reasoning_format import ReasoningFormat
 from server.gateway.tool_formats.tool_format import ToolFormat
 
-MOST_ROUTED_BYTES = 16 << 20  # of an answer's routed experts, a third more in base64
+MOST_ROUTED_BYTES = 16 << 20  # of a response's routed experts; base64 makes them a third larger
 
 
 class CompileCounts(Protocol):
-    """What JAX has compiled in the server's process since it started."""
+    """Counts of what JAX has compiled in the server's process since it started."""
 
     @property
     def programs(self) -> int:
@@ -47,8 +47,8 @@ class ServedModel:
 
     `defaults` apply to requests that leave a parameter out. Without a tokenizer prompts must be token ids,
     and output text is empty. With `controls` an operator may replace the weights, and responses have their
-    version. `created` is in seconds since 1970. `tool_format` and `reasoning_format` are how a chat's replies
-    have tool calls and reasoning, None if they are text like any other.
+    version. `created` is in seconds since 1970. `tool_format` and `reasoning_format` are the formats of tool
+    calls and reasoning in chat replies, None to treat them as text.
     """
 
     name: str
@@ -66,12 +66,12 @@ class ServedModel:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether an encoder reads the prompt, so that the output does not continue it."""
+        """Whether an encoder reads the prompt, in which case the output does not continue the prompt."""
         return self.config.encoder is not None
 
     @property
     def can_chat(self) -> bool:
-        """Whether it can read a conversation."""
+        """Whether the model can read a conversation."""
         return self.chat_template is not None and self.tokenizer is not None and not self.has_encoder
 
     def require_tokenizer(self, param: str) -> Tokenizer:
@@ -82,7 +82,7 @@ class ServedModel:
         return self.tokenizer
 
     def encode(self, text: str, *, param: str = "prompt", add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Rejects a text that is certain to be too long before it is tokenized.
+        """Token ids of `text`. A text that is certainly too long is rejected before it is tokenized.
 
         Raises InvalidPrompt and PromptTooLong.
         """
@@ -99,7 +99,7 @@ class ServedModel:
             raise InvalidPrompt(str(error), param=param) from error
 
     def check_routed(self, prompts: Sequence[CheckedPrompt], sampling: SamplingParams) -> None:
-        """Raise InvalidRequest if the experts of all choices' tokens are too much for one answer."""
+        """Raise InvalidRequest if the experts of all choices' tokens are too much for one response."""
         if not sampling.return_routed_experts:
             return
         n_tokens = sum(prompt.n_input + prompt.n_output - 1 for prompt in prompts) * sampling.n
@@ -113,9 +113,10 @@ class ServedModel:
 
 
 def template_for(model: ServedModel, name: str | None, *, has_tools: bool) -> ChatTemplate:
-    """The template called `name`, or the model's choice.
+    """The chat template called `name`, or else the one that the model uses.
 
-    Raises NotSupported if the model reads no conversations, or no tools and there are some; UnknownTemplate.
+    Raises NotSupported if the model reads no conversations, or if there are tools and the template shows
+    none; UnknownTemplate if there is no template of that name.
     """
     if model.tokenizer is None:
         message = f"{model.name} has no tokenizer, so it reads no messages; give token ids to /v1/completions"

@@ -1,8 +1,8 @@
-"""Runs expensive work on threads, not on the event loop: of large requests and responses, and grammars.
+"""Runs expensive work on threads instead of the event loop: large requests and responses, and grammars.
 
-Python runs one thread at a time, so a thread alone does not keep the event loop responsive: no single call of
-a C function may hold the GIL for long either (`http/bodies/json_text.py` ensures that for request bodies).
-The owners of such work take turns (lanes.py).
+Because of the GIL a thread alone does not keep the event loop responsive: no single call of a C function may
+take long either (`http/bodies/json_text.py` ensures that for request bodies). The owners of the work take
+turns (lanes.py).
 """
 
 import time
@@ -20,7 +20,7 @@ from server.gateway.served_model import ServedModel
 T = TypeVar("T")
 
 LONG = 8_000  # bytes, characters or tokens: more takes over 1 to 2 ms, too long for the event loop
-_VERY_LONG = 128_000  # above this, work has a thread of its own, so that shorter work does not wait for it
+_VERY_LONG = 128_000  # larger work has another thread, so that shorter work does not wait for it
 _MOST_BYTES = 128 << 20  # of a lane; one owner has half of it
 _MOST_GRAMMARS = 32  # requests whose grammars wait to be compiled or are being compiled
 _GRAMMAR_THREADS = 4  # only for grammars: compiling one may take seconds, and nothing else should wait for it
@@ -34,7 +34,7 @@ _RESPONSES = Lane("responses", threads=2)
 
 
 def n_very_long() -> int:
-    """How many very long requests have been processed so far."""
+    """The number of very long requests processed so far."""
     return _LONGEST.n_done
 
 

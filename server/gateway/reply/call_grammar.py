@@ -1,7 +1,8 @@
 """The grammar of a reply with tool calls or reasoning, in llguidance's Lark.
 
-A call follows its function's schema from its marker on. What comes before a marker is any text, up to the
-first marker: a lazy lexeme of llguidance, or text before a special token, which no text contains.
+After its marker, a call follows its function's schema. Any text may come before the first marker: it is a
+lazy lexeme of llguidance, or, if the marker is a special token, simply text, which never contains special
+tokens.
 """
 
 import json
@@ -15,11 +16,11 @@ from server.gateway.tool_formats.gpt_oss import CHANNEL, END, GPT_OSS, MESSAGE, 
 from server.gateway.tool_formats.tool_format import ToolFormat
 
 _ANY = r"(.|\n)*"
-_SPACE = r"/[ \n]{0,2}/"  # between reasoning and what a grammar forces
+_SPACE = r"/[ \n]{0,2}/"  # between reasoning and grammatically constrained output
 
 
 class Thinking(Enum):
-    """Whether the reply begins inside of reasoning, may begin with some, or has none."""
+    """Whether the reply begins inside reasoning, may begin with reasoning, or has none."""
 
     OPENED = "opened"
     MAYBE = "maybe"
@@ -27,14 +28,14 @@ class Thinking(Enum):
 
 
 class Special:
-    """Writes texts as Lark: a special token is no text, and is written by its id."""
+    """Writes texts as Lark. Special tokens, which are not text, are written by their ids."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = ids
         self._split = re.compile(f"({'|'.join(map(re.escape, ids))})" if ids else r"(?!)()")
 
     def lark(self, text: str) -> str:
-        """A text that may have special tokens in it."""
+        """Lark for a text that may contain special tokens."""
         parts = [part for part in self._split.split(text) if part]
         return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts)
 
@@ -42,13 +43,13 @@ class Special:
         return text in self._ids
 
     def until(self, rule: str, text: str, marker: str) -> str:
-        """The rule for what `text`, a terminal, matches, up to the marker and with it."""
+        """A rule for text that the terminal `text` matches, up to and including the marker."""
         lazy = "" if marker in self else "[lazy]"
         return f"{rule}{lazy}: {text} {self.lark(marker)}"
 
 
 class ReplyGrammar:
-    """Makes the grammar of one request's replies: reasoning, if there is some, and then calls or text."""
+    """Makes the grammar of one request's replies: optional reasoning, then calls or text."""
 
     def __init__(
         self, special: Special, reasoning: ReasoningFormat | None = None, thinking: Thinking = Thinking.NONE
@@ -58,11 +59,11 @@ class ReplyGrammar:
         self._thinking = thinking
         self._rules = [f"TEXT: /{_ANY}/"]
 
-    def of_body(self) -> str:
-        """Reasoning, and then what the request's own grammar allows."""
+    def for_body(self) -> str:
+        """The grammar of reasoning followed by what the client's grammar allows."""
         return self._with_start(self._forced("@body"))
 
-    def of_calls(
+    def for_calls(
         self,
         form: ToolFormat,
         tools: Sequence[OfferedTool],
@@ -71,10 +72,9 @@ class ReplyGrammar:
         parallel: bool,
         has_body: bool,
     ) -> str:
-        """Calls of `tools`, whose arguments are JSON by the schemas of `OutputForm`.
+        """The grammar of calls of `tools`, whose arguments follow the schemas of `OutputForm`.
 
-        Without `must_call` the reply may have text, or with `has_body` be what the request's own grammar
-        allows.
+        Without `must_call` the reply may have text, or with `has_body` follow the client's grammar instead.
         """
         self._rules += [f"args_{i}: @schema_{i}" for i in range(len(tools))]
         shape = form.shape
@@ -101,14 +101,14 @@ class ReplyGrammar:
             return self._with_start(self._text_or_calls(rf'\s*\{{\s*"name"{_ANY}'))
         return self._with_start(self._text_and_calls(marker, parallel=parallel))
 
-    def of_messages(
+    def for_messages(
         self,
         tools: Sequence[OfferedTool],
         *,
         must_call: bool,
         has_body: bool,
     ) -> str:
-        """Harmony's messages: reasoning and text, and at the end one call or the answer."""
+        """The grammar of harmony's messages: reasoning and text, then one call or the final answer."""
         lark, shape = self._special.lark, GPT_OSS.shape
         self._rules += [f"args_{i}: @schema_{i}" for i in range(len(tools))]
         heads = [lark(f"{CHANNEL}{channel}{MESSAGE}") for channel in ("analysis", "commentary")]
@@ -127,7 +127,7 @@ class ReplyGrammar:
         self._rules.append(f"{name}: {' | '.join(options)}")
 
     def _forced(self, what: str) -> str:
-        """Reasoning before something that is not any text."""
+        """Optional reasoning before constrained output."""
         thought = self._thought()
         if thought is None:
             return what
@@ -160,13 +160,13 @@ class ReplyGrammar:
         return f"({thought} {_SPACE})? (calls | PLAIN)"
 
     def _plain_rule(self, *not_begun: str) -> None:
-        """Text that does not begin like these regular expressions, nor like reasoning."""
+        """Add the terminal PLAIN: text that begins like neither these patterns nor reasoning."""
         if self._thinking is Thinking.MAYBE and self._reasoning and self._reasoning.open not in self._special:
             not_begun += (rf"\s*{re.escape(self._reasoning.open)}{_ANY}",)
         self._rules.append(" & ".join([f"PLAIN: /{_ANY}/", *[f"~/{each}/" for each in not_begun]]))
 
     def _thought(self) -> str | None:
-        """Reasoning, from the beginning of the reply to the end of its marker."""
+        """Lark for reasoning up to and including its end marker; None if the reply has none."""
         if self._reasoning is None:
             return None
         self._rules.append(self._special.until("thought", "TEXT", self._reasoning.close))

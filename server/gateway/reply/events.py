@@ -1,4 +1,4 @@
-"""What a reply is made of, in the order in which it is generated. Every route that has chats reads these.
+"""The parts of a reply as events, in the order of generation. Every chat route reads these.
 
     parser = plan.parser()
     for piece in request:
@@ -6,8 +6,8 @@
     events = parser.finish()
 
 Texts come in fragments of any size. A call begins once its function is known, and its arguments, the text of
-a JSON object, follow in fragments; calls do not overlap. The events of an output do not depend on how it is
-cut into pieces, but for the size of the fragments.
+a JSON object, follow in fragments; calls do not overlap. How an output is cut into pieces affects only the
+size of the fragments.
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,9 +54,9 @@ class CallEnd:
 
 @dataclass(frozen=True, slots=True)
 class CallCut:
-    """A call that began is none: it was cut off, or its arguments are not JSON. `text` is all of its text.
+    """A call turned out to be invalid: it was cut off, or its arguments are not JSON. `text` is all of it.
 
-    A stream has already sent its beginning; a whole reply leaves the call out and has its text as content.
+    A stream has already sent its beginning. A whole reply leaves the call out, and has its text as content.
     """
 
     index: int
@@ -77,9 +77,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class WholeReply:
-    """A complete reply. `content` and `reasoning` are None if there is none, and `content` is not None where
-    there are no calls.
-    """
+    """A complete reply. `reasoning` is None without reasoning; `content` is None for calls without text."""
 
     content: str | None
     reasoning: str | None
@@ -87,7 +85,7 @@ class WholeReply:
 
 
 def whole_reply(events: Iterable[ReplyEvent]) -> WholeReply:
-    """The reply that these events make."""
+    """Combine events into a whole reply."""
     content, reasoning = list[str](), list[str]()
     begun = dict[int, tuple[CallBegin, list[str]]]()
     calls = list[Call]()

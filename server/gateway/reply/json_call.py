@@ -10,17 +10,16 @@ _IGNORED = ("type", "id")
 
 
 def json_call(source: Source, reply: Reply) -> Generator[None, None, bool]:
-    """Read `{"name": "f", "arguments": {...}}`, with the function's name first or last; `parameters` are
-    arguments too.
+    """Read `{"name": "f", "arguments": {...}}`, members in any order; `parameters` means `arguments`.
 
-    True if it is a call of a function that is offered. Otherwise what has been recorded is text: the caller
-    begins with `source.record()`, before its marker.
+    True for a call of an offered function. Otherwise the recorded text becomes content; the caller has called
+    `source.record()` before its marker.
     """
     yield from source.space()
     if (yield from source.marker("{")) is None:
         return _no_call(source, reply)
     name: str | None = None
-    kept: list[str] | None = None  # arguments before the name
+    kept: list[str] | None = None  # arguments that came before the name
     begun = is_complete = False
     while True:
         yield from source.space()
@@ -60,7 +59,7 @@ def json_call(source: Source, reply: Reply) -> Generator[None, None, bool]:
 
 
 def named_call(source: Source, reply: Reply, name: str) -> Generator[None, None, bool]:
-    """Read the arguments of a call whose function is known; as `json_call` otherwise."""
+    """Read the arguments of a call whose function is known; otherwise like `json_call`."""
     yield from source.space()
     if name not in reply.offered or not (yield from source.at("{")):
         return _no_call(source, reply)

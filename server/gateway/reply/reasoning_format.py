@@ -1,4 +1,4 @@
-"""How models write their reasoning: between two markers, at the beginning of the reply."""
+"""The formats of reasoning: text between two markers, at the beginning of the reply."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from server.gateway.reply.source import Reading, Source, stops
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReasoningFormat:
-    """Reasoning is between `open` and `close`. Templates with all of `signs` have it."""
+    """Reasoning between `open` and `close`. Chat templates that contain all of `signs` have this format."""
 
     name: str
     open: str
@@ -16,24 +16,24 @@ class ReasoningFormat:
     signs: tuple[str, ...]
 
     def is_of(self, template: str) -> bool:
-        """Whether this chat template is one of a model that writes reasoning so."""
+        """Whether a model with this chat template writes reasoning in this format."""
         return all(sign in template for sign in self.signs)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Those that are special tokens in some tokenizers."""
+        """Markers that are special tokens in some tokenizers."""
         return self.open, self.close
 
     def is_opened_by(self, prompt: str) -> bool:
-        """Whether the prompt ends with the beginning of the model's reasoning."""
+        """Whether the prompt ends with the marker that begins reasoning."""
         return prompt.rstrip().endswith(self.open)
 
     def is_closed_by(self, prompt: str) -> bool:
-        """Whether the prompt ends with the end of reasoning, so that the reply has none."""
+        """Whether the prompt ends with the marker that ends reasoning, so that the reply has none."""
         return prompt.rstrip().endswith(self.close)
 
     def reading(self, then: Read, *, opened: bool) -> Read:
-        """Read reasoning, if there is some, and then what `then` reads."""
+        """A function that reads optional reasoning, and then what `then` reads."""
         close = stops(self.close)
 
         def read(source: Source, reply: Reply) -> Reading:
@@ -56,7 +56,7 @@ class ReasoningFormat:
 
 
 def plain_text(source: Source, reply: Reply) -> Reading:
-    """Read text alone."""
+    """Read a reply that is only text."""
     yield from source.rest(reply.text)
 
 

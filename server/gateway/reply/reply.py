@@ -29,7 +29,7 @@ class Reply:
         self.reasoning_spans: list[tuple[int, int | None]] = []  # characters of the output; None: not ended
         self._n_begun = 0
         self._events: list[ReplyEvent] = []
-        self._space: list[str] = []  # white space that a part may end with
+        self._space: list[str] = []  # white space that may be the end of the current part
         self._strips = False  # drop white space before the next text
         self._arguments: list[str] = []
 
@@ -56,35 +56,35 @@ class Reply:
         self.reasoning_spans.append((offset, None))
 
     def end_reasoning(self, offset: int) -> None:
-        """It has ended, and so has its marker."""
+        """Reasoning has ended, its marker included, after `offset` characters of the output."""
         self._end_part()
         begin, _ = self.reasoning_spans.pop()
         self.reasoning_spans.append((begin, offset))
 
     def begin(self, name: str) -> None:
-        """A call of this function, which is offered."""
+        """Begin a call of this function, which is offered."""
         self._end_part()
         self._events.append(CallBegin(self._n_begun, f"call_{uuid.uuid4().hex[:24]}", name))
         self._n_begun += 1
         self._arguments = []
 
     def arguments(self, text: str) -> None:
-        """More arguments of the call that has begun."""
+        """More arguments of the current call."""
         self._arguments.append(text)
         self._events.append(CallArguments(self._n_begun - 1, text))
 
     def end(self, is_complete: bool, raw: str) -> bool:
-        """The call has ended, `raw` being its whole text: True if its arguments are complete and are JSON."""
+        """End the call, whose whole text is `raw`. True if its arguments are complete JSON."""
         is_call = is_complete and is_json_object("".join(self._arguments))
         self._arguments = []
         index = self._n_begun - 1
         self._events.append(CallEnd(index) if is_call else CallCut(index, raw))
-        self._strips = is_call  # a call that was cut is text
+        self._strips = is_call  # the text of an invalid call is content
         self.n_calls += is_call
         return is_call
 
     def finish(self) -> None:
-        """The output has ended: white space at its end is text, unless another part is before it."""
+        """End the output. White space at its end is text, unless it follows reasoning or a call."""
         if self._space and not self._strips:
             self._events.append(Text("".join(self._space)))
             self._space.clear()
@@ -94,7 +94,7 @@ class Reply:
         self._strips = True
 
     def _without_space(self, text: str) -> str:
-        """What is certain by now: without the white space that `text` ends with, which is kept for later."""
+        """The text without white space at its end, which is kept until more text follows."""
         if self._strips:
             text = text.lstrip()
             if not text:

@@ -1,7 +1,7 @@
-"""An output's text as a parser reads it: it arrives in pieces, and is consumed from its beginning.
+"""An output's text for a parser: it arrives in pieces, and is consumed from the beginning.
 
-A parser is a generator that yields where it needs more text than there is. What it reads it has consumed, so
-that nothing is read twice, and only a possible beginning of a marker waits for the next piece.
+A parser is a generator that yields when it needs more text. Reading consumes the text, so nothing is read
+twice, and only a possible beginning of a marker waits for the next piece.
 """
 
 import re
@@ -16,7 +16,9 @@ _WORD = re.compile(r"[\w.:/-]*")
 _NO_ANGLE = re.compile(r"[^<]*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _STRUCTURE = re.compile(r'["{}\[\]]')
-_WINDOW = 1024  # characters that are searched at a time: a piece with many markers is not copied for each
+_WINDOW = (
+    1024  # characters searched at a time, so that a piece with many markers is not copied for each of them
+)
 MAX_WORD = 512  # characters of a function's name, or of a key where a call may begin
 
 
@@ -45,18 +47,18 @@ class Source:
         self._record = [before]
 
     def recorded(self) -> str:
-        """What has been consumed since `record`, which ends here."""
+        """Stop recording, and return what was consumed since `record`."""
         record, self._record = self._record, None
         return "".join(record or ())
 
     def at(self, character: str) -> Generator[None, None, bool]:
-        """Whether the text goes on with this character, which is not consumed."""
+        """Whether the next character is this one. It is not consumed."""
         while self._at == len(self._text) and not self.ended:
             yield
         return self._text.startswith(character, self._at)
 
     def marker(self, *options: str) -> Generator[None, None, str | None]:
-        """Consume the one of `options` that comes next; None, and nothing is consumed, if none does."""
+        """Consume the option that comes next. None if none does, and then nothing is consumed."""
         while True:
             rest = self._text[self._at : self._at + max(map(len, options))]
             found = next((option for option in options if rest.startswith(option)), None)
@@ -68,7 +70,7 @@ class Source:
             yield
 
     def close(self, *options: str) -> Generator[None, None, str | None]:
-        """As `marker`, but where the output ends within one, its beginning is consumed."""
+        """Like `marker`, but if the output ends within an option, that beginning is consumed."""
         found = yield from self.marker(*options)
         if found is None and self.ended:
             rest = self._text[self._at :]
@@ -81,19 +83,19 @@ class Source:
         yield from self._run(_SPACE, None)
 
     def word(self) -> Generator[None, None, str]:
-        """Consume letters, digits and `_.:/-`, of which there are at most MAX_WORD."""
+        """Consume up to MAX_WORD letters, digits and `_.:/-`."""
         return (yield from self._run(_WORD, MAX_WORD))
 
     def until_angle(self) -> Generator[None, None, str]:
-        """Consume characters other than `<`, of which there are at most MAX_WORD."""
+        """Consume up to MAX_WORD characters other than `<`."""
         return (yield from self._run(_NO_ANGLE, MAX_WORD))
 
     def pass_text(
         self, markers: StopStrings, to: Callable[[str], object]
     ) -> Generator[None, None, str | None]:
-        """Consume the text before the first of `markers`, which goes to `to`, and the marker, which is
-        returned;
-        None if the output ends without one.
+        """Consume text up to and including the first of `markers`; the text goes to `to`.
+
+        Returns the marker, None if the output ends without one.
         """
         search, held = StopSearch(markers), ""
         while True:
@@ -118,16 +120,16 @@ class Source:
             yield
 
     def string(self) -> Generator[None, None, str | None]:
-        """Consume a JSON string without escapes, of at most MAX_WORD characters; None if there is none."""
+        """Consume a JSON string of up to MAX_WORD characters without escapes. None if there is none."""
         if (yield from self.marker('"')) is None:
             return None
         text = yield from self._run(_IN_STRING, MAX_WORD)
         return None if (yield from self.marker('"')) is None else text
 
     def json_object(self, to: Callable[[str], object]) -> Generator[None, None, bool]:
-        """Consume what begins like a JSON object up to the brace that closes it, in fragments for `to`; False
-        if
-        it does not begin, or if the output ends before.
+        """Consume a JSON object up to its closing brace, by counting brackets; fragments of it go to `to`.
+
+        False if there is none, or if the output ends before the closing brace.
         """
         depth, in_string, escaped = 0, False, False
         if not (yield from self.at("{")):
@@ -199,5 +201,5 @@ def _end_of(pattern: re.Pattern[str], text: str, place: int) -> int:
 
 
 def stops(*markers: str) -> StopStrings:
-    """What `pass_text` searches for."""
+    """Compile markers for `pass_text`."""
     return StopStrings(markers)

@@ -1,1 +1,1 @@
-"""How models write tool calls: a file for each format, and the table of all in table.py."""
+"""The formats in which models write tool calls, a file for each; table.py lists them all."""

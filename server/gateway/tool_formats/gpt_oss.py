@@ -24,7 +24,7 @@ _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 def harmony(*, has_reasoning: bool) -> Read:
     """Read messages: reasoning in the channel `analysis`, calls to functions, and text in the others.
 
-    Without `has_reasoning` the channel is text too.
+    Without `has_reasoning` that channel is text too.
     """
 
     def read(source: Source, reply: Reply) -> Reading:
@@ -58,7 +58,7 @@ def harmony(*, has_reasoning: bool) -> Read:
 
 
 def _head(source: Source) -> Generator[None, None, str | None]:
-    """A message's head: its channel, and the function that it is for; None if the text is no message."""
+    """Read a message's head, its channel and recipient. None if the text does not begin a message."""
     yield from source.space()
     head = yield from source.marker(CHANNEL, "to=")
     while head is not None:
@@ -71,12 +71,12 @@ def _head(source: Source) -> Generator[None, None, str | None]:
 
 
 def _body(source: Source, to: Callable[[str], object]) -> Reading:
-    """A message's text, and the marker that ends it."""
+    """Read a message's text and the marker that ends it."""
     yield from source.pass_text(_END, to)
 
 
 def _nothing(text: str) -> None:
-    """What follows the arguments of a call is no part of the reply."""
+    """Drop text: what follows the arguments of a call is not part of the reply."""
 
 
 GPT_OSS = ToolFormat(

@@ -27,7 +27,7 @@ def read(source: Source, reply: Reply) -> Reading:
 
 
 def _calls(source: Source, reply: Reply) -> Reading:
-    """Calls with separators between them, as far as there are some; the rest is text."""
+    """Read calls with separators between them, up to the first text that is not a call."""
     while (yield from json_call(source, reply)):
         source.record()
         yield from source.space()

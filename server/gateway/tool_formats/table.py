@@ -1,4 +1,4 @@
-"""All formats of tool calls and of reasoning, by name, and which of them a model has."""
+"""All formats of tool calls and of reasoning, by name, and the choice among them for a model."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -27,14 +27,14 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 
 class ReplyFormats(NamedTuple):
-    """How a model's replies have tool calls and reasoning; None: as text like any other."""
+    """The formats of tool calls and reasoning in a model's replies; None to treat them as text."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
 
 def reply_formats(templates: Templates | None, tools: str = AUTO, reasoning: str = AUTO) -> ReplyFormats:
-    """The formats with these names, `auto` being those of the model's chat templates. Raises ConfigError."""
+    """The formats with these names; `auto` recognises them in the chat templates. Raises ConfigError."""
     sources = [] if templates is None else templates.sources
     formats = ReplyFormats(
         _chosen("tool_format", TOOL_FORMATS, tools, sources),
@@ -42,10 +42,8 @@ def reply_formats(templates: Templates | None, tools: str = AUTO, reasoning: str
     )
     names = [each.name for each in formats if each is not None]
     if len(set(names)) == 2 and GPT_OSS.name in names:
-        message = (
-            f"tool_format is {names[0]!r} and reasoning_format is {names[1]!r}; gpt_oss goes with itself"
-        )
-        raise ConfigError(f"{message}, or with none")
+        message = f"tool_format is {names[0]!r} and reasoning_format is {names[1]!r}; gpt_oss can be combined"
+        raise ConfigError(f"{message} only with gpt_oss or none")
     return formats
 
 

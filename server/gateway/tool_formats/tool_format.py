@@ -1,4 +1,4 @@
-"""What a format of tool calls is."""
+"""The description of a format of tool calls."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from server.gateway.reply.reply import Read
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallShape:
     """How calls are written: `open`, then for each call `before` NAME `between` ARGUMENTS `after`, with
-    `separator` between two, then `close`. The arguments are a JSON object. The text that comes first, that of
-    `open` or `before`, is the marker that a call begins with.
+    `separator` between two, then `close`. The arguments are a JSON object. A call is recognised by the text
+    that it begins with, which is that of `open`, or else of `before`.
     """
 
     open: str = ""
@@ -22,12 +22,10 @@ class CallShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolFormat:
-    """A format: its name, how its calls are written and read, and the `markers` that are special tokens in
-    some
-    tokenizers.
+    """How calls are written and parsed, and the `markers` that are special tokens in some tokenizers.
 
-    A chat template has this format if it has all of `signs`, and none of `not_signs`. Where calls have no
-    marker (`is_whole`) a reply is either text or calls.
+    A chat template that contains all of `signs` and none of `not_signs` has this format. With `is_whole`
+    calls have no marker, and a reply is either text or calls.
     """
 
     name: str
@@ -40,11 +38,11 @@ class ToolFormat:
 
     @property
     def first_marker(self) -> str:
-        """What a call begins with."""
+        """The text that a call begins with."""
         return self.shape.open or self.shape.before
 
     def is_of(self, template: str) -> bool:
-        """Whether this chat template tells the model to write calls so."""
+        """Whether this chat template makes the model write calls in this format."""
         return all(sign in template for sign in self.signs) and not any(
             sign in template for sign in self.not_signs
         )

@@ -19,7 +19,7 @@ from orca_jax.scheduling_config import QueueOrder, SchedulingConfig
 from server.batches import service
 from server.http.batches import batches as batch_routes
 from server.http.batches import files as file_routes
-from server.http.batches import state
+from server.http.bodies import lists
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import CONFIG, ENDPOINT_THREAD, Server, serving, until
@@ -194,7 +194,7 @@ def test_a_listing_is_made_beside_the_event_loop(
 
     def noted(*arguments: Any) -> bytes:
         names.add(threading.current_thread().name)
-        return state.listing(*arguments)
+        return lists.listing(*arguments)
 
     for module in (batch_routes, file_routes):
         monkeypatch.setattr(module, "listing", noted)

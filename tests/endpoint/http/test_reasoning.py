@@ -211,7 +211,7 @@ def test_a_template_tells_the_format(family: str, tools: str | None, reasoning: 
 def test_names_of_formats() -> None:
     assert set(ToolFormatName.__args__) == {"auto", "none", *TOOL_FORMATS}
     assert set(ReasoningFormatName.__args__) == {"auto", "none", *REASONING_FORMATS}
-    with pytest.raises(ConfigError, match="gpt_oss goes with itself"):
+    with pytest.raises(ConfigError, match="gpt_oss can be combined only with"):
         reply_formats(None, "gpt_oss", "think")
     with pytest.raises(ConfigError, match="must be one of auto, none, hermes"):
         reply_formats(None, "nonsense")
