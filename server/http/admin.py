@@ -1,4 +1,4 @@
-"""`/admin`: an operator's control of the engine. The routes exist only if there is an admin key."""
+"""`/admin`: routes with which an operator controls the engine. They exist only if there is an admin key."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,14 +25,14 @@ router = APIRouter(
 _MAX_SECONDS = 3600.0
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="admin")  # one change at a time
 
-_Running = Annotated[Running, Field(description="what becomes of requests that have begun")]
+_Running = Annotated[Running, Field(description="what happens to requests that have begun")]
 _Timeout = Annotated[
     float, Field(gt=0, le=_MAX_SECONDS, description="maximum seconds until running requests have finished")
 ]
 
 
 class State(BaseModel):
-    """The engine's state. `asleep` is the level of its sleep, 0 while it is awake."""
+    """The engine's state. `asleep` is the sleep level, 0 while the engine is awake."""
 
     weights_version: int
     paused: bool
@@ -43,13 +43,15 @@ class UpdateWeights(Strict):
     """POST /admin/update_weights: `directory` has a checkpoint of the same model, on the server's machine."""
 
     directory: Annotated[str, Field(min_length=1, max_length=4096)]
-    version: Annotated[int | None, Field(ge=1, le=MAX_VERSION, description="default: one more")] = None
+    version: Annotated[
+        int | None, Field(ge=1, le=MAX_VERSION, description="default: the current one plus 1")
+    ] = None
     running: _Running = "finish"
     timeout: _Timeout = 600.0
 
 
 class Sleep(Strict):
-    """POST /admin/sleep: level 1 gives back the memory of keys and values, level 2 that of weights too."""
+    """POST /admin/sleep: level 1 frees the memory of keys and values, level 2 also that of the weights."""
 
     level: Annotated[int, Field(ge=1, le=2)] = 1
     running: _Running = "finish"
@@ -71,16 +73,16 @@ class WakeUp(Strict):
 
 @router.get("/state")
 async def state(gateway: GatewayOf) -> State:
-    """The version of the weights, and whether the engine is paused or asleep."""
+    """Get the version of the weights, and whether the engine is paused or asleep."""
     return _state(_controls(gateway))
 
 
 @router.post("/update_weights")
 async def update_weights(gateway: GatewayOf, body: UpdateWeights) -> State:
-    """Replace the weights. On an error the old ones serve on."""
+    """Replace the weights. If that fails, the old weights stay in use."""
     controls = _controls(gateway)
     if "\0" in body.directory:
-        raise ConfigError("directory has a zero byte, and so is no path")
+        raise ConfigError("directory contains a zero byte; give a path")
     return await _do(
         controls,
         partial(
@@ -95,7 +97,7 @@ async def update_weights(gateway: GatewayOf, body: UpdateWeights) -> State:
 
 @router.post("/sleep")
 async def sleep(gateway: GatewayOf, body: Sleep) -> State:
-    """Give device memory back. Requests are refused until `wake_up`."""
+    """Free device memory. Requests are refused until `wake_up`."""
     controls = _controls(gateway)
     return await _do(
         controls, partial(controls.sleep, body.level, running=body.running, timeout=body.timeout)
@@ -111,7 +113,7 @@ async def wake_up(gateway: GatewayOf, body: WakeUp) -> State:
 
 @router.post("/pause")
 async def pause(gateway: GatewayOf, body: Pause) -> State:
-    """Issue no more iterations until `resume`; requests are accepted and wait."""
+    """Run no iterations until `resume`. Requests are accepted, and wait."""
     controls = _controls(gateway)
     return await _do(controls, partial(controls.pause, running=body.running, timeout=body.timeout))
 
@@ -131,7 +133,7 @@ def _controls(gateway: Gateway) -> EngineControls:
 
 
 async def _do(controls: EngineControls, work: Callable[[], object]) -> State:
-    """Work that may take long, on a thread."""
+    """Do work that may take long, on a thread. Raises RequestsStillRunning during another change."""
     if controls.busy:
         raise RequestsStillRunning("another change of the engine is under way; try again when it is done")
     await asyncio.get_running_loop().run_in_executor(_THREAD, work)

@@ -54,7 +54,8 @@ def create_app(
     """The endpoint as an ASGI application, without ASGI lifespan events.
 
     Without `admin_keys` there are no routes under /admin, and without `live_view` none under /live/. Without
-    `batches`, which gets what answers its lines, /v1/files and /v1/batches say that they are off.
+    `batches`, /v1/files and /v1/batches answer that they are off; with it, its lines are answered by this
+    application.
     """
     admin_keys = admin_keys or ApiKeys()
     app = FastAPI(
@@ -101,7 +102,7 @@ def create_app(
     limited = BodyLimit(app, **bounds, uploads=uploads)
     authenticated = Authentication(limited, api_keys=api_keys, admin_keys=admin_keys)
     open_app: ASGIApp = OriginCheck(authenticated, allowed=options.origins)
-    if options.origins:  # outside authentication: a browser asks leave (preflight) without the key
+    if options.origins:  # outside authentication: a browser's preflight request has no key
         open_app = CORSMiddleware(
             open_app,
             allow_origins=options.origins,
@@ -119,7 +120,7 @@ def create_app(
 
 
 def _include(app: FastAPI, router: APIRouter) -> None:
-    """Add routes, and note the methods of each path, for 405."""
+    """Add routes, and note the methods of each path for 405 responses."""
     app.include_router(router)
     for route in router.routes:
         if isinstance(route, APIRoute):

@@ -1,4 +1,4 @@
-"""Whose request it is, and whether it may come, before its body is read: API keys, pages of other sites."""
+"""Identifies a request's client before its body is read: API keys, and requests from other sites' pages."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -33,10 +33,10 @@ class Authentication:
 
 
 def identify(scope: Scope, path: str, *, api_keys: ApiKeys, admin_keys: ApiKeys) -> str:
-    """The tenant of a request: its API key, or "" where none is needed. Raises Unauthorized.
+    """The tenant of a request: its API key, or "" where no key is needed. Raises Unauthorized.
 
-    The owner is the key, or else the client's address: from now on the current task's work is the owner's.
-    Both are stored in the scope's state, for generation/state.py. Every way in over HTTP begins here.
+    The owner is the key, or else the client's address; the current task's work is charged to it from now on.
+    Both are stored in the scope's state (generation/state.py). Every entry over HTTP calls this first.
     """
     client = scope.get("client")
     address = owner_at(client[0] if client else "")
@@ -57,11 +57,11 @@ def _is_open(path: str) -> bool:
 
 
 def _checked(keys: ApiKeys, scope: Scope, path: str) -> str | None:
-    """The name of the request's key. Anthropic's protocol may have it in a header of its own."""
+    """The name of the request's API key, which Anthropic's clients may send in the header x-api-key."""
     if is_anthropic(path):
-        own = _header(scope, b"x-api-key")
-        if own is not None:
-            return keys.check_key(own, "x-api-key: KEY")
+        key = _header(scope, b"x-api-key")
+        if key is not None:
+            return keys.check_key(key, "x-api-key: KEY")
     return keys.check(_header(scope, b"authorization"))
 
 
@@ -72,14 +72,14 @@ def _header(scope: Scope, wanted: bytes) -> str | None:
     return None
 
 
-# Of these, and without a type, a browser sends a POST to any server. It asks before it sends any other type,
-# such as JSON, or another method (CORS preflight).
-_UNASKED = frozenset((b"", b"application/x-www-form-urlencoded", b"multipart/form-data", b"text/plain"))
+# Content types ("" for none) with which a page may make a browser post to any server. For other types, like
+# JSON, and other methods the browser asks the server first (CORS preflight).
+_NO_PREFLIGHT = frozenset((b"", b"application/x-www-form-urlencoded", b"multipart/form-data", b"text/plain"))
 _MOST_SHOWN = 100  # characters of the client's origin
 
 
 class OriginCheck:
-    """ASGI middleware that answers 403 to such requests from origins other than this server and `allowed`."""
+    """ASGI middleware that answers 403 to such requests from pages of origins that are not `allowed`."""
 
     def __init__(self, app: ASGIApp, *, allowed: list[str]) -> None:
         self._app = app
@@ -100,9 +100,9 @@ class OriginCheck:
         await self._app(scope, receive, send)
 
     def _foreign_origin(self, headers: dict[bytes, bytes]) -> bytes | None:
-        """The origin that may not send this; None if the request may come."""
+        """The origin that may not send the request; None if the request is allowed."""
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind not in _UNASKED:
+        if kind not in _NO_PREFLIGHT:
             return None
         origin = headers.get(b"origin")
         if origin is None:

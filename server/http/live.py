@@ -1,4 +1,4 @@
-"""What the scheduler does, as server-sent events for the page at /live; and recorded files."""
+"""The scheduler's activity as server-sent events, for the page at /live; and the files of `--record`."""
 
 import asyncio
 from pathlib import Path
@@ -27,19 +27,19 @@ LiveOf = Annotated[LiveView, Depends(_live)]
 
 @router.get("/events", response_class=Response, responses={200: _EVENTS, **error_responses(429)})
 async def events(live: LiveOf) -> Response:
-    """Iterations, requests, slots and the server's status as they change, without prompts and outputs.
+    """Stream iterations, requests, slots and the server's status as they change, without prompts and outputs.
 
     Events are `hello` (the engine's sizes and its live requests) and `lines` (a list of what happened); see
-    docs/pages.md. At most 20 messages a second, and none is kept for a client that does not read.
+    docs/pages.md. At most 20 messages a second are sent; a client that does not read misses some.
     """
     return _EventStream(live.feed)
 
 
 @router.get("/files/{name}", response_class=FileResponse, responses=error_responses(403, 404))
 async def recording(live: LiveOf, name: str) -> Response:
-    """The file that `orca serve --record FILE` writes, or the one before it (NAME.old).
+    """Get the file that `orca serve --record FILE` writes, or its predecessor (NAME.old).
 
-    It has prompts and outputs, so a server with several API keys does not give it away.
+    It has prompts and outputs, so a server with several API keys refuses.
     """
     return FileResponse(_recording(live, name), media_type="application/jsonl", headers=_HEADERS)
 
@@ -48,7 +48,7 @@ def _recording(live: LiveView, name: str) -> Path:
     if live.recording is None:
         raise UnknownRecording("this server does not record; start it with --record FILE")
     if live.is_shared:
-        message = "a recording has everybody's prompts, and this server has several API keys; "
+        message = "a recording has the prompts of all clients, and this server has several API keys; "
         raise NotPermitted(message + "open the file itself at /live?file")
     for path in (live.recording, live.recording.with_name(f"{live.recording.name}.old")):
         if path.name == name and path.is_file():
@@ -57,7 +57,7 @@ def _recording(live: LiveView, name: str) -> Path:
 
 
 class _EventStream(Response):
-    """The response, as long as its client reads and the feed lasts."""
+    """The response, which lasts until its client leaves or the feed ends."""
 
     media_type = "text/event-stream"
 

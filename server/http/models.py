@@ -13,9 +13,10 @@ router = APIRouter(prefix="/v1/models", tags=["models"], responses=error_respons
 
 
 class Model(BaseModel):
-    """A model. `created` is in seconds since 1970; `max_model_len` is tokens, input and output together.
+    """A model. `created` is in seconds since 1970; `max_model_len` limits tokens of input and output
+    together.
 
-    `inputs` are the forms in which it takes its input: messages if it can chat.
+    `inputs` names the forms of input that the model accepts: messages if it can chat.
     """
 
     id: str

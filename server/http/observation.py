@@ -1,4 +1,4 @@
-"""The outermost middleware: it gives each request an id, and logs and counts it when it ends."""
+"""The outermost middleware, which gives each request an id, and logs and counts it when it ends."""
 
 import re
 import time
@@ -33,8 +33,8 @@ def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 _EVENTS = b"text/event-stream"
 _CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
 _PROBES = frozenset(("/health", "/ready", "/metrics"))
-_FILES = frozenset((*PAGES, f"{STATIC}{{name:path}}"))  # a page has dozens of files
-_OPERATIONS = {  # as spans call them
+_FILES = frozenset((*PAGES, f"{STATIC}{{name:path}}"))  # a page loads dozens of files
+_OPERATIONS = {  # the names of routes in spans
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
     "/v1/messages": "chat",
@@ -125,14 +125,14 @@ def _end_call(
         traced[attributes.INPUT_TOKENS] = facts["n_input"]
         traced[attributes.CACHED_TOKENS] = facts["n_cached"]
         traced[attributes.OUTPUT_TOKENS] = facts["n_output"]
-    if call.choices:  # they are called after the response (generation/choices.py)
+    if call.choices:  # their ids begin with the response's (generation/choices.py)
         traced[attributes.RESPONSE_ID] = call.choices[0].request_id.rpartition("-")[0]
     error = str(status) if status >= 500 else None
     tracing.end(call, operation=_OPERATIONS.get(route), error=error, attributes=traced)
 
 
 class _Exchange:
-    """Watches one request's ASGI messages. It adds one function call per chunk of a stream."""
+    """Observes one request's ASGI messages, at the cost of one function call per chunk of a stream."""
 
     __slots__ = (
         *("_id_headers", "_receive", "_send", "began", "complete", "left", "n_bytes", "request_id", "status"),
@@ -140,7 +140,7 @@ class _Exchange:
     )
 
     def __init__(self, receive: Receive, send: Send, request_id: str, id_headers: Sequence[bytes]) -> None:
-        """`id_headers` are the names under which the response has the request id."""
+        """`id_headers` names the response's headers that get the request id."""
         self._id_headers = id_headers
         self._receive = receive
         self._send = send
@@ -166,6 +166,6 @@ class _Exchange:
             self.status = message["status"]
             headers = message.get("headers", ())
             self.streams = any(value.startswith(_EVENTS) for _, value in headers)
-            own = [(name, self.request_id.encode("ascii")) for name in self._id_headers]
-            message["headers"] = [*headers, *own]
+            ids = [(name, self.request_id.encode("ascii")) for name in self._id_headers]
+            message["headers"] = [*headers, *ids]
         await self._send(message)

@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, corrected to include the middleware's responses and no 422."""
+"""Corrects FastAPI's OpenAPI document: adds the middleware's responses, and removes 422."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from server.http.authentication import ADMIN, OPEN_PATHS
 from server.http.bodies.errors import ErrorBody, MessagesErrorBody, error_responses, is_anthropic
 from server.http.fields.strict import HEADER
 
-_OF_BODIES = (400, 408, 413, 415)
+_BODY_ERRORS = (400, 408, 413, 415)
 _SCHEME = "bearer"
-_OWN_HEADER = "x-api-key"  # of Anthropic's protocol
+_KEY_HEADER = "x-api-key"  # in Anthropic's protocol
 _UNUSED = {
-    "description": "fields of the request that were taken, not used, with commas between; left out if none",
+    "description": "the accepted but unused fields of the request, separated by commas; left out if none",
     "schema": {"type": "string"},
 }
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -27,14 +27,14 @@ def describe(app: FastAPI, *, keyed: bool) -> dict[str, Any]:
             is_keyed = (keyed and path not in OPEN_PATHS) or path.startswith(ADMIN)
             _correct(operation, form.__name__, keyed=is_keyed)
             if is_keyed and form is MessagesErrorBody:
-                operation["security"].append({_OWN_HEADER: []})
+                operation["security"].append({_KEY_HEADER: []})
     schemas = document["components"]["schemas"]
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     if keyed or any(path.startswith(ADMIN) for path in document["paths"]):
         schemes: dict[str, Any] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
         if keyed:
-            schemes[_OWN_HEADER] = {"type": "apiKey", "in": "header", "name": _OWN_HEADER}
+            schemes[_KEY_HEADER] = {"type": "apiKey", "in": "header", "name": _KEY_HEADER}
         document["components"]["securitySchemes"] = schemes
     return document
 
@@ -42,7 +42,7 @@ def describe(app: FastAPI, *, keyed: bool) -> dict[str, Any]:
 def _correct(operation: dict[str, Any], error_form: str, *, keyed: bool) -> None:
     responses = operation["responses"]
     responses.pop("422", None)
-    statuses = [*(_OF_BODIES if "requestBody" in operation else ()), *((401,) if keyed else ())]
+    statuses = [*(_BODY_ERRORS if "requestBody" in operation else ()), *((401,) if keyed else ())]
     for status, response in error_responses(*statuses).items():
         schema = {"$ref": f"#/components/schemas/{error_form}"}
         content = {"application/json": {"schema": schema}}

@@ -1,4 +1,4 @@
-"""Health, readiness, version and metrics, for probes and dashboards. None needs an API key."""
+"""Health, readiness, version and metrics, for probes and dashboards. These routes need no API key."""
 
 from typing import Literal
 
@@ -49,7 +49,7 @@ async def ready(gateway: GatewayOf) -> Response:
     """Readiness: 200 if requests run at once, else 503 with the reason.
 
     503 while the model loads, while the server drains, after the engine has failed, while lost workers
-    restart, and while an operator lets the engine pause or sleep. Lost workers and a pause only make requests
+    restart, and while the engine is paused or asleep. During a restart or a pause requests are accepted, and
     wait.
     """
     phase, reason = gateway.status

@@ -50,7 +50,7 @@ class DetokenizeRequest(Strict):
 
 
 class DetokenizeResponse(BaseModel):
-    """The text of the tokens, without special tokens."""
+    """The tokens' text, without special tokens."""
 
     prompt: str
 

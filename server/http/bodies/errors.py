@@ -1,7 +1,4 @@
-"""Error responses as clients expect them: body, status and headers.
-
-A body has OpenAI's form, or Anthropic's for the paths of its protocol.
-"""
+"""Error responses: status, headers, and a body in OpenAI's form, or in Anthropic's below /v1/messages."""
 
 import http
 import json
@@ -21,10 +18,10 @@ from server.http.fields.validation import fault
 from server.statuses import meaning
 
 RESPONSES = "/v1/responses"
-MESSAGES = "/v1/messages"  # Anthropic's protocol: this path and those below it
+MESSAGES = "/v1/messages"  # Anthropic's protocol: this path and the paths below it
 
-_MOST_CHARACTERS = 600  # of a message, which may quote what the client sent, and that may be megabytes
-_THREAD_NOT_FOUND = "thread_not_found"  # Anthropic's clients send the whole conversation after it
+_MOST_CHARACTERS = 600  # of a message, which may quote megabytes that the client sent
+_THREAD_NOT_FOUND = "thread_not_found"  # upon which Anthropic's clients send the whole conversation
 _BELOW_500 = "invalid_request_error"
 _TYPES = {
     401: "authentication_error",
@@ -59,7 +56,7 @@ class MessagesErrorDetail(BaseModel):
 
     type: str
     message: str
-    details: Annotated[dict[str, str] | None, Field(description="of an unknown thread; else left out")] = None
+    details: Annotated[dict[str, str] | None, Field(description="only for an unknown thread")] = None
 
 
 class MessagesErrorBody(BaseModel):
@@ -70,7 +67,7 @@ class MessagesErrorBody(BaseModel):
 
 
 class Trouble(NamedTuple):
-    """An error before it has a form. `type` and `code` are OpenAI's."""
+    """An error, independent of the protocol. `type` and `code` are OpenAI's."""
 
     status: int
     message: str
@@ -85,7 +82,7 @@ def is_anthropic(path: str) -> bool:
 
 
 def openai_body(trouble: Trouble) -> dict[str, Any]:
-    """The error in OpenAI's form. Any JSON encoder can write it, whatever characters it quotes."""
+    """The error in OpenAI's form, without lone surrogates, so that every JSON encoder can write it."""
     message, param = _readable(trouble.message), trouble.param
     field = None if param is None else _readable(param)
     return {"error": {"message": message, "type": trouble.type, "param": field, "code": trouble.code}}
@@ -108,7 +105,7 @@ def body_at(path: str, trouble: Trouble) -> dict[str, Any]:
 
 
 def _readable(text: str) -> str:
-    """Shortened if long, and without lone surrogates, which UTF-8 cannot encode."""
+    """The text, shortened if it is long, and without lone surrogates, which UTF-8 cannot encode."""
     if len(text) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2
         text = f"{text[:half]} ... {text[-half:]}"
@@ -117,7 +114,7 @@ def _readable(text: str) -> str:
 
 NOT_READY_SECONDS = 5  # the Retry-After while the server is not ready
 
-# The `code` of errors of HTTP itself. A status that is not listed has no code.
+# The `code` of errors of HTTP itself. Other statuses have no code.
 _CODES = {
     404: "unknown_url",
     405: "method_not_allowed",
@@ -131,12 +128,12 @@ _CODES = {
 def error_responses(
     *statuses: int, form: type[ErrorBody | MessagesErrorBody] = ErrorBody
 ) -> dict[int | str, dict[str, Any]]:
-    """These statuses as a route's `responses`, for the OpenAPI document."""
+    """Describe these statuses in a route's `responses`, for the OpenAPI document."""
     return {status: {"model": form, "description": http.HTTPStatus(status).phrase} for status in statuses}
 
 
 def trouble_of(error: OrcaError) -> Trouble:
-    """The error's status, message, and what OpenAI's form says besides."""
+    """Convert an error of our tree."""
     status, kind, code, _ = meaning(error)
     param = error.param if isinstance(error, InvalidRequest | UnknownResponse) else None
     if isinstance(error, UnknownModel):
@@ -145,7 +142,7 @@ def trouble_of(error: OrcaError) -> Trouble:
 
 
 def error_body(error: OrcaError) -> dict[str, Any]:
-    """The error in OpenAI's form. Any JSON encoder can write it, whatever characters it quotes."""
+    """The error in OpenAI's form."""
     return openai_body(trouble_of(error))
 
 
@@ -160,9 +157,9 @@ def error_response(error: OrcaError, *, path: str = "", retry_after: int | None 
 
 
 def error_event(error: OrcaError, path: str = "") -> bytes:
-    """The error that ended a stream early, in the form of the path's protocol.
+    """The event for an error that ended a stream early, in the form of the path's protocol.
 
-    Clients raise it and expect no event after it. Protocols with names for events call it `error`.
+    Clients raise it, and expect no event after it. In protocols whose events have names it is called `error`.
     """
     trouble = trouble_of(error)
     body, name = body_at(path, trouble), ""
@@ -217,7 +214,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
-    """The response to the client. Starlette raises the error again afterwards, so that the server logs it."""
+    """Answer the client. Starlette raises the error again afterwards, so that the server logs it."""
     request_id = request.scope["state"]["request_id"]
     error.add_note(f"request id: {request_id}")
     message = f"the server failed in an unexpected way; its log has more under request id {request_id}"

@@ -17,15 +17,15 @@ from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_text import parse
 from server.http.fields.strict import HEADER, Strict, Unused
 
-_MOST_ERRORS = 64  # enough for the first field at fault, whose errors come first; only that one is reported
+_MOST_ERRORS = 64  # enough for all errors of the first field at fault, which alone is reported
 
 
 class JsonRoute(APIRoute):
     """A route whose body, if it has one, must be valid JSON with a JSON `Content-Type`.
 
-    Requiring the header keeps web pages from making a visitor's browser send requests here (CSRF). Fields
-    that are unknown or not built are rejected here, and those that are not used are named in the response's
-    header `x-orca-ignored`. A request's `Unused` is in the scope's state, for generation/state.py.
+    The required header keeps web pages from making a visitor's browser send requests here (CSRF). Unknown
+    and unbuilt fields are rejected, and the response's header `x-orca-ignored` names unused ones: the
+    request's `Unused` is in the scope's state (generation/state.py).
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -52,9 +52,9 @@ class JsonRoute(APIRoute):
         return handle
 
     def _value(self, data: bytes, unused: Unused) -> Any:
-        """The validated body. FastAPI validates again, but accepts an instance of the model unchanged.
+        """Validate the body. FastAPI validates again, but accepts an instance of the model unchanged.
 
-        Raises HTTPException, RequestValidationError in FastAPI's form, and what `Strict.take` raises.
+        Raises HTTPException, RequestValidationError, and what `Strict.take` raises.
         """
         body = parse(data)
         assert self.body_field is not None

@@ -1,7 +1,7 @@
 """Parses JSON strictly and at a bounded cost, and writes it without blocking other threads.
 
-Python's parser, and pydantic after it, hold the GIL while they read a list, and the garbage collector holds
-it while it visits the result. So the number of values in a body is limited to what takes a few tens of
+Python's parser, and pydantic after it, hold the GIL while they read a list, and so does the garbage collector
+while it visits the result. The number of values in a body is therefore limited to what takes a few tens of
 milliseconds. One long string costs almost nothing.
 """
 
@@ -18,15 +18,15 @@ from starlette.exceptions import HTTPException
 
 from server.gateway.side_threads import LONG
 
-# A list, object or name costs 0.2 to 1 us of processor time to parse, and 1 to 3 us to validate, whatever the
-# bytes between them. So a body may have as many as its bytes pay for. An agent's turn with one tool call
-# has 6 to 10 lists and objects in 260 to 320 bytes, which are 32 for each or more: thousands of turns pass.
-COUNTED_FROM = 5_000  # bytes: what a shorter body costs does not matter
+# A list, object or name costs 0.2 to 1 us of processor time to parse, and 1 to 3 us to validate, whatever its
+# size in bytes. So their number is limited in proportion to the body's bytes. An agent's turn with one tool
+# call has 6 to 10 lists and objects in 260 to 320 bytes, 32 bytes each or more: thousands of turns pass.
+COUNTED_FROM = 5_000  # bytes: a shorter body is cheap whatever it contains
 BYTES_PER_CONTAINER = 16
 BYTES_PER_NAME = 8
 LEAST_ALLOWED = 5_000  # of lists and objects, and twice as many names, however short the body
 
-# These hold the GIL for 20 ms on a server's core, in one call of the parser or one full garbage collection.
+# As many hold the GIL for 20 ms on a server's core, in one call of the parser or one garbage collection.
 MAX_VALUES = 1_000_000
 MAX_CONTAINERS = 100_000  # lists and objects
 MAX_NAMES = 200_000  # of all objects together
@@ -102,7 +102,7 @@ def _members(text: str) -> tuple[dict[str, tuple[Any, bytes]], int]:
         start = _space(text, at + 1)
         value, at = _DECODER.scan_once(text, start)
         if name in found:
-            raise ValueError(f"{name[:100]!r} stands twice in one object")
+            raise ValueError(f"an object has the name {name[:100]!r} twice")
         found[name] = value, text[start:at].encode("utf-8")
         if len(found) > MAX_NAMES_OF_ONE:
             raise ValueError(f"an object has over {MAX_NAMES_OF_ONE} names")
@@ -125,9 +125,9 @@ def _check_size(data: bytes) -> None:
 
 
 def excess_of(data: bytes) -> str | None:
-    """What a JSON text has too much of for `parse`, such as "more than 5000 lists and objects".
+    """What exceeds the limits of `parse` in a JSON text, such as "more than 5000 lists and objects".
 
-    First count as if there were no strings: that is cheap, never too low, and exact for lists of numbers.
+    Characters in strings are counted too at first: that is cheap, never too low, and exact for numbers.
     """
     counted = np.frombuffer(data, np.uint8)
     n_bytes = len(data)
@@ -182,20 +182,20 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen = set[str]()
         for name, _ in pairs:
             if name in seen:
-                raise ValueError(f"{name[:100]!r} stands twice in one object")
+                raise ValueError(f"an object has the name {name[:100]!r} twice")
             seen.add(name)
     return value
 
 
 def _whole_number(text: str) -> int:
-    """Parses an integer. As a Python function it lets other threads run after each number."""
+    """Parse an integer. Because this is a Python function, other threads can run after each number."""
     if len(text) > MAX_DIGITS:
         raise ValueError(f"the number {text[:50]}... has more than {MAX_DIGITS} digits")
     return int(text)
 
 
 def _number(text: str) -> float | int:
-    """An int for 1.0, because JSON Schema, and so the OpenAPI document, counts that as an integer."""
+    """Parse a number. 1.0 becomes an int, because JSON Schema counts it as an integer."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"the number {text[:50]} is too large")
@@ -214,17 +214,19 @@ _DECODER: Any = json.JSONDecoder(
 )
 
 
-_AT_ONCE = 4_000  # encoder tokens joined at a time: they are short, and a list of all would take much memory
+_AT_ONCE = (
+    4_000  # encoder tokens joined at a time: they are short, and a list of all would take too much memory
+)
 
 _ascii = json.JSONEncoder(separators=(",", ":"))
 _unicode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 
 def as_json(value: object, n_characters: int = 0, *, ascii: bool = True) -> str:
-    """`value` as JSON. Without `ascii`, characters outside ASCII are not escaped.
+    """Encode `value`. Without `ascii`, characters outside ASCII are not escaped.
 
     Python's fast encoder holds the GIL until it is done. So if `n_characters`, the approximate length, is
-    large, the slow encoder writes the JSON, and other threads can run meanwhile.
+    large, the slow encoder is used, and other threads can run meanwhile.
     """
     encoder = _ascii if ascii else _unicode
     if n_characters <= LONG:

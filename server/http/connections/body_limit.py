@@ -18,7 +18,7 @@ from server.http.bodies.errors import status_response
 
 
 class Upload(NamedTuple):
-    """The bounds of a body."""
+    """Bounds on the size and the duration of a body."""
 
     max_bytes: int
     seconds: float
@@ -27,8 +27,8 @@ class Upload(NamedTuple):
 class BodyLimit:
     """ASGI middleware: 413 for a body of more than `max_bytes`, 408 for one that is too slow.
 
-    A body may take `seconds` from the moment a route starts to read it until its last byte. `uploads` are the
-    paths with bounds of their own, whose routes write to a disk what comes.
+    A body may take `seconds` from the moment a route starts to read it until its last byte. `uploads` has
+    separate bounds for paths whose routes write the body to a disk.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, seconds: 
 
 
 class _Body:
-    """A request's `receive`, counted and timed until the body is complete."""
+    """Counts and times what a request's `receive` returns, until the body is complete."""
 
     def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
         self._receive = receive

@@ -62,7 +62,7 @@ class OpenConnections:
         self._n -= 1
         self._of_network[network] -= 1
         if not self._of_network[network]:
-            del self._of_network[network]  # so that the table does not grow with every address ever seen
+            del self._of_network[network]  # otherwise the table would grow with every address ever seen
 
 
 class Place:

@@ -1,7 +1,7 @@
 """Starts clients' work on the event loop a few pieces at a time, round-robin over client networks.
 
 A thousand connections or requests that arrive together would block the event loop for a second if each
-started as soon as it is seen. So each turn of the loop starts only a few, and another client waits for a few,
+started immediately. Each turn of the loop therefore starts only a few, and another client waits for a few,
 not for a thousand.
 """
 

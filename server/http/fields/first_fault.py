@@ -1,7 +1,7 @@
 """Makes pydantic stop validating lists and maps at their first faults: a client may send a million elements.
 
 Each invalid element costs microseconds and some hundred bytes, in calls that hold the GIL. Valid elements
-that are objects cost as much, so other threads may run before each.
+that are objects cost as much, so other threads get a chance to run before each of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,9 @@ from pydantic_core import PydanticKnownError, core_schema
 _LISTS = frozenset(("list", "tuple", "set", "frozenset", "generator"))
 _NOT_VALIDATION = frozenset(("metadata", "serialization", "default"))  # entries of a schema
 _AT_ONCE = 64  # entries of a map
-_SHORT = frozenset(("any", "none", "bool", "int", "float", "str", "literal"))  # types validated in no time
+_SHORT = frozenset(
+    ("any", "none", "bool", "int", "float", "str", "literal")
+)  # types whose validation takes almost no time
 
 
 def stop_at_first_faults(schema: Mapping[str, Any]) -> None:
@@ -31,7 +33,7 @@ def stop_at_first_faults(schema: Mapping[str, Any]) -> None:
 
 
 def _may_fail(part: dict[str, Any]) -> bool:
-    """Whether an entry of the map can be invalid. Names cannot: in JSON they all are strings."""
+    """Whether a value of the map can be invalid. Its names are always valid: in JSON they all are strings."""
     return part.get("values_schema", {"type": "any"})["type"] != "any"
 
 
@@ -41,7 +43,9 @@ def parts(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     while todo:
         part = todo.pop()
         if isinstance(part, dict):
-            is_schema = isinstance(part.get("type"), str)  # otherwise it has schemas by name, such as fields
+            is_schema = isinstance(
+                part.get("type"), str
+            )  # otherwise a map of schemas by name, such as fields
             if is_schema:
                 yield part
             todo += (value for key, value in part.items() if not (is_schema and key in _NOT_VALIDATION))
@@ -55,10 +59,10 @@ def _pause_between_elements(part: dict[str, Any]) -> None:
 
 
 def _pausing(schema: Any) -> Any:
-    """The schema, with a pause before it is applied to a value that may take long."""
+    """The schema, with a pause before each value whose validation may take long."""
     if schema["type"] in _SHORT:
         return schema
-    if schema["type"] == "union":  # of texts and objects: texts need no pause
+    if schema["type"] == "union":  # of texts and objects: only objects need a pause
         choices = [
             (_pausing(each[0]), each[1]) if isinstance(each, tuple) else _pausing(each)
             for each in schema["choices"]
@@ -70,7 +74,7 @@ def _pausing(schema: Any) -> Any:
 
 
 def _pause(element: Any) -> Any:
-    """Let other threads run, which Python does when a function of its own is called."""
+    """Let other threads run, which the interpreter does when it calls a Python function."""
     return element
 
 
@@ -90,7 +94,7 @@ def _is_in_pieces(part: dict[str, Any]) -> bool:
 
 
 def _in_pieces(most: int | None, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Validate a map piece by piece, because pydantic reports all faults of what it validates at once."""
+    """Validate a map piece by piece, because pydantic reports all faults of a map."""
     if not isinstance(value, dict):
         return handler(value)
     n = len(value)

@@ -1,8 +1,8 @@
-"""The table of request fields that are taken and not used, with the reason for each.
+"""The table of request fields that are accepted but not used, with the reason for each.
 
 None of them could change the tokens or the meaning of an answer: they are hints, annotations or metadata. A
-response names those it did not use in the header `x-orca-ignored`. What could change an answer is refused
-instead (NotBuilt, in strict.py), and so is a field that is in no table: it may be a misspelt parameter.
+response's header `x-orca-ignored` names those that its request had. A field that could change an answer is
+refused instead (NotBuilt, in strict.py), and so is an unknown field, which may be a misspelt parameter.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Hint(NamedTuple):
-    """Why a field is not used, and the values of it that ask for nothing, which the header leaves out."""
+    """Why a field is not used, and its neutral values, which the header does not mention."""
 
     reason: str
     neutral: tuple[Any, ...] = ()
@@ -20,23 +20,23 @@ class Hint(NamedTuple):
 
 
 def is_one_of(value: object, others: tuple[Any, ...]) -> bool:
-    """Whether `value` equals one of them as JSON: false is not 0."""
+    """Whether `value` equals one of `others` as JSON does: false is not 0."""
     return any(type(value) is type(other) and value == other for other in others)
 
 
-_CACHE = "prompts that begin alike share their keys and values without being asked"
+_CACHE = "prompts with the same beginning always share their cached keys and values"
 _CACHE_CONTROL = Hint(_CACHE)
 _BREAKPOINT = Hint(_CACHE)
 _TIER = "there is one tier of service; `priority` orders requests"
-_METADATA = "metadata of the client"
+_METADATA = "metadata for the client alone"
 _CALLER = Hint("every call is made by the model", ({"type": "direct"},))
 _DEFERRED = Hint("every tool is shown to the model from the start", (False,))
-_SEARCH = Hint("the server cannot run it, and the model may do without it: the request has other tools")
+_SEARCH = Hint("the server cannot run it, and the request has other tools")
 _TOOLSET = Hint("a call and its result belong together by their id")
 _PADDING = Hint("events are not padded against an observer of their sizes", (False,))
-_PARSED = Hint("a copy of the text beside it, as a client's library parsed it")
-_PASSED_THROUGH = Hint("what another provider added to its reply, sent back")
-_ANNOTATIONS = Hint("sources of an earlier reply's text, which the model does not read", ([],))
+_PARSED = Hint("a client library's parsed copy of the text")
+_PASSED_THROUGH = Hint("something that another provider added to its reply")
+_ANNOTATIONS = Hint("the model does not read the sources of an earlier reply", ([],))
 
 _OPENAI = {
     "safety_identifier": Hint("the API key identifies the client, and `user` labels the access log"),
@@ -47,7 +47,7 @@ _OPENAI = {
     "client_metadata": Hint(_METADATA),
 }
 
-# By place: names of fields, with the reason. The models of server/http name their place (strict.py).
+# Hints by place and field name. Each model of server/http names its place (`Strict.place`).
 HINTS: Mapping[str, Mapping[str, Hint]] = {
     "stream_options": {"include_obfuscation": _PADDING},
     "/v1/chat/completions": {
@@ -58,7 +58,7 @@ HINTS: Mapping[str, Mapping[str, Hint]] = {
         "verbosity": Hint("no chat template reads it", ("medium",)),
     },
     "reasoning of chat": {
-        "max_tokens": Hint("only max_tokens of the request ends a reply"),
+        "max_tokens": Hint("only the request's max_tokens limits a reply"),
         "summary": Hint("reasoning comes whole, not as a summary"),
     },
     "messages of chat": {
@@ -95,7 +95,7 @@ HINTS: Mapping[str, Mapping[str, Hint]] = {
         "access_programs": Hint("this server has none"),
         "context_management": Hint("nothing of a conversation is left out or summarised", ([],)),
         "image": Hint("no images are read or made"),
-        "max_tool_calls": Hint("it counts calls of tools that the server runs itself, and it runs none"),
+        "max_tool_calls": Hint("it limits calls of tools that the server itself runs, and it runs none"),
     },
     "include": {
         "reasoning.encrypted_content": Hint("reasoning comes as text, which can be sent back"),
@@ -117,15 +117,15 @@ HINTS: Mapping[str, Mapping[str, Hint]] = {
         "encrypted_content": Hint("only the server that encrypted it can read it"),
         "internal_chat_message_metadata_passthrough": Hint(_METADATA),
         "parsed_arguments": _PARSED,
-        "phase": Hint("the order of the items says it"),
-        "summary": Hint("the model reads its reasoning whole, as content", ([],)),
+        "phase": Hint("it follows from the order of the items"),
+        "summary": Hint("the model reads the whole reasoning, in content", ([],)),
     },
     "outputs among input items": {
         "name": Hint("an output belongs to its call by the call's id"),
         "namespace": Hint("an output belongs to its call by the call's id"),
     },
     "types of input items": {
-        "web_search_call": Hint("the model reads what it wrote after the search"),
+        "web_search_call": Hint("the model reads the text that it wrote after the search"),
         "image_generation_call": Hint("no images are read"),
     },
     "content parts of responses": {
@@ -138,7 +138,7 @@ HINTS: Mapping[str, Mapping[str, Hint]] = {
         "defer_loading": _DEFERRED,
         "output_schema": Hint("chat templates have no place for it"),
     },
-    "custom tools": {"format": Hint("the model reads the grammar of the input, and is not held to it")},
+    "custom tools": {"format": Hint("the model reads the grammar, but is not forced to follow it")},
     "types of tools of responses": {
         "image_generation": _SEARCH,
         "tool_search": _DEFERRED,
@@ -193,5 +193,5 @@ HINTS: Mapping[str, Mapping[str, Hint]] = {
         "block_binding": Hint("reasoning that is sent back is not checked"),
         "display": Hint("reasoning comes whole", ("summarized",)),
     },
-    "output_config": {"task_budget": Hint("only max_tokens ends a reply")},
+    "output_config": {"task_budget": Hint("only max_tokens limits a reply")},
 }

@@ -1,4 +1,4 @@
-"""Log-probabilities in responses: which tokens come with a piece of text, their names, and their JSON.
+"""Log-probabilities in responses: the tokens that belong to a piece of text, their names, and their JSON.
 
 Text is held back while it may be the beginning of a stop string, or is an incomplete character. The
 log-probabilities of its tokens are held back with it.
@@ -18,10 +18,9 @@ from orca_jax.service.output import Piece
 
 
 class PlacedToken(NamedTuple):
-    """A token and its `offset`: the number of characters before the character in which it begins.
+    """A token and its `offset`, the number of characters before the character in which the token begins.
 
-    `logprob` and `top` are those of TokenLogprobs; None for the first token of a prompt, which has no
-    context.
+    `logprob` and `top` are as in TokenLogprobs, or None for a prompt's first token, which has no context.
     """
 
     token_id: int
@@ -38,11 +37,11 @@ def n_characters(tokens: Sequence[PlacedToken]) -> int:
 class TokenPlaces:
     """Places one output's tokens. A token is released with the character in which it begins.
 
-    A token without text, such as a special token, is released with the next token that has text. So no token
-    after a stop string is released, nor an end-of-sequence token. But if the output ends because of its
-    length, all remaining tokens are. Without a tokenizer there is no text to wait for, and every token is
-    released at once. With `continuing` the output follows other text, and `shown` are special tokens with
-    text, as in TextStream.
+    A token without text, such as a special token, is released with the next token that has text. So neither
+    tokens after a stop string nor an end-of-sequence token are released, unless the output ends because of
+    its length: then all remaining tokens are. Without a tokenizer there is no text to wait for, and every
+    token is released at once. `continuing` says that the output follows other text, and `shown` has the
+    special tokens that count as text, as in TextStream.
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class TokenPlaces:
         if tokenizer is not None:
             self._decoder = tokenizer.text_decoder(continuing=continuing)
         self._offset = offset
-        self._n_shown = offset  # characters of text
-        self._waiting: list[tuple[PlacedToken, bool]] = []  # each with whether it has text
+        self._n_shown = offset  # characters of text so far
+        self._waiting: list[tuple[PlacedToken, bool]] = []  # tokens, and whether each has text
 
     def take(self, piece: Piece) -> list[PlacedToken]:
         """The tokens to release with this piece of the output."""
@@ -94,9 +93,9 @@ class TokenPlaces:
 def prompt_places(
     token_ids: Sequence[int], text: bytes, logprobs: Iterable[TokenLogprobs], tokenizer: Tokenizer | None
 ) -> list[PlacedToken]:
-    """A prompt's tokens, placed in its `text`, which is in UTF-8.
+    """Place a prompt's tokens in its `text`, which is in UTF-8.
 
-    A special token counts as text where its name appears in the prompt. `logprobs` are the log-probabilities
+    A special token counts as text where its name appears in the prompt. `logprobs` has the log-probabilities
     of all tokens but the first.
     """
     characters = Utf8Decoder()
@@ -163,7 +162,7 @@ _LEAST = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express
 
 
 class CompletionLogprobs(BaseModel):
-    """Of a completion's tokens: each list has one element per token.
+    """The log-probabilities of a completion's tokens. Each list has one element per token.
 
     The first token of a prompt has no log-probability. `text_offset` is the number of characters of the
     choice's text before the token.
@@ -190,14 +189,14 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    """Of a reply's tokens."""
+    """The log-probabilities of a reply's tokens."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
 def completion_logprobs(tokens: Sequence[PlacedToken], names: TokenNames) -> Logprobs:
-    """In the form of CompletionLogprobs. `top_logprobs` always includes the chosen token itself."""
+    """Log-probabilities in the form of CompletionLogprobs. `top_logprobs` includes the chosen token."""
     return {
         "tokens": [names.name(token.token_id) for token in tokens],
         "token_logprobs": [None if token.logprob is None else _finite(token.logprob) for token in tokens],
@@ -207,7 +206,7 @@ def completion_logprobs(tokens: Sequence[PlacedToken], names: TokenNames) -> Log
 
 
 def chat_logprobs(tokens: Sequence[PlacedToken], names: TokenNames) -> Logprobs:
-    """In the form of ChatLogprobs, for output tokens."""
+    """Log-probabilities of output tokens, in the form of ChatLogprobs."""
     return {
         "content": [
             {

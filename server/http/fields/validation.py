@@ -15,8 +15,8 @@ _Path = tuple[str | int, ...]
 def fault(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str | None, str]:
     """The dotted path of the field at fault, None for the body itself, and the error message.
 
-    `errors` are pydantic's, `body` is the request body. Only the first field at fault is reported. If it may
-    have several types it has an error for each, and one message lists them all.
+    `errors` are pydantic's, `body` is the request body. Only the first field at fault is reported. A field
+    with several possible types has an error for each, and the message lists them all.
     """
     first = errors[0]
     path = _path(first, body)

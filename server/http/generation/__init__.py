@@ -1,1 +1,1 @@
-"""The routes that generate text, with their requests, responses and streams. Start with completions.py."""
+"""The OpenAI routes that generate text, and what all generating routes share. Start with completions.py."""

@@ -1,4 +1,4 @@
-"""What both generation routes share: accepting a request, checking its prompts and writing its response."""
+"""Shared by the generating routes: ids, checks of prompts, and the response of chat and completions."""
 
 import time
 import uuid
@@ -41,19 +41,6 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-# The cost of these grows with the prompts' length, so call them in `run_for_request`.
-
-
-def encode(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
-    """Token ids of each prompt. Raises InvalidPrompt and PromptTooLong, which name the prompt at fault."""
-    return each(prompts, lambda prompt: model.encode(prompt) if isinstance(prompt, str) else prompt)
-
-
-def texts(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[str]:
-    """The text of each prompt; empty for token ids if the model has no tokenizer."""
-    return [_text(model, prompt) for prompt in prompts]
-
-
 def check(
     model: ServedModel,
     prompts: Sequence[Sequence[int]],
@@ -62,7 +49,10 @@ def check(
     tenant: str,
     decoder_ids: Sequence[int] | None = None,
 ) -> list[CheckedPrompt]:
-    """Check all prompts before any is submitted. Raises a leaf of InvalidRequest."""
+    """Check all prompts before any is submitted. Raises a leaf of InvalidRequest.
+
+    Call it in `run_for_request`: its cost grows with the prompts' length.
+    """
     check_one = partial(
         model.service.check, rules=rules, scheduling=scheduling, tenant=tenant, decoder_ids=decoder_ids
     )
@@ -70,7 +60,7 @@ def check(
 
 
 def check_number(n_prompts: int, n: int, options: EndpointOptions, model: ServedModel) -> None:
-    """Raise InvalidRequest if there is no prompt, or if the request asks for too many choices.
+    """Raise InvalidRequest if a request has no prompt, or asks for too many choices (`n` for each prompt).
 
     All choices are submitted together, so they must fit into one owner's share of an empty queue.
     """
@@ -86,7 +76,7 @@ def check_number(n_prompts: int, n: int, options: EndpointOptions, model: Served
 async def answer(
     body: GenerationRequest, model: ServedModel, choices: Choices, receive: Receive, form: ReplyForm
 ) -> Response:
-    """Generate the choices: as a stream, or as one JSON object when all are complete."""
+    """Generate the choices and respond: with a stream, or with one JSON object when all are complete."""
     head = {
         "id": choices.response_id,
         "created": int(time.time()),
@@ -100,7 +90,7 @@ async def answer(
     complete = await choices.complete(receive)
     n = sum(n_characters(choice.tokens) + len(choice.text) for choice in complete)
     n += sum(map(choices.routed_size, range(len(complete))))
-    if choices.tells_token_ids:
+    if choices.returns_token_ids:
         n += sum(
             6 * (len(choice.token_ids) + len(choices.prompt_ids(i))) for i, choice in enumerate(complete)
         )
@@ -109,7 +99,7 @@ async def answer(
         written = [_choice(choices, form, i, done, model) for i, done in enumerate(complete)]
         usage = choices.tally.usage().model_dump(exclude_none=True)
         whole = {**head, "object": form.object, "choices": written, "usage": usage}
-        if choices.tells_token_ids and not form.prompt_ids_by_choice:
+        if choices.returns_token_ids and not form.prompt_ids_by_choice:
             whole["prompt_token_ids"] = [*choices.prompt_ids(0)]
         return as_json(whole, n, ascii=False).encode()
 
@@ -131,21 +121,15 @@ def _choice(
         written["weights_version"] = choices.tally.weights_versions[index]
     if (experts := choices.routed_experts(index)) is not None:
         written["routed_experts"] = experts
-    if choices.tells_token_ids:
+    if choices.returns_token_ids:
         written["token_ids"] = [*done.token_ids]
         if form.prompt_ids_by_choice:
             written["prompt_token_ids"] = [*choices.prompt_ids(index)]
     return written
 
 
-def _text(model: ServedModel, prompt: str | list[int]) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "" if model.tokenizer is None else model.tokenizer.decode(prompt)
-
-
 def each(prompts: Sequence[T], work: Callable[[T], R], name: str = "prompt") -> list[R]:
-    """The results of `work`; its InvalidRequest says which one is at fault, by `name` and number."""
+    """Do `work` for each prompt. With several prompts, an InvalidRequest names the one at fault."""
     results = list[R]()
     for i, prompt in enumerate(prompts):
         try:

@@ -29,12 +29,12 @@ from server.http.generation.state import CallOf
 
 
 class ReasoningWish(Strict):
-    """`reasoning`: OpenRouter's form of reasoning_effort, which some clients send to any server."""
+    """`reasoning`: OpenRouter's form of reasoning_effort, which some clients send to every server."""
 
     place: ClassVar = "reasoning of chat"
 
-    effort: Annotated[str | None, Field(description="as reasoning_effort")] = None
-    enabled: Annotated[bool | None, Field(description="false: as reasoning_effort none")] = None
+    effort: Annotated[str | None, Field(description="an alias of reasoning_effort")] = None
+    enabled: Annotated[bool | None, Field(description="false means the reasoning_effort none")] = None
 
     exclude: Annotated[bool | None, NotBuilt(False, why="the reply would have its reasoning")] = None
 
@@ -52,9 +52,7 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
 
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | ToolChoice | None,
-        Field(
-            description="default auto: the model may call tools; required: it must; or one that it must call"
-        ),
+        Field(description="auto (default): the model may call tools; required: it must; or the tool to call"),
     ] = None
     parallel_tool_calls: Annotated[
         bool | None, Field(description="whether a reply may have several calls; default true")
@@ -66,7 +64,8 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
     modalities: Annotated[list[str] | None, NotBuilt(["text"], why="the reply would be text")] = None
     audio: Annotated[dict[str, Any] | None, NotBuilt(why="the reply would be text")] = None
     reasoning_effort: Annotated[
-        str | None, Field(description="a variable of the chat template; not used if it does not read it")
+        str | None,
+        Field(description="a variable of the chat template; not used if the template does not read it"),
     ] = None
     reasoning: Annotated[ReasoningWish | None, Field(description="an extension")] = None
     web_search_options: Annotated[dict[str, Any] | None, NotBuilt(why="nothing is searched")] = None
@@ -109,7 +108,7 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
 
 
 class AnswerFunction(BaseModel):
-    """What is called. `arguments` is the text of a JSON object."""
+    """The called function. `arguments` is the text of a JSON object."""
 
     name: str
     arguments: str
@@ -124,7 +123,7 @@ class AnswerCall(BaseModel):
 
 
 class AnswerMessage(BaseModel):
-    """The model's reply. `content` is null if it is nothing but tool calls."""
+    """The model's reply. `content` is null if the reply has only tool calls."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None

@@ -1,4 +1,4 @@
-"""All choices of one response: submitted, counted and ended together."""
+"""The choices of one response, which are submitted, counted and ended together."""
 
 import asyncio
 import time
@@ -34,12 +34,12 @@ from server.http.generation.state import ApiCall
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputExtras:
-    """What a request asked for besides output text.
+    """What a request asks for besides output text.
 
-    `shown` has the text of special tokens that are part of the output text. `write_logprobs` writes
-    log-probabilities, None if they were not requested. `prompts` are the prompts' texts if they are to be
-    echoed before the output. With `only_prompts` nothing else is shown: the one token that was generated is
-    left out. With `token_ids` those of the prompt and of the output are returned.
+    `shown` has the special tokens that are part of the output text, with their texts. `write_logprobs` writes
+    log-probabilities, None if they were not requested. `prompts` has the prompts' texts if they are to be
+    echoed before the output. With `only_prompts` nothing else is returned: the one generated token is left
+    out. With `token_ids` the token ids of prompt and output are returned.
     """
 
     names: TokenNames
@@ -50,22 +50,22 @@ class OutputExtras:
     token_ids: bool = False
 
     def logprobs(self, tokens: Sequence[PlacedToken]) -> Logprobs | None:
-        """The log-probabilities of these tokens in the response's form, if they were requested."""
+        """The log-probabilities of these tokens in the response's form; None if they were not requested."""
         return None if self.write_logprobs is None else self.write_logprobs(tokens, self.names)
 
 
 class ShownPiece(NamedTuple):
-    """A piece as a client sees it, and the tokens whose log-probabilities come with it."""
+    """A piece as the client sees it, and the tokens whose log-probabilities come with it."""
 
     piece: Piece
     tokens: list[PlacedToken]
 
 
 class ChoiceOutput:
-    """One choice, from its first piece to its last. What is shown does not depend on how the output is split.
+    """The output of one choice. What the client sees does not depend on how the output is split into pieces.
 
     `prompt` is the text of the prompt to echo, or None. `scored` is the request that computes the prompt's
-    log-probabilities: this choice's, or that of another choice of the same prompt.
+    log-probabilities: this choice's, or another choice's of the same prompt.
     """
 
     def __init__(self, extras: OutputExtras, scored: LiveRequest, prompt: str | None) -> None:
@@ -78,11 +78,11 @@ class ChoiceOutput:
 
     @property
     def n_prompt_tokens(self) -> int:
-        """Prompt tokens that will be shown with the next piece."""
+        """The number of prompt tokens that come with the next piece."""
         return 0 if self._prompt is None else len(self._scored.prompt_ids)
 
     def take(self, piece: Piece) -> ShownPiece:
-        """What to show of the next piece. Call it only once the `scored` request has its first piece."""
+        """The next piece for the client. Call it only after the `scored` request has its first piece."""
         tokens = list[PlacedToken]()
         if self._extras.only_prompts:
             reason = None if piece.finish_reason is None else FinishReason.LENGTH
@@ -108,10 +108,10 @@ class Tally:
     def __init__(self, n_input: int, n_choices: int) -> None:
         self.n_input = n_input
         self.n_output = 0
-        self.first_choices: Sequence[LiveRequest] = ()  # of each prompt
+        self.first_choices: Sequence[LiveRequest] = ()  # the first choice of each prompt
         self.finish_reasons: list[FinishReason | None] = [None] * n_choices
         self.weights_versions: list[int | None] = [None] * n_choices
-        self.readers: Sequence[ReplyReader] = ()  # of each choice, where replies are more than text
+        self.readers: Sequence[ReplyReader] = ()  # one for each choice, if replies are more than text
         self._began = time.perf_counter()
         self._first_token: float | None = None
 
@@ -128,13 +128,13 @@ class Tally:
     def n_cached(self) -> int:
         """Prompt tokens that were cached.
 
-        As vLLM does, and as prompt tokens are counted, each prompt counts once: by its first choice. The
-        later ones find what the first has computed, which says nothing about the prompt.
+        Like prompt tokens, and as in vLLM, they are counted once per prompt, by its first choice. Later
+        choices find what the first has computed, which says nothing about the prompt.
         """
         return sum(request.n_cached for request in self.first_choices)
 
     def usage(self) -> Usage:
-        """The counts so far, in OpenAI's form."""
+        """The token counts so far, in OpenAI's form."""
         n_input, n_output = self.n_input, self.n_output
         details = None
         if self.readers:
@@ -149,7 +149,7 @@ class Tally:
         )
 
     def finish_reason(self, index: int) -> Literal["stop", "length", "tool_calls"]:
-        """Why choice `index`, which must be complete, ended."""
+        """The finish reason of choice `index`, which must be complete."""
         if self.finish_reasons[index] is not FinishReason.STOP:
             return "length"
         return "tool_calls" if self.readers and self.readers[index].n_calls else "stop"
@@ -167,7 +167,7 @@ class Tally:
 class CompleteChoice(NamedTuple):
     """A complete choice, and the tokens whose log-probabilities were requested.
 
-    `score` is that of a beam search. `events` are a chat's reply, None if it is only `text`.
+    Only a beam search gives it a `score`. `events` make up a chat reply, None if the reply is only `text`.
     """
 
     text: str
@@ -180,7 +180,7 @@ class CompleteChoice(NamedTuple):
 async def end_if_client_leaves(
     receive: Receive, requests: Sequence[LiveRequest], facts: dict[str, Any]
 ) -> None:
-    """Wait until the client disconnects, then end the requests there are by then."""
+    """Wait until the client disconnects, then end the requests that the list has by then."""
     while (await receive())["type"] != "http.disconnect":
         pass
     facts["disconnected"] = True
@@ -191,10 +191,9 @@ async def end_if_client_leaves(
 class Choices:
     """`n` choices for each prompt, in OpenAI's order: choice i of prompt p is number p * n + i.
 
-    Each choice of a prompt has its own seed: `seed + i`, or a random one. Those of a beam search are one
-    request, and complete at once.
-    `extras` is what to return besides output text, None for nothing. `plan` is how a chat's replies are read,
-    None if they are only text.
+    Choice i of a prompt has the seed `seed + i`, or a random one. The choices of a beam search are one
+    request, and complete together. `extras` says what to return besides output text, None for nothing. `plan`
+    says how chat replies are parsed, None if they are only text.
     """
 
     def __init__(
@@ -212,12 +211,11 @@ class Choices:
         rules_each = rules.choices(prompt_once=True)
         self._n_requests = len(rules_each)  # for each prompt
         self._n_each = rules.sampling.n
-        self._tells_experts = rules.sampling.return_routed_experts
+        self._returns_experts = rules.sampling.return_routed_experts
         self._requests: Sequence[LiveRequest] = ()
         self._outputs: list[ChoiceOutput] = []
-        self._scored = [
-            asyncio.Event() for _ in prompts
-        ]  # set when a prompt's first choice has its first piece
+        # For each prompt, set when its first choice has its first piece.
+        self._scored = [asyncio.Event() for _ in prompts]
         n_input = sum(prompt.n_input for prompt in prompts)
         self.tally = Tally(n_input, self._n_each * len(prompts))
         if plan is not None:
@@ -241,7 +239,7 @@ class Choices:
     async def running(self, receive: Receive) -> AsyncIterator[list[LiveRequest]]:
         """The live requests, which end when the context exits or the client disconnects.
 
-        The service accepts either all of them or none, and then this raises QueueFull, NotReady or
+        The service accepts either all of them or none, in which case this raises QueueFull, NotReady or
         EngineError.
         """
         async with submitted(self._call.gateway, self._submissions, owner=self._call.owner) as requests:
@@ -257,10 +255,10 @@ class Choices:
                 await asyncio.gather(watch, return_exceptions=True)
 
     async def take(self, index: int, piece: Piece) -> ShownPiece:
-        """What to show of the next piece of choice `index`.
+        """The next piece of choice `index` for the client.
 
         Only a prompt's first choice, which is submitted first, computes the prompt's log-probabilities; the
-        other choices wait for them. If the first choice fails before that, the whole response fails.
+        other choices wait for them. If the first choice fails earlier, the whole response fails.
         """
         if self.extras is None:
             return ShownPiece(piece, [])
@@ -274,14 +272,14 @@ class Choices:
         return shown
 
     async def events(self, index: int, piece: Piece) -> list[ReplyEvent]:
-        """What the next piece of choice `index` adds to a chat's reply; nothing where replies are text."""
+        """The events of a chat reply's next piece; none if replies are only text."""
         readers = self.tally.readers
         if not readers:
             return []
         return await run_for_response(len(piece.text), partial(readers[index].take, piece))
 
     def _new_outputs(self, requests: Sequence[LiveRequest]) -> list[ChoiceOutput]:
-        """An output for each live request; none if responses have only the text."""
+        """An output for each choice; none if responses have only the text."""
         extras = self.extras
         if extras is None:
             return []
@@ -293,12 +291,12 @@ class Choices:
         return outputs
 
     def logprobs(self, tokens: Sequence[PlacedToken]) -> Any:
-        """Log-probabilities of a choice's tokens in its route's form; None if they were not requested."""
+        """Log-probabilities of a choice's tokens in the route's form; None if they were not requested."""
         return None if self.extras is None else self.extras.logprobs(tokens)
 
     @property
-    def tells_token_ids(self) -> bool:
-        """Whether the client asked for token ids."""
+    def returns_token_ids(self) -> bool:
+        """Whether the client asks for token ids."""
         return self.extras is not None and self.extras.token_ids
 
     def prompt_ids(self, index: int) -> Sequence[int]:
@@ -306,13 +304,13 @@ class Choices:
         return self._prompts[index // self._n_each].token_ids
 
     def routed_experts(self, index: int) -> EncodedIds | None:
-        """Those of the tokens of choice `index`, which must be complete; None if they were not requested."""
-        ids = self._requests[index].routed_experts if self._tells_experts else None
+        """The experts of choice `index`, which must be complete; None if they were not requested."""
+        ids = self._requests[index].routed_experts if self._returns_experts else None
         return None if ids is None else as_base64(ids)
 
     def routed_size(self, index: int) -> int:
-        """How many characters they take."""
-        ids = self._requests[index].routed_experts if self._tells_experts else None
+        """The number of characters that the experts of choice `index` take, roughly."""
+        ids = self._requests[index].routed_experts if self._returns_experts else None
         return 0 if ids is None else 2 * ids.nbytes
 
     async def complete(self, receive: Receive) -> list[CompleteChoice]:
@@ -330,7 +328,7 @@ class Choices:
             ]
 
     async def _complete_search(self, first: int, request: LiveRequest) -> list[CompleteChoice]:
-        """Wait for a beam search, and return its choices, which are number `first` and those after it."""
+        """Wait for a beam search, and return its choices, the first of which is number `first`."""
         async for _ in request:
             pass
         choices = list[CompleteChoice]()
@@ -343,7 +341,7 @@ class Choices:
         return choices
 
     async def _complete(self, index: int, request: LiveRequest) -> CompleteChoice:
-        """Wait for one choice. The others run on meanwhile, and their output is kept for them."""
+        """Wait for one choice. The others run meanwhile, and their output is kept."""
         text, tokens, token_ids, score = list[str](), list[PlacedToken](), list[int](), None
         events = list[ReplyEvent]()
         async for piece in request:

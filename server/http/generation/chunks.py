@@ -1,7 +1,7 @@
-"""Writes replies in OpenAI's form: whole messages, and the chunks of a stream as bytes.
+"""Writes the replies of chat and completions: whole messages, and the chunks of a stream as bytes.
 
-The constant parts of chunks are encoded once per response; for each piece only its text and any
-log-probabilities are.
+The constant parts of chunks are encoded once per response. For each piece only its text is, and
+log-probabilities if requested.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +29,11 @@ TOOL_CALLS = "tool_calls"  # the finish reason of a reply with calls
 
 @dataclass(frozen=True, slots=True)
 class ReplyForm:
-    """How a route writes a choice: whole, as `content`, or in chunks, as the JSON around its text.
+    """How a route writes a choice: `content` writes a whole one; the other fields describe its chunks.
 
-    `object` and `chunk_object` are the names of a response and of a chunk. `before` (`first` in the first
-    chunk) and `after` are around the text. `prompt_ids_by_choice` says where a prompt's token ids are
-    returned: in each choice, or once beside them.
+    `object` and `chunk_object` name a response and a chunk. In a chunk, `before` (`first` in the first chunk)
+    and `after` enclose the text. `prompt_ids_by_choice` says where a prompt's token ids are returned: in each
+    choice, or once next to the choices.
     """
 
     object: str
@@ -46,8 +46,8 @@ class ReplyForm:
 
 
 class PieceExtras(NamedTuple):
-    """Make the other parts of a piece's chunks, as JSON: log-probabilities, the tokens' ids, those of the
-    prompt with a choice's first piece, and routed experts with its last.
+    """The optional parts of a piece's chunks, as JSON: log-probabilities and token ids, the prompt's token
+    ids with a choice's first piece, and routed experts with its last.
     """
 
     logprobs: str | None = None
@@ -57,7 +57,7 @@ class PieceExtras(NamedTuple):
 
     @property
     def need_chunk(self) -> bool:
-        """Whether a piece without text has a chunk for these."""
+        """Whether a piece without text needs a chunk for them."""
         return self.logprobs is not None or self.token_ids is not None
 
 
@@ -68,8 +68,8 @@ class ChunkWriter(ReplyWriter):
     """Writes the chunks of one response.
 
     `head` has the fields that all chunks share. With `include_usage` every chunk has a `usage`, which is null
-    before the last. With `versions` the last chunk of a choice has the version of the weights. `has_text` is
-    False for a model without a tokenizer, whose pieces get a chunk each although their text is empty.
+    in all but the last. With `versions` a choice's last chunk has the version of the weights. `has_text` is
+    False for a model without a tokenizer, each of whose pieces gets a chunk although its text is empty.
     """
 
     ping = b""
@@ -89,7 +89,7 @@ class ChunkWriter(ReplyWriter):
         self._final_usage = bool(options.include_usage)
         self._running_usage = bool(options.continuous_usage_stats)
         self._has_text = has_text
-        self._begun = set[int]()  # choices that have sent the ids of their prompt
+        self._begun = set[int]()  # choices that have sent their prompt's token ids
         fields = as_json({**head, "object": form.chunk_object})
         self._head = "data: " + fields.removesuffix("}")
         starts = [f'{self._head},"choices":[{{"index":{i},' for i in range(len(choices))]
@@ -121,9 +121,7 @@ class ChunkWriter(ReplyWriter):
         return error_event(error)
 
     async def _rich_chunk(self, index: int, piece: Piece) -> bytes:
-        """Like `_chunk`, with the echoed prompt, log-probabilities, token ids and experts, or a chat's
-        reasoning and calls.
-        """
+        """The chunks for a piece with the request's extras, or with a chat's reasoning and calls."""
         events = await self.choices.events(index, piece)
         piece, tokens = await self.choices.take(index, piece)
         logprobs = routed = token_ids = prompt_ids = None
@@ -132,7 +130,7 @@ class ChunkWriter(ReplyWriter):
             logprobs = await run_for_response(n, lambda: as_json(self.choices.logprobs(tokens), n))
         if piece.finish_reason is not None and (n := self.choices.routed_size(index)):
             routed = await run_for_response(n, lambda: as_json(self.choices.routed_experts(index), n))
-        if self.choices.tells_token_ids:
+        if self.choices.returns_token_ids:
             token_ids = as_json(piece.token_ids)
             if index not in self._begun:
                 self._begun.add(index)
@@ -158,7 +156,7 @@ class ChunkWriter(ReplyWriter):
             if piece.finish_reason is not None:
                 fields += self._last_fields(piece.weights_version, extras)
             end = self._reason[piece.finish_reason].removesuffix("}]")
-            after = f"{self._logprobs}{extras.logprobs or 'null'}{end}{fields}}}]{self._beside(extras)}"
+            after = f"{self._logprobs}{extras.logprobs or 'null'}{end}{fields}}}]{self._around(extras)}"
         return f"{before}{as_json(piece.text)}{after}{self._usage_so_far()}".encode("ascii")
 
     def _deltas(
@@ -166,8 +164,8 @@ class ChunkWriter(ReplyWriter):
     ) -> bytes:
         """The chunks for a piece of a chat whose replies are more than text, one for each delta.
 
-        The first of a choice has its role, the first of a piece its `extras`. The end of a choice has a chunk
-        of its own, with the routed experts.
+        A choice's first chunk has its role, a piece's first chunk its `extras`. The end of a choice has a
+        separate chunk, with the routed experts.
         """
         tally = self.choices.tally
         tally.take(index, piece)
@@ -179,7 +177,7 @@ class ChunkWriter(ReplyWriter):
         chunks = list[str]()
         now = extras
         for delta in shown:
-            after = f"{self._reason[None].removesuffix('}]')}{self._first_fields(now)}}}]{self._beside(now)}"
+            after = f"{self._reason[None].removesuffix('}]')}{self._first_fields(now)}}}]{self._around(now)}"
             chunks.append(self._delta(index, delta, now.logprobs, f"{after}{usage_end}"))
             now = NO_EXTRAS
         if piece.finish_reason is not None:
@@ -202,8 +200,8 @@ class ChunkWriter(ReplyWriter):
         fields = f',"weights_version":{weights_version}' if self._versions else ""
         return fields if extras.routed is None else f'{fields},"routed_experts":{extras.routed}'
 
-    def _beside(self, extras: PieceExtras) -> str:
-        """The fields beside the choices."""
+    def _around(self, extras: PieceExtras) -> str:
+        """The fields next to the choices."""
         if extras.prompt_ids is None or self._prompt_ids_by_choice:
             return ""
         return f',"prompt_token_ids":{extras.prompt_ids}'
@@ -238,7 +236,7 @@ def _message_of(choice: CompleteChoice) -> dict[str, Any]:
 
 
 def deltas_of(events: Sequence[ReplyEvent]) -> list[dict[str, Any]]:
-    """What these events add to a reply, each kind in a `delta` of its own."""
+    """The `delta` of each event."""
     deltas = list[dict[str, Any]]()
     for event in events:
         match event:

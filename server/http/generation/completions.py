@@ -9,6 +9,7 @@ from orca_jax.errors import InvalidSamplingParameter, NotSupported
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from orca_jax.scheduling.admission import CheckedPrompt
+from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.generation import (
@@ -27,9 +28,8 @@ from server.http.generation.answer import (
     answer,
     check,
     check_number,
-    encode,
+    each,
     new_response_id,
-    texts,
 )
 from server.http.generation.choices import Choices, OutputExtras
 from server.http.generation.chunks import TEXT_FORM
@@ -141,12 +141,13 @@ async def create_completion(body: CompletionRequest, call: CallOf) -> Response:
         decoder = body.decoder_prompt
         if isinstance(decoder, str):
             decoder = model.encode(decoder, param="decoder_prompt", add_special_tokens=False)
-        return sampling, encode(model, body.prompts), decoder
+        prompts = each(body.prompts, lambda text: model.encode(text) if isinstance(text, str) else text)
+        return sampling, prompts, decoder
 
     def check_prompts() -> tuple[list[CheckedPrompt], list[str] | None]:
         checked = check(model, prompts, rules, body.scheduling, call.tenant, decoder_ids)
         model.check_routed(checked, sampling)
-        return checked, texts(model, body.prompts) if body.echo else None
+        return checked, [_text(model, prompt) for prompt in body.prompts] if body.echo else None
 
     with renamed_fields(**body.client_names):
         sampling, prompts, decoder_ids = await run_for_request(n_bytes, read)
@@ -164,3 +165,10 @@ async def create_completion(body: CompletionRequest, call: CallOf) -> Response:
     response_id = new_response_id("cmpl")
     choices = Choices(call, checked, rules, extras=extras, response_id=response_id)
     return await answer(body, model, choices, call.receive, TEXT_FORM)
+
+
+def _text(model: ServedModel, prompt: str | list[int]) -> str:
+    """The prompt's text; empty for token ids if the model has no tokenizer."""
+    if isinstance(prompt, str):
+        return prompt
+    return "" if model.tokenizer is None else model.tokenizer.decode(prompt)

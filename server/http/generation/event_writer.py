@@ -1,4 +1,4 @@
-"""Writes one reply as events with names, for the Responses and Messages protocols."""
+"""Writes one reply as named events, for the Responses and Messages protocols."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 
 class ReplyEnd(NamedTuple):
-    """How a reply ended, and its counts of tokens."""
+    """The end of a reply, and its token counts."""
 
     reason: FinishReason
     stop_string: str | None
@@ -37,7 +37,7 @@ class ReplyEnd(NamedTuple):
 
 
 class ReplyEvents(Protocol):
-    """Makes a protocol's events of a reply, and keeps the whole reply."""
+    """Turns a reply into a protocol's events, and collects the whole reply."""
 
     ping: Event | None  # keeps a silent connection alive
     whole: dict[str, Any]  # the reply so far
@@ -61,16 +61,16 @@ class ReplyEvents(Protocol):
 
 
 class EventWriter(ReplyWriter):
-    """Writes the reply that `choices`, of which there is one, generate, as events with names."""
+    """Writes the reply of `choices`, which has a single choice, as named events."""
 
     def __init__(self, choices: Choices, events: ReplyEvents) -> None:
         self.choices = choices
         self.ping = b"" if events.ping is None else _as_bytes(events.ping)
         self._events = events
-        self._tokens: list[PlacedToken] = []  # whose text the reader holds back
+        self._tokens: list[PlacedToken] = []  # tokens whose text the parser holds back
 
     async def complete(self, receive: Receive) -> None:
-        """Generate the whole reply, which `events` then has.
+        """Generate the whole reply, which `events` collects.
 
         Raises QueueFull, NotReady, EngineError, or whatever ended the reply before it was complete.
         """
@@ -92,7 +92,7 @@ class EventWriter(ReplyWriter):
         return b"".join(map(_as_bytes, self._events.fail(error)))
 
     async def _take(self, piece: Piece) -> list[Event]:
-        """Log-probabilities come with the content of their tokens; those of other parts are dropped."""
+        """The events for a piece. Log-probabilities come with text; those of other parts are dropped."""
         piece, tokens = await self.choices.take(0, piece)
         tally = self.choices.tally
         tally.take(0, piece)
@@ -124,7 +124,7 @@ class EventWriter(ReplyWriter):
 
 
 async def reply(choices: Choices, events: ReplyEvents, receive: Receive, *, stream: bool) -> Response:
-    """Generate the reply: as a stream, or as one JSON object when it is complete."""
+    """Generate the reply and respond: with a stream, or with one JSON object when the reply is complete."""
     writer = EventWriter(choices, events)
     if stream:
         return ReplyStream(writer)

@@ -12,7 +12,7 @@ from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest
 from server.http.generation.choices import Choices
 
-PING_SECONDS = 10.0  # of silence, after which a protocol that has pings sends one
+PING_SECONDS = 10.0  # of silence, after which a ping is sent in protocols that have pings
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # keep proxies from buffering events
 
@@ -20,7 +20,7 @@ _Write = Callable[[bytes], Awaitable[None]]
 
 
 class ReplyWriter(Protocol):
-    """Writes the events of a response's choices in one protocol, as bytes; empty for none."""
+    """Writes the events of a response in one protocol, as bytes, which are empty for no events."""
 
     choices: Choices
     ping: bytes  # keeps a silent connection alive; empty for a protocol that has none
@@ -43,10 +43,11 @@ class ReplyWriter(Protocol):
 
 
 class ReplyStream(Response):
-    """The response to a request with `stream`. It submits the choices before it sends the response headers.
+    """The response to a request with `stream`. The choices are submitted before the response headers are
+    sent.
 
-    So a request that cannot start gets an ordinary HTTP error, raised here. A later failure becomes the
-    protocol's event for it, which ends the stream.
+    A request that cannot start therefore gets an ordinary HTTP error, which is raised here. A later failure
+    becomes the protocol's error event, which ends the stream.
     """
 
     media_type = "text/event-stream"
@@ -85,14 +86,14 @@ class ReplyStream(Response):
                 await write(events)
 
     async def _with_pings(self, request: LiveRequest, write: _Write) -> AsyncIterator[Piece]:
-        """The request's pieces; a ping is written whenever it is silent."""
+        """The request's pieces. A ping is written whenever the request is silent for PING_SECONDS."""
         while True:
             waiting = asyncio.timeout(PING_SECONDS)
             try:
                 async with waiting:
                     piece = await anext(request, None)
             except TimeoutError:
-                if not waiting.expired():  # it is the request's own
+                if not waiting.expired():  # the request's own timeout
                     raise
                 await write(self._writer.ping)
                 continue
@@ -101,7 +102,7 @@ class ReplyStream(Response):
             yield piece
 
     async def _stream_merged(self, requests: Sequence[LiveRequest], write: _Write) -> None:
-        """One task per choice queues its events; all that are ready leave in one message."""
+        """Queue each choice's events in a task, and send all that are ready in one message."""
         ready = asyncio.Queue[bytes | Exception | None](maxsize=len(requests))
 
         async def enqueue(index: int, request: LiveRequest) -> None:

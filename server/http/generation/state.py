@@ -39,11 +39,11 @@ async def _tenant(request: Request) -> str:
 
 
 class ApiCall:
-    """A request with a JSON body of `n_bytes`: who sent it, what it may use, and what is noted about it.
+    """A request with a JSON body of `n_bytes`, and what the server knows about its client.
 
-    `owner` is the API key or address whose share of the queue it uses; `tenant` is the API key, "" without
-    keys, and tenants share no keys and values. `facts` are for the access log, and never have prompts or
-    output text. `unused` names the fields that are not used.
+    `owner` is the API key or address whose share of the queue it uses. `tenant` is the API key, "" on a
+    server without keys; tenants share no cached keys and values. `facts` go to the access log, and never have
+    prompts or output text. `unused` collects the fields that are not used.
     """
 
     def __init__(self, request: Request, n_bytes: int) -> None:
@@ -58,7 +58,7 @@ class ApiCall:
         self.unused: Unused = state["unused"]
 
     def accept(self, scheduling: SchedulingParams, *, model: str | None, user: str | None) -> ServedModel:
-        """The model that it asks for. Raises InvalidRequest, UnknownModel, NotReady or EngineError."""
+        """The requested model. Raises InvalidRequest, UnknownModel, NotReady or EngineError."""
         if user is not None:
             self.facts["user"] = user
         served = self.gateway.model(model)
@@ -70,5 +70,5 @@ class ApiCall:
 CallOf = Annotated[ApiCall, Depends(_call)]
 GatewayOf = Annotated[Gateway, Depends(_gateway)]
 OwnerOf = Annotated[str, Depends(_owner)]  # whose share of the queue the request uses
-TenantOf = Annotated[str, Depends(_tenant)]  # the API key, "" without keys
-UnusedOf = Annotated[Unused, Depends(_unused)]  # of a route with a JSON body
+TenantOf = Annotated[str, Depends(_tenant)]  # the API key, "" on a server without keys
+UnusedOf = Annotated[Unused, Depends(_unused)]  # only for routes with a JSON body

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API. Start with routes.py."""
+"""Anthropic's Messages API. Start with messages.py."""

@@ -1,4 +1,4 @@
-"""Turns Anthropic's messages into those that the chat template renders."""
+"""Converts Anthropic's messages to the messages that the chat template renders."""
 
 from typing import Any
 
@@ -24,12 +24,12 @@ from server.http.messages.fields import (
     texts_of,
 )
 
-# Variables by which chat templates let clients choose whether the model reasons.
+# Variables of chat templates that switch reasoning on and off.
 _SWITCHES = ("enable_thinking", "thinking")
 
 
 def conversation_of(body: PromptFields, model: ServedModel, unused: Unused) -> ConversationFields:
-    """The conversation; `unused` names `thinking` where the model has no choice.
+    """Convert the conversation. `unused` gets `thinking` if the model has no switch for it.
 
     Raises InvalidRequest, which names the field, and NotSupported.
     """
@@ -58,22 +58,22 @@ def _variables(
     thinking: Thinking | None, model: ServedModel, unused: Unused, *, has_tools: bool
 ) -> dict[str, Any] | None:
     templates = model.chat_template
-    if thinking is None or templates is None:  # without one every conversation is refused
+    if thinking is None or templates is None:  # without a template every conversation is refused
         return None
     template = templates.choose(None, has_tools=has_tools)
     switch = next((name for name in _SWITCHES if template.reads(name)), None)
     wanted = thinking.type != "disabled"
     if switch is None:
-        if wanted and model.reasoning_format is None:  # with one it always reasons
+        if wanted and model.reasoning_format is None:  # with a reasoning format it always reasons
             unused.note("thinking", f"it is {thinking.type!r}, and the model's chat template has no choice")
         return None
     return {switch: wanted}
 
 
 def _add(messages: list[ChatMessage], message: InputMessage, path: str, called: set[str]) -> None:
-    """Add a message. Results of tools become messages of their own; one of the last one's role joins it.
+    """Add a message; tool results become separate messages, and consecutive messages of one role are joined.
 
-    `called` are the ids of the calls of the assistant's last message.
+    `called` holds the ids of the calls in the assistant's last message.
     """
     content = message.content
     blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
@@ -99,7 +99,7 @@ def _add(messages: list[ChatMessage], message: InputMessage, path: str, called: 
                     raise InvalidRequest(f"{text}has no tool_use of that id", param=f"{where}.tool_use_id")
                 messages.append(_result(block))
             case _:
-                pass  # a block that is left out: others are refused before
+                pass  # a block that is left out; unknown ones have been refused
     if message.role == "assistant":
         called.clear()
         called.update(call.id or "" for call in calls)

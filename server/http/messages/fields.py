@@ -188,7 +188,8 @@ class OutputConfig(Strict):
 
     format: OutputFormat | None = None
     effort: Annotated[
-        str | None, Field(description="a variable of the chat template; not used if it does not read it")
+        str | None,
+        Field(description="a variable of the chat template; not used if the template does not read it"),
     ] = None
 
 

@@ -1,4 +1,4 @@
-"""Makes the events of a message from the parts of a reply, and keeps the whole message."""
+"""Turns the parts of a reply into the events of a message, and collects the whole message."""
 
 import json
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ _Block = dict[str, Any]
 
 
 class MessageWriter:
-    """Writes one message, of a request for at most `max_tokens` whose prompt has `n_input` tokens.
+    """Writes one message, for a request of at most `max_tokens` with a prompt of `n_input` tokens.
 
-    A block of its content is open from its first event to its last. `whole` is the message so far.
+    A content block is open from its first event to its last. `whole` is the message so far.
     """
 
     ping: Event | None = Event({"type": "ping"})
@@ -43,7 +43,7 @@ class MessageWriter:
         }
         self.n_characters = 0
         self._max_tokens = max_tokens
-        self._block: _Block | None = None  # that is open
+        self._block: _Block | None = None  # the open one
         self._texts = list[str]()  # of the open block
         self._index = -1
         self._n_calls = 0
@@ -106,7 +106,7 @@ class MessageWriter:
         return "end_turn" if end.stop_string is None else "stop_sequence", end.stop_string
 
     def _in(self, block: _Block) -> list[Event]:
-        """The events that open such a block, unless the open one goes on."""
+        """The events that open this block, unless a block of the same type is open."""
         if self._block is not None and self._block["type"] == block["type"]:
             return []
         events = self._close()
@@ -137,7 +137,7 @@ class MessageWriter:
         return [*events, self._leave(block)]
 
     def _cut(self, text: str) -> list[Event]:
-        """A call that is none after all. A stream has begun it; the whole message has its text."""
+        """End an invalid call: a stream has begun it, and the whole message has its text as content."""
         last = self.content[-1] if self.content else None
         if last is not None and last["type"] == "text":
             last["text"] += text
@@ -152,7 +152,7 @@ class MessageWriter:
 
 
 def _usage(n_input: int, n_cached: int, n_output: int) -> dict[str, int]:
-    """The counts of tokens; those of the input that were cached count apart."""
+    """Token counts. Cached input tokens are counted separately."""
     return {
         "input_tokens": n_input - n_cached,
         "cache_creation_input_tokens": 0,

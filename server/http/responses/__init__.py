@@ -1,1 +1,1 @@
-"""OpenAI's Responses API. Start with routes.py; the store of earlier responses is store.py."""
+"""OpenAI's Responses API. Start with responses.py; store.py keeps earlier responses."""

@@ -39,7 +39,7 @@ class TextFormat(Strict):
     ]
     name: Annotated[str | None, Field(description="with json_schema: for readers; has no effect")] = None
     schema_: Annotated[
-        dict[str, Any] | None, Field(alias="schema", description="with json_schema: what the text follows")
+        dict[str, Any] | None, Field(alias="schema", description="with json_schema: the text follows it")
     ] = None
     strict: Annotated[bool | None, Field(description="has no effect: the schema is always enforced")] = None
     description: Annotated[str | None, Field(description="for readers; has no effect")] = None
@@ -93,7 +93,8 @@ class ReasoningConfig(Strict):
     place: ClassVar = "reasoning"
 
     effort: Annotated[
-        str | None, Field(description="a variable of the chat template; not used if it does not read it")
+        str | None,
+        Field(description="a variable of the chat template; not used if the template does not read it"),
     ] = None
 
     mode: Annotated[str | None, NotBuilt("standard", why="the model would think no longer")] = None
@@ -116,10 +117,11 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
         str | None, Field(description="a system message before the input; not kept for the next response")
     ] = None
     previous_response_id: Annotated[
-        str | None, Field(description="the conversation goes on after this response, which must be stored")
+        str | None, Field(description="continue the conversation of this response, which must be stored")
     ] = None
     store: Annotated[
-        bool | None, Field(description="keep the response for a while; default: if the server stores any")
+        bool | None,
+        Field(description="keep the response for a while; default: true if the server stores responses"),
     ] = None
     stream: Annotated[bool | None, Field(description="respond with server-sent events")] = None
     stream_options: ResponseStreamOptions | None = None
@@ -130,9 +132,7 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
     tools: list[ResponseTool] | None = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool | AllowedToolNames | None,
-        Field(
-            description="default auto: the model may call tools; required: it must; or one that it must call"
-        ),
+        Field(description="auto (default): the model may call tools; required: it must; or the tool to call"),
     ] = None
     parallel_tool_calls: Annotated[
         bool | None, Field(description="whether a reply may have several calls; default true")
@@ -140,15 +140,17 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
     reasoning: ReasoningConfig | None = None
     metadata: Annotated[
         dict[str, str] | None,
-        Field(description=f"up to {MAX_METADATA} texts, which the response has as well"),
+        Field(description=f"up to {MAX_METADATA} texts, which are returned with the response"),
     ] = None
     include: Annotated[
         list[str] | None,
-        Field(description=f"{LOGPROBS}; others of the API are taken and not used: {', '.join(_INCLUDES)}"),
+        Field(description=f"{LOGPROBS}; accepted but not used are {', '.join(_INCLUDES)}"),
     ] = None
     top_logprobs: Annotated[
         int | None,
-        ranged("with log-probabilities: also of this many of the most likely tokens", 0, MAX_TOP_LOGPROBS),
+        ranged(
+            "with log-probabilities: also return this many of the most likely tokens", 0, MAX_TOP_LOGPROBS
+        ),
     ] = None
     user: Annotated[str | None, Field(description="written to the access log")] = None
 
@@ -230,7 +232,7 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
             )
 
     def check(self) -> None:
-        """Raise a subclass of InvalidRequest, which names the field, for what the types cannot say."""
+        """Check combinations of fields. Raises a subclass of InvalidRequest, which names the field."""
         if self.top_logprobs and not self.with_logprobs:
             message = (
                 f"top_logprobs is {self.top_logprobs} without log-probabilities; add {LOGPROBS} to include"

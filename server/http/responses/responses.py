@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: the model replies to a conversation, which may go on from a stored response."""
+"""`POST /v1/responses`: the model replies to a conversation, which may continue a stored response."""
 
 import time
 from collections.abc import Sequence
@@ -58,10 +58,10 @@ async def create_response(body: ResponseRequest, call: CallOf, store: StoreOf) -
 
 
 class _Exchange:
-    """One request and its response: the conversation before it, and what the store keeps after it."""
+    """Connects one request with the store: the conversation that it continues, and the response to store."""
 
     def __init__(self, body: ResponseRequest, store: ResponseStore, tenant: str, owner: str) -> None:
-        """Raises InvalidRequest, and UnknownResponse if the response to go on from is not stored."""
+        """Raises InvalidRequest, and UnknownResponse if the response to continue is not stored."""
         self.response_id = new_id("resp")
         self.stores = not store.is_off if body.store is None else body.store
         self._body = body
@@ -76,7 +76,9 @@ class _Exchange:
                 raise InvalidRequest(f"{message} as input", param=name)
         if previous is not None:
             self._earlier = store.get(previous, tenant, param="previous_response_id")
-        self._referred = dict[str, StoredResponse]()  # by response, those that have items the input refers to
+        self._referred = dict[
+            str, StoredResponse
+        ]()  # by id, the responses with items that the input refers to
         given: Any = body.input if isinstance(body.input, list) else ()
         for i, item in enumerate(given):
             if isinstance(item, ItemReference):
@@ -84,7 +86,7 @@ class _Exchange:
                 self._referred[found.response_id] = found
         n = sum(len(found.items) for found in self._referred.values())
         if n > store.largest:
-            message = f"the items that input refers to stand in conversations of {n} bytes; at most "
+            message = f"the items that input refers to are in conversations of {n} bytes; at most "
             raise InvalidRequest(
                 f"{message}{store.largest} are read, so send the items themselves", param="input"
             )
@@ -95,20 +97,20 @@ class _Exchange:
         return sum(len(entry.items) for entry in read)
 
     def conversation(self) -> ConversationFields:
-        """Raises InvalidRequest."""
+        """The whole conversation, earlier responses included. Raises InvalidRequest."""
         earlier: list[Item] = [] if self._earlier is None else parse(self._earlier.items)
         referred = {item["id"]: item for entry in self._referred.values() for item in parse(entry.items)}
-        own = kept_items(self._body.input, referred)
-        if not own:
+        new = kept_items(self._body.input, referred)
+        if not new:
             raise InvalidRequest("input is an empty list; give at least one item", param="input")
-        self._items = [*earlier, *own]
+        self._items = [*earlier, *new]
         if self.stores:
             self._check_size()
         messages = messages_of(self._body.instructions, self._items, len(earlier))
         return ConversationFields(messages=messages, tools=self._body.offered.functions or None)
 
     async def keep(self, response: dict[str, Any], n: int) -> bool:
-        """Store the complete response of about `n` characters, if it is to be and there is room."""
+        """Store the complete response of about `n` characters. False if it is not wanted, or too large."""
         if not self.stores:
             return False
 
@@ -144,7 +146,7 @@ class _Exchange:
 def _head(
     body: ResponseRequest, model: ServedModel, exchange: _Exchange, sampling: SamplingParams
 ) -> dict[str, Any]:
-    """The fields of the response that the request decides, and the others as they are before its output."""
+    """The response before its output: fields that the request decides, and initial values."""
     text = {} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
     nulls = {"description": None, "strict": None, "parameters": None}
     tools = [
@@ -189,7 +191,7 @@ def _head(
 
 
 def _without_nulls(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The API has an empty list for the bytes of a token without text."""
+    """Replace null by an empty list for the bytes of a token without text, as the API requires."""
     for entry in logprobs:
         for token in (entry, *entry["top_logprobs"]):
             token["bytes"] = token["bytes"] or []

@@ -1,4 +1,4 @@
-"""Makes the events of a response from the parts of a reply, and keeps the whole response."""
+"""Turns the parts of a reply into the events of a response, and collects the whole response."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,16 +22,15 @@ from server.http.responses.items import Item, custom_input
 from server.http.responses.tools import ToolName
 
 _TokenLogprobs = list[dict[str, Any]]
-# Stores a whole response of about so many characters; False if it is not stored.
+# Stores a whole response of about as many characters. False if it is not stored.
 Keep = Callable[[dict[str, Any], int], Awaitable[bool]]
 
 
 class ResponseWriter:
-    """Writes one response, whose fields besides its output are `head`, of about `n_head` characters.
+    """Writes one response. `head` has its fields besides the output, of about `n_head` characters.
 
-    `called` gives a tool by the name that the model calls.
-
-    An output item is open from its first event to its last. `whole` is the response so far.
+    `called` finds the client's tool for the name that the model calls. An output item is open from its first
+    event to its last. `whole` is the response so far.
     """
 
     ping: Event | None = None
@@ -50,7 +49,7 @@ class ResponseWriter:
         self._keep = keep
         self._called = called
         self._number = 0
-        self._item: Item | None = None  # that is open
+        self._item: Item | None = None  # the open one
         self._texts = list[str]()  # of the open item
         self._tokens: _TokenLogprobs = []
         self._n_item = 0  # characters of the open item
@@ -76,7 +75,7 @@ class ResponseWriter:
             case CallArguments(_, text):
                 assert self._item is not None
                 if self._item["type"] == "custom_tool_call":
-                    self._texts.append(text)  # the input is known when its JSON is complete
+                    self._texts.append(text)  # the input is not known until its JSON is complete
                     return []
                 return [self._delta("function_call_arguments", text)]
             case CallEnd():
@@ -85,7 +84,7 @@ class ResponseWriter:
                 return self._close("incomplete")
 
     async def end(self, end: ReplyEnd) -> list[Event]:
-        """The end of the last item, and the whole response, which is stored before."""
+        """The end of the last item, and the whole response, after it has been stored."""
         status = "incomplete" if end.reason is FinishReason.LENGTH else "completed"
         events = list[Event]()
         if self._item is None and not self.output:
@@ -103,7 +102,7 @@ class ResponseWriter:
         return [*events, self._lifecycle(status)]
 
     def fail(self, error: OrcaError) -> list[Event]:
-        """The response as far as it came, with the error."""
+        """The response so far, with the error."""
         events = self._close("incomplete")
         self.whole["status"] = "failed"
         self.whole["error"] = {"code": "server_error", "message": str(error)}
@@ -210,7 +209,7 @@ _EMPTY_TEXT: dict[str, Any] = {"type": "output_text", "text": "", "annotations":
 
 
 def usage_of(end: ReplyEnd) -> dict[str, Any]:
-    """The counts of tokens in the form of the Responses API."""
+    """Token counts in the form of the Responses API."""
     return {
         "input_tokens": end.n_input,
         "input_tokens_details": {"cached_tokens": end.n_cached, "cache_write_tokens": 0},

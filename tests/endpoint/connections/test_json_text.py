@@ -109,7 +109,7 @@ class Name(str):
 def test_a_duplicate_name_is_found_in_one_pass() -> None:
     names = [Name(f"name {i}") for i in range(json_text.MAX_NAMES_OF_ONE - 1)]
     Name.n_compared = 0
-    with pytest.raises(ValueError, match="'name 4998' stands twice"):
+    with pytest.raises(ValueError, match="the name 'name 4998' twice"):
         json_text._object([(name, 0) for name in [*names, Name(names[-1])]])
     assert Name.n_compared < 100
 
