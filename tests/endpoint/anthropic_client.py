@@ -1,4 +1,4 @@
-"""Anthropic's own client for a harness server."""
+"""Anthropic's client for a harness server."""
 
 from anthropic import Anthropic
 

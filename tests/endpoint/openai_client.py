@@ -1,4 +1,4 @@
-"""OpenAI's own client for a harness server."""
+"""OpenAI's client for a harness server."""
 
 from openai import AsyncOpenAI, OpenAI
 

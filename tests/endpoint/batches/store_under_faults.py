@@ -46,7 +46,7 @@ def lines_of(n: int) -> bytes:
 
 
 async def answer(_: Batch, line: InputLine) -> Answered:
-    """Every third line fails, as a request with a mistake does."""
+    """Answer a line; every third one fails like a request with a mistake."""
     await asyncio.sleep(0)
     n = json.loads(line.body)["n"]
     return Answered(400 if n % 3 == 2 else 200, "request", b'{"n": %d}' % n)
@@ -68,7 +68,7 @@ async def ended(batches: Batches) -> None:
 
 
 async def upload(batches: Batches, content: bytes) -> str:
-    """As the route does it: whatever goes wrong, the file is abandoned."""
+    """Upload a file like the route: on any error the file is abandoned."""
     growing = await batches.on_disk(lambda: batches.files.begin(""))
     try:
         for at in range(0, len(content), 100):
@@ -85,7 +85,7 @@ async def child(folder: Path, chance: random.Random, tell: Callable[[dict[str, A
     files: dict[str, int] = {}
 
     async def attempt(work: Callable[[], Any]) -> Any:
-        """The answer to the client; None for an error, of which nothing may be left."""
+        """The answer to the client; None for an error, after which nothing may be left."""
         before = {one.id for one in batches.files.of("")}, {one.id for one in batches.table.of("")}
         try:
             return await work()
@@ -136,7 +136,7 @@ def read(batches: Batches, file_id: str | None) -> list[dict[str, Any]]:
 
 
 async def check(folder: Path, told: list[dict[str, Any]]) -> None:
-    """Compare what a client finds after the next start with what it was told."""
+    """Compare what a client finds after the next start with the answers that it got."""
     batches = opened(folder)
     batches.start()
     async with asyncio.timeout(SECONDS):
@@ -179,7 +179,7 @@ def check_batch(batches: Batches, batch: Batch, n: int, *, may_be_cut: bool) -> 
 
 
 def one_seed(seed: int) -> str:
-    """Play a seed, and say what happened to the child."""
+    """Play a seed, and return what happened to the child process."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "store"
@@ -225,7 +225,7 @@ def outcome_of(status: int, end: dict[str, Any], kills: bool) -> str:
 
 
 def opened_once(folder: Path) -> None:
-    """Make the folder's database, whose first start is not what is tested here."""
+    """Create the folder's database, because its first start is not tested here."""
 
     async def scenario() -> None:
         batches = opened(folder)

@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches with OpenAI's own client, over an engine without a device."""
+"""/v1/files and /v1/batches with OpenAI's client, over an engine without a device."""
 
 import asyncio
 import json
@@ -107,7 +107,7 @@ def test_files(client: OpenAI) -> None:
             call(file.id)
 
 
-def test_a_batch_answers_what_the_same_requests_are_answered(client: OpenAI) -> None:
+def test_a_batch_gets_the_same_answers_as_separate_requests(client: OpenAI) -> None:
     bodies: list[Any] = [
         {"model": "test", "prompt": f"prompt {i}", "max_tokens": 3 + i, "seed": i, "temperature": 0}
         for i in range(20)
@@ -185,10 +185,10 @@ def test_a_wrong_input_fails_the_batch_before_anything_runs(
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
-def test_a_listing_is_made_beside_the_event_loop(
+def test_a_listing_is_made_off_the_event_loop(
     server: Server, client: OpenAI, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have thousands of entries, each up to 255 characters of a name."""
+    """A listing may have thousands of entries, with names of up to 255 characters."""
     ended(client, begun(client, COMPLETIONS, lines_of(COMPLETIONS, [{"prompt": "a", "max_tokens": 1}])))
     names = set[str]()
 
@@ -204,7 +204,7 @@ def test_a_listing_is_made_beside_the_event_loop(
 
 @pytest.mark.parametrize("order", ["fcfs", "priority"])
 def test_a_person_s_request_does_not_wait_for_a_batch(tmp_path: Path, order: QueueOrder) -> None:
-    """By what ran in each iteration: half its places are never a batch's, and the other half is free."""
+    """Checked by what ran in each iteration: a batch uses at most half of its places."""
     engine = GatedEngine(by_seed)
     config = replace(CONFIG, max_batch_size=4, scheduling=SchedulingConfig(scheduling_policy=order))
     with (
@@ -244,7 +244,7 @@ def test_a_person_s_request_does_not_wait_for_a_batch(tmp_path: Path, order: Que
 
 
 def test_no_line_begins_while_requests_wait(tmp_path: Path) -> None:
-    """More people than places: the lines that run end, and others wait until nobody waits."""
+    """With more people than places, running lines end, and no other line begins until nobody waits."""
     engine = GatedEngine(by_seed)
     config = replace(CONFIG, max_batch_size=4)
     with (
@@ -291,7 +291,7 @@ def test_a_batch_can_be_cancelled_and_keeps_what_is_answered(tmp_path: Path) -> 
             client.batches.cancel(batch_id)
 
 
-def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_a_batch_continues_after_a_restart(tmp_path: Path) -> None:
     body = {"prompt": "abc", "max_tokens": 10, "ignore_eos": True, "seed": 5}
     options = options_of(tmp_path)
     with serving(by_seed, seconds=0.02, options=options) as server, client_of(server) as client:
@@ -357,7 +357,7 @@ def test_each_api_key_sees_its_own_and_fills_its_share(tmp_path: Path) -> None:
         assert [one.id for one in first.batches.list()] == [batch_id]
 
 
-def test_a_refused_batch_says_nothing_of_others_batches(
+def test_a_refusal_does_not_reveal_other_clients_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "MAX_EACH", 2)

@@ -1,4 +1,4 @@
-"""The tasks that run batches and uploads: cancelled at any work on the disk, and with one that goes wrong."""
+"""The tasks that run batches and uploads, cancelled at any work on the disk, or with one that fails."""
 
 import asyncio
 import os
@@ -59,7 +59,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def open_below(folder: Path) -> set[str]:
-    """The files of contents that this process has open."""
+    """The files with contents that this process has open."""
     names = set[str]()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # of another thread, closed meanwhile
@@ -86,7 +86,7 @@ def runner_of(
 
 
 def run_all(disk: Disk, batches: list[Batch], answer: Answer = answered, room: int = 1) -> None:
-    """Run them until all have ended, and stop."""
+    """Run the batches until all have ended, and stop."""
 
     async def scenario() -> None:
         with ThreadPoolExecutor(1) as thread:
@@ -103,7 +103,7 @@ def run_all(disk: Disk, batches: list[Batch], answer: Answer = answered, room: i
 
 
 class Gated(ThreadPoolExecutor):
-    """Holds work number `n_held`, before it or in the middle of it, until `go_on` is set."""
+    """Holds piece of work number `n_held`, before or in the middle of it, until `go_on` is set."""
 
     def __init__(self, n_held: int, *, is_begun: bool) -> None:
         super().__init__(1)
@@ -133,7 +133,7 @@ class Gated(ThreadPoolExecutor):
 @pytest.mark.parametrize("is_begun", [True, False])
 @pytest.mark.parametrize("n_held", range(7))
 def test_a_stop_at_any_work_on_the_disk_leaves_no_file_open(disk: Disk, n_held: int, is_begun: bool) -> None:
-    """Its works: open, validate twice, read a line, record its result, find no other, finalize, finish."""
+    """Its pieces: open, validate twice, read a line, record its result, find no other, finalize, finish."""
 
     async def scenario() -> None:
         with Gated(n_held, is_begun=is_begun) as thread:
@@ -188,8 +188,8 @@ def test_a_mistake_in_one_batch_ends_it_alone(
     assert first.errors[0]["code"] == "server_error" and "a mistake" in caplog.text
 
 
-def test_a_line_that_cannot_be_read_any_more_is_an_error_of_its_own(disk: Disk) -> None:
-    """As a power cut leaves a page of zeros in an input that was valid."""
+def test_a_line_that_can_no_longer_be_read_fails_alone(disk: Disk) -> None:
+    """A power cut may leave a page of zeros in an input that was valid."""
     batch = disk.batch(3)
     (content,) = (disk.folder / "files").glob("*.data")
 
@@ -210,7 +210,7 @@ def test_a_line_that_cannot_be_read_any_more_is_an_error_of_its_own(disk: Disk) 
 
 
 def test_an_expired_batch_has_a_result_for_each_line(disk: Disk) -> None:
-    """Also for lines that were running as it expired."""
+    """This includes lines that were running when the batch expired."""
     batch = disk.batch(7)
     begun = asyncio.Event()
 
@@ -263,7 +263,7 @@ def test_an_upload_that_is_cancelled_as_it_begins_leaves_no_file(disk: Disk, is_
 
 
 def test_a_disk_that_fails_is_an_error_of_the_request(tmp_path: Path) -> None:
-    """And the batch of which it could not be written does not exist."""
+    """A batch that could not be written does not exist."""
 
     async def scenario() -> None:
         disk = Disk(tmp_path)

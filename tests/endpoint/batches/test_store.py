@@ -135,8 +135,8 @@ def test_a_key_fills_its_share_of_the_number_and_learns_nothing_of_others(
             file.abandon()
 
 
-def test_results_go_on_after_the_last_that_was_kept(tmp_path: Path) -> None:
-    """Bytes that no row speaks of, as a killed server leaves them, are gone and not counted."""
+def test_results_continue_after_the_last_one_written(tmp_path: Path) -> None:
+    """Bytes without a row, such as a killed server leaves, are dropped and not counted."""
     batch = new_batch(tenant="a", owner="a", endpoint="/v1/completions", input_file_id="f", metadata=None)
     with opened(tmp_path) as (store, database):
         table = BatchTable(tmp_path / "batches", database, store)
@@ -173,7 +173,7 @@ def everything_in(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With one client's file."""
+    """A store with one client's file."""
     with opened(tmp_path) as (store, _):
         growing = store.begin("a")
         growing.write(b"precious\n")
@@ -231,7 +231,7 @@ def test_files_that_it_does_not_know_are_kept_and_named(
 def test_a_file_whose_content_is_gone_is_kept_and_says_so(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An operator may have the content in a backup: after it is back, the file is as it was."""
+    """An operator may restore the content from a backup, and then the file is as before."""
     (content,) = (folder / "files").glob("*.data")
     content.rename(folder / "away")
     with opened(folder) as (store, _):

@@ -45,7 +45,7 @@ def test_a_body_that_grows_too_large_is_rejected_then(server: Server) -> None:
 
 
 def test_a_client_that_sends_megabytes_can_read_the_413(server: Server) -> None:
-    """And its connection stays usable for the next request."""
+    """The connection stays usable for the next request."""
     with httpx2.Client(base_url=server.url, timeout=SOON, headers=JSON) as client:
         for i in range(6):
             content = iter([b" " * 1_000_000] * 8) if i % 2 else b" " * 8_000_000

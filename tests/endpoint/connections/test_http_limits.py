@@ -147,7 +147,7 @@ def test_two_host_headers(second: bytes) -> None:
 
 
 def test_trailers_are_not_headers() -> None:
-    """Trailers arrive after the headers were processed, so they must not change them."""
+    """Trailers arrive after the headers were processed, and must not change them."""
     body = b'f\r\n{"prompt": "a"}\r\n0\r\nX-Request-Id: trailing\r\n\r\n'
     with limited() as server, raw(server, CHUNKED, body, LAST) as connection:
         answer = received(connection)
@@ -235,7 +235,7 @@ def test_a_client_that_keeps_sending_after_413_is_cut_off(monkeypatch: pytest.Mo
 
 
 def test_a_body_that_waits_for_a_stream_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading is paused meanwhile, so its client cannot send."""
+    """Reading is paused meanwhile, so the client cannot send."""
     monkeypatch.setattr(connection_module, "_CUT_SECONDS", 0.0)
     body = b'{"prompt": "a"}'
     post = post_head("/tokenize", f"Content-Length: {len(body)}")
@@ -306,7 +306,7 @@ def test_a_protocol_upgrade_is_ignored() -> None:
 
 
 def test_a_rejected_client_can_read_the_error() -> None:
-    """However much it has sent: it sees an orderly close, not a reset, which could discard unread data."""
+    """However much the client has sent, it sees an orderly close, not a reset that could discard data."""
     with limited() as server:
         for _ in range(5):
             with raw(server, head_of(500_000)) as connection:

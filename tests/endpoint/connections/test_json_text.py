@@ -76,7 +76,7 @@ def test_members_are_the_object_and_their_texts_its_parts(value: dict[str, Any],
     + [b'{"a" 1}', b"{a:1}", b'{"a":1}x', b'{"a":1,"a":2}', b'{"a":nan}', b'{"a":"\xff"}', b'{"a":"\\ud800"}']
     + [b'{"a":' + b"[" * 100_000, b'{"a":' + b"[1]" * 6000 + b"}", b'{,"a":1}', b'{"a":{"b":1,"b":2}}'],
 )
-def test_members_of_what_is_no_object_are_refused(data: bytes) -> None:
+def test_members_of_anything_but_an_object_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         members(data)
 

@@ -55,7 +55,7 @@ def test_a_key_s_weight_is_its_owner_s(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weight", ["", "0", "nan", "inf", "-1", "2x", "1001", SECOND])
-def test_a_weight_that_is_none_is_refused_without_showing_a_key(tmp_path: Path, weight: str) -> None:
+def test_an_invalid_weight_is_refused_without_showing_a_key(tmp_path: Path, weight: str) -> None:
     path = key_file(tmp_path, f"{FIRST}\n{THIRD} weight={weight}\n")
     with pytest.raises(ConfigError, match=r"keys, line 2: .*must be a number from 0\.001 to 1000") as end:
         ApiKeys.read(path, {})

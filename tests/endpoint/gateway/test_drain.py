@@ -1,4 +1,4 @@
-"""Clients that vanish while the server drains: their requests end, and with the last one the drain."""
+"""Clients that vanish while the server drains: their requests end, and with the last one the drain ends."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ def run_until(engine: GatedEngine, condition: Callable[[], bool]) -> None:
 def test_a_drain_ends_when_the_last_client_vanishes(
     asks: list[Callable[[Server, contextlib.ExitStack], Callable[[], object]]],
 ) -> None:
-    """The requests are far from their ends, and the drain has no limit that a test would see."""
+    """The requests would run for long, and the drain's limit is longer than the test."""
     engine = GatedEngine(counting)
     with serving(engine=engine, config=CONFIG) as server, contextlib.ExitStack() as stack:
         leave = [ask(server, stack) for ask in asks]

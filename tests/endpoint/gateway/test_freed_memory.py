@@ -48,7 +48,7 @@ BODIES: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize(("path", "body"), BODIES.values(), ids=BODIES)
 def test_a_long_body_is_freed_at_once(path: str, body: Any) -> None:
-    """No cycle holds it until a garbage collection, which comes rarely in a server."""
+    """No reference cycle holds the body until a garbage collection, which is rare in a server."""
     options = EndpointOptions(port=0, grpc_port=None, access_log="off", max_stored_responses=0)
     with serving(options=options) as server, httpx2.Client(base_url=server.url, timeout=SOON) as client:
         gc.collect()
@@ -62,7 +62,7 @@ def test_a_long_body_is_freed_at_once(path: str, body: Any) -> None:
 
 
 def n_models() -> int:
-    """How many parts of request bodies there are."""
+    """The number of parts of request bodies in memory."""
     return sum(isinstance(each, Strict) for each in gc.get_objects())
 
 

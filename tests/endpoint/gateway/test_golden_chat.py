@@ -42,7 +42,7 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Templates]:
-    """Each family's templates, from a checkpoint's directory: every other one in tokenizer_config.json."""
+    """Each family's templates, as checkpoints have them: half of them in tokenizer_config.json."""
     loaded = dict[str, Templates]()
     for i, family in enumerate(SPECIAL_TOKENS):
         directory = tmp_path_factory.mktemp(family)

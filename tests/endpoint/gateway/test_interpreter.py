@@ -33,7 +33,7 @@ def test_garbage_collection_skips_loaded_objects(as_before: None) -> None:
 
 
 def test_a_long_body_is_read_without_a_full_collection(as_before: None) -> None:
-    """It would visit all of the body's objects while it holds the GIL."""
+    """A full collection would visit all of the body's objects while it holds the GIL."""
     part = {"type": "text", "text": "a"}
     data = json.dumps({"messages": [{"role": "user", "content": [part]}] * 33_000}).encode()
     interpreter.settle()

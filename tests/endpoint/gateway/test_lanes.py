@@ -1,4 +1,4 @@
-"""A lane's owners take turns by the time that their work takes, and none can fill it."""
+"""A lane's owners take turns by the time that their work takes, and none can fill the lane."""
 
 import asyncio
 import gc
@@ -31,7 +31,7 @@ class Held:
         self.lane = Lane("test", threads=1, meter=lambda: self.now, **bounds)
 
     def ask(self, owner: str, cost: int = 1, n_bytes: int = 0) -> asyncio.Task[str]:
-        """Queue work of that cost."""
+        """Queue work with this cost."""
 
         def work() -> str:
             assert self.gate.wait(SOON)
@@ -83,7 +83,7 @@ def test_one_owner_may_hold_half_of_a_lane_and_the_next_half_of_the_rest() -> No
 def test_an_owner_without_work_is_refused_only_when_many_others_fill_the_lane(
     n_places: int, n_owners: int
 ) -> None:
-    """Each of the others takes all that it may; those before the last leave room for one that comes."""
+    """Each of the others takes all that it may, and all but the last leave room for a newcomer."""
 
     async def main() -> None:
         held = Held(most_waiting=n_places)
@@ -109,7 +109,7 @@ def test_an_owner_without_work_is_refused_only_when_many_others_fill_the_lane(
     asyncio.run(main())
 
 
-def test_whoever_leaves_frees_the_place_at_once() -> None:
+def test_a_client_that_leaves_frees_its_place_at_once() -> None:
     async def main() -> None:
         held = Held(most_waiting=6)
         runs, leaves, stays = (held.ask("a", cost) for cost in (1, 2, 3))
@@ -126,7 +126,7 @@ def test_whoever_leaves_frees_the_place_at_once() -> None:
     asyncio.run(main())
 
 
-def test_a_thousand_who_leave_are_not_kept() -> None:
+def test_a_thousand_cancelled_calls_are_not_kept() -> None:
     async def main() -> None:
         held = Held(most_waiting=6)
         first = held.ask("a")
@@ -145,7 +145,7 @@ def test_a_thousand_who_leave_are_not_kept() -> None:
 
 
 def test_a_result_is_freed_with_its_last_user() -> None:
-    """Not by a garbage collection, which comes rarely in a server: bodies of megabytes are such results."""
+    """It must not wait for a garbage collection, which is rare in a server: results may be megabytes."""
 
     class Body:
         pass
@@ -185,7 +185,7 @@ def test_without_a_thread_the_work_fails_and_the_lane_goes_on(monkeypatch: pytes
     asyncio.run(main())
 
 
-def test_forty_expensive_ones_of_another_delay_nobody() -> None:
+def test_forty_expensive_requests_of_one_owner_delay_no_other() -> None:
     async def main() -> None:
         held = Held()
         flood = [held.ask("flood", 12) for _ in range(40)]
@@ -243,7 +243,7 @@ def test_owners_who_wait_have_had_the_same_time_up_to_one_work(asked: list[tuple
 
 
 def test_time_without_work_is_no_credit() -> None:
-    """Whoever comes to a lane that has long been busy takes turns from the first work on."""
+    """An owner that comes to a busy lane takes turns from its first work on."""
     began, late_is_there = threading.Event(), threading.Event()
 
     def middle() -> None:

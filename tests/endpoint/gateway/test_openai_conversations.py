@@ -102,20 +102,20 @@ def texts_of(message: dict[str, Any]) -> list[str]:
 
 
 def lost_texts(conversation: dict[str, Any], prompt: str) -> list[str]:
-    """What the client wrote, but for text beside calls, and the prompt does not have."""
+    """The texts of the client that are missing in the prompt, except text next to calls."""
     messages = [message for message in conversation["messages"] if not message.get("tool_calls")]
     return [text for message in messages for text in texts_of(message) if text not in prompt]
 
 
 def lost_names(conversation: dict[str, Any], prompt: str) -> set[str]:
-    """Names of tools that the prompt has fewer times than they are offered and called."""
+    """Names of tools that occur in the prompt less often than they are offered and called."""
     calls = [call for message in conversation["messages"] for call in message.get("tool_calls") or ()]
     named = Counter(each["function"]["name"] for each in (*calls, *conversation.get("tools", ())))
     return {name for name, n in named.items() if prompt.count(name) < n}
 
 
 def fault_of(golden: dict[str, Any], conversation: dict[str, Any]) -> str | None:
-    """What is wrong with transformers' rendering of it; None if nothing is."""
+    """The fault in transformers' rendering; None if there is none."""
     prompts = [each["text"] for each in (golden, golden.get("objects", {})) if "text" in each]
     if not prompts:
         return "fails"

@@ -77,7 +77,7 @@ def body(path: str, prompt: str = PROMPT, **fields: Any) -> dict[str, Any]:
 
 
 def cached(server: Server, protocol: str, *, key: str | None = None, **fields: Any) -> int:
-    """Ask for PROMPT; how many of its tokens were cached."""
+    """Ask for PROMPT, and return the number of its cached tokens."""
     if protocol == "grpc":
         with rpc(server) as stub:
             request = pb.GenerateRequest(text=PROMPT, sampling=pb.SamplingParams(max_tokens=1), **fields)
@@ -233,7 +233,7 @@ def test_no_key_hits_the_prompts_of_another(protocol: str) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_usage_counts_each_prompt_once(path: str) -> None:
-    """The other choices find what the first has computed; that is no property of the prompt."""
+    """The other choices find what the first has computed, which says nothing about the prompt."""
     n_cached = {COMPLETIONS: CACHED, CHAT: 112}[path]  # <user>, the prompt, <assistant>: 117 tokens
     with serving(config=CACHING) as server, http(server) as client:
         for expected in (0, n_cached):

@@ -1,4 +1,4 @@
-"""The operator's routes: off without an admin key, and with it new weights, sleep and pause."""
+"""The operator's routes, which exist only with an admin key: new weights, sleep and pause."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Requests as agents and clients send them, cut short: each is answered, and what was not used is named.
+"""Requests of agents and clients, shortened: each is answered, and unused fields are named.
 
 They were recorded from the programs (see tests/clients), and have shorter texts, fewer tools and no personal
 data.
@@ -361,7 +361,7 @@ N_TURNS = 5_000
 
 
 def turns(path: str) -> list[dict[str, Any]]:
-    """A conversation of so many tool calls with their results, as the protocol has it."""
+    """A conversation with as many tool calls and their results, in the protocol's form."""
     found: list[dict[str, Any]] = [{"role": "user", "content": "Look at all of it."}]
     for i in range(N_TURNS):
         name, arguments, result = f"call_{i}", {"path": f"src/{i}.py"}, f"{i} lines"

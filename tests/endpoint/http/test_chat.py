@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, called with OpenAI's own client."""
+"""POST /v1/chat/completions, called with OpenAI's client."""
 
 import json
 from collections.abc import Iterator
@@ -101,7 +101,7 @@ def test_a_reply_can_be_sent_back_as_a_message(client: OpenAI, prompts: Prompts)
 
 
 def test_only_the_template_adds_special_tokens() -> None:
-    """This tokenizer can prepend a special token; the template writes one itself."""
+    """The tokenizer could prepend a special token, and the template writes one."""
     library = tokenizers.Tokenizer(models.BPE(BYTE_OF_CHARACTER, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

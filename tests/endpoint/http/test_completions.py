@@ -1,4 +1,4 @@
-"""POST /v1/completions, called with OpenAI's own client."""
+"""POST /v1/completions, called with OpenAI's client."""
 
 import json
 import time

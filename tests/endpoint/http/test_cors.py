@@ -65,7 +65,7 @@ def test_a_page_of_an_allowed_origin_calls_every_protocol(allow: str) -> None:
         assert (listed.status_code, listed.headers[ALLOWED]) == (200, shown)
 
 
-def test_a_page_of_another_origin_is_not_told_that_it_may() -> None:
+def test_a_page_of_another_origin_gets_no_permission() -> None:
     with serving(options=options(PAGE)) as server, connected(server) as client:
         for other in (OTHER, f"{PAGE}.evil.org", "http://chat.example.org", "null"):
             asked = client.options(CHAT, headers=preflight(other))
@@ -90,7 +90,7 @@ FORM = {"Content-Type": "multipart/form-data; boundary=x"}
     ids=str,
 )
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches/batch_1/cancel"])
-def test_another_sites_page_sends_nothing_that_browsers_do_not_ask_leave_for(
+def test_posts_without_preflight_from_another_sites_page_are_refused(
     guarded: Server, path: str, headers: dict[str, str]
 ) -> None:
     with connected(guarded) as client:
@@ -98,7 +98,7 @@ def test_another_sites_page_sends_nothing_that_browsers_do_not_ask_leave_for(
     assert refused.status_code == 403 and "--allow-origins" in refused.json()["error"]["message"]
 
 
-def test_allowed_pages_the_servers_own_and_other_programs_send_it(guarded: Server) -> None:
+def test_posts_without_preflight_from_allowed_pages_and_programs_are_accepted(guarded: Server) -> None:
     with connected(guarded) as client:
         own = guarded.url.replace("http://", "https://")  # TLS may end at a proxy
         for headers in ({"Origin": PAGE}, {"Origin": guarded.url}, {"Origin": own}, {}):
@@ -123,6 +123,6 @@ def test_it_is_off_by_default() -> None:
     "given",
     [PAGE[8:], f"{PAGE}/", f"{PAGE}/a", f"{PAGE};{OTHER}", f"{PAGE} {OTHER}", f"{PAGE},", "https://*.org"],
 )
-def test_what_is_no_origin_is_refused(given: str) -> None:
+def test_an_invalid_origin_is_refused(given: str) -> None:
     with pytest.raises(ConfigError, match="allow_origins has"):
         options(given)

@@ -114,7 +114,7 @@ def all_places() -> list[Any]:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Fails if the block allocates more than MOST_BYTES or makes more than MOST_CALLS."""
+    """Fail if the block allocates more than MOST_BYTES or makes more than MOST_CALLS."""
     n_calls = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -141,7 +141,7 @@ def many(kind: str, wrong: Any) -> Any:
 
 
 def refusal(route: JsonRoute, body: Any) -> str | None:
-    """What the route answers to this body, if it refuses it: as `JsonRoute` and bodies/errors.py do."""
+    """The refusal of this body by `JsonRoute` and bodies/errors.py, None if it is accepted."""
     assert route.body_field is not None
     value, errors = route.body_field.validate(body, loc=("body",))
     if errors:
@@ -219,7 +219,7 @@ def test_reading_many_elements_is_bounded() -> None:
 
 
 class Unshown(str):
-    """A string that may not be shown as a whole."""
+    """A string that must not be shown as a whole."""
 
     def __repr__(self) -> str:
         raise AssertionError("the whole text was shown")

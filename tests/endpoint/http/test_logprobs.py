@@ -1,4 +1,4 @@
-"""Log-probabilities and `echo`, requested with OpenAI's own client.
+"""Log-probabilities and `echo`, requested with OpenAI's client.
 
 The engine gives each token the probability 1/2, the next id 1/4, the one after it 1/8.
 """

@@ -1,4 +1,4 @@
-"""A conversation by any of three APIs is the same prompt, in the form that the chat template reads whole."""
+"""A conversation gives the same prompt over each of three APIs, in the form that the template reads best."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reasoning apart from content, in chats of a model whose chat template says how it is written."""
+"""Reasoning, which a chat returns separately if the model's chat template shows its format."""
 
 import json
 from typing import Any
@@ -69,7 +69,7 @@ def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str, str, str, Any]:
         ("No end", OPENS, "No end", "", len("No end") + 1),
     ],
 )
-def test_reasoning_is_apart(
+def test_reasoning_is_returned_separately(
     text: str, template: str, reasoning: str | None, content: str, n_reasoning: int
 ) -> None:
     with said(text, template) as server, client_of(server) as client:
@@ -144,7 +144,7 @@ def test_reasoning_comes_before_a_call_that_is_forced() -> None:
 
 
 def test_markers_may_be_special_tokens() -> None:
-    """As Mistral's are: they have no text elsewhere, and only a format's grammar allows them."""
+    """Mistral's markers are: elsewhere they have no text, and only the format's grammar allows them."""
     library = tokenizers.Tokenizer(models.BPE(BYTE_OF_CHARACTER, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

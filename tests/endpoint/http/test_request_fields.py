@@ -108,7 +108,7 @@ VALUES: list[Any] = [
 
 
 def of_its_type(model: type[BaseModel], name: str) -> list[Any]:
-    """The values above that the field's own type accepts."""
+    """The values above that the field's type accepts."""
     adapter = TypeAdapter[Any](model.model_fields[name].annotation or object)
     taken = list[Any]()
     for value in VALUES:
@@ -166,7 +166,7 @@ def test_an_unknown_field_is_rejected(client: httpx2.Client, place: Place, value
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.path}-{place.prefix}")
-def test_null_is_taken_for_any_name(client: httpx2.Client, place: Place) -> None:
+def test_null_is_accepted_for_any_name(client: httpx2.Client, place: Place) -> None:
     required = {
         field.alias or name for name, field in place.model.model_fields.items() if field.is_required()
     }

@@ -1,4 +1,4 @@
-"""`return_routed_experts` over HTTP: what each choice's tokens chose, as base64. The engine is simulated."""
+"""`return_routed_experts` over HTTP: each choice's experts as base64, from a simulated engine."""
 
 import base64
 import json
@@ -31,13 +31,15 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
 
 
 def assert_places(experts: dict[str, Any], n_tokens: int) -> None:
-    """The simulated engine says of each token its place in the request."""
+    """The simulated engine gives each token's place in the request as its experts."""
     assert (experts["dtype"], experts["shape"]) == ("uint8", [n_tokens, 1, 1])
     assert np.frombuffer(base64.b64decode(experts["data"]), "uint8").tolist() == list(range(n_tokens))
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_every_choice_has_those_of_all_its_tokens_but_the_last(client: httpx2.Client, path: str) -> None:
+def test_every_choice_has_the_experts_of_all_its_tokens_but_the_last(
+    client: httpx2.Client, path: str
+) -> None:
     answer = client.post(path, json=body(path, n=3)).json()
     assert len(answer["choices"]) == 3
     for choice in answer["choices"]:
@@ -46,7 +48,7 @@ def test_every_choice_has_those_of_all_its_tokens_but_the_last(client: httpx2.Cl
     assert "routed_experts" not in plain["choices"][0]
 
 
-def test_log_probabilities_may_come_beside_them(client: httpx2.Client) -> None:
+def test_experts_and_log_probabilities_together(client: httpx2.Client) -> None:
     (choice,) = client.post(COMPLETIONS, json=body(COMPLETIONS, logprobs=1)).json()["choices"]
     assert len(choice["logprobs"]["tokens"]) == 5
     assert_places(choice["routed_experts"], 8)
@@ -54,7 +56,7 @@ def test_log_probabilities_may_come_beside_them(client: httpx2.Client) -> None:
     assert chat["logprobs"] is None
 
 
-def test_a_prompt_alone_has_those_of_all_its_tokens(client: httpx2.Client) -> None:
+def test_a_prompt_alone_has_the_experts_of_all_its_tokens(client: httpx2.Client) -> None:
     asked = body(COMPLETIONS, max_tokens=0, echo=True)
     (choice,) = client.post(COMPLETIONS, json=asked).json()["choices"]
     assert choice["text"] == "four"
@@ -62,7 +64,7 @@ def test_a_prompt_alone_has_those_of_all_its_tokens(client: httpx2.Client) -> No
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_in_a_stream_a_choice_s_last_chunk_has_them(client: httpx2.Client, path: str) -> None:
+def test_in_a_stream_a_choice_s_last_chunk_has_the_experts(client: httpx2.Client, path: str) -> None:
     lines = client.post(path, json=body(path, n=2, stream=True)).text.split("\n\n")
     choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
     ends = [choice for choice in choices if choice["finish_reason"] is not None]
@@ -75,7 +77,7 @@ def test_in_a_stream_a_choice_s_last_chunk_has_them(client: httpx2.Client, path:
             assert "routed_experts" not in choice
 
 
-def test_what_is_too_much_for_one_answer_is_refused(
+def test_experts_of_too_many_tokens_are_refused(
     client: httpx2.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served_model, "MOST_ROUTED_BYTES", 3 * 8)  # a token takes one byte

@@ -115,7 +115,7 @@ BEAMS = {"use_beam_search": True, "best_of": 3, "length_penalty": 0.5, "early_st
 
 
 def test_every_sampling_parameter_has_a_field() -> None:
-    """Except `n`, which becomes several requests and has its own test, as beam search and experts have."""
+    """All but `n`, beam search and experts, which have separate tests."""
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     assert names == {"n", *REACHES, *BEAMS, "return_routed_experts"}
 

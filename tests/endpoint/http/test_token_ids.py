@@ -30,7 +30,7 @@ def chunks_of(response: httpx2.Response) -> list[dict[str, Any]]:
 
 
 def joined(chunks: list[dict[str, Any]], index: int) -> list[int]:
-    """All token ids of a choice, which every chunk of it has."""
+    """All token ids of a choice, collected from its chunks, each of which has some."""
     choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
     return [token for choice in choices for token in choice.get("token_ids", ())]
 
@@ -110,7 +110,7 @@ def test_without_a_tokenizer() -> None:
         assert joined(chunks_of(post(server, COMPLETIONS, **fields, stream=True)), 0) == [0, 1, 2]
 
 
-def test_nothing_of_it_comes_unasked() -> None:
+def test_token_ids_come_only_on_request() -> None:
     with serving(Replies("a")) as server, connected(server) as client:
         for more in {}, {"return_token_ids": False}, {"return_token_ids": None}, {"stream": True}:
             assert "token_ids" not in client.post(CHAT, json={**HI, **more}).text

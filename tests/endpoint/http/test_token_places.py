@@ -84,7 +84,7 @@ def known(tokens: Sequence[int]) -> list[TokenLogprobs]:
 
 
 def pieces_of(tokens: Sequence[int], stops: Sequence[str], cuts: Sequence[bool], ends: bool) -> list[Piece]:
-    """An output in pieces of one token each, or of several where `cuts` says so."""
+    """An output in pieces that end at `cuts`, or of one token each."""
     stream = TextStream(RUNNING, stops)
     pieces = list[Piece]()
     for i, token in enumerate(known(tokens)):

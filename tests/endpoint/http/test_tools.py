@@ -1,4 +1,4 @@
-"""Tool calls in chats, asked for with OpenAI's own client."""
+"""Tool calls in chats, requested with OpenAI's client."""
 
 import json
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ TOOLS = [tool("weather", PARAMETERS, description="of a place"), tool("now")]
 
 
 def said(text: str) -> Any:
-    """A server whose model says this, and then ends, wherever it is allowed to."""
+    """A server whose model writes this text and then ends, wherever a grammar allows it."""
     data = text.encode() + bytes([0])
     return serving(lambda _, index: data[index] if index < len(data) - 1 else 256, chat_template=DEMO)
 
@@ -55,7 +55,7 @@ def streamed(client: OpenAI, **fields: Any) -> list[Any]:
 
 
 def put_together(chunks: list[Any]) -> tuple[str, list[list[str]], str]:
-    """The content, the calls and the finish reason of choice 0, as a client puts them together."""
+    """The content, calls and finish reason of choice 0, as a client assembles them."""
     content, calls, reason = "", list[list[str]](), ""
     for chunk in chunks:
         for choice in chunk.choices:
@@ -96,7 +96,7 @@ def test_auto_is_text_or_calls(text: str, content: str | None, calls: list[Any],
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Its model would write letters; the engine takes the first allowed token instead."""
+    """The model would write letters; the engine takes the first allowed token instead."""
     with serving(by_seed, chat_template=DEMO) as server:
         yield server
 
@@ -141,7 +141,7 @@ def test_a_call_is_forced_whatever_the_model_prefers(client: OpenAI, choice: Any
 
 
 def test_a_call_follows_the_schemas_of_json_schema_generators(client: OpenAI) -> None:
-    """Formats, references to definitions, 1.0 for 1, a constant object, a record, a pattern beside a name."""
+    """Formats, references, 1.0 for 1, a constant object, a record, and a pattern next to a name."""
     parameters = {
         "$defs": {"U": {"enum": ["K"], "format": "u"}},
         "properties": {
@@ -236,7 +236,7 @@ def test_openais_parse_and_stream_helpers() -> None:
         assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
 
 
-def test_a_conversation_goes_on_with_the_tools_result() -> None:
+def test_a_conversation_continues_with_the_tools_result() -> None:
     prompts = list[str]()
 
     def token(request: Any, index: int) -> int:

@@ -1,4 +1,4 @@
-"""Hints, annotations and metadata are taken, and the header `x-orca-ignored` names those not used."""
+"""Hints, annotations and metadata are accepted, and the header `x-orca-ignored` names them."""
 
 import json
 import re
@@ -176,7 +176,7 @@ def strict() -> Iterator[httpx2.Client]:
 
 
 @pytest.mark.parametrize("place, name, hint", CASES)
-def test_a_hint_is_taken_and_named(client: httpx2.Client, place: Place, name: str, hint: Hint) -> None:
+def test_a_hint_is_accepted_and_named(client: httpx2.Client, place: Place, name: str, hint: Hint) -> None:
     for value in VALUES:
         response = client.post(place.path, json=place.with_field(name, value))
         assert response.status_code == 200, response.text

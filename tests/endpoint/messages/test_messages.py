@@ -1,4 +1,4 @@
-"""POST /v1/messages, called with Anthropic's own client."""
+"""POST /v1/messages, called with Anthropic's client."""
 
 import asyncio
 import json
@@ -84,7 +84,7 @@ def test_why_a_message_ended(client: Anthropic) -> None:
     assert (answer.stop_reason, answer.content[0].text) == ("end_turn", "Yes.")
 
 
-def test_cached_tokens_count_apart() -> None:
+def test_cached_tokens_are_counted_separately() -> None:
     config = replace(CONFIG, scheduling=SchedulingConfig(prefix_caching=True))
     with serving(Replies("Yes."), config=config) as server, anthropic_of(server) as client:
         long: Any = [{"role": "user", "content": "a" * 64}]
@@ -176,7 +176,7 @@ def test_thinking() -> None:
 
 
 def test_the_clients_tool_runner_ends_although_no_thread_is_held() -> None:
-    """The client goes on from a reply, is told that no conversation is held, and sends it whole."""
+    """The client continues a reply, learns that no conversation is kept, and sends the whole conversation."""
     replies = Replies(CALL)
 
     @anthropic.beta_tool
@@ -200,7 +200,7 @@ def test_the_clients_tool_runner_ends_although_no_thread_is_held() -> None:
             assert "<user>Hi" in replies.prompt and "<tool>rain" in replies.prompt
 
 
-def test_a_request_that_goes_on_from_a_thread(plain: httpx2.Client) -> None:
+def test_a_request_that_continues_a_thread(plain: httpx2.Client) -> None:
     body = {"max_tokens": 5, "messages": HI, "thread": {"type": "create"}}
     response = plain.post("/v1/messages", json=body)
     assert (response.status_code, response.headers["x-orca-ignored"]) == (200, "thread")

@@ -1,4 +1,4 @@
-"""/v1/embeddings with OpenAI's own client, over an engine whose vectors are known."""
+"""/v1/embeddings with OpenAI's client, over an engine whose vectors are known."""
 
 import base64
 from typing import Any
@@ -55,7 +55,7 @@ def test_the_server_s_pooling_and_what_a_request_says(client: httpx2.Client) -> 
 
 
 def test_more_inputs_than_the_queue_takes(client: httpx2.Client) -> None:
-    """They wait in the server: 300 of them, where the queue takes 256 and an answer has 128 at a time."""
+    """300 inputs wait in the server: the queue takes 256 requests, and a response uses 128 places."""
     answer = client.post("/v1/embeddings", json={"input": [f"text {i}" for i in range(300)]})
     assert answer.status_code == 200
     data = answer.json()["data"]

@@ -1,4 +1,4 @@
-"""/v1/score and /v1/rerank: mean log-probabilities, over an engine that says a known one of each token."""
+"""/v1/score and /v1/rerank: mean log-probabilities, over an engine with a known one for each token."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.endpoint.harness import Server, serving
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """A token's log-probability is its id less 200, over 100: known, and different for each."""
+    """A token's log-probability is (id - 200) / 100, which is different for each token."""
 
     def logprobs(token_id: int, n_top: int) -> TokenLogprobs:
         return TokenLogprobs(token_id, (token_id - 200) / 100, ())
@@ -53,7 +53,7 @@ def test_pairs_and_a_template(client: httpx2.Client) -> None:
 def test_documents_are_ranked_by_the_query_after_them(
     client: httpx2.Client, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that finds what comes after longer documents likelier."""
+    """An engine for which text is likelier after a longer document."""
     plain = engine.returned
 
     def by_length(*arguments: Any) -> Any:

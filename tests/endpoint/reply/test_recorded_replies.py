@@ -1,4 +1,4 @@
-"""Replies as models write them, read whole and cut everywhere: the same text, reasoning and calls."""
+"""Recorded replies of models, parsed whole and cut anywhere, give the same text, reasoning and calls."""
 
 import json
 import random
@@ -92,7 +92,7 @@ def test_wherever_it_is_cut_the_events_are_the_same(name: str, case: dict[str, A
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 def test_cut_off_anywhere_it_is_still_read(name: str, case: dict[str, Any]) -> None:
-    """As by max_tokens: no call is made up, and none that was complete is lost."""
+    """A reply that max_tokens cuts off has no invented call, and keeps every complete one."""
     text, read = case["text"], reader_of(name, case)
     for place in range(len(text)):
         whole = whole_reply(read_in(read, [text[:place]]))
@@ -111,7 +111,7 @@ def test_every_format_has_recorded_replies() -> None:
 
 
 def fragments() -> list[str]:
-    """What replies are made of, and what goes wrong in them."""
+    """Pieces of replies, correct and malformed."""
     marks = {mark for form in TOOL_FORMATS.values() for mark in form.markers}
     marks |= {mark for form in REASONING_FORMATS.values() for mark in (form.open, form.close)}
     return [
@@ -173,7 +173,7 @@ def test_only_what_may_be_a_marker_is_held_back(name: str) -> None:
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_time_grows_with_the_text_and_not_its_square(name: str) -> None:
-    """By counting: the characters that are looked at, in a text that is all beginnings of markers."""
+    """Count the characters that are examined, in a text that consists of beginnings of markers."""
     form = TOOL_FORMATS[name]
     for hard in (*form.markers, '{"name": "note", "arguments": {"a": [', '{"', "<", "\\", '"', " "):
         parser = ReplyParser(reader(name, None), OFFERED)

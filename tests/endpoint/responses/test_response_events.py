@@ -106,7 +106,7 @@ def streamed(client: httpx2.Client, **fields: Any) -> dict[str, Any]:
 
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
-    """Without what differs from one response to the next."""
+    """The response without the parts that differ from one response to the next."""
     text = json.loads(json.dumps(response))
     for key in ("id", "created_at", "completed_at"):
         del text[key]

@@ -100,7 +100,7 @@ def test_many_strangers_leave_an_equal_share() -> None:
     assert [has(kept, one) for one in mine] == [False] * 4 + [True] * 6, "the oldest go first"
 
 
-def test_what_is_too_large_is_not_kept() -> None:
+def test_a_response_that_is_too_large_is_not_kept() -> None:
     kept = store()
     assert kept.put(entry(1, "me", kept.largest - 100))
     assert not kept.put(entry(2, "me", MAX_BYTES // 4))

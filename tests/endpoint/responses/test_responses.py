@@ -1,4 +1,4 @@
-"""POST /v1/responses, called with OpenAI's own client."""
+"""POST /v1/responses, called with OpenAI's client."""
 
 import json
 from collections.abc import Iterator
@@ -94,7 +94,7 @@ def test_the_chat_template_renders_the_items(items: list[Any], prompt: str) -> N
     assert answer.usage.input_tokens == len(prompt)
 
 
-def test_a_response_goes_on_from_a_stored_one() -> None:
+def test_a_response_continues_a_stored_one() -> None:
     replies = Replies("Yes.")
     with serving(replies) as server, client_of(server) as client:
         first = ask(client, "One", instructions="Be brief.", max_output_tokens=20)
@@ -221,7 +221,7 @@ def test_tool_calls_and_their_outputs() -> None:
 
 
 def test_a_call_is_forced() -> None:
-    """This model would reply with a text; the engine takes what the grammar allows."""
+    """The model would reply with a text; the engine takes what the grammar allows."""
     served = serving(Replies("No."), chat_template=TEMPLATE, reasoning_format="none")
     with served as server, client_of(server) as client:
         choice: Any = {"type": "function", "name": "weather"}

@@ -238,7 +238,7 @@ def _code(stub: GenerationStub) -> grpc.StatusCode:
 def test_a_malformed_message_without_a_key_is_the_client_s_mistake(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """gRPC itself would log each with a traceback, so that anybody could fill the log."""
+    """gRPC itself would log each with a traceback, and anybody could fill the log."""
     with limited(keys=ApiKeys([KEY])) as server, channel(server) as connection:
         begin: Any = connection.stream_stream(f"/{method}")
         code, details = error_of(begin(iter([b"\x0a\xff"]), timeout=SOON))

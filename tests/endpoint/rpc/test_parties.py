@@ -1,4 +1,4 @@
-"""A request belongs to an API key, or without keys to a connection: no one else can find, end or block it."""
+"""A request belongs to an API key, or without keys to a connection. Nobody else can find, end or block it."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +25,7 @@ def named(request_id: str, n: int = 100) -> pb.GenerateRequest:
 
 @contextmanager
 def parties(server: Server, keys: bool) -> Iterator[list[tuple[GenerationStub, list[tuple[str, str]]]]]:
-    """Two parties: connections of their own, and keys of their own where the server asks for keys."""
+    """Two parties, with separate connections, and separate keys if the server has keys."""
     with ExitStack() as stack:
         yield [
             (
@@ -38,7 +38,7 @@ def parties(server: Server, keys: bool) -> Iterator[list[tuple[GenerationStub, l
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "connections"])
 def test_the_same_id_of_two_parties(keys: bool) -> None:
-    """Both run at once under one id, and each can end its own alone."""
+    """Both requests run at once under one id, and each party can end only its request."""
     engine = GatedEngine(writing("abcdef"))
     with (
         serving(engine=engine, keys=ApiKeys(KEYS) if keys else None) as server,

@@ -1,4 +1,4 @@
-"""`return_routed_experts` over gRPC: a choice's last message has what its tokens chose."""
+"""`return_routed_experts` over gRPC: a choice's last message has the experts of its tokens."""
 
 import grpc
 import pytest
@@ -10,7 +10,7 @@ from tests.endpoint.rpc_client import asking, client, refusal
 from tests.host.engines import writing
 
 
-def test_a_choice_s_last_message_has_them() -> None:
+def test_a_choice_s_last_message_has_the_experts() -> None:
     with serving(writing("ABCDEFGH"), model=SPARSE) as server, client(server) as stub:
         messages = list(stub.Generate(asking("four", n=2, max_tokens=5, return_routed_experts=True)))
         plain = list(stub.Generate(asking("four", max_tokens=5)))
