@@ -6,14 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Status = Literal[
-    "validating",
-    "failed",
-    "in_progress",
-    "finalizing",
-    "completed",
-    "expired",
-    "cancelling",
-    "cancelled",
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
 ENDED: frozenset[Status] = frozenset(("failed", "completed", "expired", "cancelled"))
 WINDOW = "24h"  # OpenAI's only completion window

@@ -46,11 +46,6 @@ def log_loss(lost: WorkerLost, n_running: int) -> None:
     LOGGER.warning("%s", _one_line(f"stage {lost.stage + 1} is lost: {lost.why}; {consequence}"))
 
 
-def log_recovery(seconds: float) -> None:
-    """Log that the engine recovered, `seconds` after the loss."""
-    LOGGER.warning("the workers are up again after %.2f seconds", seconds)
-
-
 def log_failure(failure: EngineError) -> None:
     """Log that the engine failed permanently."""
     LOGGER.error("%s", _one_line(f"the engine failed, and takes no more requests: {failure}"))
@@ -115,7 +110,7 @@ class LiveRequest(RequestHandle):
         self._timeout = timeout
         self._timers: list[asyncio.TimerHandle] = []
         if timeout is not None:
-            self._timers.append(gateway.loop.call_later(timeout, self._time_out))
+            self._timers.append(gateway.loop.call_later(timeout, self.end, FinishReason.TIMEOUT))
 
     def __aiter__(self) -> Self:
         return self
@@ -159,9 +154,6 @@ class LiveRequest(RequestHandle):
         self._woken = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def _time_out(self) -> None:
-        self.end(FinishReason.TIMEOUT)
 
     def _give_up(self, reason: FinishReason) -> None:
         if self.finish_reason is None:
@@ -329,7 +321,8 @@ class Gateway:
                 if not logged:
                     log_failure(failure)
                     logged = True
-                self._wake_all()
+                for live in self._live.values():
+                    live.wake()
 
     async def drain(self, timeout: float) -> int:
         """Reject new requests, and give live ones `timeout` seconds to finish, then cancel them.
@@ -364,7 +357,8 @@ class Gateway:
             again = sum(req.row >= 0 or req.n_preempted > 0 for req in service.pool.live())
             self._on_loop(partial(log_loss, lost, again))
         elif service.recovery.last_recovery_seconds is not None:
-            self._on_loop(partial(log_recovery, service.recovery.last_recovery_seconds))
+            seconds = service.recovery.last_recovery_seconds
+            self._on_loop(partial(LOGGER.warning, "the workers are up again after %.2f seconds", seconds))
 
     def _on_loop(self, callback: Callable[[], None]) -> None:
         try:
@@ -377,10 +371,6 @@ class Gateway:
             live = self._live.get(request.request_id)
             if live is not None:
                 live.wake()
-
-    def _wake_all(self) -> None:
-        for live in self._live.values():
-            live.wake()
 
 
 class Submission(NamedTuple):

@@ -6,17 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import ConfigError, RequestsStillRunning
 from orca_jax.service.engine_controls import MAX_VERSION, EngineControls
 from orca_jax.service.interludes import Running
-from server.gateway.gateway import Gateway
 from server.http.bodies.errors import error_responses
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.strict import Strict
-from server.http.generation.state import GatewayOf
 
 router = APIRouter(
     prefix="/admin", tags=["admin"], route_class=JsonRoute, responses=error_responses(400, 401, 409, 503)
@@ -39,30 +37,32 @@ class State(BaseModel):
     asleep: int
 
 
-class UpdateWeights(Strict):
+class _Change(Strict):
+    """A change of the engine that waits for running requests."""
+
+    running: _Running = "finish"
+    timeout: _Timeout = 600.0
+
+
+class UpdateWeights(_Change):
     """POST /admin/update_weights: `directory` has a checkpoint of the same model, on the server's machine."""
 
     directory: Annotated[str, Field(min_length=1, max_length=4096)]
     version: Annotated[
         int | None, Field(ge=1, le=MAX_VERSION, description="default: the current one plus 1")
     ] = None
-    running: _Running = "finish"
-    timeout: _Timeout = 600.0
 
 
-class Sleep(Strict):
+class Sleep(_Change):
     """POST /admin/sleep: level 1 frees the memory of keys and values, level 2 also that of the weights."""
 
     level: Annotated[int, Field(ge=1, le=2)] = 1
-    running: _Running = "finish"
-    timeout: _Timeout = 600.0
 
 
-class Pause(Strict):
+class Pause(_Change):
     """POST /admin/pause."""
 
     running: _Running = "continue"
-    timeout: _Timeout = 600.0
 
 
 class WakeUp(Strict):
@@ -71,65 +71,54 @@ class WakeUp(Strict):
     timeout: _Timeout = 600.0
 
 
+async def _controls(request: Request) -> EngineControls:
+    controls = request.app.state.gateway.model().controls
+    assert controls is not None, "there is an admin key"
+    return controls
+
+
+ControlsOf = Annotated[EngineControls, Depends(_controls)]
+
+
 @router.get("/state")
-async def state(gateway: GatewayOf) -> State:
+async def state(controls: ControlsOf) -> State:
     """Get the version of the weights, and whether the engine is paused or asleep."""
-    return _state(_controls(gateway))
+    return _state(controls)
 
 
 @router.post("/update_weights")
-async def update_weights(gateway: GatewayOf, body: UpdateWeights) -> State:
+async def update_weights(controls: ControlsOf, body: UpdateWeights) -> State:
     """Replace the weights. If that fails, the old weights stay in use."""
-    controls = _controls(gateway)
     if "\0" in body.directory:
         raise ConfigError("directory contains a zero byte; give a path")
-    return await _do(
-        controls,
-        partial(
-            controls.update_weights,
-            body.directory,
-            version=body.version,
-            running=body.running,
-            timeout=body.timeout,
-        ),
-    )
+    update = partial(controls.update_weights, body.directory, version=body.version)
+    return await _do(controls, partial(update, running=body.running, timeout=body.timeout))
 
 
 @router.post("/sleep")
-async def sleep(gateway: GatewayOf, body: Sleep) -> State:
+async def sleep(controls: ControlsOf, body: Sleep) -> State:
     """Free device memory. Requests are refused until `wake_up`."""
-    controls = _controls(gateway)
-    return await _do(
-        controls, partial(controls.sleep, body.level, running=body.running, timeout=body.timeout)
-    )
+    work = partial(controls.sleep, body.level, running=body.running, timeout=body.timeout)
+    return await _do(controls, work)
 
 
 @router.post("/wake_up")
-async def wake_up(gateway: GatewayOf, body: WakeUp) -> State:
+async def wake_up(controls: ControlsOf, body: WakeUp) -> State:
     """End a sleep."""
-    controls = _controls(gateway)
     return await _do(controls, partial(controls.wake_up, timeout=body.timeout))
 
 
 @router.post("/pause")
-async def pause(gateway: GatewayOf, body: Pause) -> State:
+async def pause(controls: ControlsOf, body: Pause) -> State:
     """Run no iterations until `resume`. Requests are accepted, and wait."""
-    controls = _controls(gateway)
     return await _do(controls, partial(controls.pause, running=body.running, timeout=body.timeout))
 
 
 @router.post("/resume")
-async def resume(gateway: GatewayOf) -> State:
+async def resume(controls: ControlsOf) -> State:
     """End a pause."""
-    controls = _controls(gateway)
     controls.resume()
     return _state(controls)
-
-
-def _controls(gateway: Gateway) -> EngineControls:
-    controls = gateway.model().controls
-    assert controls is not None, "there is an admin key"
-    return controls
 
 
 async def _do(controls: EngineControls, work: Callable[[], object]) -> State:

@@ -107,13 +107,7 @@ def _texts(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[str, str]]:
 
 
 def _end_call(
-    tracing: Tracing,
-    call: Call,
-    method: str,
-    route: str,
-    status: int,
-    streams: bool,
-    facts: dict[str, Any],
+    tracing: Tracing, call: Call, method: str, route: str, status: int, streams: bool, facts: dict[str, Any]
 ) -> None:
     traced: dict[str, AttributeValue] = {
         attributes.HTTP_METHOD: method,

@@ -26,10 +26,7 @@ MAX_NUMBERS = 1_000_000
 _AT_ONCE = 65_536
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-_FINISH_REASONS = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-}
+_FINISH_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
 
 def parsed(kind: type[M], data: bytes) -> M:

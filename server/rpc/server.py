@@ -80,10 +80,7 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 40_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    (
-        "grpc.http2.ping_timeout_ms",
-        20_000,
-    ),  # without this a ping has a minute, whatever the line above
+    ("grpc.http2.ping_timeout_ms", 20_000),  # without this a ping has a minute, whatever the line above
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.max_send_message_length", -1),

@@ -101,13 +101,7 @@ class ReplyGrammar:
             return self._with_start(self._text_or_calls(rf'\s*\{{\s*"name"{_ANY}'))
         return self._with_start(self._text_and_calls(marker, parallel=parallel))
 
-    def for_messages(
-        self,
-        tools: Sequence[OfferedTool],
-        *,
-        must_call: bool,
-        has_body: bool,
-    ) -> str:
+    def for_messages(self, tools: Sequence[OfferedTool], *, must_call: bool, has_body: bool) -> str:
         """The grammar of harmony's messages: reasoning and text, then one call or the final answer."""
         lark, shape = self._special.lark, GPT_OSS.shape
         self._rules += [f"args_{i}: @schema_{i}" for i in range(len(tools))]

@@ -164,11 +164,7 @@ class _Forms:
         if self.calls is None:
             return grammar.for_body() if has_body else None
         return grammar.for_calls(
-            self.calls,
-            wish.tools,
-            must_call=wish.must_call,
-            parallel=wish.parallel,
-            has_body=has_body,
+            self.calls, wish.tools, must_call=wish.must_call, parallel=wish.parallel, has_body=has_body
         )
 
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest
-from server.batches.batch import WINDOW, Batch
+from server.batches.batch import WINDOW
 from server.http.batches.state import After, BatchesOf, FingerprintOf, Limit
 from server.http.bodies.errors import error_responses
 from server.http.bodies.json_body import JsonRoute
@@ -94,10 +94,6 @@ class BatchList(ListPage):
     data: list[BatchObject]
 
 
-def _shown(batch: Batch) -> BatchObject:
-    return BatchObject(**batch.shown())
-
-
 @router.post("", responses=error_responses(404, 429))
 async def create_batch(
     body: BatchRequest, batches: BatchesOf, tenant: FingerprintOf, owner: OwnerOf
@@ -110,7 +106,7 @@ async def create_batch(
     batch = await batches.create(
         tenant=tenant, owner=owner, endpoint=body.endpoint, input_file=stored, metadata=body.metadata
     )
-    return _shown(batch)
+    return BatchObject(**batch.shown())
 
 
 @router.get("", response_model=BatchList, responses=error_responses(400))
@@ -129,7 +125,7 @@ async def list_batches(
 @router.get("/{batch_id}", responses=error_responses(404))
 async def get_batch(batches: BatchesOf, tenant: FingerprintOf, batch_id: str) -> BatchObject:
     """Describe a batch, its progress and its files."""
-    return _shown(batches.table.get(batch_id, tenant))
+    return BatchObject(**batches.table.get(batch_id, tenant).shown())
 
 
 @router.post("/{batch_id}/cancel", responses=error_responses(400, 404))
@@ -137,4 +133,4 @@ async def cancel_batch(batches: BatchesOf, tenant: FingerprintOf, batch_id: str)
     """Cancel a batch. Lines that have been answered keep their results."""
     batch = batches.table.get(batch_id, tenant)
     await batches.cancel(batch)
-    return _shown(batch)
+    return BatchObject(**batch.shown())

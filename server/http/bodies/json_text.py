@@ -207,10 +207,7 @@ def _no_constant(text: str) -> NoReturn:
 
 
 _DECODER: Any = json.JSONDecoder(
-    object_pairs_hook=_object,
-    parse_constant=_no_constant,
-    parse_float=_number,
-    parse_int=_whole_number,
+    object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_number, parse_int=_whole_number
 )
 
 

@@ -22,12 +22,7 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        options: EndpointOptions,
-        *,
-        stop_seconds: int,
-        refused: Callable[[int], None],
+        self, app: ASGIApp, options: EndpointOptions, *, stop_seconds: int, refused: Callable[[int], None]
     ) -> None:
         super().__init__(
             uvicorn.Config(

@@ -129,8 +129,7 @@ class SharedSamplingFields(Strict):
         Bias | None, Field(description="by token id: a number added to its logit", json_schema_extra=_BIAS)
     ] = None
     seed: Annotated[
-        int | None,
-        ranged("choice i of a prompt uses seed + i; default: random", -(1 << 63), (1 << 63) - 1),
+        int | None, ranged("choice i of a prompt uses seed + i; default: random", -(1 << 63), (1 << 63) - 1)
     ] = None
     ignore_eos: Annotated[
         bool | None, Field(description="an extension: continue after an end-of-sequence token")

@@ -230,11 +230,7 @@ def _top(token: PlacedToken, names: TokenNames) -> dict[str, float] | None:
 
 def _entry(token_id: int, logprob: float | None, names: TokenNames) -> dict[str, Any]:
     assert logprob is not None, "every output token has a log-probability"
-    return {
-        "token": names.name(token_id),
-        "logprob": _finite(logprob),
-        "bytes": names.byte_values(token_id),
-    }
+    return {"token": names.name(token_id), "logprob": _finite(logprob), "bytes": names.byte_values(token_id)}
 
 
 def _finite(logprob: float) -> float:

@@ -16,12 +16,7 @@ from server.http.fields.generation import GeneratedChoice, GeneratedResponse, Ge
 from server.http.fields.logprobs import ChatLogprobs, TokenNames, chat_logprobs
 from server.http.fields.strict import NotBuilt, Strict
 from server.http.fields.tools import ToolChoice, tool_wish
-from server.http.generation.answer import (
-    GENERATION_ERRORS,
-    answer,
-    check_number,
-    new_response_id,
-)
+from server.http.generation.answer import GENERATION_ERRORS, answer, check_number, new_response_id
 from server.http.generation.choices import Choices, OutputExtras
 from server.http.generation.chunks import CHAT_FORM
 from server.http.generation.prepared_reply import prepared

@@ -21,14 +21,7 @@ from server.gateway.reply.events import ReplyEvent
 from server.gateway.reply.reply_plan import ReplyPlan, ReplyReader
 from server.gateway.side_threads import run_for_response
 from server.http.fields.generation import CompletionTokensDetails, PromptTokensDetails, Usage
-from server.http.fields.logprobs import (
-    Logprobs,
-    LogprobsWriter,
-    PlacedToken,
-    TokenNames,
-    TokenPlaces,
-    prompt_places,
-)
+from server.http.fields.logprobs import LogprobsWriter, PlacedToken, TokenNames, TokenPlaces, prompt_places
 from server.http.generation.state import ApiCall
 
 
@@ -48,10 +41,6 @@ class OutputExtras:
     prompts: Sequence[str] | None = None
     only_prompts: bool = False
     token_ids: bool = False
-
-    def logprobs(self, tokens: Sequence[PlacedToken]) -> Logprobs | None:
-        """The log-probabilities of these tokens in the response's form; None if they were not requested."""
-        return None if self.write_logprobs is None else self.write_logprobs(tokens, self.names)
 
 
 class ShownPiece(NamedTuple):
@@ -92,14 +81,10 @@ class ChoiceOutput:
         if self._prompt is not None:
             prompt, self._prompt = self._prompt, None
             piece = replace(piece, text=prompt + piece.text)
-            tokens = self._prompt_tokens(prompt) + tokens
+            if (logprobs := self._scored.prompt_logprobs) is not None:
+                ids, tokenizer = self._scored.prompt_ids, self._extras.names.tokenizer
+                tokens = prompt_places(ids, prompt.encode(), logprobs, tokenizer) + tokens
         return ShownPiece(piece, tokens)
-
-    def _prompt_tokens(self, prompt: str) -> list[PlacedToken]:
-        logprobs = self._scored.prompt_logprobs
-        if logprobs is None:
-            return []
-        return prompt_places(self._scored.prompt_ids, prompt.encode(), logprobs, self._extras.names.tokenizer)
 
 
 class Tally:
@@ -292,7 +277,10 @@ class Choices:
 
     def logprobs(self, tokens: Sequence[PlacedToken]) -> Any:
         """Log-probabilities of a choice's tokens in the route's form; None if they were not requested."""
-        return None if self.extras is None else self.extras.logprobs(tokens)
+        extras = self.extras
+        if extras is None or extras.write_logprobs is None:
+            return None
+        return extras.write_logprobs(tokens, extras.names)
 
     @property
     def returns_token_ids(self) -> bool:

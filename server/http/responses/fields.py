@@ -13,13 +13,7 @@ from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, w
 from server.http.fields.generation import SchedulingFields, SharedSamplingFields, ranged, renamed_tool_fields
 from server.http.fields.hints import HINTS
 from server.http.fields.strict import NotBuilt, Strict, Unused
-from server.http.fields.tools import (
-    AllowedTools,
-    NamedFunction,
-    ToolChoice,
-    check_left_out,
-    tool_wish,
-)
+from server.http.fields.tools import AllowedTools, NamedFunction, ToolChoice, check_left_out, tool_wish
 from server.http.responses.items import Input
 from server.http.responses.tools import HostedTool, OfferedTools, ResponseTool, joined_name
 
@@ -143,8 +137,7 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
         Field(description=f"up to {MAX_METADATA} texts, which are returned with the response"),
     ] = None
     include: Annotated[
-        list[str] | None,
-        Field(description=f"{LOGPROBS}; accepted but not used are {', '.join(_INCLUDES)}"),
+        list[str] | None, Field(description=f"{LOGPROBS}; accepted but not used are {', '.join(_INCLUDES)}")
     ] = None
     top_logprobs: Annotated[
         int | None,

@@ -49,9 +49,16 @@ def _texts(content: Any) -> list[str]:
 
 
 class _InputItem(Strict):
-    """An item."""
+    """An item, whose stored form has an id and a status."""
 
     place: ClassVar = "input items"
+
+    id: str | None = None
+    status: _Status | None = None
+
+    def _kept(self, kind: str, id_prefix: str, **fields: Any) -> Item:
+        status = self.status or "completed"
+        return {"type": kind, "id": self.id or new_id(id_prefix), **fields, "status": status}
 
 
 class MessageItem(_InputItem):
@@ -60,21 +67,14 @@ class MessageItem(_InputItem):
     type: Annotated[Literal["message"], null_is("message")] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: str | None = None
-    status: _Status | None = None
 
     def kept(self) -> Item:
-        """The stored form: with an id and a status, and the content as parts."""
+        """The stored form, with the content as parts."""
         part = {"type": "input_text"}
         if self.role == "assistant":
             part = {"type": "output_text", "annotations": []}
-        return {
-            "type": "message",
-            "id": self.id or new_id("msg"),
-            "role": self.role,
-            "status": self.status or "completed",
-            "content": [{**part, "text": text} for text in _texts(self.content)],
-        }
+        content = [{**part, "text": text} for text in _texts(self.content)]
+        return self._kept("message", "msg", role=self.role, content=content)
 
 
 class _CallItem(_InputItem):
@@ -82,21 +82,12 @@ class _CallItem(_InputItem):
 
     call_id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
-    id: str | None = None
-    status: _Status | None = None
     namespace: Annotated[str | None, Field(description="the namespace that the tool is in, if any")] = None
 
-    def _kept(self, kind: str, id_prefix: str, **fields: str) -> Item:
-        namespace = {} if self.namespace is None else {"namespace": self.namespace}
-        return {
-            "type": kind,
-            "id": self.id or new_id(id_prefix),
-            "call_id": self.call_id,
-            "name": self.name,
-            **fields,
-            "status": self.status or "completed",
-            **namespace,
-        }
+    def _kept_call(self, kind: str, id_prefix: str, **fields: str) -> Item:
+        if self.namespace is not None:
+            fields["namespace"] = self.namespace
+        return self._kept(kind, id_prefix, call_id=self.call_id, name=self.name, **fields)
 
 
 class CallItem(_CallItem):
@@ -106,8 +97,8 @@ class CallItem(_CallItem):
     arguments: Annotated[str, Field(description="the text of a JSON object")]
 
     def kept(self) -> Item:
-        """The stored form: with an id and a status."""
-        return self._kept(self.type, "fc", arguments=self.arguments)
+        """The stored form."""
+        return self._kept_call(self.type, "fc", arguments=self.arguments)
 
 
 class CustomCallItem(_CallItem):
@@ -117,8 +108,8 @@ class CustomCallItem(_CallItem):
     input: str
 
     def kept(self) -> Item:
-        """The stored form: with an id and a status."""
-        return self._kept(self.type, "ctc", input=self.input)
+        """The stored form."""
+        return self._kept_call(self.type, "ctc", input=self.input)
 
 
 class CallOutputItem(_InputItem):
@@ -129,18 +120,10 @@ class CallOutputItem(_InputItem):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
     output: Content
-    id: str | None = None
-    status: _Status | None = None
 
     def kept(self) -> Item:
-        """The stored form: with an id and a status, and the output as one text."""
-        return {
-            "type": self.type,
-            "id": self.id or new_id("fco"),
-            "call_id": self.call_id,
-            "output": "\n".join(_texts(self.output)),
-            "status": self.status or "completed",
-        }
+        """The stored form, with the output as one text."""
+        return self._kept(self.type, "fco", call_id=self.call_id, output="\n".join(_texts(self.output)))
 
 
 class ReasoningPart(Strict):
@@ -154,19 +137,12 @@ class ReasoningItem(_InputItem):
     """Reasoning of an earlier response."""
 
     type: Literal["reasoning"]
-    id: str | None = None
     content: list[ReasoningPart] | None = None
-    status: _Status | None = None
 
     def kept(self) -> Item:
-        """The stored form: with an id and a status."""
-        return {
-            "type": "reasoning",
-            "id": self.id or new_id("rs"),
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": part.text} for part in self.content or ()],
-            "status": self.status or "completed",
-        }
+        """The stored form."""
+        content = [{"type": "reasoning_text", "text": part.text} for part in self.content or ()]
+        return self._kept("reasoning", "rs", summary=[], content=content)
 
 
 class ItemReference(Strict):

@@ -53,12 +53,7 @@ class ResponseStore:
     """
 
     def __init__(
-        self,
-        *,
-        max_responses: int,
-        max_bytes: int,
-        seconds: float,
-        now: Callable[[], float] = time.monotonic,
+        self, *, max_responses: int, max_bytes: int, seconds: float, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes

@@ -19,7 +19,7 @@ from orca_jax.errors import EngineError, WorkerLost
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.service.orca import Orca
-from server.gateway.gateway import LOGGER, Phase, log_failure, log_loss, log_recovery
+from server.gateway.gateway import LOGGER, Phase, log_failure, log_loss
 from server.rpc import generation_pb2 as pb
 from server.rpc.generation_pb2_grpc import GenerationStub
 from tests.endpoint.harness import CONFIG, MODEL, Server, serving_model, until
@@ -332,12 +332,10 @@ def test_every_log_entry_is_a_single_line() -> None:
     with log() as lines:
         log_loss(WorkerLost(0, "no room\nfor\x1b[2J 7 é"), 1)
         log_loss(LOST, 0)
-        log_recovery(61.006)
         log_failure(EngineError("first\r\nsecond"))
     assert lines == [
         "stage 1 is lost: no room for [2J 7 é; 1 request runs again when the workers are up",
         "stage 2 is lost: its process died; no request has to run again",
-        "the workers are up again after 61.01 seconds",
         "the engine failed, and takes no more requests: first  second",
     ]
 
