@@ -15,7 +15,6 @@ from server.http.authentication import Authentication, OriginCheck
 from server.http.batches import batches as batch_routes
 from server.http.batches import files
 from server.http.batches.in_process import InProcess
-from server.http.batches.state import off_router
 from server.http.bodies import json_text
 from server.http.bodies.errors import handle_errors
 from server.http.connections.body_limit import BodyLimit, Upload
@@ -88,7 +87,7 @@ def create_app(
         _include(app, live.router)
     uploads = {}
     if batches is None:
-        _include(app, off_router())
+        _include(app, batch_routes.off_router())
     else:
         app.state.batches, app.state.fingerprint = batches, api_keys.fingerprint
         batches.read_members = json_text.members

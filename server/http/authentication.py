@@ -36,7 +36,7 @@ def identify(scope: Scope, path: str, *, api_keys: ApiKeys, admin_keys: ApiKeys)
     """The tenant of a request: its API key, or "" where no key is needed. Raises Unauthorized.
 
     The owner is the key, or else the client's address; the current task's work is charged to it from now on.
-    Both are stored in the scope's state (generation/state.py). Every entry over HTTP calls this first.
+    Both are stored in the scope's state (http/state.py). Every entry over HTTP calls this first.
     """
     client = scope.get("client")
     address = owner_at(client[0] if client else "")

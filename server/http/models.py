@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from server.gateway.served_model import ServedModel
 from server.http.bodies.errors import error_responses
-from server.http.generation.state import GatewayOf
+from server.http.state import GatewayOf
 
 router = APIRouter(prefix="/v1/models", tags=["models"], responses=error_responses(503))
 

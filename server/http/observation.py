@@ -44,7 +44,7 @@ _OPERATIONS = {  # the names of routes in spans
 
 
 class Observation:
-    """ASGI middleware. Routes find the request id and the facts to log in the scope (generation/state.py)."""
+    """ASGI middleware. Routes find the request id and the facts to log in the scope (http/state.py)."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 import orca_jax
 from server.gateway.gateway import Phase
 from server.http.bodies.errors import NOT_READY_SECONDS
-from server.http.generation.state import GatewayOf
+from server.http.state import GatewayOf
 
 router = APIRouter(tags=["status"])
 

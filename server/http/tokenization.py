@@ -14,7 +14,7 @@ from server.http.bodies.json_text import as_json
 from server.http.fields.conversation import ConversationFields, Messages
 from server.http.fields.strict import Strict
 from server.http.generation.prepared_reply import rendered
-from server.http.generation.state import GatewayOf
+from server.http.state import GatewayOf
 
 router = APIRouter(tags=["tokens"], route_class=JsonRoute, responses=error_responses(404, 503))
 

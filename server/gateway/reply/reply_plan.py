@@ -71,10 +71,11 @@ def plan_reply(
     if calls is not None and sampling.use_beam_search:
         raise NotSupported("tools and use_beam_search are both given; give one of them", param="tools")
     special = _special(model, calls, reasoning)
+    may_be_loose = not wish.must_call and any(not tool.strict for tool in wish.tools)
     forms = _Forms(special, calls, reasoning, thinking, sampling, wish)
     return ReplyPlan(
         form=forms.form([tool.schema for tool in wish.tools]),
-        loose_form=forms.form([tool.loose_schema for tool in wish.tools]) if _may_be_loose(wish) else None,
+        loose_form=forms.form([tool.loose_schema for tool in wish.tools]) if may_be_loose else None,
         read=_read(calls, reasoning, thinking),
         offered=frozenset() if calls is None else wish.names,
         has_reasoning=reasoning is not None,
@@ -119,10 +120,6 @@ def _special(
     markers += () if calls is None else calls.markers
     markers += () if reasoning is None else reasoning.markers
     return {marker: i for marker in markers if (i := tokenizer.special_id(marker)) is not None}
-
-
-def _may_be_loose(wish: ToolWish) -> bool:
-    return not wish.must_call and any(not tool.strict for tool in wish.tools)
 
 
 def _read(calls: ToolFormat | None, reasoning: ReasoningFormat | None, thinking: Thinking) -> Read:

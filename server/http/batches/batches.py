@@ -7,12 +7,12 @@ from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest
 from server.batches.batch import WINDOW
-from server.http.batches.state import After, BatchesOf, FingerprintOf, Limit
+from server.errors import BatchesOff
 from server.http.bodies.errors import error_responses
 from server.http.bodies.json_body import JsonRoute
-from server.http.bodies.lists import ListPage, listing, page
+from server.http.bodies.lists import After, Limit, ListPage, listing, page
 from server.http.fields.strict import NotBuilt, Strict
-from server.http.generation.state import OwnerOf
+from server.http.state import BatchesOf, FingerprintOf, OwnerOf
 
 _MAX_METADATA = 16
 
@@ -134,3 +134,16 @@ async def cancel_batch(batches: BatchesOf, tenant: FingerprintOf, batch_id: str)
     batch = batches.table.get(batch_id, tenant)
     await batches.cancel(batch)
     return BatchObject(**batch.shown())
+
+
+def off_router() -> APIRouter:
+    """The routes of a server without --batch-dir: each answers how to turn them on."""
+    router = APIRouter(include_in_schema=False)
+
+    async def off() -> None:
+        message = "this server keeps no files and runs no batches"
+        raise BatchesOff(f"{message}; orca serve --batch-dir FOLDER turns them on")
+
+    for path in ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}"):
+        router.add_api_route(path, off, methods=["GET", "POST", "DELETE"])
+    return router

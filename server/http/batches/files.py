@@ -13,9 +13,9 @@ from orca_jax.errors import InvalidRequest
 from server.batches.files import GrowingFile, StoredFile
 from server.batches.service import Batches
 from server.http.batches.multipart import read_form
-from server.http.batches.state import After, BatchesOf, FingerprintOf, Limit, Order
 from server.http.bodies.errors import error_responses
-from server.http.bodies.lists import ListPage, listing, page
+from server.http.bodies.lists import After, Limit, ListPage, Order, listing, page
+from server.http.state import BatchesOf, FingerprintOf
 
 UPLOAD_SECONDS = 600.0  # for a whole file to arrive
 _MOST_BYTES = 200 << 20  # of a file: OpenAI's limit for a batch's input

@@ -2,7 +2,8 @@
 
 import http
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import FastAPI, Request, Response
@@ -10,11 +11,10 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from orca_jax.errors import InvalidRequest, OrcaError, QueueFull, ServiceClosed
+from orca_jax.errors import InvalidRequest, OrcaError, QueueFull, ServiceClosed, shown
 from server.errors import NotReady, Unauthorized, UnknownModel, UnknownResponse
 from server.gateway.gateway import Gateway, retry_after_seconds
 from server.http.bodies.json_text import as_json
-from server.http.fields.validation import fault
 from server.statuses import meaning
 
 RESPONSES = "/v1/responses"
@@ -141,11 +141,6 @@ def trouble_of(error: OrcaError) -> Trouble:
     return Trouble(status, str(error), kind, param, code)
 
 
-def error_body(error: OrcaError) -> dict[str, Any]:
-    """The error in OpenAI's form."""
-    return openai_body(trouble_of(error))
-
-
 def error_response(error: OrcaError, *, path: str = "", retry_after: int | None = None) -> Response:
     """The error as an HTTP response to a request for `path`. `retry_after` is in whole seconds."""
     headers: dict[str, str] = {}
@@ -230,3 +225,59 @@ def _retry_after(error: OrcaError, gateway: Gateway) -> int | None:
 def _response(path: str, trouble: Trouble, headers: Mapping[str, str] | None = None) -> Response:
     text = json.dumps(body_at(path, trouble), ensure_ascii=False)
     return Response(text, trouble.status, headers=headers, media_type="application/json")
+
+
+_MOST_RULES = 4  # of a field with several possible types, in a message
+_PYDANTIC = "Input should be "
+_OBJECT_TYPES = ("dict_type", "model_type", "model_attributes_type")
+_FieldPath = tuple[str | int, ...]
+
+
+def fault(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str | None, str]:
+    """The dotted path of the field at fault, None for the body itself, and the error message.
+
+    `errors` are pydantic's, `body` is the request body. Only the first field at fault is reported. A field
+    with several possible types has an error for each, and the message lists them all.
+    """
+    first = errors[0]
+    path = _field_path(first, body)
+    param = ".".join(map(str, path)) or None
+    name = param or "the body"
+    if first["type"] == "missing":
+        return param, f"{name} is missing" + ("" if param else "; send a JSON object")
+    if first["type"] == "extra_forbidden":
+        return param, f"{name} is not known here; leave it out (GET /openapi.json shows what there is)"
+    at_fault: Any = body
+    for step in path:
+        at_fault = at_fault[step]
+    value = f"{name} is {shown(at_fault)}"
+    if not first["msg"].startswith(_PYDANTIC):  # the message is a complete sentence
+        return param, f"{value}; {first['msg'].removeprefix('Value error, ')}"
+    rules = dict.fromkeys(
+        _rule(error, below[len(path) :])
+        for error in errors
+        if (below := _field_path(error, body))[: len(path)] == path
+    )
+    return param, f"{value}; it should be {', or '.join(islice(rules, _MOST_RULES))}"
+
+
+def _field_path(error: Mapping[str, Any], body: object) -> _FieldPath:
+    """Where in the body the error is, without pydantic's own names for the alternatives of a union."""
+    steps = error["loc"][1:]  # after "body" or "query"
+    path: list[str | int] = []
+    value = body
+    for i, step in enumerate(steps):
+        last = i == len(steps) - 1
+        if (isinstance(value, dict) and step in value) or (
+            isinstance(value, list) and isinstance(step, int) and step < len(value)
+        ):
+            value = value[step]
+        elif not (last and error["type"] == "missing"):
+            continue
+        path.append(step)
+    return tuple(path)
+
+
+def _rule(error: Mapping[str, Any], below: _FieldPath) -> str:
+    rule = "a JSON object" if error["type"] in _OBJECT_TYPES else error["msg"].removeprefix(_PYDANTIC)
+    return rule if not below else f"at {'.'.join(map(str, below))} {rule}"

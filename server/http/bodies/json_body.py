@@ -25,7 +25,7 @@ class JsonRoute(APIRoute):
 
     The required header keeps web pages from making a visitor's browser send requests here (CSRF). Unknown
     and unbuilt fields are rejected, and the response's header `x-orca-ignored` names unused ones: the
-    request's `Unused` is in the scope's state (generation/state.py).
+    request's `Unused` is in the scope's state (http/state.py).
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -1,14 +1,19 @@
 """OpenAI's lists of files, batches and items, a page at a time."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+from fastapi import Query
 from pydantic import BaseModel
 
 from orca_jax.errors import InvalidRequest
 from server.http.bodies.json_text import as_json
 
 T = TypeVar("T")
+
+Limit = Annotated[int, Query(ge=1, le=10_000)]
+After = Annotated[str | None, Query(description="the last id of the previous page", max_length=256)]
+Order = Annotated[Literal["asc", "desc"], Query(description="by time of creation")]
 
 
 class ListPage(BaseModel):

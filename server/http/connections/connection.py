@@ -115,7 +115,8 @@ class Connection(HttpToolsProtocol):
         if len(self.headers) >= _MOST_FIELDS:
             self._refusal = (431, f"the request has more than {_MOST_FIELDS} headers; send fewer")
             raise _Stop
-        if len(name) == len(b"host") and name.lower() == b"host" and _has_host(self.headers):
+        is_host = len(name) == len(b"host") and name.lower() == b"host"
+        if is_host and any(earlier == b"host" for earlier, _ in self.headers):
             # RFC 9112, 3.2: whoever routed this request by one of them may have meant another server.
             self._refusal = (400, "the request has two Host headers; send one")
             raise _Stop
@@ -242,10 +243,6 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _has_host(headers: list[tuple[bytes, bytes]]) -> bool:
-    return any(name == b"host" for name, _ in headers)
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:

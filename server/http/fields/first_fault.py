@@ -27,14 +27,12 @@ def stop_at_first_faults(schema: Mapping[str, Any]) -> None:
     for part in found:
         if part["type"] in _LISTS:
             part["fail_fast"] = True
-            _pause_between_elements(part)
-        elif part["type"] == "dict" and _may_fail(part) and not any(part is each for each in done):
-            _read_in_pieces(part)
-
-
-def _may_fail(part: dict[str, Any]) -> bool:
-    """Whether a value of the map can be invalid. Its names are always valid: in JSON they all are strings."""
-    return part.get("values_schema", {"type": "any"})["type"] != "any"
+            if "items_schema" in part:
+                part["items_schema"] = _pausing(part["items_schema"])
+        elif part["type"] == "dict" and not any(part is each for each in done):
+            values = part.get("values_schema", {"type": "any"})  # names are valid: in JSON all are strings
+            if values["type"] != "any":
+                _read_in_pieces(part)
 
 
 def parts(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -51,11 +49,6 @@ def parts(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             todo += (value for key, value in part.items() if not (is_schema and key in _NOT_VALIDATION))
         elif isinstance(part, list | tuple):
             todo += part
-
-
-def _pause_between_elements(part: dict[str, Any]) -> None:
-    if "items_schema" in part:
-        part["items_schema"] = _pausing(part["items_schema"])
 
 
 def _pausing(schema: Any) -> Any:

@@ -20,7 +20,7 @@ from server.http.generation.answer import GENERATION_ERRORS, answer, check_numbe
 from server.http.generation.choices import Choices, OutputExtras
 from server.http.generation.chunks import CHAT_FORM
 from server.http.generation.prepared_reply import prepared
-from server.http.generation.state import CallOf
+from server.http.state import CallOf
 
 
 class ReasoningWish(Strict):

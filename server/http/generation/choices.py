@@ -22,7 +22,7 @@ from server.gateway.reply.reply_plan import ReplyPlan, ReplyReader
 from server.gateway.side_threads import run_for_response
 from server.http.fields.generation import CompletionTokensDetails, PromptTokensDetails, Usage
 from server.http.fields.logprobs import LogprobsWriter, PlacedToken, TokenNames, TokenPlaces, prompt_places
-from server.http.generation.state import ApiCall
+from server.http.state import ApiCall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

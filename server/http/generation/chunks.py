@@ -217,10 +217,6 @@ def _usage_end(usage: Usage) -> str:
     return f',"usage":{usage.model_dump_json(exclude_none=True)}}}\n\n'
 
 
-def _text_of(choice: CompleteChoice) -> dict[str, Any]:
-    return {"text": choice.text}
-
-
 def _message_of(choice: CompleteChoice) -> dict[str, Any]:
     """The reply in the form of AnswerMessage."""
     reply = whole_reply([Text(choice.text)] if choice.events is None else choice.events)
@@ -257,7 +253,7 @@ def deltas_of(events: Sequence[ReplyEvent]) -> list[dict[str, Any]]:
 
 TEXT_FORM = ReplyForm(
     object="text_completion",
-    content=_text_of,
+    content=lambda choice: {"text": choice.text},
     chunk_object="text_completion",
     first='"text":',
     before='"text":',

@@ -33,7 +33,7 @@ from server.http.generation.answer import (
 )
 from server.http.generation.choices import Choices, OutputExtras
 from server.http.generation.chunks import TEXT_FORM
-from server.http.generation.state import CallOf
+from server.http.state import CallOf
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

@@ -20,7 +20,7 @@ from server.http.fields.conversation import ChatMessage, ConversationFields
 from server.http.fields.generation import renamed_fields
 from server.http.fields.strict import Unused
 from server.http.generation.answer import check
-from server.http.generation.state import ApiCall
+from server.http.state import ApiCall
 
 
 def rendered(

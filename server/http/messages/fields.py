@@ -235,11 +235,8 @@ class PromptFields(Strict):
                 message = "thread.previous_message_id is unknown: no conversation is kept; send all messages"
                 raise UnknownThread(message)
             unused.note("thread", "the server keeps no conversations; send all messages each time")
-        check_left_out(self.tools, ServerTool, forced=self._must_call)
-
-    @property
-    def _must_call(self) -> bool:
-        return self.tool_choice is not None and self.tool_choice.type == "any"
+        forced = self.tool_choice is not None and self.tool_choice.type == "any"
+        check_left_out(self.tools, ServerTool, forced=forced)
 
     @property
     def client_names(self) -> dict[str, str]:

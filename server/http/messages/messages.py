@@ -16,10 +16,10 @@ from server.http.generation.answer import new_id
 from server.http.generation.choices import Choices
 from server.http.generation.event_writer import reply
 from server.http.generation.prepared_reply import prepared, prompt_of
-from server.http.generation.state import CallOf, GatewayOf, UnusedOf
 from server.http.messages.conversation import conversation_of
 from server.http.messages.fields import CountTokensRequest, MessageRequest
 from server.http.messages.writer import MessageWriter
+from server.http.state import CallOf, GatewayOf, UnusedOf
 
 router = APIRouter(route_class=JsonRoute, tags=["messages"])
 

@@ -16,8 +16,8 @@ from server.http.bodies.json_body import JsonRoute
 from server.http.bodies.json_text import as_json
 from server.http.fields.generation import Prompts, ranged, renamed_fields, singles
 from server.http.generation.answer import GENERATION_ERRORS, each, new_response_id
-from server.http.generation.state import CallOf
 from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
+from server.http.state import CallOf
 
 _CHARACTERS = {"float": 22, "base64": 6}  # that a number takes in a response, at most
 

@@ -11,7 +11,7 @@ from server.gateway.gateway import LiveRequest, Submission
 from server.http.fields.generation import SchedulingFields
 from server.http.fields.strict import NotBuilt
 from server.http.generation.choices import end_if_client_leaves
-from server.http.generation.state import ApiCall
+from server.http.state import ApiCall
 
 
 class RelevanceRequest(SchedulingFields):

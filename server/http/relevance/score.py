@@ -24,8 +24,8 @@ from server.http.bodies.json_text import as_json
 from server.http.fields.generation import ranged, renamed_fields
 from server.http.fields.strict import Strict
 from server.http.generation.answer import GENERATION_ERRORS, each, new_response_id
-from server.http.generation.state import ApiCall, CallOf
 from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
+from server.http.state import ApiCall, CallOf
 
 _PLAIN = "{text_1}{text_2}"
 _LINES = "{document}\n{query}"

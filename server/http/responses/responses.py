@@ -19,13 +19,13 @@ from server.http.generation.answer import GENERATION_ERRORS, new_id
 from server.http.generation.choices import Choices, OutputExtras
 from server.http.generation.event_writer import reply
 from server.http.generation.prepared_reply import prepared
-from server.http.generation.state import CallOf
 from server.http.responses.fields import ResponseRequest
 from server.http.responses.items import Item, ItemReference, kept_items, messages_of
 from server.http.responses.store import ResponseStore, StoredResponse
 from server.http.responses.stored import ResponseObject, StoreOf
 from server.http.responses.tools import FunctionTool
 from server.http.responses.writer import ResponseWriter
+from server.http.state import CallOf
 
 router = APIRouter(route_class=JsonRoute, tags=["responses"])
 

@@ -11,9 +11,9 @@ from server.http.bodies.errors import error_responses
 from server.http.bodies.json_text import parse
 from server.http.bodies.lists import ListPage, listing, page
 from server.http.fields.strict import NotBuilt, Unused, take_fields
-from server.http.generation.state import TenantOf
 from server.http.responses.items import Item
 from server.http.responses.store import ResponseStore
+from server.http.state import TenantOf
 
 
 class InputTokensDetails(BaseModel):

@@ -12,7 +12,7 @@ from orca_jax.errors import InvalidRequest, QueueFull
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from server.http import models
-from server.http.bodies.errors import error_body, error_response
+from server.http.bodies.errors import error_response, openai_body, trouble_of
 from server.settings.api_keys import ApiKeys
 from tests.endpoint.harness import Server, serving, until
 from tests.endpoint.http_client import JSON, connected, error_of, post_head, raw, status_line
@@ -125,7 +125,7 @@ def test_retry_after_is_a_header(seconds: int | None, header: str | None) -> Non
 
 def test_any_message_can_be_sent() -> None:
     error = InvalidRequest("half a pair: \ud800", param="\udfff")
-    assert error_body(error)["error"]["message"] == r"half a pair: \ud800"
+    assert openai_body(trouble_of(error))["error"]["message"] == r"half a pair: \ud800"
     body = json.loads(bytes(error_response(error).body))
     assert body == {
         "error": {

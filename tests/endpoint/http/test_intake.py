@@ -14,15 +14,15 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from orca_jax.errors import OrcaError
+from orca_jax.errors import OrcaError, shown
 from server.batches.service import Batches
 from server.gateway.gateway import Gateway
 from server.http.app import create_app
+from server.http.bodies.errors import fault
 from server.http.bodies.json_body import JsonRoute
 from server.http.bodies.json_text import MAX_NAMES_OF_ONE, parse
 from server.http.fields.first_fault import parts
 from server.http.fields.strict import Strict, Unused
-from server.http.fields.validation import fault, shown
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions

@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 from starlette.types import Receive
 
 from orca_jax.request.scheduling_params import SchedulingParams
+from server.batches.service import Batches
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
 from server.http.fields.strict import Unused
@@ -20,6 +21,14 @@ from server.settings.endpoint_options import EndpointOptions
 
 async def _gateway(request: Request) -> Gateway:
     return request.app.state.gateway
+
+
+async def _batches(request: Request) -> Batches:
+    return request.app.state.batches
+
+
+async def _fingerprint(request: Request) -> str:
+    return request.app.state.fingerprint(request.scope["state"]["tenant"])
 
 
 async def _owner(request: Request) -> str:
@@ -67,7 +76,9 @@ class ApiCall:
         return served
 
 
+BatchesOf = Annotated[Batches, Depends(_batches)]
 CallOf = Annotated[ApiCall, Depends(_call)]
+FingerprintOf = Annotated[str, Depends(_fingerprint)]  # of the API key, "" on a server without keys
 GatewayOf = Annotated[Gateway, Depends(_gateway)]
 OwnerOf = Annotated[str, Depends(_owner)]  # whose share of the queue the request uses
 TenantOf = Annotated[str, Depends(_tenant)]  # the API key, "" on a server without keys
