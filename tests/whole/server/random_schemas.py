@@ -1,4 +1,4 @@
-"""Random JSON schemas, small enough that a model which knows nothing of them comes to an end."""
+"""Random JSON schemas, small enough that a model that knows nothing of them completes its output."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ _VALUES: tuple[Any, ...] = (None, True, False, 0, -3, 17, "red", "green", "", "Ã
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
-    """One of them: all types, bounds, enumerations, alternatives, references, optional properties."""
+    """A random schema: all types, bounds, enumerations, alternatives, references, optional properties."""
     kinds = ["integer", "number", "string", "boolean", "null", "enum", "const", "pattern"]
     if depth:
         kinds += ["object", "object", "array", "tuple", "anyOf", "ref"]
@@ -68,7 +68,7 @@ def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
 
 
 def top_schema(rng: random.Random) -> dict[str, Any]:
-    """One whose references are to the whole document's `$defs`, which is where they are looked for."""
+    """A random schema whose references point to the `$defs` of the whole document."""
     while True:
         schema = random_schema(rng)
         if not _nested_definitions(schema, top=True):

@@ -22,7 +22,7 @@ def greedy(n: int) -> SamplingParams:
 
 
 def some(golden: GoldenEncoder, n: int) -> list[int]:
-    """The inputs with the most sure outputs."""
+    """The inputs for whose outputs the reference is surest."""
     return sorted(range(len(golden.inputs)), key=lambda i: -len(golden.sure(i)))[:n]
 
 

@@ -53,7 +53,7 @@ def planned(llm: LLM, form: str, sampling: SamplingParams, wish: ToolWish) -> Re
 
 
 def check_calls(llm: LLM, seeds: range) -> int:
-    """Generate a call for each; the number of those that came to an end before max_tokens."""
+    """Generate a call for each, and return how many were complete before max_tokens."""
     running: list[tuple[Any, ReplyPlan, OfferedTool]] = []
     prompt = llm.tokenizer.encode("In the beginning") if llm.tokenizer else []
     for seed in seeds:
@@ -90,7 +90,7 @@ def test_many_forced_calls_parse_and_keep_to_their_schemas(llm: LLM) -> None:
 
 
 def test_under_auto_a_call_that_begins_keeps_to_its_schema(llm: LLM) -> None:
-    """The model is made to begin one, and draws the rest."""
+    """The model is forced to begin a call, and samples the rest."""
     tool = OfferedTool(
         name="count",
         parameters={"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"]},

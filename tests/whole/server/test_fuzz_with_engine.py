@@ -78,7 +78,7 @@ POISON = {
 
 
 class CallsOfEngines(Calls):
-    """Sends each case to all of `servers`. A 503 may come, if it says why; no other status from 500 on."""
+    """Sends each case to all of `servers`. Of the statuses from 500 on, only 503 with a reason is allowed."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
         super().__init__(servers[0])
@@ -174,7 +174,7 @@ def directory(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def right(directory: Path) -> list[int]:
-    """What follows PROMPT, by the reference; each choice is a sure one."""
+    """The reference's continuation of PROMPT, in which each choice is clear."""
     checkpoint = load_checkpoint(directory, dtype=jnp.float32)
     with LLM(directory, dtype="float32", max_batch_size=4, n_slots=256) as llm:
         tokens = plain(llm)
@@ -192,7 +192,7 @@ def engine(directory: Path, **more: Any) -> Iterator[LLM]:
 
 @contextmanager
 def served(llm: LLM) -> Iterator[Server]:
-    """Leaving it waits until nothing is left in the pool, the gateway or on the loop."""
+    """Serve; on exit, wait until nothing is left in the pool, the gateway or on the loop."""
     with serving_model(
         llm.service,
         llm.config,

@@ -1,4 +1,4 @@
-"""A tenant sends what a fuzzer draws, over HTTP and gRPC, to the real engine; another one notices nothing."""
+"""A tenant sends fuzzed requests over HTTP and gRPC to the real engine; another tenant notices nothing."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def llm() -> Iterator[LLM]:
 
 @contextmanager
 def watched(llm: LLM, folder: Path) -> Iterator[tuple[Server, Watcher]]:
-    """A server of two tenants. Leaving it checks what the watcher saw, and that nothing is left."""
+    """A server with two tenants. On exit it checks what the watcher saw, and that nothing is left."""
     options = EndpointOptions(
         **{"port": 0, "grpc_port": 0, "access_log": "off", "max_choices": 8, "batch_dir": folder}
     )
@@ -163,7 +163,7 @@ def rpcs() -> list[Rpc]:
 
 @dataclass(frozen=True)
 class Call:
-    """One call: its messages as bytes, when it is left, and with what it comes."""
+    """One call: its messages as bytes, when the client leaves, and its metadata."""
 
     rpc: Rpc
     messages: list[bytes]
@@ -199,7 +199,7 @@ EXPECTED = {
 
 
 def outcome(channel: grpc.Channel, call: Call) -> str:
-    """The status of a call, after it was left where it is to be."""
+    """The status of a call, which the client leaves at the drawn moment."""
     begin: Any = channel.stream_stream(call.rpc.name)
     running = begin(iter(call.messages), metadata=call.metadata, timeout=call.seconds)
     try:
@@ -214,7 +214,7 @@ def outcome(channel: grpc.Channel, call: Call) -> str:
 
 
 def fuzz_grpc(server: Server, n: int, seed_of_draws: int) -> Counter[tuple[str, str]]:
-    """Make `n` drawn calls; how often each method ended with each status."""
+    """Make `n` drawn calls, and count how often each method ended with each status."""
     ended = Counter[tuple[str, str]]()
     with grpc.insecure_channel(server.grpc_address) as channel:
 
@@ -239,7 +239,7 @@ def test_calls_from_the_descriptors_touch_no_other_tenant(llm: LLM, tmp_path: Pa
 
 
 def check_use(ended: Counter[tuple[str, str]]) -> None:
-    """Whether calls came to each method, and of all outcomes."""
+    """Whether every method was called, with all outcomes."""
     assert {name for name, _ in ended} == {one.name.rpartition("/")[2] for one in rpcs()}
     codes = Counter[str]()
     for (_, code), n in ended.items():

@@ -1,4 +1,4 @@
-"""`orca serve` as a process: from its first line to its end, however that comes."""
+"""`orca serve` as a process, from its first line of output to every way in which it can end."""
 
 import json
 import os
@@ -156,7 +156,7 @@ def test_a_signal_lets_running_requests_finish_and_takes_no_new_ones(
 
 
 def _until_live(server: ServerProcess, n: int) -> None:
-    """Wait until the server has taken `n` requests in, by its own count."""
+    """Wait until the server counts `n` accepted requests."""
     deadline = time.monotonic() + SOON
     while time.monotonic() < deadline:
         text = httpx2.get(server.url + "/metrics", timeout=SOON).text
@@ -168,7 +168,7 @@ def _until_live(server: ServerProcess, n: int) -> None:
 
 
 def _refusal(server: ServerProcess, running: list[Future[tuple[str, str]]]) -> str | None:
-    """What a new request is told after the signal; None if the server was gone before it could be asked."""
+    """The answer to a new request after the signal; None if the server had already ended."""
     while not all(future.done() for future in running):
         try:
             with client(server) as one:
@@ -338,7 +338,7 @@ def test_tls_on_both_endpoints_and_keys_from_the_environment(options: tuple[str,
 
 
 def test_a_closed_terminal_does_not_end_it(options: tuple[str, ...]) -> None:
-    """stderr is a pipe whose reader leaves: what it has to say is lost, what it has to do is not."""
+    """stderr is a pipe whose reader leaves: log lines are lost, but the work goes on."""
     read, write = os.pipe()
     process = subprocess.Popen(
         [

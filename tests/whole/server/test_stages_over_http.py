@@ -31,7 +31,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def alone() -> list[tuple[list[int], GenerationResult]]:
-    """The prompts' token ids, and what one device continues them with."""
+    """The prompts' token ids, and one device's continuations."""
     tokenizer = Tokenizer.from_file(DEMO_MODEL / "tokenizer.json")
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     assert len({len(prompt) for prompt in prompts}) > 4

@@ -1,4 +1,4 @@
-"""Structured output with the demo model at temperature 1: what is complete parses and validates, always."""
+"""Structured output with the demo model at temperature 1: every complete output parses and validates."""
 
 import ast
 import json
@@ -49,7 +49,7 @@ def asked(seed: int, **fields: Any) -> SamplingParams:
 
 
 def is_arithmetic(text: str) -> bool:
-    """By Python's own parser: numbers and signs alone, and it can be computed."""
+    """Checked with Python's parser: only numbers and operators, and it can be evaluated."""
     if not re.fullmatch(r"[0-9+\-*()]+", text):
         return False
     ast.parse(text, mode="eval")
@@ -173,7 +173,7 @@ def test_a_grammar_goes_before_min_tokens_and_bad_words(llm: LLM) -> None:
 
 
 def test_a_grammar_changes_nothing_for_its_neighbours() -> None:
-    """To the bit: else the order of sums, which follows the number of requests, may change a draw."""
+    """With `deterministic`: otherwise the number of requests changes the order of sums, and perhaps a draw."""
     plain = [SamplingParams(max_tokens=30, temperature=0.8, seed=i) for i in range(8)]
     mixed = [
         params for i in range(8) for params in (plain[i], asked(i, guided_json_object=True, max_tokens=30))
@@ -212,7 +212,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.long
 def test_a_hostile_grammar_is_refused_or_ends_only_its_own_request(llm: LLM) -> None:
-    """Each within a bounded time, beside streams that get every token they would get alone."""
+    """Each ends within a bounded time, while streams get every token that they would get alone."""
     plain = [SamplingParams(max_tokens=400, temperature=0.9, seed=i, ignore_eos=True) for i in range(4)]
     alone = llm.generate(["And he said"] * 4, plain)
     ends: dict[str, str] = {}

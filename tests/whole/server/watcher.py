@@ -1,4 +1,4 @@
-"""A tenant that does the same again and again: what it sees beside others must be what it sees alone."""
+"""A tenant that repeats the same requests: with other tenants it must see the same as alone."""
 
 import json
 import re
@@ -127,6 +127,6 @@ class Watcher:
 
 
 def normal(seen: Any) -> str:
-    """Text or JSON without ids, times and what the prefix cache had."""
+    """Text or JSON without ids, times and counts of cached tokens."""
     text = seen if isinstance(seen, str) else json.dumps(seen)
     return _ID.sub("<id>", _PASSING.sub(r'"\1": 0', text))

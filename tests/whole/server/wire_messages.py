@@ -46,7 +46,7 @@ def of_length(data: bytes) -> bytes:
 
 
 def entry(number: int, wire_type: int, payload: bytes) -> bytes:
-    """A field as it stands in a message."""
+    """An encoded field of a message."""
     return varint(number << 3 | wire_type) + payload
 
 
