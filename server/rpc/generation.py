@@ -49,7 +49,6 @@ class Generation:
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])
 
     async def generate(self, data: bytes, context: Context) -> None:
-        """Continue a prompt."""
         async with self._calls.answered("Generate", context) as facts:
             deadline = Deadline(context)
             request = await run_for_request(len(data), partial(messages.parsed, pb.GenerateRequest, data))
@@ -86,7 +85,6 @@ class Generation:
                     _note_outcome(choices, facts)
 
     async def embed(self, data: bytes, context: Context) -> pb.EmbedResponse:
-        """Make a vector of each input."""
         async with self._calls.answered("Embed", context) as facts:
             request = await run_for_request(len(data), partial(messages.parsed, pb.EmbedRequest, data))
             model = self._gateway.model(request.model or None)
@@ -104,7 +102,6 @@ class Generation:
             return await run_for_response(n_numbers, partial(messages.embeddings, request, ended))
 
     async def cancel(self, data: bytes, context: Context) -> pb.CancelResponse:
-        """End a live request of the same API key, or without keys of the same connection."""
         async with self._calls.answered("Cancel", context) as facts:
             request = await run_for_request(len(data), partial(messages.parsed, pb.CancelRequest, data))
             facts["request_id"] = request.request_id
@@ -116,7 +113,6 @@ class Generation:
             return pb.CancelResponse(found=self._gateway.cancel(request.request_id, party=party))
 
     async def models(self, data: bytes, context: Context) -> pb.ModelsResponse:
-        """List the served model."""
         async with self._calls.answered("Models", context):
             await run_for_request(len(data), partial(messages.parsed, pb.ModelsRequest, data))
             return pb.ModelsResponse(models=[messages.model_card(self._gateway.model())])

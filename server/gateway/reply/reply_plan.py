@@ -186,7 +186,6 @@ class ReplyReader:
 
     @property
     def n_calls(self) -> int:
-        """Complete calls so far."""
         return self._parser.n_calls
 
     @property

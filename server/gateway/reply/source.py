@@ -79,7 +79,6 @@ class Source:
         return found
 
     def space(self) -> Reading:
-        """Consume white space."""
         yield from self._run(_SPACE, None)
 
     def word(self) -> Generator[None, None, str]:

@@ -274,7 +274,6 @@ class SamplingFields(SharedSamplingFields):
 
     @property
     def n_choices(self) -> int:
-        """Choices per prompt."""
         return self.n or 1
 
     @property

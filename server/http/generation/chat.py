@@ -68,16 +68,13 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
 
     @property
     def uses_tools(self) -> bool:
-        """Whether the prompt shows the tools."""
         return self.tool_choice != "none"
 
     def wish(self, tools: Sequence[dict[str, Any]]) -> ToolWish:
-        """Which of the `tools` may and must be called. Raises InvalidRequest."""
         return tool_wish(check_tools(tools), self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
     @property
     def effort(self) -> str | None:
-        """The requested reasoning effort, from `reasoning_effort` or `reasoning`."""
         if self.reasoning_effort is not None or self.reasoning is None:
             return self.reasoning_effort
         return "none" if self.reasoning.enabled is False else self.reasoning.effort
@@ -89,10 +86,6 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
         return names if self.reasoning_effort else {**names, "reasoning_effort": "reasoning.effort"}
 
     def sampling(self, defaults: GenerationDefaults, *, longest: int) -> SamplingParams:
-        """The sampling parameters, with the model's `defaults`, of a reply of up to `longest` tokens.
-
-        Raises a subclass of InvalidRequest.
-        """
         n_top = self.top_logprobs
         if n_top and not self.logprobs:
             message = f"top_logprobs is {n_top} without logprobs; set logprobs to true, or leave it out"

@@ -284,7 +284,6 @@ class Choices:
 
     @property
     def returns_token_ids(self) -> bool:
-        """Whether the client asks for token ids."""
         return self.extras is not None and self.extras.token_ids
 
     def prompt_ids(self, index: int) -> Sequence[int]:

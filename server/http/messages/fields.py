@@ -245,16 +245,13 @@ class PromptFields(Strict):
 
     @property
     def uses_tools(self) -> bool:
-        """Whether the prompt shows the tools."""
         return self.tool_choice is None or self.tool_choice.type != "none"
 
     @property
     def effort(self) -> str | None:
-        """The requested reasoning effort."""
         return None if self.output_config is None else self.output_config.effort
 
     def wish(self, tools: Sequence[dict[str, Any]]) -> ToolWish:
-        """Which of the `tools` may and must be called. Raises InvalidRequest."""
         given = self.tool_choice or ToolChoice(type="auto")
         choice: Any = {"any": "required"}.get(given.type, given.type)
         if given.type == "tool":
@@ -324,10 +321,6 @@ class MessageRequest(PromptFields, SharedSamplingFields, SchedulingFields):
             raise InvalidRequest(message, param="thinking.budget_tokens")
 
     def sampling(self, defaults: GenerationDefaults, *, longest: int) -> SamplingParams:
-        """The sampling parameters, with the model's `defaults`, of a reply of up to `longest` tokens.
-
-        Raises a subclass of InvalidRequest.
-        """
         given = self.given()
         if self.stop_sequences is not None:
             given["stop"] = self.stop_sequences

@@ -50,11 +50,9 @@ class MessageWriter:
 
     @property
     def content(self) -> list[_Block]:
-        """The complete blocks."""
         return self.whole["content"]
 
     def begin(self) -> list[Event]:
-        """The message without content."""
         return [Event({"type": "message_start", "message": {**self.whole, "content": []}})]
 
     def take(self, event: ReplyEvent, tokens: Sequence[PlacedToken]) -> list[Event]:
@@ -80,7 +78,6 @@ class MessageWriter:
                 return self._cut(text)
 
     async def end(self, end: ReplyEnd) -> list[Event]:
-        """The end of the last block and of the message."""
         events = self._close()
         reason, text = self._stop(end)
         usage = _usage(end.n_input, end.n_cached, end.n_output)
@@ -93,7 +90,6 @@ class MessageWriter:
         ]
 
     def fail(self, error: OrcaError) -> list[Event]:
-        """The error that ends the stream."""
         return [Event(anthropic_body(trouble_of(error)))]
 
     def _stop(self, end: ReplyEnd) -> tuple[str, str | None]:

@@ -202,16 +202,13 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
 
     @property
     def uses_tools(self) -> bool:
-        """Whether the prompt shows the tools."""
         return self.tool_choice != "none"
 
     @property
     def effort(self) -> str | None:
-        """The requested reasoning effort."""
         return None if self.reasoning is None else self.reasoning.effort
 
     def wish(self, tools: Sequence[dict[str, Any]]) -> ToolWish:
-        """Which of the `tools` may and must be called. Raises InvalidRequest."""
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
             choice = ToolChoice(type="function", function=NamedFunction(name=choice.joined))
@@ -237,10 +234,6 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
         self._check_metadata(self.metadata or {})
 
     def sampling(self, defaults: GenerationDefaults, *, longest: int) -> SamplingParams:
-        """The sampling parameters, with the model's `defaults`, of a reply of up to `longest` tokens.
-
-        Raises a subclass of InvalidRequest.
-        """
         given = self.given()
         if self.format is not None:
             given |= self.format.guided()

@@ -56,15 +56,12 @@ class ResponseWriter:
 
     @property
     def output(self) -> list[Item]:
-        """The complete items."""
         return self.whole["output"]
 
     def begin(self) -> list[Event]:
-        """The response without output."""
         return [self._lifecycle("created"), self._lifecycle("in_progress")]
 
     def take(self, event: ReplyEvent, tokens: Sequence[PlacedToken]) -> list[Event]:
-        """The events for more of the reply."""
         match event:
             case Text(text):
                 return self._message(text, tokens)
@@ -102,7 +99,6 @@ class ResponseWriter:
         return [*events, self._lifecycle(status)]
 
     def fail(self, error: OrcaError) -> list[Event]:
-        """The response so far, with the error."""
         events = self._close("incomplete")
         self.whole["status"] = "failed"
         self.whole["error"] = {"code": "server_error", "message": str(error)}
