@@ -125,8 +125,8 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Make a vector of each input from the model's final hidden states, as POST /v1/embeddings does. It runs beside
-        all other requests, and ends if the client cancels the call or disconnects, or if the deadline passes.
+        """Make a vector of each input from the model's final hidden states, as POST /v1/embeddings does. It runs together
+        with all other requests, and ends if the client cancels the call or disconnects, or if the deadline passes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
