@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import ORCA, SchedulingConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.iteration.flat_batch import BatchSizes, batch_sizes
 from orca_jax.iteration.message import ControlMessage, MakeWords
@@ -35,7 +35,6 @@ from orca_jax.scheduling.prefix_lookup import hash_prompt
 from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
-from orca_jax.scheduling_config import ORCA, SchedulingConfig
 
 AIM_US = 500.0  # at 256 rows
 # Rows, waiting requests, and the blocks in the prefix cache; None: Algorithm 1.

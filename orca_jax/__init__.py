@@ -18,6 +18,7 @@ The path of a request:
 8. Back to 3 for the next iteration. scheduling/timeline.py records the time of each event.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from orca_jax.request.sampling_params import SamplingParams
@@ -46,38 +47,20 @@ __all__ = [
 ]
 
 
+# Where these names are. They import JAX, which is slow, so importing the package must not import them.
+_LAZY = {
+    "LLM": "orca_jax.llm",
+    "FunctionModel": "orca_jax.user_model.functions",
+    "compile_engine": "orca_jax.launch.precompile",
+    "compile_model": "orca_jax.launch.precompile",
+    "convert_checkpoint": "orca_jax.checkpoint.convert",
+    "find_config": "orca_jax.model_files.found_model",
+    "replay": "orca_jax.launch.replay_recording",
+    "run_worker": "orca_jax.launch.worker_process",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Lazy imports: these names import JAX, which is slow, so importing the package must not."""
-    if name == "LLM":
-        from orca_jax.llm import LLM
-
-        return LLM
-    if name == "FunctionModel":
-        from orca_jax.user_model.functions import FunctionModel
-
-        return FunctionModel
-    if name == "compile_engine":
-        from orca_jax.launch.precompile import compile_engine
-
-        return compile_engine
-    if name == "compile_model":
-        from orca_jax.launch.precompile import compile_model
-
-        return compile_model
-    if name == "convert_checkpoint":
-        from orca_jax.checkpoint.convert import convert_checkpoint
-
-        return convert_checkpoint
-    if name == "find_config":
-        from orca_jax.model_files.found_model import find_config
-
-        return find_config
-    if name == "replay":
-        from orca_jax.launch.replay_recording import replay
-
-        return replay
-    if name == "run_worker":
-        from orca_jax.launch.worker_process import run_worker
-
-        return run_worker
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

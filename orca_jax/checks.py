@@ -1,8 +1,11 @@
 """Checks of configuration values: each raises a ConfigError that says what is allowed."""
 
 import math
+import os
+import pkgutil
 import re
-from typing import NamedTuple
+import sys
+from typing import Any, NamedTuple
 
 from orca_jax.errors import ConfigError
 
@@ -33,6 +36,19 @@ def check_place(name: str, value: object) -> None:
         raise ConfigError(f"{name} is {value!r}; it must have the form package.file:name")
 
 
+def named_object(option: str, place: str) -> Any:
+    """Import the object "package.file:name", also from a file in the working directory.
+
+    `option` is where the user names it. Raises ConfigError.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return pkgutil.resolve_name(place)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{option} is {place!r}, which cannot be imported: {error}") from error
+
+
 def check_whole(name: str, value: object, low: int, high: int) -> None:
     """Raises ConfigError unless `value` is a whole number from `low` to `high`."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -47,14 +63,3 @@ class Whole(NamedTuple):
 
     def __call__(self, name: str, value: object) -> None:
         check_whole(name, value, self.low, self.high)
-
-
-class Bounds(NamedTuple):
-    """The check that a number is from `low` to `high`."""
-
-    low: int
-    high: int
-
-    def __call__(self, name: str, value: int) -> None:
-        if not self.low <= value <= self.high:
-            raise ConfigError(f"{name} is {value}; it must be from {self.low} to {self.high}")

@@ -5,10 +5,9 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, fields, is_dataclass,
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from orca_jax.checks import Whole, check_fraction, check_seconds, check_whole
+from orca_jax.checks import Whole, check_fraction, check_place, check_seconds, check_whole
 from orca_jax.errors import ConfigError
-from orca_jax.options import Also, Hidden, In, Named, Options, Served
-from orca_jax.scheduling_config import ORCA, SchedulingConfig, SchedulingOptions
+from orca_jax.options import Also, Hidden, In, Named, Options, Or, Served
 
 Dtype = Literal["float32", "bfloat16", "float16"]  # of weights, keys and values
 LoadFormat = Literal["auto", "dummy", "packed"]
@@ -22,6 +21,94 @@ Attention = Literal["kernel", "cudnn", "native", "static", "follow_lengths", "in
 ExpertExchange = Literal["auto", "gather", "exchange"]
 OnCompile = Literal["warn", "error"]
 COMPILE_CACHE = "~/.cache/orca_jax/compiled"  # the default folder for compiled programs
+# default: with the extensions that the other fields turn on. Others are the names of users' classes.
+PolicyName = Literal["default", "orca"]
+# full: slots for the longest possible output, as in Algorithm 1. on-demand: block by block.
+Reservation = Literal["full", "on-demand"]
+# How waiting requests are ordered.
+QueueOrder = Literal["fcfs", "priority", "fair", "longest-prefix"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)  # only a base: quicker to make
+class SchedulingOptions(Options):
+    """The scheduler's options (docs/scheduling.md). None: on, except where another option excludes it."""
+
+    policy: Annotated[
+        PolicyName | str,
+        "which requests run next; orca: Algorithm 1 of the paper and nothing else, which excludes the other "
+        "scheduling flags; package.file:Class: a policy of your own (docs/scheduling.md)",
+        *(Or("package.file:Class"), check_place),
+    ] = "default"
+    chunked_prefill: Annotated[
+        bool | None,
+        "split long prompts over iterations, so that they do not delay others (default: on)",
+    ] = None
+    prefill_tokens: Annotated[
+        int | None,
+        "maximum number of prompt tokens in an iteration that delays others (default: from the device)",
+        Whole(1, 1 << 20),
+    ] = None
+    prefix_caching: Annotated[
+        bool | None, "reuse the keys and values of equal prompt beginnings (default: on)"
+    ] = None
+    reservation: Annotated[
+        Reservation | None,
+        "full: keep room in the KV cache for the longest possible output; on-demand: block by block, and "
+        "preempt the latest request if none is left (default: on-demand)",
+    ] = None
+    scheduling_policy: Annotated[
+        QueueOrder,
+        "order of waiting requests; fcfs: by arrival; priority: by `priority`, lower first; fair: equal "
+        "shares of tokens for each API key; longest-prefix: among the first 16, the longest cached prefix "
+        "first",
+    ] = "fcfs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingConfig(SchedulingOptions):
+    """The scheduler's resolved options.
+
+    With the scheduling policy "priority", one level of priority counts as much as `aging_seconds` of waiting.
+    """
+
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    reservation: Reservation = "on-demand"
+    aging_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_seconds("aging_seconds", self.aging_seconds)
+        if self.policy == "orca":
+            self._refuse("policy 'orca' is Algorithm 1 and nothing else", order=True)
+        if self.scheduling_policy == "longest-prefix" and not self.prefix_caching:
+            message = "scheduling_policy 'longest-prefix' orders requests by the prefix cache"
+            raise ConfigError(f"{message}; leave it out, or prefix_caching=False")
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether requests grow block by block."""
+        return self.reservation == "on-demand"
+
+    def check_deterministic(self) -> None:
+        """Raises ConfigError for what makes an output's bits depend on other requests."""
+        self._refuse("deterministic computes each prompt whole and once", order=False)
+
+    def _refuse(self, why: str, *, order: bool) -> None:
+        asked = {
+            "chunked_prefill": self.chunked_prefill,
+            "prefill_tokens": self.prefill_tokens is not None,
+            "prefix_caching": self.prefix_caching,
+            "reservation 'on-demand'": self.on_demand,
+            f"scheduling_policy {self.scheduling_policy!r}": order and self.scheduling_policy != "fcfs",
+        }
+        refused = [name for name, is_asked in asked.items() if is_asked]
+        if refused:
+            raise ConfigError(f"{why}, so it excludes {', '.join(refused)}; leave one of the two out")
+
+
+# Algorithm 1 and nothing else.
+ORCA = SchedulingConfig(policy="orca", chunked_prefill=False, prefix_caching=False, reservation="full")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)  # only a base: quicker to make
@@ -52,7 +139,7 @@ class ServingOptions(Options):
     ] = 1 << 20
     max_queue_bytes: Annotated[
         int,
-        "maximum bytes of waiting requests, estimated",
+        "maximum memory of waiting requests in bytes, estimated",
         "limits",
         *(Whole(1 << 20, 1 << 50), Served(1 << 30), In("serve")),
     ] = 1 << 50
@@ -62,7 +149,9 @@ class ServingOptions(Options):
         "limits",
         *(check_fraction, Served(0.5), In("serve")),
     ] = 1.0
-    deterministic: Annotated[bool, "make outputs bit for bit independent of other requests; slower"] = False
+    deterministic: Annotated[bool, "make each output bit for bit independent of other requests; slower"] = (
+        False
+    )
     overlap: Annotated[
         bool,
         "prepare and issue an iteration while the previous one runs; without it the scheduler is exactly "
@@ -70,16 +159,17 @@ class ServingOptions(Options):
     ] = True
     command_buffer_collectives: Annotated[
         bool,
-        "record a split layer's collectives into CUDA graphs too: fewer launches, but hangs were reported",
+        "with tensor parallelism, record collectives into CUDA graphs too: fewer launches, but hangs were "
+        "reported",
         Also("worker"),
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig(ServingOptions):
-    """The sizes of an engine, none of them open.
+    """The resolved sizes of an engine.
 
-    `coarse_buckets` pads iterations to fewer sizes, for GPUs (orca_jax/iteration/shape.py). `scheduling` is
+    `coarse_buckets` pads iterations to fewer sizes, for GPUs (orca_jax/iteration/shape.py). `scheduling` says
     what the scheduler does beyond Algorithm 1.
     """
 
@@ -109,7 +199,7 @@ class ServingConfig(ServingOptions):
         return cls(**sizes, scheduling=SchedulingConfig(**scheduling))
 
     def recorded(self) -> dict[str, Any]:
-        """As `dataclasses.asdict`, with the names of recordings, where `scheduling_policy` is `order`."""
+        """The fields as `dataclasses.asdict` gives them, but `scheduling_policy` is called `order`."""
         values = asdict(self)
         scheduling: dict[str, Any] = values["scheduling"]
         values["scheduling"] = {
@@ -145,7 +235,7 @@ class Sizes(SchedulingOptions, ServingOptions):
 
     @property
     def scheduling(self) -> SchedulingConfig:
-        """What the scheduler does beyond Algorithm 1. Raises ConfigError."""
+        """The scheduler's resolved options. Raises ConfigError."""
         defaults = ORCA if self.policy == "orca" or self.deterministic else SchedulingConfig()
         asked = {each.name: getattr(self, each.name) for each in fields(SchedulingOptions)}
         return replace(defaults, **{name: value for name, value in asked.items() if value is not None})
@@ -174,8 +264,9 @@ class ParallelConfig(Options):
     ] = 1
     expert_exchange: Annotated[
         ExpertExchange,
-        "how a layer's devices give tokens to experts that are whole on one of them; gather: all have all "
-        "tokens; auto: whichever is faster by the cost model",
+        "how tokens reach experts that are on one device of their layer; gather: every device gets all "
+        "tokens; exchange: each device sends tokens to the devices of their experts; auto: whichever is "
+        "faster by the cost model",
         Also("worker", "plan"),
     ] = "auto"
     workers: Annotated[
@@ -215,12 +306,10 @@ class ParallelConfig(Options):
 
     @property
     def n_devices(self) -> int:
-        """The number of devices of all stages."""
         return self.pipeline_parallel * self.tensor_parallel
 
     @property
     def in_this_process(self) -> bool:
-        """Whether all stages run in this process."""
         return self.workers is None and not self.worker_processes
 
 
@@ -236,7 +325,7 @@ class RestartBound(Options):
     ] = 5
     seconds: Annotated[
         float,
-        "seconds over which --max-restarts counts",
+        "seconds within which --max-restarts counts lost workers",
         "workers",
         *(Named("restart_window"), check_seconds, In("serve")),
     ] = 600.0
@@ -288,20 +377,21 @@ class Compiling(Options):
 
     compile_ahead: Annotated[
         bool,
-        "compile every program before the engine is ready; otherwise each on first use, while its request "
-        "waits. Workers in processes of their own always do",
+        "compile every program before the engine is ready, otherwise each on first use, while its request "
+        "waits; worker processes always compile ahead",
         *(Served(True), In("serve")),
     ] = False
     ready_early: Annotated[
         bool,
-        "on a CPU: be ready when programs that every batch fits in are compiled; the rest, which save "
-        "padding, are compiled while serving. A deterministic engine and one with an encoder wait for all",
+        "on a CPU: be ready once the programs of a few sizes are compiled, which every batch fits in; the "
+        "others, which save padding, are compiled while serving. A deterministic engine and one with an "
+        "encoder wait for all",
         *(Served(True), In("serve")),
     ] = False
     on_compile: Annotated[
         OnCompile,
-        "if a program is missing once the engine is ready: warn and compile it while requests wait, or fail "
-        "with an error",
+        "what happens if a program is missing once the engine is ready; warn: it is compiled while requests "
+        "wait; error: the engine fails",
         In("serve", "worker"),
     ] = "warn"
     compile_cache: Annotated[
@@ -339,19 +429,19 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
     ] = None
     tokenizer: Annotated[
         str | Path | None,
-        "a tokenizer.json, or a directory with one and perhaps a chat template, for a model without its own, "
-        "or in its place (default: the model's)",
+        "a tokenizer.json, or a directory with one and perhaps a chat template, to use instead of the "
+        "model's (default: the model's)",
         In("serve", "generate", "chat"),
     ] = None
     generation_config: Annotated[
         str | Path,
-        "where generation_config.json is read for defaults of requests and for end-of-sequence tokens; auto: "
-        "the model's directory, none: nowhere, else a directory",
+        "directory of the generation_config.json with defaults for requests and end-of-sequence tokens; "
+        "auto: the model's directory; none: do not read one",
         In("serve", "generate", "chat"),
     ] = "auto"
     seed: Annotated[
         int | None,
-        "seed of dummy weights, there 0 if not given, and of requests without their own (default: random)",
+        "seed of requests that set none and of dummy weights, which otherwise have 0 (default: random)",
         In("serve", "worker"),
     ] = None
     attention: Annotated[
@@ -374,7 +464,7 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
     ] = None
     record_bytes: Annotated[
         int,
-        "maximum size of that file; the recording then stops",
+        "maximum size of the file of --record in bytes; the recording then stops",
         "logging",
         *(Whole(1 << 16, 1 << 50), In("serve")),
     ] = 1 << 30
@@ -394,14 +484,12 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             )
 
     def _refuse_worker_options(self) -> None:
-        for name, default in (
-            ("attention", None),
-            ("memory_fraction", None),
-            ("on_compile", "warn"),
-            ("command_buffer_collectives", False),
-            ("expert_exchange", "auto"),
-        ):
-            if getattr(self, name) != default:
+        set_per_worker = {
+            *("attention", "memory_fraction", "on_compile", "command_buffer_collectives", "expert_exchange"),
+        }
+        for each in fields(self):
+            name = each.name
+            if name in set_per_worker and getattr(self, name) != each.default:
                 raise ConfigError(f"{name} is set per worker; pass it to `orca worker`, not here")
 
     @classmethod

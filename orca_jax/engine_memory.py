@@ -1,4 +1,4 @@
-"""What an engine offers besides iterations: its weights and caches, which can be replaced or given back."""
+"""The interface to an engine's weights and caches, which can be replaced or given back between iterations."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -9,8 +9,8 @@ from orca_jax.config import Layout
 class EngineMemory(Protocol):
     """An engine's weights and caches, which can be replaced or given back while no iteration is in flight.
 
-    Only `prepare` may be called on any thread; the others, and what it returns, run between iterations. An
-    error of theirs that is an OrcaError but no EngineError leaves everything as it was.
+    Only `prepare` may be called on any thread; the other methods, and the function that `prepare` returns,
+    run between iterations. If one of them raises an OrcaError other than EngineError, nothing has changed.
     """
 
     def prepare(

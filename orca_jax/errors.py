@@ -4,9 +4,16 @@ A message says what was given, what is allowed, and what to do. `InvalidRequest.
 fault, for the endpoint's own error format.
 """
 
+import difflib
+import re
+import shlex
+from collections.abc import Iterable
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, requires
 
 _MOST_SHOWN = 100  # characters of a value in a message
+LIKELY = 0.75  # the share of common letters at which one name is probably a misspelling of the other
+_EXTRA = re.compile(r"""\bextra\s*==\s*["']([\w-]+)["']""")
 
 
 class OrcaError(Exception):
@@ -186,3 +193,26 @@ def shown(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value[: _MOST_SHOWN + 1] if isinstance(value, str) else value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def closest(name: str, known: Iterable[str], *, at_least: float = 0.6) -> str | None:
+    """The known name closest to `name`, whatever its case; None if none shares that much with it."""
+    by_lower = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=at_least)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """The end of an error message: the known name closest to `name`, compared without their `prefix`."""
+    found = closest(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known])
+    return f"; did you mean {prefix}{found}?" if found else ""
+
+
+def install_line(extra: str) -> str:
+    """A pip command for the packages of an extra; it does not name this package, which no index has."""
+    try:
+        listed = [each.partition(";") for each in requires("orca_jax") or ()]
+    except PackageNotFoundError:  # run from its files, without being installed
+        listed = []
+    needed = [shlex.quote(name.strip()) for name, _, marker in listed if extra in _EXTRA.findall(marker)]
+    return f"pip install {' '.join(needed)}" if needed else f"pip install -e '.[{extra}]' -c constraints.txt"

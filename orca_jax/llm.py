@@ -1,11 +1,21 @@
 # pyright: standard
-"""The offline API."""
+"""`LLM`: an engine in a Python program, for prompts at hand, without a server.
+
+An LLM is a service (service/orca.py) with a model's files on one side and Python values on the other. Its
+constructor finds the model and its tokenizer, starts an engine (launch/start_engine.py) and gives both to the
+service, whose thread runs Algorithm 1. Every method turns its arguments into requests and adds them to the
+same pool, so `generate`, `stream`, `chat`, `score` and `embed`, called from any number of threads, share the
+iterations of one engine (ORCA 3.1): a prompt never waits for another one's batch to end. All checks happen
+before a request is added; what an added request can still raise is EngineError.
+
+`update_weights`, `sleep` and `pause` act between two iterations, never during one (service/interludes.py).
+"""
 
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -13,11 +23,11 @@ from typing import Any, Self
 import numpy as np
 
 from orca_jax.config import EngineConfig, Layout
-from orca_jax.engine.owned_pipeline import StartWorkers
+from orca_jax.engine.remote_pipeline import StartWorkers
 from orca_jax.errors import EngineError, InvalidRequest, ServiceClosed
 from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
 from orca_jax.launch.replay_recording import recording_header
-from orca_jax.launch.start_engine import start_engine
+from orca_jax.launch.start_engine import Start, start_engine
 from orca_jax.options import takes
 from orca_jax.request.beam_search import EarlyStopping
 from orca_jax.request.chat.chat_prompts import ChatPrompts
@@ -50,22 +60,6 @@ Message = Mapping[str, Any]
 _LOGGER = logging.getLogger("orca_jax.model")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start(EngineConfig):
-    """An engine's options, and who hears of its start.
-
-    `on_load(done, total)` receives the bytes read of a checkpoint's files, `on_program(done, total, name)`
-    each program that is compiled ahead, and `on_event(line)` a line for each event of a worker process and
-    each worker that is waited for (docs/workers.md). `start_workers` starts worker processes elsewhere than
-    on this machine.
-    """
-
-    on_load: Callable[[int, int], None] | None = None
-    on_program: Callable[[int, int, str], object] | None = None
-    on_event: Callable[[str], None] | None = None
-    start_workers: StartWorkers | None = None
-
-
 class LLM:
     """A loaded model that continues prompts; a context manager. All methods are thread-safe.
 
@@ -94,14 +88,7 @@ class LLM:
         self.generation_defaults = found.generation
         recorder = None if config.record is None else Recorder(config.record, max_bytes=config.record_bytes)
         self._compiles = CompileCounter()
-        built = start_engine(
-            found,
-            config,
-            on_load=start.on_load,
-            on_program=start.on_program,
-            on_event=start.on_event,
-            start_workers=start.start_workers,
-        )
+        built = start_engine(found, start)
         if recorder is not None:
             recorder.begin(recording_header(config, built))
         self.config = built.model
@@ -160,7 +147,7 @@ class LLM:
 
     @property
     def compiles(self) -> CompileCounts:
-        """What JAX has compiled in this process since this LLM was constructed, including for other users."""
+        """Counts of JAX's compilations in this process, by whatever code, since this LLM was constructed."""
         return self._compiles.counts()
 
     def generate(
@@ -343,13 +330,13 @@ class LLM:
     ) -> list[list[float]]:
         """The log-probabilities of each list's tokens after the first, given those before them.
 
-        They are the model's own, as those of `generate`: before temperature and everything else. Requests for
-        them run in the same batches as all others.
+        As in `generate`, they are the model's own, before temperature and all other parameters. The requests
+        run in the same batches as all others.
 
-        `n_prompt` says how many of each list's first tokens are the prompt, by default all. It makes a
-        difference to a deterministic engine, which computes prompts and outputs in different shapes: the
-        log-probabilities are then bit for bit those that `generate` gives for this prompt (`prompt_logprobs`)
-        and this output (`logprobs`). For `priority` see SchedulingParams.
+        `n_prompt` is the number of tokens of each list that are its prompt, by default all. It matters to a
+        deterministic engine, which computes prompts and outputs in different shapes: with it the
+        log-probabilities equal, bit for bit, the `prompt_logprobs` and `logprobs` of a `generate` with this
+        prompt and output. For `priority` see SchedulingParams.
 
         Checks everything before running anything; raises a subclass of InvalidRequest that names the list.
         Raises EngineError if the engine fails, and ServiceClosed after `close`.
@@ -369,10 +356,10 @@ class LLM:
     ) -> list[Vector]:
         """A vector for each prompt (one or a list, as in `generate`), from its final hidden states.
 
-        These are what the model's head reads, after the final norm; of a model of one's own, what its last
-        layer leaves. `pooling` "last" takes the last token's, "mean" the mean over all tokens. A vector is
-        cut to its first `dimensions` numbers, by default all, and then has length 1 unless `normalize` is
-        False. Requests for them run in the same batches as all others.
+        Final hidden states are the inputs of the model's head, after the final norm; for a model of your own,
+        the outputs of its last layer. `pooling` "last" takes the last token's state, "mean" the mean over all
+        tokens. A vector is cut to its first `dimensions` numbers, by default all, and then scaled to length 1
+        unless `normalize` is False. The requests run in the same batches as all others.
 
         Checks everything before running anything; raises a subclass of InvalidRequest that names the prompt.
         Raises EngineError if the engine fails, and ServiceClosed after `close`.
@@ -392,13 +379,13 @@ class LLM:
 
     @property
     def controls(self) -> EngineControls:
-        """The engine as its operator or trainer controls it. Raises ServiceClosed after `close`.
+        """The controls of an operator or trainer. Raises ServiceClosed after `close`.
 
-        `update_weights`, `sleep` and `pause` have an argument `running`, which says what becomes of requests
-        that have begun: they finish first ("finish"), within `timeout` seconds, while others wait; or end as
-        cancelled ("abort"); or stop between two iterations and go on afterwards ("continue").
-        RequestsStillRunning says that they did not finish; nothing has changed then. Each of these methods
-        also raises ServiceClosed, and EngineError if the engine has failed.
+        The argument `running` of `update_weights`, `sleep` and `pause` says what happens to requests that
+        have begun: they finish first, within `timeout` seconds, while others wait ("finish"); they end as
+        cancelled ("abort"); or they stop between two iterations and continue afterwards ("continue").
+        RequestsStillRunning means that they did not finish in time; nothing has changed then. Each of these
+        methods also raises ServiceClosed, and EngineError if the engine has failed.
         """
         assert self.service
         return self._controls
@@ -422,11 +409,11 @@ class LLM:
         """Replace the weights between two iterations, without a compile; return their version.
 
         `weights` is a dict of arrays by the names of `families.parameters`, an nnx.State or nnx.Module with
-        such paths, or the directory of a checkpoint of the same model. Names and forms may also be those of
-        MaxText, Tunix or Gemma's own code: arrays of another `layout` than the given one are refused; without
-        it their names say whose they are. Arrays are copied; `cast` allows other floating dtypes. Names that
-        end in .lora_a and .lora_b are adapters, which are merged times `lora_scale` (docs/training.md).
-        `version`, by default one more than before, must be later than that.
+        such paths, or the directory of a checkpoint of the same model. Arrays may also have the names and
+        shapes of MaxText, Tunix or Gemma's own code: that of `layout`, or by default the one that the names
+        show. Arrays are copied; `cast` allows other floating dtypes. Names that end in .lora_a and .lora_b
+        are adapters, which are multiplied with `lora_scale` and merged (docs/training.md). `version` must be
+        above the present one, and is one more by default.
 
         Requests that "continue" keep their tokens; all keys and values are computed again, so each further
         token depends on the new weights alone.
@@ -492,7 +479,7 @@ def _close_both(close_engine: Callable[[], None], compiles: CompileCounter) -> N
 
 
 def _close_quietly(service: Orca, close_engine: Callable[[], None]) -> None:
-    """For an LLM that was dropped, or at exit: an engine's failure has no receiver."""
+    """Close an LLM that was dropped, or at exit, when nobody can receive an engine's failure."""
     try:
         service.close(timeout=10.0)
     except EngineError:

@@ -2,10 +2,10 @@
 
     max_queue: Annotated[int, "maximum number of waiting requests", "limits", Whole(1, 1 << 30)] = 1024
 
-After its type a field's annotation has its help, then its group in `--help` if it is not its dataclass's
-usual one, then in any order what is special about it: a check, and the classes below. Made from the
-declarations are the signature of `LLM`, the flags, the `ORCA_*` variables and the keys of the `--config` file
-(server/settings), Ray's settings, and the reference page Options (scripts/site/options.py).
+After the type a field's annotation has the help, then the group in `--help` if it is not the dataclass's
+usual one, then in any order checks and the classes below. The signature of `LLM`, the flags, the `ORCA_*`
+variables and the keys of the `--config` file (server/settings), Ray's settings, and the reference page
+Options (scripts/site/options.py) are all made from these declarations.
 """
 
 import inspect
@@ -30,8 +30,7 @@ from typing import (
     get_type_hints,
 )
 
-from orca_jax.errors import ConfigError
-from orca_jax.suggestions import did_you_mean
+from orca_jax.errors import ConfigError, did_you_mean
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -40,19 +39,19 @@ Check = Callable[[str, Any], None]
 
 
 class Served(NamedTuple):
-    """The default of `orca serve` and of Ray, where it differs from that of `LLM`."""
+    """The default of `orca serve` and Ray, if it differs from the default of `LLM`."""
 
     default: Any
 
 
 class Named(NamedTuple):
-    """The option's name, where it differs from its field's."""
+    """The option's name, if it differs from the field's name."""
 
     name: str
 
 
 class Or(NamedTuple):
-    """The form of other values than the choices. The option's type is a union of the choices and str."""
+    """The form of values other than the choices. The option's type is a union of the choices and str."""
 
     form: str
 
@@ -63,11 +62,11 @@ class _Names(tuple[str, ...]):
 
 
 class In(_Names):
-    """The commands that have the option's flag, if not the usual ones; none: only `LLM` has the option."""
+    """The commands with the option's flag, in place of the usual ones; without any, only `LLM` has it."""
 
 
 class Also(_Names):
-    """Commands that have the option's flag besides the usual ones."""
+    """Commands with the option's flag, in addition to the usual ones."""
 
 
 class Hidden(_Names):
@@ -113,7 +112,6 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """The environment variable."""
         return "ORCA_" + self.name.upper()
 
     @property
@@ -264,7 +262,7 @@ def options_of(
 
 
 def _annotations(config: type) -> dict[str, tuple[Any, ...]]:
-    """What stands after the type in the fields' annotations; those of a base class count where none does."""
+    """The metadata in the fields' annotations; a field without any has that of its base class."""
     found = dict[str, tuple[Any, ...]]()
     for base in reversed(config.__mro__):
         for name, hint in vars(base).get("__annotations__", {}).items():
@@ -284,7 +282,7 @@ class Options:
 
     @classmethod
     def part_of(cls, config: "Options") -> Self:
-        """Those fields of a larger configuration that this one has."""
+        """Make this configuration from the same fields of a larger one."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 

@@ -10,7 +10,6 @@ from server.settings.command_flags import PlanFlags, WorkerFlags
 from server.settings.command_parser import CommandParser
 from server.settings.flags import (
     COMPILE_OPTIONS,
-    add_chat_flags,
     add_engine_flags,
     add_flags,
     add_model,
@@ -101,7 +100,7 @@ def _chat(commands: Commands) -> None:
         help="the system prompt; @FILE reads it from a file (default: none)",
     )
     add_chat_sampling_flags(command.add_argument_group("sampling"))
-    add_chat_flags(command)
+    add_flags(command, "chat", title="model and engine")
     command.set_defaults(run="server.commands.chat:run", quiet=True)
 
 
@@ -157,7 +156,7 @@ def _worker(commands: Commands) -> None:
         formatter_class=_wide,
         allow_abbrev=False,
     )
-    add_flags(command, WorkerFlags, title="worker")
+    add_flags(command, "worker", title="worker", config=WorkerFlags)
     command.set_defaults(run="server.commands.worker:run", quiet=True)
 
 
@@ -179,8 +178,9 @@ def _plan(commands: Commands) -> None:
     )
     add_flags(
         command,
-        PlanFlags,
+        "plan",
         title="plan",
+        config=PlanFlags,
         model_help="a preset's name, a directory or a name on the Hugging Face hub (default: the demo model)",
     )
     command.set_defaults(run="server.commands.plan:run", quiet=True)

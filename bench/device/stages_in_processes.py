@@ -6,7 +6,7 @@ from dataclasses import asdict
 from bench.stages import BLOCK_SIZE, Built, SplitBench, measure_split, numbers, parse, sizes_of
 from orca_jax.config import Deadlines, EngineConfig, RestartBound, ServingConfig
 from orca_jax.engine.local_processes import WorkerProcesses
-from orca_jax.engine.owned_pipeline import owned_pipeline
+from orca_jax.engine.remote_pipeline import owned_pipeline
 from orca_jax.families.presets import PRESETS
 from orca_jax.scheduling.blocks import round_up
 

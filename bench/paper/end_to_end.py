@@ -44,8 +44,7 @@ from bench.trace import (
     read_trace,
     uniform_trace,
 )
-from orca_jax.errors import ConfigError
-from orca_jax.extras import install_line
+from orca_jax.errors import ConfigError, install_line
 from orca_jax.families.presets import PRESETS
 
 TRACE_REQUESTS = 2048  # no rate plays more

@@ -29,8 +29,7 @@ from bench.paper.pyplot import matplotlib_here
 from bench.paper.serving_picture import draw_engine
 from bench.paper.shared_engine import SharedEngine, add_engine_flags, compiling
 from bench.trace import Trace, homogeneous_trace
-from orca_jax.errors import ConfigError
-from orca_jax.extras import install_line
+from orca_jax.errors import ConfigError, install_line
 from orca_jax.families.presets import PRESETS
 from orca_jax.request.request import Request, begin_iteration
 from orca_jax.scheduling.blocks import round_up

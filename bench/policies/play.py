@@ -12,6 +12,7 @@ from functools import partial
 
 from bench.policies.figures import Figures, quantile
 from bench.policies.traces import Conversation, Trace
+from orca_jax.config import SchedulingConfig
 from orca_jax.request.request import Request, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned
@@ -19,7 +20,6 @@ from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.scheduling.waiting_queue import waiting_queue
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.simulation.engine import VirtualClock
 from orca_jax.simulation.simulation import Steps, steps
 

@@ -31,7 +31,7 @@ from server.commands.endpoints import Endpoints
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
 from server.metrics.metrics import Metrics
-from server.process.interpreter import settle
+from server.process.watchdog import settle
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 

@@ -41,7 +41,7 @@ from bench.simulate.replicas import Dispatch, serve_replicas
 from bench.simulate.serving import DoesNotFit, System
 from bench.simulate.tables import answers_table, served_table, variant_table
 from bench.simulate.workload import Tails
-from orca_jax.extras import install_line
+from orca_jax.errors import install_line
 
 
 def figure(flags: argparse.Namespace, console: Console) -> dict[str, Any]:

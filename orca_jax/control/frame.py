@@ -9,11 +9,14 @@ import math
 import struct
 import zlib
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from google.protobuf.message import DecodeError, Message
 
 from orca_jax.control import worker_pb2
-from orca_jax.control.parsing import check_exact, parsed
 from orca_jax.errors import BadFrame
+
+M = TypeVar("M", bound=Message)
 
 PROTOCOL_VERSION = 8
 MAX_FRAME = 512 << 20  # bytes; engine/remote_pipeline.py rejects an engine that could need more
@@ -30,7 +33,7 @@ class FrameKind(IntEnum):
     START = 1  # master to each worker: abandon earlier epochs and prepare for this one [Start]
     MESSAGE = 2  # master to worker 1, worker to worker: run an iteration [Iteration]
     READY = 3  # worker to master: new caches are in place and the epoch may begin [None]
-    RECEIVED = 4  # worker to master: it has the message and, unless told to hold it, forwarded it [StageTime]
+    RECEIVED = 4  # worker to master: it has the message and has forwarded it [StageTime]
     DONE = 5  # worker to master: it has computed its part; the last stage sends TOKENS instead [StageTime]
     TOKENS = 6  # last worker to master: the iteration is computed [Tokens]
     TROUBLE = 7  # worker to master: it has abandoned the epoch [str: why]
@@ -57,7 +60,7 @@ class StageTime(NamedTuple):
     """When a stage received an iteration's message or finished its part, in seconds on its worker's clock.
 
     `link_bytes` counts the bytes that a finished stage put on the link to the next one; 0 on receipt.
-    `routed` are the experts that a finished stage's tokens chose, if rows ask (routed_wire.py).
+    `routed` are the experts that a finished stage's tokens chose, if rows ask (sampled_wire.py).
     """
 
     seconds: float
@@ -99,6 +102,23 @@ def decode_frame(data: bytes) -> Frame:
     kind = _KIND_OF[field]
     payload = None if kind in (READY, PASSED) else getattr(body, field)
     return Frame(kind, body.epoch, body.iteration, body.stage, payload)
+
+
+def parsed(kind: type[M], data: bytes, limit: int, what: str) -> M:
+    """Parse at most `limit` bytes. Raises BadFrame, whose text calls the message `what`."""
+    if len(data) > limit:
+        raise BadFrame(f"{what} has {len(data)} bytes; up to {limit} are allowed")
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise BadFrame(f"the bytes are not {what}") from error
+
+
+def check_exact(message: Message, data: bytes, what: str) -> None:
+    """Raise BadFrame if the message's bytes hold unknown fields, or the same field twice."""
+    message.DiscardUnknownFields()
+    if message.ByteSize() != len(data):
+        raise BadFrame(f"the bytes are not {what}: they hold unknown or repeated fields")
 
 
 def _version(whole: worker_pb2.Frame) -> int:

@@ -13,8 +13,7 @@ from ipaddress import ip_address
 from typing import Any, NamedTuple, cast, get_args
 
 from orca_jax.config import Attention
-from orca_jax.control.frame import MAX_FRAME, PROTOCOL_VERSION
-from orca_jax.control.parsing import check_exact, parsed
+from orca_jax.control.frame import MAX_FRAME, PROTOCOL_VERSION, check_exact, parsed
 from orca_jax.control.worker_pb2 import About, Join
 from orca_jax.errors import BadFrame, ConfigError
 from orca_jax.families.model_config import ModelConfig
@@ -97,7 +96,7 @@ class ControlAddress(NamedTuple):
     path: str = ""
 
     def __str__(self) -> str:
-        """The form that `control_address` and gRPC read."""
+        """The address in the form that `control_address` and gRPC read."""
         if self.path:
             return f"unix:{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

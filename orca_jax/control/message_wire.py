@@ -30,6 +30,7 @@ from orca_jax.iteration.shape import EngineShape
 from orca_jax.request.sampled import LOGPROBS
 from orca_jax.request.sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS, REPETITION_RANGE
 
+_INT = np.dtype("<i4")
 _INITIATION, _ON_DEVICE = 1, 2  # bits of a row's flags
 _INTEGERS = ("row", "token_index", "input_length", "kv_length", "n_prompt", "next_token")
 _INTEGERS_BYTES = 4 * len(_INTEGERS)  # for one row
@@ -65,15 +66,7 @@ def most_bytes(shape: EngineShape) -> int:
 
 def encode_message(message: ControlMessage, shape: EngineShape) -> worker_pb2.Iteration:
     """Encode the message with only its blocks in use, which hold `kv_length` tokens."""
-    columns = (
-        message.row,
-        message.token_index,
-        message.input_length,
-        message.kv_length,
-        message.n_prompt,
-        message.next_token,
-    )
-    integers = b"".join([column.astype("<i4", copy=False).tobytes() for column in columns])
+    integers = b"".join([_ints(getattr(message, name)) for name in _INTEGERS])
     flags = message.initiation * np.uint8(_INITIATION) + message.token_on_device * np.uint8(_ON_DEVICE)
     blocks = message.block_table[_in_use(message.kv_length, message.block_table.shape[1], shape)]
     encoder = message.encoder
@@ -81,12 +74,12 @@ def encode_message(message: ControlMessage, shape: EngineShape) -> worker_pb2.It
         sampling=message.sampling.tobytes(),
         integers=integers,
         flags=flags.tobytes(),
-        token_ids=message.token_ids.astype("<i4", copy=False).tobytes(),
-        earlier_ids=message.earlier_ids.astype("<i4", copy=False).tobytes(),
+        token_ids=_ints(message.token_ids),
+        earlier_ids=_ints(message.earlier_ids),
         blocks=blocks.astype(_block_dtype(shape)).tobytes(),
         bias=message.bias.tobytes(),
         **({} if encoder is None else _encode_encoder(encoder, shape)),
-        copies=message.copies.astype("<i4", copy=False).tobytes(),
+        copies=_ints(message.copies),
     )
 
 
@@ -101,14 +94,14 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     if not (1 <= n <= shape.max_rows and n <= n_tokens <= shape.max_tokens):
         message = f"a control message has {n} rows and {n_tokens} tokens; it needs at least one token a row, "
         raise BadFrame(message + f"and up to {shape.max_rows} rows and {shape.max_tokens} tokens are allowed")
-    integers = _array("integers", data, np.dtype("<i4"), n * len(_INTEGERS)).reshape(-1, n)
+    integers = _array("integers", data, _INT, n * len(_INTEGERS)).reshape(-1, n)
     sampling = _array("sampling", payload.sampling, SAMPLING, n)
     flags = _array("flags", payload.flags, np.dtype(np.uint8), n)
-    token_ids = _array("token_ids", payload.token_ids, np.dtype("<i4"), n_tokens)
+    token_ids = _array("token_ids", payload.token_ids, _INT, n_tokens)
     n_earlier = len(payload.earlier_ids) // 4
-    earlier_ids = _array("earlier_ids", payload.earlier_ids, np.dtype("<i4"), n_earlier)
+    earlier_ids = _array("earlier_ids", payload.earlier_ids, _INT, n_earlier)
     bias = _array("bias", payload.bias, BIAS, len(payload.bias) // BIAS.itemsize)
-    copies = _array("copies", payload.copies, np.dtype("<i4"), len(payload.copies) // 8 * 2).reshape(-1, 2)
+    copies = _array("copies", payload.copies, _INT, len(payload.copies) // 8 * 2).reshape(-1, 2)
     _check(integers, token_ids, shape)
     _check_copies(copies, shape)
     _check_sampling(sampling, bias, shape.vocab_size)
@@ -123,7 +116,7 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
             "a row pools hidden states that it does not have: it decodes, or the engine pools none"
         )
     if (sampling["flags"] & ROUTED).any() and not shape.sparse_layers:
-        raise BadFrame("a row asks for its tokens' experts, of which this engine cannot tell")
+        raise BadFrame("a row asks for its tokens' experts, which this engine does not report")
     if (~initiation & (n_prompt > 0)).any():
         raise BadFrame("a decode row has a prompt")
     if (on_device & (next_token != SAMPLED)).any():
@@ -163,6 +156,10 @@ def _block_dtype(shape: EngineShape) -> np.dtype[Any]:
     return np.dtype("<u2" if shape.n_blocks <= 1 << 16 else "<i4")
 
 
+def _ints(values: npt.NDArray[Any]) -> bytes:
+    return values.astype(_INT, copy=False).tobytes()
+
+
 def _array(name: str, data: bytes, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
     needed = dtype.itemsize * count
     if len(data) != needed:
@@ -193,8 +190,8 @@ def _encode_encoder(encoder: EncoderInputs, shape: EngineShape) -> dict[str, byt
     """The fields of worker.proto's Iteration for an encoder."""
     blocks = encoder.block_table[_in_use(encoder.length, shape.max_encoder_blocks, shape)]
     return {
-        "encoder_length": encoder.length.astype("<i4", copy=False).tobytes(),
-        "encoder_ids": encoder.token_ids.astype("<i4", copy=False).tobytes(),
+        "encoder_length": _ints(encoder.length),
+        "encoder_ids": _ints(encoder.token_ids),
         "encoder_blocks": blocks.astype(_block_dtype(shape)).tobytes(),
     }
 
@@ -205,12 +202,12 @@ def _decode_encoder(payload: worker_pb2.Iteration, n_rows: int, shape: EngineSha
         if payload.encoder_length or payload.encoder_ids or payload.encoder_blocks:
             raise BadFrame("a control message is for an encoder, and the model has none")
         return None
-    length = _array("encoder_length", payload.encoder_length, np.dtype("<i4"), n_rows)
+    length = _array("encoder_length", payload.encoder_length, _INT, n_rows)
     _within("encoder length", length, 1, shape.max_encoder_blocks * shape.block_size)
     n_tokens = len(payload.encoder_ids) // 4
     if n_tokens > shape.max_tokens:
         raise BadFrame(f"{n_tokens} tokens for the encoder came; up to {shape.max_tokens} are allowed")
-    token_ids = _array("encoder_ids", payload.encoder_ids, np.dtype("<i4"), n_tokens)
+    token_ids = _array("encoder_ids", payload.encoder_ids, _INT, n_tokens)
     if n_tokens:
         _within("token id", token_ids, 0, shape.vocab_size - 1)
     table = _block_table(payload.encoder_blocks, length, shape.max_encoder_blocks, shape)
@@ -250,9 +247,9 @@ def _check_copies(copies: npt.NDArray[np.int32], shape: EngineShape) -> None:
     into = copies[:, 1]
     if len(copies) > shape.max_rows or np.unique(into).size < into.size or np.isin(into, copies[:, 0]).any():
         message = (
-            f"{len(copies)} copies of blocks came; at most {shape.max_rows} are allowed, each to another "
+            f"{len(copies)} copies of blocks came; at most {shape.max_rows} are allowed, each to a block "
         )
-        raise BadFrame(message + "block, from blocks to which none goes")
+        raise BadFrame(message + "of its own that is not copied itself")
 
 
 def _within(name: str, values: npt.NDArray[Any], low: int, high: int) -> None:

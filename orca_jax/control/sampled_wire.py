@@ -1,18 +1,19 @@
-"""An iteration's sampled tokens, requested log-probabilities and pooled hidden states, as TOKENS' payload.
+"""The results of an iteration as the payload of TOKENS: tokens, log-probabilities, hidden states, experts.
 
-Both sides derive the number of records from the iteration's control message.
+Each stage reports the experts of its own layers, in DONE or TOKENS. Both sides derive the number of records
+from the iteration's control message.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from orca_jax.control import worker_pb2
-from orca_jax.control.routed_wire import encode_routed
 from orca_jax.errors import BadFrame
 from orca_jax.iteration.message import POOLED, ControlMessage
-from orca_jax.request.routed_experts import NO_ROUTING, Routing
+from orca_jax.request.routed_experts import NO_ROUTING, ExpertIds, Routing
 from orca_jax.request.sampled import LOGPROBS, Sampled
 
 
@@ -60,7 +61,7 @@ def encode_sampled(
 def decode_sampled(
     payload: worker_pb2.Tokens, expected: ExpectedRecords, *, vocab_size: int, embedding_size: int = 0
 ) -> Sampled:
-    """Decode the payload of TOKENS but `routed`, which is one stage's alone (routed_wire.py).
+    """Decode the payload of TOKENS, except for `routed` (see `decode_routed`).
 
     Raises BadFrame for a wrong length or a token outside the vocabulary.
     """
@@ -85,6 +86,55 @@ def decode_sampled(
     numbers = _exactly(payload.pooled, np.dtype("<f4"), n_numbers, "hidden states", n)
     vectors = numbers.astype(np.float32, copy=False).reshape(len(expected.pooled), embedding_size)
     return Sampled(token_ids, logprobs, prompts, dict(zip(expected.pooled, vectors, strict=True)))
+
+
+def encode_routed(
+    routed: Mapping[int, ExpertIds], rows: Sequence[tuple[int, int]], routing: Routing
+) -> bytes:
+    """Encode the experts of one stage for these rows, each a place in the batch and its number of tokens.
+
+    Row by row, [input_length, layers, k]; empty for a stage without experts.
+    """
+    if not routed:
+        return b""
+    return b"".join([routed[place].astype(routing.dtype, copy=False).tobytes() for place, _ in rows])
+
+
+def decode_routed(data: bytes, rows: Sequence[tuple[int, int]], routing: Routing) -> dict[int, ExpertIds]:
+    """Decode one stage's experts, by place in the batch; the length gives the number of layers.
+
+    Raises BadFrame.
+    """
+    n_tokens = sum(n for _, n in rows)
+    layer_bytes = n_tokens * routing.top_k * routing.dtype.itemsize
+    n_layers, rest = divmod(len(data), layer_bytes) if layer_bytes else (0, len(data))
+    if rest or n_layers > routing.n_layers:
+        raise BadFrame(
+            f"the experts of {n_tokens} tokens have {len(data)} bytes; they need {layer_bytes} for each "
+            f"of up to {routing.n_layers} layers"
+        )
+    ids = np.frombuffer(data, routing.dtype)
+    if ids.size and ids.max() >= routing.n_experts:
+        raise BadFrame(f"an expert is {ids.max()}; there are 0 to {routing.n_experts - 1}")
+    routed, start = dict[int, ExpertIds](), 0
+    for place, n in rows:
+        size = n * n_layers * routing.top_k
+        routed[place] = ids[start : start + size].reshape(n, n_layers, routing.top_k)
+        start += size
+    return routed
+
+
+def join_stages(
+    stages: Sequence[Mapping[int, ExpertIds]], rows: Sequence[tuple[int, int]], routing: Routing
+) -> dict[int, ExpertIds]:
+    """Join the experts of all stages, first to last. Raises BadFrame unless every sparse layer has some."""
+    routed = {place: np.concatenate([stage[place] for stage in stages], axis=1) for place, _ in rows}
+    for ids in routed.values():
+        if ids.shape[1] != routing.n_layers:
+            raise BadFrame(
+                f"the stages reported {ids.shape[1]} layers with experts; there are {routing.n_layers}"
+            )
+    return routed
 
 
 def _exactly(data: bytes, dtype: np.dtype, count: int, what: str, n_rows: int) -> npt.NDArray:

@@ -5,6 +5,9 @@ The engine master decides the engine's sizes. Each START carries them, so a work
 
 import math
 from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from google.protobuf.message import Message
 
 from orca_jax.control import worker_pb2
 from orca_jax.errors import BadFrame, ConfigError
@@ -24,10 +27,10 @@ class StartOrder:
     programs or move weights first.
 
     A worker whose weights have another version than `weights_version` reads them from the checkpoint in
-    `weights_directory`. Version 0, without a directory, is what it began with. Likewise it adds the adapters
-    of another `adapters_version`, from `adapters_directory`, to these weights; those of version 0 are none.
-    In an epoch with a `sleep_level` it has no caches, with level 2 no weights on its devices either, and runs
-    no iteration.
+    `weights_directory`. Version 0, without a directory, is the weights that it began with. In the same way it
+    adds the adapters of `adapters_directory` to these weights; `adapters_version` 0 means no adapters. In an
+    epoch with a `sleep_level` it has no caches and runs no iteration; at level 2 its devices hold no weights
+    either.
     """
 
     shape: EngineShape
@@ -43,17 +46,7 @@ class StartOrder:
 
 def encode_start(order: StartOrder) -> worker_pb2.Start:
     """Encode the payload of START."""
-    return worker_pb2.Start(
-        shape=worker_pb2.Shape(**asdict(order.shape)),
-        next_address=order.next_address,
-        worker_seconds=order.worker_seconds,
-        ready_seconds=order.ready_seconds,
-        weights_version=order.weights_version,
-        weights_directory=order.weights_directory,
-        sleep_level=order.sleep_level,
-        adapters_version=order.adapters_version,
-        adapters_directory=order.adapters_directory,
-    )
+    return worker_pb2.Start(**asdict(order))
 
 
 def decode_start(payload: worker_pb2.Start) -> StartOrder:
@@ -66,23 +59,19 @@ def decode_start(payload: worker_pb2.Start) -> StartOrder:
     _check_directory("adapters", payload.adapters_directory, payload.adapters_version)
     if payload.sleep_level not in SLEEP_LEVELS:
         raise BadFrame(f"a start order's sleep_level is {payload.sleep_level}; it must be 0, 1 or 2")
+    for name in ("worker_seconds", "ready_seconds"):
+        seconds = getattr(payload, name)
+        if not 0 < seconds < math.inf:
+            raise BadFrame(f"a start order's {name} is {seconds!r}; it must be finite seconds above 0")
     try:
-        shape = EngineShape(
-            **{field.name: getattr(payload.shape, field.name) for field in fields(EngineShape)}
-        )
+        shape = EngineShape(**_fields_of(payload.shape, EngineShape))
     except ConfigError as error:
         raise BadFrame(f"a start order's {error}") from error
-    return StartOrder(
-        shape=shape,
-        next_address=address,
-        worker_seconds=_seconds("worker_seconds", payload.worker_seconds),
-        ready_seconds=_seconds("ready_seconds", payload.ready_seconds),
-        weights_version=payload.weights_version,
-        weights_directory=payload.weights_directory,
-        sleep_level=payload.sleep_level,
-        adapters_version=payload.adapters_version,
-        adapters_directory=payload.adapters_directory,
-    )
+    return StartOrder(**{**_fields_of(payload, StartOrder), "shape": shape})
+
+
+def _fields_of(payload: Message, kind: type[StartOrder | EngineShape]) -> dict[str, Any]:
+    return {field.name: getattr(payload, field.name) for field in fields(kind)}
 
 
 def _check_directory(kind: str, directory: str, version: int) -> None:
@@ -93,9 +82,3 @@ def _check_directory(kind: str, directory: str, version: int) -> None:
         raise BadFrame(
             message + f"must be set or neither, and a directory has up to {MAX_DIRECTORY} characters"
         )
-
-
-def _seconds(name: str, value: float) -> float:
-    if not 0 < value < math.inf:
-        raise BadFrame(f"a start order's {name} is {value!r}; it must be finite seconds above 0")
-    return value

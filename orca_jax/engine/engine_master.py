@@ -6,13 +6,17 @@ synchronises).
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from orca_jax.config import ServingConfig
+from orca_jax.engine_memory import EngineMemory
 from orca_jax.errors import EngineError
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.iteration.rows.message_builder import BlockTables, MessageBuilder, SentRows
@@ -143,13 +147,13 @@ class EngineMaster:
         For a request that has ended meanwhile, the mask allows every token: the result is discarded.
         """
         constrained: list[int] = np.flatnonzero(message.constrained).tolist()
-        own = [requests[i] for i in constrained]
+        waiting = [requests[i] for i in constrained]
         n_before = message.token_index[constrained].tolist()
-        for request, n in zip(own, n_before, strict=True):
+        for request, n in zip(waiting, n_before, strict=True):
             if len(request.output_ids) < n and request.state is not _FINISHED:
                 return None
         words = np.full((len(constrained), self._n_words), -1, np.int32)
-        for request, into in zip(own, words, strict=True):
+        for request, into in zip(waiting, words, strict=True):
             if request.state is not _FINISHED:
                 assert request.constraint is not None
                 try:
@@ -163,8 +167,33 @@ class EngineMaster:
         return EngineError(f"iteration {self._n_issued} failed: {type(error).__name__}: {error}")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltEngine:
+    """An engine, the K/V manager of its caches, and its sizes.
+
+    `buckets` are the total-token sizes of the compiled programs. `dtype` is the dtype of weights, keys and
+    values. `device`, `stages` and `attention` are texts to show at start-up. `close` ends the engine's
+    connections, processes and threads, and is idempotent. `memory` may be missing before `start_engine` adds
+    it. `compile_later(on_buckets)`, if any, starts compiling the programs of more buckets while the engine
+    serves, and calls `on_buckets` with all buckets in use after each.
+    """
+
+    engine: EngineMaster
+    kv: KVManager
+    model: ModelConfig
+    serving: ServingConfig
+    buckets: tuple[int, ...]
+    dtype: str
+    device: str
+    stages: str
+    attention: str
+    close: Callable[[], None]
+    memory: EngineMemory | None = None
+    compile_later: Callable[[Callable[[tuple[int, ...]], object]], object] | None = None
+
+
 def _answers(sampled: Sampled, token_ids: Sequence[int], sent: SentRows) -> dict[int, RowAnswer]:
-    """The answers for requests with more than a plain row's token, by their places in the batch."""
+    """The answers of rows with more than one token or with log-probabilities, by place in the batch."""
     requests, records = sent.requests, sampled.logprobs
     answers = dict[int, RowAnswer]()
     for place, rows in enumerate(sent.groups):
@@ -182,7 +211,7 @@ def _answers(sampled: Sampled, token_ids: Sequence[int], sent: SentRows) -> dict
 def _of_prompts(
     sampled: Sampled, sent: SentRows, message: ControlMessage
 ) -> tuple[dict[int, list[TokenLogprobs]], Mapping[int, Vector], dict[int, tuple[int, ExpertIds]]]:
-    """What came back of input tokens, by request's place in the batch; see Returned."""
+    """The results about input tokens, by the request's place in the batch, as in Returned."""
     requests = sent.requests
     prompts = {
         i: [token_logprobs(record, requests[i].sampling.prompt_logprobs or 0) for record in records]

@@ -1,4 +1,4 @@
-"""The engine master's control lines: a channel.Channel over gRPC, with one stream to each worker."""
+"""The engine master's control lines: a Channel over gRPC, with one stream to each worker."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from orca_jax.control.bounded_queue import FrameQueue
 from orca_jax.control.handshake import MASTER, JoinTerms, WorkerAbout, control_address
 from orca_jax.control.line import ControlLine, Deliver, LineLimits
-from orca_jax.engine.channel import Arrival
+from orca_jax.engine.remote_workers import Arrival
 from orca_jax.errors import ConfigError, OrcaError
 
 _LOOK_SECONDS = 0.2
@@ -72,11 +72,9 @@ class ControlChannel:
         return tuple(self._addresses)
 
     def send(self, stage: int, data: bytes) -> None:
-        """Send a frame without blocking; drops it while the line is broken."""
         self._lines[stage].send(data)
 
     def receive(self, timeout: float) -> Arrival | None:
-        """Return the next arrival from any line, or None after `timeout` seconds."""
         return self._inbox.get(timeout)
 
     def close(self) -> None:

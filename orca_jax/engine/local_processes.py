@@ -11,8 +11,7 @@ from pathlib import Path
 from orca_jax.config import EngineConfig
 from orca_jax.engine.remote_pipeline import StageWorkers
 from orca_jax.workers.environment import sets_memory, visible_gpus, worker_environment
-from orca_jax.workers.supervised_process import WorkerCommand
-from orca_jax.workers.supervisor import Supervisor
+from orca_jax.workers.supervisor import Supervisor, WorkerCommand
 from orca_jax.workers.worker_options import WorkerOptions
 
 _MODULE = "orca_jax.launch.worker_process"
@@ -71,7 +70,6 @@ class WorkerProcesses:
         return self._supervisor.pids()
 
     def close(self) -> None:
-        """End all processes within a few seconds."""
         self._supervisor.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 

@@ -2,18 +2,18 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from orca_jax.config import EngineConfig
 from orca_jax.control.frame import MAX_FRAME
 from orca_jax.control.handshake import JoinTerms, model_digest
 from orca_jax.control.message_wire import most_bytes
 from orca_jax.control.start_order import StartOrder
-from orca_jax.engine.built_engine import BuiltEngine
+from orca_jax.engine.engine_master import BuiltEngine
 from orca_jax.engine.grpc_channel import ControlChannel
-from orca_jax.engine.remote_engine import RemoteEngine
-from orca_jax.engine.remote_workers import RemoteWorkers
-from orca_jax.errors import ConfigError, EngineError, LossCause, OrcaError
+from orca_jax.engine.remote_workers import RemoteEngine, RemoteWorkers, Supervision
+from orca_jax.errors import ConfigError, OrcaError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import CPU
 from orca_jax.planning.sizes import engine_shape, kv_manager, serving_config
@@ -21,36 +21,16 @@ from orca_jax.planning.stage_layers import check_split, split_summary, stage_lay
 from orca_jax.planning.stage_memory import ITEMSIZE, StageRoom
 
 
-def _nothing(_: int) -> None:
-    """Ignore a stage."""
-
-
-def _no_failure() -> None:
-    """Workers that can always come up again."""
-
-
-def _as_seen(_: int, seen: LossCause) -> LossCause:
-    """The cause of a loss where nobody knows how processes end."""
-    return seen
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageWorkers:
-    """The workers' addresses, and callbacks to their supervisor. Only `cause_of` may block, for seconds.
+class StageWorkers(Supervision):
+    """The workers' addresses and secret, and callbacks to their supervisor.
 
     `addresses` returns where their control ports are now, stage 1 first: a worker that comes back may be
-    somewhere else, and until then its last address counts. `on_suspect` is called with a stage whose worker
-    may need a restart, `on_ready` with a stage that is ready for a new epoch. `failure` says why the workers
-    will never come up again. `cause_of` returns the cause of a loss, given the stage where it was noticed and
-    the cause as far as it shows in what the workers sent.
+    somewhere else, and until then its last address counts.
     """
 
     addresses: Callable[[], Sequence[str]]
     secret: str = ""
-    on_suspect: Callable[[int], None] = _nothing
-    on_ready: Callable[[int], None] = _nothing
-    failure: Callable[[], EngineError | None] = _no_failure
-    cause_of: Callable[[int, LossCause], LossCause] = _as_seen
 
 
 def remote_pipeline(
@@ -69,23 +49,10 @@ def remote_pipeline(
     Raises ConfigError (WorkerRefused, WorkerUnreachable) for workers that do not match, and EngineError if
     they do not come up; both close all lines.
     """
-    n_stages = config.pipeline_parallel
     check_split(model, config)
-    terms = [
-        JoinTerms(
-            model=name,
-            digest=model_digest(model),
-            dtype=config.dtype,
-            stage=stage,
-            n_stages=n_stages,
-            first_layer=layers.start,
-            n_layers=len(layers),
-        )
-        for stage, layers in enumerate(stage_layers(model.n_layers, n_stages))
-    ]
     channel = ControlChannel(
         workers.addresses,
-        terms,
+        stage_terms(name, model, config.pipeline_parallel, config.dtype),
         secret=workers.secret,
         seconds=config.deadlines.ready_seconds,
         failure=workers.failure,
@@ -96,6 +63,22 @@ def remote_pipeline(
     except OrcaError:
         channel.close()
         raise
+
+
+def stage_terms(name: str, model: ModelConfig, n_stages: int, dtype: str | None) -> list[JoinTerms]:
+    """The terms on which the lines to each stage's worker join; `name` is the model's name."""
+    return [
+        JoinTerms(
+            model=name,
+            digest=model_digest(model),
+            dtype=dtype,
+            stage=stage,
+            n_stages=n_stages,
+            first_layer=layers.start,
+            n_layers=len(layers),
+        )
+        for stage, layers in enumerate(stage_layers(model.n_layers, n_stages))
+    ]
 
 
 def _pipeline(
@@ -128,25 +111,19 @@ def _pipeline(
         )
         message += f"with this model an iteration may need {most_bytes(shape)} bytes on the control plane, "
         raise ConfigError(message + f"but {MAX_FRAME} are allowed; lower one of them")
-    orders = [
-        StartOrder(
-            shape=shape,
-            next_address="",  # set when it is sent
-            worker_seconds=deadlines.worker_seconds,
-            ready_seconds=deadlines.ready_seconds,
-        )
-        for _ in range(n_stages)
-    ]
+    order = StartOrder(
+        shape=shape,
+        next_address="",  # set when it is sent
+        worker_seconds=deadlines.worker_seconds,
+        ready_seconds=deadlines.ready_seconds,
+    )
     remote = RemoteWorkers(
         channel,
-        orders,
+        [order] * n_stages,
         clock=time.monotonic,
         deadlines=deadlines,
         first_epoch=time.time_ns(),  # above every epoch of an earlier engine master
-        on_suspect=workers.on_suspect,
-        on_ready=workers.on_ready,
-        failure=workers.failure,
-        cause_of=workers.cause_of,
+        supervision=workers,
     )
     kv = kv_manager(shape, prefix_caching=serving.scheduling.prefix_caching)
     engine = RemoteEngine(remote, kv, vocab_size=model.vocab_size, n_workers=n_stages)
@@ -169,3 +146,49 @@ def _pipeline(
 def _distinct(texts: Sequence[str]) -> str:
     """The workers' texts, without repetitions."""
     return ", ".join(dict.fromkeys(texts))
+
+
+class OwnedWorkers(Protocol):
+    """Worker processes, one for each stage, and what restarts them. `same_machine`: they run here."""
+
+    same_machine: bool
+    workers: StageWorkers
+
+    def close(self) -> None:
+        """End all processes within a few seconds."""
+        ...
+
+
+class StartWorkers(Protocol):
+    """Starts the worker processes of an engine. Raises ConfigError or EngineError."""
+
+    def __call__(self, config: EngineConfig, *, on_event: Callable[[str], None]) -> OwnedWorkers:
+        """See the class; `on_event` receives a line for each event of a process."""
+        ...
+
+
+def owned_pipeline(
+    name: str,
+    model: ModelConfig,
+    config: EngineConfig,
+    start: StartWorkers,
+    *,
+    on_event: Callable[[str], None],
+) -> tuple[BuiltEngine, OwnedWorkers]:
+    """Start the worker processes and bring up their pipeline; the engine's `close` ends them.
+
+    Raises as `start` and `remote_pipeline` do, after ending all processes.
+    """
+    check_split(model, config)
+    owned = start(config, on_event=on_event)
+    try:
+        built = remote_pipeline(name, model, config, owned.workers, on_event=on_event)
+    except BaseException:
+        owned.close()
+        raise
+
+    def close() -> None:
+        built.close()
+        owned.close()
+
+    return replace(built, close=close), owned

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 from orca_jax.config import Deadlines
 from orca_jax.control.frame import (
@@ -29,17 +29,132 @@ from orca_jax.control.frame import (
     encode_frame,
 )
 from orca_jax.control.message_wire import encode_message
-from orca_jax.control.sampled_wire import decode_sampled, expected_records
+from orca_jax.control.sampled_wire import (
+    ExpectedRecords,
+    decode_routed,
+    decode_sampled,
+    expected_records,
+    join_stages,
+)
 from orca_jax.control.start_order import StartOrder, encode_start
-from orca_jax.engine.channel import Arrival, Channel
-from orca_jax.engine.remote_tokens import RemoteTokens, RoutedParts
+from orca_jax.control.worker_pb2 import Tokens
+from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.engine.stage_counters import RemoteCounters, StageCounters
 from orca_jax.errors import BadFrame, EngineError, LossCause, WorkerLost
 from orca_jax.iteration.message import ControlMessage, MakeWords
+from orca_jax.iteration.shape import EngineShape
+from orca_jax.request.routed_experts import ExpertIds
+from orca_jax.request.sampled import Sampled
+from orca_jax.scheduling.kv_manager import KVManager
 
 # A stage that notices a neighbour's death reports trouble within 40 ms, perhaps before the neighbour's line
 # is seen to break.
 _NEIGHBOUR_SECONDS = 0.25
+# Interval of checks for an interruption while waiting for tokens; an arrival ends the wait at once.
+_WAIT_SECONDS = 1e-3
+
+
+class Arrival(NamedTuple):
+    """A frame's bytes from a stage's line, or None with the reason why the line broke."""
+
+    stage: int
+    data: bytes | None
+    why: str = ""
+
+
+class Channel(Protocol):
+    """The engine master's lines, one to each worker; they may lose, duplicate, delay and corrupt frames."""
+
+    def follow(self) -> Sequence[str]:
+        """Each stage's worker's control address now; the line to one that has moved joins it there."""
+        ...
+
+    def send(self, stage: int, data: bytes) -> None:
+        """Send a frame without blocking; drops it if the line is broken, which is also an arrival."""
+        ...
+
+    def receive(self, timeout: float) -> Arrival | None:
+        """Return the next arrival from any line, or None after `timeout` seconds."""
+        ...
+
+    def close(self) -> None:
+        """Close all lines."""
+        ...
+
+
+class RemoteTokens:
+    """PendingTokens of an iteration on remote workers; `number` counts the iterations of its epoch.
+
+    `is_ready` and `fetch` raise WorkerLost.
+    """
+
+    def __init__(
+        self,
+        workers: "RemoteWorkers",
+        number: int,
+        expected: ExpectedRecords,
+        *,
+        sent: float,
+        words: MakeWords | None,
+        shape: EngineShape,
+    ) -> None:
+        self.number = number
+        self.expected = expected
+        self.sent = sent
+        self.words = words  # None if not needed or already sent
+        self.payload: Tokens | None = None  # as received
+        self.sampled: Sampled | None = None  # decoded from `payload`, with the experts of all stages
+        self._tokens: Sampled | None = None  # without experts
+        self._routed = dict[int, dict[int, ExpertIds]]()  # by stage
+        self._shape = shape
+        self._workers = workers
+
+    def take(self, payload: Tokens, sampled: Sampled) -> None:
+        """Take what the last stage sampled; `take_routed` follows."""
+        self.payload, self._tokens = payload, sampled
+
+    def take_routed(self, stage: int, data: bytes) -> None:
+        """Take the experts that a stage reports at its end of the iteration. Raises BadFrame."""
+        rows, routing = self.expected.routed, self._shape.routing
+        if not rows:
+            if data:
+                raise BadFrame(f"it reports experts in iteration {self.number}, whose rows ask for none")
+            self.sampled = self._tokens
+            return
+        self._routed[stage] = decode_routed(data, rows, routing)
+        if len(self._routed) == self._workers.n_stages and self._tokens is not None:
+            stages = [self._routed[i] for i in sorted(self._routed)]
+            self.sampled = replace(self._tokens, routed=join_stages(stages, rows, routing))
+
+    def is_ready(self) -> bool:
+        """Whether the tokens are here; handles all arrivals and checks the deadline."""
+        if self.sampled is None:
+            self._workers.look()
+        return self.sampled is not None
+
+    def fetch(self) -> Sampled:
+        """Wait for the tokens, at most until the deadline."""
+        while not self.is_ready():
+            self._workers.wait()
+        assert self.sampled is not None
+        return self.sampled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Supervision:
+    """Callbacks to whoever restarts the workers. Only `cause_of` may block, for seconds.
+
+    `on_suspect` is called with each stage whose worker may not come back by itself: it missed a deadline,
+    sent a malformed frame, its line broke, or it has no new caches within `worker_seconds` (a process that is
+    still starting has none either). `on_ready` is called with each stage that is ready for a new epoch.
+    `failure` returns the error to raise when the workers will never come up again. `cause_of` returns the
+    cause of a loss, given the stage where it was noticed and the cause that the workers' frames suggest.
+    """
+
+    on_suspect: Callable[[int], None] = lambda stage: None
+    on_ready: Callable[[int], None] = lambda stage: None
+    failure: Callable[[], EngineError | None] = lambda: None
+    cause_of: Callable[[int, LossCause], LossCause] = lambda stage, seen: seen
 
 
 @dataclass(slots=True)
@@ -66,12 +181,6 @@ class RemoteWorkers:
     these workers know from an earlier master; the current time serves. If a clock was set back, a worker
     reports the epoch it knows, and the master begins a later one. `issue` raises WorkerLost until `recover`
     has started an epoch.
-
-    `on_suspect` is called with each stage whose worker may not come back by itself: it missed a deadline,
-    sent a malformed frame, its line broke, or it has no new caches within `worker_seconds` (a process that is
-    still starting has none either). `on_ready` is called with each stage that is ready for a new epoch.
-    Neither may block. `failure` returns the error to raise when the workers will never come up again.
-    `cause_of` is as in StageWorkers.
     """
 
     def __init__(
@@ -82,10 +191,7 @@ class RemoteWorkers:
         clock: Callable[[], float],
         deadlines: Deadlines,
         first_epoch: int = 1,
-        on_suspect: Callable[[int], None] = lambda stage: None,
-        on_ready: Callable[[int], None] = lambda stage: None,
-        failure: Callable[[], EngineError | None] = lambda: None,
-        cause_of: Callable[[int, LossCause], LossCause] = lambda stage, seen: seen,
+        supervision: Supervision | None = None,
     ) -> None:
         n_stages = len(orders)
         assert n_stages >= 1 and first_epoch >= 1
@@ -97,13 +203,10 @@ class RemoteWorkers:
         assert all(order.shape == self._shape for order in orders), "one engine has one shape"
         self.orders = tuple(orders)
         self._moves_weights = False  # until the orders' first epoch has begun
-        self._n_stages = n_stages
+        self.n_stages = n_stages
         self._clock = clock
         self._deadlines = deadlines
-        self._on_suspect = on_suspect
-        self._on_ready = on_ready
-        self._failure = failure
-        self._cause_of = cause_of
+        self._supervision = supervision or Supervision()
         self._attempt: _StartAttempt | None = None
         self._lost: WorkerLost | None = WorkerLost(0, "the workers are not up yet")
         self._unanswered: deque[RemoteTokens] = deque()  # issued; begins with an iteration without tokens
@@ -122,9 +225,8 @@ class RemoteWorkers:
         now = self._clock()
         needs_words = bool(message.constrained.any())
         expected = expected_records(message)
-        parts = RoutedParts(self._n_stages, expected.routed, self._shape.routing) if expected.routed else None
         tokens = RemoteTokens(
-            self, self._n_issued, expected, sent=now, words=words if needs_words else None, parts=parts
+            self, self._n_issued, expected, sent=now, words=words if needs_words else None, shape=self._shape
         )
         if not self._unanswered:
             self._moved = now
@@ -166,7 +268,7 @@ class RemoteWorkers:
             bits = words.astype("<i4", copy=False).tobytes()
             self.counters.word_bytes += len(bits)
             frame = Frame(WORDS, self.epoch, tokens.number, 0, bits)
-            self._channel.send(self._n_stages - 1, encode_frame(frame))
+            self._channel.send(self.n_stages - 1, encode_frame(frame))
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait for an arrival, at most `seconds`, and handle it. Raises WorkerLost."""
@@ -187,11 +289,11 @@ class RemoteWorkers:
         or is lost again; the next call then begins another epoch. Raises the error that `failure` returns.
         """
         attempt = self._attempt or self._begin()
-        while len(attempt.ready) < self._n_stages:
+        while len(attempt.ready) < self.n_stages:
             self._raise_failure()
             now = self._clock()
             if now >= attempt.deadline:
-                missing = sorted(set(range(self._n_stages)) - attempt.ready)
+                missing = sorted(set(range(self.n_stages)) - attempt.ready)
                 names = ", ".join(f"stage {stage + 1}" for stage in missing[1:])
                 also = f"; also not ready: {names}" if names else ""
                 why = f"was not ready within {self._deadlines.ready_seconds:g} seconds{also}"
@@ -200,8 +302,8 @@ class RemoteWorkers:
                 return False
             if now >= attempt.suspect_at:
                 attempt.suspect_at = math.inf
-                for stage in sorted(set(range(self._n_stages)) - attempt.ready):
-                    self._on_suspect(stage)
+                for stage in sorted(set(range(self.n_stages)) - attempt.ready):
+                    self._supervision.on_suspect(stage)
             if now >= attempt.ask_at:
                 attempt.ask_at = now + self._deadlines.retry_seconds
                 self._follow(attempt)
@@ -221,26 +323,25 @@ class RemoteWorkers:
 
     def change_orders(self, orders: Sequence[StartOrder]) -> None:
         """Begin the next epoch with these orders, while no iteration is in flight; `recover` must follow."""
-        assert not self._unanswered and [order.shape for order in orders] == [self._shape] * self._n_stages
+        assert not self._unanswered and [order.shape for order in orders] == [self._shape] * self.n_stages
         self.orders = tuple(orders)
         self._moves_weights = True
         self._attempt = None
         self._lost = WorkerLost(0, "the workers begin again with other weights, or go to sleep or wake up")
 
     def close(self) -> None:
-        """Close the lines to all workers."""
         self._channel.close()
 
     def _begin(self) -> _StartAttempt:
         while (arrival := self._channel.receive(0.0)) is not None:
             if arrival.data is None:  # a broken line is reported only once
-                self._on_suspect(arrival.stage)
+                self._supervision.on_suspect(arrival.stage)
             # All other arrivals are stale: they were sent before the new epoch.
         self.epoch += 1
         self._unanswered.clear()
         self._n_issued = 0
-        self._received = [-1] * self._n_stages
-        self._done = [-1] * self._n_stages
+        self._received = [-1] * self.n_stages
+        self._done = [-1] * self.n_stages
         for counters in self.stages:
             counters.received_at.clear()
         now, ready_seconds = self._clock(), self._deadlines.ready_seconds
@@ -277,7 +378,7 @@ class RemoteWorkers:
         return max(self._unanswered[0].sent, self._moved) + self._deadlines.iteration_seconds
 
     def _raise_failure(self) -> None:
-        failure = self._failure()
+        failure = self._supervision.failure()
         if failure is not None:
             raise failure
 
@@ -293,12 +394,12 @@ class RemoteWorkers:
         # While the workers come up nothing is in flight, and the cause concerns nobody. The supervisor is
         # asked before it kills a suspect, which ends by another signal then.
         origin = suspects[0] if suspects else stage
-        cause = seen if self._attempt is not None else self._cause_of(origin, seen)
+        cause = seen if self._attempt is not None else self._supervision.cause_of(origin, seen)
         self._attempt = None
         self._unanswered.clear()
         self._lost = WorkerLost(stage, why, cause)
         for suspect in suspects:
-            self._on_suspect(suspect)
+            self._supervision.on_suspect(suspect)
         raise self._lost
 
     def _late_stage(self) -> tuple[int, str]:
@@ -311,17 +412,17 @@ class RemoteWorkers:
         for stage, done in enumerate(self._done):
             if done < iteration:
                 return stage, f"did not finish iteration {iteration} {late}"
-        return self._n_stages - 1, f"did not return the tokens of iteration {iteration} {late}"
+        return self.n_stages - 1, f"did not return the tokens of iteration {iteration} {late}"
 
     def _take(self, arrival: Arrival) -> None:
         stage = arrival.stage
-        assert 0 <= stage < self._n_stages
+        assert 0 <= stage < self.n_stages
         if arrival.data is None:
             if self._attempt is None or stage in self._attempt.ready:
                 why = f"its line broke: {arrival.why}"
                 self._lose(stage, why, suspects=(stage,), seen=LossCause.UNKNOWN)
             # A stage that is not ready is asked again until the deadline; but its process may hang.
-            self._on_suspect(stage)
+            self._supervision.on_suspect(stage)
             return
         try:
             frame = decode_frame(arrival.data)
@@ -353,7 +454,7 @@ class RemoteWorkers:
                 self.counters.duplicates += 1
             else:
                 ready.add(stage)
-                self._on_ready(stage)
+                self._supervision.on_ready(stage)
         elif kind in (RECEIVED, DONE, TOKENS):
             if frame.iteration >= self._n_issued:
                 raise BadFrame(f"it refers to iteration {frame.iteration}, which was not issued")
@@ -367,7 +468,7 @@ class RemoteWorkers:
     def _take_trouble(self, stage: int, why: str) -> NoReturn:
         """End the epoch in which a worker reports trouble, if only because a neighbour died a moment ago."""
         end = self._clock() + _NEIGHBOUR_SECONDS
-        while self._n_stages > 1 and self._attempt is None and (left := end - self._clock()) > 0:
+        while self.n_stages > 1 and self._attempt is None and (left := end - self._clock()) > 0:
             arrival = self._channel.receive(left)
             # Frames of this epoch no longer matter.
             if arrival is not None and arrival.data is None:
@@ -403,14 +504,14 @@ class RemoteWorkers:
             return
         counters.done += 1
         counters.link_bytes += link_bytes
-        if stage != self._n_stages - 1:
+        if stage != self.n_stages - 1:
             counters.note_times(self.epoch, iteration, stage, done=seconds)
             if self._unanswered and iteration >= self._unanswered[0].number:
                 self._unanswered[iteration - self._unanswered[0].number].take_routed(stage, routed)
                 self._advance()
 
     def _take_tokens(self, frame: Frame) -> None:
-        if frame.stage != self._n_stages - 1:
+        if frame.stage != self.n_stages - 1:
             raise BadFrame("it sent tokens, which only the last stage may send")
         oldest = self._unanswered[0].number if self._unanswered else self._n_issued
         if frame.iteration < oldest:
@@ -436,7 +537,45 @@ class RemoteWorkers:
 
     def _advance(self) -> None:
         """Forget the iterations, in order, whose results are here."""
-        # Tokens that came out of order stay until all earlier iterations have theirs.
+        # Tokens that came out of order stay until those of all earlier iterations are here.
         while self._unanswered and self._unanswered[0].sampled is not None:
             self._unanswered.popleft()
             self._moved = self._clock()
+
+
+class RemoteEngine(EngineMaster):
+    """An engine master whose workers may be lost: a `recovery.RecoverableEngine`.
+
+    Call `recover` before the first iteration and after a WorkerLost. `sleep` is as in EngineMaster; its
+    default wakes up when a frame arrives.
+    """
+
+    def __init__(
+        self,
+        workers: RemoteWorkers,
+        kv: KVManager,
+        *,
+        vocab_size: int,
+        n_workers: int,
+        sleep: Callable[[float], None] | None = None,
+    ) -> None:
+        super().__init__(
+            workers,
+            kv,
+            vocab_size=vocab_size,
+            n_workers=n_workers,
+            keeps_tokens=n_workers == 1,  # otherwise worker n has them, and the host passes them to worker 1
+            sleep=(lambda _: workers.wait(_WAIT_SECONDS)) if sleep is None else sleep,
+        )
+        self.workers = workers
+
+    def look(self) -> None:
+        """Check for lost workers without blocking. Raises WorkerLost, or EngineError if the loss is final."""
+        self.workers.look()
+
+    def recover(self, interrupted: Callable[[], bool]) -> bool:
+        """Bring the workers up again with new caches; return False if interrupted.
+
+        Raises WorkerLost, or EngineError if the workers will never come up again.
+        """
+        return self.workers.recover(interrupted)

@@ -6,8 +6,8 @@ The names are transformers' `model_type` and `quant_method`.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from orca_jax.errors import LIKELY, closest
 from orca_jax.families.strict_json import shown
-from orca_jax.suggestions import LIKELY, closest
 
 _OF_IMAGES_AND_TEXT = "a model of images and text, and only the text of a few such models is served here"
 _ENCODER = (

@@ -1,4 +1,4 @@
-"""Which tokens may come next in one request's output, as a bit mask: its grammar, bad words and so on."""
+"""The constraint of a request's output: a bit mask of the tokens that may come next."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +37,6 @@ class BadWords:
 
     @property
     def n_bytes(self) -> int:
-        """Approximate memory of the sequences."""
         return sum(128 + len(before) for group in self._after.values() for before, _ in group)
 
     def completed_by(self, history: "History") -> set[int]:
@@ -59,7 +58,6 @@ class History:
         self._n_output = 0
 
     def follow(self, output_ids: Sequence[int]) -> None:
-        """Add the output tokens since the last call."""
         if len(output_ids) == self._n_output:
             return
         self.tokens += _as_bytes(output_ids[self._n_output :])
@@ -114,7 +112,7 @@ class Constraint:
 
     @property
     def failure_kind(self) -> type[OutputFailed]:
-        """GrammarExhausted if it is the grammar's doing, not this server's."""
+        """GrammarExhausted if the grammar is the cause, OutputFailed if the server is."""
         exhausted = self._grammar is not None and self._grammar.is_exhausted
         return GrammarExhausted if exhausted else OutputFailed
 

@@ -1,4 +1,4 @@
-"""Structured output: which tokens may come next under a JSON schema, a regular expression, choices or Lark.
+"""Structured output: compiles a JSON schema, a regular expression, choices or Lark, and follows an output.
 
 llguidance does the work, on the host: it follows the output's bytes through the grammar and computes which
 tokens of the vocabulary may follow. Compilation has a time limit, in addition to the size limits of
@@ -63,7 +63,7 @@ class GrammarCompiler:
         if source is None:
             return None
         if source.around is not None:
-            self.compile(sampling)  # so that a mistake in the request's own grammar is told apart
+            self.compile(sampling)  # so that a mistake in the request's own grammar is reported as such
         with self._lock:
             known = self._kept.get(source)
             if known is not None:
@@ -153,9 +153,9 @@ class GrammarCompiler:
 
 
 def _done_in_time(done: threading.Event, clocks: Sequence[int]) -> bool:
-    """Wait until a thread is done, or has had COMPILE_SECONDS of a processor by its clock.
+    """Wait until a thread is done, or has used COMPILE_SECONDS of processor time by its clock.
 
-    Raises QueueFull if the thread gets too little of one. Where there is no clock, all time counts.
+    Raises QueueFull if the thread gets too little processor time. Without such a clock, all time counts.
     """
     for _ in range(COMPILE_PATIENCE):
         if done.wait(COMPILE_SECONDS):
@@ -180,7 +180,6 @@ class Grammar:
 
     @property
     def n_bytes(self) -> int:
-        """Approximate memory."""
         return self.n_bytes_compiled + grown_by(self.n_masks)
 
     def start(self) -> "GrammarState":
@@ -213,8 +212,8 @@ class GrammarState:
     """The position of one request's output in its grammar. Not thread-safe.
 
     `failure` says why the output cannot continue, for example because llguidance hit a limit or panicked;
-    None while it can. `is_exhausted` says that this is the grammar's doing. No method raises: that would end
-    the scheduler's thread, and with it all requests.
+    None while it can. `is_exhausted` says that the grammar is the cause. No method raises: that would end the
+    scheduler's thread, and with it all requests.
     """
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher, vocabulary: "_Vocabulary") -> None:
@@ -332,7 +331,6 @@ class _Vocabulary:
 
 
 def _has(words: Words, token_id: int) -> bool:
-    """Whether a mask has the bit of a token."""
     return 0 <= token_id < 32 * len(words) and bool(int(words[token_id // 32]) >> (token_id % 32) & 1)
 
 

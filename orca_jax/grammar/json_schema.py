@@ -1,8 +1,8 @@
-"""JSON schemas as clients write them, rewritten into ones that llguidance follows exactly.
+"""Rewrites clients' JSON schemas into schemas that llguidance follows exactly.
 
-llguidance takes a part of JSON Schema, refuses the rest, and reads some of it differently from the standard.
-Here a schema of any draft from 4 to 2020-12 becomes one with the same instances in that part. Where there is
-none, CannotFollow says which keyword it is, and why (NOT_BUILT).
+llguidance implements a part of JSON Schema, refuses the rest, and reads some of it differently from the
+standard. `followed` turns a schema of any draft from 4 to 2020-12 into one with the same instances within
+that part. If there is none, CannotFollow names the keyword and the reason (NOT_BUILT).
 """
 
 # Schemas come from clients: any JSON may stand anywhere.
@@ -16,10 +16,19 @@ from itertools import permutations
 from math import factorial, inf
 from typing import Any
 
-from orca_jax.grammar.property_names import NamePattern, has_other_names
 from orca_jax.grammar.schema_document import MAX_DEPTH, CannotFollow, SchemaDocument
 from orca_jax.grammar.schema_ends import DEFINITIONS, ended
-from orca_jax.grammar.schema_keywords import (
+from orca_jax.grammar.schema_looks import SchemaLooks, TooManyLooks
+from orca_jax.grammar.schema_patterns import (
+    FORMATS,
+    LIBRARY_FORMATS,
+    MAX_HOSTNAME,
+    NamePattern,
+    has_other_names,
+    is_writable,
+    rust_pattern,
+)
+from orca_jax.grammar.schema_values import (
     ARRAYS,
     ASSERTIONS,
     BOUNDS,
@@ -27,21 +36,19 @@ from orca_jax.grammar.schema_keywords import (
     MAPS,
     NOT_BUILT,
     OBJECTS,
+    OPPOSITES,
     REFERENCES,
-    is_trivial,
-    not_built,
-)
-from orca_jax.grammar.schema_looks import SchemaLooks, TooManyLooks
-from orca_jax.grammar.schema_opposites import OPPOSITES, not_constant, other_types
-from orca_jax.grammar.schema_patterns import FORMATS, LIBRARY_FORMATS, MAX_HOSTNAME, is_writable, rust_pattern
-from orca_jax.grammar.schema_values import (
     any_of,
     both,
     canonical,
     is_number,
     is_plain,
+    is_trivial,
     json_number,
+    not_built,
+    not_constant,
     object_of,
+    other_types,
     type_of,
     values_of,
 )
@@ -51,15 +58,15 @@ MAX_ORDERS = 24  # orders of the keys of one constant object; one with more keys
 MAX_ALL_ORDERS = 240  # of all constant objects of a schema
 _SIMPLE = frozenset(("type", "const", "enum"))
 
-# Patterns that every name of a property has.
+# Patterns that match every property name.
 _EVERY_NAME = frozenset(("", "^", "$", ".*", "^.*", ".*$", r"[\s\S]*", r"^[\s\S]*", r"^[\s\S]*$"))
 
 
 def followed(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema of the same values for llguidance. Raises CannotFollow.
+    """Rewrite a schema for llguidance, with the same values. Raises CannotFollow.
 
-    A value may be spelled in fewer ways than JSON Schema allows: integers without a fraction, properties in
-    the schema's order.
+    A value has fewer spellings than JSON Schema allows: integers have no fraction, properties come in the
+    schema's order.
     """
     return _Rewriting(schema).whole()
 
@@ -79,7 +86,7 @@ class _Rewriting:
         self._matching = dict[str, list[str]]()
 
     def whole(self) -> dict[str, Any]:
-        """The root, with all that it refers to in its `$defs`."""
+        """The rewritten root, with everything that it refers to in its `$defs`."""
         schema = self.schema(self._root)
         while self._todo:
             target = self._todo.pop()
@@ -107,7 +114,7 @@ class _Rewriting:
             raise CannotFollow("it is too large, or has too many alternatives")
 
     def schema(self, schema: Any) -> Any:
-        """The rewritten schema; what is no schema at all is left for llguidance to refuse."""
+        """Rewrite a schema; anything that is not a schema stays, for llguidance to refuse."""
         if not isinstance(schema, dict):
             return schema
         with self.within():
@@ -115,11 +122,10 @@ class _Rewriting:
             return self.reference(schema, "$ref") if is_alias else _Keywords(self, schema).all()
 
     def schemas(self, schemas: Any) -> Any:
-        """A list of rewritten schemas."""
         return [self.schema(each) for each in schemas] if isinstance(schemas, list) else schemas
 
     def constant(self, value: Any) -> Any:
-        """The schema of what equals `value`: objects in any order of their keys, if these are few."""
+        """The schema of the values equal to `value`; few enough keys of objects may have any order."""
         with self.within():
             if isinstance(value, list):
                 items = [self.constant(each) for each in value]
@@ -140,7 +146,7 @@ class _Rewriting:
             return any_of([object_of(properties, keys) for keys in permutations(value)])
 
     def _shared(self, constant: Any) -> Any:
-        """The same by reference if it has several orders, for it will be part of several."""
+        """Replace a constant with several orders by a reference, because other orders will repeat it."""
         if constant is False or "anyOf" not in constant:
             return constant
         name = f"c{len(self._made)}"
@@ -148,7 +154,7 @@ class _Rewriting:
         return {"$ref": f"{DEFINITIONS}{name}"}
 
     def reference(self, schema: dict[str, Any], key: str) -> Any:
-        """A reference to the rewritten schema that this keyword of `schema` names."""
+        """A reference to the rewritten schema that the keyword `key` of `schema` names."""
         target = self.document.target(schema, key)
         if not isinstance(target, dict):
             return self.schema(target)
@@ -161,7 +167,7 @@ class _Rewriting:
     # Names of properties.
 
     def matching(self, pattern: str) -> list[str]:
-        """The names in the document that match a pattern, in Rust's form."""
+        """The names in the document that match a pattern in Rust's syntax."""
         if self._known is None:
             self._known = tuple(dict.fromkeys(_names_in(self._root)))
         if pattern not in self._matching:
@@ -181,7 +187,7 @@ class _Rewriting:
 
 @dataclass
 class _Shape:
-    """The schemas of an object's properties: by name, by pattern in Rust's form, and of all others."""
+    """The schemas of an object's properties: by name, by pattern in Rust's syntax, and for all others."""
 
     names: dict[str, Any]
     patterns: dict[str, Any]
@@ -195,10 +201,10 @@ class _Keywords:
         self._to = rewriting
         self._schema = schema
         self._out = dict[str, Any]()
-        self._also = list[Any]()  # further schemas that an instance must be valid by
+        self._also = list[Any]()  # further schemas by which an instance must be valid
 
     def all(self) -> Any:
-        """The keywords that mean something, in their order, which is that of an object's properties."""
+        """Rewrite the keywords in order: an object's properties come in the order of the schema."""
         schema, to = self._schema, self._to
         array = next((key for key in schema if key in ARRAYS), None)
         objects = "properties" if "properties" in schema else next((k for k in schema if k in OBJECTS), None)
@@ -237,7 +243,7 @@ class _Keywords:
         return self._out
 
     def _put(self, schema: Any, key: str) -> None:
-        """Add a rewritten schema, made from the keyword `key`: in its place, or in `allOf`."""
+        """Add the schema that the keyword `key` became: in the keyword's place, or in `allOf`."""
         if schema is True:
             return
         taken = self._out.keys() | (self._schema.keys() - {key})
@@ -300,7 +306,7 @@ class _Keywords:
                 out[key] = value
 
     def _contained(self, least: Any, most: Any) -> tuple[Any, Any]:
-        """Bounds of the length that say the same as `contains`, where that is true of any item."""
+        """Bounds of the length in place of a `contains` that every item satisfies."""
         at_least, at_most = (
             json_number(key, self._schema.get(key)) for key in ("minContains", "maxContains")
         )
@@ -354,7 +360,7 @@ class _Keywords:
             shape.patterns = {rust_pattern(pattern): True for pattern in evaluated.patterns}
 
     def _restrict_names(self, shape: _Shape) -> None:
-        """Follow `propertyNames`."""
+        """Apply `propertyNames`."""
         looks = self._to.looks
         rule = looks.dereferenced(self._schema.get("propertyNames", True))
         if is_trivial(rule):
@@ -375,8 +381,8 @@ class _Keywords:
         if shape.patterns:
             raise not_built("propertyNames")
         if values is not None:
-            own = values_of(rule)
-            names = map(json.loads, sorted(values)) if own is None else own
+            listed = values_of(rule)
+            names = map(json.loads, sorted(values)) if listed is None else listed
             allowed = dict.fromkeys(name for name in names if isinstance(name, str))
             shape.names = {name: each if name in allowed else False for name, each in shape.names.items()}
             shape.names |= {name: shape.more for name in allowed if name not in shape.names}
@@ -399,9 +405,9 @@ class _Keywords:
             shape.patterns = {pattern: shape.more}
 
     def _list_names(self, shape: _Shape) -> None:
-        """Replace patterns by names, where all names that they match are in the document.
+        """Replace patterns by names, if all names that they match are in the document.
 
-        llguidance would otherwise offer a further property when no name is left for one.
+        Otherwise llguidance would offer one more property after the last possible name.
         """
         to = self._to
         for pattern, schema in list(shape.patterns.items()):
@@ -455,7 +461,7 @@ class _Keywords:
     # Combinations.
 
     def _one_of(self, options: Any) -> None:
-        """As `anyOf` where the alternatives exclude each other; llguidance finds other such cases."""
+        """Rewrite to `anyOf` if the alternatives exclude each other; llguidance finds further such cases."""
         if not isinstance(options, list):
             self._out["oneOf"] = options
             return
@@ -475,7 +481,7 @@ class _Keywords:
             self._put({"oneOf": rewritten}, "oneOf")
 
     def _condition(self) -> None:
-        """Follow `if` with `then` and `else`."""
+        """Apply `if` with `then` and `else`."""
         to, schema = self._to, self._schema
         condition, then, otherwise = schema["if"], schema.get("then", True), schema.get("else", True)
         if is_trivial(then) and is_trivial(otherwise):
@@ -489,7 +495,7 @@ class _Keywords:
     def _negation(self, schema: Any, beside: Any = None) -> Any:
         """The schema of all values that are not valid by `schema`. Raises CannotFollow.
 
-        `beside` are the `properties` that the same value must be valid by.
+        `beside` are the `properties` by which the same value must be valid.
         """
         to = self._to
         with to.within():
@@ -529,7 +535,7 @@ class _Keywords:
         raise CannotFollow(f"it has {key} inside of not or if: {NOT_BUILT['not']}")
 
     def _not_properties(self, properties: dict[str, Any], beside: Mapping[str, Any]) -> list[Any]:
-        """Objects of which one property is not valid by its schema here."""
+        """Schemas of the objects with one property that is not valid by its schema in `properties`."""
         options = list[Any]()
         for name, schema in properties.items():
             # If its values are listed beside this, then all but those that are meant.
@@ -547,7 +553,7 @@ class _Keywords:
 
 
 def _either(patterns: Sequence[str]) -> str:
-    """The pattern of what matches one of these."""
+    """A pattern for the names that match one of these."""
     return patterns[0] if len(patterns) == 1 else "|".join(f"(?:{each})" for each in patterns)
 
 

@@ -1,4 +1,4 @@
-"""A JSON schema as a document: which subschema a `$ref` names. Nothing outside of the document is fetched."""
+"""Resolves references within one JSON schema: which subschema a `$ref` names. Fetches nothing."""
 
 # Schemas come from clients: any JSON may stand anywhere.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
@@ -12,7 +12,7 @@ from urllib.parse import unquote, urljoin
 
 MAX_DEPTH = 100  # schemas inside schemas; llguidance's own limit is 128 levels of JSON
 
-# Keywords by what they hold: one schema, a list of schemas, or schemas by name.
+# Keywords by their value: one schema, a list of schemas, or schemas by name.
 _ONE = (
     *("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not"),
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
@@ -24,7 +24,7 @@ _OLD_DRAFT = re.compile(r"json-schema\.org/draft-0[3467]/")
 
 
 class CannotFollow(Exception):
-    """A schema that no grammar is made of; the message says which part, and why."""
+    """A schema that cannot be made into a grammar; the message says which part, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class SchemaDocument:
         self._resources.setdefault("", root)
 
     def is_alias(self, schema: dict[str, Any]) -> bool:
-        """Whether a `$ref` replaces the keywords beside it, as before draft 2019-09."""
+        """Whether a `$ref` replaces the schema's other keywords, as before draft 2019-09."""
         return "$ref" in schema and self._places[id(schema)].is_old
 
     def target(self, schema: dict[str, Any], key: str) -> Any:
@@ -101,7 +101,7 @@ class SchemaDocument:
             todo.extend((each, place, depth + 1) for each in _subschemas(schema))
 
     def _placed(self, schema: dict[str, Any], place: _Place) -> _Place:
-        """Note the names of `schema`; the place of what is inside it."""
+        """Record the names of `schema`; return the place of the schemas inside it."""
         dialect, base = schema.get("$schema"), place.base
         is_old = bool(_OLD_DRAFT.search(dialect)) if isinstance(dialect, str) else place.is_old
         identifier = schema.get("$id", schema.get("id") if is_old else None)

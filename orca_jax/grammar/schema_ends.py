@@ -1,4 +1,4 @@
-"""Rewritten schemas by which no value is valid that ends, as every one of theirs has another inside."""
+"""Finds schemas without a finite value, because every valid value has another one inside."""
 
 # Schemas come from clients: any JSON may stand anywhere.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from orca_jax.grammar.schema_document import CannotFollow
-from orca_jax.grammar.schema_keywords import TYPES
-from orca_jax.grammar.schema_values import is_number, types_of
+from orca_jax.grammar.schema_values import TYPES, is_number, types_of
 
 DEFINITIONS = "#/$defs/"
 
@@ -16,10 +15,10 @@ DEFINITIONS = "#/$defs/"
 def ended(
     schema: Any, definitions: Mapping[str, Any], spend: Callable[[], None]
 ) -> tuple[Any, dict[str, Any]]:
-    """The schema and its definitions, with `false` for what has no value that ends.
+    """The schema and its definitions, with `false` for every definition without a finite value.
 
-    llguidance would begin such a value. Calls `spend` for each look at a definition. Raises CannotFollow if
-    nothing is left.
+    llguidance would begin such a value and never end it. Calls `spend` for each look at a definition. Raises
+    CannotFollow if no value is left.
     """
     endless = definitions.keys() - _finite(definitions, spend)
     made = dict(definitions)
@@ -27,13 +26,13 @@ def ended(
         made = {name: _without(each, endless) for name, each in definitions.items()}
         schema = _without(schema, endless)
     if not _has_end(schema, made.keys()):
-        raise CannotFollow("no value is valid by it, or none that ends")
+        raise CannotFollow("no value is valid by it, or only infinite ones")
     return schema, made
 
 
 def _finite(definitions: Mapping[str, Any], spend: Callable[[], None]) -> set[str]:
-    """The definitions by which some value is valid that ends, as far as references decide."""
-    users = dict[str, list[str]]()  # by the name of a definition: those that refer to it
+    """The definitions with a finite value, as far as references decide."""
+    users = dict[str, list[str]]()  # by the name of a definition: the definitions that refer to it
     for name, schema in definitions.items():
         for other in set(_references(schema)):
             users.setdefault(other, []).append(name)
@@ -62,7 +61,7 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _has_end(schema: Any, finite: Collection[str]) -> bool:
-    """Whether a value that ends may be valid by it, if one is by each of the definitions `finite`."""
+    """Whether the schema may have a finite value, given that the definitions `finite` have one."""
     if not isinstance(schema, dict):
         return schema is not False
     if "$ref" in schema and schema["$ref"].removeprefix(DEFINITIONS) not in finite:

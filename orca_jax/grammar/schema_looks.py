@@ -1,4 +1,4 @@
-"""Finds what a JSON schema allows by a look at its keywords: types, constants, properties."""
+"""Derives bounds on a JSON schema's values from its keywords: types, constants, properties."""
 
 # Schemas come from clients: any JSON may stand anywhere.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
@@ -10,8 +10,16 @@ from math import inf
 from typing import Any
 
 from orca_jax.grammar.schema_document import CannotFollow, SchemaDocument
-from orca_jax.grammar.schema_keywords import ASSERTIONS, TYPES, not_built
-from orca_jax.grammar.schema_values import canonical, is_number, type_of, types_of, values_of
+from orca_jax.grammar.schema_values import (
+    ASSERTIONS,
+    TYPES,
+    canonical,
+    is_number,
+    not_built,
+    type_of,
+    types_of,
+    values_of,
+)
 
 MAX_LOOKS = 50_000  # at the schemas of one document; some 0.1 s
 _MAX_STEPS = 8  # references and properties followed
@@ -24,7 +32,7 @@ class TooManyLooks(CannotFollow):
 
 @dataclass
 class Evaluated:
-    """The properties that some keywords apply to: by name, by pattern, or all."""
+    """The properties to which some keywords apply: by name, by pattern, or all."""
 
     names: dict[str, None] = field(default_factory=dict[str, None])
     patterns: dict[str, None] = field(default_factory=dict[str, None])
@@ -44,7 +52,7 @@ class SchemaLooks:
             raise TooManyLooks("it has too many alternatives")
 
     def dereferenced(self, schema: Any) -> Any:
-        """The schema, or what it names if it is nothing but a reference."""
+        """The schema, or the schema that it refers to if it is only a reference."""
         for _ in range(_MAX_STEPS):
             if not isinstance(schema, dict):
                 break
@@ -55,7 +63,7 @@ class SchemaLooks:
         return schema
 
     def _parts(self, schema: dict[str, Any]) -> list[Any]:
-        """Further schemas that every instance of `schema` is valid by."""
+        """Further schemas by which every instance of `schema` is valid."""
         if self._document.is_alias(schema):
             return [self._document.target(schema, "$ref")]
         parts = list(schema["allOf"]) if isinstance(schema.get("allOf"), list) else []
@@ -64,7 +72,7 @@ class SchemaLooks:
         ]
 
     def _own(self, schema: dict[str, Any], key: str) -> Any:
-        """The value of a keyword, None where a reference replaces it."""
+        """The value of a keyword; None if a reference replaces it."""
         return None if self._document.is_alias(schema) else schema.get(key)
 
     def _values(self, schema: dict[str, Any]) -> list[Any] | None:
@@ -73,7 +81,7 @@ class SchemaLooks:
         return values
 
     def types(self, schema: Any, steps: int = _MAX_STEPS) -> frozenset[str]:
-        """The types of its instances, perhaps more; a number is an `integer` or a `fraction`."""
+        """A superset of the types of the instances; a number is an `integer` or a `fraction`."""
         self._look()
         if schema is False:
             return frozenset()
@@ -94,7 +102,7 @@ class SchemaLooks:
         return types
 
     def values(self, schema: Any, steps: int = _MAX_STEPS) -> frozenset[str] | None:
-        """Its instances as canonical texts, perhaps more; None if they are not listed."""
+        """A superset of the instances, as canonical texts; None if they are not listed."""
         self._look()
         if not isinstance(schema, dict) or steps == 0:
             return None
@@ -105,7 +113,7 @@ class SchemaLooks:
         return next((each for each in found if each is not None), None)
 
     def required(self, schema: Any, steps: int = _MAX_STEPS) -> frozenset[str]:
-        """Properties that its objects must have."""
+        """Properties that the schema's objects must have."""
         self._look()
         if not isinstance(schema, dict) or steps == 0:
             return frozenset()
@@ -114,7 +122,7 @@ class SchemaLooks:
         return frozenset(names).union(*(self.required(part, steps - 1) for part in self._parts(schema)))
 
     def property_of(self, schema: Any, name: str, steps: int = _MAX_STEPS) -> list[Any]:
-        """Schemas that this property of its objects must be valid by, all of them."""
+        """The schemas by which this property of the objects must be valid."""
         self._look()
         if not isinstance(schema, dict) or steps == 0:
             return []
@@ -125,7 +133,7 @@ class SchemaLooks:
         return found
 
     def listed(self, schema: Any, steps: int = _MAX_STEPS) -> dict[str, None]:
-        """The names of the properties that it lists, in their order."""
+        """The names of the properties that the schema lists, in order."""
         self._look()
         names = dict[str, None]()
         if isinstance(schema, dict) and steps:
@@ -136,23 +144,23 @@ class SchemaLooks:
         return names
 
     def exclude(self, one: Any, other: Any, steps: int = _MAX_STEPS) -> bool:
-        """Whether no value is valid by both; False also where that is hard to see."""
+        """Whether no value is valid by both; False also if that cannot be decided."""
         types = self.types(one) & self.types(other)
         values, others = self.values(one), self.values(other)
         if not types or (values is not None and others is not None and not values & others):
             return True
         if types <= {"integer", "fraction"}:
-            mine, theirs = self.dereferenced(one), self.dereferenced(other)
-            return _is_below(mine, theirs) or _is_below(theirs, mine)
+            left, right = self.dereferenced(one), self.dereferenced(other)
+            return _is_below(left, right) or _is_below(right, left)
         return types == {"object"} and any(
-            self.exclude(mine, theirs, steps - 1)
+            self.exclude(left, right, steps - 1)
             for name in (sorted(self.required(one) | self.required(other)) if steps else ())
-            for mine in self.property_of(one, name)
-            for theirs in self.property_of(other, name)
+            for left in self.property_of(one, name)
+            for right in self.property_of(other, name)
         )
 
     def are_disjoint(self, schemas: Sequence[Any], tag: str | None) -> bool:
-        """Whether no value is valid by two of these; `tag` is what `tag_of` found."""
+        """Whether no value is valid by two of these schemas; `tag` is the result of `tag_of`."""
         if tag is not None and all(tag in self.required(each) for each in schemas):
             return True
         values = [each for each in map(self.values, schemas) if each is not None]
@@ -162,7 +170,7 @@ class SchemaLooks:
         return len(schemas) <= _MAX_PAIRS and all(self.exclude(one, other) for one, other in pairs)
 
     def tag_of(self, schemas: Sequence[Any]) -> str | None:
-        """A property that has different constant values in these schemas, all of objects."""
+        """A property with a different constant in each of these schemas; None unless all are of objects."""
         if not schemas or any(self.types(each) != {"object"} for each in schemas):
             return None
         for name in self.listed(schemas[0]):
@@ -177,7 +185,7 @@ class SchemaLooks:
         return None
 
     def evaluated(self, schema: Any, steps: int = _MAX_STEPS) -> Evaluated:
-        """The properties that its keywords apply to. Raises CannotFollow if that depends on the output."""
+        """The properties to which the keywords apply. Raises CannotFollow if that depends on the output."""
         self._look()
         found = Evaluated()
         if not isinstance(schema, dict):
@@ -203,7 +211,7 @@ def _share_nothing(sets: Sequence[frozenset[str]]) -> bool:
 
 
 def _is_below(low: Any, high: Any) -> bool:
-    """Whether all numbers by the bounds of `low` are less than all by those of `high`."""
+    """Whether all numbers within the bounds of `low` are less than all within those of `high`."""
     most, most_open = _bound(low, "maximum", "exclusiveMaximum", min)
     least, least_open = _bound(high, "minimum", "exclusiveMinimum", max)
     return most < least or (most == least and (most_open or least_open))

@@ -1,10 +1,16 @@
-"""The patterns and formats of JSON schemas, as the regular expressions that llguidance reads.
+"""Translates the patterns and formats of JSON schemas for llguidance, and matches property names with them.
 
-JSON Schema's patterns are ECMAScript's, llguidance's are those of Rust: the same, but for what is here.
+JSON Schema has ECMAScript's syntax, llguidance Rust's; this file knows the differences.
 """
 
+import functools
+import json
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from orca_jax.grammar.schema_document import CannotFollow
 
@@ -36,7 +42,7 @@ _IPV6 = "|".join(
     )
 )
 
-# Formats whose patterns are ours: dates that exist, and no leap seconds, which most programs cannot read.
+# Formats with patterns of our own: dates that exist, and no leap seconds, which most programs cannot read.
 FORMATS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
@@ -50,6 +56,10 @@ MAX_HOSTNAME = 253  # characters, which its pattern does not count
 _SPACES = r"\t\n\v\f\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
 _NOTHING, _ANYTHING = r"[^\s\S]", r"[\s\S]"
 
+# A pattern that needs more counts as undecidable.
+_LIMITS = LLParserLimits(initial_lexer_fuel=50_000, step_lexer_fuel=20_000, max_lexer_states=5_000)
+_COMPACT = {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
+
 _QUANTIFIER = re.compile(r"\{\d+(?:,\d*)?\}")
 _PAIR = re.compile(r"\\u[dD]([89abAB][0-9a-fA-F]{2})\\u[dD]([c-fC-F][0-9a-fA-F]{2})")
 _BY_NUMBER = re.compile(r"\\(?:u\{([0-9a-fA-F]{1,6})\}|u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2}))")
@@ -59,7 +69,7 @@ _NUL = re.compile(r"\\0(?!\d)")
 
 
 def is_writable(text: str) -> bool:
-    """Whether an output can have this text in a string: JSON's escape by number is not written."""
+    """Whether an output's string can hold this text: outputs have no JSON escapes by number."""
     return not any(map(_is_unwritable, text))
 
 
@@ -68,10 +78,10 @@ def _is_unwritable(character: str) -> bool:
 
 
 def rust_pattern(pattern: str) -> str:
-    """The regular expression for llguidance; what neither dialect knows is left for llguidance to refuse.
+    """Translate a pattern for llguidance, which itself refuses what neither dialect knows.
 
-    Raises CannotFollow. Takes time linear in its length. Characters that no output can have are left out of
-    classes, and match nothing elsewhere: llguidance would leave them out of the text.
+    Raises CannotFollow. Takes time linear in the length. Characters that no output can have are removed from
+    classes and match nothing elsewhere; llguidance would drop them from the text instead.
     """
     parts, i = list[str](), 0
     while i < len(pattern):
@@ -88,7 +98,7 @@ def rust_pattern(pattern: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Atom:
-    """A character or an escape: as Rust has it, up to where it goes, and which character it is."""
+    """A character or an escape: its Rust form, where it ends, and which character it is."""
 
     text: str
     end: int
@@ -100,7 +110,7 @@ class _Atom:
 
 
 def _class(pattern: str, i: int) -> tuple[str, int]:
-    """The class that begins at `i`, and where it ends."""
+    """Translate the class that begins at `i`; returns it and where it ends."""
     start = i
     i += 2 if pattern.startswith("[^", i) else 1
     head, parts = pattern[start:i], list[str]()
@@ -173,3 +183,67 @@ def _of_character(character: str, end: int) -> _Atom:
 
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 _/:;,<>=!@%'\"`")
+
+
+# Property names against patterns.
+
+
+class _Bytes:
+    """A tokenizer with a token for each byte."""
+
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids = ()
+    tokens = (*(bytes([i]) for i in range(256)), b"")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@functools.cache
+def _tokenizer() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Bytes()))
+
+
+def _matcher(schema: Mapping[str, Any]) -> LLMatcher:
+    text = json.dumps({**schema, "x-guidance": _COMPACT})
+    return LLMatcher(
+        _tokenizer(),
+        json.dumps({"grammars": [{"json_schema": json.loads(text)}]}),
+        log_level=0,
+        limits=_LIMITS,
+    )
+
+
+class NamePattern:
+    """A pattern of `patternProperties`, in Rust's form."""
+
+    def __init__(self, pattern: str) -> None:
+        self._matcher = _matcher({"type": "string", "pattern": pattern})
+
+    def matches(self, name: str) -> bool:
+        """Whether the name matches; False if that cannot be decided."""
+        text = json.dumps(name, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        return not self._matcher.is_error() and self._matcher.validate_tokens(list(text)) == len(text)
+
+
+def has_other_names(names: Iterable[str], *, inside: Iterable[str] = (), outside: Iterable[str] = ()) -> bool:
+    """Whether a name outside `names` matches a pattern of `inside`, or if that is empty, none of `outside`.
+
+    True if that cannot be decided.
+    """
+    patterns = dict.fromkeys(inside, True)
+    additional = not patterns
+    patterns |= dict.fromkeys(outside, False)
+    matcher = _matcher(
+        {
+            "type": "object",
+            "properties": dict.fromkeys(names, False),
+            "patternProperties": patterns,
+            "additionalProperties": additional,
+        }
+    )
+    if matcher.is_error() or not matcher.consume_token(ord("{")):
+        return True
+    mask = matcher.compute_bitmask()
+    return matcher.is_error() or bool(mask[ord('"') // 8] >> (ord('"') % 8) & 1)

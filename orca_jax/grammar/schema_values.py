@@ -1,19 +1,63 @@
-"""Values as JSON Schema compares them, and schemas put together from others."""
+"""The keywords of JSON Schema, its rules for comparing values, and schemas combined or negated."""
 
 # Schemas come from clients: any JSON may stand anywhere.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from orca_jax.grammar.schema_document import CannotFollow
 
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+LENGTHS = ("minLength", "maxLength")
+ARRAYS = (
+    *("prefixItems", "items", "additionalItems", "minItems", "maxItems", "uniqueItems"),
+    *("contains", "minContains", "maxContains", "unevaluatedItems"),
+)
+MAPS = ("properties", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies")
+OBJECTS = (
+    *MAPS,
+    *("additionalProperties", "unevaluatedProperties", "propertyNames"),
+    *("required", "minProperties", "maxProperties"),
+)
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+COMBINED = ("allOf", "anyOf", "oneOf", "not", "if")
+# Every other keyword is an annotation, or holds schemas for references to name.
+ASSERTIONS = frozenset(
+    (
+        *("type", "const", "enum", "pattern", "format"),
+        *(*BOUNDS, *LENGTHS, *ARRAYS, *OBJECTS, *REFERENCES, *COMBINED),
+    )
+)
+
+# Why a keyword is refused, where it is.
+NOT_BUILT = {
+    "uniqueItems": "a grammar does not remember the items before; maxItems 1 is possible",
+    "contains": "a grammar does not remember the items before",
+    "minProperties": "names that are not listed may come twice, so one more than is required is the most",
+    "unevaluatedItems": "beside anyOf, oneOf, allOf, if, contains or $ref it is not supported",
+    "unevaluatedProperties": "beside anyOf, oneOf, if or dependencies it is not supported",
+    "propertyNames": "only enum, const, pattern and lengths are supported, without patternProperties",
+    "not": "only types, constants, bounds and properties can be turned into their opposite",
+}
+
 _EXACT = 1 << 53  # integers up to here are exact as floating-point numbers of 64 bits
 
 
+def not_built(keyword: str) -> CannotFollow:
+    """The error for a keyword of NOT_BUILT."""
+    return CannotFollow(f"it has {keyword}: {NOT_BUILT[keyword]}")
+
+
+def is_trivial(schema: Any) -> bool:
+    """Whether every value is valid by the schema, because it has no keyword that restricts values."""
+    return not ASSERTIONS & schema.keys() if isinstance(schema, dict) else schema is True
+
+
 def is_number(value: Any) -> bool:
-    """Whether it is a number, and not a boolean."""
+    """Whether the value is a number, and not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -44,7 +88,7 @@ def values_of(schema: Any) -> list[Any] | None:
 
 
 def canonical(value: Any) -> str:
-    """The same text for values that JSON Schema counts as equal: 1 and 1.0, objects in any order."""
+    """The same text for values that are equal in JSON Schema: 1 and 1.0, objects in any order."""
     return json.dumps(_normal(value), sort_keys=True)
 
 
@@ -82,7 +126,7 @@ def is_plain(constant: Any) -> bool:
 
 
 def both(*schemas: Any) -> Any:
-    """The schema of what is valid by all of these."""
+    """The schema of the values that are valid by all of these."""
     if any(each is False for each in schemas):
         return False
     parts = [each for each in schemas if each is not True and each != {}]
@@ -90,7 +134,7 @@ def both(*schemas: Any) -> Any:
 
 
 def any_of(schemas: Sequence[Any]) -> Any:
-    """The schema of what is valid by one of these or several."""
+    """The schema of the values that are valid by at least one of these."""
     if any(each is True for each in schemas):
         return True
     options = [each for each in schemas if each is not False]
@@ -105,3 +149,58 @@ def object_of(properties: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]
         "required": list(keys),
         "additionalProperties": False,
     }
+
+
+# The opposites of keywords: the schemas of all values that are not valid by one.
+
+
+def _typed(types: frozenset[str]) -> list[Any]:
+    """The schema of the values of these types, if `type` can say it."""
+    if len(types & {"integer", "fraction"}) == 1:
+        raise not_built("not")
+    names = [name for name in TYPES if name in types or (name == "number" and "integer" in types)]
+    return [{"type": names}] if names else []
+
+
+def other_types(types: Any) -> list[Any]:
+    """The schema of all values of other types; an empty list if `types` are all types."""
+    return _typed(types_of(TYPES) - types_of(types))
+
+
+def not_constant(value: Any) -> list[Any]:
+    """The schemas of all values except this one."""
+    others = other_types("number" if is_number(value) else type_of(value))
+    if value is None:
+        return others
+    if isinstance(value, bool):
+        return [*others, {"const": not value}]
+    if is_number(value):
+        number = json_number("const", value)
+        return [
+            *others,
+            {"type": "number", "exclusiveMaximum": number},
+            {"type": "number", "exclusiveMinimum": number},
+        ]
+    if not value:  # an empty text, array or object
+        kind = type_of(value)
+        return [*others, {"type": kind, _LEAST[kind]: 1}]
+    raise not_built("not")
+
+
+_LEAST = {"string": "minLength", "array": "minItems", "object": "minProperties"}
+
+
+def _shorter(kind: str, keyword: str, length: Any) -> list[Any]:
+    return [{"type": kind, keyword: length - 1}] if length > 0 else []
+
+
+OPPOSITES: dict[str, Callable[[Any], list[Any]]] = {
+    "minimum": lambda n: [{"type": "number", "exclusiveMaximum": n}],
+    "maximum": lambda n: [{"type": "number", "exclusiveMinimum": n}],
+    "exclusiveMinimum": lambda n: [{"type": "number", "maximum": n}],
+    "exclusiveMaximum": lambda n: [{"type": "number", "minimum": n}],
+    "minLength": lambda n: _shorter("string", "maxLength", n),
+    "maxLength": lambda n: [{"type": "string", "minLength": n + 1}],
+    "minItems": lambda n: _shorter("array", "maxItems", n),
+    "maxItems": lambda n: [{"type": "array", "minItems": n + 1}],
+}

@@ -1,7 +1,7 @@
-"""From a request's fields to llguidance's Lark text, with limits on what that text may contain.
+"""Translates a request's fields to llguidance's Lark text, and limits what that text may contain.
 
-Grammars are untrusted input and can be made arbitrarily expensive. Those that are too large are rejected
-here, before llguidance sees them, and llguidance gets limits of its own.
+Grammars are untrusted input and can be made arbitrarily expensive. Too large ones are rejected here, before
+llguidance sees them, and llguidance gets limits of its own.
 """
 
 import json
@@ -83,7 +83,7 @@ _TEXTS_OF_LARK = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])*/?
 class GrammarText:
     """A grammar in llguidance's Lark, converted from the request's `field`.
 
-    `around` is the server's own Lark, in which `@body` stands for the request's. `schemas` are JSON schemas
+    `around` is the server's own Lark, in which `@body` refers to the request's. `schemas` are JSON schemas
     as text, with the names by which both refer to them.
     """
 
@@ -103,9 +103,9 @@ class GrammarText:
 
     @property
     def grammars(self) -> str:
-        """As llguidance reads them, all of which allow every token that fits. Raises CannotFollow.
+        """The grammars as JSON for llguidance; all allow every token that fits. Raises CannotFollow.
 
-        Each is named as Lark: llguidance would read a text that begins with a brace as its own JSON.
+        Each is marked as Lark, because llguidance reads a text that begins with a brace as its own JSON.
         """
         body = {"name": "body", "lark_grammar": self.lark + _EVERY_TOKEN}
         around = {"name": "around", "lark_grammar": (self.around or "") + _EVERY_TOKEN}
@@ -117,7 +117,7 @@ class GrammarText:
 
 
 def grammar_text(sampling: SamplingParams, form: OutputForm = PLAIN_TEXT) -> GrammarText | None:
-    """None if no grammar is requested; raises InvalidSamplingParameter, which names the field."""
+    """The grammar that a request asks for; None if none. Raises InvalidSamplingParameter with the field."""
     text = None if sampling.grammar is None else _TEXTS[sampling.grammar](sampling)
     if form.lark is None:
         return text
@@ -174,7 +174,7 @@ def _json(sampling: SamplingParams) -> GrammarText:
 
 
 def check_schemas(field: str, *schemas: dict[str, Any]) -> None:
-    """Raise InvalidSamplingParameter, which names `field`, for what is too expensive in all together."""
+    """Raise InvalidSamplingParameter, which names `field`, if the schemas together are too expensive."""
     if any("x-guidance" in schema for schema in schemas):
         refuse(field, "it has x-guidance, which is not supported")
     n_patterns, n_pattern_properties, multiple_of = 0, 0, 0
@@ -195,13 +195,9 @@ def check_schemas(field: str, *schemas: dict[str, Any]) -> None:
             refuse(field, f"it has {n} {what}; {most} are allowed")
 
 
-def _json_object(_: SamplingParams) -> GrammarText:
-    return _json_source("guided_json_object", '{"type": "object"}')
-
-
 _TEXTS: dict[str, Callable[[SamplingParams], GrammarText]] = {
     "guided_json": _json,
-    "guided_json_object": _json_object,
+    "guided_json_object": lambda _: _json_source("guided_json_object", '{"type": "object"}'),
     "guided_regex": _regex,
     "guided_choice": _choice,
     "guided_grammar": _lark,
@@ -225,7 +221,7 @@ def _entries(schema: object) -> Iterator[tuple[str, Any]]:
 
 
 def _without_point(number: float) -> int:
-    """1.25 as 125, 300 as 300; values that are too large as one more than is allowed."""
+    """The number without its decimal point: 125 for 1.25, 300 for 300; at most one more than is allowed."""
     value = abs(Decimal(repr(number)))
     if not value.is_finite():
         return 0  # llguidance rejects it
@@ -254,7 +250,7 @@ def shortened(message: str) -> str:
     return message if len(message) <= 240 else f"{message[:110]} ... {message[-120:]}"
 
 
-_IN_OUR_WORDS = {  # by their beginning: llguidance's messages that make sense only to its caller
+_IN_OUR_WORDS = {  # by their beginning: llguidance's messages that only its caller can understand
     "lexer precomputation failed": "its regular expressions are too large",
     "oneOf constraints are not supported": "oneOf is for schemas that exclude each other; write anyOf",
     "NoExtensionBias": "",

@@ -18,16 +18,16 @@ _STOP_SECONDS = 30.0  # a program that is being compiled cannot be stopped
 
 
 def first_buckets(buckets: Sequence[int], max_rows: int) -> tuple[int, ...]:
-    """The buckets to begin with: one for a decode of `max_rows`, and the largest. `buckets` ascend."""
+    """The buckets to start with: one for `max_rows` decodes, and the largest. `buckets` ascend."""
     decode = next(size for size in buckets if size >= min(max_rows, buckets[-1]))
     return tuple(sorted({decode, buckets[-1]}))
 
 
 def later_buckets(buckets: Sequence[int], max_rows: int) -> list[int]:
-    """The others, the most useful first.
+    """The buckets that `first_buckets` leaves out, the most useful first.
 
-    First the powers of two above the decodes, which halve the padding of prompts, then the smaller decodes,
-    and then what is between.
+    Powers of two above the decodes, which halve the padding of prompts, come before smaller decodes, and
+    these before the sizes in between.
     """
     first = first_buckets(buckets, max_rows)
     others = [size for size in buckets if size not in first]
@@ -54,7 +54,7 @@ class LaterPrograms:
         self._thread: threading.Thread | None = None
 
     def start(self, on_buckets: Callable[[tuple[int, ...]], object]) -> None:
-        """Begin. `on_buckets` is called on the thread with the buckets in use, after each new one."""
+        """Start compiling. The thread calls `on_buckets` with all buckets in use after each new one."""
         self._thread = threading.Thread(
             target=self._run, args=(on_buckets,), name="compile later", daemon=True
         )
@@ -73,8 +73,8 @@ class LaterPrograms:
                 if not self._compile(programs):
                     break
             except Exception:
-                said = "could not compile for %d tokens; the programs of larger batches serve"
-                LOGGER.warning(said, size, exc_info=True)
+                message = "could not compile for %d tokens; batches use the programs of larger buckets"
+                LOGGER.warning(message, size, exc_info=True)
                 break
             self._ready = tuple(sorted({*self._ready, size}))
             self._workers.use(BatchSizes(self._shape, self._ready))
@@ -82,7 +82,7 @@ class LaterPrograms:
         self._programs.clear()
 
     def _compile(self, programs: Sequence[ToCompile]) -> bool:
-        """Compile those that no other bucket has needed; False if the engine is to stop."""
+        """Compile programs that no other bucket has needed; False if the engine is closing."""
         for program in programs:
             if self._stop.is_set():
                 return False

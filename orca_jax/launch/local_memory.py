@@ -26,7 +26,7 @@ from orca_jax.families.stored_name import own_order
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.weight_form import Dense
 from orca_jax.host_memory import give_back
-from orca_jax.launch.given_weights import (
+from orca_jax.launch.new_weights import (
     Adapter,
     Change,
     adapted_weights,
@@ -41,11 +41,11 @@ from orca_jax.sharding.random_parameters import with_repeated_heads
 from orca_jax.sharding.specs import in_form, place_of_dense
 from orca_jax.user_model.decoder import OwnParameters
 
-# Of a directory of adapters, beside their arrays in one safetensors file.
+# The file with the scale in a directory of adapters, next to the safetensors file of their arrays.
 ADAPTERS_JSON = "adapters.json"
 _MAX_JSON_BYTES = 1000
 
-# Yields a new weight for each of the given places, which are Shardings or FormedWeights of such.
+# Yields a new weight for each place. A place is a Sharding, or a FormedWeight of Shardings.
 _New = Callable[[str, Sequence[Any]], Iterator[Any]]
 
 
@@ -53,9 +53,9 @@ class LocalMemory:
     """An EngineMemory for workers in this process.
 
     `stored` is the model as checkpoints have it, `model` as the devices hold it: with its vocabulary padded
-    and K/V heads repeated. Weights are replaced one at a time, so an update takes the memory of one weight
-    more than the engine does. The arrays that are handed in are copied: a trainer may donate them.
-    The weights of a user's own module are replaced by their paths in it, as it stores them.
+    and K/V heads repeated. Weights are replaced one at a time, so an update needs the memory of one more
+    weight. New arrays are copied, since their owner may donate them. The weights of a module that a user
+    wrote are replaced by their paths in it, as it stores them.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class LocalMemory:
     def prepare(
         self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
     ) -> Callable[[], None]:
-        """EngineMemory."""
         if self._module is not None:
             if layout is not None or isinstance(weights, str | Path):
                 raise ConfigError(
@@ -102,7 +101,6 @@ class LocalMemory:
         return partial(self._install, partial(self._convert, made))
 
     def release(self, level: int) -> None:
-        """EngineMemory."""
         if self._has_caches:
             for worker in self._workers:
                 worker.release_caches()
@@ -113,7 +111,6 @@ class LocalMemory:
         give_back()
 
     def restore(self) -> None:
-        """EngineMemory."""
         for stage in self._stages:
             stage.unpark()
         if not self._has_caches:
@@ -123,7 +120,6 @@ class LocalMemory:
         give_back()  # the copies of weights in host memory
 
     def adapt(self, directory: Path | None) -> None:
-        """StageMemory."""
         if directory is None:
             self._merge({}, 1.0)
             return
@@ -151,7 +147,7 @@ class LocalMemory:
                 raise ConfigError(f"an adapter cannot be merged into {name}, which is held in {form}")
 
     def _merge(self, adapters: Mapping[str, Adapter], scale: float) -> None:
-        """Add adapters to the weights as they are without any; those that had one before lose it."""
+        """Add adapters to the original weights; adapters that are merged now are taken out."""
         names = dict.fromkeys((*self._without_adapter, *adapters))
         for name in names:
             if name not in self._without_adapter:
@@ -170,8 +166,8 @@ class LocalMemory:
     def _replace(self, names: Mapping[str, object], new: _New) -> None:
         """Replace these weights one by one, each on all stages that have it.
 
-        Programs that convert weights are compiled on their first use. That is no surprise to a request, and
-        so it is not on the scheduler's thread, where `on_compile` may forbid compiles.
+        This runs on a thread of its own: programs that convert weights are compiled on first use, and on the
+        scheduler's thread `on_compile` may forbid that. No request waits for them.
         """
 
         def replace_all() -> None:
@@ -203,9 +199,9 @@ class LocalMemory:
 
 
 def checked_directory(directory: Path, model: ModelConfig) -> dict[str, Parts]:
-    """Find how a checkpoint of this same model stores each weight; reads none.
+    """Find how a checkpoint of the same model stores each weight, without reading any.
 
-    Raises a CheckpointError; TensorMismatch if it is another model.
+    Raises a CheckpointError; TensorMismatch if the checkpoint is of another model.
     """
     found, parts = find_parameters(directory, model.attention.kv_repeats)
     # The end-of-sequence tokens may come from other files; padding and form are what the devices hold.
@@ -222,7 +218,7 @@ def checked_directory(directory: Path, model: ModelConfig) -> dict[str, Parts]:
 
 
 def _read_whole(tensor: StoredTensor) -> np.ndarray:
-    """A tensor of any number of axes."""
+    """Read a tensor of any number of axes."""
     values = np.empty(math.prod(tensor.shape), tensor.element)
     for at, piece in replace(tensor, shape=values.shape).pieces(((0, len(values)),)):
         values[at : at + len(piece)] = piece
@@ -230,7 +226,7 @@ def _read_whole(tensor: StoredTensor) -> np.ndarray:
 
 
 class _ModuleWeights:
-    """Shapes and dtypes of the weights of a user's own module, which new ones must have."""
+    """The weights of a module that a user wrote: new ones must have the same shapes and dtypes."""
 
     def __init__(self, stages: Sequence[OwnParameters]) -> None:
         self._held = {
@@ -265,7 +261,7 @@ def _copied(value: Any, dtype: jnp.dtype, place: jax.sharding.Sharding) -> jax.A
 
 
 class _Fitting:
-    """Converts weights as a checkpoint has them to what the devices hold."""
+    """Converts weights from a checkpoint's shapes and heads to those that the devices hold."""
 
     def __init__(self, stored: ModelConfig, model: ModelConfig, dtype: jnp.dtype) -> None:
         self._stored = parameter_table(stored)
@@ -308,7 +304,7 @@ class _Fitting:
         return own_order(stored, self._attention) is not None
 
     def _kind(self, name: str) -> tuple[Parameter, tuple[int, ...]]:
-        """The key of one program, which converts this weight of all layers."""
+        """The key of the program that converts this weight; the same in all layers."""
         return self._stored[name], self._held[name].shape
 
     def _fit(self, value: jax.Array, stored: Parameter, shape: tuple[int, ...]) -> jax.Array:

@@ -55,7 +55,7 @@ def compile_engine(
     """Compile all programs of an engine for JAX's first devices.
 
     A preset's name needs no `load_format` here. With `worker_processes` each stage is compiled for the first
-    devices, which its own process will see. Raises ConfigError or a CheckpointError.
+    devices, which is where its process will run it. Raises ConfigError or a CheckpointError.
     """
     cache = engine.compile_cache
     if cache is None:

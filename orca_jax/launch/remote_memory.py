@@ -17,18 +17,18 @@ import numpy as np
 from orca_jax.checkpoint import orbax
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.config import Layout
-from orca_jax.engine.remote_engine import RemoteEngine
+from orca_jax.engine.remote_workers import RemoteEngine
 from orca_jax.errors import CheckpointError, ConfigError, WorkerLost
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
 from orca_jax.families.trainers.orca_json import ORCA_JSON
-from orca_jax.launch.given_weights import check_adapters, check_arrays, check_replaceable, named_arrays
 from orca_jax.launch.local_memory import ADAPTERS_JSON, checked_directory
+from orca_jax.launch.new_weights import check_adapters, check_arrays, check_replaceable, named_arrays
 
 
 class _Files:
-    """A directory of this process's own, removed when nothing refers to it any more, or at exit."""
+    """A temporary directory, removed when nothing refers to it any more, or at exit."""
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="orca-weights-"))  # mode 0700
@@ -36,11 +36,11 @@ class _Files:
 
 
 class RemoteMemory:
-    """An EngineMemory for worker processes: each reads its own stage's part of a checkpoint, and keeps it.
+    """An EngineMemory for worker processes, each of which reads its stage's part of a checkpoint.
 
-    A worker that is restarted reads the same checkpoint again, so it must stay where it is until the next
-    update. With `same_machine` arrays may be given too: they are written to a temporary checkpoint. So are
-    adapters, which each worker adds to its own weights.
+    A worker that is restarted reads the same checkpoint again, so the directory must exist until the next
+    update. With `same_machine` new weights may also be arrays, which go to the workers in a temporary
+    checkpoint, or adapters, which each worker merges into its weights.
     """
 
     def __init__(self, engine: RemoteEngine, *, model: ModelConfig, dtype: str, same_machine: bool) -> None:
@@ -55,7 +55,6 @@ class RemoteMemory:
     def prepare(
         self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
     ) -> Callable[[], None]:
-        """EngineMemory."""
         check_replaceable(self._model)
         if isinstance(weights, str | Path):
             directory = Path(weights).absolute()
@@ -80,11 +79,9 @@ class RemoteMemory:
         return partial(self._load, files.directory / "weights", files)
 
     def release(self, level: int) -> None:
-        """EngineMemory."""
         self._change("go to sleep", sleep_level=level)
 
     def restore(self) -> None:
-        """EngineMemory."""
         self._change("wake up", sleep_level=0)
 
     def _load(self, directory: Path, files: _Files | None) -> None:
@@ -106,7 +103,7 @@ class RemoteMemory:
         self._adapter_files = files
 
     def _change(self, what: str, **fields: Any) -> None:
-        """Begin an epoch with changed orders; if that fails the next epoch has the old ones again."""
+        """Begin an epoch with changed orders; if that fails, the next epoch has the old orders again."""
         workers = self._engine.workers
         before = workers.orders
         workers.change_orders([replace(order, **fields) for order in before])
@@ -119,7 +116,7 @@ class RemoteMemory:
 
 
 def write_adapters(directory: Path, arrays: Mapping[str, Any], scale: float) -> None:
-    """Write adapters for LocalMemory.adapt, in float32, in which they are added. Raises ConfigError."""
+    """Write adapters for LocalMemory.adapt, as float32. Raises ConfigError."""
 
     def tensor(name: str, array: Any) -> Tensor:
         float32 = np.dtype(np.float32)

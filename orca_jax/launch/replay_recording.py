@@ -1,5 +1,5 @@
 # pyright: standard
-"""Composition: records what an engine serves, and repeats a recording on a new engine."""
+"""Composition: the header of a recording, and its replay on a new engine."""
 
 import platform
 import time
@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 
-from orca_jax.config import EngineConfig, ServingOptions
-from orca_jax.engine.built_engine import BuiltEngine
+from orca_jax.config import EngineConfig, SchedulingOptions, ServingOptions
+from orca_jax.engine.engine_master import BuiltEngine
 from orca_jax.errors import BadRecording, ConfigError
-from orca_jax.launch.start_engine import start_engine
+from orca_jax.launch.start_engine import Start, start_engine
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling_config import SchedulingOptions
 from orca_jax.service.prepared_params import RuleMaker
 from orca_jax.service.recording import Recording, read_recording
 from orca_jax.service.replay import Replay, ReplayReport, recorded_serving
@@ -22,7 +21,7 @@ from orca_jax.user_model.find import find_any_model
 
 
 def recording_header(config: EngineConfig, built: BuiltEngine) -> dict[str, Any]:
-    """A recording's first line: all that is needed to build its engine again."""
+    """A recording's first line, from which its engine can be built again."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {"jax": jax.__version__, "python": platform.python_version()},
@@ -47,10 +46,10 @@ def recording_header(config: EngineConfig, built: BuiltEngine) -> dict[str, Any]
 
 
 def replay(of: str | Path | Recording, *, model: str | Path | None = None) -> ReplayReport:
-    """Repeat a recording, read or in a file, on an engine of the same sizes, and compare batches and outputs.
+    """Repeat a Recording, or that of a file, on an engine of the same sizes; compare batches and outputs.
 
-    The engine runs in this process. `model` is where the recorded model is on this machine, if that is
-    elsewhere. Raises BadRecording, ConfigError, a CheckpointError or EngineError.
+    The engine runs in this process. `model` is the recorded model's place on this machine, if another than
+    recorded. Raises BadRecording, ConfigError, a CheckpointError or EngineError.
     """
     recording = of if isinstance(of, Recording) else read_recording(of)
     config = _engine_config(recording, model)
@@ -59,15 +58,15 @@ def replay(of: str | Path | Recording, *, model: str | Path | None = None) -> Re
     if (found.config.vocab_size, found.config.n_positions) != (header["vocab_size"], header["n_positions"]):
         raise ConfigError(
             f"the recorded model has {header['vocab_size']} tokens and {header['n_positions']} positions, "
-            f"{found.name} has {found.config.vocab_size} and {found.config.n_positions}; name the recorded "
-            "one with model"
+            f"but {found.name} has {found.config.vocab_size} and {found.config.n_positions}; pass the place "
+            "of the recorded one as model"
         )
     rules = RuleMaker(found.config, found.tokenizer)
 
     def constraint(sampling: SamplingParams) -> Any:
         return rules.rules(sampling).constraint()
 
-    built = start_engine(found, config, on_load=None, on_program=None, on_event=print)
+    built = start_engine(found, config)
     try:
         serving = recorded_serving(recording)
         whole = Replay(
@@ -83,12 +82,13 @@ def replay(of: str | Path | Recording, *, model: str | Path | None = None) -> Re
         built.close()
 
 
-def _engine_config(recording: Recording, model: str | Path | None) -> EngineConfig:
-    """The engine of the recording, with all stages in this process."""
+def _engine_config(recording: Recording, model: str | Path | None) -> Start:
+    """The options of the recorded engine, with all stages in this process."""
     header = recording.header
     try:
         serving = recorded_serving(recording)
-        return EngineConfig(
+        return Start(
+            on_event=print,
             model=header["model"] if model is None else model,
             load_format=header["load_format"],
             generation_config=header["generation_config"],

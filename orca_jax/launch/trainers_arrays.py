@@ -1,5 +1,5 @@
 # pyright: standard
-"""Arrays as a trainer holds them, made into our weights on the devices that have them; and their adapters."""
+"""Converts a trainer's arrays and adapters to our weights, on the devices that hold the arrays."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from orca_jax.sharding.random_parameters import in_order_of_heads
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The making of one of our weights of arrays that fit `forms`, with axes of these `sizes` by letter."""
+    """How one of our weights is made from arrays of these `forms`; `sizes` are the axes' sizes by letter."""
 
     forms: tuple[ArrayForm, ...]
     heads: HeadOrder | None
@@ -33,13 +33,13 @@ class Recipe:
         return self.forms[i].shape(dict(self.sizes))
 
     def into_and_out(self, i: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The axes of array `i` that are inputs of the weight, and all others; both in its order."""
+        """The axes of array `i` that are the weight's inputs, and all others, in the array's order."""
         _, columns = self.forms[i].rows_and_columns(self.parameter)
         into = tuple(sorted(columns))
         return into, tuple(axis for axis in range(len(self.forms[i].letters)) if axis not in into)
 
     def weight(self, arrays: Sequence[jax.Array], layers: Sequence[jax.Array | int]) -> jax.Array:
-        """The weight, in the arrays' dtype; `layers` instead of those in `forms`, for stacks of layers."""
+        """The weight in the arrays' dtype; in stacks of layers `layers` replace the layers of `forms`."""
         parts = [
             _matrix(array, layer, form, self.parameter, dict(self.sizes))
             for array, layer, form in zip(arrays, layers, self.forms, strict=True)
@@ -59,17 +59,17 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Rearranged:
-    """One of our weights: calling it makes a new array, in the dtype of `arrays`."""
+    """A weight that is made when called, in the dtype of `arrays`."""
 
     arrays: tuple[Any, ...]
     recipe: Recipe
 
     def __call__(self) -> jax.Array:
-        """One program makes the same weight of all layers: which layer of a stack is an argument."""
-        given = [_own_layer(*pair) for pair in zip(self.arrays, self.recipe.forms, strict=True)]
-        arrays = tuple(array for array, _ in given)
-        layers = tuple(np.int32(form.layer) for _, form in given)
-        forms = tuple(replace(form, layer=0) for _, form in given)
+        """Make the weight. The layer is an argument of the program, which so serves all layers of a stack."""
+        pairs = [_one_layer(*pair) for pair in zip(self.arrays, self.recipe.forms, strict=True)]
+        arrays = tuple(array for array, _ in pairs)
+        layers = tuple(np.int32(form.layer) for _, form in pairs)
+        forms = tuple(replace(form, layer=0) for _, form in pairs)
         return _weight(arrays, layers, recipe=replace(self.recipe, forms=forms))
 
 
@@ -80,16 +80,16 @@ def _weight(arrays: tuple[jax.Array, ...], layers: tuple[jax.Array, ...], *, rec
 
 @dataclass(frozen=True, slots=True)
 class AdaptersChange:
-    """The change that adapters make to one of our weights, on those of its arrays that are `adapted`.
+    """The change that adapters make to one of our weights; `adapted` says which of its arrays have one.
 
-    As in Qwix, an array's `a` has its axes that are inputs, then the rank, and `b` the rank, then the others.
+    As in Qwix, `a` has the array's input axes, then the rank, and `b` the rank, then the other axes.
     """
 
     recipe: Recipe
     adapted: tuple[bool, ...]
 
     def __call__(self, pairs: Sequence[jax.Array]) -> jax.Array:
-        """The change in float32; `pairs` are a and b of each adapted array, one after the other."""
+        """The change in float32; `pairs` has a and b of each adapted array in turn."""
         rest = iter(pairs)
         changes = [
             self._change(i, next(rest), next(rest))
@@ -113,8 +113,8 @@ def product_of(one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.tensordot(one, other, 1, precision=jax.lax.Precision.HIGHEST)
 
 
-def _own_layer(array: Any, form: ArrayForm) -> tuple[Any, ArrayForm]:
-    """Take one layer of a stack in host memory, so that only that goes to a device."""
+def _one_layer(array: Any, form: ArrayForm) -> tuple[Any, ArrayForm]:
+    """Take one layer of a stack in host memory, so that the others do not go to a device."""
     if not isinstance(array, np.ndarray) or LAYERS not in form.letters:
         return array, form
     axis = form.letters.index(LAYERS)
@@ -124,7 +124,7 @@ def _own_layer(array: Any, form: ArrayForm) -> tuple[Any, ArrayForm]:
 def _matrix(
     array: jax.Array, layer: jax.Array | int, form: ArrayForm, parameter: Parameter, sizes: Mapping[str, int]
 ) -> jax.Array:
-    """The vector or matrix that `form` has in the array, as checkpoint/array_view.py reads it."""
+    """The part of the array that `form` selects, as a vector or matrix; see checkpoint/array_view.py."""
     letters = form.letters
     if LAYERS in letters:
         array = jax.lax.dynamic_slice_in_dim(array, layer, 1, letters.index(LAYERS))

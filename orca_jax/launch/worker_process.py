@@ -1,5 +1,5 @@
 # pyright: standard
-"""A worker's process: one stage behind a control port (ORCA 4.1, Figure 7).
+"""A worker's process: one stage, with a control port (ORCA 4.1, Figure 7).
 
     python -m orca_jax.launch.worker_process WORKER_OPTIONS
 
@@ -23,9 +23,10 @@ import numpy as np
 
 from orca_jax.config import ServingConfig
 from orca_jax.control.bounded_queue import FrameQueue
-from orca_jax.control.handshake import PREVIOUS, JoinTerms, WorkerAbout, model_digest
+from orca_jax.control.handshake import PREVIOUS, WorkerAbout
 from orca_jax.control.line import ControlLine, LineLimits
 from orca_jax.control.port import ControlPort
+from orca_jax.engine.remote_pipeline import stage_terms
 from orca_jax.errors import ConfigError, OrcaError
 from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.execution.capacity import stage_room
@@ -33,10 +34,9 @@ from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.stage_device import Event, JaxStageDevice, StageModel
 from orca_jax.host_memory import keep_large_buffers
-from orca_jax.launch.load_stages import load_stages
+from orca_jax.launch.local_engine import load_stages
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.model_files.found_model import find_model
-from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.sharding.collective_link import CollectiveLink, join_job
 from orca_jax.sharding.device_group import DeviceGroup, default_dtype, device_name
 from orca_jax.sharding.link import ProcessLink
@@ -79,24 +79,10 @@ class WorkerProcess:
         )
         self._line: ControlLine | None = None  # to the next stage
         self._next_address = ""
-        layers = stage_layers(found.config.n_layers, n_stages)
-        terms = JoinTerms(
-            model=found.name,
-            digest=model_digest(found.config),
-            dtype=dtype.name,
-            stage=stage,
-            n_stages=n_stages,
-            first_layer=part.layers.start,
-            n_layers=len(part.layers),
-        )
-        self._next_terms = None
-        if not part.last:
-            following = layers[stage + 1]
-            self._next_terms = replace(
-                terms, stage=stage + 1, first_layer=following.start, n_layers=len(following)
-            )
+        terms = stage_terms(found.name, found.config, n_stages, dtype.name)
+        self._next_terms = None if part.last else terms[stage + 1]
         self._port = ControlPort(
-            options.listen, terms=terms, secret=engine.control_secret, deliver=self._inbox.put
+            options.listen, terms=terms[stage], secret=engine.control_secret, deliver=self._inbox.put
         )
         self.address = self._port.address
         try:
@@ -206,12 +192,10 @@ class WorkerProcess:
         )
 
     def forward(self, data: bytes) -> None:
-        """Send a frame to the next stage."""
         assert self._line is not None, "connect comes first"
         self._line.send(data)
 
     def report(self, data: bytes) -> None:
-        """Send a frame to the engine master."""
         self._port.report(data)
 
 
@@ -221,10 +205,6 @@ def _link(options: WorkerOptions, group: DeviceGroup) -> ProcessLink | None:
     if options.link == "transfer":
         return TransferLink(group, host=options.data_host)
     return CollectiveLink(group, jax.devices(), stage=options.stage, n_stages=options.n_stages)
-
-
-def _ignore_progress(done: int, total: int) -> None:
-    pass
 
 
 def run_worker(
@@ -262,7 +242,7 @@ def _ignore_frames(data: bytes | None, why: str) -> bool:
 
 
 class _Parent:
-    """Ends this process soon after its parent, whose end closes this process's stdin."""
+    """Ends this process soon after its parent: stdin closes when the parent ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -273,7 +253,7 @@ class _Parent:
         threading.Thread(target=self._wait, name="orca-parent", daemon=True).start()
 
     def on_end(self, stop: Callable[[], object]) -> None:
-        """Let the parent's end call `stop`, and end the process only if that does not."""
+        """Call `stop` when the parent ends, and kill the process only if that does not end it."""
         with self._lock:
             self._stop = stop
 
@@ -300,7 +280,7 @@ def main(arguments: Sequence[str]) -> int:
         options = WorkerOptions.from_json(arguments[0])
         if secret := os.environ.get(SECRET_VARIABLE):
             options = replace(options, engine=replace(options.engine, control_secret=secret))
-        return run_worker(options, note=_print, loading=lambda: nullcontext(_ignore_progress))
+        return run_worker(options, note=_print, loading=lambda: nullcontext(lambda done, total: None))
     except OrcaError as error:
         _print(f"orca: error: {' '.join(str(error).split())}")
         return 2

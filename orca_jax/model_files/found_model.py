@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orca_jax.config import EngineConfig, LoadFormat
-from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint
+from orca_jax.errors import LIKELY, BadModelConfig, ConfigError, NotACheckpoint, closest
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.families.strict_json import shown
@@ -16,7 +16,6 @@ from orca_jax.model_files.weight_files import find_weight_files
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.request.tokenizer_config import read_tokenizer_config
-from orca_jax.suggestions import LIKELY, closest
 
 _TOKENIZER = "tokenizer.json"
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"

@@ -6,10 +6,9 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
-from orca_jax.errors import ConfigError, NotACheckpoint
+from orca_jax.errors import LIKELY, ConfigError, NotACheckpoint, closest
 from orca_jax.families.strict_json import shown
 from orca_jax.model_files.other_kinds import check_kind, refuse_file
-from orca_jax.suggestions import LIKELY, closest
 
 _HUB_JSON = ["*.json"]
 _HUB_FILES = [*_HUB_JSON, "*.safetensors", "*.jinja"]

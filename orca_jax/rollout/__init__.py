@@ -1,4 +1,4 @@
-"""The engine as the rollout of a trainer: tunix.py is Tunix's.
+"""Adapters that make the engine the rollout of a reinforcement-learning trainer: tunix.py for Tunix.
 
-Each file of a trainer's name imports its library, and nothing else does: the package works without it.
+A file with a trainer's name imports its library, and no other file does, so the package works without it.
 """

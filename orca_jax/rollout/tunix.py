@@ -18,7 +18,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 from orca_jax.errors import ConfigError, NotSupported
-from orca_jax.launch.given_weights import named_arrays
+from orca_jax.launch.new_weights import named_arrays
 from orca_jax.llm import LLM
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.rollout.tunix_model import config_fields
@@ -33,14 +33,14 @@ class OrcaRollout(BaseRollout):
     Tunix's. `mesh` is not used: the engine is on the first devices of JAX, `tensor_parallel` times
     `pipeline_parallel` of them.
 
-    If the model has LoRA adapters, of one rank, their products are merged into the engine's weights. Then
-    `lora_alpha` is the alpha of their Qwix rule, which the model does not tell: a product counts alpha over
-    rank times.
+    If the model has LoRA adapters, all of one rank, their products are merged into the engine's weights,
+    multiplied with alpha over rank. The model does not record alpha: pass that of the Qwix rule as
+    `lora_alpha`.
 
     `engine` are further arguments of LLM, such as max_batch_size and deterministic. By default the engine
-    takes sequences up to the `kv_cache_size` of `rollout_config`, in the dtype of the model's weights or its
-    `data_type`. The attribute `llm` is the engine. Raises NotSupported for another model, and ConfigError for
-    one with adapters but no `lora_alpha`.
+    takes sequences up to the `kv_cache_size` of `rollout_config`, in its `data_type` or else the dtype of the
+    model's weights. The attribute `llm` is the engine. Raises NotSupported for another model, and ConfigError
+    for one with adapters but no `lora_alpha`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class OrcaRollout(BaseRollout):
                 load_format="dummy",
                 **{"dtype": np.dtype(dtype).name, "max_batch_size": 64, **engine},
             )
-        # Not the trainer's module: Tunix would take its weights for shared, and never call update_params.
+        # With the trainer's own module Tunix would consider the weights shared, and never call update_params.
         graph, variables = nnx.split(rollout_actor)
         self._model = nnx.merge(graph, jax.eval_shape(lambda: variables))
         self._calls = itertools.count()
@@ -147,7 +147,7 @@ class OrcaRollout(BaseRollout):
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Copy the trainer's weights, an nnx.State, to the engine; its requests finish before.
 
-        Of a model with adapters these may be all weights, or the adapters alone, as Tunix gives them. Raises
+        For a model with adapters they may be all weights or only the adapters, as Tunix passes them. Raises
         TensorMismatch for weights of another model.
         """
         arrays = named_arrays(params)
@@ -160,7 +160,7 @@ class OrcaRollout(BaseRollout):
             self.llm.update_weights(adapters, layout="tunix", lora_scale=scale)
 
     def _lora_scale(self, adapters: Mapping[str, jax.Array]) -> float | None:
-        """What the products of these adapters are multiplied with; None where there are none."""
+        """The factor of these adapters' products; None without adapters."""
         ranks = {array.shape[-1 if name.endswith("_a") else 0] for name, array in adapters.items()}
         if not ranks:
             return None
@@ -195,7 +195,7 @@ class OrcaRollout(BaseRollout):
         self.llm.close()
 
     def _encoded(self, prompt: str) -> list[int]:
-        """As Tunix's own sampler encodes a prompt."""
+        """Encode a prompt as Tunix's own sampler does."""
         bos_id = self._tokenizer.bos_id()
         token_ids = [*([bos_id] if bos_id else []), *self._tokenizer.encode(prompt)]
         return [int(token_id) for token_id in self._tokenizer.dedup_bos_ids(token_ids)]
@@ -214,7 +214,7 @@ class OrcaRollout(BaseRollout):
         return padded
 
     def _seed(self, seed: Any) -> int:
-        """The first sample's seed: of a whole number, a JAX key, or of the number of this call."""
+        """The first sample's seed, from a whole number, a JAX key, or the number of this call."""
         if seed is None:
             return next(self._calls) << 32
         if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):

@@ -1,6 +1,6 @@
-"""A model of Tunix as one of ours: the fields of its config.json.
+"""Translates the config of a Tunix model to the fields of a config.json.
 
-Tunix itself is not imported: its configs are read by their fields.
+It does not import Tunix, and reads the config by its attributes.
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ _ROPE_THETA = 1_000_000
 # And its Gemma 1 and 2 with this, while Gemma's norms have this epsilon.
 _GEMMA_ROPE_THETA, _GEMMA_EPS = 10_000, 1e-6
 
-# By the module of Tunix's model; its "gemma" is Gemma 1 and 2.
+# By the module of the Tunix model, whose "gemma" is both Gemma 1 and Gemma 2.
 _MODEL_TYPES = {"llama3": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _KINDS = {"GLOBAL": "full_attention", "LOCAL_SLIDING": "sliding_attention"}
 
 
 def config_fields(model: Any, n_positions: int) -> dict[str, Any]:
-    """The fields of config.json for a model of Tunix, of whose positions `n_positions` are used.
+    """The fields of config.json for a Tunix model that is used with `n_positions` positions.
 
     Raises NotSupported for a model other than Llama 3, Qwen 2, Qwen 3, and Gemma for text.
     """

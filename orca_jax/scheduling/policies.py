@@ -3,9 +3,9 @@
 import inspect
 from typing import Any
 
+from orca_jax.checks import named_object
 from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
-from orca_jax.named_object import named_object
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import OrcaPolicy, Policy
 from orca_jax.scheduling.serving_policy import ServingPolicy

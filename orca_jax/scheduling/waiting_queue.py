@@ -7,8 +7,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 
+from orca_jax.config import SchedulingConfig
 from orca_jax.request.request import Request
-from orca_jax.scheduling_config import SchedulingConfig
 
 OUTPUT_COST = 2.0  # of an output token, when a prompt token costs 1 (w_q and w_p in the fairness paper)
 _MAX_COUNTERS = 4096

@@ -6,10 +6,9 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from orca_jax.config import Deadlines
+from orca_jax.config import ORCA, Deadlines, QueueOrder, SchedulingConfig
 from orca_jax.request.request import FinishReason
 from orca_jax.scheduling.blocks import round_up
-from orca_jax.scheduling_config import ORCA, QueueOrder, SchedulingConfig
 from orca_jax.simulation.lines import Damage
 from orca_jax.simulation.workers import Poison, Timing
 

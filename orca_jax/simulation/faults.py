@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from orca_jax.config import RestartBound, ServingConfig
 from orca_jax.control.start_order import StartOrder
-from orca_jax.engine.remote_engine import RemoteEngine
-from orca_jax.engine.remote_workers import RemoteWorkers
+from orca_jax.engine.remote_workers import RemoteEngine, RemoteWorkers, Supervision
 from orca_jax.errors import EngineError, LossCause, OrcaError, WorkerLost
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.sizes import kv_manager
@@ -90,9 +89,9 @@ class FaultSimulation:
             ],
             clock=self.clock.now,
             deadlines=DEADLINES,
-            on_suspect=self._suspect,
-            on_ready=self._note_ready,
-            cause_of=self._cause_of,
+            supervision=Supervision(
+                on_suspect=self._suspect, on_ready=self._note_ready, cause_of=self._cause_of
+            ),
         )
         self.engine = RemoteEngine(
             self.workers,

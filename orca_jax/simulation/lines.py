@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
-from orca_jax.engine.channel import Arrival
+from orca_jax.engine.remote_workers import Arrival
 from orca_jax.simulation.engine import VirtualClock
 
 Damage = Literal["drop", "duplicate", "delay", "corrupt"]

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from orca_jax.checks import named_object
 from orca_jax.config import EngineConfig
 from orca_jax.errors import ConfigError
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
 from orca_jax.model_files.found_model import FoundModel, find_model, is_function, with_tokenizer
-from orca_jax.named_object import named_object
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.partition import StagePart

@@ -11,8 +11,7 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 from orca_jax.config import ParallelConfig, ServingConfig
-from orca_jax.errors import EngineError
-from orca_jax.extras import install_line
+from orca_jax.errors import EngineError, install_line
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import CPU

@@ -30,7 +30,7 @@ class ChildProcess:
         stderr: int | IO[bytes] | None = None,
     ) -> None:
         self.status: int | None = None  # as Popen's returncode
-        self.was_stopped = False  # `reap` saw it stopped, as by SIGSTOP, since its owner last reset this
+        self.was_stopped = False  # `reap` found it stopped, as by SIGSTOP; only its owner resets this
         self._lock = threading.Lock()
         self._popen = subprocess.Popen(
             command,

@@ -31,8 +31,7 @@ from orca_jax.control.frame import (
     encode_stage_time,
 )
 from orca_jax.control.message_wire import decode_message
-from orca_jax.control.routed_wire import encode_routed
-from orca_jax.control.sampled_wire import ExpectedRecords, encode_sampled, expected_records
+from orca_jax.control.sampled_wire import ExpectedRecords, encode_routed, encode_sampled, expected_records
 from orca_jax.control.start_order import StartOrder, decode_start
 from orca_jax.errors import BadFrame
 from orca_jax.iteration.message import ControlMessage
@@ -176,10 +175,10 @@ class Controller:
         link_bytes: int = 0,
         routed: Mapping[int, ExpertIds] | None = None,
     ) -> None:
-        """Report that the device has run its part of an iteration; the last stage also reports its tokens.
+        """Report that the device has run its part of an iteration; the last stage reports tokens instead.
 
         `link_bytes` is the number of bytes that the iteration put on the link to the next stage. `routed` are
-        the experts that its tokens chose in this stage, where another one reports the tokens.
+        the experts that its tokens chose in this stage, unless it is the last one.
         """
         if epoch != self.epoch or not self._running:
             return

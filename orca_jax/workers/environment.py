@@ -1,4 +1,4 @@
-"""The environment of each stage's process: which of this machine's devices it sees, and how much memory."""
+"""The environment of a stage's process: the devices of this machine that it sees, and its memory there."""
 
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -47,9 +47,9 @@ def visible_gpus(environ: Mapping[str, str], device_files: Sequence[str]) -> tup
 
 
 def compile_cache_folder(folder: str | Path | None, environ: Mapping[str, str]) -> Path | None:
-    """Where compiled programs are kept: in `folder`, or nowhere if it is None.
+    """The folder for compiled programs; None if `folder` is None.
 
-    If it is COMPILE_CACHE and JAX_COMPILATION_CACHE_DIR is set, in the folder that the variable names.
+    JAX_COMPILATION_CACHE_DIR replaces `folder` if that is COMPILE_CACHE, the default.
     """
     if folder is not None and str(folder) == COMPILE_CACHE:
         folder = environ.get(_COMPILE_CACHE) or folder
@@ -102,8 +102,7 @@ def worker_environment(
     if not gpus:
         _count_host_devices(environment, n_each)
     elif len(gpus) >= parallel.n_devices:
-        own = gpus[stage * n_each : (stage + 1) * n_each]
-        environment[_VISIBLE] = ",".join(own)
+        environment[_VISIBLE] = ",".join(gpus[stage * n_each : (stage + 1) * n_each])
     elif n_each == 1:
         place = _place(stage, n_stages, len(gpus))
         environment[_VISIBLE] = gpus[place]

@@ -5,24 +5,75 @@ import os
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, cast
 
 from orca_jax.workers.child_process import DEATH_SECONDS, ChildProcess
-from orca_jax.workers.line_queue import LIMIT_BYTES, LineQueue
 
+LIMIT_LINES = 4096
+LIMIT_BYTES = 256 << 20  # a benchmark's answer may hold millions of numbers
 _TAIL_BYTES = 4000
 _READER_SECONDS = 5.0
 
 
+class LineQueue:
+    """A FIFO of a child's output lines, at most `limit` and `limit_bytes`, for one writer and one reader.
+
+    A full queue blocks the writer, so the child's pipe fills and the child waits (back-pressure).
+    """
+
+    def __init__(self, *, limit: int = LIMIT_LINES, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._limit, self._limit_bytes = limit, limit_bytes
+        self._lines: deque[bytes] = deque()
+        self._n_bytes = 0
+        self._ended = False
+        self._discarding = False
+        self._changed = threading.Condition()
+
+    def put(self, line: bytes) -> None:
+        """Add a line as soon as it fits; an empty queue accepts any line. See `discard_overflow`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._discarding or self._has_room(len(line)))
+            if self._has_room(len(line)):
+                self._lines.append(line)
+                self._n_bytes += len(line)
+                self._changed.notify_all()
+
+    def get(self, timeout: float) -> bytes | None:
+        """Return the next line, or None at the end. Raises TimeoutError after `timeout` seconds."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._lines or self._ended, timeout):
+                raise TimeoutError
+            if not self._lines:
+                return None
+            line = self._lines.popleft()
+            self._n_bytes -= len(line)
+            self._changed.notify_all()
+            return line
+
+    def end(self) -> None:
+        """Mark the end of the output; queued lines can still be read."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def discard_overflow(self) -> None:
+        """From now on drop lines that do not fit, so that the writer never blocks again."""
+        with self._changed:
+            self._discarding = True
+            self._changed.notify_all()
+
+    def _has_room(self, n_bytes: int) -> bool:
+        if not self._lines:
+            return True
+        return len(self._lines) < self._limit and self._n_bytes + n_bytes <= self._limit_bytes
+
+
 class ChildSilent(Exception):
     """A child gave no answer in time, or too long a line, and was killed."""
-
-
-def _ignore(_: str) -> None:
-    pass
 
 
 class JsonChild:
@@ -41,7 +92,7 @@ class JsonChild:
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
         keep_stderr: bool = True,
-        on_other: Callable[[str], object] = _ignore,
+        on_other: Callable[[str], object] = lambda line: None,
         grace_seconds: float = 0.0,
     ) -> None:
         self._on_other = on_other
@@ -93,7 +144,6 @@ class JsonChild:
     def ask(
         self, question: Mapping[str, Any], seconds: float, *, last: bool = False
     ) -> dict[str, Any] | None:
-        """Send a question and receive its answer."""
         self.send(question, last=last)
         return self.receive(seconds)
 

@@ -1,4 +1,4 @@
-"""The cause of a loss by how worker processes ended: by themselves, by a signal from outside, for memory."""
+"""Infers a loss's cause from how worker processes ended: a fault, a signal from outside, the OOM killer."""
 
 import re
 import signal
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from orca_jax.errors import LossCause
 
-# Signals that a process brings upon itself. Whatever else ends one was sent to it.
+# Signals that a process causes by a fault of its own. Any other signal was sent to it.
 _OWN_SIGNALS = frozenset(
     {
         signal.SIGSEGV,
@@ -38,17 +38,17 @@ class ProcessState(NamedTuple):
 
 
 def cause_of_states(states: Iterable[ProcessState], *, seen: LossCause, for_memory: bool) -> LossCause:
-    """The cause of the loss of an epoch in which the processes of all stages came to these states.
+    """The cause of the loss of an epoch, given the states of all stages' processes.
 
-    `for_memory`: the kernel's OOM killer ended some process meanwhile. `seen` is the answer where no process
+    `for_memory`: the kernel's OOM killer ended some process meanwhile. `seen` is the result if no process
     ended or was stopped.
     """
     states = list(states)
     ends = [state.status for state in states if state.status is not None and not state.was_suspect]
     if for_memory and -signal.SIGKILL in ends:
         return LossCause.MEMORY
-    # Status 0: a worker ends so when it is asked to, by SIGTERM or SIGINT. One that is killed makes others
-    # fail, so this comes first.
+    # A worker ends with status 0 on SIGTERM or SIGINT. A killed worker makes others fail, so this check comes
+    # first.
     if any(status <= 0 and -status not in _OWN_SIGNALS for status in ends):
         return LossCause.OUTSIDE
     if any(status < 0 for status in ends):
@@ -62,8 +62,8 @@ def cause_of_states(states: Iterable[ProcessState], *, seen: LossCause, for_memo
 class OomKills:
     """The kernel's count of processes that its OOM killer ended.
 
-    In this process's cgroup, which its children share, by memory.events (version 2) or memory.oom_control
-    (version 1); where neither can be read, on the whole machine by /proc/vmstat.
+    It is the count of this process's cgroup, which its children share, from memory.events (version 2) or
+    memory.oom_control (version 1). If neither can be read, it is the machine's, from /proc/vmstat.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -71,7 +71,7 @@ class OomKills:
         self._known = self._count()
 
     def mark(self) -> None:
-        """Let `rose` compare with the count of now."""
+        """Remember the present count for `rose`."""
         self._known = self._count()
 
     def rose(self) -> bool:

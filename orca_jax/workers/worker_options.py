@@ -54,7 +54,6 @@ class WorkerOptions:
 
     @property
     def n_stages(self) -> int:
-        """The number of stages in the pipeline."""
         return self.engine.pipeline_parallel
 
     def as_json(self) -> str:

@@ -22,7 +22,7 @@ from server.errors import UsageError
 _HEAD = re.compile(
     rb'\{"line": (\d{1,18}), "request_hash": "([0-9a-f]{16})", "model_hash": "([0-9a-f]{16})", ("error": )?'
 )
-OTHERWISE = "name another file, or replace this one with --overwrite"  # of a file that must not be touched
+OTHERWISE = "name another file, or replace this one with --overwrite"  # advice where a file must not change
 _FIRST = b'{"line": '
 _HEAD_BYTES = 256  # more than a head has
 _PIECE_BYTES = 1 << 16
@@ -59,7 +59,7 @@ class AnswerFile:
         self.name = name
         self.model_hash: str | None = None
         self._file = file
-        # Of each line with a record, by line: its number, its record's place and request, whether an error.
+        # For each line with a record, in order: its number, the record's place, its request, is it an error.
         self._numbers, self._begins, self._ends = array("Q"), array("Q"), array("Q")
         self._hashes, self._errors = array("Q"), bytearray()
         self._end = 0  # of the last whole record
@@ -121,18 +121,18 @@ class AnswerFile:
                     end, last = end + len(piece), last[-1:] + piece
                 if not last.endswith(b"\n"):  # the last one: the run was killed while writing it
                     if not _may_be_torn(begin):
-                        raise self._foreign(number)
+                        raise self._not_ours(number)
                     self._has_rest = True
                     return
                 head = _head(begin)
                 if head is None or not last.endswith(b"}\n"):
-                    raise self._foreign(number)
+                    raise self._not_ours(number)
                 if self.model_hash not in (None, head.model_hash):
                     raise UsageError(f"{self.name} has answers of two models; {OTHERWISE}")
                 self.model_hash = head.model_hash
                 self._add(head, end)
 
-    def _foreign(self, number: int) -> UsageError:
+    def _not_ours(self, number: int) -> UsageError:
         return UsageError(
             f"{self.name} exists, and its line {number} is not an answer that orca generate --output "
             f"wrote; {OTHERWISE}"
@@ -157,17 +157,17 @@ class AnswerFile:
     # Sorting
 
     def _sort(self) -> None:
-        """Replace the file by a sorted one. At any moment one of the two is there, whole."""
+        """Replace the file by a sorted one. At any moment the old or the new file is there, complete."""
         path = os.path.realpath(self.name)
-        beside = f"{path}.sorting"
+        sorted_path = f"{path}.sorting"
         try:
-            with open(beside, "wb") as into:
+            with open(sorted_path, "wb") as into:
                 os.fchmod(into.fileno(), stat.S_IMODE(os.fstat(self._file.fileno()).st_mode))
                 for begin, end in zip(self._begins, self._ends, strict=True):
                     self._copy(begin, end, into)
                 into.flush()
                 os.fsync(into.fileno())
-            os.replace(beside, path)
+            os.replace(sorted_path, path)
             folder = os.open(os.path.dirname(path), os.O_RDONLY)
             try:
                 os.fsync(folder)
@@ -189,7 +189,7 @@ class AnswerFile:
 
 
 class AnswerStream:
-    """Records on stdout, or in a pipe: nothing is kept, and there is nothing to go on with."""
+    """Records written to stdout or a pipe: none can be read back, so no run can continue them."""
 
     name = ""
     model_hash: str | None = None
@@ -205,7 +205,6 @@ class AnswerStream:
         """No line has a record."""
 
     def append(self, record: bytes) -> None:
-        """Write a record, with its line break."""
         write_all(self._sink, record)
 
     def finish(self) -> None:
@@ -248,7 +247,7 @@ def _head(record: bytes) -> _Head | None:
 
 
 def _may_be_torn(begin: bytes) -> bool:
-    """Whether these, up to _HEAD_BYTES, may be the beginning of a record."""
+    """Whether these bytes, up to _HEAD_BYTES, may be the beginning of a record."""
     return begin.startswith(_FIRST[: len(begin)]) and (
         len(begin) < _HEAD_BYTES or _HEAD.match(begin) is not None
     )

@@ -1,4 +1,4 @@
-"""What `orca serve` prints when it is ready: the model, the addresses, the limits, and a first request."""
+"""The banner of `orca serve` when it is ready: the model, the addresses, the limits, and a first request."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def show(
     keyed: bool,
     template_file: Path | None = None,
 ) -> None:
-    """Print the banner; `keyed`: requests need an API key. `template_file` is in place of the model's own."""
+    """Print the banner. `keyed` says that requests need an API key; `template_file` replaces the model's."""
     serving = model.serving
     sizes = serving_buckets(serving)
     for name, value in (
@@ -60,7 +60,7 @@ def _end_tokens(model: ServedModel) -> str:
 
 
 def chat_line(model: ServedModel, template_file: Path | None) -> str:
-    """Where the chat template is from, and how replies have tool calls and reasoning."""
+    """The source of the chat template, and the formats of tool calls and reasoning."""
     if model.chat_template is None:
         return "no chat template: /v1/completions alone; --chat-template FILE gives one"
     if model.has_encoder or model.tokenizer is None:

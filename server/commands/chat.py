@@ -1,6 +1,6 @@
 """`orca chat`: checks the flags and the model's files, and then loads the model and talks with it.
 
-What talks takes a second to import, and JAX more, so both are imported once nothing is wrong here.
+The chat itself takes a second to import, and JAX more, so both are imported after these checks.
 """
 
 import argparse

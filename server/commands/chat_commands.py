@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from orca_jax.suggestions import did_you_mean
+from orca_jax.errors import did_you_mean
 from server.commands.chat_session import Chat
 from server.errors import UsageError
 from server.settings.sampling_flags import CHAT_FIELDS, chat_flags
@@ -136,7 +136,7 @@ def _settings(chat: Chat, only: str | None = None) -> str:
     shown = dict[str, object]()
     for name in CHAT_FIELDS:
         shown[name] = getattr(sampling, name)
-    shown["max_tokens"] = getattr(chat.flags, "max_tokens", None) or "all room"
+    shown["max_tokens"] = getattr(chat.flags, "max_tokens", None) or "as many as fit"
     names = CHAT_FIELDS if only is None else (only,)
     return "\n".join(f"{name} {shown[name]}" for name in names)
 

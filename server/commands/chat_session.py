@@ -12,8 +12,7 @@ from orca_jax.errors import PromptTooLong
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from server.commands.notes import Notes
-from server.commands.outputs import printable
-from server.commands.replies import Prepared, Replies
+from server.commands.replies import Prepared, Replies, printable
 from server.gateway.reply.events import Reasoning, ReplyEvent, Text, whole_reply
 from server.settings.sampling_flags import chat_params
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """How a reply went."""
+    """The tokens and times of a reply."""
 
     n_input: int
     n_cached: int
@@ -55,7 +54,7 @@ class Chat:
         self._screen = Console(highlight=False)
 
     def all_messages(self) -> list[dict[str, Any]]:
-        """The messages as the model gets them."""
+        """All messages, with the system prompt first."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.messages]
 
@@ -76,7 +75,7 @@ class Chat:
             self.note("stopped; the message is taken back")
 
     def reply(self) -> bool:
-        """Reply to the last message; False if that is stopped before there is a reply.
+        """Reply to the last message; False if the user stops it before the first token.
 
         Raises a leaf of InvalidRequest, OutputFailed, or EngineError.
         """
@@ -103,7 +102,7 @@ class Chat:
         return replace(sampling, max_tokens=max(1, min(wanted, room)))
 
     def _generate(self, prepared: Prepared) -> tuple[dict[str, Any] | None, FinishReason | None]:
-        """Show a reply as it comes; returns its message, None if it was stopped before there was any."""
+        """Show a reply as it comes; return its message, or None if it was stopped while empty."""
         reader = prepared.reader()
         events: list[ReplyEvent] = []
         n_output = 0

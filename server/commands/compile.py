@@ -8,8 +8,7 @@ import orca_jax
 from orca_jax.model_files.found_model import find_config
 from orca_jax.planning.known_devices import MEMORY_FRACTION
 from orca_jax.workers.environment import hold_memory
-from server.commands.notes import Notes
-from server.commands.progress_bars import programs_bar
+from server.commands.notes import Notes, programs_bar
 from server.settings.serve_settings import compile_config
 
 

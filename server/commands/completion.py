@@ -25,10 +25,10 @@ def script(shell: str) -> str:
 
 
 def _describe(action: argparse.Action) -> None:
-    """Say which values an argument takes, which our parsers' own conversions hide from the library."""
+    """Set an argument's choices, which shtab cannot see in our parsers' own conversions."""
     shown = action.metavar if isinstance(action.metavar, str) else ""
     if shown.startswith("{"):
         names = shown.strip("{}").split(",")
-        action.choices = [name for name in names if ":" not in name]  # those are the form of others
+        action.choices = [name for name in names if ":" not in name]  # with a colon: a form, not a value
     elif shown.startswith(_FILES):
         setattr(action, "complete", shtab.FILE)  # noqa: B010

@@ -3,17 +3,17 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from orca_jax.errors import did_you_mean
 from orca_jax.request.chat.tools import NO_TOOLS, ToolWish, check_tools
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.service.generation import GenerationResult
-from orca_jax.suggestions import did_you_mean
 from server.commands.replies import Prepared, Replies
 from server.commands.request_lines import BadLine
 from server.gateway.reply.events import whole_reply
 from server.gateway.reply.reply import ReplyParser
 
-# The fields besides those of SamplingParams, with their types; null is as if left out.
+# The fields besides SamplingParams' fields, with their types; null counts as absent.
 _RENDERING: dict[str, type] = {
     "documents": list,
     "add_generation_prompt": bool,
@@ -34,7 +34,7 @@ _BATCH = {"custom_id", "method", "url", "body"}
 
 
 def check_fields(values: Mapping[str, Any], sampling_fields: Collection[str]) -> None:
-    """Raise BadLine unless the line has a prompt or messages, and no field that is not known."""
+    """Raise BadLine unless the line has a prompt or messages, and only known fields."""
     if values.keys() >= _BATCH:
         message = "the line is one of OpenAI's batches, which `orca serve --batch-dir` runs (docs/batches.md)"
         raise BadLine(
@@ -58,24 +58,24 @@ def check_fields(values: Mapping[str, Any], sampling_fields: Collection[str]) ->
 
 def prepare_reply(replies: Replies, values: Mapping[str, Any], sampling: SamplingParams) -> Prepared:
     """The reply to a line's messages. Raises a leaf of InvalidRequest."""
-    given = {name: value for name, value in values.items() if name in _FIELDS and value is not None}
-    for name, value in given.items():
+    fields = {name: value for name, value in values.items() if name in _FIELDS and value is not None}
+    for name, value in fields.items():
         kind = _FIELDS[name]
         if not isinstance(value, kind):
             raise BadLine(f"{name} must be {_NAMES[kind]}", param=name)
-    template = given.get("chat_template")
+    template = fields.get("chat_template")
     if template is not None and "{" in template:
         message = "chat_template must be the name of one of the model's; `--chat-template FILE` gives another"
         raise BadLine(message, param="chat_template")
-    rendering = {name: given[name] for name in _RENDERING if name in given}
+    rendering = {name: fields[name] for name in _RENDERING if name in fields}
     if "chat_template_kwargs" in rendering:
         rendering["variables"] = rendering.pop("chat_template_kwargs")
-    tools = given.get("tools")
-    wish = _wish(tools or [], given)
+    tools = fields.get("tools")
+    wish = _wish(tools or [], fields)
     return replies.prepare(
-        given["messages"],
+        fields["messages"],
         lambda room: sampling,
-        tools=None if given.get("tool_choice") == "none" else tools,
+        tools=None if fields.get("tool_choice") == "none" else tools,
         wish=wish,
         chat_template=template,
         **rendering,
@@ -105,11 +105,11 @@ def message_fields(reply: Prepared, result: GenerationResult, *, call_id: str) -
     return {"message": message, "finish_reason": "tool_calls" if is_call else result.finish_reason}
 
 
-def _wish(tools: list[Any], given: Mapping[str, Any]) -> ToolWish:
+def _wish(tools: list[Any], fields: Mapping[str, Any]) -> ToolWish:
     """Decide which of the tools may and must be called."""
     offered = check_tools(tools)
-    choice = given.get("tool_choice", "auto")
-    parallel = given.get("parallel_tool_calls", True)
+    choice = fields.get("tool_choice", "auto")
+    parallel = fields.get("parallel_tool_calls", True)
     if choice == "none" or (choice == "auto" and not tools):
         return NO_TOOLS
     if choice == "auto":

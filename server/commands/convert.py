@@ -7,8 +7,7 @@ import orca_jax
 from orca_jax.config import EngineConfig
 from orca_jax.model_files.found_model import check_model
 from orca_jax.model_files.locate import check_is_free
-from server.commands.notes import Notes
-from server.commands.progress_bars import bytes_bar
+from server.commands.notes import Notes, bytes_bar
 
 
 def run(args: argparse.Namespace) -> int:

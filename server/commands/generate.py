@@ -1,6 +1,6 @@
 """`orca generate`: checks the flags and the model's files, and then loads the model and generates.
 
-What generates takes a second to import, and JAX more, so both are imported once nothing is wrong here.
+The generating code takes a second to import, and JAX more, so both are imported after these checks.
 """
 
 import argparse

@@ -22,12 +22,11 @@ from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.generation import Generation
-from server.commands import jsonl, outputs
+from server.commands import jsonl
 from server.commands.answer_file import Answers
 from server.commands.loading import load, summary
 from server.commands.notes import Notes
-from server.commands.outputs import printable
-from server.commands.replies import Replies
+from server.commands.replies import Replies, close_outputs, printable, start_outputs
 from server.commands.request_lines import model_hash
 from server.errors import UsageError
 from server.settings.sampling_flags import sampling_params
@@ -134,8 +133,8 @@ def _stream_all(llm: "LLM", prompts: list[str], sampling: SamplingParams, notes:
     with ExitStack() as running:
         shown = list[tuple[str, Generation]]()
         for prompt in prompts:
-            started = outputs.start(llm, prompt, sampling)
-            running.callback(outputs.close, started)
+            started = start_outputs(llm, prompt, sampling)
+            running.callback(close_outputs, started)
             shown += [(prompt, stream) for stream in started]
         for i, (prompt, stream) in enumerate(shown):
             if i > 0:

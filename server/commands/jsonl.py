@@ -17,17 +17,17 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TaskProgressColumn, TimeElapsedColumn
 
 from orca_jax.errors import EngineError, InvalidRequest, OutputFailed, QueueFull
 from orca_jax.request.routed_experts import as_base64
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams, with_defaults
 from orca_jax.service.generation import Generation, GenerationResult
-from server.commands import outputs
 from server.commands.answer_file import OTHERWISE, Answers, AnswerStream, Kept, locked_answers
 from server.commands.conversation_lines import check_fields, message_fields, prepare_reply
-from server.commands.replies import Prepared, Replies
+from server.commands.notes import description, progress_bar
+from server.commands.replies import Prepared, Replies, close_outputs, start_outputs
 from server.commands.request_lines import BadLine, Line, read_lines, request_hash
 from server.errors import UsageError
 
@@ -42,7 +42,7 @@ NO_MODEL = "0" * 16  # as a model's hash
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A line as a request: its object, None with the `error` if it has none, and its hash."""
+    """A line as a request: its JSON object, or None and the `error`; and the request's hash."""
 
     line: Line
     values: dict[str, Any] | None
@@ -52,7 +52,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request in flight: its running outputs, or its error. `reply` is that of a conversation."""
+    """A request in flight: its running outputs, or its error; with the `reply` if it is a conversation."""
 
     request: Request
     outcome: list[Generation] | InvalidRequest | QueueFull
@@ -66,17 +66,17 @@ class Job:
     def close(self) -> None:
         """Cancel the outputs that are still running."""
         if isinstance(self.outcome, list):
-            outputs.close(self.outcome)
+            close_outputs(self.outcome)
 
 
 @contextmanager
 def open_files(
     input_name: str, output_name: str | None, *, overwrite: bool = False
 ) -> Iterator[tuple[BinaryIO, Answers]]:
-    """Open both files and read the records that the output has. `-` means stdin or stdout, as no output does.
+    """Open both files and read the output's records. `-` is stdin or stdout; no output name is stdout too.
 
-    Raises UsageError if one cannot be opened, if both are the same, or if the output has something else and
-    may not be overwritten. Changes nothing in it.
+    Raises UsageError if a file cannot be opened, if both are the same, or if the output holds anything but
+    records and may not be overwritten. Changes nothing in it.
     """
     with ExitStack() as opened:
         source: BinaryIO = sys.stdin.buffer
@@ -131,9 +131,9 @@ def run(
 ) -> int:
     """Answer every line that has no answer yet; returns the exit status: 1 if any line has an error, else 0.
 
-    Reads only a few batches ahead, and writes each record once those before it are written. `replies` makes
-    the model's replies to conversations, once there is one. `model` is the hash of what answers. An error
-    that an earlier run wrote stays, unless its line has changed or with `retry_errors`.
+    Reads only a few batches ahead, and writes the records in order. `replies` is called at the first
+    conversation. `model` is the model's hash. An error of an earlier run stays, unless its line has changed
+    or `retry_errors` is set.
 
     Raises UsageError if an answer of an earlier run is to another request or of another model, and
     NotSupported if there are conversations and the model reads none. Raises EngineError if the engine fails;
@@ -159,7 +159,7 @@ def run(
                 kept = answers.kept(line.number) if line.number <= last_before else None
                 if kept is not None:
                     n_met += 1
-                    if _stands(request, kept, answers.name, retry_errors=retry_errors):
+                    if _stays(request, kept, answers.name, retry_errors=retry_errors):
                         report.keep(line, is_error=kept.is_error)
                         continue
                 job = starter.start(request)
@@ -188,9 +188,9 @@ def run(
 def check_answers(
     source: BinaryIO, answers: Answers, defaults: SamplingParams, *, model: str, retry_errors: bool = False
 ) -> None:
-    """Raise what `run` would raise about answers of an earlier run, if the input can be read twice.
+    """Raise the errors of `run` about an earlier run's answers before the model is loaded.
 
-    So that nobody waits for the model to be loaded before a mistake is reported.
+    Checks nothing if the input cannot be read twice.
     """
     _check_model(answers, model)
     if not len(answers) or _regular_file(source) is None:
@@ -202,7 +202,7 @@ def check_answers(
         kept = answers.kept(line.number)
         if kept is not None:
             n_met += 1
-            _stands(_request(line, defaults), kept, answers.name, retry_errors=retry_errors)
+            _stays(_request(line, defaults), kept, answers.name, retry_errors=retry_errors)
     source.seek(begin)
     _check_met(answers, len(answers), n_met)
 
@@ -232,7 +232,7 @@ def _request(line: Line, defaults: SamplingParams) -> Request:
     return Request(line, values, request_hash(line, values, defaults))
 
 
-def _stands(request: Request, kept: Kept, name: str, *, retry_errors: bool) -> bool:
+def _stays(request: Request, kept: Kept, name: str, *, retry_errors: bool) -> bool:
     """Whether this record of an earlier run stays."""
     if kept.is_error:
         return kept.request_hash == request.hash and not retry_errors
@@ -245,14 +245,14 @@ def _stands(request: Request, kept: Kept, name: str, *, retry_errors: bool) -> b
 
 
 class _Starter:
-    """Starts requests. `defaults` are parameters of those without their own."""
+    """Starts requests; `defaults` are the sampling parameters that a line does not set."""
 
     def __init__(self, llm: "LLM", defaults: SamplingParams, replies: Callable[[], Replies] | None) -> None:
         self._llm, self._defaults, self._new_replies = llm, defaults, replies
         self._replies: Replies | None = None
 
     def start(self, request: Request) -> Job:
-        """The request as a job, which has its error if it is invalid or there is no room for its grammar."""
+        """Start a request; an invalid one, or one without room for its grammar, is a job with an error."""
         values = request.values
         replies = None
         if values is not None and values.get("messages") is not None and self._new_replies is not None:
@@ -266,7 +266,7 @@ class _Starter:
             given = {name: value for name, value in values.items() if name in _SAMPLING_FIELDS}
             sampling = _with_seed(replace(self._defaults, **with_defaults({}, given)))
             if replies is None:
-                return Job(request, outputs.start(self._llm, values["prompt"], sampling))
+                return Job(request, start_outputs(self._llm, values["prompt"], sampling))
             reply = prepare_reply(replies, values, sampling)
             return Job(request, replies.start(reply), reply)
         except (InvalidRequest, QueueFull) as error:  # QueueFull: running grammars take all their memory
@@ -274,7 +274,7 @@ class _Starter:
 
 
 def _with_seed(sampling: SamplingParams) -> SamplingParams:
-    """With a seed where nothing is drawn: a random one would make the records of two runs differ."""
+    """Set a seed where nothing is drawn: a random one would make the records of two runs differ."""
     draws = sampling.temperature > 0 and not sampling.use_beam_search
     return sampling if draws or sampling.seed is not None else replace(sampling, seed=0)
 
@@ -372,17 +372,8 @@ class _Report:
         self._n_kept = self._n_kept_errors = self._n_tokens = self._n_input = self._n_cached = 0
         self._console = console
         status = _regular_file(source)
-        self._progress = Progress(
-            TextColumn("{task.description}", style="dim"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
+        columns = (description(), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        self._progress = progress_bar(console, *columns, redirects=False)
         self._task: TaskID = self._progress.add_task("Compiling", total=status and status.st_size)
         self._start = time.monotonic()
         if len(answers):
@@ -407,7 +398,6 @@ class _Report:
         self._count(line, is_error=is_error)
 
     def add(self, line: Line, results: Sequence[GenerationResult], *, is_error: bool) -> None:
-        """Count a written record."""
         self._n_tokens += sum(len(result.token_ids) for result in results)
         if results:
             self._n_input += results[0].n_input

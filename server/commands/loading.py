@@ -1,4 +1,4 @@
-"""Loading a model, with progress bars if stderr is a terminal: first bytes, then programs."""
+"""Loads a command's model, with progress bars if stderr is a terminal: first bytes, then programs."""
 
 import os
 import time
@@ -15,13 +15,19 @@ from orca_jax.model_files.found_model import DEMO_MODEL
 from orca_jax.native.compiler import keep_libraries
 from orca_jax.native.operations import build_all_ahead
 from orca_jax.planning.known_devices import MEMORY_FRACTION
+from orca_jax.request.chat.conversation import left_out
+from orca_jax.request.chat.template_files import load_chat_template
+from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.workers.environment import compile_cache_folder, hold_memory, visible_gpus
-from server.commands.notes import Notes
-from server.commands.progress_bars import bytes_bar, programs_bar
+from server.commands.notes import Notes, bytes_bar, programs_bar
+from server.gateway.served_model import ServedModel
+from server.gateway.tool_formats.table import reply_formats
+from server.process.watchdog import settle
+from server.settings.serve_settings import ServeSettings
 
 if TYPE_CHECKING:  # for types alone: the second takes long to import
     from orca_jax import LLM
-    from orca_jax.engine.owned_pipeline import StartWorkers
+    from orca_jax.engine.remote_pipeline import StartWorkers
 
 
 class LoadingBars:
@@ -44,7 +50,6 @@ class LoadingBars:
         self._bars.close()
 
     def loaded(self, done: int, total: int) -> None:
-        """Show progress in bytes of weights."""
         self._show_bytes(done, total)
 
     def program(self, done: int, total: int, name: str) -> None:
@@ -84,16 +89,61 @@ def load(notes: Notes, config: EngineConfig, start_workers: "StartWorkers | None
     return llm
 
 
+def load_served(
+    settings: ServeSettings, notes: Notes, start_workers: "StartWorkers | None" = None
+) -> "tuple[LLM, ServedModel]":
+    """Load and warm up: compile what is compiled ahead, and run a prefill and a decode iteration.
+
+    `start_workers` is as in LLM.from_config. The caller closes the LLM. Raises ConfigError or EngineError;
+    then nothing is left running.
+    """
+    options = settings.endpoint
+    # Mistakes in the settings are reported before the slow part.
+    reply_formats(None, options.tool_format, options.reasoning_format)
+    if options.chat_template is not None:
+        load_chat_template(None, options.chat_template)
+    llm = load(notes, settings.engine, start_workers)
+    try:
+        template = load_chat_template(llm.text_directory, options.chat_template)
+        if template is not None:
+            template.read_ahead()
+            if note := left_out(template):
+                notes(note)
+        formats = reply_formats(template, options.tool_format, options.reasoning_format)
+        llm.service.scheduler.kv.hash_seed = settings.routing.prefix_hash_seed  # before the first request
+        if settings.api_keys.weights:
+            llm.service.weigh_owners(settings.api_keys.weights)
+        n_output = min(2, llm.service.most_output(1))
+        llm.generate([[0]], SamplingParams(max_tokens=n_output, temperature=0.0, ignore_eos=True))
+    except BaseException:
+        llm.close()
+        raise
+    settle()
+    return llm, ServedModel(
+        name=settings.model_name,
+        service=llm.service,
+        config=llm.config,
+        serving=llm.serving,
+        tokenizer=llm.tokenizer,
+        chat_template=template,
+        tool_format=formats.tools,
+        reasoning_format=formats.reasoning,
+        defaults=llm.generation_defaults,
+        compiles=lambda: llm.compiles,
+        controls=llm.controls if settings.admin_keys.required else None,
+    )
+
+
 def summary(llm: "LLM") -> str:
     """A line that describes the model."""
     return f"{llm.name}: {llm.n_parameters / 1e6:,.1f} million parameters, {llm.dtype}, {llm.device}"
 
 
 def _begin_operations(config: EngineConfig) -> None:
-    """Begin to build a CPU's operations while JAX is imported: both take seconds, and there are two cores.
+    """Begin to build a CPU's operations while JAX is imported, since both take seconds.
 
-    Only for an engine in this process, without a GPU, of a model in a directory here. It is a guess: the
-    engine builds what it needs, and reports what is wrong with the model.
+    This is only a head start, for an engine in this process without a GPU and a model in a local directory:
+    the engine itself builds what it needs, and reports what is wrong with the model.
     """
     directory = DEMO_MODEL if config.model is None else Path(str(config.model)).expanduser()
     if not config.in_this_process or visible_gpus(os.environ, os.listdir("/dev")):

@@ -1,6 +1,6 @@
-"""Replies to conversations, for commands that hold the model: from messages to running requests and back."""
+"""Replies to conversations and outputs of prompts, for commands that hold the model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
+_NO_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -32,7 +34,6 @@ class Prepared:
     plan: ReplyPlan
 
     def reader(self) -> ReplyReader:
-        """A reader of one output."""
         return ReplyReader(self.plan, self.rules, continuing=self.rules.follow_text(self.prompt.token_ids))
 
 
@@ -99,12 +100,45 @@ class Replies:
 
     def start(self, prepared: Prepared) -> list[Generation]:
         """Start the outputs of a reply; if one cannot start, none is left running."""
-        started = list[Generation]()
-        try:
-            for rules in prepared.rules.choices():
-                started.append(self._service.submit(prepared.prompt, rules))
-        except BaseException:
-            for generation in started:
-                generation.close()
-            raise
-        return started
+        return _all_or_none(
+            self._service.submit(prepared.prompt, rules) for rules in prepared.rules.choices()
+        )
+
+
+def start_outputs(llm: "LLM", prompt: Any, sampling: SamplingParams) -> list[Generation]:
+    """Start `sampling.n` outputs of a prompt; only the first has the prompt's log-probabilities.
+
+    Raises as `LLM.stream` does, after stopping the outputs already started.
+    """
+
+    def streams() -> Iterator[Generation]:
+        ids = prompt
+        for choice in sampling.choices(prompt_once=True):
+            stream = llm.stream(ids, choice)
+            ids = stream.prompt_ids  # so that the prompt is tokenised only once
+            yield stream
+
+    return _all_or_none(streams())
+
+
+def _all_or_none(outputs: Iterable[Generation]) -> list[Generation]:
+    """Start all outputs; if one cannot start, cancel the others and raise its error."""
+    started = list[Generation]()
+    try:
+        for output in outputs:
+            started.append(output)
+    except BaseException:
+        close_outputs(started)
+        raise
+    return started
+
+
+def close_outputs(outputs: list[Generation]) -> None:
+    """Cancel the outputs that are still running."""
+    for output in outputs:
+        output.close()
+
+
+def printable(text: str) -> str:
+    """The text with control characters replaced, which a terminal executes, but for line breaks and tabs."""
+    return text.translate(_NO_CONTROLS)

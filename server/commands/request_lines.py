@@ -74,8 +74,8 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
 
 
-_N_BYTES = 8  # of a hash; among a file's lines nobody looks for collisions
-# A larger file is known by its size and samples, so that a model of any size takes seconds at most.
+_N_BYTES = 8  # of a hash; nobody attacks the lines of their own file
+# A larger file is identified by its size and samples, so that a model of any size takes seconds at most.
 _WHOLE_BYTES = 1 << 20
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 12
 _MODEL_FILES = ("config.json", "orca.json", "*.safetensors")
@@ -93,8 +93,8 @@ _DEFAULTS = {  # as JSON, in which true is not 1
 def request_hash(line: Line, values: Mapping[str, Any] | None, defaults: SamplingParams) -> str:
     """The hash of a line's request: prompt and sampling parameters, whether from the line or from flags.
 
-    `values` is the line's object, None if it is not one: then the hash is of its bytes. Parameters with
-    SamplingParams' default values are left out, so that new ones do not change the hash of old requests.
+    `values` is the line's object. If it is None, the line is not an object and its bytes are hashed.
+    Parameters with default values are left out, so that new parameters do not change old requests' hashes.
     """
     if values is None:
         return _hash(b"line", line.data or b"")
@@ -103,10 +103,10 @@ def request_hash(line: Line, values: Mapping[str, Any] | None, defaults: Samplin
 
 
 def model_hash(model: Path | None, text: Path | None, settings: Mapping[str, object]) -> str:
-    """The hash of a model: of its files, and of the settings that change what it computes.
+    """The hash of a model's files and of the settings that change its outputs.
 
-    `model` and `text` are the directories of its weights and of its tokenizer, if it has them. Where they are
-    does not matter. Large files are known by their size and some of their bytes.
+    `model` and `text` are the directories of its weights and its tokenizer, if any; their names do not count.
+    Large files are identified by their size and some of their bytes.
     """
     files = [] if model is None else _files(model, _MODEL_FILES)
     if model is not None and all(path.suffix != ".safetensors" for path in files):  # Orbax's, in folders

@@ -1,4 +1,4 @@
-"""What routers and autoscalers see of a server besides its endpoints: metrics, capacity, K/V events."""
+"""The metrics, predicted capacity and K/V events that a server shows to routers and autoscalers."""
 
 import os
 from collections.abc import Iterator
@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, cast
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from orca_jax.config import Dtype
-from orca_jax.errors import ConfigError
-from orca_jax.extras import install_line
+from orca_jax.errors import ConfigError, install_line
 from orca_jax.planning.capacity import Capacity, predicted_capacity
 from orca_jax.planning.known_devices import CPU, KnownDevice, cpu_device, gpu_like
 from orca_jax.workers.ask_xla import NoAnswer, ask_rates
 from server.commands.notes import Notes
 from server.gateway.served_model import ServedModel
 from server.metrics.metrics import Metrics
-from server.settings.router_options import RouterOptions
+from server.settings.endpoint_options import RouterOptions
 from server.settings.serve_settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class RouterView:
 
 
 class _PredictedCapacity:
-    """A capacity as metrics of the model that clients call `model_name`; None: there is none to tell."""
+    """Metrics of a capacity, labelled `model_name`; no metrics if the capacity is None."""
 
     def __init__(self, capacity: Capacity | None, model_name: str) -> None:
         self._capacity = capacity
@@ -80,9 +79,9 @@ class _PredictedCapacity:
 
 
 def _capacity_of(llm: "LLM", settings: ServeSettings, notes: Notes) -> Capacity | None:
-    """What the engine could do at best; None if its device's rates are not known.
+    """The engine's best possible throughput; None if its device's rates are not known.
 
-    A CPU is measured, which takes seconds, if there is a latency budget. Raises ConfigError.
+    With a latency budget a CPU's rates are measured, which takes seconds. Raises ConfigError.
     """
     routing, dtype = settings.routing, cast("Dtype", llm.dtype)
     device = _device(llm.device, dtype, measured=routing.latency_budget is not None, notes=notes)
@@ -119,9 +118,9 @@ def _device(name: str, dtype: Dtype, *, measured: bool, notes: Notes) -> KnownDe
 
 
 def kv_publisher(options: RouterOptions) -> "Publisher | None":
-    """A publisher with its addresses bound, to be started; None if no events are asked for.
+    """A publisher with bound addresses, not yet started; None if events are off.
 
-    Raises ConfigError if a library is missing or an address is of no use.
+    Raises ConfigError if a library is missing or an address is unusable.
     """
     if options.kv_events is None:
         return None

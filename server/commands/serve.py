@@ -1,6 +1,6 @@
 """`orca serve`: reads the settings and checks the model's files, and then loads and starts the server.
 
-The server's modules take a second to import, and JAX more, so both are imported once nothing is wrong here.
+The server's modules take a second to import, and JAX more, so both are imported after these checks.
 """
 
 import argparse
@@ -11,8 +11,7 @@ import pkgutil
 import sys
 from typing import NoReturn
 
-from orca_jax.errors import ConfigError
-from orca_jax.extras import install_line
+from orca_jax.errors import ConfigError, install_line
 from orca_jax.model_files.found_model import check_model
 from orca_jax.request.chat.template_files import load_chat_template
 from server.commands.notes import Notes

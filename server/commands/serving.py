@@ -10,9 +10,9 @@ import uvloop
 
 from server.commands import banner
 from server.commands.endpoints import Endpoints
+from server.commands.loading import load_served
 from server.commands.notes import Notes
 from server.commands.router_view import RouterView
-from server.commands.served import load_served
 from server.commands.stop_signals import Stopped, StopSignals, in_daemon_thread
 from server.gateway.gateway import Gateway
 from server.metrics.access_log import configure_access_log

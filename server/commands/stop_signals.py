@@ -26,7 +26,7 @@ class StopSignals:
         self._number = 0
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # `nohup` starts programs with SIGHUP ignored, and so it stays.
+            # `nohup` starts programs with SIGHUP ignored, which must stay in effect.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, number)
 

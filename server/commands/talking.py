@@ -25,7 +25,9 @@ def load_and_talk(args: argparse.Namespace, engine: EngineConfig, *, no_template
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for what the terminal cannot encode
     completions = [f"/{name}" for name in COMMANDS]
-    with load(notes, engine) as llm, TypedLines(history=_history_file(), completions=completions) as lines:
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    lines = TypedLines(history=state / "orca" / "chat_history", completions=completions)
+    with load(notes, engine) as llm, lines:
         replies = Replies(
             llm,
             chat_template=args.chat_template,
@@ -38,11 +40,6 @@ def load_and_talk(args: argparse.Namespace, engine: EngineConfig, *, no_template
             notes(_WELCOME)
         _talk(Chat(llm, replies, args, notes, is_terminal=lines.is_terminal), lines)
     return 0
-
-
-def _history_file() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "orca" / "chat_history"
 
 
 def _talk(chat: Chat, lines: TypedLines) -> None:

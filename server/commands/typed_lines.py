@@ -1,4 +1,4 @@
-"""Reads messages from what a user types, or a program writes into a pipe."""
+"""Reads messages that a user types, or that a program writes into a pipe."""
 
 import os
 import sys
@@ -29,9 +29,9 @@ class Typed(NamedTuple):
 class TypedLines:
     """Messages from stdin, a line each.
 
-    A line that ends with a backslash goes on in the next, and lines between triple quotes are one message. At
-    a terminal there is a prompt, and lines can be edited, with a history that `history` keeps, if that is
-    given. A context manager.
+    A line that ends with a backslash continues in the next, and lines between triple quotes are one message.
+    At a terminal there is a prompt, and lines can be edited, with a history in the file `history`, if any. A
+    context manager.
     """
 
     def __init__(self, *, history: Path | None = None, completions: Sequence[str] = ()) -> None:

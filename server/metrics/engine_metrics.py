@@ -31,7 +31,7 @@ from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 from orca_jax.service.orca import Orca
 from server.gateway.served_model import ServedModel
 from server.metrics.worker_metrics import worker_metrics
-from server.settings.router_options import MetricNames
+from server.settings.endpoint_options import MetricNames
 
 _SAME_IN_VLLM = frozenset(
     (

@@ -22,7 +22,7 @@ from server.gateway.served_model import ServedModel
 from server.metrics.engine_metrics import EngineMetrics
 from server.process.log_writer import LogWriter
 from server.process.watchdog import LONG, Watchdog
-from server.settings.router_options import MetricNames
+from server.settings.endpoint_options import MetricNames
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 

@@ -1,8 +1,8 @@
-"""Writes log lines on a thread of its own, so that a reader who stops reading stops nobody else.
+"""Writes log lines on a separate thread, so that a log reader who stops reading blocks nothing else.
 
-A pipe holds 64 KiB. Once it is full a write waits, and on the event loop every request would wait with it.
-Here lines wait in a bounded queue, and beyond its bounds they are dropped and counted; a line says how many
-once somebody reads again.
+A pipe holds 64 KiB. Once it is full a write blocks, and on the event loop every request would wait with it.
+Here lines wait in a bounded queue. Lines beyond its bounds are dropped and counted, and the count is logged
+once the reader continues.
 """
 
 import io
@@ -23,7 +23,7 @@ class LogWriter:
         self._most_lines, self._most_bytes = most_lines, most_bytes
         self._lines = deque[bytes]()
         self._n_bytes = 0  # that wait, with those that are being written
-        self._n_unsaid = 0  # dropped lines that no line has spoken of
+        self._n_unreported = 0  # dropped lines that no line has reported yet
         self._is_closing = False
         self._changed = threading.Condition()
         self.n_dropped = 0
@@ -36,7 +36,7 @@ class LogWriter:
         with self._changed:
             if len(self._lines) >= self._most_lines or self._n_bytes + len(data) > self._most_bytes:
                 self.n_dropped += 1
-                self._n_unsaid += 1
+                self._n_unreported += 1
                 return
             self._lines.append(data)
             self._n_bytes += len(data)
@@ -57,9 +57,9 @@ class LogWriter:
                     return
                 data = b"".join(self._lines)
                 self._lines.clear()
-                if self._n_unsaid:
-                    data += f"{self._n_unsaid} log lines were dropped: nobody read them\n".encode()
-                    self._n_unsaid = 0
+                if self._n_unreported:
+                    data += f"{self._n_unreported} log lines were dropped: nobody read them\n".encode()
+                    self._n_unreported = 0
             if not self._write(data):
                 return
             with self._changed:
@@ -90,7 +90,6 @@ class LogHandler(logging.Handler):
         self.setFormatter(logging.Formatter(form))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue the record's line."""
         try:
             self._writer.put(f"{self.format(record)}\n")
         except Exception:
@@ -104,16 +103,13 @@ class LogStream(io.TextIOBase):
         self._writer, self._file = writer, file
 
     def write(self, text: str, /) -> int:
-        """Queue a text."""
         self._writer.put(text)
         return len(text)
 
     def isatty(self) -> bool:
-        """Whether the file is a terminal."""
         return os.isatty(self._file)
 
     def fileno(self) -> int:
-        """The file descriptor."""
         return self._file
 
     @property

@@ -11,11 +11,11 @@ from ray import serve
 from ray.util import get_current_placement_group
 from starlette.types import Message
 
-from orca_jax.engine.owned_pipeline import StartWorkers
+from orca_jax.engine.remote_pipeline import StartWorkers
 from orca_jax.errors import EngineError
+from server.commands.loading import load_served
 from server.commands.notes import Notes
 from server.commands.router_view import RouterView
-from server.commands.served import load_served
 from server.gateway.gateway import Gateway, Phase
 from server.http.app import create_app
 from server.metrics.access_log import configure_access_log

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from orca_jax.errors import ConfigError
+from orca_jax.errors import ConfigError, did_you_mean
 from orca_jax.options import Option, Options, build, options_of
-from orca_jax.suggestions import did_you_mean
 from server.errors import UsageError
 from server.settings.flags import SERVE_OPTIONS
 from server.settings.serve_settings import ServeSettings, serve_settings

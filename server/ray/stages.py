@@ -30,8 +30,7 @@ from orca_jax.engine.local_processes import worker_arguments
 from orca_jax.engine.remote_pipeline import StageWorkers
 from orca_jax.errors import ConfigError, EngineError
 from orca_jax.workers.environment import sets_memory, visible_gpus, worker_environment
-from orca_jax.workers.supervised_process import WorkerCommand
-from orca_jax.workers.supervisor import Supervisor
+from orca_jax.workers.supervisor import Supervisor, WorkerCommand
 from orca_jax.workers.worker_options import SECRET_VARIABLE, WorkerOptions
 from server.ray.settings import ReplicaOptions
 

@@ -1,4 +1,4 @@
-"""API keys: who may send requests. Stored only as digests, so that no log or error can show a key."""
+"""API keys, which say who may send requests. Only their digests are stored, so no log can show a key."""
 
 import hashlib
 import hmac
@@ -25,8 +25,7 @@ _BEARER = "Authorization: Bearer KEY"
 class ApiKeys:
     """The keys of a server; without any, the server is open to everyone. `notes` are warnings to print.
 
-    `weights` has the share of each key that does not have 1 under the scheduling policy "fair", by the key's
-    name.
+    `weights` has a key's share under the scheduling policy "fair", by the key's name; other keys have 1.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class ApiKeys:
 
     @property
     def required(self) -> bool:
-        """Whether requests need a key."""
         return bool(self._digests)
 
     @property
@@ -90,14 +88,14 @@ class ApiKeys:
         return len(self._digests)
 
     def fingerprint(self, name: str) -> str:
-        """What tells the key of this name from others, in this and every later run; "" for no key."""
+        """An identifier of the key with this name that later runs share; "" for no key."""
         if not name:
             return ""
         digest = next(digest for i, digest in enumerate(self._digests) if _name(i) == name)
         return hashlib.sha256(b"fingerprint " + digest).hexdigest()[:32]
 
     def name_of(self, fingerprint: str) -> str | None:
-        """The name of the key with this fingerprint, "" for that of no key; None if there is no such key."""
+        """The name of the key with this fingerprint, "" if it stands for no key; None for an unknown one."""
         names = ["" if not self.required else None, *map(_name, range(self.n_keys))]
         return next(
             (name for name in names if name is not None and self.fingerprint(name) == fingerprint), None

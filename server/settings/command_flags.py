@@ -1,7 +1,4 @@
-"""The flags that only `orca worker` or only `orca plan` has, besides the engine's options.
-
-They are declared like those (orca_jax/options.py).
-"""
+"""The flags of `orca worker` and `orca plan` alone, declared as the engine's options are."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +25,7 @@ class WorkerFlags:
         "worker restarts all",
     ] = "transfer"
     coordinator: Annotated[
-        str | None, "with --link nccl: a HOST:PORT on stage 1's machine where all workers meet"
+        str | None, "with --link nccl: HOST:PORT on stage 1's machine at which all workers meet"
     ] = None
     control_secret_file: Annotated[
         Path | None, "file with the secret shared by server and workers; or set ORCA_CONTROL_SECRET"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from orca_jax.suggestions import did_you_mean
+from orca_jax.errors import did_you_mean
 from server.errors import UsageError
 
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")  # what argparse takes for a negative number

@@ -1,4 +1,4 @@
-"""The control plane's secret, which only the server and its workers know."""
+"""Reads the control plane's secret, which only the server and its workers know."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,22 +1,26 @@
-"""The options of `orca serve` for its endpoints (orca_jax/options.py says how they are declared)."""
+"""The options of `orca serve` besides the engine's: endpoints, and what routers and autoscalers see.
+
+orca_jax/options.py says how they are declared.
+"""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from orca_jax.checks import Bounds, check_timeout
+from orca_jax.checks import Whole, check_timeout
 from orca_jax.errors import ConfigError
 from orca_jax.options import In, Options
 from orca_jax.request.pooling import Pooling
 
-_PORT = Bounds(0, 65535)
+_PORT = Whole(0, 65535)
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
 _MAX_NAME = 256  # characters of served_model_name
+MetricNames = Literal["orca", "vllm"]  # of what the engine measures: server/metrics/engine_metrics.py
 AccessLog = Literal["text", "json", "off"]
 
-# Those of server.gateway.tool_formats.table; a test compares.
+# The names in server.gateway.tool_formats.table; a test compares them.
 ToolFormatName = Literal[
     "auto",
     "none",
@@ -55,13 +59,14 @@ class EndpointOptions(Options):
     ] = None
     tool_format: Annotated[
         ToolFormatName,
-        "how the model writes tool calls (docs/tools.md); auto: from the chat template; none: they are text",
+        "how the model writes tool calls (docs/tools.md); auto: as the chat template shows; none: they stay "
+        "text",
         "model and engine",
         In("serve", "generate"),  # there are no tools in a chat on the terminal
     ] = "auto"
     reasoning_format: Annotated[
         ReasoningFormatName,
-        "how the model writes its reasoning; auto: from the chat template; none: it is text",
+        "how the model writes its reasoning; auto: as the chat template shows; none: it stays text",
         "model and engine",
         In("serve", "generate", "chat"),
     ] = "auto"
@@ -85,49 +90,50 @@ class EndpointOptions(Options):
     ssl_certfile: Annotated[Path | None, "certificate chain (PEM), for TLS on both endpoints", "security"] = (
         None
     )
-    ssl_keyfile: Annotated[Path | None, "its private key (PEM)", "security"] = None
+    ssl_keyfile: Annotated[Path | None, "private key (PEM) of --ssl-certfile", "security"] = None
     request_timeout: Annotated[
         float, "maximum seconds from a request's arrival to its end", check_timeout
     ] = 600.0
     drain_timeout: Annotated[float, "seconds for running requests to finish after SIGTERM", check_timeout] = (
         30.0
     )
-    max_body_bytes: Annotated[int, "maximum size of a request body", Bounds(1024, 1 << 30)] = 4 << 20
+    max_body_bytes: Annotated[int, "maximum size of a request body", Whole(1024, 1 << 30)] = 4 << 20
     max_choices: Annotated[
-        int, "maximum completions per request (its prompts times n)", Bounds(1, 1 << 16)
+        int, "maximum completions per request (its prompts times n)", Whole(1, 1 << 16)
     ] = 128
     max_stored_responses: Annotated[
-        int, "responses of /v1/responses kept for previous_response_id; 0 keeps none", Bounds(0, 1 << 20)
+        int, "maximum responses of /v1/responses kept for previous_response_id; 0: none", Whole(0, 1 << 20)
     ] = 4096
-    max_stored_bytes: Annotated[int, "maximum bytes of kept responses", Bounds(1 << 16, 1 << 40)] = 64 << 20
+    max_stored_bytes: Annotated[int, "maximum bytes of kept responses", Whole(1 << 16, 1 << 40)] = 64 << 20
     stored_response_seconds: Annotated[float, "seconds that a response is kept", check_timeout] = 3600.0
     max_inputs: Annotated[
-        int, "maximum inputs of a request for embeddings, scores or a ranking", Bounds(1, 1 << 16)
+        int, "maximum inputs of a request for embeddings, scores or a ranking", Whole(1, 1 << 16)
     ] = 2048
     pooling: Annotated[
         Pooling,
-        "how embeddings are made unless a request says: of the last token, or as the mean over all",
+        "pooling of embeddings if a request does not set it; last: the last token's state; mean: the mean "
+        "over all tokens",
         "model and engine",
     ] = "last"
     batch_dir: Annotated[
         Path | None,
-        "folder for clients' files and batches, /v1/files and /v1/batches, which go on there after a restart "
+        "folder for clients' files and batches (/v1/files, /v1/batches), which continue after a restart "
         "(default: no such routes)",
         "limits",
     ] = None
     batch_bytes: Annotated[
-        int, "maximum bytes of files in that folder", "limits", Bounds(1 << 20, 1 << 50)
+        int, "maximum bytes of files in --batch-dir", "limits", Whole(1 << 20, 1 << 50)
     ] = 4 << 30
     max_connections: Annotated[
-        int, "maximum open connections per endpoint; HTTP answers further ones with 503", Bounds(1, 1 << 20)
+        int, "maximum open connections per endpoint; HTTP answers further ones with 503", Whole(1, 1 << 20)
     ] = 4096
     max_connections_per_address: Annotated[
         int,
         "maximum open HTTP connections per address (IPv6: per /64); further ones get 429",
-        Bounds(1, 1 << 20),
+        Whole(1, 1 << 20),
     ] = 1024
     max_header_bytes: Annotated[
-        int, "maximum size of a request's line and headers, or of gRPC metadata", Bounds(1024, 1 << 20)
+        int, "maximum size of a request's line and headers, or of gRPC metadata", Whole(1024, 1 << 20)
     ] = 32768
     header_timeout: Annotated[
         float,
@@ -143,12 +149,12 @@ class EndpointOptions(Options):
     max_watch_streams: Annotated[
         int,
         "maximum open gRPC streams of the health and reflection services, which need no key",
-        Bounds(0, 1 << 16),
+        Whole(0, 1 << 16),
     ] = 64
     strict: Annotated[
         bool,
-        "refuse fields of a request that are not used, such as prompt_cache_key; otherwise the response's "
-        "header x-orca-ignored names them",
+        "refuse requests with fields that have no effect, such as prompt_cache_key; otherwise the response "
+        "header x-orca-ignored names these",
     ] = False
     allow_origins: Annotated[
         str | None,
@@ -157,16 +163,16 @@ class EndpointOptions(Options):
         "security",
     ] = None
     pages: Annotated[
-        bool, "serve the pages for people: the playground at /, the live view at /live, /docs"
+        bool, "serve web pages: the playground at /, the live view at /live, the API at /docs"
     ] = True
     access_log: Annotated[AccessLog, "log each request on stderr, as text or JSON", "logging"] = "text"
     log_probes: Annotated[
-        bool, "log also probes (/health, /ready, /metrics) and the files of the pages", "logging"
+        bool, "also log probes (/health, /ready, /metrics) and the pages' files", "logging"
     ] = False
     otlp_traces_endpoint: Annotated[
         str | None,
         "URL of an OpenTelemetry collector for a trace of each request, such as "
-        "http://localhost:4318/v1/traces; it needs the extra otel (default: no traces)",
+        "http://localhost:4318/v1/traces; needs the extra otel (default: no traces)",
         "logging",
     ] = None
 
@@ -204,3 +210,53 @@ class EndpointOptions(Options):
     def origins(self) -> list[str]:
         """The elements of `allow_origins`."""
         return [one.strip() for one in self.allow_origins.split(",")] if self.allow_origins else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions(Options):
+    """Metrics' names, predicted capacity and K/V events (docs/scale-out.md). Raises ConfigError."""
+
+    replicas: Annotated[
+        int | None,
+        "number of engines behind one address, each in a Ray process; needs the extra ray (default: one, in "
+        "this process)",
+        "workers",
+    ] = None
+    metric_names: Annotated[
+        MetricNames,
+        "names in /metrics; vllm: vLLM's names where it has the same metric, for routers that know only "
+        "those",
+    ] = "orca"
+    latency_budget: Annotated[
+        float | None,
+        "maximum seconds between two tokens of a request at which /metrics predicts the capacity; on a CPU "
+        "this adds some seconds of measurement to the start (default: none, a full batch of a known GPU)",
+        check_timeout,
+    ] = None
+    predicted_context: Annotated[
+        int | None,
+        "cached tokens of a request for which the capacity is predicted (default: half the model's "
+        "positions, at most 1024)",
+    ] = None
+    kv_events: Annotated[
+        str | None,
+        "ZeroMQ address for events of the prefix cache, in vLLM's format; one such as tcp://*:5557 is bound, "
+        "others are connected to; needs the extra kv-events (default: no events)",
+    ] = None
+    kv_events_replay: Annotated[
+        str | None, "ZeroMQ address at which subscribers request events that they missed (default: none)"
+    ] = None
+    kv_events_topic: Annotated[str, "topic of the events, such as kv@POD@MODEL (default: empty)"] = ""
+    prefix_hash_seed: Annotated[
+        str,
+        "seed of the prefix cache's block hashes; give all replicas of a router the same (default: empty)",
+    ] = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("kv_events", "kv_events_replay"):
+            address = getattr(self, name)
+            if address is not None and "://" not in address:
+                raise ConfigError(f"{name} is {address!r}; it must be an address such as tcp://*:5557")
+        if self.kv_events is None and self.kv_events_replay is not None:
+            raise ConfigError("kv_events_replay repeats events; give the address of kv_events too")

@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 from orca_jax.config import EngineConfig
 from orca_jax.options import Option, build, options_of
-from server.settings.endpoint_options import EndpointOptions
-from server.settings.router_options import RouterOptions
+from server.settings.endpoint_options import EndpointOptions, RouterOptions
 
 T = TypeVar("T")
 
@@ -46,15 +45,6 @@ def add_engine_flags(parser: argparse._ArgumentGroup) -> None:
         add_flag(parser, option, option.default)
 
 
-def add_chat_flags(command: argparse.ArgumentParser) -> None:
-    """Add the model, and the flags of a command that talks with it."""
-    add_model(command, MODEL.help)
-    group = command.add_argument_group(_ENGINE_GROUP)
-    for option in options_for("chat"):
-        if option is not MODEL:
-            add_flag(group, option, option.default)
-
-
 def engine_config(command: str, args: argparse.Namespace, **others: Any) -> EngineConfig:
     """The engine of a command's flags; its other options have their defaults, or are in `others`.
 
@@ -85,14 +75,20 @@ def add_serve_flags(command: argparse.ArgumentParser, options: Sequence[Option] 
 
 
 def add_flags(
-    command: argparse.ArgumentParser, config: type, *, title: str, model_help: str = MODEL.help
+    parser: argparse.ArgumentParser,
+    command: str,
+    *,
+    title: str,
+    config: type | None = None,
+    model_help: str = MODEL.help,
 ) -> None:
-    """Add the model and, in one group, a flag for each field of `config` and for each of the engine's options
-    that the command `title` has. Absent flags get their defaults.
+    """Add the model and, in one group, the flags of `config` and of the engine's options of a command.
+
+    Absent flags get their defaults.
     """
-    add_model(command, model_help)
-    group = command.add_argument_group(title)
-    for option in (*options_of(config), *options_for(title)):
+    add_model(parser, model_help)
+    group = parser.add_argument_group(title)
+    for option in (*(() if config is None else options_of(config)), *options_for(command)):
         if option is not MODEL:
             add_flag(group, option, option.default)
 

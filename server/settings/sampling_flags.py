@@ -28,8 +28,8 @@ _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _HELP = {
     "n": "number of outputs per prompt, with the seeds SEED, SEED + 1, ...",
     "max_tokens": "maximum number of output tokens",
-    "min_tokens": "ignore end-of-sequence tokens, stop tokens and --stop texts until this many tokens",
-    "temperature": "0 takes the most likely token; higher values vary more",
+    "min_tokens": "ignore end-of-sequence tokens, stop tokens and --stop texts before this many tokens",
+    "temperature": "randomness of the choice; 0 takes the most likely token",
     "top_p": "sample from the most likely tokens with this total probability; 1: all",
     "top_k": "sample from this many most likely tokens; 0: all",
     "min_p": "sample from tokens with at least this fraction of the top token's probability; 0: all",
@@ -37,7 +37,7 @@ _HELP = {
     "frequency_penalty": "subtract this from a token's logit for each time it was output, -2 to 2",
     "presence_penalty": "subtract this from the logit of each token that was output, -2 to 2",
     "logit_bias": "add VALUE, -100 to 100, to the logit of token ID; repeatable",
-    "seed": "the same seed gives the same text again (default: random, and shown)",
+    "seed": "seed of the random choices; the same seed gives the same text (default: random, and shown)",
     "ignore_eos": "continue after an end-of-sequence token",
     "stop": "end before this text; repeatable",
     "stop_token_ids": "end after any of these tokens; repeatable",
@@ -45,7 +45,7 @@ _HELP = {
     "bad_words": "never output this text; repeatable",
     "logprobs": "show the log-probability of each output token, and of this many most likely ones "
     "(default: off)",
-    "prompt_logprobs": "the same for the prompt's tokens (default: off)",
+    "prompt_logprobs": "as --logprobs, for the prompt's tokens (default: off)",
     "return_routed_experts": "with --output, write the experts that each token chose in a mixture of experts",
     "guided_json": "make the output match this JSON schema; @FILE reads it from a file",
     "guided_json_object": "make the output a JSON object",
@@ -122,7 +122,9 @@ def add_chat_sampling_flags(parser: argparse._ActionsContainer) -> None:
     """Add a flag for each of CHAT_FIELDS. Without `--max-tokens` the namespace lacks it."""
     for field in fields(SamplingParams):
         if field.name == "max_tokens":
-            most = option("max_tokens", int, None, "maximum number of tokens of a reply (default: all room)")
+            most = option(
+                "max_tokens", int, None, "maximum number of tokens of a reply (default: as many as fit)"
+            )
             add_flag(parser, most, SUPPRESS)
         elif field.name in CHAT_FIELDS:
             _add(parser, field)
@@ -177,7 +179,7 @@ def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None
 
 
 def chat_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-    """As `sampling_params`, for a reply whose length only its conversation's room limits."""
+    """The parameters of a reply, as `sampling_params`, but only the room in the model limits its length."""
     return sampling_params(args, {**(defaults or {}), "max_tokens": _UNLIMITED})
 
 

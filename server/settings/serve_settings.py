@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from orca_jax.config import EngineConfig
-from orca_jax.errors import ConfigError
+from orca_jax.errors import ConfigError, did_you_mean
 from orca_jax.options import build
-from orca_jax.suggestions import did_you_mean
 from server.errors import UsageError
 from server.settings import api_keys, control_secret
 from server.settings.api_keys import ApiKeys
-from server.settings.endpoint_options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions, RouterOptions
 from server.settings.flags import COMPILE_OPTIONS, SERVE_OPTIONS
-from server.settings.router_options import RouterOptions
 from server.settings.settings_file import read_settings
 
 _OPTIONS = {option.name: option for option in SERVE_OPTIONS}
@@ -46,7 +44,6 @@ class ServeSettings:
 
     @property
     def model_name(self) -> str:
-        """The model's name in the API."""
         return self.endpoint.served_model_name or model_name(self.engine.model)
 
 
@@ -79,11 +76,10 @@ def serve_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Serv
 
 
 def model_name(model: str | None) -> str:
-    """The name by which clients know a model that its operator gave none.
+    """The model's name in the API if the operator sets none.
 
-    It is the name of the model's directory; a name on the hub, a preset's or a function's is its own.
-
-    A directory of the hub's cache has the name of its repository.
+    A directory's is its last part, in the hub's cache the name of its repository. The name of a preset or a
+    function, or one on the hub, is used as it is.
     """
     if model is None:
         return _DEMO

@@ -6,9 +6,9 @@ from typing import Any
 
 import yaml
 
+from orca_jax.errors import did_you_mean
 from orca_jax.options import Option
 from orca_jax.small_files import read_text
-from orca_jax.suggestions import did_you_mean
 from server.errors import UsageError
 from server.settings.foreign_flags import about
 

@@ -9,8 +9,7 @@ from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Protocol
 
-from orca_jax.errors import ConfigError
-from orca_jax.extras import install_line
+from orca_jax.errors import ConfigError, install_line
 from orca_jax.request.request import Request, Row
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 from server.gateway.served_model import ServedModel

@@ -9,9 +9,8 @@ from typing import Any
 
 from playwright.sync_api import Browser, FilePayload, Page
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import SchedulingConfig, ServingConfig
 from orca_jax.scheduling.timeline import Timeline
-from orca_jax.scheduling_config import SchedulingConfig
 from tests.browser.chromium import SOON, watched
 from tests.endpoint.harness import Server, serving
 from tests.endpoint.http_client import connected

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from orca_jax.config import EngineConfig, ParallelConfig, ServingConfig
+from orca_jax.config import EngineConfig, ParallelConfig, SchedulingConfig, ServingConfig
 from orca_jax.errors import ConfigError
-from orca_jax.scheduling_config import SchedulingConfig
 
 
 @pytest.mark.parametrize(

@@ -22,32 +22,23 @@ FACE = "__init__"  # orca_jax/__init__.py
 # ones, lowest first. What a room may know, it need not.
 HOST_ROOMS: dict[str, set[str]] = {
     "errors": set(),
-    "suggestions": set(),
-    "extras": set(),
     "host_memory": set(),
     "checks": {"errors"},
-    "options": {"errors", "suggestions"},
-    "scheduling_config": {"errors", "checks", "options"},
-    "config": {"errors", "checks", "options", "scheduling_config"},
+    "options": {"errors"},
+    "config": {"errors", "checks", "options"},
     "small_files": set(),
-    "named_object": {"errors"},
     "request": {"errors", "config", "small_files"},
-    "families": {"errors", "checks", "config", "suggestions"},
+    "families": {"errors", "checks", "config"},
 }
 HOST_ROOMS["engine_memory"] = {"config"}
-HOST_ROOMS["model_files"] = {"errors", "config", "suggestions", "request", "families"}
+HOST_ROOMS["model_files"] = {"errors", "config", "request", "families"}
 HOST_ROOMS["grammar"] = {"errors", "config", "request"}
 HOST_ROOMS["iteration"] = {"errors", "checks", "config", "request", "grammar"}
-HOST_ROOMS["scheduling"] = HOST_ROOMS["iteration"] | {
-    "iteration",
-    "families",
-    "scheduling_config",
-    "named_object",
-}
+HOST_ROOMS["scheduling"] = HOST_ROOMS["iteration"] | {"iteration", "families"}
 HOST_ROOMS["control"] = HOST_ROOMS["iteration"] | {"iteration", "families"}
 HOST_ROOMS["service"] = HOST_ROOMS["scheduling"] | {"scheduling", "engine_memory"}
 HOST_ROOMS["planning"] = HOST_ROOMS["scheduling"] | {"scheduling"}
-HOST_ROOMS["workers"] = HOST_ROOMS["planning"] | {"planning", "control", "extras"}
+HOST_ROOMS["workers"] = HOST_ROOMS["planning"] | {"planning", "control"}
 HOST_ROOMS["engine"] = HOST_ROOMS["workers"] | {"workers", "engine_memory"}
 HOST_ROOMS["simulation"] = HOST_ROOMS["engine"] | {"engine", "service"}
 # Those that may know JAX. The model and the kernels do not know each other.
@@ -59,7 +50,7 @@ DEVICE_ROOMS: dict[str, set[str]] = {
 }
 DEVICE_ROOMS["sharding"] = {"errors", "config", "families", "planning", "model"}
 DEVICE_ROOMS["user_model"] = DEVICE_ROOMS["sharding"] | {
-    *("request", "model_files", "sharding", "named_object"),
+    *("checks", "request", "model_files", "sharding"),
 }
 DEVICE_ROOMS["execution"] = {
     *("errors", "config", "families", "request", "grammar", "iteration", "control", "workers"),
@@ -80,10 +71,10 @@ ON_DEMAND = {
 
 # Functions that import by name, and the files that may call them: a user's own function, a command's module.
 HIDES_IMPORTS = {
-    "import_module": set[str](),
+    "import_module": {"orca_jax/__init__.py"},
     "__import__": set[str](),
     "resolve_name": {
-        *("orca_jax/named_object.py", "server/cli.py", "server/commands/chat.py"),
+        *("orca_jax/checks.py", "server/cli.py", "server/commands/chat.py"),
         *("server/commands/generate.py", "server/commands/serve.py"),
     },
 }
@@ -101,11 +92,12 @@ WITHOUT_JAX = {"orca_jax.native.compiler", "orca_jax.native.operations"}
 HOST_LIBRARIES = {"numpy", "tokenizers"}
 LIBRARIES_OF = {  # that one or two files of the JAX-free rooms may know besides
     "grammar.grammar": "llguidance",
-    "grammar.property_names": "llguidance",
+    "grammar.schema_patterns": "llguidance",
     "grammar.source": "llguidance",
     "model_files.locate": "huggingface_hub",
     "control.line": "grpc",
-    "control.parsing": "google",
+    "control.frame": "google",
+    "control.start_order": "google",
     "control.port": "grpc",
     "control.worker_pb2": "google",
     "request.chat.chat_template": "jinja2",

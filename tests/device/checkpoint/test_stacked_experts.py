@@ -20,7 +20,7 @@ from orca_jax.errors import BadModelConfig, TensorMismatch, UnsupportedModel
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.parameters import in_layers
 from orca_jax.families.trainers.layouts import ITEMS, written_names
-from orca_jax.launch.given_weights import check_arrays
+from orca_jax.launch.new_weights import check_arrays
 from orca_jax.sharding.device_group import DeviceGroup
 from orca_jax.sharding.partition import StagePart
 from tests.device.checkpoint.stacked_by_hand import Arrays, maxtext, save, tunix

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from orca_jax.config import ParallelConfig, ServingConfig
+from orca_jax.config import ORCA, ParallelConfig, SchedulingConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.grammar.constraint import BadWords, ConstraintRules
@@ -21,7 +21,6 @@ from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling.scheduler import Scheduler
-from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.sharding.partition import StagePart, split_model
 from tests.device.harness import Harness, harness
 from tests.gpt_config import gpt_config

@@ -16,14 +16,13 @@ import pytest
 from scipy.special import log_softmax
 
 from orca_jax.checkpoint.directory import load_checkpoint
-from orca_jax.config import ParallelConfig, ServingConfig
+from orca_jax.config import ORCA, ParallelConfig, SchedulingConfig, ServingConfig
 from orca_jax.iteration.rows.beams import Beams
 from orca_jax.model import reference
 from orca_jax.model.transformer import init_parameters
 from orca_jax.request.beam_search import begin_search
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.service.prepared_params import RuleMaker
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, greedy_request, harness

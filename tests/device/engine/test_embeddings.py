@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from orca_jax.checkpoint.directory import load_checkpoint
-from orca_jax.config import ParallelConfig, ServingConfig
+from orca_jax.config import ORCA, ParallelConfig, SchedulingConfig, ServingConfig
 from orca_jax.request.pooling import POOLINGS, Pooling
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.restart import run_again
-from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, greedy_request, harness
 from tests.device.model.golden import DIRECTORY, NAMES, load_golden

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import ParallelConfig, ServingConfig
+from orca_jax.config import ORCA, ParallelConfig, SchedulingConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.families.attention_config import Attention, RelativeBias, Scores
@@ -28,7 +28,6 @@ from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.restart import run_again
-from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.sharding.partition import StagePart, split_model
 from tests.device.harness import harness
 

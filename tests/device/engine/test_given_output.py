@@ -15,14 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax
 
-from orca_jax.config import ParallelConfig, ServingConfig
+from orca_jax.config import ORCA, ParallelConfig, SchedulingConfig, ServingConfig
 from orca_jax.iteration.rows.scored import Given
 from orca_jax.model import reference
 from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.restart import run_again
-from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, harness
 from tests.gpt_config import gpt_config

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from orca_jax.config import QueueOrder, Reservation, SchedulingConfig
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling_config import QueueOrder, Reservation, SchedulingConfig
 from tests.device.engine.planned_requests import (
     MODEL,
     MODES,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from orca_jax.checkpoint.directory import load_checkpoint
-from orca_jax.config import ParallelConfig, ServingConfig
+from orca_jax.config import ORCA, ParallelConfig, SchedulingConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.model import reference
@@ -19,7 +19,6 @@ from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.routed_experts import ExpertIds, RoutedTokens
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.restart import run_again
-from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.sharding.partition import StagePart, split_model
 from tests.device.harness import Harness, greedy_request, harness
 from tests.device.model.golden import DIRECTORY, MARGIN

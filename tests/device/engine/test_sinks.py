@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from orca_jax.config import Attention as Path
-from orca_jax.config import ParallelConfig, ServingConfig
+from orca_jax.config import ParallelConfig, SchedulingConfig, ServingConfig
 from orca_jax.families.attention_config import Attention, Scores
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
@@ -15,7 +15,6 @@ from orca_jax.families.norm_config import Norm
 from orca_jax.families.parameters import parameter_table
 from orca_jax.families.rotary import Rotary, Scaling
 from orca_jax.request.request import Request
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.sharding.partition import split_model
 from orca_jax.sharding.random_parameters import with_repeated_heads
 from tests.device.greedy_reference import GreedyReference

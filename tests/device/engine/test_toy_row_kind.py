@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orca_jax.config import ParallelConfig, ServingConfig
+from orca_jax.config import ParallelConfig, SchedulingConfig, ServingConfig
 from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import PLAIN, FinishReason, InputRow, Request, RowAnswer, RowKind
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.restart import run_again
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, harness
 from tests.gpt_config import gpt_config

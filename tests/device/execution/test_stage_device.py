@@ -17,9 +17,7 @@ import pytest
 from orca_jax.config import Deadlines, ParallelConfig, ServingConfig
 from orca_jax.control.bounded_queue import FrameQueue
 from orca_jax.control.start_order import StartOrder
-from orca_jax.engine.channel import Arrival
-from orca_jax.engine.remote_engine import RemoteEngine
-from orca_jax.engine.remote_workers import RemoteWorkers
+from orca_jax.engine.remote_workers import Arrival, RemoteEngine, RemoteWorkers
 from orca_jax.errors import WorkerLost
 from orca_jax.execution.stage_device import Event, JaxStageDevice, StageModel
 from orca_jax.iteration.shape import bucket_for, bucket_sizes

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bench.compiled.collectives import collectives
 from orca_jax.aot.compiled_stage import compile_stage
-from orca_jax.config import ParallelConfig, ServingConfig
+from orca_jax.config import ParallelConfig, SchedulingConfig, ServingConfig
 from orca_jax.families import attention_config
 from orca_jax.families.attention_config import Latent, Scores
 from orca_jax.families.model_config import ModelConfig
@@ -25,7 +25,6 @@ from orca_jax.model.attention import attention_work, split_attention
 from orca_jax.model.kv_cache import LayerCache, as_numbers, copy_blocks, dtype_on_cpu
 from orca_jax.planning.stage_memory import slot_bytes
 from orca_jax.request.request import Request
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.sharding.partition import split_model
 from orca_jax.sharding.random_parameters import random_parameters
 from tests.device.greedy_reference import GreedyReference

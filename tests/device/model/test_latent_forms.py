@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import Attention, ParallelConfig, ServingConfig
+from orca_jax.config import Attention, ParallelConfig, SchedulingConfig, ServingConfig
 from orca_jax.execution import attention_paths
 from orca_jax.execution.attention_paths import LatentByRow, Native, PureJax
 from orca_jax.execution.worker import Worker
@@ -23,7 +23,6 @@ from orca_jax.model import attention as pure_jax
 from orca_jax.model.reference import forward
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.sharding.partition import split_model
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import Harness, greedy_request, harness, single_worker

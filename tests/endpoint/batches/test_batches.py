@@ -15,7 +15,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from orca_jax.scheduling_config import QueueOrder, SchedulingConfig
+from orca_jax.config import QueueOrder, SchedulingConfig
 from server.batches import service
 from server.http.batches import batches as batch_routes
 from server.http.batches import files as file_routes

@@ -28,7 +28,7 @@ LIMIT = SamplingParams(max_tokens=200, temperature=0.0)
 
 
 class Held:
-    """What the command has in place of an LLM: the running service of a server."""
+    """Stands in for the LLM of the command: the running service of a server."""
 
     def __init__(self, server: Server, directory: Path) -> None:
         self.service, self.config, self.serving = server.service, MODEL, CONFIG

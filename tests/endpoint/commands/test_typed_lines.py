@@ -80,7 +80,7 @@ def test_the_same_messages_at_a_terminal(
 @pytest.mark.parametrize(
     ("data", "message"), [(b"\xff\n", "not UTF-8"), (b"x" * ((1 << 24) + 2), "more than")]
 )
-def test_what_is_no_message(data: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_are_not_a_message(data: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", Stdin(data))
     with pytest.raises(InvalidPrompt, match=message):
         TypedLines().read()

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.commands import served
+from server.commands import loading
 from server.http.bodies.json_text import parse
-from server.process import interpreter
+from server.process import watchdog
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def as_before() -> Iterator[None]:
 
 def test_garbage_collection_skips_loaded_objects(as_before: None) -> None:
     loaded = [[i] for i in range(1000)]
-    interpreter.settle()
+    watchdog.settle()
     later = [[i] for i in range(10)]
     looked_at = {id(each) for each in gc.get_objects()}
     assert not looked_at & {id(each) for each in loaded}
@@ -36,7 +36,7 @@ def test_a_long_body_is_read_without_a_full_collection(as_before: None) -> None:
     """A full collection would visit all of the body's objects while it holds the GIL."""
     part = {"type": "text", "text": "a"}
     data = json.dumps({"messages": [{"role": "user", "content": [part]}] * 33_000}).encode()
-    interpreter.settle()
+    watchdog.settle()
     seen: list[int] = []
     note = lambda phase, info: seen.append(info["generation"])  # noqa: E731
     gc.callbacks.append(note)
@@ -48,5 +48,5 @@ def test_a_long_body_is_read_without_a_full_collection(as_before: None) -> None:
 
 
 def test_a_server_applies_the_settings_when_its_model_is_loaded() -> None:
-    assert served.settle is interpreter.settle
-    assert "settle" in served.load_served.__code__.co_names
+    assert loading.settle is watchdog.settle
+    assert "settle" in loading.load_served.__code__.co_names

@@ -12,11 +12,10 @@ import grpc
 import httpx2
 import pytest
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import SchedulingConfig, ServingConfig
 from orca_jax.request.request import Request
 from orca_jax.request.scheduling_params import MAX_CACHE_SALT, PRIORITY_RANGE
 from orca_jax.scheduling import prefix_lookup
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.service.orca import SCHEDULER_THREAD
 from server.http.generation.chat import ChatCompletionRequest
 from server.http.generation.completions import CompletionRequest

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from orca_jax.scheduling_config import SchedulingConfig
+from orca_jax.config import SchedulingConfig
 from tests.endpoint.harness import CONFIG, MODEL, serving
 from tests.endpoint.http_client import connected
 from tests.endpoint.tool_replies import TEMPLATE, Replies

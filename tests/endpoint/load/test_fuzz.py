@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from orca_jax.scheduling_config import SchedulingConfig
+from orca_jax.config import SchedulingConfig
 from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import CONFIG, Server, serving, until
 

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from anthropic import Anthropic
 
-from orca_jax.scheduling_config import SchedulingConfig
+from orca_jax.config import SchedulingConfig
 from server.gateway.gateway import Phase
 from server.http.generation import reply_stream
 from server.settings.api_keys import ApiKeys

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import ORCA, SchedulingConfig, ServingConfig
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.service.orca import Orca
 from server.metrics.engine_metrics import batch_load, engine_load
 from tests.host.engines import SOON, GatedEngine, at_rest, orca

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import orca_jax
-from orca_jax.config import RestartBound, ServingConfig
+from orca_jax.config import RestartBound, SchedulingConfig, ServingConfig
 from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.engine.stage_counters import RemoteCounters, StageCounters
 from orca_jax.errors import EngineError, WorkerLost
@@ -20,7 +20,6 @@ from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Engine
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.service.orca import Orca
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel

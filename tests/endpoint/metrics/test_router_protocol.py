@@ -14,7 +14,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
 from server.metrics.metrics import Metrics
-from server.settings.router_options import MetricNames
+from server.settings.endpoint_options import MetricNames
 from tests.host.engines import MODEL, SOON, GatedEngine, orca
 
 # Gateway API inference extension, docs/proposals/003-model-server-protocol/README.md, and llm-d-router,

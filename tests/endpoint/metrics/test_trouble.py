@@ -14,10 +14,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from orca_jax.config import RestartBound
+from orca_jax.config import ORCA, RestartBound, SchedulingConfig
 from orca_jax.errors import EngineError, WorkerLost
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.service.orca import Orca
 from server.gateway.gateway import LOGGER, Phase, log_failure, log_loss
 from server.rpc import generation_pb2 as pb

@@ -36,7 +36,7 @@ def test_a_model_that_can_chat() -> None:
             assert json.loads(done.stdout)["object"] == "chat.completion"
 
 
-def test_one_that_cannot() -> None:
+def test_an_engine_that_cannot() -> None:
     with serving(chat_template=None) as server:
         path, body = shown_body(first_request(server.model, "http://a:8000", keyed=False))
         assert path == "/v1/completions" and isinstance(body["prompt"], str)

@@ -65,7 +65,7 @@ def test_a_mistake_is_explained(line: str, message: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("prompt", ["-5", "-.5", "- an item", "-", "--"])
-def test_what_only_looks_like_a_flag(prompt: str) -> None:
+def test_words_that_only_look_like_flags(prompt: str) -> None:
     words = ["generate", *(["--"] if prompt == "--" else []), prompt]
     assert parser().parse_args(words).prompt == [prompt]
     assert parser().parse_args(["generate", "--", "--qqqq"]).prompt == ["--qqqq"]

@@ -11,10 +11,11 @@ from server.errors import UsageError
 from server.parser import parser
 from server.settings import foreign_flags
 from server.settings.command_parser import shown_flags
-from server.settings.foreign_flags import ADVICE, HINTS, MODEL, SAME, SWITCHES, TRANSLATED, foreign_names
+from server.settings.foreign_flags import ADVICE, HINTS, MODEL, SAME, SWITCHES, TRANSLATED
 from server.settings.serve_settings import serve_settings
 
 COMMANDS = parser().commands
+NAMES = [*SAME, *SWITCHES, *TRANSLATED, *HINTS, *ADVICE]
 OURS = {flag for command in COMMANDS.values() for flag in shown_flags(command)}
 
 
@@ -97,21 +98,20 @@ def test_the_tables_are_about_flags_that_exist() -> None:
     texts = " ".join((*ADVICE.values(), *(text for _, text in HINTS.values())))
     of_others = {"--help", "--revision", "--xla"}  # argparse's, the hub's and XLA's
     assert set(re.findall(r"--[a-z-]+", texts)) - of_others <= OURS
-    names = list(foreign_names())
-    assert len(names) == len(set(names))
+    assert len(NAMES) == len(set(NAMES))
 
 
 def test_no_name_hides_one_of_ours() -> None:
     """Each is ours in a command, or theirs, and `--help` shows none of theirs."""
     for command in COMMANDS.values():
         hidden = set(command._option_string_actions) - shown_flags(command)
-        assert hidden <= set(foreign_names())
+        assert hidden <= set(NAMES)
     text = COMMANDS["serve"].format_help()
     assert "--tensor-parallel-size" not in text and "--trust-remote-code" not in text
 
 
 @pytest.mark.parametrize("name", sorted(ADVICE))
-def test_what_has_no_equal_is_explained(name: str) -> None:
+def test_a_flag_without_an_equal_is_explained(name: str) -> None:
     command = "serve" if name not in shown_flags(COMMANDS["serve"]) else "generate"
     for words in ([name], [name, "1"], [f"{name}=1"]):
         with pytest.raises(UsageError) as mistake:
@@ -119,7 +119,7 @@ def test_what_has_no_equal_is_explained(name: str) -> None:
         assert str(mistake.value) == f"{name} is not a flag of `orca {command}`: {ADVICE[name]}"
 
 
-def test_a_hint_is_said_once_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hint_is_printed_once_and_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", "gpt2", "--device", "h100", "--no-compile"]
     assert cli.main([*plan, "--trust-remote-code", "-t", "3"]) == 0
     with_hints = capsys.readouterr()
@@ -136,7 +136,7 @@ def test_a_secret_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
         assert "s3cret" not in capsys.readouterr().err
 
 
-def test_a_value_of_theirs_that_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_engine_s_value_without_an_equal_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--tool-call-parser", "pythonic"]) == 2
     assert "--tool-call-parser pythonic: here the flag is --tool-format" in capsys.readouterr().err
 
@@ -159,5 +159,5 @@ def test_a_settings_file_of_vllms(tmp_path: Path, line: str, words: str) -> None
     assert words in str(mistake.value)
 
 
-def test_foreign_names_are_those_of_others() -> None:
+def test_foreign_names_exist_in_other_engines() -> None:
     assert foreign_flags.about("no_such_flag") == ""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orca_jax.extras import install_line
+from orca_jax.errors import install_line
 from orca_jax.families.hf_config import hf_config_of
 from orca_jax.families.presets import PRESETS
 from orca_jax.workers import ask_xla

@@ -20,9 +20,8 @@ from orca_jax.options import options_of, values_of
 from server import cli
 from server.errors import UsageError
 from server.settings.command_parser import CommandParser
-from server.settings.endpoint_options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions, RouterOptions
 from server.settings.flags import MODEL, SERVE_OPTIONS, add_engine_flags, add_serve_flags
-from server.settings.router_options import RouterOptions
 from server.settings.serve_settings import ServeSettings, layers, serve_settings
 
 # For each setting four valid values, all different from each other and from the default.
@@ -147,7 +146,7 @@ def yaml_file(tmp_path: Path) -> Path:
 # Defaults and help
 
 
-def test_defaults_are_those_of_the_declarations() -> None:
+def test_defaults_equal_the_declarations() -> None:
     nothing = settings()
     empty = settings(environ={"ORCA_PORT": "", "ORCA_CONFIG": "", "ORCA_MODEL": "", "HOME": "/"})
     assert flat(nothing) == flat(empty)
@@ -185,7 +184,7 @@ def test_help_states_each_default_once_and_groups_flags(
         r"--port N +port for HTTP; 0 picks a free one \(default: 8000\)",
         r"--max-queue N +maximum number of waiting requests; more are refused \(default: 1024\)",
         r"--request-timeout X +maximum seconds from a request's arrival to its end \(default: 600\)",
-        r"--ssl-keyfile FILE +its private key \(PEM\) \(default: none\)",
+        r"--ssl-keyfile FILE +private key \(PEM\) of --ssl-certfile \(default: none\)",
         r"--access-log \{text,json,off\} +log each request .* \(default: text\)",
         r"ORCA_MAX_QUEUE=64",
     ):
@@ -418,7 +417,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
             {"ORCA_ACCESS_LOG": "TEXT"},
             "ORCA_ACCESS_LOG: invalid choice: 'TEXT'; it must be one of text, json, off",
         ),
-        ({"ORCA_PORT": "65536"}, "port is 65536; it must be from 0 to 65535"),
+        ({"ORCA_PORT": "65536"}, "port is 65536; it must be a whole number from 0 to 65535"),
         ({"ORCA_API_KEYS": "short"}, "ORCA_API_KEYS, key 1: an API key must have at least 8 characters"),
         ({"ORCA_HOST": " "}, "host is empty"),
     ],
@@ -488,20 +487,23 @@ def test_other_kubernetes_variables_are_ignored(service: str) -> None:
             ["--grpc-port", ""],
             "argument --grpc-port: invalid int value: ''; it must be a whole number, or none",
         ),
-        (["--port", "-1"], "port is -1; it must be from 0 to 65535"),
+        (["--port", "-1"], "port is -1; it must be a whole number from 0 to 65535"),
         (["--port", "8001"], "port and grpc_port are both 8001"),
         (["--ssl-keyfile", "k"], "ssl_certfile and ssl_keyfile belong together"),
         (["--drain-timeout", "nan"], "drain_timeout is nan; it must be above 0"),
         (["--header-timeout", "0"], "header_timeout is 0; it must be above 0 and at most 1e7 seconds"),
         (["--body-timeout", "-1"], "body_timeout is -1; it must be above 0"),
         (["--keep-alive-timeout", "inf"], "keep_alive_timeout is inf; it must be above 0 and at most 1e7"),
-        (["--max-connections", "0"], "max_connections is 0; it must be from 1 to 1048576"),
+        (["--max-connections", "0"], "max_connections is 0; it must be a whole number from 1 to 1048576"),
         (
             ["--max-connections-per-address", "0"],
-            "max_connections_per_address is 0; it must be from 1 to 1048576",
+            "max_connections_per_address is 0; it must be a whole number from 1 to 1048576",
         ),
-        (["--max-header-bytes", "1023"], "max_header_bytes is 1023; it must be from 1024 to 1048576"),
-        (["--max-watch-streams", "-1"], "max_watch_streams is -1; it must be from 0 to 65536"),
+        (
+            ["--max-header-bytes", "1023"],
+            "max_header_bytes is 1023; it must be a whole number from 1024 to 1048576",
+        ),
+        (["--max-watch-streams", "-1"], "max_watch_streams is -1; it must be a whole number from 0 to 65536"),
         (
             ["--load-format", "pickle"],
             "argument --load-format: invalid choice: 'pickle'; it must be one of auto, dummy",

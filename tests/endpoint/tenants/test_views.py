@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from orca_jax.scheduling_config import SchedulingConfig
+from orca_jax.config import SchedulingConfig
 from server.rpc.generation_pb2_grpc import GenerationStub
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions

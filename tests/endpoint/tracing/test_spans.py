@@ -14,8 +14,8 @@ from opentelemetry.propagate import inject
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import StatusCode
 
+from orca_jax.config import SchedulingConfig
 from orca_jax.errors import EngineError
-from orca_jax.scheduling_config import SchedulingConfig
 from server.rpc import generation_pb2 as pb
 from server.settings.endpoint_options import EndpointOptions
 from server.tracing import attributes as names

@@ -257,7 +257,7 @@ ROWS, TOKEN_INDEX, INPUT_LENGTH, KV_LENGTH, N_PROMPT, NEXT_TOKEN = 0, 2, 4, 6, 8
         (altered("flags", 0, 4), "flags"),
     ],
 )
-def test_what_no_master_sends_is_refused(payload: worker_pb2.Iteration, complaint: str):
+def test_messages_that_no_master_sends_are_refused(payload: worker_pb2.Iteration, complaint: str):
     with pytest.raises(BadFrame, match=complaint):
         decode_message(payload, SHAPE)
 
@@ -318,7 +318,7 @@ def test_a_wrong_length_allocates_nothing(n: int):
 
 
 def test_the_bounds_of_a_row_are_those_of_the_request():
-    """As float32 rounds them."""
+    """The values rounded to float32."""
     sampling = neutral_sampling(4)
     sampling["temperature"] = (0, *TEMPERATURE_RANGE, 1)
     sampling["top_p"][:2] = TOP_P_RANGE
@@ -328,7 +328,7 @@ def test_the_bounds_of_a_row_are_those_of_the_request():
 
 
 def test_no_iteration_exceeds_the_wire_s_limit():
-    """Of every row the most biases, the most blocks, all words, and log-probabilities of every token."""
+    """Every row has the most biases, blocks and words, and every token has log-probabilities."""
     shape = replace(SHAPE, n_blocks=48, max_tokens=60)
     biases = [(token_id % 300, 1.0) for token_id in range(MAX_BIASES)]
     row = ONE | {"initiation": True, "kv_length": 10, "token_ids": [1] * 10, "blocks": list(range(8))}
@@ -360,7 +360,7 @@ def test_copies_of_blocks_go_over_the_wire() -> None:
         ([[3, 64]], "a copied block 64; it must be 0 to 63"),
         ([[-1, 5]], "a copied block -1; it must be 0 to 63"),
         ([[3, 9], [4, 9]], "2 copies of blocks came; at most 6 are allowed, each to another block"),
-        ([[3, 9], [9, 4]], "each to another block, from blocks to which none goes"),
+        ([[3, 9], [9, 4]], "each to a block of its own that is not copied itself"),
         ([[3, 10 + i] for i in range(7)], "7 copies of blocks came; at most 6"),
     ],
 )

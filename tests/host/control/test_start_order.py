@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orca_jax.control import worker_pb2
-from orca_jax.control.frame import START, Frame, decode_frame, encode_frame
-from orca_jax.control.parsing import parsed
+from orca_jax.control.frame import START, Frame, decode_frame, encode_frame, parsed
 from orca_jax.control.start_order import StartOrder, decode_start, encode_start
 from orca_jax.errors import BadFrame
 from orca_jax.iteration.shape import EngineShape

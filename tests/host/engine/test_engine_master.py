@@ -120,7 +120,7 @@ def run(master, kv, batch, lengths=None):
 
 
 def lose_cache(r):
-    """As after a loss: the reservation stays."""
+    """Reset the request as after a loss; the reservation stays."""
     r.state, r.n_computed = RequestState.INITIATION, 0
 
 
@@ -443,7 +443,7 @@ def test_masks_are_sent_once_the_tokens_before_them_are_known():
     assert set(words[1].tolist()) == {-1}, "it is thrown away, and any token will do"
 
 
-def test_a_given_output_is_sent_token_by_token_beside_sampled_ones():
+def test_a_forced_output_is_sent_token_by_token_in_a_batch_with_sampled_rows():
     worker = FakeWorker()
     master, kv = engine(worker)
     given = request("given", (1, 2, 3), max_tokens=8, logprobs=0)

@@ -32,8 +32,8 @@ from orca_jax.control.line import ControlLine, LineLimits
 from orca_jax.control.port import ControlPort
 from orca_jax.control.worker_pb2 import About, Join
 from orca_jax.engine import grpc_channel
-from orca_jax.engine.channel import Arrival, Channel
 from orca_jax.engine.grpc_channel import ControlChannel
+from orca_jax.engine.remote_workers import Arrival, Channel
 from orca_jax.errors import BadFrame, ConfigError, EngineError, WorkerRefused, WorkerUnreachable
 from orca_jax.request.sampled import LOGPROBS
 from tests.gpt_config import changed_config, gpt_config
@@ -66,7 +66,7 @@ ABOUT = WorkerAbout(
 
 @pytest.fixture
 def ends() -> Iterator[ExitStack]:
-    """What a test opened is closed, and leaves no thread behind."""
+    """Everything that a test opened is closed, and no thread remains."""
     before = set(threading.enumerate())
     with ExitStack() as stack:
         yield stack
@@ -278,7 +278,7 @@ JOIN = Join(
 
 
 def metadata_of(join: Join | bytes, version: bytes = b'{"protocol_version": 8}') -> dict[str, str | bytes]:
-    """What a caller sends of its terms."""
+    """A caller's terms as it sends them."""
     data = join.SerializeToString() if isinstance(join, Join) else join
     return {"orca-terms-bin": version, "orca-join-bin": data}
 
@@ -389,7 +389,7 @@ WHAT = About(dtype="float32", room=5, n_devices=1, device="cpu", attention="as i
 
 
 def about(**changed: object) -> bytes:
-    """What a worker says with some fields changed, or left out where they are None."""
+    """A worker's report about itself with some fields changed, or left out if they are None."""
     message = About()
     message.CopyFrom(WHAT)
     for name, value in changed.items():
@@ -587,7 +587,7 @@ def test_an_address_that_cannot_be_read(ends: ExitStack, address: str) -> None:
 # Why a worker will never be there
 
 
-def test_a_failure_ends_the_wait_and_what_was_joined_is_left(ends: ExitStack) -> None:
+def test_a_failure_ends_the_wait_and_closes_the_joined_lines(ends: ExitStack) -> None:
     first, absent = listen(ends), listen(ends, SECOND, about=None)
     n_looks = 0
 
@@ -832,7 +832,7 @@ def test_closing_does_not_wait_for_a_lost_worker() -> None:
     eventually(lambda: not [t for t in threading.enumerate() if t not in before and t.is_alive()])
 
 
-def test_what_a_caller_sends_after_it_has_joined_comes_as_it_is(ends: ExitStack) -> None:
+def test_frames_after_the_join_arrive_unchanged(ends: ExitStack) -> None:
     """Whether it is a frame is for the controller to say, which ends the epoch where it is none."""
     worker = listen(ends)
     garbage = b"\xff\xff no message"

@@ -7,7 +7,7 @@ import pytest
 
 from orca_jax.control.frame import DONE, RECEIVED, TOKENS, StageTime, encode_stage_time
 from orca_jax.control.worker_pb2 import Tokens
-from orca_jax.engine.remote_tokens import RemoteTokens
+from orca_jax.engine.remote_workers import RemoteTokens
 from orca_jax.errors import WorkerLost
 from orca_jax.iteration.message import ROUTED
 from tests.host.control.test_message_wire import ONE, SHAPE, message_of
@@ -36,7 +36,7 @@ def tokens(bench: Bench, iteration: int, routed: bytes) -> None:
 
 
 @pytest.mark.parametrize("last", [0, 1, 2])
-def test_an_iteration_has_come_once_all_stages_have_told_theirs(last: int) -> None:
+def test_an_iteration_is_complete_once_all_stages_have_reported_their_experts(last: int) -> None:
     here = bench()
     pending, after = issue(here), here.workers.issue(message_of([ONE, ONE]), no_words)
     say = [
@@ -76,8 +76,8 @@ def test_a_stage_that_does_not_tell_is_the_late_one() -> None:
     [
         (bytes([1]), "the experts of 1 tokens have 1 bytes"),
         (bytes([1, 8]), "an expert is 8"),
-        (bytes([1, 2, 3, 4]), "the stages told of 4 layers with experts; there are 3"),
-        (b"", "the stages told of 2 layers with experts; there are 3"),
+        (bytes([1, 2, 3, 4]), "the stages reported 4 layers with experts; there are 3"),
+        (b"", "the stages reported 2 layers with experts; there are 3"),
     ],
 )
 def test_wrong_experts_are_a_loss(routed: bytes, complaint: str) -> None:
@@ -94,5 +94,5 @@ def test_experts_that_no_row_asked_for_are_a_loss() -> None:
     here = bench()
     pending = here.workers.issue(message_of([ONE, ONE]), no_words)
     done(here, 0, 0, bytes([1, 2]))
-    with pytest.raises(WorkerLost, match="whose rows do not ask"):
+    with pytest.raises(WorkerLost, match="whose rows ask for none"):
         pending.is_ready()

@@ -31,11 +31,8 @@ from orca_jax.control.frame import (
 from orca_jax.control.message_wire import decode_message
 from orca_jax.control.start_order import StartOrder, decode_start
 from orca_jax.control.worker_pb2 import Tokens
-from orca_jax.engine.channel import Arrival
 from orca_jax.engine.engine_master import PendingTokens, Workers
-from orca_jax.engine.remote_engine import RemoteEngine
-from orca_jax.engine.remote_tokens import RemoteTokens
-from orca_jax.engine.remote_workers import RemoteWorkers
+from orca_jax.engine.remote_workers import Arrival, RemoteEngine, RemoteTokens, RemoteWorkers, Supervision
 from orca_jax.engine.stage_counters import IterationTimes
 from orca_jax.errors import ConfigError, EngineError, LossCause, WorkerLost
 from orca_jax.request.request import Request
@@ -85,10 +82,12 @@ class Bench:
             clock=lambda: self.now,
             deadlines=DEADLINES,
             first_epoch=first_epoch,
-            on_suspect=self.suspects.append,
-            on_ready=self.ready.append,
-            failure=lambda: self.failure,
-            cause_of=self.cause_of,
+            supervision=Supervision(
+                on_suspect=self.suspects.append,
+                on_ready=self.ready.append,
+                failure=lambda: self.failure,
+                cause_of=self.cause_of,
+            ),
         )
 
     def cause_of(self, stage: int, seen: LossCause) -> LossCause:
@@ -150,7 +149,7 @@ class Bench:
         return self
 
     def lost(self) -> WorkerLost:
-        """What a look finds."""
+        """Handle all arrivals; the error that this raises."""
         with pytest.raises(WorkerLost) as caught:
             self.workers.look()
         return caught.value
@@ -186,7 +185,7 @@ def test_tokens_wait_for_those_before_them():
     assert [p.fetch().token_ids.tolist() for p in (first, second, third)] == [[1, 2], [3, 4], [5, 6]]
 
 
-def test_what_constrained_rows_allow_goes_straight_to_the_last_worker():
+def test_token_masks_go_straight_to_the_last_worker():
     bench = Bench().up()
     message = message_of([ONE, {**ONE, "flags": 2}, {**ONE, "flags": 3}])
     bench.workers.issue(message, lambda: np.array([[1, 2], [3, -4]], np.int32))
@@ -317,7 +316,7 @@ def test_a_worker_s_identity_is_passed_on():
     assert bench.suspects == [], "it says so itself"
 
 
-def test_the_trouble_of_a_stage_whose_neighbour_s_line_breaks_is_the_neighbour_s():
+def test_trouble_next_to_a_broken_line_is_blamed_on_the_neighbour():
     bench = Bench().up()
     bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.say(1, TROUBLE, payload="connection closed")
@@ -396,7 +395,7 @@ def test_after_a_loss_everything_raises_until_it_is_recovered_from():
         ((0, 1, 2), (0, 1, 2), 2, "did not return the tokens of iteration 0"),
     ],
 )
-def test_a_passed_deadline_names_the_late_stage(
+def test_a_missed_deadline_names_the_late_stage(
     received: tuple[int, ...], done: tuple[int, ...], stage: int, why: str
 ):
     bench = Bench().up()
@@ -463,7 +462,7 @@ def test_a_new_epoch_asks_every_stage_until_it_is_ready():
 
 
 def test_a_worker_that_knows_a_later_epoch_lifts_the_next_one_above_it():
-    """Of a master before this one, whose clock was ahead."""
+    """The epoch is that of an earlier master whose clock was ahead."""
     bench = Bench(first_epoch=1000)
     known = [0, 5000, 7000]
 
@@ -481,7 +480,7 @@ def test_a_worker_that_knows_a_later_epoch_lifts_the_next_one_above_it():
     assert bench.now < 100 + DEADLINES.retry_seconds, "at once, not when they are asked again"
 
 
-def test_a_passed_epoch_changes_nothing_where_it_is_this_one_and_is_rubbish_where_it_cannot_be():
+def test_a_report_of_a_later_epoch_is_ignored_if_it_is_the_current_one_and_malformed_if_impossible():
     bench = Bench().up()
     bench.say(1, PASSED)
     bench.workers.look()
@@ -497,12 +496,12 @@ def test_a_passed_epoch_changes_nothing_where_it_is_this_one_and_is_rubbish_wher
 
 
 def next_addresses(sent: Iterable[tuple[int, Frame]], epoch: int) -> dict[int, str]:
-    """What each stage was told in this epoch of where the next one is."""
+    """The next stage's address in each stage's order of this epoch."""
     orders = [(stage, frame) for stage, frame in sent if (frame.kind, frame.epoch) == (START, epoch)]
     return {stage: decode_start(frame.payload).next_address for stage, frame in orders}
 
 
-def test_the_stage_before_a_worker_that_comes_back_elsewhere_is_told_where():
+def test_the_stage_before_a_worker_that_moved_gets_its_new_address():
     bench = Bench().up()
     bench.addresses[1] = "another:2"
     bench.workers.look()
@@ -710,7 +709,8 @@ def test_a_failure_is_seen_between_two_arrivals():
     for _ in range(2):
         bench.time(0, RECEIVED, 0)
     looks = iter([None, EngineError("over")])
-    bench.workers._failure = lambda: next(looks)  # pyright: ignore[reportPrivateUsage]
+    supervision = replace(bench.workers._supervision, failure=lambda: next(looks))  # pyright: ignore[reportPrivateUsage]
+    bench.workers._supervision = supervision  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(EngineError, match="over"):
         bench.workers.look()
     assert len(bench.arrivals) == 1
@@ -745,7 +745,7 @@ def test_a_stage_reports_the_times_and_bytes_of_an_iteration():
     assert last[:4] == (1, 0, 2, 20.0) and math.isnan(last.done)
 
 
-def test_what_comes_twice_or_of_an_old_epoch_counts_once():
+def test_duplicate_and_stale_frames_count_once():
     bench = Bench().up()
     bench.workers.issue(MESSAGE_OF_TWO, no_words)
     for _ in range(2):

@@ -27,7 +27,7 @@ def plainly(history: list[int], sequences: list[list[int]]) -> set[int]:
 def test_a_token_is_forbidden_exactly_where_it_completes_a_sequence(
     prompt: list[int], output: list[int], sequences: list[list[int]], more: int
 ) -> None:
-    """As the output grows: by a token, by some, or not at all since the last time."""
+    """The output has grown by a token, by several, or not at all since the last check."""
     bad = BadWords(sequences)
     history = History(prompt, bad.longest)
     for n in range(0, len(output) + 1, 1 + more):

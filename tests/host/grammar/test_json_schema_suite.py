@@ -142,12 +142,12 @@ def run() -> Outcomes:
     return found
 
 
-def test_no_invalid_instance_is_taken(outcomes: Outcomes) -> None:
+def test_no_invalid_instance_is_accepted(outcomes: Outcomes) -> None:
     assert outcomes.taken == []
     assert outcomes.n_right > 3000
 
 
-def test_a_valid_instance_that_is_not_taken_has_a_listed_reason(outcomes: Outcomes) -> None:
+def test_a_valid_instance_that_is_not_accepted_has_a_listed_reason(outcomes: Outcomes) -> None:
     assert Counter(case.why for case in outcomes.not_written) == NOT_WRITTEN
 
 

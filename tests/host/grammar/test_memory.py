@@ -20,7 +20,7 @@ N = 256
 
 
 class PanicException(BaseException):
-    """As pyo3's, which cannot be imported."""
+    """A stand-in for pyo3's PanicException, which cannot be imported."""
 
 
 class Panicking:
@@ -116,7 +116,7 @@ def test_grammars_in_use_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled(cache, "d")
 
 
-def test_what_nothing_refers_to_is_not_counted() -> None:
+def test_unreferenced_grammars_are_not_counted() -> None:
     live = LiveGrammars()
     grammar = compiled(compiler(), "a")
     live.add(grammar)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import ORCA, SchedulingConfig, ServingConfig
 from orca_jax.errors import EngineError
 from orca_jax.iteration.rows.beams import Beams
 from orca_jax.request.beam_search import begin_search
@@ -22,7 +22,6 @@ from orca_jax.scheduling.beam_blocks import most_blocks
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling.scheduler import Scheduler
-from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.simulation.simulation import Simulation
 
 N_TRACES = 10_000

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import SchedulingConfig, ServingConfig
 from orca_jax.errors import EngineError
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
@@ -14,7 +14,6 @@ from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_cache import chain_hashes, next_hash, root_hash
 from orca_jax.scheduling.prefix_lookup import hash_prompt, publish_full_blocks
 from orca_jax.scheduling.restart import change_weights, fail_all
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.simulation.simulation import Simulation
 
 SIZE = 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import ORCA, SchedulingConfig, ServingConfig
 from orca_jax.iteration.rows.beams import Beams
 from orca_jax.request.beam_search import BeamSearch
 from orca_jax.request.request import PLAIN, Request, RowKind
@@ -13,7 +13,6 @@ from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
-from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock
 
 

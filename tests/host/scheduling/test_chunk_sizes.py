@@ -2,11 +2,10 @@
 
 import pytest
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import SchedulingConfig, ServingConfig
 from orca_jax.iteration.shape import serving_buckets
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.simulation.simulation import Simulation
 
 

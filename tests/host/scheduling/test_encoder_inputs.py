@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from orca_jax.config import ServingConfig, Sizes
+from orca_jax.config import SchedulingConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError, EmptyPrompt, NotSupported, PromptTooLong, TokenOutOfRange
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Embedding, Encoder, FeedForward, Layer, ModelConfig
@@ -15,7 +15,6 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import EncoderInputs
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.select import select_rows
-from orca_jax.scheduling_config import SchedulingConfig
 from tests.gpt_config import gpt_config
 
 PLAIN = SamplingParams()

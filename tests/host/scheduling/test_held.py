@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import SchedulingConfig, ServingConfig
 from orca_jax.request.request import Request, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.service.iteration_lines import IterationLines
 from orca_jax.simulation.simulation import Simulation
 

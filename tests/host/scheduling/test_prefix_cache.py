@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import SchedulingConfig, ServingConfig
 from orca_jax.errors import EngineError
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampled import TokenLogprobs
@@ -23,7 +23,6 @@ from orca_jax.scheduling.prefix_lookup import (
     publish_full_blocks,
 )
 from orca_jax.scheduling.restart import fail_all
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.simulation.fault_trace import Fault, FaultTrace, PlannedRequest
 from orca_jax.simulation.faults import FaultSimulation
 from orca_jax.simulation.simulation import Simulation

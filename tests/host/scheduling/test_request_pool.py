@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import ORCA, SchedulingConfig, ServingConfig
 from orca_jax.errors import (
     EmptyPrompt,
     InvalidRequest,
@@ -22,7 +22,6 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import admissible
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.select import select
-from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from tests.gpt_config import gpt_config
 
 CANCELLED, TIMEOUT = FinishReason.CANCELLED, FinishReason.TIMEOUT

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import SchedulingConfig, ServingConfig
 from orca_jax.errors import EngineError
 from orca_jax.request.request import FinishReason, Request, RequestState, Row
 from orca_jax.request.sampling_params import SamplingParams
@@ -22,7 +22,6 @@ from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.scheduling.restart import fail_all
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.simulation.simulation import Simulation
 
 ORDERS = ("fcfs", "priority", "fair", "longest-prefix")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import ORCA, SchedulingConfig, ServingConfig
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling import waiting_queue as queues
@@ -22,7 +22,6 @@ from orca_jax.scheduling.waiting_queue import (
     WaitingQueue,
     waiting_queue,
 )
-from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.simulation.simulation import Simulation
 from tests.lines_run import n_lines_run
 

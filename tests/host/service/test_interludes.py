@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import SchedulingConfig, ServingConfig
 from orca_jax.errors import (
     ConfigError,
     EngineAsleep,
@@ -19,7 +19,6 @@ from orca_jax.errors import (
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Engine
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.interludes import Running
 from orca_jax.service.orca import SCHEDULER_THREAD, Orca

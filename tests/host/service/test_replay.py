@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import SchedulingConfig, ServingConfig
 from orca_jax.errors import BadRecording, ConfigError, EngineError
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.scheduling.engine_protocol import Engine, Returned
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.service import recorder as recorder_module
 from orca_jax.service.embeddings import pooled_prompt
 from orca_jax.service.orca import Orca

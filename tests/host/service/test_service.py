@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import SchedulingConfig, ServingConfig
 from orca_jax.errors import (
     EmptyPrompt,
     EngineError,
@@ -31,7 +31,6 @@ from orca_jax.scheduling import prefix_lookup
 from orca_jax.scheduling.admission import weight_in_bytes
 from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.scheduling.scheduler import Scheduler
-from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.service.generation import Generation
 from orca_jax.service.output import Piece
 from orca_jax.service.scores import given_output

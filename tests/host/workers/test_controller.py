@@ -187,7 +187,7 @@ def test_a_new_epoch_ends_the_previous_one():
     assert bench.message(0, epoch=2) == ["RECEIVED 2.0", "run 2.0"], "iterations count from 0 again"
 
 
-def test_what_is_of_an_old_epoch_is_dropped():
+def test_masks_of_an_old_epoch_are_dropped():
     bench = Bench().up(3)
     assert bench.message(0, epoch=2) == []
     assert bench.take(start(2)) == ["PASSED 3.0"], "whoever asks for an old epoch is told so"

@@ -1,4 +1,4 @@
-"""Which devices each stage's process sees, against tables written by hand."""
+"""The devices that each stage's process sees, against tables written by hand."""
 
 import pytest
 

@@ -16,8 +16,7 @@ import pytest
 
 from orca_jax.config import RestartBound
 from orca_jax.errors import EngineError, LossCause
-from orca_jax.workers.supervised_process import WorkerCommand
-from orca_jax.workers.supervisor import Supervisor
+from orca_jax.workers.supervisor import Supervisor, WorkerCommand
 from tests.places import ROOT
 
 STARTED = re.compile(r"process \(pid ([0-9]+)\) was started$")
@@ -135,7 +134,7 @@ def eventually(true: Callable[[], object]) -> None:
 
 
 def assert_reaped(events: list[str]) -> None:
-    """That all who were started are gone, and no zombie of ours."""
+    """Assert that all started processes are gone, and none is a zombie of ours."""
     pids = [int(match[1]) for event in events if (match := STARTED.search(event))]
     assert pids
     for pid in pids:
@@ -226,7 +225,7 @@ def test_workers_do_not_outlive_a_server_that_was_killed(start: Start) -> None:
 import sys, threading
 sys.path.insert(0, {str(ROOT)!r})
 from orca_jax.config import RestartBound
-from orca_jax.workers.supervised_process import WorkerCommand
+from orca_jax.workers.supervisor import WorkerCommand
 from orca_jax.workers.supervisor import Supervisor
 commands = [WorkerCommand((sys.executable, '-c', {WORKER!r}), {{}})] * 2
 up = threading.Semaphore(0)
@@ -260,7 +259,7 @@ def test_close_kills_processes_that_ignore_sigterm_or_are_stopped(start: Start) 
     assert workers.count(f"stage 3: its process (pid {pids[2]}) was ended by SIGKILL") == 0
 
 
-def test_what_a_worker_left_running_ends_with_it(start: Start) -> None:
+def test_processes_that_a_worker_left_running_end_with_it(start: Start) -> None:
     code = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], stdout=subprocess.PIPE)
@@ -298,7 +297,7 @@ sys.stdin.read()
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_start_that_fails_half_way_ends_what_was_started() -> None:
+def test_a_start_that_fails_half_way_ends_the_started_processes() -> None:
     events = list[str]()
     commands = [
         WorkerCommand((sys.executable, "-c", WORKER), {}),

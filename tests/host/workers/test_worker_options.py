@@ -1,4 +1,4 @@
-"""What a worker's process is told: the same on both sides of the text it is started with."""
+"""A worker process's options: equal on both sides of the text on its command line."""
 
 import json
 from collections.abc import Collection

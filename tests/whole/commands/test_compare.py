@@ -261,7 +261,7 @@ def serving(stub: type[Stub]) -> Iterator[str]:
         server.server_close()
 
 
-def test_a_server_is_sent_what_it_takes_and_what_it_gives_is_counted() -> None:
+def test_requests_have_the_server_s_form_and_its_tokens_are_counted() -> None:
     stub = type("Fresh", (Stub,), {"asked": []})
     trace = (TracedRequest((5, 6), 2), TracedRequest((7,), 8, arrival=0.05))
     with serving(stub) as url, HttpEngine("stub", url + "/v1/", body={"cache_prompt": False}) as engine:

@@ -204,7 +204,7 @@ def test_what_was_compiled_without_weights_is_what_a_server_needs(
 
 
 def compiles(server: ServerProcess) -> dict[str, float]:
-    """What /metrics says of compiling."""
+    """The metrics of compilation."""
     text = httpx2.get(server.url + "/metrics", timeout=SOON).text
     return {
         name: float(value)

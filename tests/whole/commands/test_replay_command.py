@@ -98,7 +98,7 @@ def test_the_schedule_alone_needs_no_jax(recording: Path) -> None:
     [
         (["missing"], "cannot be read"),
         (["{file}", "--simulate", "--model", "x"], "leave MODEL out"),
-        (["{file}", "--model", "{demo}"], "name the recorded one"),
+        (["{file}", "--model", "{demo}"], "pass the place of the recorded one"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -66,7 +66,7 @@ def test_mistakes_are_named_before_anything_runs(
     assert len(tiny.service.timeline.iterations) == n_before
 
 
-def test_a_deterministic_engine_says_again_what_it_said(tiny_directory: Path) -> None:
+def test_a_deterministic_engine_repeats_its_outputs(tiny_directory: Path) -> None:
     """Whatever else runs: each is scored alone, all together, and beside new requests."""
     prompts = [[1], [5, 6, 7], list(range(40)), [9] * 12]
     asked = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2, prompt_logprobs=1, seed=3)

@@ -54,7 +54,7 @@ runpy.run_module("tests.whole.commands.test_toy_option", run_name="__main__")
 
 
 def look(folder: Path) -> dict[str, Any]:
-    """What is found of the option in each place, as JSON."""
+    """The option as it appears in each place, as JSON."""
 
     def said(*words: str) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):

@@ -15,7 +15,7 @@ from orca_jax.errors import ConfigError, TensorMismatch
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.trainers.layouts import detect
 from orca_jax.families.trainers.orca_json import read_description
-from orca_jax.launch.given_weights import check_adapters, check_arrays
+from orca_jax.launch.new_weights import check_adapters, check_arrays
 from tests.device.checkpoint.test_trainers import DIRECTORY, SOME, arrays_of, golden_of
 
 SCANNED = "maxtext-llama2-scanned"  # a stack of layers, and a factor in its queries
@@ -192,14 +192,14 @@ def test_adapters_that_do_not_fit():
         ),
         (
             {f"{query}_lora_a": a, f"{query}_lora_b": b[1:]},
-            r"is no change of an array of the shape \[32, 4, 8\]",
+            r"does not have the array's shape \[32, 4, 8\]",
         ),
         ({"x_lora_a": a, "x_lora_b": b}, "x is not a weight of this model"),
         ({f"{query}_lora_a": a, query: b}, f"{query} is no .lora_a"),
         ({"layers.0.attn.q_norm.w_lora_a": a}, "layers.0.attn.q_norm.w is not a weight"),
-        ({"final_norm.w_lora_a": a, "final_norm.w_lora_b": b}, "is no change of an array"),
+        ({"final_norm.w_lora_a": a, "final_norm.w_lora_b": b}, "does not have the array's shape"),
     ):
         with pytest.raises(TensorMismatch, match=words):
             check_adapters(given, model)
-    with pytest.raises(TensorMismatch, match="not known in the layout maxtext"):
+    with pytest.raises(TensorMismatch, match="which the layout maxtext does not have"):
         check_adapters({f"{query}_lora_a": a, f"{query}_lora_b": b}, model, "maxtext")

@@ -13,7 +13,7 @@ from flax import nnx
 
 from orca_jax import LLM, SamplingParams
 from orca_jax.errors import CheckpointError, ConfigError, RequestsStillRunning, TensorMismatch
-from orca_jax.launch.given_weights import state_names
+from orca_jax.launch.new_weights import state_names
 from orca_jax.model.transformer import Transformer
 from orca_jax.request.request import FinishReason
 from orca_jax.scheduling.request_pool import Delivery

@@ -26,7 +26,7 @@ STARTED = re.compile(r"its process \(pid (\d+)\) was started")
 
 
 @pytest.mark.long
-def test_two_processes_tell_those_of_one_even_after_a_kill() -> None:
+def test_two_processes_report_the_same_experts_as_one_even_after_a_kill() -> None:
     with LLM(MODEL, **SIZES) as llm:
         expected = llm.generate(PROMPTS, ASK)
     assert (

@@ -1,4 +1,4 @@
-"""What tests of workers in processes of their own share: a model of four layers, `orca worker`, its ports."""
+"""Shared by tests of worker processes: a model of four layers, `orca worker`, and its ports."""
 
 import os
 import re
@@ -106,7 +106,7 @@ class OrcaWorker:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address at which the worker listens."""
         match = _TAKES.search(self.stderr())
         assert match is not None, self.stderr()
         return match[1]

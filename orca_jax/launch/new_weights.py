@@ -1,10 +1,9 @@
 # pyright: standard
-"""New weights as a trainer hands them over: their names, shapes and dtypes, checked before any is used."""
+"""Checks new weights from a trainer before any is used: their names, shapes and dtypes."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -34,14 +33,14 @@ Change = Callable[[Sequence[jax.Array]], jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A low-rank change of one weight: what `change`, which is traced, makes of `arrays`, in float32."""
+    """A low-rank change of one weight: `change(arrays)` computes it in float32, and is traced."""
 
     arrays: tuple[Any, ...]
     change: Change
 
 
 def named_arrays(weights: object) -> dict[str, Any]:
-    """The arrays of a dict, an nnx.State or an nnx.Module, by their path with dots. Raises TensorMismatch."""
+    """The arrays of a dict, an nnx.State or an nnx.Module, by dotted path. Raises TensorMismatch."""
     if isinstance(weights, nnx.Module):
         weights = nnx.state(weights, nnx.Param)
     if not isinstance(weights, Mapping):
@@ -58,7 +57,7 @@ def named_arrays(weights: object) -> dict[str, Any]:
 
 
 def check_replaceable(model: ModelConfig) -> None:
-    """Raises ConfigError for a model whose weights cannot be replaced."""
+    """Raise ConfigError for a model whose weights cannot be replaced."""
     if model.fixed_weights is not None:
         raise ConfigError(model.fixed_weights)
 
@@ -71,12 +70,12 @@ def check_arrays(
     cast: bool,
     layout: Layout | None = None,
 ) -> dict[str, Callable[[], Any]]:
-    """All weights of the model by name, each made when it is called.
+    """All weights of the model by name, as functions that make them.
 
-    The arrays have our names, or those of the model's own nnx.State, or a trainer's: that of `layout`, or the
-    one whose names they are. `stored` is the model without padding. With `cast` every floating dtype is
-    allowed. Raises TensorMismatch, which names what is missing, left over or different; UnsupportedModel
-    where the trainer has no such model.
+    The names of `arrays` are ours, those of the model's nnx.State, or a trainer's, which is `layout` or is
+    detected. `stored` is the model without padding. With `cast` every floating dtype is allowed. Raises
+    TensorMismatch, which names what is missing, left over or different, and UnsupportedModel if the trainer
+    has no such model.
     """
     table = parameter_table(stored)
     if layout is not None or not table.keys() <= arrays.keys():
@@ -93,7 +92,7 @@ def check_arrays(
         if name in table:
             wrong += _differences(name, value, table[name].shape, table[name].dense_dtype(dtype), cast=cast)
     _raise(wrong)
-    return {name: partial(_as_it_is, value) for name, value in named.items()}
+    return {name: lambda value=value: value for name, value in named.items()}
 
 
 def check_module_arrays(
@@ -103,9 +102,10 @@ def check_module_arrays(
     optional: Collection[str],
     cast: bool,
 ) -> dict[str, Any]:
-    """New arrays for a user's own module, by their paths in it.
+    """New arrays for a module that a user wrote, by their paths in it.
 
-    `held` are the weights as the engine has them; those in `optional` may be left out. Raises TensorMismatch.
+    `held` has the shapes and dtypes of the engine's weights; those in `optional` may be left out. Raises
+    TensorMismatch.
     """
     wrong = _absent(held, {**dict.fromkeys(optional), **arrays})
     for name, value in arrays.items():
@@ -124,22 +124,22 @@ def _of_trainer(
     made = dict[str, Callable[[], Any]]()
     for name, parameter in table.items():
         stored = detected.names[name]
-        if not all(theirs in arrays for theirs in stored.names):
+        if not all(tensor_name in arrays for tensor_name in stored.names):
             continue
-        values = tuple(arrays[theirs] for theirs in stored.names)
+        values = tuple(arrays[tensor_name] for tensor_name in stored.names)
         sizes = axis_sizes(model, name)
         forms = list[ArrayForm]()
-        for theirs, value, form in zip(stored.names, values, stored.forms, strict=True):
+        for tensor_name, value, form in zip(stored.names, values, stored.forms, strict=True):
             shape = tuple(getattr(value, "shape", ()))
             form = form.fitting(shape, sizes)
             expected_shape = shape if form.fits(shape, sizes) else form.shape(sizes)
-            wrong += _differences(theirs, value, expected_shape, parameter.dense_dtype(dtype), cast=cast)
+            wrong += _differences(tensor_name, value, expected_shape, parameter.dense_dtype(dtype), cast=cast)
             forms.append(form)
         places = {frozenset(value.devices()) for value in values if isinstance(value, jax.Array)}
         if len(places) > 1:
             wrong.append(f"{' and '.join(dict.fromkeys(stored.names))} are on different devices")
         made[name] = Rearranged(values, _recipe(stored, forms, name, parameter, model))
-    _raise([*dict.fromkeys(wrong)])  # an array of several layers is looked at for each
+    _raise([*dict.fromkeys(wrong)])  # an array of several layers is checked once for each
     return made
 
 
@@ -153,10 +153,6 @@ def _recipe(
 def _absent(expected: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
     wrong = [f"{name} is missing" for name in expected if name not in found]
     return wrong + [f"{name} is not a weight of this model" for name in found if name not in expected]
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def check_adapters(
@@ -180,23 +176,21 @@ def check_adapters(
             pairs.setdefault(name.removesuffix(end), {})[end[1:]] = arrays[name]
     own = any(name.endswith((LORA_A, LORA_B)) for name in arrays)
     if layout not in (None, "tunix") or (own and layout is not None):
-        raise TensorMismatch(f"the new weights are adapters that are not known in the layout {layout}")
+        raise TensorMismatch(f"the new weights are adapters, which the layout {layout} does not have")
     adapters = _own_adapters(pairs, stored, wrong) if own else _tunix_adapters(pairs, stored, wrong)
     _raise(wrong)
     return adapters
 
 
 def adapted_weights(names: Collection[str], stored: ModelConfig) -> dict[str, str]:
-    """The weight that each array is for, by name, of arrays that check_adapters has taken."""
+    """The name of the weight that each array adapts; `check_adapters` has accepted the arrays."""
     if any(name.endswith((LORA_A, LORA_B)) for name in names):
         known = state_names(stored)
     else:
         held = held_names(stored, "tunix")
-        known = {theirs: name for name, one in held.items() for theirs in one.names}
-    without_end = {
-        name: name.removesuffix(next(end for end in _LORA_ENDS if name.endswith(end))) for name in names
-    }
-    return {name: known.get(given, given) for name, given in without_end.items()}
+        known = {tensor_name: name for name, one in held.items() for tensor_name in one.names}
+    bases = {name: name.removesuffix(next(end for end in _LORA_ENDS if name.endswith(end))) for name in names}
+    return {name: known.get(base, base) for name, base in bases.items()}
 
 
 def _own_adapters(
@@ -231,21 +225,21 @@ def _tunix_adapters(
 ) -> dict[str, Adapter]:
     names = held_names(model, "tunix")
     table = parameter_table(model)
-    ours = {theirs: name for name, stored in names.items() for theirs in stored.names}
+    ours = {tensor_name: name for name, stored in names.items() for tensor_name in stored.names}
     found = dict[str, tuple[Any, Any]]()
-    for theirs, pair in pairs.items():
-        both = _both(theirs, pair, "_", ours, theirs, wrong)
+    for tensor_name, pair in pairs.items():
+        both = _both(tensor_name, pair, "_", ours, tensor_name, wrong)
         if both is not None:
-            found[theirs] = both
+            found[tensor_name] = both
     adapters = dict[str, Adapter]()
-    for name in dict.fromkeys(ours[theirs] for theirs in found):
+    for name in dict.fromkeys(ours[tensor_name] for tensor_name in found):
         stored = names[name]
         recipe = _recipe(stored, stored.forms, name, table[name], model)
-        for i, theirs in enumerate(stored.names):
-            if theirs in found:
-                wrong += _pair_differences(theirs, *found[theirs], recipe, i)
-        adapted = tuple(theirs in found for theirs in stored.names)
-        arrays = tuple(array for theirs in stored.names for array in found.get(theirs, ()))
+        for i, tensor_name in enumerate(stored.names):
+            if tensor_name in found:
+                wrong += _pair_differences(tensor_name, *found[tensor_name], recipe, i)
+        adapted = tuple(tensor_name in found for tensor_name in stored.names)
+        arrays = tuple(array for tensor_name in stored.names for array in found.get(tensor_name, ()))
         adapters[name] = Adapter(arrays, AdaptersChange(recipe, adapted))
     return adapters
 
@@ -258,7 +252,7 @@ def _both(
     name: str,
     wrong: list[str],
 ) -> tuple[Any, Any] | None:
-    """The two arrays of an adapter, unless `wrong` now says why not."""
+    """The two arrays of an adapter; None if they are unusable, which `wrong` then explains."""
     if name not in known:
         wrong.append(f"{given} is not a weight of this model")
         return None
@@ -276,13 +270,13 @@ def _both(
     return (pair["lora_a"], pair["lora_b"]) if len(wrong) == before else None
 
 
-def _pair_differences(theirs: str, a: Any, b: Any, recipe: Recipe, i: int) -> Iterator[str]:
+def _pair_differences(tensor_name: str, a: Any, b: Any, recipe: Recipe, i: int) -> Iterator[str]:
     shape, (into, out) = recipe.shape(i), recipe.into_and_out(i)
     n_into, n_out = (math.prod(shape[axis] for axis in axes) for axes in (into, out))
     ranks = {*a.shape[-1:], *b.shape[:1]}
     if not into or len(ranks) != 1 or (math.prod(a.shape[:-1]), math.prod(b.shape[1:])) != (n_into, n_out):
         yield (
-            f"{theirs}_lora_a {list(a.shape)} times _lora_b {list(b.shape)} is no change of an array of the "
+            f"{tensor_name}_lora_a {list(a.shape)} times _lora_b {list(b.shape)} does not have the array's "
             f"shape {list(shape)}"
         )
 

@@ -8,8 +8,8 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-from orca_jax import extras
-from orca_jax.extras import install_line
+from orca_jax import errors
+from orca_jax.errors import install_line
 from tests.install_lines import InstallLine, install_lines, sources
 from tests.places import ROOT
 
@@ -31,7 +31,7 @@ def installed_metadata(_: str) -> list[str]:
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_a_line_has_what_the_extra_needs(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "requires", installed_metadata)
+    monkeypatch.setattr(errors, "requires", installed_metadata)
     pip, install, *requirements = shlex.split(install_line(extra))
     assert (pip, install) == ("pip", "install")
     assert {str(Requirement(each)) for each in requirements} == {
@@ -43,7 +43,7 @@ def test_without_metadata_it_is_from_the_clone(monkeypatch: pytest.MonkeyPatch) 
     def missing(name: str) -> list[str]:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(extras, "requires", missing)
+    monkeypatch.setattr(errors, "requires", missing)
     assert install_line("ray") == "pip install -e '.[ray]' -c constraints.txt"
 
 
@@ -77,7 +77,7 @@ def test_a_line_is_well_formed(line: InstallLine) -> None:
 
 def test_messages_take_their_line_from_one_place() -> None:
     said = [path.name for path in sources() if "pip install" in path.read_text(encoding="utf-8")]
-    assert said == ["extras.py"]
+    assert said == ["errors.py"]
     used = {
         extra
         for path in sources()
