@@ -359,7 +359,7 @@ def test_copies_of_blocks_go_over_the_wire() -> None:
     [
         ([[3, 64]], "a copied block 64; it must be 0 to 63"),
         ([[-1, 5]], "a copied block -1; it must be 0 to 63"),
-        ([[3, 9], [4, 9]], "2 copies of blocks came; at most 6 are allowed, each to another block"),
+        ([[3, 9], [4, 9]], "2 copies of blocks came; at most 6 are allowed, each to a block of its own"),
         ([[3, 9], [9, 4]], "each to a block of its own that is not copied itself"),
         ([[3, 10 + i] for i in range(7)], "7 copies of blocks came; at most 6"),
     ],
