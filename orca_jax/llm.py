@@ -32,7 +32,8 @@ from orca_jax.options import takes
 from orca_jax.request.beam_search import EarlyStopping
 from orca_jax.request.chat.chat_prompts import ChatPrompts
 from orca_jax.request.chat.template_files import load_chat_template
-from orca_jax.request.pooling import Pooling, Vector, check_dimensions, embedding
+from orca_jax.request.pooled_vector import Vector, embedding
+from orca_jax.request.pooling import Pooling, check_dimensions
 from orca_jax.request.prompts import (
     decoder_token_ids,
     listed_pairs,

@@ -1,1 +1,1 @@
-"""What stands before the engine: the command line. It knows the service's API and no JAX."""
+"""The command line and the endpoints of an engine. They use the service's API and import no JAX."""

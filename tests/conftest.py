@@ -35,7 +35,7 @@ settings.load_profile("orca")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported and collected stays to the end: the garbage collector need not look at it."""
+    """Freeze everything imported and collected, so that the garbage collector need not visit it."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""How much Python an action runs: for what a cost grows with, without asking a clock."""
+"""Counts the Python lines that an action runs, to see how a cost grows without a clock."""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a manifest's shell runs `orca` with, found by running it."""
+"""The arguments that a manifest's shell passes to `orca`, found by running it."""
 
 import subprocess
 from collections.abc import Mapping, Sequence

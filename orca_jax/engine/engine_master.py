@@ -20,7 +20,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.iteration.rows.message_builder import BlockTables, MessageBuilder, SentRows
-from orca_jax.request.pooling import Vector
+from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.request import PLAIN, Request, RequestState, Row, RowAnswer
 from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import Sampled, TokenLogprobs, token_logprobs

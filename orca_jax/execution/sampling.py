@@ -24,7 +24,7 @@ from orca_jax.model.routed import DeviceRouted, joined
 from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample, uniform
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.token_choice import choice_target, native_choice
-from orca_jax.request.pooling import Vector
+from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import LOGPROB_WORDS, Sampled, as_records
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS

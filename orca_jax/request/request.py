@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from orca_jax.errors import OutputFailed
 from orca_jax.request.beam_search import Hypothesis
-from orca_jax.request.pooling import Pooling, Vector
+from orca_jax.request.pooled_vector import Vector
+from orca_jax.request.pooling import Pooling
 from orca_jax.request.routed_experts import ExpertIds, RoutedTokens
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.request.pooling import Vector
+from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from orca_jax.iteration.rows.pooled import add_pooled
 from orca_jax.iteration.rows.scored import add_prompt_logprobs
-from orca_jax.request.pooling import Vector
+from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.request import Row, RowAnswer
 from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import TokenLogprobs

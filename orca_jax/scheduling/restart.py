@@ -1,4 +1,4 @@
-"""What requests go through when the engine fails, loses a worker, or gets new weights. The paper has none.
+"""Requests after a failure of the engine, a lost worker, or new weights, which the paper does not describe.
 
 All functions are for the scheduler's thread, between two turns of its loop.
 """

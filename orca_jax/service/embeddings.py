@@ -5,7 +5,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from orca_jax.errors import NotSupported, RequestCancelled
-from orca_jax.request.pooling import Vector, checked_pooling
+from orca_jax.request.pooled_vector import Vector
+from orca_jax.request.pooling import checked_pooling
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams

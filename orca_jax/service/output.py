@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from orca_jax.errors import EngineError, OutputFailed
-from orca_jax.request.pooling import Vector
+from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import TokenLogprobs

@@ -11,7 +11,7 @@ from orca_jax.errors import EngineError
 from orca_jax.iteration.rows.beams import Beams
 from orca_jax.planning.cost_model import IterationShape, IterationSums, keys_seen
 from orca_jax.request.beam_search import BeamSearch
-from orca_jax.request.pooling import Vector
+from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.request import Request, RequestState, Row, RowAnswer
 from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import TokenLogprobs

@@ -161,7 +161,7 @@ class Batches:
         await self.on_disk(delete)
 
     def _room(self) -> int:
-        """How many lines may run: half of an iteration's places, and none while any request waits."""
+        """The number of lines that may run: half of an iteration's places, and none while a request waits."""
         model = self._gateway.served
         if model is None or self._gateway.phase is not Phase.READY or model.service.pool.n_waiting:
             return 0

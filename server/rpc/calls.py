@@ -1,4 +1,4 @@
-"""What all calls of orca.v1.Generation share: API keys, errors as gRPC statuses, logs and metrics."""
+"""Shared parts of all calls of orca.v1.Generation: API keys, errors as gRPC statuses, logs and metrics."""
 
 import asyncio
 import logging

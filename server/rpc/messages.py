@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from orca_jax.errors import InvalidRequest, RequestCancelled
-from orca_jax.request.pooling import embedding
+from orca_jax.request.pooled_vector import embedding
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams, with_defaults

@@ -190,7 +190,7 @@ class LiveFeed:
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """What the routes under /live/ need.
+    """The state that the routes under /live/ share.
 
     `recording` is the file that the server records into. `is_shared` is True where several API keys exist:
     their owners must not see one another's requests.

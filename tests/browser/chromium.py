@@ -48,7 +48,7 @@ def launch(playwright: Playwright) -> Browser:
 
 @dataclass
 class Faults:
-    """What went wrong on a page; `expected_statuses` are those of responses that the test asks for."""
+    """Errors of a page; `expected_statuses` are statuses of responses that the test expects."""
 
     host: str
     expected_statuses: set[int] = field(default_factory=set[int])

@@ -1,4 +1,4 @@
-"""What the tests of /live share: servers whose engine needs no device, and what the page shows."""
+"""Shared parts of the tests of /live: servers whose engine needs no device, and readers of the page."""
 
 import json
 import time
@@ -37,7 +37,7 @@ def until(page: Page, what: str, condition: Callable[[], Any], seconds: float = 
 
 
 def read(page: Page, name: str) -> Any:
-    """What `window.orcaLive` says."""
+    """The value of `window.orcaLive`."""
     return page.evaluate(f"window.orcaLive.{name}()")
 
 

@@ -72,7 +72,7 @@ class Playground:
         ]
 
     def copied(self, label: str) -> str:
-        """What a copy button has put on the clipboard."""
+        """The text that a copy button has put on the clipboard."""
         self.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         self.pane().get_by_role("button", name=label).click()
         expect(self.page.locator("body > [role=status]")).to_have_text(f"{label}: copied")

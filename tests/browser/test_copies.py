@@ -21,7 +21,7 @@ HOSTILE = [
 
 
 def run(command: list[str], text: str) -> str:
-    """What a shell or Python makes of the copied text."""
+    """Run the copied text in a shell or in Python."""
     environment = {**os.environ, "ORCA_API_KEY": "a-secret-key", "no_proxy": "127.0.0.1"}
     done = subprocess.run(command, input=text, text=True, capture_output=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ from tests.endpoint.harness import Server
 
 
 def focused(page: Page) -> str:
-    """What has the focus: its label or text."""
+    """The label or text of the element with the focus."""
     return page.evaluate(
         "(document.activeElement.labels?.[0] ?? document.activeElement).textContent"
         " || document.activeElement.getAttribute('aria-label')"

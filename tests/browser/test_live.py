@@ -261,7 +261,7 @@ def test_axe_finds_nothing_serious(browser: Browser, scheme: str, width: int) ->
 
 
 def until_still(page: Page) -> int:
-    """How many frames were drawn, once none is for 0.6 seconds."""
+    """The number of frames drawn, once none is drawn for 0.6 seconds."""
     n_frames = -1
 
     def is_still() -> bool:

@@ -92,7 +92,7 @@ def test_a_saved_file_opens_again(browser: Browser) -> None:
 
 
 def test_a_saved_part_opens_as_the_same_part(browser: Browser) -> None:
-    """Of a view that has forgotten its beginning, with a request that is still running."""
+    """The view has forgotten its beginning, and a request still runs."""
     with live_page(browser, path="/live?keep=100", seconds=0.001) as (server, page):
         complete_all(server, [("a", 150), ("b", 100), ("c", 20)])
         shown, iterations = until_ended(page, 3), read(page, "iterations")
@@ -174,7 +174,7 @@ def test_stages_losses_and_gaps(browser: Browser, server: Server) -> None:
 
 
 def opened_late() -> list[dict[str, Any]]:
-    """What a page saves that opened at 10 s, when one request ran for 4 s and another had waited for 1 s."""
+    """The file of a page opened at 10 s, when one request had run for 4 s and another had waited for 1 s."""
     one = {"id": "", "n_input": 4, "max_tokens": 99, "priority": 0}
     usual = {"bucket": 2, "prefill": [], "starts": [], "partial": [], "slots": [32, 9, 0], "waiting": 1}
     usual |= {"held": [1, "batch"], "preempted": []}

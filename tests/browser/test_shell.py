@@ -1,4 +1,4 @@
-"""What all pages share: the navigation, the theme, the key, and their manners."""
+"""Shared parts of all pages: the navigation, the theme, the key, and keyboard behaviour."""
 
 import pytest
 from playwright.sync_api import Browser, Page, expect

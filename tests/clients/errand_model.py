@@ -36,7 +36,7 @@ POSITIONS = 131_072
 
 
 class Errand(NamedTuple):
-    """What the model does when a message has `cue`: it calls a tool, and answers with the result's word."""
+    """The model's reaction to a message with `cue`: it calls a tool, and answers with the result's word."""
 
     cue: str
     tool: str

@@ -22,7 +22,7 @@ def block(heading: str, language: str, url: str) -> str:
 
 
 def printed(heading: str, url: str) -> str:
-    """What the page's Python under a heading prints, run as a program."""
+    """Run the page's Python under a heading as a program; return its output."""
     command = [sys.executable, "-c", block(heading, "python", url)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

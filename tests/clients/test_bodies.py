@@ -88,7 +88,7 @@ CLINE_RESULTS = [
 
 
 def asked(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What the chunks of a stream say together: `content`, `calls`, `finish_reason`, `usage`."""
+    """The contents of a stream's chunks together: `content`, `calls`, `finish_reason`, `usage`."""
     headers = {"content-type": "application/json", "authorization": "Bearer none"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     said: dict[str, Any] = {"content": "", "calls": []}

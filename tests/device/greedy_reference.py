@@ -21,7 +21,7 @@ class GreedyReference:
         self._model, self._parameters = model, dict(parameters)
 
     def sure(self, request: Request) -> int:
-        """How many output tokens come before the first choice that is not sure: each is the reference's best.
+        """The number of output tokens before the first unsure choice; each is the reference's best.
 
         The model is causal, so one pass over the whole text, padded, gives every choice at once.
         """

@@ -90,7 +90,7 @@ def harness(
 
 
 def default_buckets(serving: ServingConfig) -> tuple[int, ...]:
-    """Those of an engine of these sizes."""
+    """Buckets of an engine of these sizes."""
     return serving_buckets(serving)
 
 

@@ -80,7 +80,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Compiles:
-    """What an engine without a device has compiled."""
+    """Compile counts of an engine without a device."""
 
     programs: int = 0
     from_disk: int = 0

@@ -108,7 +108,7 @@ class House:
         return req
 
     def steps(self, n: int) -> list[str]:
-        """What the engine saw in `n` turns of the loop."""
+        """Run `n` turns of the loop; return the iterations that the engine saw."""
         n_before = len(self.engine.log)
         for _ in range(n):
             assert self.scheduler.step() is True

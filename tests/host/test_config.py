@@ -1,4 +1,4 @@
-"""How an engine's configuration is composed, and what contradicts itself in it."""
+"""Composition of an engine's configuration, and contradictions in it."""
 
 from dataclasses import asdict
 from typing import Any

@@ -1,4 +1,4 @@
-"""What documents repeat from the code is true: folders and their purpose, files, commands, links."""
+"""Documents agree with the code: folders and their purpose, files, commands, links."""
 
 import ast
 import re

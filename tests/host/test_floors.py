@@ -170,7 +170,7 @@ def room_of(module: str) -> str:
 
 
 def broken_rules(sources: Mapping[str, str]) -> list[str]:
-    """What is wrong with these files (path from the repository's root, to text), one line each."""
+    """The rules that these files break (path from the repository's root, to text), one line each."""
     modules = {module_of(path): path for path in sources}
     violations = list[str]()
     graph = dict[str, set[str]]()

@@ -1,4 +1,4 @@
-"""How extras are installed, in messages and in documents. Nothing is installed here."""
+"""Lines that install extras, in messages and in documents. Nothing is installed here."""
 
 import re
 import shlex

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def descendants(title: str) -> list[int]:
-    """Of this process, those whose command line has `title` in it."""
+    """Descendants of this process whose command line contains `title`."""
     return [
         int(folder.name)
         for folder in Path("/proc").iterdir()

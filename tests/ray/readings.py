@@ -1,4 +1,4 @@
-"""What an application says of itself at /metrics."""
+"""Readers of an application's /metrics."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from tests.ray.conftest import SOON, Served
 
 
 def metrics(served: Served) -> dict[str, dict[str, float]]:
-    """Of each metric without labels of its own but the model's name: its value at each replica."""
+    """Values at each replica, for each metric whose only label is the model's name."""
     page = served.get("/metrics")
     assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
     values = dict[str, dict[str, float]]()

@@ -45,7 +45,7 @@ def stream(client: openai.OpenAI, prompt: str, max_tokens: int) -> tuple[str, st
 
 @pytest.fixture(scope="module")
 def expected() -> Iterator[list[str]]:
-    """What one engine in this process makes of the prompts."""
+    """Outputs of one engine in this process for the prompts."""
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     sizes = {name: SMALL[name] for name in ("max_batch_size", "n_slots", "max_batch_tokens")}
     with LLM(**sizes, compile_ahead=False) as llm:

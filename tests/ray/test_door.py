@@ -1,4 +1,4 @@
-"""Whose request a door passes on: its reading belongs to the API key or the address, as on one server."""
+"""The owner of a request at the door: reading it counts for the API key or the address, as on one server."""
 
 import asyncio
 from types import SimpleNamespace

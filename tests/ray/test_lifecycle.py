@@ -23,7 +23,7 @@ N_TOKENS = 400
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stream ended: its text if it was complete, else the error and whether it had begun."""
+    """A stream's end: its text if it was complete, else the error and whether it had begun."""
 
     text: str | None
     error: openai.APIError | None

@@ -1,4 +1,4 @@
-"""What an engine takes of the cluster: checked without a Ray, in the numbers that go to it."""
+"""Resources that an engine takes of the cluster, checked without a Ray in the numbers passed to it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which engine gets a request: the one with its beginning unless it is too busy; else, fair shares."""
+"""The engine for a request: the one with its beginning unless it is too busy; otherwise fair shares."""
 
 from collections import Counter
 

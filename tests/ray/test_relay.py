@@ -1,4 +1,4 @@
-"""What a client gets when the engine's side of its response goes wrong; the engine is played."""
+"""Responses to a client when the engine's side fails; the engine is played."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ class Played:
 
 
 class Client:
-    """What a client got, and what the relay told its door."""
+    """The client's response, and the relay's reports to its door."""
 
     def __init__(self) -> None:
         self.messages = list[Message]()

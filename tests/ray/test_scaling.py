@@ -1,4 +1,4 @@
-"""How many engines a load needs, on tables worked by hand, and through Ray's own delays and bounds."""
+"""The number of engines for a load, by tables worked by hand, and through Ray's delays and bounds."""
 
 import math
 from typing import Any

@@ -86,7 +86,7 @@ class Nodes:
             return "".join(parts)
 
     def losses(self) -> float:
-        """How often the engine lost a worker so far."""
+        """The number of workers that the engine has lost."""
         (line,) = [
             line
             for line in self.served.get("/metrics").text.splitlines()
@@ -131,7 +131,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def right(model: Path) -> str:
-    """What an engine in one process says."""
+    """Texts of an engine in one process."""
     with LLM(str(model), **SIZES) as llm:
         params = SamplingParams(max_tokens=N_OUTPUT, temperature=0)
         return llm.generate([PROMPT], params)[0].text

@@ -115,7 +115,7 @@ class Group:
 
     @property
     def http_address(self) -> tuple[str, int]:
-        """Of the leader's endpoint."""
+        """The address of the leader's endpoint."""
         (port,) = (port for port in self.server.manifest["ports"] if port["name"] == "http")
         return self.address, port["containerPort"]
 
@@ -125,7 +125,7 @@ class Group:
         return [self.workers[0], self.server, *self.workers[1:]]
 
     def pids(self) -> list[int]:
-        """Of all containers."""
+        """Process ids of all containers."""
         return [container.process.pid for container in self.containers]
 
     def alive(self) -> bool:

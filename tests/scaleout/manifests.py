@@ -1,4 +1,4 @@
-"""What the tests of deploy/kubernetes share: where the manifests are, and how they are read."""
+"""Shared parts of the tests of deploy/kubernetes: paths of the manifests, and their reader."""
 
 from pathlib import Path
 from typing import Any

@@ -32,7 +32,7 @@ PODS = [LEADER, WORKER, REPLICA]
 
 
 def orca_arguments(container: dict[str, Any], variables: dict[str, str], tmp_path: Path) -> list[str]:
-    """What the container's shell runs `orca` with, in its own place."""
+    """The arguments that the container's shell passes to `orca`, run in its place."""
     return played_shell.orca_arguments([*container["command"], *container["args"]], variables, tmp_path)
 
 

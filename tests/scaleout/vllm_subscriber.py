@@ -122,7 +122,7 @@ class Subscriber:
 
 
 class Index:
-    """What a router keeps of one engine: its blocks by hash, each with its parent and its tokens."""
+    """A router's index of one engine: its blocks by hash, each with its parent and its tokens."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}

@@ -15,7 +15,7 @@ from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout, TokenPrograms
 from orca_jax.iteration.message import POOLS_ALL, POOLS_LAST, ControlMessage
 from orca_jax.iteration.rows.scored import SCORED
 from orca_jax.iteration.shape import EngineShape
-from orca_jax.request.pooling import Vector
+from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.request import Request
 
 FLAG_OF = {None: 0, "last": POOLS_LAST, "mean": POOLS_ALL}  # a row's flag, by its request's pooling

@@ -1,1 +1,1 @@
-"""What a chat model's output means: its reasoning, its text and its tool calls. Start with events.py."""
+"""Parses a chat model's output into reasoning, text and tool calls. Start with events.py."""

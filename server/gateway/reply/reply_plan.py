@@ -27,7 +27,7 @@ from server.gateway.tool_formats.tool_format import ToolFormat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyPlan:
-    """How to generate and parse the outputs of one request.
+    """The rules for generating and parsing the outputs of one request.
 
     `form` constrains the outputs; `loose_form` replaces it if no grammar can be made from the tools' schemas,
     and is None if the schemas must be followed. `read` parses an output, which may call the functions

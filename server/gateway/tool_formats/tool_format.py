@@ -7,7 +7,7 @@ from server.gateway.reply.reply import Read
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallShape:
-    """How calls are written: `open`, then for each call `before` NAME `between` ARGUMENTS `after`, with
+    """The form of calls: `open`, then for each call `before` NAME `between` ARGUMENTS `after`, with
     `separator` between two, then `close`. The arguments are a JSON object. A call is recognised by the text
     that it begins with, which is that of `open`, or else of `before`.
     """
@@ -22,7 +22,7 @@ class CallShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolFormat:
-    """How calls are written and parsed, and the `markers` that are special tokens in some tokenizers.
+    """The form and the parser of calls, and the `markers` that are special tokens in some tokenizers.
 
     A chat template that contains all of `signs` and none of `not_signs` has this format. With `is_whole`
     calls have no marker, and a reply is either text or calls.

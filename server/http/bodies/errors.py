@@ -37,7 +37,7 @@ _TYPES = {
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong. `param` is the dotted path of the field at fault, if there is one."""
+    """The error. `param` is the dotted path of the field at fault, if there is one."""
 
     message: str
     type: str
@@ -52,7 +52,7 @@ class ErrorBody(BaseModel):
 
 
 class MessagesErrorDetail(BaseModel):
-    """What went wrong; the message names the field at fault, if there is one."""
+    """The error; its message names the field at fault, if there is one."""
 
     type: str
     message: str

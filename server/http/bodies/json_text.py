@@ -125,7 +125,7 @@ def _check_size(data: bytes) -> None:
 
 
 def excess_of(data: bytes) -> str | None:
-    """What exceeds the limits of `parse` in a JSON text, such as "more than 5000 lists and objects".
+    """The limit of `parse` that a JSON text exceeds, such as "more than 5000 lists and objects".
 
     Characters in strings are counted too at first: that is cheap, never too low, and exact for numbers.
     """

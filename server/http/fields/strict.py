@@ -58,7 +58,7 @@ class NotBuilt:
         return value is None or is_one_of(value, self.neutral)
 
     def advice(self) -> str:
-        """What a client can do instead, for error messages."""
+        """Advice for a client, for error messages."""
         ways = ["leave it out"]
         if self.neutral:
             ways.append("give " + " or ".join(map(_as_json, self.neutral)))

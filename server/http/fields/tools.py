@@ -79,7 +79,7 @@ def tool_wish(
     *,
     parallel: bool,
 ) -> ToolWish:
-    """Which of the request's tools may and must be called. Raises InvalidRequest."""
+    """The tools of the request that may and must be called. Raises InvalidRequest."""
     if choice == "none":
         return NO_TOOLS
     if choice is None or choice == "auto":

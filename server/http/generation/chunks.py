@@ -29,7 +29,7 @@ TOOL_CALLS = "tool_calls"  # the finish reason of a reply with calls
 
 @dataclass(frozen=True, slots=True)
 class ReplyForm:
-    """How a route writes a choice: `content` writes a whole one; the other fields describe its chunks.
+    """A route's form of a choice: `content` writes a whole one; the other fields describe its chunks.
 
     `object` and `chunk_object` name a response and a chunk. In a chunk, `before` (`first` in the first chunk)
     and `after` enclose the text. `prompt_ids_by_choice` says where a prompt's token ids are returned: in each

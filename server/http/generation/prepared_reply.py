@@ -95,7 +95,7 @@ class ReplyRequest(PromptRequest, Protocol):
         ...
 
     def wish(self, tools: Sequence[dict[str, Any]]) -> ToolWish:
-        """Which of the conversation's tools may and must be called. Raises InvalidRequest."""
+        """The tools of the conversation that may and must be called. Raises InvalidRequest."""
         ...
 
     def sampling(self, defaults: GenerationDefaults, *, longest: int) -> SamplingParams:

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
-from orca_jax.request.pooling import Pooling, Vector, check_dimensions, embedding
+from orca_jax.request.pooled_vector import Vector, embedding
+from orca_jax.request.pooling import Pooling, check_dimensions
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.embeddings import pooled_prompt
 from orca_jax.service.prepared_params import OutputRules

@@ -173,7 +173,7 @@ def test_on_stages_and_without_overlap(n_stages: int, overlap: bool) -> None:
 
 
 def check_golden(name: str, max_batch_size: int, n_searches: int | None = None) -> None:
-    """Those that fit in batches of so many places, beside greedy requests; the last few, or all."""
+    """Check searches that fit in batches of this many places, with greedy requests; the last few, or all."""
     golden = load_beams(name)
     checkpoint = load_checkpoint(golden.directory, dtype=jnp.float32)
     model = checkpoint.config

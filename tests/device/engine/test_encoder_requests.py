@@ -50,7 +50,7 @@ def _attention(*, causal: bool, relative: bool, bias: bool) -> Attention:
 
 
 def _model(*, like_t5: bool) -> ModelConfig:
-    """Of T5's kind: no positions but a relative bias, norms before; or of BART's: the opposite."""
+    """A model like T5 (a relative bias instead of positions, norms before) or like BART (the opposite)."""
     norm = Norm(kind="rms_norm", eps=1e-6) if like_t5 else Norm()
     attention = partial(_attention, bias=not like_t5)
     feed_forward = FeedForward(size=40, activation="relu", gated=like_t5, bias=not like_t5)

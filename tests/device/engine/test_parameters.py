@@ -77,7 +77,7 @@ def engine(n_stages: int) -> Harness:
 
 @cache
 def bad_words() -> tuple[tuple[int, ...], ...]:
-    """What the request that uses nothing says: two of its tokens, and a pair of them."""
+    """Two tokens of the output without parameters, and a pair of them."""
     tokens = alone("nothing").output_ids
     return ((tokens[2],), (tokens[0], tokens[1]), (PROMPT[-2], PROMPT[-1], tokens[0]))
 

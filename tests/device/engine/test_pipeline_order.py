@@ -1,4 +1,4 @@
-"""How batches go through the stages: as many in flight as there are stages (ORCA 4.2, Figure 8a)."""
+"""Batches pass through the stages, as many in flight as there are stages (ORCA 4.2, Figure 8a)."""
 
 import time
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def requests(n: int, lengths: Sequence[int]) -> list[Request]:
 
 @dataclass
 class Recorded:
-    """What was called, in order: ("forward", iteration, stage from 1) and ("fetch", iteration, 0)."""
+    """The calls, in order: ("forward", iteration, stage from 1) and ("fetch", iteration, 0)."""
 
     calls: list[tuple[str, int, int]] = field(default_factory=list)
 
@@ -205,7 +205,7 @@ def test_the_host_waits_for_no_device_when_it_issues(
 
     @jax.jit
     def late(x: jax.Array, zeros: jax.Array, n: int) -> jax.Array:
-        """What it is given, after n products."""
+        """Return the argument after n products."""
         return x + jax.lax.fori_loop(0, n, lambda _, z: z @ z, zeros)[0, 0]
 
     first, *others = worker.stage.weights

@@ -272,7 +272,7 @@ def with_logprobs(params: SamplingParams) -> SamplingParams:
 
 
 def results_next_to(prompt: list[int] | None, params: SamplingParams) -> list[GenerationResult]:
-    """Of the neighbours; the request beside them may end as it will, but within the rules."""
+    """Results of the neighbours; the poisonous request may end in any way that the rules allow."""
     service = engine()
     poison = None if prompt is None else service.submit(prompt, params)
     others = [

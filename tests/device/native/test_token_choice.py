@@ -179,7 +179,7 @@ def test_draws_are_those_of_the_sampler_in_jax(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_draws_follow_the_distribution(temperature: float) -> None:
-    """Of 4,096 evenly spread numbers, each token gets its probability's share, to within one."""
+    """Each token gets its probability's share of 4,096 evenly spread numbers, to within one."""
     logits = np.random.default_rng(2).normal(0, 2, 600).astype(np.float32)
     n = 4096
     even = ((np.arange(n) + 0.5) / n).astype(np.float32)

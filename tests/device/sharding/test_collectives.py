@@ -1,4 +1,4 @@
-"""What a stage's devices tell each other: two sums a layer and nothing else (ORCA 4.1, Figure 6)."""
+"""A stage's devices communicate in two sums a layer and nothing else (ORCA 4.1, Figure 6)."""
 
 from collections import Counter
 from functools import cache

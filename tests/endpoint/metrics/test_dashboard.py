@@ -42,7 +42,7 @@ class Page:
 
 @dataclass
 class RemoteStages:
-    """What an engine's workers show of themselves."""
+    """Figures of an engine's workers."""
 
     counters: RemoteCounters = field(default_factory=RemoteCounters)
     stages: list[StageCounters] = field(default_factory=lambda: [StageCounters(), StageCounters()])
@@ -102,7 +102,7 @@ def filled(query: str) -> str:
 
 @dataclass
 class Read:
-    """What a query asks for: each sample's name and labels, which of them as a rate, and all `by` labels."""
+    """A query's samples by name and labels, those used as a rate, and all `by` labels."""
 
     selectors: list[tuple[str, set[str]]] = field(default_factory=list[tuple[str, set[str]]])
     rates: set[str] = field(default_factory=set[str])
@@ -130,7 +130,7 @@ def read(query: str) -> Read:
 
 
 def unknown(query: str, page: Page) -> list[str]:
-    """What the query asks for and the page does not have."""
+    """The samples and labels of the query that the page lacks."""
     asked = read(filled(query))
     wrong = list[str]()
     for name, labels in asked.selectors:

@@ -1,4 +1,4 @@
-"""How a lost worker and its recovery appear to clients, probes, dashboards and the log."""
+"""A lost worker and its recovery, as clients, probes, dashboards and the log show them."""
 
 import json
 import logging

@@ -42,7 +42,7 @@ CHAT = {"model": "test", "messages": [{"role": "user", "content": "a"}], **GENER
 
 @dataclass(frozen=True)
 class Row:
-    """What a route answers, in the order of `WHO`, and the body that it gets."""
+    """A route's answers, in the order of `WHO`, and its request body."""
 
     statuses: tuple[int, int, int, int]
     json: Any = None
@@ -175,7 +175,7 @@ def headers_of(key: str | None) -> dict[str, str]:
 
 
 def things_of(server: Server) -> dict[str, str]:
-    """What stands for the names in a path: of the owner a response, a file, and a batch that has ended."""
+    """Values for the names in a path: the owner's response, file, and ended batch."""
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", **GENERATE}}
     with httpx2.Client(base_url=server.url, headers=headers_of(OWN), timeout=SOON) as client:
         form: Any = {"files": {"file": ("a", json.dumps(line).encode())}, "data": {"purpose": "batch"}}

@@ -29,7 +29,7 @@ ROOMY = replace(CONFIG, n_slots=1 << 19, scheduling=SchedulingConfig())
 
 @dataclass(frozen=True)
 class Step:
-    """What happens at one time: an operation of a tenant, or several calls while the engine is held."""
+    """One step: an operation of a tenant, or several calls while the engine is held."""
 
     who: str
     seed: int

@@ -76,5 +76,5 @@ def seconds(span: ReadableSpan) -> float:
 
 
 def records(server: Server) -> list[RequestRecord]:
-    """What the timeline says of the ended requests."""
+    """The timeline's records of the ended requests."""
     return list(server.service.timeline.requests)

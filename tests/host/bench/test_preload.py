@@ -1,4 +1,4 @@
-"""What is preloaded for vLLM on a CPU."""
+"""Libraries preloaded for vLLM on a CPU."""
 
 from pathlib import Path
 

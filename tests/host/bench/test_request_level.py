@@ -138,7 +138,7 @@ def test_a_batch_of_unequal_requests_worked_by_hand():
 
 
 def test_the_engine_computes_from_the_contents_of_its_cache():
-    """Of B in the batch above: tokens that go in, and those in the cache behind them."""
+    """Request B of the batch above: its input tokens, and its tokens in the cache."""
     shapes: list[tuple[list[int], list[int]]] = []
 
     def duration(shape: IterationShape) -> float:

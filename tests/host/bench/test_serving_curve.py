@@ -16,7 +16,7 @@ GENERATING, FED, DONE = RowWork
 
 
 def request(name: str, *times: float) -> RequestRecord:
-    """Of three input tokens: arrival, first iteration, tokens."""
+    """A request of three input tokens: arrival, first iteration, tokens."""
     arrived, scheduled, *tokens = times
     return RequestRecord(name, 3, arrived, scheduled, array("d", tokens), tokens[-1], FinishReason.LENGTH)
 
@@ -86,7 +86,7 @@ POINT = Served(1, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, NOTHING)
 
 
 def curve(*points: tuple[float, float]) -> list[Served]:
-    """Of (throughput, median normalized latency) at ascending loads."""
+    """Points of (throughput, median normalized latency) at ascending loads."""
     return [replace(POINT, req_s=req_s, normalized_median=latency) for req_s, latency in points]
 
 

@@ -71,7 +71,7 @@ class Workers:
         )
 
     def hear(self, event: str) -> None:
-        """Of the supervisor."""
+        """Read the supervisor's messages."""
         with self._news:
             self.events.append(event)
             self._news.notify_all()
@@ -90,7 +90,7 @@ class Workers:
         return pid
 
     def assert_untouched(self, stage: int, pid: int) -> None:
-        """That nobody had asked for the end of this process: it ends by a signal that is the test's own."""
+        """Check that nobody asked this process to end, by ending it with the test's signal."""
         assert self.pid(stage) == pid
         os.kill(pid, signal.SIGUSR1)
         self.wait_for(f"(pid {pid}) was ", times=2)  # started and ended

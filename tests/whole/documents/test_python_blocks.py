@@ -54,7 +54,7 @@ def test_what_is_not_run_is_there() -> None:
 
 @pytest.fixture(scope="module")
 def given() -> Iterator[dict[str, Any]]:
-    """What the text around the blocks speaks of."""
+    """Names that the text around the blocks introduces."""
     with LLM(max_batch_size=4) as llm:
         weights = load_checkpoint(DEMO_MODEL, dtype=jnp.float32).parameters
         yield {

@@ -26,7 +26,7 @@ NOT_RUN = {
 
 
 def reasons(words: list[str]) -> list[str]:
-    """Those of NOT_RUN that hold for a command of `orca`."""
+    """The reasons of NOT_RUN that hold for a command of `orca`."""
     command = f" {' '.join(words)} "
     return [phrase for phrase in NOT_RUN if f" {phrase} " in command and orca_arguments(words)]
 

@@ -1,4 +1,4 @@
-"""What the documentation site is made of, without building it: `make docs` does that."""
+"""Parts of the documentation site, without building it: `make docs` does that."""
 
 import json
 from pathlib import Path

@@ -69,7 +69,7 @@ class Watcher:
             ]
 
     def round(self) -> list[str]:
-        """What it sees of one of each, without ids and times."""
+        """One round: the watcher's view of one request of each kind, without ids and times."""
         return [
             *self._completions(),
             *self._stored(),

@@ -73,11 +73,11 @@ def reference_of(
 
 
 def tokens(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
-    """What it generates for these prompts."""
+    """Tokens generated for these prompts."""
     return [result.token_ids for result in llm.generate(prompts, GREEDY)]
 
 
 def tokens_of(directory: Path, **arguments: Any) -> list[list[int]]:
-    """What a fresh engine with these weights generates."""
+    """Tokens of a fresh engine with these weights."""
     with LLM(directory, **SIZES | arguments) as llm:
         return tokens(llm)

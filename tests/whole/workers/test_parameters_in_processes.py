@@ -80,7 +80,7 @@ def test_two_processes_give_one_s_output_even_after_a_kill(
     events: list[str] = []
 
     def pids() -> list[int]:
-        """Of the processes that were started, in their order."""
+        """Ids of the started processes, in order."""
         return [int(match[1]) for line in events if (match := STARTED.search(line))]
 
     with LLM(model, worker_processes=True, pipeline_parallel=2, on_event=events.append, **SIZES) as llm:
