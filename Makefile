@@ -41,11 +41,11 @@ PYTEST := -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 # workers wait for a third of their time.
 PYTEST_LONG := -m pytest --numprocesses=3 --dist=worksteal
 
-# What `make test` runs; the slowest folder first.
+# Where `make test` looks; the slowest folder first.
 TESTS ?= tests/whole tests/endpoint tests/device tests/host
 
-test: $(VENV)/.dev ## run the tests: all that guards behaviour, in nine to fifteen minutes on two cores
-	$(BIN)/python $(PYTEST) -m "not long" $(TESTS)
+test: $(VENV)/.dev ## run the tests: each behaviour once (ALL=1: and in further combinations of families, partitions, processes)
+	$(BIN)/python $(PYTEST) $(if $(ALL),-m "not long",--fewer-examples -m "not long and not matrix") $(TESTS)
 
 test-long: $(VENV)/.dev ## run the long tests (PART=1/10: a tenth of them): soaks, thousands of seeds, killed processes
 	$(BIN)/python $(PYTEST_LONG) -m long $(if $(PART),--part $(PART)) tests/whole tests/endpoint tests/device tests/host

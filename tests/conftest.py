@@ -8,7 +8,7 @@ import tempfile
 import zlib
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests.xla_flags import DEVICES, xla_flags
 
@@ -34,18 +34,55 @@ settings.register_profile(
 settings.load_profile("orca")
 
 
+# Imports and collection make only objects that stay to the end.
+gc.disable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Freeze everything imported and collected, so that the garbage collector need not visit it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", metavar="K/N", help="of N parts of the tests run the K-th, from 1")
+    parser.addoption("--part", metavar="K/N", help="run only the K-th of N parts of the tests, from 1")
+    parser.addoption("--fewer-examples", action="store_true", help="draw a third of hypothesis' examples")
 
 
+def _unmark_kept_combinations(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the mark `matrix` off the parameters that `but` names, by their ids."""
+    unknown = dict[str, set[str]]()
+    for item in items:
+        mark = item.get_closest_marker("matrix")
+        if mark is None or not mark.kwargs:
+            continue
+        assert isinstance(item, pytest.Function)
+        left = unknown.setdefault(item.nodeid.partition("[")[0], set(mark.kwargs["but"]))
+        if item.callspec.id in mark.kwargs["but"]:
+            item.own_markers.remove(mark)
+            left.discard(item.callspec.id)
+    unknown = {test: left for test, left in unknown.items() if left}
+    if unknown and not any("::" in argument for argument in config.args):  # whole files were collected
+        raise pytest.UsageError(f"the mark `matrix` keeps parameters that are not there: {unknown}")
+
+
+def _draw_fewer_examples(items: list[pytest.Item]) -> None:
+    """Draw a third of each test's examples; those that are written out are run all the same."""
+    tests = {id(item.obj): item.obj for item in items if isinstance(item, pytest.Function)}
+    for test in tests.values():
+        drawn = getattr(test, "_hypothesis_internal_use_settings", None)
+        if is_hypothesis_test(test) and drawn is not None:
+            fewer = settings(drawn, max_examples=-(-drawn.max_examples // 3))
+            test._hypothesis_internal_use_settings = fewer
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of other parts. A test is in the same part in every run, whatever else there is."""
+    _unmark_kept_combinations(config, items)
+    if config.getoption("--fewer-examples"):
+        _draw_fewer_examples(items)
     part = config.getoption("--part")
     if part is None:
         return

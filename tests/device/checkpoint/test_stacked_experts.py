@@ -59,6 +59,14 @@ def assert_equal(found: Any, expected: Any, name: str, where: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=3e-7 if rounded else 0, atol=0, err_msg=where)
 
 
+@pytest.mark.matrix(
+    but=[
+        "mixtral-grouped-maxtext",
+        "gpt-oss-yarn-maxtext",
+        "deepseek-v3-groups-yarn-dense-first-maxtext-scanned",
+        "qwen3-moe-renormalised-tunix",
+    ]
+)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_read(name: str, layout: Layout, tmp_path: Path) -> None:
     """The weights of the Hugging Face checkpoint, from disk and as a trainer hands them over."""
@@ -79,6 +87,14 @@ def test_read(name: str, layout: Layout, tmp_path: Path) -> None:
             assert_equal(made[ours](), values, name, ours)
 
 
+@pytest.mark.matrix(
+    but=[
+        "mixtral-grouped-maxtext",
+        "gpt-oss-yarn-maxtext",
+        "deepseek-v3-groups-yarn-dense-first-maxtext-scanned",
+        "qwen3-moe-renormalised-tunix",
+    ]
+)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_written_and_back(name: str, layout: Layout, tmp_path: Path) -> None:
     expected = by_hand(name, layout)

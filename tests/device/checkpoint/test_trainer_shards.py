@@ -75,6 +75,7 @@ def assert_read_once(reads: Reads, weights: dict[str, np.ndarray], parts: Sequen
             assert {*elements.flat} == {sum(is_in(part, name, second) for part in parts)}, name
 
 
+@pytest.mark.matrix(but=["tunix-llama3"])
 @pytest.mark.parametrize(
     "name", [*NAMES[:2], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[2:])]
 )

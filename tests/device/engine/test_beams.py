@@ -162,6 +162,7 @@ def test_with_too_little_memory_for_all_they_are_preempted_and_start_over() -> N
     assert one.scheduler.n_preemptions > before
 
 
+@pytest.mark.matrix(but=["2-True"])
 @pytest.mark.parametrize("n_stages, overlap", [(1, False), (2, True)])
 def test_on_stages_and_without_overlap(n_stages: int, overlap: bool) -> None:
     searches = some_searches(5, 4)

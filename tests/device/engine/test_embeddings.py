@@ -69,6 +69,7 @@ def play_all(engine: Harness, golden: HiddenStates, name: str) -> list[Request]:
 QUICK = ("gemma2-caps", "gpt2-sharded-relu", "qwen2-tied")
 
 
+@pytest.mark.matrix(but=["gemma2-caps"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in hidden_names()]
 )

@@ -161,6 +161,7 @@ plans = st.lists(
 LONG_INPUTS = [Planned(0, inputs[3], (0,), 3 + i, 0, 0) for i in range(3)]
 
 
+@pytest.mark.matrix(but=["t5-1-1"])
 @pytest.mark.parametrize(
     ("name", "n_stages", "n_devices"),
     [

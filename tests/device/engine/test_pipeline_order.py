@@ -147,6 +147,7 @@ def test_figure_8a(recorded: Recorded) -> None:
     assert [i for kind, i, _ in recorded.calls if kind == "fetch"] == list(range(3 * n_output))
 
 
+@pytest.mark.matrix(but=["2-1", "3-1"])
 @pytest.mark.parametrize(("n_stages", "tensor"), [(2, 1), (3, 1), (4, 1), (2, 2)])
 def test_as_many_batches_are_in_flight_as_there_are_stages(n_stages: int, tensor: int) -> None:
     """Whenever the host waits for a batch, all stages have one, if that many requests are there."""
@@ -174,6 +175,7 @@ def test_as_many_batches_are_in_flight_as_there_are_stages(n_stages: int, tensor
     assert n_full > len(timeline.iterations) // 3
 
 
+@pytest.mark.matrix(but=["2-False", "2-True", "3-False", "3-True"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("n_stages", [1, 2, 3, 4])
 def test_the_host_reads_a_batch_only_when_every_stage_has_one(
@@ -194,6 +196,7 @@ def test_the_host_reads_a_batch_only_when_every_stage_has_one(
         assert through == [("forward", i, stage) for stage in range(1, n_stages + 1)]
 
 
+@pytest.mark.matrix(but=["2-1"])
 @pytest.mark.parametrize(("n_stages", "tensor"), [(2, 1), (3, 1), (2, 2)])
 def test_the_host_waits_for_no_device_when_it_issues(
     n_stages: int, tensor: int, monkeypatch: pytest.MonkeyPatch

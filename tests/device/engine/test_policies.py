@@ -42,6 +42,7 @@ CROWD = [
 QUICK = [("overlap", 1), ("through the host", 1), ("overlap", 2)]
 
 
+@pytest.mark.matrix(but=["overlap-1"])
 @pytest.mark.parametrize(
     "mode, n_stages",
     [

@@ -104,6 +104,7 @@ def play(engine: Harness, requests: list[Request]) -> None:
             assert request.routed_experts is None
 
 
+@pytest.mark.matrix(but=["pieces", "two devices"])
 @pytest.mark.parametrize(
     ("stage_sizes", "options"),
     [

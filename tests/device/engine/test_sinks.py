@@ -100,6 +100,7 @@ def test_sinks_matter() -> None:
 EVERY_OTHER, ALL = (9, None), (5, 9)
 
 
+@pytest.mark.matrix(but=["windows0-native", "windows2-static"])
 @pytest.mark.parametrize(
     ("windows", "path"),
     [
@@ -123,6 +124,7 @@ def test_on_every_path_with_chunks_prefixes_and_windows(path: Path, windows: tup
     check(asked, model, parameters)
 
 
+@pytest.mark.matrix(but=["2-2"])
 @pytest.mark.parametrize(
     ("n_stages", "tensor"),
     [(2, 2), (1, 4), *(pytest.param(*split, marks=pytest.mark.long) for split in ((1, 2), (2, 1), (1, 8)))],

@@ -156,6 +156,7 @@ def test_after_a_loss_they_resume() -> None:
     assert request.output_ids == plain(1).output_ids
 
 
+@pytest.mark.matrix
 def test_a_deterministic_engine_computes_them_too() -> None:
     house = engine(deterministic=True)
     alone = [asked(i) for i in range(6)]

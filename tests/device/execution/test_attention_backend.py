@@ -177,6 +177,7 @@ def test_latent_attention_has_static_shapes_on_a_gpu() -> None:
         choose_attention(H200, latent, n_heads=128, block_size=16, dtype="bfloat16", forced="kernel")
 
 
+@pytest.mark.matrix(but=["float32"])
 @needs_native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_latent_attention_on_a_cpu_has_both_forms_unless_it_is_deterministic(dtype: str) -> None:

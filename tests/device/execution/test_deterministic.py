@@ -74,6 +74,7 @@ def alone(kind: int, n_stages: int, attention: Attention) -> tuple[list[int], li
 crowds = st.lists(st.tuples(st.integers(0, N_KINDS - 1), st.integers(0, 30)), min_size=2, max_size=12)
 
 
+@pytest.mark.matrix(but=["1-native"])
 @pytest.mark.parametrize(
     ("n_stages", "attention"),
     [
@@ -106,6 +107,7 @@ def test_without_deterministic_bits_depend_on_neighbours() -> None:
     assert len(result) > 1
 
 
+@pytest.mark.matrix(but=["2"])
 @pytest.mark.parametrize("n_stages", [1, 2])
 def test_each_phase_has_one_shape(n_stages: int) -> None:
     house = engine(n_stages)

@@ -121,6 +121,7 @@ def test_caches_and_last_token_are_donated() -> None:
         assert len(given) == 2 * MODEL.n_layers + 1
 
 
+@pytest.mark.matrix(but=["4-follow_lengths", "4-static"])
 @pytest.mark.parametrize("attention", ["follow_lengths", "static"])
 @pytest.mark.parametrize("bucket", [4, 32])
 def test_padding_writes_nothing(attention: Attention, bucket: int) -> None:

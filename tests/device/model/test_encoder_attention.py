@@ -92,6 +92,7 @@ def test_equals_a_dense_softmax_for_each_query(
     np.testing.assert_allclose(attend(batch, form, path), truth(batch, form), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.matrix(but=["form0-native", "form0-follow_lengths", "form0-static"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[1], FORMS[4]])
 def test_bfloat16_caches_have_float32_sums(path: Path, form: Form) -> None:

@@ -14,6 +14,7 @@ LONGEST = 40
 QUICK = ("gpt2-tied-gelu-new", "qwen2-tied", "t5-relu", "bart-gelu")
 
 
+@pytest.mark.matrix(but=["gpt2-tied-gelu-new", "t5-relu"])
 @pytest.mark.parametrize("name", quick_and_long(NAMES, QUICK))
 def test_scores_equal_the_references(name: str) -> None:
     golden = load_beams(name)

@@ -190,6 +190,7 @@ def test_heads_over_devices_in_c() -> None:
     assert sum(truth.sure(request) for request in asked) > 0.5 * 4 * len(asked)
 
 
+@pytest.mark.matrix
 def test_tokens_in_the_absorbed_form_may_come_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of 9 tokens, after a shared prefix of 21, is cut into slabs of R tokens."""
     monkeypatch.setattr(attention_paths, "SLAB", 1)

@@ -50,6 +50,20 @@ def test_table_1(name: str) -> None:
     assert round(n_parameters(name) / 1e9) == billions
 
 
+@pytest.mark.matrix(
+    but=[
+        "gpt3-175b",
+        "llama-3.1-405b",
+        "mixtral-8x7b",
+        "gemma-3-1b",
+        "deepseek-v3",
+        "gpt-oss-20b",
+        "gpt-oss-20b-mxfp4",
+        "t5-small",
+        "flan-t5-xl",
+        "bart-large",
+    ]
+)
 @pytest.mark.parametrize("name", PRESETS)
 def test_shapes_of_init_and_forward(name: str) -> None:
     # The kinds of layers repeat; seven have them all.

@@ -106,6 +106,7 @@ def device_bytes(arrays: Any) -> int:
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
 
 
+@pytest.mark.matrix(but=["2-1"])
 @pytest.mark.parametrize(("n_stages", "tensor"), [(1, 1), (1, 2), (2, 1)])
 def test_it_is_loaded_split_counted_and_computed(n_stages: int, tensor: int) -> None:
     dense = load_checkpoint(CHECKPOINT, dtype=jnp.float32)
@@ -154,6 +155,7 @@ def test_it_holds_a_quarter_of_the_dense_bytes() -> None:
     assert dense - packed == 3 * n - 4 * n_out
 
 
+@pytest.mark.matrix(but=["2"])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_it_is_updated_and_sleeps(tensor: int) -> None:
     model = replace(load_checkpoint(CHECKPOINT, dtype=jnp.float32).config, linear_form=INT8)

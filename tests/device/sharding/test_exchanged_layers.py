@@ -32,6 +32,7 @@ def queries(q: jax.Array, cache: LayerCache, attention: Attention, *_: jax.Array
     return q[:, : attention.group]
 
 
+@pytest.mark.matrix(but=["pre-None", "parallel-None", "pre-taken6"])
 @pytest.mark.parametrize(
     ("residual", "taken"),
     [*((kind, None) for kind in get_args(Residual)), ("pre", [5, 0, 3]), ("parallel", [5, 0, 3])],

@@ -31,6 +31,7 @@ def parameters(name: str) -> dict[str, jax.Array]:
     return drawn(MODELS[name], 6)
 
 
+@pytest.mark.matrix(but=["parts of experts-1-4"])
 @pytest.mark.parametrize(
     ("name", "n_stages", "tensor"),
     [

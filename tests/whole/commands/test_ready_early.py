@@ -167,6 +167,7 @@ def test_a_program_that_cannot_be_compiled_leaves_the_others_serving(
     assert "no room for it" in caplog.text and later_programs.LOGGER.name in caplog.text
 
 
+@pytest.mark.matrix(but=["changes0"])
 @pytest.mark.parametrize(
     "changes", [{"ready_early": False}, {"ready_early": True, "deterministic": True, "max_batch_tokens": 512}]
 )

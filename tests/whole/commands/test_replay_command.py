@@ -57,6 +57,7 @@ def test_the_same_batches_and_bits(recording: Path, capfd: pytest.CaptureFixture
     assert all(end.logprobs for end in recorded.ends.values() if end.output_ids)
 
 
+@pytest.mark.matrix(but=["deterministic"])
 @pytest.mark.parametrize("name", ["default", "deterministic"])
 def test_recordings_of_an_earlier_version_have_the_same_batches(
     name: str, capfd: pytest.CaptureFixture[str]
