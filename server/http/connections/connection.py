@@ -31,6 +31,10 @@ _MOST_PIPELINED = 16  # requests that wait for an earlier one on the same connec
 _CUT_SECONDS = 5.0  # after a body's deadline; at the deadline the application answers 408 if it still waits
 _LINGER_SECONDS = 2.0  # for a rejected client to read the error
 _MOST_DROPPED = 1 << 20  # bytes that a rejected client may still send in that time
+# A body may arrive as fast as loopback is, and reading it would keep the event loop busy. What nobody waits
+# for, since the request has its answer already, is read in pieces with a pause after each.
+_UNREAD_PIECE = 1 << 16  # bytes
+_UNREAD_PAUSE_SECONDS = 0.005
 
 
 class _Stage(Enum):
@@ -71,6 +75,7 @@ class Connection(HttpToolsProtocol):
         self._stage = _Stage.BETWEEN
         self._n_bytes = 0  # received since the last byte of a body or the end of the last request
         self._n_dropped = 0
+        self._n_unread = 0  # of the body of an answered request, since the last pause
         self._refusal: tuple[int, str] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
@@ -134,6 +139,8 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._n_bytes = 0
         super().on_body(body)
+        if self.cycle.response_complete:
+            self._leave_unread(len(body))
 
     def on_message_complete(self) -> None:
         self._stop_timer()
@@ -197,8 +204,8 @@ class Connection(HttpToolsProtocol):
     def _body_is_late(self) -> None:
         """By now the application has answered or does not need the body."""
         self._timer = None
-        if self.pipeline or self.flow.read_paused:
-            # An earlier request is still running, or reading is paused: the delay is not the client's fault.
+        if self.pipeline or (self.flow.read_paused and not self.cycle.response_complete):
+            # An earlier request is still running, or this one reads no further: not the client's fault.
             self._wait_for_body()
         else:
             self._stage = _Stage.OVER
@@ -238,6 +245,20 @@ class Connection(HttpToolsProtocol):
         self._n_dropped += n
         if self._n_dropped > _MOST_DROPPED:
             self.transport.abort()
+
+    def _leave_unread(self, n: int) -> None:
+        """Count `n` bytes that nobody needs; pause after a piece."""
+        self._n_unread += n
+        if self._n_unread < _UNREAD_PIECE or self.flow.read_paused:
+            return
+        self._n_unread = 0
+        self.flow.pause_reading()
+        read_on = partial(self._turns.begin, self._place.network, self._read_on)
+        self.loop.call_later(_UNREAD_PAUSE_SECONDS, read_on)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

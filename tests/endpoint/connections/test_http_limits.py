@@ -234,6 +234,26 @@ def test_a_client_that_keeps_sending_after_413_is_cut_off(monkeypatch: pytest.Mo
         assert received(connection) == b""
 
 
+def test_a_body_that_nobody_reads_is_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_pauses = 0
+    read_on = connection_module.Connection._read_on
+
+    def counted(connection: connection_module.Connection) -> None:
+        nonlocal n_pauses
+        assert connection.flow.read_paused
+        n_pauses += 1
+        read_on(connection)
+
+    monkeypatch.setattr(connection_module.Connection, "_read_on", counted)
+    n_bytes = 4 << 20
+    head = post_head("/tokenize", f"Content-Length: {n_bytes}")
+    with limited(max_body_bytes=1024) as server, raw(server, head) as connection:
+        assert received_until(connection, b"}}").startswith(b"HTTP/1.1 413 ")
+        connection.sendall(b" " * n_bytes + LAST)
+        assert received(connection).startswith(b"HTTP/1.1 200 ")
+    assert n_pauses >= n_bytes // (512 << 10)  # both event loops read 256 KiB at once
+
+
 def test_a_body_that_waits_for_a_stream_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading is paused meanwhile, so the client cannot send."""
     monkeypatch.setattr(connection_module, "_CUT_SECONDS", 0.0)
