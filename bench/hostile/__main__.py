@@ -4,17 +4,20 @@
 
 Starts `orca serve` with the demo model. One more process runs the sixteen streams, with probes of /health and
 of a body of 10 kB, and records their longest waits; another runs the attacker. It measures without an attack
-first, then each attack, then all attacks briefly, `--rounds` times. Shows the longest gap between two chunks
-of a stream, the longest wait for a first chunk and for each probe, the growth of the server's memory,
-descriptors and threads (after the attack, and the maximum in parentheses), and the answers that the attacker
-got; after each round the server's memory.
+first, and while the attacker's process computes and sends nothing; then each attack, then all attacks
+briefly, `--rounds` times. Shows the longest gap between two chunks of a stream, the longest wait for a first
+chunk and for each probe, how long the server's watchdog saw its event loop and its GIL held, the processor
+time that the attacker took itself, the growth of the server's memory, descriptors and threads (after the
+attack, and the maximum in parentheses), and the answers that the attacker got; after each round the server's
+memory.
 
-Exits with 1, naming why, if a gap or a probe took 0.25 s longer than without an attacker, a well-behaved
-client was refused or cut off, an answer was a 5xx other than 503, memory, descriptors or threads grew over
-the rounds (checked from four rounds on), or the server left a traceback or did not exit cleanly.
+Exits with 1, naming why, if a gap took 0.05 s longer than without an attacker, or a probe 0.25 s, a
+well-behaved client was refused or cut off, an answer was a 5xx other than 503, memory, descriptors or threads
+grew over the rounds (checked from four rounds on), or the server left a traceback or did not exit cleanly.
 
 Everything runs on loopback and shares the machine's cores, so the clients' own processor time counts against
-the server. On a shared machine, `--tries 3` gives an attack that cost too much two more tries, and the best
+the server: an attack that took half a core or more is compared with the waits beside a process that only
+computes. On a shared machine, `--tries 3` gives an attack that cost too much two more tries, and the best
 counts: the cost of the attack itself shows in every try.
 """
 
@@ -43,9 +46,11 @@ def run(names: list[str], flags: argparse.Namespace, progress: Progress) -> Repo
     seconds, n_rounds, round_seconds = flags.seconds, flags.rounds, flags.round_seconds
     report = Report(seconds)
     with Trial() as trial:
-        n_steps = 1 + len(names) * (1 + n_rounds)
+        n_steps = 2 + len(names) * (1 + n_rounds)
         task = progress.add_task("no attack", total=n_steps)
         report.baseline = trial.quiet(seconds + 1.0)
+        progress.advance(task)
+        report.busy = trial.busy(seconds + 1.0)
         progress.advance(task)
         for name in names:
             progress.update(task, description=name)
@@ -85,6 +90,9 @@ def main() -> int:
     console.print(attack_table(report))
     if report.rounds:
         console.print(round_table(report))
+    for cost in report.costs:
+        for line in cost.held if report.complaints(cost) else ():
+            print(f"{cost.name}: {line}")
     result = summary(report)
     for failure in result["failures"]:
         print(f"FAILED: {failure}")

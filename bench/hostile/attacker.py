@@ -1,6 +1,7 @@
 """All attacks by name, and the process that runs them."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -11,6 +12,7 @@ from bench.other_process import answer_each
 
 Attack = Callable[[Target], Awaitable[None]]
 
+BUSY = "busy"  # an order to compute and send nothing, as a control
 GRACE_SECONDS = 10.0  # extra time for an attack to notice that it is over
 
 ATTACKS: dict[str, Attack] = {
@@ -38,6 +40,11 @@ def attacker(connection: Connection) -> None:
 
 async def attack(order: Order) -> Answers:
     """Run one attack, for at most its time plus GRACE_SECONDS."""
+    if order.name == BUSY:
+        end = time.monotonic() + order.seconds
+        while time.monotonic() < end:
+            pass
+        return Answers()
     target = Target(order.http, order.rpc, seconds=order.seconds, number=order.number)
     try:
         async with asyncio.timeout(order.seconds + GRACE_SECONDS):

@@ -1,16 +1,18 @@
 """A server with its neighbours, attacked repeatedly: what each attack cost them and the server."""
 
+import re
 import time
+import urllib.request
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
-from bench.hostile.attacker import GRACE_SECONDS, Order, attacker
+from bench.hostile.attacker import BUSY, GRACE_SECONDS, Order, attacker
 from bench.hostile.footprint import Footprint, Watched
 from bench.hostile.neighbours import Waits, neighbours
 from bench.hostile.target import Answers
 from bench.other_process import OtherProcess
-from bench.server.server_process import ServerProcess
+from bench.server.server_process import ServerProcess, cpu_seconds
 
 FLAGS = ("--max-batch-tokens=512",)  # as few programs as the demo model's positions allow; otherwise defaults
 SETTLED_SECONDS = 0.2  # after a second without a longer wait than this, an attack's effects are over
@@ -18,11 +20,28 @@ SETTLE_SECONDS = 20.0  # after this the server counts as blocked for good
 _LOOK_SECONDS = 1.0
 _WARM_SECONDS = 3.0
 _ASK_SECONDS = 30.0
+_HOLD = re.compile(
+    r'^orca_(longest_hold_seconds|long_holds_total)\{what="(event loop|gil)"\} (\S+)$', re.MULTILINE
+)
+_HELD = re.compile(r"^.* was held for .*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Holds:
+    """Holds of the server's event loop and GIL, by its own watchdog: longest in seconds, and long ones."""
+
+    loop: float
+    gil: float
+    n_loop: float
+    n_gil: float
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """The cost of one attack, or of a period without one (`answers` None).
+
+    `holds` are those of that time, `held` the server's log lines about them, and `attacker_cores` is the
+    processor time that the attacker itself took, by the second.
 
     `seconds` is from its beginning until the neighbours were served as before. If that took longer than
     SETTLE_SECONDS, `blocked` is set, and later attacks were measured on a new server.
@@ -36,6 +55,9 @@ class Cost:
     after: Footprint
     answers: Answers | None
     blocked: bool
+    holds: Holds = Holds(0.0, 0.0, 0.0, 0.0)
+    held: tuple[str, ...] = ()
+    attacker_cores: float = 0.0
 
 
 class Trial:
@@ -98,25 +120,54 @@ class Trial:
     def quiet(self, seconds: float) -> Cost:
         """The neighbours' waits without an attacker."""
         with Watched(self.server.pid) as watched:
+            self._holds()
             self._waits()
             time.sleep(seconds)
             waits = self._waits()
         return Cost(
-            "(no attack)", waits, seconds, watched.before, watched.most, self.footprint(), None, blocked=False
+            "(no attack)",
+            waits,
+            seconds,
+            watched.before,
+            watched.most,
+            self.footprint(),
+            None,
+            blocked=False,
+            holds=self._holds(),
         )
+
+    def busy(self, seconds: float) -> Cost:
+        """The neighbours' waits while the attacker's process computes and sends nothing."""
+        return replace(self.attack(BUSY, seconds), name="(a busy core)", answers=None)
 
     def attack(self, name: str, seconds: float, number: int = 0) -> Cost:
         """Run one attack, and wait until the neighbours are served as before."""
         order = Order(name, self.server.http_address, self.server.grpc_address, seconds, number)
         with Watched(self.server.pid) as watched:
+            before, n_said = self._holds(), len(self.server.stderr())
+            cpu = cpu_seconds(self._attacker.pid)
             self._waits()
             start = time.monotonic()
             answers: Answers = self._attacker.ask(order, seconds=seconds + GRACE_SECONDS + _ASK_SECONDS)
+            cpu = cpu_seconds(self._attacker.pid) - cpu
             waits, settled = self._settled()
             took = time.monotonic() - start
         cost = Cost(
-            name, waits, took, watched.before, watched.most, self.footprint(), answers, blocked=not settled
+            name,
+            waits,
+            took,
+            watched.before,
+            watched.most,
+            self.footprint(),
+            answers,
+            blocked=not settled,
+            held=tuple(_HELD.findall(self.server.stderr()[n_said:])),
+            attacker_cores=cpu / seconds,
         )
+        if settled:
+            after = self._holds()
+            holds = replace(after, n_loop=after.n_loop - before.n_loop, n_gil=after.n_gil - before.n_gil)
+            cost = replace(cost, holds=holds)
         if not settled:
             self._stop(kill=True)
             self._start()
@@ -133,6 +184,20 @@ class Trial:
             if max(last.between, last.health) < SETTLED_SECONDS and last.n_streams and not last.n_wrong:
                 return waits, True
         return waits, False
+
+    def _holds(self) -> Holds:
+        """The longest holds since the last call, unless an attack reads /metrics too, and counts of all."""
+        with urllib.request.urlopen(f"{self.server.url}/metrics", timeout=_ASK_SECONDS) as answer:
+            found = {
+                (name, what): float(value) for name, what, value in _HOLD.findall(answer.read().decode())
+            }
+        longest, number = "longest_hold_seconds", "long_holds_total"
+        return Holds(
+            found[longest, "event loop"],
+            found[longest, "gil"],
+            found[number, "event loop"],
+            found[number, "gil"],
+        )
 
     def _waits(self) -> Waits:
         return self._neighbours.ask(None, seconds=_ASK_SECONDS)

@@ -147,7 +147,7 @@ def answered(kind: str) -> Answers:
 @pytest.mark.parametrize(
     ("cost", "message"),
     [
-        (cost_with(between=0.3), "a stream's gap was 0.300 s"),
+        (cost_with(between=0.08), "a stream's gap was 0.080 s"),
         (cost_with(health=0.27), "/health was 0.270 s"),
         (cost_with(n_wrong=2, wrong=("refused",)), "2 failures of neighbours, first: refused"),
         (cost_with(blocked=True), "blocked"),
@@ -163,7 +163,7 @@ def test_a_violation_is_reported(cost: Cost, message: str) -> None:
 
 def test_allowed_behaviour_is_not_reported() -> None:
     costs = [
-        cost_with(between=0.26, first=9.0, health=0.25),
+        cost_with(between=0.06, first=9.0, health=0.25),
         cost_with(answered("503")),
         cost_with(answered("400")),
     ]
@@ -171,6 +171,15 @@ def test_allowed_behaviour_is_not_reported() -> None:
     assert report.failures() == []
     assert summary(report)["passed"] is True
     assert attack_table(report).row_count == 4 and round_table(report).row_count == 10
+
+
+def test_an_attacker_that_takes_a_core_is_compared_with_a_busy_core() -> None:
+    slow = cost_with(between=0.1)
+    report = report_of(slow, replace(slow, name="busy", attacker_cores=0.9))
+    report.busy = cost_with(between=0.06)
+    (failure,) = report.failures()
+    assert failure.startswith("bad: a stream's gap was 0.100 s, without an attacker 0.020 s")
+    assert attack_table(report).row_count == 4
 
 
 def test_growth_over_rounds_is_reported_but_a_constant_level_is_not() -> None:
