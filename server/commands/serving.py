@@ -56,7 +56,7 @@ async def _serve(settings: ServeSettings, notes: Notes, log: LogWriter) -> int:
         api_keys=settings.api_keys,
         admin_keys=settings.admin_keys,
         metrics=metrics,
-        live_view=LiveView.of(gateway, settings),
+        live_view=LiveView.of(gateway, settings, watchdog),
         tracing=tracing,
     )
     with closing(tracing) if tracing is not None else nullcontext(), closing(RouterView(settings)) as view:

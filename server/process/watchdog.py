@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 _LOGGER = logging.getLogger("orca")
 _PERIOD = 0.02  # seconds between two questions
@@ -21,6 +23,7 @@ _LOG_SECONDS = 10.0  # between two log lines, so that a slow machine does not fi
 _MOST_STACK = 12  # innermost calls in a log line
 _SWITCH_SECONDS = 0.001  # Python's default is 0.005
 _COLLECTIONS = (700, 10, 1_000)  # a collection of a generation after so many allocations, or younger ones
+_MOST_RECENT = 64  # long holds that `since` still knows
 
 
 def settle() -> None:
@@ -38,6 +41,15 @@ def settle() -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A hold of LONG seconds or more of the `"event loop"` or the `"gil"`, that ended at `clock`'s time."""
+
+    what: str
+    seconds: float
+    ended: float
+
+
 class Watchdog:
     """Holds of one event loop since the start. Make it on the loop's thread; counts are for any thread.
 
@@ -52,7 +64,11 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self._loop, self._clock, self._sleep = loop, clock, sleep
+        self.clock = clock
+        self._loop, self._sleep = loop, sleep
+        self._recent = deque[Hold](maxlen=_MOST_RECENT)
+        self._n_recorded = 0
+        self._lock = threading.Lock()  # for these two
         self._loop_thread = threading.get_ident()
         self._answered = threading.Event()
         self._is_over = False
@@ -73,21 +89,28 @@ class Watchdog:
         self.longest_loop = self.longest_gil = 0.0
         return longest
 
+    def since(self, n: int) -> tuple[list[Hold], int]:
+        """The recent long holds after the first `n`, and the number of all so far."""
+        with self._lock:
+            new = min(self._n_recorded - n, len(self._recent))
+            return [*self._recent][len(self._recent) - new :], self._n_recorded
+
     def _run(self) -> None:
         while not self._is_over:
             self.look()
 
     def look(self) -> None:
         """Ask the loop once, and record how late its answer and this thread are."""
-        asked = self._clock()
+        asked = self.clock()
         self._sleep(_PERIOD)
-        late = self._clock() - asked - _PERIOD
+        late = self.clock() - asked - _PERIOD
         self.longest_gil = max(self.longest_gil, late)
         if late >= LONG:
             self.n_gil += 1
             self._log("the GIL", late)
+            self._record("gil", late)
         self._answered.clear()
-        asked = self._clock()
+        asked = self.clock()
         try:
             self._loop.call_soon_threadsafe(self._answered.set)
         except RuntimeError:  # the loop is closed
@@ -96,13 +119,21 @@ class Watchdog:
         is_long = not self._answered.wait(LONG)
         if is_long:
             self.n_loop += 1
-            self._log("the event loop", self._clock() - asked)
+            self._log("the event loop", self.clock() - asked)
             while not self._answered.wait(LONG) and not self._is_over:
                 pass
-        self.longest_loop = max(self.longest_loop, self._clock() - asked)
+        waited = self.clock() - asked
+        self.longest_loop = max(self.longest_loop, waited)
+        if is_long:
+            self._record("event loop", waited)
+
+    def _record(self, what: str, seconds: float) -> None:
+        with self._lock:
+            self._recent.append(Hold(what, seconds, self.clock()))
+            self._n_recorded += 1
 
     def _log(self, what: str, seconds: float) -> None:
-        now = self._clock()
+        now = self.clock()
         if now - self._logged_at < _LOG_SECONDS:
             return
         self._logged_at = now

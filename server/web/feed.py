@@ -17,6 +17,7 @@ import orca_jax
 from server.errors import TooManyViewers
 from server.gateway.gateway import Gateway, ServerStatus
 from server.gateway.served_model import ServedModel
+from server.process.watchdog import Watchdog
 from server.settings.serve_settings import ServeSettings
 from server.web.watch import Line, StageTimes, Watch
 
@@ -70,10 +71,13 @@ class LiveFeed:
     """All viewers of one server. Use it on the gateway's event loop.
 
     With `shows_ids` False the messages leave out the requests' ids: viewers may not be those who chose them.
+    They tell of the long holds that `watchdog` sees too.
     """
 
-    def __init__(self, gateway: Gateway, *, shows_ids: bool = True) -> None:
+    def __init__(self, gateway: Gateway, *, shows_ids: bool = True, watchdog: Watchdog | None = None) -> None:
         self._gateway = gateway
+        self._watchdog = watchdog
+        self._n_holds = 0  # that the viewers know
         self._shows_ids = shows_ids
         self._run_id = secrets.token_hex(8)  # another run counts requests and iterations anew
         self._viewers: list[Viewer] = []
@@ -95,6 +99,8 @@ class LiveFeed:
         self._look_for_model()
         viewer = Viewer()
         viewer.put(self._hello())
+        if not self._viewers and self._watchdog is not None:
+            _, self._n_holds = self._watchdog.since(self._n_holds)
         self._viewers.append(viewer)
         if self._pump is None:
             self._pump = asyncio.create_task(self._run(), name="live feed")
@@ -152,6 +158,11 @@ class LiveFeed:
         lines: list[Line] = []
         if self._watch is not None and self._stage_times is not None:
             lines = self._watch.take() + self._stage_times.lines(self._now())
+        if self._watchdog is not None and self._viewers:
+            holds, self._n_holds = self._watchdog.since(self._n_holds)
+            for hold in holds:
+                ended = self._now() - (self._watchdog.clock() - hold.ended)
+                lines.append({"hold": hold.what, "seconds": hold.seconds, "time": ended})
         status = self._gateway.status
         if self._status is not None and status != self._status:
             lines.append({"status": status.phase, "reason": status.reason, "time": self._now()})
@@ -201,10 +212,13 @@ class LiveView:
     is_shared: bool = False
 
     @classmethod
-    def of(cls, gateway: Gateway, settings: ServeSettings) -> "LiveView":
+    def of(
+        cls, gateway: Gateway, settings: ServeSettings, watchdog: Watchdog | None = None
+    ) -> "LiveView":
         shared = settings.api_keys.n_keys > 1
         record = settings.engine.record
-        return cls(LiveFeed(gateway, shows_ids=not shared), None if record is None else Path(record), shared)
+        feed = LiveFeed(gateway, shows_ids=not shared, watchdog=watchdog)
+        return cls(feed, None if record is None else Path(record), shared)
 
 
 def _sizes(model: ServedModel | None) -> Line:

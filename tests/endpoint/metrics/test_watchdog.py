@@ -1,13 +1,17 @@
 """Holds of the event loop and of the GIL are counted, and logged with what the loop is doing."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 
 import pytest
 
+from server.gateway.gateway import Gateway
 from server.process import watchdog
 from server.process.watchdog import Watchdog
+from server.web.feed import LiveFeed
+from tests.endpoint.harness import serving
 from tests.host.engines import SOON
 
 
@@ -54,6 +58,55 @@ def test_a_hold_of_the_gil(caplog: pytest.LogCaptureFixture) -> None:
 
     on_a_loop(scenario)
     assert caplog.messages[0].startswith("the GIL was held for 300 ms or more; its thread is in ")
+
+
+def test_recent_holds_are_kept_up_to_a_bound() -> None:
+    def scenario(dog: Watchdog, clock: Clock) -> None:
+        assert dog.since(0) == ([], 0)
+        for late in (0.3, 0.01, 0.4):
+            clock.late = late
+            dog.look()
+        (first, second), n = dog.since(0)
+        assert (first.what, second.what, n) == ("gil", "gil", 2)
+        assert (first.seconds, second.seconds) == (pytest.approx(0.3), pytest.approx(0.4))
+        assert second.ended == clock.now
+        assert dog.since(1) == ([second], 2) and dog.since(2) == ([], 2)
+        for _ in range(watchdog._MOST_RECENT):
+            clock.late = 0.5
+            dog.look()
+        holds, n = dog.since(1)
+        assert n == 2 + watchdog._MOST_RECENT == 2 + len(holds)
+        assert all(hold.seconds == pytest.approx(0.5) for hold in holds)
+
+    on_a_loop(scenario)
+
+
+def test_the_live_view_tells_of_holds_while_somebody_watches() -> None:
+    clock = Clock()
+
+    async def watch(gateway: Gateway) -> list[dict[str, object]]:
+        dog = Watchdog(asyncio.get_running_loop(), clock=lambda: clock.now, sleep=clock.sleep)
+
+        async def hold(seconds: float) -> None:
+            clock.late = seconds
+            await asyncio.to_thread(dog.look)
+
+        await hold(0.2)
+        feed = LiveFeed(gateway, watchdog=dog)
+        viewer = feed.join()
+        messages = aiter(viewer)
+        await anext(messages)
+        await hold(0.3)
+        event = (await anext(messages)).decode()
+        feed.leave(viewer)
+        await feed.close()
+        return json.loads(event.removeprefix("event: lines\ndata: "))
+
+    with serving() as server:
+        before = server.service.timeline.now()
+        (line,) = asyncio.run_coroutine_threadsafe(watch(server.gateway), server.loop).result(SOON)
+        assert (line["hold"], line["seconds"]) == ("gil", pytest.approx(0.3))
+        assert isinstance(line["time"], float) and before <= line["time"] <= server.service.timeline.now()
 
 
 def test_a_hold_of_the_loop_names_the_call(

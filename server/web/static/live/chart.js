@@ -1,12 +1,13 @@
 // The base of all charts: a canvas of the screen's density, the axis of time, the times without data, and the pointer; the
 // ruler above them; and the frames in which all of them are drawn.
 
-import { moment, niceStep } from "./format.js";
+import { duration, moment, niceStep } from "./format.js";
 import { unknownAt, unknownTimes } from "./times.js";
 
 const AXIS = 46; // pixels for numbers at the left
 const RIGHT = 10;
 const TICK = 90; // pixels between two ticks of time, at least
+const MARK = 5; // pixels: the height of a hold on the ruler, and its least width
 const TEXT = 200; // milliseconds between two changes of the texts
 
 export class Chart {
@@ -171,8 +172,30 @@ export class Chart {
   }
 }
 
-/** The axis of time above the charts. */
+/** The axis of time above the charts, with marks where the server's event loop or GIL was held. */
 export class RulerChart extends Chart {
+  paint(context) {
+    context.fillStyle = this.colours.bad;
+    for (const { from, to } of this.#holds(this.view.from, this.view.to)) {
+      const x = Math.floor(this.x(from));
+      context.fillRect(x, 0, Math.max(MARK, Math.ceil(this.x(to)) - x), MARK);
+    }
+  }
+
+  at(x) {
+    const [hold] = this.#holds(this.time(x - MARK), this.time(x));
+    if (!hold) return null;
+    const what = hold.what === "gil" ? "The GIL" : "The event loop";
+    const lines = ["nobody was answered meanwhile; the server's log has the call"];
+    return { title: `${what} was held for ${duration(hold.to - hold.from)}`, lines, request: null };
+  }
+
+  *#holds(from, to) {
+    const { holds } = this.model;
+    for (let i = holds.search((hold) => hold.to >= from); i < holds.length; i++)
+      if (holds.at(i).from <= to) yield holds.at(i);
+  }
+
   frame() {
     const { step, times, origin } = this.ticks();
     for (const time of times) {

@@ -87,6 +87,7 @@ export function* savedLines(model, now = new Date()) {
   const later = [
     ...requests.filter((one) => !hasBegunBefore(one)).map((one) => [one.arrived, 0, arrival(one)]),
     ...[...model.moments].map((one) => [one.time, 1, { status: one.phase, reason: one.reason, time: one.time }]),
+    ...[...model.holds].map((one) => [one.to, 1, { hold: one.what, seconds: one.to - one.from, time: one.to }]),
     ...[...model.gaps].map((gap) => [Math.max(gap.from, gap.to), 2.5, { [gap.why]: gap.n }]),
     ...[...model.stages].map((one) => [one.from, 1, { stages: [[one.number, one.stage, one.from, one.to]] }]),
     ...[...model.iterations].map((one) => [one.returned, 2, iteration(one)]),

@@ -198,6 +198,7 @@ export class LiveModel {
     this.requests = new Map(); // by number, in the order of arrival
     this.stages = new Queue(stages); // { number, stage, from, to }
     this.moments = new Queue(moments); // { time, phase, reason }: changes of the server's status
+    this.holds = new Queue(moments); // { from, to, what }: times in which the event loop or the GIL was held
     this.held = new Queue(moments); // { time, held }: changes of the request that waits first, and of its reason
     this.gaps = new Queue(moments); // { from, to, n, why }: iterations that are not shown
     this.counts = { iterations: 0, skipped: 0, unseen: 0, lost: 0, forgotten: 0, forgottenRequests: 0 };
@@ -221,6 +222,7 @@ export class LiveModel {
     else if ("finished" in line) this.#finished(line);
     else if ("stages" in line) this.#stages(line.stages);
     else if ("status" in line) this.#status(line);
+    else if ("hold" in line) this.#hold(line);
     else if ("skipped" in line) this.#skipped(line.skipped);
     else if ("unseen" in line) this.hasReconnected = true;
     else if ("not_repeatable" in line) this.note = line.not_repeatable;
@@ -325,6 +327,12 @@ export class LiveModel {
     if (isOther) this.moments.push({ time, phase: status, reason });
     this.status = { phase: status, reason };
     if (this.sizes.model) this.#tick(time);
+  }
+
+  #hold({ hold: what, seconds, time }) {
+    if (![seconds, time].every(Number.isFinite)) throw new Error("it lacks fields");
+    this.holds.push({ from: time - seconds, to: time, what });
+    this.#tick(time);
   }
 
   #skipped(n) {

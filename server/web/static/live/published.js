@@ -16,6 +16,7 @@ export function publish({ model, view, frames }) {
     iterations: () => [...model.iterations].map(iteration),
     requests: () => [...model.requests.values()].map((one) => request(model, one)),
     stages: () => structuredClone([...model.stages]),
+    holds: () => structuredClone([...model.holds]),
     unknown: () => unknownTimes(model, view.from, view.to),
     trace: () => traceOf(model),
     saved: () => [...savedLines(model)],

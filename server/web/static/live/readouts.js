@@ -39,7 +39,7 @@ export class StateLine {
     setText(get("phase"), words);
     setText(get("reason"), reason ?? "");
     setText(get("engine"), engineOf(model.sizes));
-    const notice = notShown(model);
+    const notice = [notShown(model), heldTimes(model)].filter(Boolean).join(" ");
     setText(get("notice"), notice);
     get("notice").hidden = notice === "";
     get("empty").hidden = model.iterations.length > 0;
@@ -81,6 +81,12 @@ function notShown({ counts }) {
     counts.forgottenRequests && `${plural(counts.forgottenRequests, "older request")} no longer kept`,
   ].filter(Boolean);
   return parts.length ? `Not shown: ${parts.join("; ")}.` : "";
+}
+
+function heldTimes({ holds }) {
+  if (!holds.length) return "";
+  const longest = Math.max(...[...holds].map((hold) => hold.to - hold.from));
+  return `The event loop or the GIL was held ${plural(holds.length, "time")}, for ${duration(longest)} at most: marked on the axis of time.`;
 }
 
 /** Write the numbers above the charts, for the part of the time that is in view, into the tiles of `place`. */
