@@ -212,9 +212,7 @@ class LiveView:
     is_shared: bool = False
 
     @classmethod
-    def of(
-        cls, gateway: Gateway, settings: ServeSettings, watchdog: Watchdog | None = None
-    ) -> "LiveView":
+    def of(cls, gateway: Gateway, settings: ServeSettings, watchdog: Watchdog | None = None) -> "LiveView":
         shared = settings.api_keys.n_keys > 1
         record = settings.engine.record
         feed = LiveFeed(gateway, shows_ids=not shared, watchdog=watchdog)

@@ -378,3 +378,19 @@ def test_a_file_is_dropped_on_the_page(browser: Browser, server: Server) -> None
         }"""
         page.evaluate(drop, text)
         expect(page.locator("#list > li")).to_have_count(2)
+
+
+def test_holds_of_the_server_are_marked_and_kept(browser: Browser, server: Server) -> None:
+    held = [
+        {"hold": "gil", "seconds": 0.06, "time": 2.5},
+        {"hold": "event loop", "seconds": 0.25, "time": 3.0},
+    ]
+    with watched(browser, server.url) as (page, _):
+        opened(page, [*two_stages(), *held])
+        words = "The event loop or the GIL was held 2 times, for 250 ms at most: marked on the axis of time."
+        expect(page.locator("#notice")).to_contain_text(words)
+        holds = [{"what": "gil", "from": 2.44, "to": 2.5}, {"what": "event loop", "from": 2.75, "to": 3.0}]
+        assert [{**hold, "from": round(hold["from"], 6)} for hold in read(page, "holds")] == holds
+        assert [line for line in read(page, "saved") if "hold" in line] == [
+            {**line, "seconds": pytest.approx(line["seconds"])} for line in held
+        ]
