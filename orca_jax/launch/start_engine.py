@@ -11,7 +11,7 @@ from orca_jax.engine.remote_pipeline import StageWorkers, StartWorkers, owned_pi
 from orca_jax.engine.remote_workers import RemoteEngine
 from orca_jax.errors import ConfigError
 from orca_jax.execution.compile_cache import keep_compiled_programs
-from orca_jax.launch.local_engine import loaded_engine
+from orca_jax.launch.loaded_engine import loaded_engine
 from orca_jax.launch.remote_memory import RemoteMemory
 from orca_jax.model_files.found_model import FoundModel
 

@@ -34,7 +34,7 @@ from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.stage_device import Event, JaxStageDevice, StageModel
 from orca_jax.host_memory import keep_large_buffers
-from orca_jax.launch.local_engine import load_stages
+from orca_jax.launch.loaded_engine import load_stages
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.model_files.found_model import find_model
 from orca_jax.sharding.collective_link import CollectiveLink, join_job

@@ -317,7 +317,7 @@ def test_whatever_is_raised_nothing_is_left_running(tiny: LLM) -> None:
 def test_a_configuration_that_cannot_work_is_refused(
     tiny_directory: Path, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "_free_bytes", lambda *_: 10**10)
+    monkeypatch.setattr(capacity, "_usable", lambda *_: 10**10)
     options.setdefault("model", tiny_directory)
     with pytest.raises(ConfigError, match=message):
         LLM(**options)

@@ -188,7 +188,7 @@ def test_adapters_that_do_not_fit():
         ({f"{query}_lora_a": a}, f"{query} has no _lora_b"),
         (
             {f"{query}_lora_a": a[1:], f"{query}_lora_b": b},
-            r"\[31, 3\] times _lora_b \[3, 4, 8\] is no change",
+            r"\[31, 3\] times _lora_b \[3, 4, 8\] does not have the array's shape",
         ),
         (
             {f"{query}_lora_a": a, f"{query}_lora_b": b[1:]},

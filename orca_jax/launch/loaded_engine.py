@@ -1,0 +1,138 @@
+# pyright: standard
+"""Composition: loads a found model into an engine whose workers all run in this process."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from orca_jax.checkpoint.directory import load_checkpoint
+from orca_jax.config import EngineConfig
+from orca_jax.engine.engine_master import BuiltEngine
+from orca_jax.execution.capacity import check_weights
+from orca_jax.execution.programs import OnProgram
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.host_memory import keep_large_buffers
+from orca_jax.iteration.shape import serving_buckets
+from orca_jax.launch.local_engine import build_engine, chosen_sizes
+from orca_jax.launch.local_memory import LocalMemory
+from orca_jax.model.transformer import Parameters
+from orca_jax.model_files.found_model import FoundModel
+from orca_jax.native.operations import build_all_ahead
+from orca_jax.planning.stage_layers import split_summary
+from orca_jax.sharding.device_group import default_dtype, device_name
+from orca_jax.sharding.partition import StagePart, split_model
+from orca_jax.sharding.random_parameters import random_parameters
+from orca_jax.user_model.find import own_stages
+
+
+def load_stages(
+    found: FoundModel,
+    parts: Sequence[StagePart],
+    config: EngineConfig,
+    dtype: jnp.dtype,
+    on_load: Callable[[int, int], None] | None = None,
+) -> tuple[ModelConfig, Sequence[Parameters]]:
+    """Load the weights of these stages onto their devices; return the padded model and each stage's weights.
+
+    `ModelConfig.for_devices` says how the devices of a stage share the model. Raises ConfigError before
+    loading if the weights do not fit, or a CheckpointError.
+    """
+    model = found.config.for_devices(len(parts[0].group))
+    for part in parts:
+        check_weights(model, dtype.itemsize, part, n_devices=config.n_devices)
+    placements = [part.placement(model) for part in parts]
+    if config.load_format == "dummy":
+        return model, [random_parameters(model, config.seed or 0, dtype, each) for each in placements]
+    assert found.directory is not None
+    checkpoint = load_checkpoint(
+        found.directory,
+        dtype=dtype,
+        vocab_multiple=model.vocab_multiple,
+        kv_repeats=model.attention.kv_repeats,
+        packed=model.has_packed_experts,
+        linear_form=model.linear_form,
+        placements=placements,
+        on_bytes=on_load,
+    )
+    return model, checkpoint.stages
+
+
+def loaded_engine(
+    found: FoundModel,
+    config: EngineConfig,
+    *,
+    on_load: Callable[[int, int], None] | None = None,
+    on_program: OnProgram | None = None,
+) -> BuiltEngine:
+    """Load a model onto JAX's first devices.
+
+    `on_load` receives the progress in bytes, and `on_program` each compiled program. Raises ConfigError or a
+    CheckpointError.
+    """
+    devices = jax.devices()
+    dtype = config.dtype or default_dtype(devices[0])
+    if devices[0].platform == "cpu":
+        keep_large_buffers()
+        own = found.config
+        build_all_ahead(
+            own.head_size,
+            config.block_size,
+            dtype,
+            experts=own.kind_of_experts,
+            value_size=own.attention.value_part,
+            steady=config.deterministic,
+        )
+    parts = split_model(found.config, devices, config)
+    module = None
+    if found.own is None:
+        model, parameters = load_stages(found, parts, config, jnp.dtype(dtype), on_load)
+    else:
+        module = own_stages(found.own, found.config, parts, jnp.dtype(dtype))
+        model, parameters = found.config, module
+    n_devices = config.n_devices
+    serving = chosen_sizes(
+        model, jnp.dtype(dtype), parts, config, n_devices=n_devices, attention=config.attention
+    )
+    buckets = serving_buckets(serving)
+    built = build_engine(
+        model,
+        parameters,
+        serving,
+        parts,
+        buckets=buckets,
+        attention=config.attention,
+        compile_ahead=config.compile_ahead,
+        ready_early=_may_be_ready_early(config, model) and devices[0].platform == "cpu",
+        on_program=on_program,
+    )
+    later = built.later
+    return BuiltEngine(
+        engine=built.engine,
+        kv=built.kv,
+        memory=LocalMemory(
+            built.workers.workers,
+            stored=found.config,
+            model=model,
+            dtype=jnp.dtype(dtype),
+            module=module,
+        ),
+        model=model,
+        serving=serving,
+        buckets=built.workers.sizes.buckets,
+        dtype=dtype,
+        device=device_name(devices[0]),
+        stages=split_summary(model.n_layers, config),
+        attention=built.attention,
+        compile_later=None if later is None else later.start,
+        close=(lambda: None) if later is None else later.close,
+    )
+
+
+def _may_be_ready_early(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether an engine may serve while programs are compiled.
+
+    Not if outputs depend on each batch's bucket. On a GPU, which the caller excludes, XLA would autotune
+    kernels in the memory that is left, while iterations disturb its measurements.
+    """
+    return config.ready_early and not config.deterministic and model.encoder is None
