@@ -22,6 +22,9 @@ from server.errors import Overloaded
 
 T = TypeVar("T")
 
+# How long an idle thread stays: starting one makes the event loop wait until the new thread has had the GIL.
+_IDLE_SECONDS = 10.0
+
 _owner: ContextVar[str] = ContextVar("owner", default="")
 
 
@@ -83,10 +86,12 @@ class Lane:
         self._threads, self._threads_each = threads, max(1, threads // 2)
         self._most_waiting, self._most_bytes = most_waiting, most_bytes
         self._lock = threading.Lock()
+        self._called = threading.Condition(self._lock)
         self._shares = dict[str, _Share]()  # by owner, in the order of their last turns
         self._present = 0.0  # the `seconds` of the owner whose turn was last
         self._n = self._n_bytes = 0  # waiting and running
         self._n_threads = 0
+        self._n_idle = self._n_called = 0  # of these, waiting for work; of those, called to it
         self._thread_numbers = count()
         self.n_done = 0
 
@@ -109,7 +114,11 @@ class Lane:
             share.n_bytes += work.n_bytes
             self._n += 1
             self._n_bytes += work.n_bytes
-            starts = self._n_threads < self._threads
+            is_idle = self._n_idle > self._n_called
+            if is_idle:
+                self._n_called += 1
+                self._called.notify()
+            starts = not is_idle and self._n_threads < self._threads
             self._n_threads += starts
         # The callback must not hold the work: the future would then be in a cycle with itself and its result.
         work.future.add_done_callback(partial(self._release, share, work.n_bytes))
@@ -132,7 +141,7 @@ class Lane:
     def _start_thread(self) -> None:
         name = f"{self._name}_{next(self._thread_numbers)}"
         try:
-            threading.Thread(target=self._serve, name=name).start()
+            threading.Thread(target=self._serve, name=name, daemon=True).start()
         except BaseException as error:  # no thread could be started
             failed = list[_Work]()
             with self._lock:
@@ -146,13 +155,13 @@ class Lane:
                     work.future.set_exception(error)
 
     def _serve(self) -> None:
-        """Do work until no more may run."""
+        """Do work, until none has come for a while."""
         while True:
             with self._lock:
-                taken = self._next()
-                if taken is None:
-                    self._n_threads -= 1
-                    return
+                while (taken := self._next()) is None:
+                    if not self._is_called():
+                        self._n_threads -= 1
+                        return
             share, work = taken
             began = self._meter()
             finish = _run(work)
@@ -162,6 +171,16 @@ class Lane:
             del taken, work
             finish()
             del finish
+
+    def _is_called(self) -> bool:
+        """Wait until this thread is called to work; False if that takes too long."""
+        self._n_idle += 1
+        self._called.wait(_IDLE_SECONDS)
+        self._n_idle -= 1
+        if not self._n_called:
+            return False
+        self._n_called -= 1
+        return True
 
     def _next(self) -> tuple[_Share, _Work] | None:
         least: tuple[str, _Share] | None = None

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from orca_jax.errors import QueueFull
 from server.errors import Overloaded
+from server.gateway import lanes
 from server.gateway.lanes import Lane, act_for
 from tests.host.engines import SOON
 
@@ -163,6 +164,39 @@ def test_a_result_is_freed_with_its_last_user() -> None:
         asyncio.run(main())
     finally:
         gc.enable()
+
+
+def test_an_idle_thread_does_the_next_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[threading.Thread]()
+    start = threading.Thread.start
+
+    def counted(thread: threading.Thread) -> None:
+        started.append(thread)
+        start(thread)
+
+    async def main() -> None:
+        lane = Lane("test", threads=2)
+        first = await lane.run(1, threading.current_thread)
+        while not lane._n_idle:
+            await asyncio.sleep(0)
+        assert await lane.run(1, threading.current_thread) is first
+
+    monkeypatch.setattr(threading.Thread, "start", counted)
+    asyncio.run(main())
+    assert len(started) == 1
+
+
+def test_a_thread_ends_that_nobody_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "_IDLE_SECONDS", 0.0)
+
+    async def main() -> None:
+        lane = Lane("test", threads=1)
+        first = await lane.run(1, threading.current_thread)
+        first.join(SOON)
+        assert not lane._n_threads
+        assert await lane.run(1, threading.current_thread) is not first
+
+    asyncio.run(main())
 
 
 def test_an_error_of_the_work_is_raised() -> None:

@@ -50,8 +50,9 @@ def test_curl_is_answered(block: Block, copy: Path, url: str) -> None:
     assert done.returncode == 0 and answer in done.stdout, done.stdout + done.stderr
 
 
-# Batches need --batch-dir; tests/endpoint/batches makes the same calls.
-OF_OPENAI = [b for b in blocks("python") if "import OpenAI" in b.text and b.document != "docs/batches.md"]
+# Run elsewhere: batches need --batch-dir (tests/endpoint/batches), docs/clients.md a name (tests/clients).
+ELSEWHERE = ("docs/batches.md", "docs/clients.md")
+OF_OPENAI = [b for b in blocks("python") if "import OpenAI" in b.text and b.document not in ELSEWHERE]
 
 
 @pytest.mark.parametrize("block", OF_OPENAI, ids=str)
