@@ -250,7 +250,7 @@ class Sizes(SchedulingOptions, ServingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Options):
-    """How a model is split over devices, and which processes run its stages (ORCA 4.1, Figures 6 and 7).
+    """The split of a model over devices, and the processes of its stages (ORCA 4.1, Figures 6 and 7).
 
     By default all stages run in this process. With `worker_processes` each runs in a process of its own on
     this machine, with `workers` in a worker that somebody started before.

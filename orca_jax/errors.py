@@ -55,7 +55,7 @@ class GrammarExhausted(OutputFailed):
 
 
 class LossCause(Enum):
-    """What a loss of a worker says about the requests in flight, as scheduling/quarantine.py weighs it."""
+    """The cause of a worker's loss, which scheduling/quarantine.py weighs against the requests in flight."""
 
     FAULT = "fault"  # it crashed, raised, hung or sent nonsense: a request may have caused that
     MEMORY = "memory"  # the kernel's OOM killer ended it: because of a request, or of anything else

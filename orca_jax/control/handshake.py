@@ -55,7 +55,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinTerms:
-    """What a stage computes. Both ends of a line derive it from their own configuration and must agree.
+    """A stage's computation. Both ends of a line derive it from their own configuration and must agree.
 
     `stage` counts from 0; its layers are `first_layer` to `first_layer + n_layers - 1`. `model` is the
     model's name, and `digest` the hash of its configuration. A caller whose `dtype` is None accepts any.
@@ -72,7 +72,7 @@ class JoinTerms:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAbout:
-    """What a worker reports about itself when it accepts a caller.
+    """A worker's report about itself when it accepts a caller.
 
     `room` is the memory in bytes that each of its `n_devices` has left after the weights, None if unknown.
     `modest` bounds the part of `room` that the KV cache may take; None means no such bound. `device` is a

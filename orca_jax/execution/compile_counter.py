@@ -21,7 +21,7 @@ _FROM_DISK = "/jax/compilation_cache/cache_hits"
 
 @dataclass(frozen=True, slots=True)
 class CompileCounts:
-    """What a counter has counted."""
+    """The counts of a counter."""
 
     programs: int = 0  # that JAX requested from XLA
     from_disk: int = 0  # of these, read from the disk cache

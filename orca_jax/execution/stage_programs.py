@@ -33,7 +33,7 @@ Weights = Sequence[Array]
 
 @dataclass(frozen=True, slots=True)
 class StageModel:
-    """What a stage's programs know before an iteration comes.
+    """The part of a stage's programs that is the same for all iterations.
 
     `graph` and `tree` rebuild the model from flat weights. With `by_hand` the model itself computes each
     device's share; otherwise XLA's partitioner splits the work. `host_buffer` reads the buffer of `forward`,

@@ -1,4 +1,4 @@
-"""What each model family is: its shape, and its weights by name. No JAX.
+"""Model families: the shape of each, and its weights by name. No JAX.
 
 Everything else about a model is derived from here. Start with decoders/llama.py, the table of a family.
 model_config.py has the parts of a model, and parameters.py the weights that they need. registry.py lists the

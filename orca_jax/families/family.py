@@ -66,7 +66,7 @@ class Family:
     def stored_name(
         self, parameter: str, prefix: str, model: ModelConfig, tensors: Collection[str] = ()
     ) -> StoredName:
-        """How a checkpoint with these `tensors` stores a weight of `model`."""
+        """The form in which a checkpoint with these `tensors` stores a weight of `model`."""
         name, layer = in_layers(parameter)
         renamed = {} if self.renamed is None else self.renamed(model)
         stored = renamed.get(name, self.weights[name]).in_layer(layer, prefix)

@@ -27,7 +27,7 @@ _AUTO_MODELS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "A
 
 @dataclass(frozen=True, slots=True)
 class HFConfig:
-    """What a config.json says: the model's shape, and the family whose names its tensors have."""
+    """The contents of a config.json: the model's shape, and the family whose names its tensors have."""
 
     path: Path
     family: Family

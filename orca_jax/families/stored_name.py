@@ -1,4 +1,4 @@
-"""How a checkpoint stores one of our weights: tensors' names, their layout, the order of heads."""
+"""The storage of one of our weights in a checkpoint: tensors' names, their layout, the order of heads."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""How the numbers of a weight are held: dense, or in several arrays, such as packed numbers and their scales.
+"""The form of a weight: dense, or in several arrays, such as packed numbers and their scales.
 
 A form says which arrays a device holds for a weight; bytes, sharding, loading, updates and memory plans ask
 the form. A subclass of FormedWeight (model/weight.py) computes with the arrays.

@@ -20,7 +20,7 @@ from orca_jax.sharding.random_parameters import in_order_of_heads
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one of our weights is made from arrays of these `forms`; `sizes` are the axes' sizes by letter."""
+    """Makes one of our weights from arrays of these `forms`; `sizes` are the axes' sizes by letter."""
 
     forms: tuple[ArrayForm, ...]
     heads: HeadOrder | None

@@ -1,4 +1,4 @@
-"""What surrounds a layer in an iteration: cache, slots, split over devices, wanted tokens.
+"""A layer's surroundings in an iteration: cache, slots, split over devices, wanted tokens.
 
 An `Iteration` serves all layers. A `Context` is one layer's, which leaves its cache and chosen experts there.
 """
@@ -84,7 +84,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What all layers of an iteration share.
+    """The values that all layers of an iteration share.
 
     `positions` and `slot_of_token` are [T] int32; without slots all keys and values are in the cache already.
     With `wanted`, the stage's last layer computes keys and values of all `tokens`, but hidden states of the
@@ -118,7 +118,7 @@ class Iteration:
 
 @dataclass(slots=True)
 class Context:
-    """What surrounds one layer, which replaces `cache` by the written one and leaves its experts in `chosen`.
+    """One layer's surroundings. The layer replaces `cache` by the written one and sets its experts, `chosen`.
 
     Keys and values are computed for all `tokens`. The `queries` among them attend, and after attention they
     alone go on, with `product` and `shard`. Where devices exchange tokens, each device then has its slice.

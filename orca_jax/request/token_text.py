@@ -1,4 +1,4 @@
-"""How tokens become text: the decoders of tokenizer.json, one token at a time.
+"""Decodes tokens to text, one token at a time, by the decoders of tokenizer.json.
 
 Two kinds are supported. Byte-level BPE (GPT-2, Llama 3, Qwen, Falcon, BLOOM ...) writes every token in an
 alphabet of bytes. SentencePiece's kind (Llama 2, Mistral, Gemma, Phi-3, T5) writes text with U+2581 for a

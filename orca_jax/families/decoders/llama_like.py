@@ -1,4 +1,4 @@
-"""What decoders share, Llama's relatives above all: sizes, a layer and the weights' names.
+"""Shared parts of decoders, above all of Llama's relatives: sizes, a layer and the weights' names.
 
 A family's file reads the fields that are its own, composes its layers of these parts, and changes the table
 of weights where its checkpoints differ.

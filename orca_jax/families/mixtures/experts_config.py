@@ -78,7 +78,7 @@ class Experts:
 
     @property
     def scores_of_group(self) -> int:
-        """How many of a group's best scores are added to compare it."""
+        """The number of a group's best scores that are added to compare it."""
         return 2 if self.correction_bias else 1
 
     def expected_hit(self, n_tokens: float) -> float:

@@ -1,4 +1,4 @@
-"""What mixtures of experts share: the fields of config.json, and how checkpoints store experts.
+"""Shared parts of mixtures of experts: fields of config.json, and the storage of experts in checkpoints.
 
 A checkpoint has one tensor for each expert's matrix, or, saved by transformers 5, one for all of them.
 """

@@ -1,4 +1,4 @@
-"""How trainers in JAX save our weights: the names and forms of MaxText, Tunix and Gemma's own code. No JAX.
+"""Checkpoints of JAX trainers: names and forms of our weights in MaxText, Tunix and Gemma's library. No JAX.
 
 Start with array_form.py, then layouts.py, which detects whose checkpoint it is.
 """

@@ -1,4 +1,4 @@
-"""How an array of a trainer's checkpoint holds one of our weights."""
+"""The form of one of our weights in an array of a trainer's checkpoint."""
 
 import math
 from collections.abc import Mapping
