@@ -11,7 +11,7 @@ import orca_jax
 from server.batches.service import Batches
 from server.gateway.gateway import Gateway
 from server.http import admin, live, models, status, tokenization
-from server.http.authentication import Authentication, OriginCheck
+from server.http.authentication import DOCUMENT, Authentication, OriginCheck
 from server.http.batches import batches as batch_routes
 from server.http.batches import files
 from server.http.batches.in_process import InProcess
@@ -22,7 +22,7 @@ from server.http.fields.strict import HEADER
 from server.http.generation import chat, completions
 from server.http.messages import messages
 from server.http.observation import Observation
-from server.http.openapi import describe
+from server.http.openapi import describe, document
 from server.http.pages import pages_router
 from server.http.relevance import embeddings, score
 from server.http.responses import responses, stored
@@ -62,6 +62,7 @@ def create_app(
         summary="A serving engine for language models",
         description=_DESCRIPTION,
         version=orca_jax.__version__,
+        openapi_url=None,  # see openapi.py
         docs_url=None,  # FastAPI's viewers load code from another host; see pages.py
         redoc_url=None,
         redirect_slashes=False,
@@ -97,6 +98,7 @@ def create_app(
         uploads = {files.router.prefix: Upload(files.most_bytes(options.batch_bytes), files.UPLOAD_SECONDS)}
     handle_errors(app)
     app.openapi = cache(partial(describe, app, keyed=api_keys.required))
+    app.add_route(DOCUMENT, document, include_in_schema=False)
     bounds = {"max_bytes": options.max_body_bytes, "seconds": options.body_timeout}
     limited = BodyLimit(app, **bounds, uploads=uploads)
     authenticated = Authentication(limited, api_keys=api_keys, admin_keys=admin_keys)

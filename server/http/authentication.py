@@ -10,7 +10,8 @@ from server.process.addresses import owner_at
 from server.settings.api_keys import ApiKeys
 
 # Every other path needs a key, so that a new route is never open by mistake.
-OPEN_PATHS = frozenset(("/health", "/ready", "/version", "/metrics", "/openapi.json", *PAGES))
+DOCUMENT = "/openapi.json"
+OPEN_PATHS = frozenset(("/health", "/ready", "/version", "/metrics", DOCUMENT, *PAGES))
 ADMIN = "/admin/"  # the paths below it need an admin key, which opens no other path
 
 

@@ -1,8 +1,11 @@
 """Corrects FastAPI's OpenAPI document: adds the middleware's responses, and removes 422."""
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from server.http.authentication import ADMIN, OPEN_PATHS
 from server.http.bodies.errors import ErrorBody, MessagesErrorBody, error_responses, is_anthropic
@@ -16,6 +19,11 @@ _UNUSED = {
     "schema": {"type": "string"},
 }
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+
+
+async def document(request: Request) -> Response:
+    """Send the OpenAPI document of the request's app, made on a thread: the first time takes 0.3 to 0.5 s."""
+    return await asyncio.to_thread(lambda: JSONResponse(request.app.openapi()))
 
 
 def describe(app: FastAPI, *, keyed: bool) -> dict[str, Any]:
