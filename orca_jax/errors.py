@@ -216,3 +216,11 @@ def install_line(extra: str) -> str:
         listed = []
     needed = [shlex.quote(name.strip()) for name, _, marker in listed if extra in _EXTRA.findall(marker)]
     return f"pip install {' '.join(needed)}" if needed else f"pip install -e '.[{extra}]' -c constraints.txt"
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether this is an Exception or a panic of a Rust library, unlike KeyboardInterrupt and its relatives.
+
+    pyo3 creates a class PanicException for each library, which cannot be imported; hence the name.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from orca_jax.errors import OutputFailed, QueueFull
+from orca_jax.errors import OutputFailed, QueueFull, is_failure
 from orca_jax.grammar.memory import MAX_BYTES, HeapGrowth, LiveGrammars, grown_by
 from orca_jax.grammar.schema_document import CannotFollow
 from orca_jax.grammar.source import GrammarText, grammar_text, refuse, shortened
 from orca_jax.grammar.token_mask import Words, words_of
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
-from orca_jax.request.rust_panic import is_failure
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
 

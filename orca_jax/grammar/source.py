@@ -13,10 +13,9 @@ from typing import Any, NoReturn
 
 from llguidance import LLParserLimits, regex_to_lark
 
-from orca_jax.errors import InvalidSamplingParameter
+from orca_jax.errors import InvalidSamplingParameter, is_failure
 from orca_jax.grammar.json_schema import followed
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
-from orca_jax.request.rust_panic import is_failure
 from orca_jax.request.sampling_params import SamplingParams
 
 # Limits of the text. llguidance's own limits count nodes, and the cost of a node grows with the text. These

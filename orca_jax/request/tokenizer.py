@@ -6,8 +6,7 @@ from pathlib import Path
 
 import tokenizers
 
-from orca_jax.errors import CorruptFile, InvalidPrompt, NotACheckpoint, UnsupportedModel
-from orca_jax.request.rust_panic import is_failure
+from orca_jax.errors import CorruptFile, InvalidPrompt, NotACheckpoint, UnsupportedModel, is_failure
 from orca_jax.request.stop_strings import StopSearch, StopStrings
 from orca_jax.request.token_text import TextDecoder, TokenText, UnsupportedDecoder, token_decoder
 
