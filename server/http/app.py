@@ -98,6 +98,7 @@ def create_app(
         uploads = {files.router.prefix: Upload(files.most_bytes(options.batch_bytes), files.UPLOAD_SECONDS)}
     handle_errors(app)
     app.openapi = cache(partial(describe, app, keyed=api_keys.required))
+    app.state.document = None  # made at the first request
     app.add_route(DOCUMENT, document, include_in_schema=False)
     bounds = {"max_bytes": options.max_body_bytes, "seconds": options.body_timeout}
     limited = BodyLimit(app, **bounds, uploads=uploads)

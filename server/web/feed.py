@@ -71,13 +71,13 @@ class LiveFeed:
     """All viewers of one server. Use it on the gateway's event loop.
 
     With `shows_ids` False the messages leave out the requests' ids: viewers may not be those who chose them.
-    They tell of the long holds that `watchdog` sees too.
+    With a `watchdog` there is a message for each of its long holds.
     """
 
     def __init__(self, gateway: Gateway, *, shows_ids: bool = True, watchdog: Watchdog | None = None) -> None:
         self._gateway = gateway
         self._watchdog = watchdog
-        self._n_holds = 0  # that the viewers know
+        self._n_holds = 0  # those sent so far
         self._shows_ids = shows_ids
         self._run_id = secrets.token_hex(8)  # another run counts requests and iterations anew
         self._viewers: list[Viewer] = []

@@ -177,8 +177,9 @@ def test_an_idle_thread_does_the_next_work(monkeypatch: pytest.MonkeyPatch) -> N
     async def main() -> None:
         lane = Lane("test", threads=2)
         first = await lane.run(1, threading.current_thread)
-        while not lane._n_idle:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(SOON):
+            while not lane._n_idle:
+                await asyncio.sleep(0)
         assert await lane.run(1, threading.current_thread) is first
 
     monkeypatch.setattr(threading.Thread, "start", counted)
