@@ -1,4 +1,4 @@
-"""The real scheduler on a virtual clock, with faults drawn from a seed. No JAX.
+"""The real scheduler on a virtual clock. No JAX.
 
-Start with simulation.py; faults.py loses workers, as fault_trace.py says.
+Start with simulation.py.
 """

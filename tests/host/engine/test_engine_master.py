@@ -15,7 +15,7 @@ from orca_jax.request.sampled import LOGPROBS, Sampled
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import never
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.simulation.tokens import SimulatedConstraint
+from tests.host.simulation.tokens import SimulatedConstraint
 
 CONFIG = ServingConfig(max_batch_size=6, n_slots=256, max_batch_tokens=128, block_size=4)
 

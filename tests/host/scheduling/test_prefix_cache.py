@@ -23,9 +23,9 @@ from orca_jax.scheduling.prefix_lookup import (
     publish_full_blocks,
 )
 from orca_jax.scheduling.restart import fail_all
-from orca_jax.simulation.fault_trace import Fault, FaultTrace, PlannedRequest
-from orca_jax.simulation.faults import FaultSimulation
 from orca_jax.simulation.simulation import Simulation
+from tests.host.simulation.fault_trace import Fault, FaultTrace, PlannedRequest
+from tests.host.simulation.faults import FaultSimulation
 
 SIZE = 4
 

@@ -15,7 +15,7 @@ from orca_jax.errors import LossCause
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.quarantine import Suspicion
-from orca_jax.simulation.fault_trace import (
+from tests.host.simulation.fault_trace import (
     DEADLINES,
     Fault,
     FaultKind,
@@ -25,8 +25,8 @@ from orca_jax.simulation.fault_trace import (
     random_fault_trace,
     switched,
 )
-from orca_jax.simulation.faults import FaultSimulation
-from orca_jax.simulation.workers import HIDDEN_BYTES, Poison, Timing
+from tests.host.simulation.faults import FaultSimulation
+from tests.host.simulation.workers import HIDDEN_BYTES, Poison, Timing
 from tests.random_pieces import RandomPieces
 
 N_SEEDS = 5_000  # with switches; half as many without

@@ -9,8 +9,8 @@ from typing import Literal
 from orca_jax.config import ORCA, Deadlines, QueueOrder, SchedulingConfig
 from orca_jax.request.request import FinishReason
 from orca_jax.scheduling.blocks import round_up
-from orca_jax.simulation.lines import Damage
-from orca_jax.simulation.workers import Poison, Timing
+from tests.host.simulation.lines import Damage
+from tests.host.simulation.workers import Poison, Timing
 
 DEADLINES = Deadlines(
     iteration_seconds=2.0, worker_seconds=4.0, ready_seconds=12.0, retry_seconds=0.5, look_seconds=12.0

@@ -23,12 +23,12 @@ from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.scheduling.waiting_queue import waiting_queue
 from orca_jax.simulation.engine import VirtualClock
-from orca_jax.simulation.fault_trace import DEADLINES, Fault, FaultTrace, PlannedEnd, PlannedRequest
-from orca_jax.simulation.lines import SimulatedLines
-from orca_jax.simulation.tokens import SimulatedConstraint, undisturbed_tokens
-from orca_jax.simulation.workers import KILLED, SimulatedStage
 from orca_jax.workers.controller import Controller
 from orca_jax.workers.loss_cause import cause_of_states
+from tests.host.simulation.fault_trace import DEADLINES, Fault, FaultTrace, PlannedEnd, PlannedRequest
+from tests.host.simulation.lines import SimulatedLines
+from tests.host.simulation.tokens import SimulatedConstraint, undisturbed_tokens
+from tests.host.simulation.workers import KILLED, SimulatedStage
 
 VOCAB_SIZE = 97
 STOP_TOKEN = 5

@@ -20,10 +20,10 @@ from orca_jax.control.worker_pb2 import Tokens
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.request.sampled import Sampled
-from orca_jax.simulation.lines import SimulatedLines
-from orca_jax.simulation.tokens import prefix_digest, through_stage, token_of
 from orca_jax.workers.controller import Controller
 from orca_jax.workers.loss_cause import ProcessState
+from tests.host.simulation.lines import SimulatedLines
+from tests.host.simulation.tokens import prefix_digest, through_stage, token_of
 
 _LOST = 777_777  # the value of a cache slot that was never written
 CRASHED, KILLED = -signal.SIGSEGV, -signal.SIGKILL  # statuses of processes, as in ProcessState
