@@ -76,7 +76,8 @@ def convert_checkpoint(
     arrays = None if to in ("safetensors", "orbax") else _TrainersArrays(model, to)
     table = parameter_table(model)
     dtypes = {
-        name: table[name].dense_dtype(_DTYPES[dtype]) if dtype else _own_dtype(parts[name]) for name in table
+        name: table[name].dense_dtype(_DTYPES[dtype]) if dtype else _stored_dtype(parts[name])
+        for name in table
     }
     reader = _Reader(parts, table, dtypes, on_bytes)
     try:
@@ -121,7 +122,7 @@ def _config_json(directory: Path, model: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != "quantization_config"}
 
 
-def _own_dtype(parts: Parts) -> np.dtype:
+def _stored_dtype(parts: Parts) -> np.dtype:
     """The dtype in which a parameter is stored; float32 if its tensors differ."""
     elements = {tensor.element for tensor in parts.tensors}
     return elements.pop() if len(elements) == 1 else _DTYPES["float32"]

@@ -214,8 +214,8 @@ def _as_matrix(
     where, found = _array(description.checkpoint, stored), tuple(store.shape)
     shape = parameter.shape
     axes = _merged(found, expected)
-    own_shape = found == expected or (not wanted.transpose and len(wanted.names) == 1 and found == shape)
-    if axes is None or not (own_shape or wanted.reshape):
+    shape_fits = found == expected or (not wanted.transpose and len(wanted.names) == 1 and found == shape)
+    if axes is None or not (shape_fits or wanted.reshape):
         hint = '; "reshape": true merges neighbouring axes' if axes is not None else ""
         listed = list(shape) if len(wanted.names) == 1 and not wanted.transpose else list(expected)
         raise TensorMismatch(

@@ -225,8 +225,8 @@ class ControlLine:
                 outbox.end()  # otherwise the gRPC thread that reads it would wait forever
                 with self._changed:
                     self._call = self._outbox = None
-                    own_reason = self._why
+                    reason = self._why
             code, details = call.code(), call.details()
-        if own_reason:
-            return joined, grpc.StatusCode.CANCELLED, own_reason
+        if reason:
+            return joined, grpc.StatusCode.CANCELLED, reason
         return joined, code, details or "the worker ended it"

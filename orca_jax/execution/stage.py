@@ -39,7 +39,7 @@ from orca_jax.model.transformer import Parameters, Transformer
 from orca_jax.request.routed_experts import Routing
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
-from orca_jax.user_model.decoder import OwnParameters
+from orca_jax.user_model.decoder import UserParameters
 
 _GPU_OPTIONS: dict[str, str | bool] = {
     # Where weights and caches fill most of the memory, XLA would compute products twice to save temporaries,
@@ -92,7 +92,7 @@ class Stage:
         command_buffer_collectives: bool = False,
     ) -> None:
         self.part = part
-        by_user = isinstance(parameters, OwnParameters)
+        by_user = isinstance(parameters, UserParameters)
         # A layer that a user wrote may need all tokens to the end.
         self.host_buffer = HostBuffer(attention, last=part.last and not by_user)
         self.score_buffer = HostBuffer(attention, last=False)

@@ -26,7 +26,7 @@ from orca_jax.model.shard import ALONE, Shard
 from orca_jax.model.transformer import Transformer
 from orca_jax.request.routed_experts import Routing
 from orca_jax.sharding.partition import StagePart
-from orca_jax.user_model.decoder import OwnDecoder
+from orca_jax.user_model.decoder import UserDecoder
 
 Weights = Sequence[Array]
 
@@ -55,7 +55,7 @@ class StageModel:
         """The share of the device that runs the program."""
         return self.part.group.shard() if self.by_hand else ALONE
 
-    def model(self, weights: Weights) -> Transformer | OwnDecoder:
+    def model(self, weights: Weights) -> Transformer | UserDecoder:
         """The model with these weights."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
 
@@ -110,7 +110,7 @@ def forward(
 
 
 class _LastLayer(NamedTuple):
-    model: Transformer | OwnDecoder
+    model: Transformer | UserDecoder
     iteration: Iteration
     batch: FlatArrays
     output: LayerOutput

@@ -109,7 +109,7 @@ def heads_of_tensors(order: HeadOrder, attention: Attention) -> tuple[int, ...]:
             return (stored,)
 
 
-def own_order(parameter: Parameter, attention: Attention) -> HeadOrder | None:
+def engine_order(parameter: Parameter, attention: Attention) -> HeadOrder | None:
     """Our order of a parameter's heads; None where it has no heads, or all orders are the same."""
     if attention.group == 1 or attention.latent is not None:
         return None

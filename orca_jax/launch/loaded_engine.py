@@ -23,7 +23,7 @@ from orca_jax.planning.stage_layers import split_summary
 from orca_jax.sharding.device_group import default_dtype, device_name
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.random_parameters import random_parameters
-from orca_jax.user_model.find import own_stages
+from orca_jax.user_model.find import user_stages
 
 
 def load_stages(
@@ -74,21 +74,20 @@ def loaded_engine(
     dtype = config.dtype or default_dtype(devices[0])
     if devices[0].platform == "cpu":
         keep_large_buffers()
-        own = found.config
         build_all_ahead(
-            own.head_size,
+            found.config.head_size,
             config.block_size,
             dtype,
-            experts=own.kind_of_experts,
-            value_size=own.attention.value_part,
+            experts=found.config.kind_of_experts,
+            value_size=found.config.attention.value_part,
             steady=config.deterministic,
         )
     parts = split_model(found.config, devices, config)
     module = None
-    if found.own is None:
+    if found.user_model is None:
         model, parameters = load_stages(found, parts, config, jnp.dtype(dtype), on_load)
     else:
-        module = own_stages(found.own, found.config, parts, jnp.dtype(dtype))
+        module = user_stages(found.user_model, found.config, parts, jnp.dtype(dtype))
         model, parameters = found.config, module
     n_devices = config.n_devices
     serving = chosen_sizes(

@@ -22,7 +22,7 @@ from orca_jax.execution.stage import StageWeights
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
-from orca_jax.families.stored_name import own_order
+from orca_jax.families.stored_name import engine_order
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.weight_form import Dense
 from orca_jax.host_memory import give_back
@@ -39,7 +39,7 @@ from orca_jax.launch.new_weights import (
 from orca_jax.model_files.weight_files import SINGLE
 from orca_jax.sharding.random_parameters import with_repeated_heads
 from orca_jax.sharding.specs import in_form, place_of_dense
-from orca_jax.user_model.decoder import OwnParameters
+from orca_jax.user_model.decoder import UserParameters
 
 # The file with the scale in a directory of adapters, next to the safetensors file of their arrays.
 ADAPTERS_JSON = "adapters.json"
@@ -65,7 +65,7 @@ class LocalMemory:
         stored: ModelConfig,
         model: ModelConfig,
         dtype: jnp.dtype,
-        module: Sequence[OwnParameters] | None = None,
+        module: Sequence[UserParameters] | None = None,
     ) -> None:
         self._workers = workers
         self._stages = [StageWeights(worker.stage) for worker in workers]
@@ -228,7 +228,7 @@ def _read_whole(tensor: StoredTensor) -> np.ndarray:
 class _ModuleWeights:
     """The weights of a module that a user wrote: new ones must have the same shapes and dtypes."""
 
-    def __init__(self, stages: Sequence[OwnParameters]) -> None:
+    def __init__(self, stages: Sequence[UserParameters]) -> None:
         self._held = {
             name: jax.ShapeDtypeStruct(array.shape, array.dtype)
             for stage in stages
@@ -301,7 +301,7 @@ class _Fitting:
         return stored.shape != held.shape or (self._repeats and self._has_heads(stored))
 
     def _has_heads(self, stored: Parameter) -> bool:
-        return own_order(stored, self._attention) is not None
+        return engine_order(stored, self._attention) is not None
 
     def _kind(self, name: str) -> tuple[Parameter, tuple[int, ...]]:
         """The key of the program that converts this weight; the same in all layers."""

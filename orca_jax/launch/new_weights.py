@@ -177,7 +177,7 @@ def check_adapters(
     own = any(name.endswith((LORA_A, LORA_B)) for name in arrays)
     if layout not in (None, "tunix") or (own and layout is not None):
         raise TensorMismatch(f"the new weights are adapters, which the layout {layout} does not have")
-    adapters = _own_adapters(pairs, stored, wrong) if own else _tunix_adapters(pairs, stored, wrong)
+    adapters = _named_adapters(pairs, stored, wrong) if own else _tunix_adapters(pairs, stored, wrong)
     _raise(wrong)
     return adapters
 
@@ -193,7 +193,7 @@ def adapted_weights(names: Collection[str], stored: ModelConfig) -> dict[str, st
     return {name: known.get(base, base) for name, base in bases.items()}
 
 
-def _own_adapters(
+def _named_adapters(
     pairs: Mapping[str, Mapping[str, Any]], stored: ModelConfig, wrong: list[str]
 ) -> dict[str, Adapter]:
     """Adapters of weights [*out, *into]: b [*out, r] times a [r, *into]."""

@@ -28,9 +28,8 @@ class FoundModel:
     """A model whose weights are not read yet; a preset has neither tokenizer nor directory.
 
     `config` has all end-of-sequence tokens: config.json's, the generation defaults' and the tokenizer's.
-    `text_directory` has the tokenizer's config and chat templates. `own` is the module of a model that a user
-    wrote (user_model/find.py). `note` is a line to show at load about fields of config.json that are not
-    used.
+    `text_directory` has the tokenizer's config and chat templates. `user_model` is a module of the user's
+    own class (user_model/find.py). `note` names fields of config.json that are not used, to show at load.
     """
 
     name: str
@@ -39,7 +38,7 @@ class FoundModel:
     directory: Path | None
     generation: GenerationDefaults = NO_DEFAULTS
     text_directory: Path | None = None
-    own: object | None = None
+    user_model: object | None = None
     note: str = ""
 
 

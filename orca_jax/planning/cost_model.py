@@ -198,10 +198,10 @@ def operations(
         n_operations = len(products) + sum(product.takes_attention for product in products)
         result[-n_operations:] = layer(products, window, last=True)
         result += [linear(product, sums.n_rows) for product in stage.after]
-        own_vocab, n_in = stage.head
-        n_logit_bytes = LOGIT_BYTES * sums.n_rows * own_vocab
-        n_head_bytes = weight_bytes * n_in * (own_vocab + sums.n_rows) + n_logit_bytes
-        result.append(Operation("head", n_head_bytes, 2 * sums.n_rows * n_in * own_vocab))
+        local_vocab, n_in = stage.head
+        n_logit_bytes = LOGIT_BYTES * sums.n_rows * local_vocab
+        n_head_bytes = weight_bytes * n_in * (local_vocab + sums.n_rows) + n_logit_bytes
+        result.append(Operation("head", n_head_bytes, 2 * sums.n_rows * n_in * local_vocab))
         vocab = model.padded_vocab_size  # each device samples from all logits
         result.append(Operation("sampler", LOGIT_BYTES * sums.n_rows * vocab, sums.n_rows * vocab))
     return result
@@ -318,8 +318,8 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
     encoder = [[*group] for _, group in groupby(encoder_layers_of(model, layers), lambda i: read[i])]
     head = None
     if layers.stop == model.n_layers:
-        own_vocab, n_in = (outside.get(HEAD) or outside[TOKEN_EMBEDDING]).local_shape(n_shards)
-        head = own_vocab, n_in
+        local_vocab, n_in = (outside.get(HEAD) or outside[TOKEN_EMBEDDING]).local_shape(n_shards)
+        head = local_vocab, n_in
     return _StageProducts(
         tables=tables(encoder=False),
         before=projections("first"),

@@ -11,7 +11,7 @@ import numpy as np
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
-from orca_jax.families.stored_name import head_places, own_order, size_of_heads
+from orca_jax.families.stored_name import engine_order, head_places, size_of_heads
 from orca_jax.families.weight_form import DENSE
 from orca_jax.model.transformer import Parameters, init_parameter
 from orca_jax.sharding.partition import Placement
@@ -37,7 +37,7 @@ def random_parameters(config: ModelConfig, seed: int, dtype: jnp.dtype, placemen
 
     def draw(name: str, places: Any) -> Any:
         parameter = table[name]
-        repeats = own_order(parameter, stored.attention) is not None and config.attention.kv_repeats > 1
+        repeats = engine_order(parameter, stored.attention) is not None and config.attention.kv_repeats > 1
         if parameter.form == DENSE and not repeats:  # its axes do not matter then
             parameter = Parameter((), parameter.shape, parameter.initial, "linear")
         leaves, tree = jax.tree.flatten(places)
@@ -48,7 +48,7 @@ def random_parameters(config: ModelConfig, seed: int, dtype: jnp.dtype, placemen
 
 def with_repeated_heads(value: jax.Array, parameter: Parameter, attention: Attention) -> jax.Array:
     """Repeat the K/V heads of a parameter, which has each head once, as `attention` says."""
-    order = own_order(parameter, attention.repeated(1))
+    order = engine_order(parameter, attention.repeated(1))
     assert order is not None
     places = head_places(order, attention)
     heads = np.array([[place.head for place in slice_] for slice_ in places])  # [slices, K]

@@ -25,13 +25,13 @@ from orca_jax.model.transformer import LayersOutput
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.specs import CACHE_SPEC
 
-AttendOwn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+UserAttend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-class OwnLayer(Protocol):
+class UserLayer(Protocol):
     """A user's layer: an nnx module with this call."""
 
-    def __call__(self, x: jax.Array, positions: jax.Array, attend: AttendOwn, /) -> jax.Array:
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: UserAttend, /) -> jax.Array:
         """x [..., H] to [..., H]; positions are integers that broadcast against x without its last axis.
 
         `attend(q, k, v)`, which a layer calls once, is causal attention with the scale head_size ** -0.5. q
@@ -40,7 +40,7 @@ class OwnLayer(Protocol):
         ...
 
 
-class OwnModel(Protocol):
+class UserModel(Protocol):
     """A user's model: an nnx module with these attributes and methods.
 
     `layers` is an nnx.List of layers with equal numbers of heads. The model may also have `eos_token_ids`,
@@ -54,7 +54,7 @@ class OwnModel(Protocol):
     n_heads: int
     n_kv_heads: int
     head_size: int
-    layers: Sequence[Any]  # of OwnLayer
+    layers: Sequence[Any]  # of UserLayer
 
     def embed(self, token_ids: jax.Array, positions: jax.Array, /) -> jax.Array:
         """Embed token_ids at positions, both [...] int32, as the first layer's input [..., H]."""
@@ -65,7 +65,7 @@ class OwnModel(Protocol):
         ...
 
 
-def try_once(model: OwnModel) -> None:
+def try_once(model: UserModel) -> None:
     """Trace a forward pass of three tokens, without a device. Raises ConfigError for an unexpected shape."""
     n = 3
     query, key = (n, model.n_heads, model.head_size), (n, model.n_kv_heads, model.head_size)
@@ -106,7 +106,7 @@ def try_once(model: OwnModel) -> None:
     jax.eval_shape(forward, jax.ShapeDtypeStruct((n,), jnp.int32))
 
 
-class OwnParameters(dict[str, jax.Array]):
+class UserParameters(dict[str, jax.Array]):
     """The weights of one stage by their names in the user's model, and the decoder with these weights.
 
     `names` are the names of all leaves of the decoder's state, in the order of `jax.tree.flatten`. Leaves in
@@ -114,7 +114,7 @@ class OwnParameters(dict[str, jax.Array]):
     """
 
     def __init__(
-        self, decoder: "OwnDecoder", weights: dict[str, jax.Array], names: Sequence[str], optional: set[str]
+        self, decoder: "UserDecoder", weights: dict[str, jax.Array], names: Sequence[str], optional: set[str]
     ) -> None:
         super().__init__(weights)
         self.decoder = decoder
@@ -122,8 +122,8 @@ class OwnParameters(dict[str, jax.Array]):
         self.optional = optional
 
 
-class OwnDecoder(nnx.Module):
-    """A stage of an OwnModel, with the methods of a Transformer.
+class UserDecoder(nnx.Module):
+    """A stage of a UserModel, with the methods of a Transformer.
 
     `rest` is the model without its layers, on the first and the last stage. `mesh` has the devices over which
     the layers are split, and is None for one device.

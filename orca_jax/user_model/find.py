@@ -20,15 +20,15 @@ from orca_jax.model_files.found_model import FoundModel, find_model, is_function
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.partition import StagePart
-from orca_jax.user_model.decoder import OwnDecoder, OwnParameters, try_once
+from orca_jax.user_model.decoder import UserDecoder, UserParameters, try_once
 
 _SIZES = ("vocab_size", "n_positions", "hidden_size", "n_heads", "n_kv_heads", "head_size")
 
 
 def find_any_model(config: EngineConfig) -> FoundModel:
-    """Find the model of `config`: a name or directory as in `find_model`, or an OwnModel.
+    """Find the model of `config`: a name or directory as in `find_model`, or a UserModel.
 
-    An OwnModel is the module itself, or "package.file:function" for a function that makes it. Raises
+    A UserModel is the module itself, or "package.file:function" for a function that makes it. Raises
     ConfigError or a CheckpointError.
     """
     model: Any = config.model
@@ -39,21 +39,21 @@ def find_any_model(config: EngineConfig) -> FoundModel:
         tokenizer = config.tokenizer
     else:
         _check(model)
-        found = FoundModel(type(model).__name__, _config(model), None, None, own=model)
+        found = FoundModel(type(model).__name__, _config(model), None, None, user_model=model)
         tokenizer = config.tokenizer or getattr(model, "tokenizer", None)
     return found if tokenizer is None else with_tokenizer(found, tokenizer)
 
 
 def count_parameters(found: FoundModel) -> int:
     """Count the model's weights."""
-    if found.own is None:
+    if found.user_model is None:
         return parameter_count(found.config)
-    return sum(weight.size for weight in jax.tree.leaves(nnx.state(found.own, nnx.Param)))
+    return sum(weight.size for weight in jax.tree.leaves(nnx.state(found.user_model, nnx.Param)))
 
 
-def own_stages(
+def user_stages(
     model: Any, config: ModelConfig, parts: Sequence[StagePart], dtype: jnp.dtype
-) -> list[OwnParameters]:
+) -> list[UserParameters]:
     """Put the weights of each stage on its devices, floating-point ones in `dtype`. Raises ConfigError."""
     n_devices = len(parts[0].group)
     if config.n_kv_heads % n_devices:
@@ -63,16 +63,16 @@ def own_stages(
         )
     rest = nnx.clone(model)
     rest.layers = nnx.List([])
-    return [_own_stage(model, rest, config, part, dtype) for part in parts]
+    return [_stage(model, rest, config, part, dtype) for part in parts]
 
 
-def _own_stage(
+def _stage(
     model: Any, rest: nnx.Module, config: ModelConfig, part: StagePart, dtype: jnp.dtype
-) -> OwnParameters:
+) -> UserParameters:
     group = part.group
     layers = [model.layers[i] for i in part.layers]
     mesh = group.mesh if len(group) > 1 else None
-    decoder = OwnDecoder(config, layers, rest if part.first or part.last else None, mesh)
+    decoder = UserDecoder(config, layers, rest if part.first or part.last else None, mesh)
     graph, state = nnx.split(decoder)
     # Specs are in the module's metadata; a weight without one is whole on every device.
     specs = dict(nnx.to_flat_state(nnx.get_partition_spec(state)))
@@ -95,11 +95,11 @@ def _own_stage(
         name: value for name, value in placed.items() if value.dtype == dtype
     }  # model_dtype reads the first one
     ordered = jax.tree.leaves(nnx.from_flat_state(names))
-    return OwnParameters(decoder, floating | placed, ordered, optional)
+    return UserParameters(decoder, floating | placed, ordered, optional)
 
 
 def _name_in_model(path: Sequence[Any], first_layer: int) -> str:
-    """Turn a path in an OwnDecoder into the weight's path in the user's model, joined by dots."""
+    """Turn a path in a UserDecoder into the weight's path in the user's model, joined by dots."""
     kind, *inside = path
     if kind == "layers":
         return ".".join(map(str, (kind, first_layer + inside[0], *inside[1:])))
@@ -130,7 +130,7 @@ def _make(place: str) -> Any:
 
 
 def _check(model: Any) -> None:
-    """Raise ConfigError unless it is an OwnModel."""
+    """Raise ConfigError unless it is a UserModel."""
     kind, is_module = type(model).__name__, isinstance(model, nnx.Module)
     if not is_module:
         raise ConfigError(

@@ -8,11 +8,11 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from orca_jax.user_model.decoder import AttendOwn
+from orca_jax.user_model.decoder import UserAttend
 
 
 class FunctionModel(nnx.Module):
-    """An OwnModel (decoder.py) of three functions; `LLM(model=...)` takes it.
+    """A UserModel (decoder.py) of three functions; `LLM(model=...)` takes it.
 
     `embed(outside, token_ids, positions)`, `layer(weights, x, positions, attend)` and `unembed(outside, x)`
     are the methods there. `outside` and the `weights` of each of `layers` are pytrees of arrays; specs are
@@ -23,7 +23,7 @@ class FunctionModel(nnx.Module):
         self,
         *,
         embed: Callable[[Any, jax.Array, jax.Array], jax.Array],
-        layer: Callable[[Any, jax.Array, jax.Array, AttendOwn], jax.Array],
+        layer: Callable[[Any, jax.Array, jax.Array, UserAttend], jax.Array],
         unembed: Callable[[Any, jax.Array], jax.Array],
         outside: Any,
         layers: Sequence[Any],
@@ -46,11 +46,11 @@ class FunctionModel(nnx.Module):
         self._embed, self._unembed = embed, unembed
 
     def embed(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """OwnModel.embed."""
+        """UserModel.embed."""
         return self._embed(self.outside.tree(), token_ids, positions)
 
     def unembed(self, x: jax.Array) -> jax.Array:
-        """OwnModel.unembed."""
+        """UserModel.unembed."""
         return self._unembed(self.outside.tree(), x)
 
 
@@ -74,7 +74,7 @@ class _Layer(nnx.Module):
         self._function = function
         self.weights = weights
 
-    def __call__(self, x: jax.Array, positions: jax.Array, attend: AttendOwn) -> jax.Array:
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: UserAttend) -> jax.Array:
         return self._function(self.weights.tree(), x, positions, attend)
 
 
