@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
+from orca_jax.request.request import Request
+from orca_jax.scheduling.timeline import IterationRecord, RequestRecord, TimelineObserver
 
 EDGE = 10  # throughput leaves out the first and the last tenth of the ends
 
@@ -50,8 +51,8 @@ class Served:
         return asdict(self)
 
 
-class StreamedFigures:
-    """A timeline's observer: keeps two numbers per request, and sums over iterations."""
+class StreamedFigures(TimelineObserver):
+    """Keeps two numbers per request, and sums over iterations."""
 
     def __init__(self) -> None:
         self.normalized = array("d")  # seconds
@@ -65,10 +66,7 @@ class StreamedFigures:
         self.n_iterations += 1
         self.n_rows += record.n_rows
 
-    def delivered(self, gaps: "array[float]", first: Sequence[RequestRecord]) -> None:
-        """Gaps between tokens are not used here."""
-
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, record: RequestRecord, request: Request) -> None:
         """Record its normalized latency, and when it ended."""
         assert record.normalized_latency is not None and record.finished is not None
         self.normalized.append(record.normalized_latency)

@@ -1,8 +1,7 @@
 """The timeline: when each request and each iteration started and ended.
 
 The scheduler writes the records; times are in seconds of the given clock. Memory is bounded, because only the
-newest records are kept. Statistics over all records come from a TimelineObserver. A TimelineWatcher gets each
-event with its requests.
+newest records are kept. Statistics over all records come from a TimelineObserver.
 """
 
 from array import array
@@ -10,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Literal, Protocol
+from typing import Literal
 
 from orca_jax.iteration.shape import bucket_for
 from orca_jax.request.request import FinishReason, Request, RequestState, Row
@@ -107,15 +106,21 @@ class IterationRecord:
         return self.bucket - self.n_tokens
 
 
-class TimelineObserver(Protocol):
-    """Receives events on the scheduler's thread.
+class TimelineObserver:
+    """Receives events; override the methods of interest.
 
-    Every call delays the scheduler, so it must be short. If a call raises, the service fails.
+    All but `arrived` are called on the scheduler's thread. Every call delays the scheduler, so it must be
+    short. If a call raises, the service fails.
     """
+
+    def arrived(self, request: Request, at: float) -> None:
+        """A request enters the pool at `at` seconds. Called on the user's thread, under the pool's lock."""
+
+    def issued(self, record: IterationRecord, rows: Sequence[Row]) -> None:
+        """An iteration is about to be issued: slots are allocated; requests' states have not changed yet."""
 
     def returned(self, record: IterationRecord) -> None:
         """An iteration returned from the engine."""
-        ...
 
     def delivered(self, gaps: "array[float]", first: Sequence[RequestRecord]) -> None:
         """The tokens of an iteration are about to be delivered.
@@ -123,34 +128,9 @@ class TimelineObserver(Protocol):
         `first` are the requests that get their first token. `gaps` has an entry for each other token: the
         seconds since the previous token of the same request.
         """
-        ...
-
-    def ended(self, record: RequestRecord) -> None:
-        """A request ended, for any reason."""
-        ...
-
-
-class TimelineWatcher(Protocol):
-    """Receives events with their requests. Calls must be short and must not raise, as a TimelineObserver's.
-
-    All methods but `arrived` are called on the scheduler's thread.
-    """
-
-    def arrived(self, request: Request, at: float) -> None:
-        """A request enters the pool at `at` seconds. Called on the user's thread, under the pool's lock."""
-        ...
-
-    def issued(self, record: IterationRecord, rows: Sequence[Row]) -> None:
-        """An iteration is about to be issued: slots are allocated; requests' states have not changed yet."""
-        ...
-
-    def returned(self, record: IterationRecord) -> None:
-        """An iteration returned from the engine."""
-        ...
 
     def ended(self, record: RequestRecord, request: Request) -> None:
         """A request ended, for any reason."""
-        ...
 
 
 class Timeline:
@@ -166,7 +146,6 @@ class Timeline:
         self.iterations: deque[IterationRecord] = deque(maxlen=max_records)
         self.requests: deque[RequestRecord] = deque(maxlen=max_records)
         self.observers: tuple[TimelineObserver, ...] = ()
-        self.watchers: tuple[TimelineWatcher, ...] = ()
         self.n_arrived = 0  # requests so far
         self.now = clock
         self.bucket_sizes = bucket_sizes
@@ -184,8 +163,8 @@ class Timeline:
             request.request_id, request.n_input, now, token_times=request.token_times, arrival=request.arrival
         )
         self._live[request.arrival] = record
-        for watcher in self.watchers:
-            watcher.arrived(request, now)
+        for observer in self.observers:
+            observer.arrived(request, now)
 
     def use_buckets(self, sizes: Sequence[int]) -> None:
         """Pad batches to these ascending sizes from now on."""
@@ -217,8 +196,8 @@ class Timeline:
                 request_record.n_cached = req.n_cached
             elif request_record.interruptions and request_record.interruptions[-1].resumed is None:
                 request_record.interruptions[-1].resumed = now
-        for watcher in self.watchers:
-            watcher.issued(record, rows)
+        for observer in self.observers:
+            observer.issued(record, rows)
         return record
 
     def returned(self, record: IterationRecord) -> None:
@@ -226,8 +205,6 @@ class Timeline:
         record.returned = self.now()
         for observer in self.observers:
             observer.returned(record)
-        for watcher in self.watchers:
-            watcher.returned(record)
 
     def interrupted(self, requests: Collection[Request], cause: Cause) -> None:
         """Record that these requests must compute their tokens again."""
@@ -265,11 +242,8 @@ class Timeline:
         for observer in self.observers:
             if gaps or first:
                 observer.delivered(gaps, first)
-            for record, _ in ended:
-                observer.ended(record)
-        for watcher in self.watchers:
             for record, request in ended:
-                watcher.ended(record, request)
+                observer.ended(record, request)
 
     def live(self) -> dict[int, RequestRecord]:
         """A copy of the live requests' records by arrival number. May be called from any thread."""

@@ -100,7 +100,7 @@ class Orca:
         )
         self.scheduler = Scheduler(self.pool, engine, kv, config=config, timeline=self.timeline)
         if recorder is not None:
-            self.timeline.watchers = (TimelineRecorder(recorder, self.scheduler),)
+            self.timeline.observers = (TimelineRecorder(recorder, self.scheduler),)
         self.recovery = Recovery(self.scheduler, bound=restarts or RestartBound(), clock=clock)
         self._step = self.recovery.turn(self._has_other_work)
         self.interludes = Interludes(

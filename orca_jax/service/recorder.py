@@ -20,7 +20,7 @@ from orca_jax.request.request import FinishReason, Request, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.request_pool import InArrivalOrder, RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
-from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
+from orca_jax.scheduling.timeline import IterationRecord, RequestRecord, TimelineObserver
 from orca_jax.service.iteration_lines import IterationLines
 
 RECORDING_VERSION = 1
@@ -250,15 +250,12 @@ class RecordedPool(RequestPool):
         self._unseen.clear()
 
 
-class TimelineRecorder:
-    """A TimelineWatcher that records iterations and ends; RecordedPool records arrivals."""
+class TimelineRecorder(TimelineObserver):
+    """Records iterations and ends; RecordedPool records arrivals."""
 
     def __init__(self, recorder: Recorder, scheduler: Scheduler) -> None:
         self._recorder = recorder
         self._lines = IterationLines(scheduler)
-
-    def arrived(self, request: Request, at: float) -> None:
-        pass
 
     def issued(self, record: IterationRecord, rows: Sequence[Row]) -> None:
         self._lines.begin(record, rows)["turn"] = self._recorder.turn

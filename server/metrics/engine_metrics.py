@@ -24,10 +24,10 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from orca_jax.request.request import FinishReason
+from orca_jax.request.request import FinishReason, Request
 from orca_jax.scheduling.cache_kinds import slots_to_reserve
 from orca_jax.scheduling.select import Why
-from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
+from orca_jax.scheduling.timeline import IterationRecord, RequestRecord, TimelineObserver
 from orca_jax.service.orca import Orca
 from server.gateway.served_model import ServedModel
 from server.metrics.worker_metrics import worker_metrics
@@ -146,7 +146,7 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
 }
 
 
-class EngineMetrics:
+class EngineMetrics(TimelineObserver):
     """Observes the timeline, on the timeline's threads. `collect` may be called on any thread.
 
     Prompt tokens count when the first output token comes, because only then have they been processed.
@@ -205,7 +205,7 @@ class EngineMetrics:
                 self._first_token.observe(record.time_to_first_token)
                 self._queue_time.observe(record.queue_time)
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, record: RequestRecord, request: Request) -> None:
         assert record.finish_reason is not None and record.finished is not None
         with self._lock:
             self._n_ended[record.finish_reason] += 1

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from typing import Protocol
 
 from orca_jax.errors import ConfigError, install_line
-from orca_jax.request.request import Request, Row
-from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
+from orca_jax.request.request import Request
+from orca_jax.scheduling.timeline import RequestRecord, TimelineObserver
 from server.gateway.served_model import ServedModel
 from server.tracing.call import AttributeValue, Call, Choice
 
@@ -39,8 +39,8 @@ class Writer(Protocol):
         ...
 
 
-class Tracing:
-    """A TimelineWatcher of one server. The endpoints call `begin` and `end` on their event loop.
+class Tracing(TimelineObserver):
+    """Follows the requests of one server. The endpoints call `begin` and `end` on their event loop.
 
     A request in the service belongs to the call whose task submits it. The scheduler's thread only stores the
     record of each request that ends; another thread makes all spans later. Calls that come too fast for that
@@ -61,7 +61,7 @@ class Tracing:
         """Begin to trace the model's requests. Call it while none is live."""
         self._model = model.name
         timeline = model.service.timeline
-        timeline.watchers = (*timeline.watchers, self)
+        timeline.observers = (*timeline.observers, self)
         self._thread.start()
 
     def close(self) -> None:
@@ -116,12 +116,6 @@ class Tracing:
             choice = Choice.of(request, at)
             call.choices.append(choice)
             self._live[request.arrival] = choice
-
-    def issued(self, record: IterationRecord, rows: Sequence[Row]) -> None:
-        pass
-
-    def returned(self, record: IterationRecord) -> None:
-        pass
 
     def ended(self, record: RequestRecord, request: Request) -> None:
         choice = self._live.pop(record.arrival, None)

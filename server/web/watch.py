@@ -7,7 +7,7 @@ from typing import Any
 
 from orca_jax.engine.stage_counters import IterationTimes
 from orca_jax.request.request import Request, Row
-from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
+from orca_jax.scheduling.timeline import IterationRecord, RequestRecord, TimelineObserver
 from orca_jax.service.iteration_lines import IterationLines
 from orca_jax.service.orca import Orca
 from server.gateway.served_model import ServedModel
@@ -19,8 +19,8 @@ _LINE = 8  # numbers that a line counts as, besides those in its lists
 _SAME_CLOCK = 1.0  # seconds: a report that seems to take longer comes from another machine's clock
 
 
-class Watch:
-    """A TimelineWatcher with a buffer of lines. Once it is full, iterations are only counted.
+class Watch(TimelineObserver):
+    """A buffer of lines. Once it is full, iterations are only counted.
 
     Lines have no text but the requests' ids, and these only with `shows_ids`. `take` is for one thread.
     """
@@ -36,12 +36,12 @@ class Watch:
     def start(self) -> None:
         """Watch from now on."""
         timeline = self._service.timeline
-        timeline.watchers = (*timeline.watchers, self)
+        timeline.observers = (*timeline.observers, self)
 
     def stop(self) -> None:
         """Stop watching."""
         timeline = self._service.timeline
-        timeline.watchers = tuple([watcher for watcher in timeline.watchers if watcher is not self])
+        timeline.observers = tuple([other for other in timeline.observers if other is not self])
 
     def take(self) -> list[Line]:
         """Remove and return the lines of the buffer, oldest first."""

@@ -143,7 +143,7 @@ def test_iterations_during_a_pause_of_the_view_are_counted(browser: Browser) -> 
         n_before = len(server.service.timeline.iterations)
         page.get_by_role("button", name="Pause").click()
         expect(page.locator("#phase")).to_have_text("view paused")
-        until(page, "the viewer's end", lambda: not server.service.timeline.watchers)
+        until(page, "the viewer's end", lambda: not server.watchers)
         complete(server, "unseen", 7)
         n_unseen = len(server.service.timeline.iterations) - n_before
         page.get_by_role("button", name="Pause").click()

@@ -26,6 +26,7 @@ from orca_jax.request.chat.chat_template import ChatTemplate
 from orca_jax.request.request import Request
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling.engine_protocol import Engine
+from orca_jax.scheduling.timeline import TimelineObserver
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.orca import Orca
 from server.commands.endpoints import Endpoints
@@ -37,6 +38,7 @@ from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 from server.tracing.tracing import Tracing
 from server.web.feed import LiveFeed, LiveView
+from server.web.watch import Watch
 from tests.endpoint.obedient import obedient
 from tests.gpt_config import gpt_config
 from tests.host.engines import LETTERS, SOON, PacedEngine, at_rest, counting, orca, simulated
@@ -72,6 +74,11 @@ class Server:
             return function()
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(SOON)
+
+    @property
+    def watchers(self) -> list[TimelineObserver]:
+        """What follows single requests: live views and traces."""
+        return [one for one in self.service.timeline.observers if isinstance(one, Watch | Tracing)]
 
     def at_rest(self) -> bool:
         """Whether no request is live in the pool or the gateway and all slots are free."""

@@ -365,4 +365,4 @@ def test_a_reused_id_never_mixes_two_calls():
 
 
 def test_nothing_watches_a_server_without_traces(server: Any):
-    assert server.service.timeline.watchers == ()
+    assert server.watchers == []

@@ -132,14 +132,14 @@ def test_a_new_viewer_learns_of_live_requests() -> None:
 
 def test_the_feed_costs_nothing_without_viewers() -> None:
     with serving() as server:
-        assert server.service.timeline.watchers == ()
+        assert server.watchers == []
         with watching(server) as one, watching(server) as two:
             next(one)
             next(two)
-            assert len(server.service.timeline.watchers) == 1
+            assert len(server.watchers) == 1
             complete(server, "ab", 2)
             assert until_finished(one, 1) == until_finished(two, 1)
-        until(lambda: server.service.timeline.watchers == (), "the last viewer's end")
+        until(lambda: server.watchers == [], "the last viewer's end")
 
 
 def test_a_key_is_needed_and_several_keys_hide_the_ids() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from orca_jax.config import SchedulingConfig, ServingConfig
 from orca_jax.request.request import Request, Row
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
+from orca_jax.scheduling.timeline import IterationRecord, TimelineObserver
 from orca_jax.service.iteration_lines import IterationLines
 from orca_jax.simulation.simulation import Simulation
 
@@ -19,16 +19,13 @@ ORCA = SchedulingConfig(policy="orca", chunked_prefill=False, prefix_caching=Fal
 SERVING = SchedulingConfig()
 
 
-class Watched:
-    """A TimelineWatcher that keeps the lines of all iterations."""
+class Watched(TimelineObserver):
+    """Keeps the lines of all iterations."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.lines: list[dict[str, Any]] = []
         self._lines = IterationLines(simulation.scheduler)
-        simulation.timeline.watchers = (self,)
-
-    def arrived(self, request: Request, at: float) -> None:
-        pass
+        simulation.timeline.observers = (self,)
 
     def issued(self, record: IterationRecord, rows: Sequence[Row]) -> None:
         self._lines.begin(record, rows)
@@ -37,9 +34,6 @@ class Watched:
         line = self._lines.end(record)
         assert line is not None and line["returned"] == record.returned
         self.lines.append(line)
-
-    def ended(self, record: RequestRecord, request: Request) -> None:
-        pass
 
 
 def run(

@@ -9,7 +9,13 @@ import pytest
 from orca_jax.iteration.shape import bucket_sizes
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.timeline import Interruption, IterationRecord, RequestRecord, Timeline
+from orca_jax.scheduling.timeline import (
+    Interruption,
+    IterationRecord,
+    RequestRecord,
+    Timeline,
+    TimelineObserver,
+)
 
 
 class Clock:
@@ -184,7 +190,7 @@ def test_a_request_is_scheduled_once_however_often_it_runs(clock: Clock):
     assert (waited.scheduled, waited.queue_time) == (None, None)
 
 
-class Listener:
+class Listener(TimelineObserver):
     """Writes down what it hears, with the time."""
 
     def __init__(self, clock: Clock) -> None:
@@ -198,7 +204,7 @@ class Listener:
         firsts = [(record.request_id, record.time_to_first_token) for record in first]
         self.heard.append((self._clock.now, "delivered", list(gaps), firsts))
 
-    def ended(self, record: RequestRecord) -> None:
+    def ended(self, record: RequestRecord, request: Request) -> None:
         self.heard.append(
             (self._clock.now, "ended", record.request_id, record.finish_reason, record.n_output)
         )
