@@ -18,11 +18,10 @@ from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest
 from server.gateway.served_model import ServedModel
 from server.rpc import generation_pb2 as pb
-from server.rpc.field_count import MAX_FIELDS, has_too_many_fields
+from server.rpc.field_count import MAX_FIELDS, MAX_NUMBERS, has_too_long_list, has_too_many_fields
 
 M = TypeVar("M", bound=Message)
 
-MAX_NUMBERS = 1_000_000
 _AT_ONCE = 65_536
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -30,9 +29,15 @@ _FINISH_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH
 
 
 def parsed(kind: type[M], data: bytes) -> M:
-    """Parse a message. Raises InvalidRequest if it is malformed, or has unknown fields or too many fields."""
+    """Parse a message.
+
+    Raises InvalidRequest if it is malformed, or has unknown fields, too many fields or a too long list.
+    """
     if len(data) > MAX_FIELDS and has_too_many_fields(kind.DESCRIPTOR, data):
         raise InvalidRequest(f"the message has more than {MAX_FIELDS} fields; send less", param="message")
+    if len(data) > MAX_NUMBERS and has_too_long_list(kind.DESCRIPTOR, data):
+        text = f"a list in the message has more than {MAX_NUMBERS} numbers; send fewer"
+        raise InvalidRequest(text, param="message")
     try:
         message = kind.FromString(data)
     except DecodeError as error:

@@ -6,9 +6,10 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orca_jax.errors import InvalidRequest
 from server.rpc import field_count, messages
 from server.rpc import generation_pb2 as pb
-from server.rpc.field_count import has_too_many_fields
+from server.rpc.field_count import has_too_long_list, has_too_many_fields
 from tests.endpoint.harness import serving
 
 KIND = pb.GenerateRequest.DESCRIPTOR
@@ -84,12 +85,37 @@ def test_too_many_fields_are_rejected_unparsed(data: bytes, monkeypatch: pytest.
     assert caught.value.details() == "the message has more than 16384 fields; send less"
 
 
+@pytest.mark.parametrize("split", [1, 3])
+def test_long_lists_are_rejected_unparsed(split: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of its own, one within another message, and small numbers beside numbers of five bytes."""
+    monkeypatch.setattr(field_count, "MAX_NUMBERS", 9)
+    monkeypatch.setattr(messages, "MAX_NUMBERS", 9)
+
+    def sampling(n: int) -> pb.GenerateRequest:
+        return pb.GenerateRequest(
+            text="a" * 20, sampling=pb.SamplingParams(stop_token_ids=[2**30, 3] * split + [1] * n)
+        )
+
+    def allowed(n: int) -> pb.GenerateRequest:
+        ids = pb.TokenIds(ids=[2**30, 3] * split + [1] * n)
+        return pb.GenerateRequest(sampling=pb.SamplingParams(allowed_token_ids=ids))
+
+    for make in (sampling, allowed):
+        for n in range(20):
+            data = make(n).SerializeToString()
+            slack = 2 if make is sampling else 0  # a bare list's head is not among its bytes
+            assert has_too_long_list(KIND, data) == (2 * split + n > 9 + slack), n
+    with pytest.raises(InvalidRequest, match="more than 9 numbers"):
+        messages.parsed(pb.GenerateRequest, allowed(20).SerializeToString())
+
+
 def test_packed_numbers_are_one_field() -> None:
     with serving() as server, grpc.insecure_channel(server.grpc_address) as channel:
         call = channel.unary_stream(GENERATE)
         for ids, message in (
             ([5] * 200_000, "200000 tokens"),
-            ([5] * 1_000_001, "1000001 token ids; 1000000"),
+            ([200] * 1_000_000, "1000000 tokens"),
+            ([200] * 1_000_001, "has more than 1000000 numbers"),
         ):
             data = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids)).SerializeToString()
             with pytest.raises(grpc.RpcError) as caught:
