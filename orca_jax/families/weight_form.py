@@ -35,6 +35,11 @@ class WeightForm(Protocol):
         ...
 
     @property
+    def multiple(self) -> int:
+        """The number of inputs that a device holds is a multiple of this."""
+        ...
+
+    @property
     def fixed(self) -> str | None:
         """Why a weight in this form cannot be replaced by new numbers; None if it can."""
         ...
@@ -59,6 +64,7 @@ class Dense:
 
     exact: bool = False
     stored: bool = True
+    multiple: int = 1
     fixed: str | None = None
 
     def dtype(self, dtype: npt.DTypeLike) -> np.dtype[Any]:

@@ -51,6 +51,7 @@ class Mxfp4:
     """The form of experts that stay in MXFP4: each row has its numbers, two in a byte, then their scales."""
 
     stored: bool = True
+    multiple: int = BLOCK
     fixed: str | None = (
         "weights cannot be replaced while experts are packed in MXFP4; load the model without "
         'load_format="packed"'

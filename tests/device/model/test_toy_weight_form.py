@@ -41,6 +41,7 @@ class Int8:
     """The form: numbers from -64 to 64, and float32 scales, one for all inputs of an output."""
 
     stored: bool = False
+    multiple: int = 1
     fixed: str | None = None
 
     def arrays(self, shape: tuple[int, ...], n_in: int, dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
