@@ -27,7 +27,6 @@ from orca_jax.model.routed import DeviceRouted, Routed, RoutedAgain
 from orca_jax.model.transformer import Parameters
 from orca_jax.model.weight import model_dtype
 from orca_jax.request.sampled import Sampled
-from orca_jax.sharding.link import DeviceLink
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
 
@@ -244,7 +243,6 @@ class LocalWorkers:
         chooser = self.workers[-1].chooser
         assert chooser is not None, "the last stage samples"
         self._chooser = chooser
-        self._links = [DeviceLink(worker.stage.part.group) for worker in self.workers]
         self._to_do: deque[LocalIteration] = deque()
 
     def use(self, sizes: BatchSizes) -> None:
@@ -287,19 +285,18 @@ class LocalWorkers:
     def _encode(self, flat: FlatBatch) -> None:
         """Run the encoder on the first stage, and pass its output through all stages."""
         encoded = None
-        for worker, link in zip(self.workers, [*self._links[1:], None], strict=True):
-            encoded = worker.encode(flat, encoded)
-            encoded = encoded if link is None else link.send(encoded)
+        for worker in self.workers:
+            arrived = None if encoded is None else worker.stage.part.group.receive(encoded)
+            encoded = worker.encode(flat, arrived)
 
     def _forward(self, iteration: LocalIteration) -> Any:
         """Send the newest tokens from the last stage to the first, and hidden states from stage to stage."""
         arrived = self.workers[-1].last_token
-        if len(self.workers) > 1:
-            arrived = self._links[0].send(arrived)
-        for worker, link in zip(self.workers, [*self._links[1:], None], strict=True):
-            out = worker.forward(iteration.flat, arrived)
-            iteration.routed += worker.routed(out, iteration.message)
-            arrived = out if link is None else link.send(out)
+        for worker in self.workers:
+            if len(self.workers) > 1:
+                arrived = worker.stage.part.group.receive(arrived)
+            arrived = worker.forward(iteration.flat, arrived)
+            iteration.routed += worker.routed(arrived, iteration.message)
         return arrived
 
 

@@ -37,11 +37,9 @@ from orca_jax.host_memory import keep_large_buffers
 from orca_jax.launch.loaded_engine import load_stages
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.model_files.found_model import find_model
-from orca_jax.sharding.collective_link import CollectiveLink, join_job
 from orca_jax.sharding.device_group import DeviceGroup, default_dtype, device_name
-from orca_jax.sharding.link import ProcessLink
+from orca_jax.sharding.link import CollectiveLink, ProcessLink, TransferLink, join_job
 from orca_jax.sharding.partition import one_stage
-from orca_jax.sharding.transfer_link import TransferLink
 from orca_jax.workers.controller import Controller
 from orca_jax.workers.worker_options import SECRET_VARIABLE, WorkerOptions
 

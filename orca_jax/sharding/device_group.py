@@ -5,14 +5,48 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from orca_jax.config import Dtype, ExpertExchange
 from orca_jax.model.shard import ALONE, Shard, TokenExchange
 from orca_jax.planning.expert_exchange import ExchangeRule
 from orca_jax.planning.known_devices import gpu_like
-from orca_jax.sharding import token_exchange
+
+
+def scattered(x: jax.Array, axis: str) -> jax.Array:
+    """Sum [n S, H] over devices, and give each its slice [S, H]."""
+    return lax.psum_scatter(x, axis, tiled=True)
+
+
+def gathered(x: jax.Array, axis: str) -> jax.Array:
+    """Stack all devices' slices [S, H]."""
+    return lax.all_gather(x, axis, tiled=True)
+
+
+def send_ragged(rows: jax.Array, counts: jax.Array, *, most: int, n_received: int, axis: str) -> jax.Array:
+    """Implement model.shard.Send with XLA's ragged all-to-all, which needs no padding; CPUs have none."""
+    me = lax.axis_index(axis)
+    first = jnp.cumsum(counts, axis=1) - counts  # where the rows for each device begin on the sender
+    place = jnp.cumsum(counts, axis=0) - counts  # and on the receiver
+    empty = jnp.zeros((n_received, rows.shape[1]), rows.dtype)
+    return lax.ragged_all_to_all(rows, empty, first[me], counts[me], place[me], counts[:, me], axis_name=axis)
+
+
+def send_padded(rows: jax.Array, counts: jax.Array, *, most: int, n_received: int, axis: str) -> jax.Array:
+    """Implement model.shard.Send with an all-to-all of `most` rows between any two devices."""
+    me = lax.axis_index(axis)
+    first = jnp.cumsum(counts, axis=1) - counts
+    place = jnp.cumsum(counts, axis=0) - counts
+    row = jnp.arange(most)
+    blocks = rows.at[first[me][:, None] + row].get(mode="clip")  # [n, most, H]; more than there are
+    blocks = lax.all_to_all(blocks, axis, 0, 0)
+    to = jnp.where(row < counts[:, me, None], place[:, me, None] + row, n_received)
+    received = jnp.zeros((n_received, rows.shape[1]), rows.dtype)
+    return received.at[to].set(blocks, mode="drop")
+
 
 TENSOR = "tensor"  # the mesh's axis
 WHOLE = PartitionSpec()
@@ -52,6 +86,10 @@ class DeviceGroup:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, spec)
 
+    def receive(self, hidden: jax.Array) -> jax.Array:
+        """Copy another group's hidden states here, each device from its counterpart."""
+        return jax.device_put(hidden, self.place())
+
     def shard(self) -> Shard:
         """The part that the current device computes, inside a shard_map over `mesh`."""
         if len(self) == 1:
@@ -76,7 +114,7 @@ class DeviceGroup:
                 n_devices=len(self),
                 asked=self.expert_exchange,
             ),
-            scattered=partial(token_exchange.scattered, axis=TENSOR),
-            gathered=partial(token_exchange.gathered, axis=TENSOR),
-            send=partial(token_exchange.send_padded if on_cpu else token_exchange.send_ragged, axis=TENSOR),
+            scattered=partial(scattered, axis=TENSOR),
+            gathered=partial(gathered, axis=TENSOR),
+            send=partial(send_padded if on_cpu else send_ragged, axis=TENSOR),
         )

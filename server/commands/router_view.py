@@ -9,8 +9,8 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from orca_jax.config import Dtype
 from orca_jax.errors import ConfigError, install_line
-from orca_jax.planning.capacity import Capacity, predicted_capacity
 from orca_jax.planning.known_devices import CPU, KnownDevice, cpu_device, gpu_like
+from orca_jax.planning.plan import Capacity, predicted_capacity
 from orca_jax.workers.ask_xla import NoAnswer, ask_rates
 from server.commands.notes import Notes
 from server.gateway.served_model import ServedModel

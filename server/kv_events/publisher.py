@@ -10,8 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 
 from orca_jax.errors import ConfigError
 from orca_jax.scheduling.kv_manager import KVManager
-from server.kv_events.batch import batches, encoded
-from server.kv_events.event_queue import Cleared, Event, EventQueue
+from server.kv_events.batch import Cleared, Event, EventQueue, batches, encoded
 from server.kv_events.replay_log import ReplayLog, ReplayServer, sequence_bytes
 
 LOGGER = logging.getLogger("orca.kv_events")

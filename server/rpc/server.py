@@ -13,8 +13,7 @@ from orca_jax.errors import ConfigError
 from server.gateway.gateway import Gateway, Phase
 from server.metrics.metrics import Metrics
 from server.process.addresses import bound_socket, in_url
-from server.rpc.call_limits import CallLimits
-from server.rpc.calls import Calls, Context, KeyCheck
+from server.rpc.calls import CallLimits, Calls, Context, KeyCheck
 from server.rpc.generation import SERVICE, Generation
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions

@@ -11,7 +11,7 @@ from orca_jax.scheduling.timeline import IterationRecord, RequestRecord, Timelin
 from orca_jax.service.iteration_lines import IterationLines
 from orca_jax.service.orca import Orca
 from server.gateway.served_model import ServedModel
-from server.metrics.worker_metrics import workers_of
+from server.metrics.engine_metrics import workers_of
 
 Line = dict[str, Any]
 _MOST_NUMBERS = 1 << 16  # in the lines of the buffer

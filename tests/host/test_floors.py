@@ -108,7 +108,7 @@ LIBRARIES_OF = {  # that one or two files of the JAX-free rooms may know besides
 ENDPOINTS = ("server.http", "server.rpc")
 PUTS_TOGETHER = {
     *("server.commands.conversation_lines", "server.commands.jsonl", "server.commands.generating"),
-    *("server.commands.endpoints", "server.commands.banner", "server.commands.serving"),
+    *("server.commands.endpoints", "server.commands.serving", "server.commands.serving"),
     *("server.ray.app", "server.ray.door", "server.ray.relay", "server.ray.replica", "server.ray.launch"),
     "server.ray.routing.prefix_key",
 }

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.ray.door_metrics import merged
+from server.ray.door import merged
 
 texts = st.text(max_size=12)
 

@@ -20,8 +20,7 @@ from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_lookup import publish_full_blocks
-from server.kv_events.batch import batches, encoded
-from server.kv_events.event_queue import Cleared, Event, EventQueue, Removed, Stored
+from server.kv_events.batch import Cleared, Event, EventQueue, Removed, Stored, batches, encoded
 from server.kv_events.publisher import Publisher
 from server.kv_events.replay_log import ReplayLog
 from tests.host.engines import SOON

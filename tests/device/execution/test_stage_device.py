@@ -31,8 +31,8 @@ from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.restart import run_again
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
+from orca_jax.sharding.link import TransferLink
 from orca_jax.sharding.partition import split_model
-from orca_jax.sharding.transfer_link import TransferLink
 from orca_jax.workers.controller import Controller
 from tests.device.execution.test_worker import compilations
 from tests.device.harness import greedy_request, place

@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.model.shard import Shard
 from orca_jax.model.token_slices import Slices
-from orca_jax.sharding.device_group import TENSOR, WHOLE, DeviceGroup
-from orca_jax.sharding.token_exchange import send_padded
+from orca_jax.sharding.device_group import TENSOR, WHOLE, DeviceGroup, send_padded
 
 WIDTH, N_EXPERTS = 3, 8
 Array = npt.NDArray[Any]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from orca_jax.errors import InvalidPrompt
-from server.commands import typed_lines
-from server.commands.typed_lines import Typed, TypedLines
+from server.commands import talking
+from server.commands.talking import Typed, TypedLines
 
 
 class Stdin(io.TextIOWrapper):
@@ -119,7 +119,7 @@ def test_history_is_kept_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest
     history = tmp_path / "state" / "chat_history"
     for typed in ("one", "two"):
         readline = Readline()
-        monkeypatch.setattr(typed_lines, "readline", readline)
+        monkeypatch.setattr(talking, "readline", readline)
         with TypedLines(history=history):
             readline.lines.append(typed)
     assert history.read_text() == "one\ntwo\n"
@@ -128,7 +128,7 @@ def test_history_is_kept_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest
 
 def test_a_history_that_cannot_be_kept_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", Stdin(b"", is_terminal=True))
-    monkeypatch.setattr(typed_lines, "readline", Readline())
+    monkeypatch.setattr(talking, "readline", Readline())
     (tmp_path / "file").touch()
     with TypedLines(history=tmp_path / "file" / "chat_history"):
         pass
@@ -144,7 +144,7 @@ def test_a_pipe_leaves_the_history_alone(tmp_path: Path, monkeypatch: pytest.Mon
 def test_commands_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", Stdin(b"", is_terminal=True))
     readline = Readline()
-    monkeypatch.setattr(typed_lines, "readline", readline)
+    monkeypatch.setattr(talking, "readline", readline)
     with TypedLines(completions=["/save", "/set", "/help"]):
         found = [readline.completer("/s", state) for state in range(3)]
     assert found == ["/save", "/set", None]

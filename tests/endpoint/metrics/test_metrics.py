@@ -23,8 +23,8 @@ from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.service.orca import Orca
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
+from server.metrics.engine_metrics import Workers
 from server.metrics.metrics import Metrics
-from server.metrics.worker_metrics import Workers
 from tests.host.engines import CONFIG, EOS, MODEL, SOON, GatedEngine, at_rest, simulated
 from tests.host.fragile_engine import LOST, FragileEngine
 

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from server.commands.banner import chat_line, first_request
+from server.commands.serving import chat_line, first_request
 from server.gateway.tool_formats.table import REASONING_FORMATS, TOOL_FORMATS
 from tests.endpoint.harness import serving
 

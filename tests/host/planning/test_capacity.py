@@ -7,9 +7,8 @@ import pytest
 
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.presets import PRESETS
-from orca_jax.planning.capacity import Capacity, predicted_capacity
 from orca_jax.planning.known_devices import GPUS, cpu_device, gpu_like
-from orca_jax.planning.plan import PlanTarget, Sizes, iteration_floor
+from orca_jax.planning.plan import Capacity, PlanTarget, Sizes, iteration_floor, predicted_capacity
 from tests.gpt_config import gpt_config
 
 MODEL = PRESETS["gpt3-13b"]

@@ -10,8 +10,13 @@ from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import Encoder
 from orca_jax.families.parameters import parameter_table, stage_bytes
 from orca_jax.families.presets import PRESETS
-from orca_jax.planning.cost_model import IterationShape, Operation, operations
-from orca_jax.planning.encoder_cost import encoder_operations, encoder_shared_bytes
+from orca_jax.planning.cost_model import (
+    IterationShape,
+    Operation,
+    encoder_operations,
+    encoder_shared_bytes,
+    operations,
+)
 from orca_jax.planning.known_devices import GPUS
 from orca_jax.planning.plan import PlanTarget, iteration_floor, make_plan
 from orca_jax.planning.stage_memory import slot_bytes

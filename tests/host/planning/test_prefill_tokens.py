@@ -8,8 +8,14 @@ from orca_jax.config import ServingConfig, Sizes
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import Device, IterationShape, floor, operations
 from orca_jax.planning.known_devices import GPUS
-from orca_jax.planning.prefill_tokens import LEAST, ON_A_CPU, SLOWDOWN, default_prefill_tokens, nominal_rates
-from orca_jax.planning.sizes import serving_config
+from orca_jax.planning.sizes import (
+    LEAST,
+    ON_A_CPU,
+    SLOWDOWN,
+    default_prefill_tokens,
+    nominal_rates,
+    serving_config,
+)
 from orca_jax.planning.stage_memory import StageRoom
 
 LLAMA = PRESETS["llama-3.1-8b"]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from orca_jax import LLM, SamplingParams
 from orca_jax.config import EngineConfig
 from orca_jax.execution.programs import Program
-from orca_jax.launch import later_programs
-from orca_jax.launch.later_programs import LaterPrograms, first_buckets, later_buckets
+from orca_jax.launch import local_engine
+from orca_jax.launch.local_engine import LaterPrograms, first_buckets, later_buckets
 from tests.endpoint.harness import until
 
 SOON = 60.0
@@ -164,7 +164,7 @@ def test_a_program_that_cannot_be_compiled_leaves_the_others_serving(
             each.join(SOON)
         assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 6
         assert buckets_of(llm) == {8}
-    assert "no room for it" in caplog.text and later_programs.LOGGER.name in caplog.text
+    assert "no room for it" in caplog.text and local_engine.LOGGER.name in caplog.text
 
 
 @pytest.mark.matrix(but=["changes0"])

@@ -7,7 +7,6 @@ from jax.experimental import transfer
 
 import orca_jax
 from orca_jax.sharding.device_group import DeviceGroup
-from orca_jax.sharding.link import DeviceLink
 
 
 @pytest.mark.parametrize("n_parts", [1, 2])
@@ -17,7 +16,7 @@ def test_each_device_copies_to_its_counterpart(n_parts: int) -> None:
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
     hidden = jax.device_put(values, before.place())
     with jax.transfer_guard_host_to_device("disallow_explicit"):
-        arrived = DeviceLink(behind).send(hidden)
+        arrived = behind.receive(hidden)
         with pytest.raises(jax.errors.JaxRuntimeError, match="host-to-device"):  # the guard sees that
             jax.device_put(np.asarray(hidden), behind.place())
     assert {shard.device for shard in arrived.addressable_shards} == set(behind.devices)
@@ -30,16 +29,16 @@ def test_an_engine_of_two_stages_needs_no_transfer_server(monkeypatch: pytest.Mo
         raise AssertionError("a transfer server was started")
 
     sent = 0
-    send = DeviceLink.send
+    receive = DeviceGroup.receive
 
-    def from_device_to_device(link: DeviceLink, hidden: jax.Array) -> jax.Array:
+    def from_device_to_device(group: DeviceGroup, hidden: jax.Array) -> jax.Array:
         nonlocal sent
         sent += 1
         with jax.transfer_guard_host_to_device("disallow_explicit"):
-            return send(link, hidden)
+            return receive(group, hidden)
 
     monkeypatch.setattr(transfer, "start_transfer_server", refuse)
-    monkeypatch.setattr(DeviceLink, "send", from_device_to_device)
+    monkeypatch.setattr(DeviceGroup, "receive", from_device_to_device)
     with orca_jax.LLM(pipeline_parallel=2, n_slots=1024) as llm:
         (result,) = llm.generate(["Once"], orca_jax.SamplingParams(max_tokens=3, temperature=0))
     assert len(result.token_ids) == 3
