@@ -1,7 +1,9 @@
 """The macros that each of the CPU's C files is compiled with, by the model's sizes. Knows no JAX."""
 
+import struct
 from typing import Literal
 
+from orca_jax.families.packed_form import PackedForm
 from orca_jax.native.compiler import build_ahead
 
 BITS = {"float32": 32, "bfloat16": 16}
@@ -21,6 +23,29 @@ def linear_sizes(x_dtype: str, weight_dtype: str, steady: bool = False) -> dict[
 def grouped_sizes(x_dtype: str, weight_dtype: str, steady: bool = False) -> dict[str, int]:
     """Macros of grouped.c and mixture.c."""
     return linear_sizes(x_dtype, weight_dtype, steady) | ({"FEW": 0} if steady else {})
+
+
+# The numbers of packed_panel.h's macros.
+_SCALES = {"float16": 1, "bfloat16": 2, "float32": 3, "e8m0": 4, "six_bits": 5, "q6_k": 6}
+_MINIMA = {"mins": 1, "zeros": 2}
+PACKED_RUN = 32  # the inputs of a packed product are a multiple of this, and so are those of a scale
+PACKED_WIDTH = 16  # the least outputs of a packed product
+
+
+def packed_sizes(form: PackedForm, x_dtype: str) -> dict[str, int] | None:
+    """Macros of packed_linear.c; None if it does not support the form."""
+    if form.code == "fp8":
+        return None
+    words = struct.unpack("<4i", bytes(number & 0xFF for number in form.table)) if form.table else ()
+    return {
+        "X_BITS": BITS[x_dtype],
+        "CODE": 4 if form.code == "nibbles" else 8,
+        "HIGH": form.high,
+        "SCALE": _SCALES[form.scale],
+        "MINIMA": _MINIMA.get(str(form.zero), 0),
+        "ZERO": form.zero if isinstance(form.zero, int) else 0,
+        "TABLE": int(bool(form.table)),
+    } | {f"TABLE_{i}": word for i, word in enumerate(words)}
 
 
 def attention_sizes(

@@ -168,6 +168,33 @@ INLINE vec4 sum4(vec a, vec b, vec c, vec d) {
 #endif
 }
 
+#if LANES == 16 && defined(__AVX512F__)
+/* Transposes a square of lanes: squares of 4 within quarters, then the quarters. These instructions need no table of
+ * lanes in a register. */
+INLINE void transpose(vec tile[LANES]) {
+  __m512 pairs[LANES], fours[LANES];
+  UNROLL for (int i = 0; i < LANES; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps((__m512)tile[i], (__m512)tile[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_ps((__m512)tile[i], (__m512)tile[i + 1]);
+  }
+  UNROLL for (int i = 0; i < LANES; i += 4)
+    UNROLL for (int half = 0; half < 2; half++) {
+      const __m512d a = (__m512d)pairs[i + half], b = (__m512d)pairs[i + 2 + half];
+      fours[i + 2 * half] = (__m512)_mm512_unpacklo_pd(a, b);
+      fours[i + 2 * half + 1] = (__m512)_mm512_unpackhi_pd(a, b);
+    }
+  UNROLL for (int i = 0; i < 4; i++) { /* fours[4 * r + i] has lanes i, 4 + i, 8 + i and 12 + i of rows 4 r to 4 r + 3 */
+    const __m512 even[2] = {_mm512_shuffle_f32x4(fours[i], fours[4 + i], 0x88),
+                            _mm512_shuffle_f32x4(fours[8 + i], fours[12 + i], 0x88)};
+    const __m512 odd[2] = {_mm512_shuffle_f32x4(fours[i], fours[4 + i], 0xdd),
+                           _mm512_shuffle_f32x4(fours[8 + i], fours[12 + i], 0xdd)};
+    tile[i] = (vec)_mm512_shuffle_f32x4(even[0], even[1], 0x88);
+    tile[4 + i] = (vec)_mm512_shuffle_f32x4(odd[0], odd[1], 0x88);
+    tile[8 + i] = (vec)_mm512_shuffle_f32x4(even[0], even[1], 0xdd);
+    tile[12 + i] = (vec)_mm512_shuffle_f32x4(odd[0], odd[1], 0xdd);
+  }
+}
+#else
 /* Transposes a square of lanes. Each round interleaves rows i and i + LANES / 2. */
 INLINE void transpose(vec tile[LANES]) {
   UNROLL for (int rows = 1; rows < LANES; rows *= 2) {
@@ -185,6 +212,7 @@ INLINE void transpose(vec tile[LANES]) {
     UNROLL for (int i = 0; i < LANES; i++) tile[i] = mixed[i];
   }
 }
+#endif
 
 /* ---- functions ---- */
 

@@ -45,7 +45,7 @@ HOST_ROOMS["simulation"] = HOST_ROOMS["engine"] | {"engine", "service"}
 DEVICE_ROOMS: dict[str, set[str]] = {
     "model": {"errors", "config", "families", "request", "grammar", "iteration"},
     "pallas": {"errors", "config"},
-    "native": set(),
+    "native": {"families"},
     "cudnn": set(),
 }
 DEVICE_ROOMS["sharding"] = {"errors", "config", "families", "planning", "model"}

@@ -1,0 +1,319 @@
+/* Packed weights (families/packed_form.py), and a panel of them, unpacked for a product.
+ *
+ * A panel has LANES rows of a weight, one a lane, and up to PANEL_INPUTS inputs: eight bits a code, four inputs' codes
+ * in a lane's 32 bits, with scales and minima as float32. It stays in the first cache.
+ *
+ * Macros say what the planes hold:
+ *
+ *   CODE    4: two codes in a byte; 8: int8
+ *   HIGH    further bits of a code: 0, 1 or 2
+ *   SCALE   FLOAT16, BFLOAT16, FLOAT32, E8M0, SIX_BITS or Q6_K
+ *   MINIMA  what is added to a block's numbers: FIXED: -scale * ZERO; MINS: a plane; ZEROS: -scale * a plane's zero
+ *   TABLE   1: codes are places in a table of int8, whose 16 bytes are TABLE_0 to TABLE_3; 0: they are numbers
+ */
+
+#ifndef ORCA_PACKED_PANEL_H
+#define ORCA_PACKED_PANEL_H
+
+#include <stdbool.h>
+
+#include "vectors.h"
+
+#define FLOAT16 1
+#define BFLOAT16 2
+#define FLOAT32 3
+#define E8M0 4
+#define SIX_BITS 5
+#define Q6_K 6
+
+#define FIXED 0
+#define MINS 1
+#define ZEROS 2
+
+/* Tests set this to 0, and LANES to 8. */
+#ifndef VNNI
+#if LANES == 16 && defined(__AVX512VNNI__) || LANES == 8 && defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define VNNI 1
+#else
+#define VNNI 0
+#endif
+#endif
+
+#if LANES == 16 && !(defined(__AVX512BW__) && defined(__AVX512VL__))
+#error "packed weights need a processor with AVX-512 BW and VL, or with AVX2"
+#endif
+
+#define RUN 32       /* inputs of x with a scale, and those whose nibbles are 16 bytes */
+#define SUPER 256    /* inputs with a super scale */
+#ifndef PANEL_INPUTS /* a multiple of SUPER; tests set it lower */
+#define PANEL_INPUTS 1024
+#endif
+
+#if SCALE == Q6_K
+#define SCALED 16 /* inputs with a scale in a panel */
+#else
+#define SCALED 32
+#endif
+
+/* Codes that may be negative: int8, and a table's numbers. VNNI takes them as unsigned, with 128 added. */
+#define SIGNED (CODE == 8 || TABLE)
+/* What an integer product has too much, in sums of x. */
+#define EXCESS ((SIGNED && VNNI ? 128 : 0) + (MINIMA == FIXED ? ZERO : 0))
+#define HAS_MINS (MINIMA != FIXED)
+
+typedef struct {
+  const uint8_t *codes, *high, *scales, *super_scales, *super_mins, *mins, *zeros;
+  size_t n_in;
+  size_t n_scales; /* of a row; without superblocks */
+} Planes;
+
+typedef struct {
+  ivec codes[PANEL_INPUTS / 4 + LANES] __attribute__((aligned(64)));
+  vec scales[PANEL_INPUTS / SCALED + LANES] __attribute__((aligned(64)));
+#if HAS_MINS
+  vec mins[PANEL_INPUTS / SCALED + LANES] __attribute__((aligned(64)));
+#endif
+} Panel;
+
+INLINE ivec all_ints(int32_t x) {
+#if LANES == 16
+  return (ivec)_mm512_set1_epi32(x);
+#else
+  return (ivec)_mm256_set1_epi32(x);
+#endif
+}
+
+INLINE vec as_floats(ivec v) { return __builtin_convertvector(v, vec); }
+
+/* ---- rows into lanes ---- */
+
+/* The next LANES dwords; if fewer are `left`, they are filled up with zeros. */
+INLINE ivec dwords_at(const uint8_t *from, size_t left) {
+#if LANES == 16
+  return (ivec)_mm512_maskz_loadu_epi32(left < 16 ? (1u << left) - 1 : 0xffff, from);
+#else
+  if (left >= 8) return (ivec)_mm256_loadu_si256((const void *)from);
+  int32_t some[8] = {0};
+  memcpy(some, from, 4 * left);
+  return (ivec)_mm256_loadu_si256((const void *)some);
+#endif
+}
+
+/* `row` + `stride`, computed here: GCC would otherwise keep the addresses of all rows, for which it lacks registers. */
+INLINE const uint8_t *next_row(const uint8_t *row, size_t stride) {
+  row += stride;
+  __asm__("" : "+r"(row));
+  return row;
+}
+
+/* Makes `tile` the dwords `j`, `j` + 1, ... of LANES rows that are `stride` bytes apart and have n dwords; the same
+ * dwords of the next rows are prefetched. */
+INLINE void dwords_of_rows(const uint8_t *from, size_t stride, size_t j, size_t n, vec tile[LANES]) {
+  const uint8_t *row = from + 4 * j;
+  const size_t ahead = LANES * stride;
+  UNROLL for (int i = 0; i < LANES; i++, row = next_row(row, stride)) {
+    if (LANES == 16 || j % 16 == 0) __builtin_prefetch(row + ahead, 0, 2);
+    tile[i] = (vec)dwords_at(row, n - j);
+  }
+  transpose(tile);
+}
+
+/* to[j] is dword j of LANES rows, for n dwords, then zeros up to a multiple of LANES. */
+INLINE void dwords_to_lanes(const uint8_t *from, size_t stride, size_t n, ivec *to) {
+  for (size_t j = 0; j < n; j += LANES) {
+    vec tile[LANES];
+    dwords_of_rows(from, stride, j, n, tile);
+    UNROLL for (int i = 0; i < LANES; i++) to[j + i] = (ivec)tile[i];
+  }
+}
+
+/* ---- numbers of rows into lanes: `left` of a row's next LANES, then zeros ---- */
+
+INLINE vec float32_at(const uint8_t *from, size_t left) { return (vec)dwords_at(from, left); }
+
+/* 16-bit numbers, as ints. */
+INLINE ivec halves_at(const uint8_t *from, size_t left) {
+#if LANES == 16
+  return (ivec)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(left < 16 ? (1u << left) - 1 : 0xffff, from));
+#else
+  uint8_t some[16] = {0};
+  return (ivec)_mm256_cvtepu16_epi32(_mm_loadu_si128(left < 8 ? memcpy(some, from, 2 * left) : (const void *)from));
+#endif
+}
+
+INLINE vec bfloat16_at(const uint8_t *from, size_t left) { return (vec)(halves_at(from, left) << 16); }
+
+INLINE vec float16_at(const uint8_t *from, size_t left) {
+#if LANES == 16
+  return (vec)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(left < 16 ? (1u << left) - 1 : 0xffff, from));
+#else
+  uint8_t some[16] = {0};
+  return (vec)_mm256_cvtph_ps(_mm_loadu_si128(left < 8 ? memcpy(some, from, 2 * left) : (const void *)from));
+#endif
+}
+
+/* Bytes, with their sign. */
+INLINE ivec bytes_at(const uint8_t *from, size_t left) {
+#if LANES == 16
+  return (ivec)_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(left < 16 ? (1u << left) - 1 : 0xffff, from));
+#else
+  uint8_t some[8] = {0};
+  return (ivec)_mm256_cvtepi8_epi32(_mm_loadl_epi64(left < 8 ? memcpy(some, from, left) : (const void *)from));
+#endif
+}
+
+INLINE vec int8_at(const uint8_t *from, size_t left) { return as_floats(bytes_at(from, left)); }
+
+/* 2 ^ (e - 128); of 0 and 1 that is subnormal. */
+INLINE vec e8m0_at(const uint8_t *from, size_t left) {
+  const ivec e = bytes_at(from, left) & 0xff;
+  return choose(e < 2, (vec)(all_ints(1 << 21) << e), (vec)((e - 1) << 23));
+}
+
+/* to[j] is number `first` + j of rows `out`, `out` + 1, ..., which have n_of_row numbers of `size` bytes, for n numbers;
+ * up to a multiple of LANES others follow. */
+INLINE void numbers_to_lanes(const uint8_t *plane, size_t size, size_t n_of_row, size_t out, size_t first, size_t n,
+                             vec numbers_at(const uint8_t *, size_t), vec *to) {
+  for (size_t j = 0; j < n; j += LANES) {
+    vec tile[LANES];
+    const uint8_t *row = plane + (out * n_of_row + first + j) * size;
+    UNROLL for (int i = 0; i < LANES; i++, row = next_row(row, n_of_row * size)) tile[i] = numbers_at(row, n - j);
+    transpose(tile);
+    UNROLL for (int i = 0; i < LANES; i++) to[j + i] = tile[i];
+  }
+}
+
+#if SCALE == FLOAT32
+#define SCALE_BYTES 4
+#define scale_at float32_at
+#elif SCALE == BFLOAT16
+#define SCALE_BYTES 2
+#define scale_at bfloat16_at
+#elif SCALE == E8M0
+#define SCALE_BYTES 1
+#define scale_at e8m0_at
+#else
+#define SCALE_BYTES 2
+#define scale_at float16_at
+#endif
+
+/* ---- codes ---- */
+
+/* The numbers of codes below 16, or below 64 with `high` bits. */
+INLINE ivec numbers_of(ivec codes) {
+#if !TABLE
+  return codes;
+#else
+  const __m128i table = _mm_xor_si128(_mm_setr_epi32(TABLE_0, TABLE_1, TABLE_2, TABLE_3),
+                                      _mm_set1_epi8(VNNI ? -128 : 0)); /* with 128 added */
+#if LANES == 16
+  return (ivec)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)codes);
+#else
+  return (ivec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)codes);
+#endif
+#endif
+}
+
+/* Four bits, each the fifth of a byte. */
+INLINE ivec spread(ivec bits) { return (bits * 0x00204081 & 0x01010101) << 4; }
+
+/* Unpacks the codes of n inputs from `k` on, of LANES rows from `out` on. */
+INLINE void unpack_codes(const Planes *from, size_t out, size_t k, size_t n, Panel *panel) {
+#if CODE == 8
+  const size_t n_dwords = n / 4;
+  for (size_t j = 0; j < n_dwords; j += LANES) {
+    vec tile[LANES];
+    dwords_of_rows(from->codes + out * from->n_in + k, from->n_in, j, n_dwords, tile);
+    UNROLL for (int i = 0; i < LANES; i++)
+      panel->codes[j + i] = VNNI ? (ivec)tile[i] ^ (ivec)all_ints(0x80808080) : (ivec)tile[i];
+  }
+#else
+  const size_t stride = from->n_in / 2, n_dwords = n / 8;
+#if HIGH
+  const size_t high_stride = from->n_in * HIGH / 8;
+  ivec high[PANEL_INPUTS / RUN * HIGH + LANES];
+  dwords_to_lanes(from->high + out * high_stride + k * HIGH / 8, high_stride, n * HIGH / RUN, high);
+#endif
+  for (size_t j = 0; j < n_dwords; j += LANES) {
+    vec tile[LANES];
+    dwords_of_rows(from->codes + out * stride + k / 2, stride, j, n_dwords, tile);
+    UNROLL for (int i = 0; i < LANES; i++) {
+      const size_t run = (j + i) / 4, quarter = i % 4;
+      ivec low = (ivec)tile[i] & 0x0f0f0f0f, up = (ivec)((uvec)tile[i] >> 4) & 0x0f0f0f0f;
+#if HIGH == 1
+      low |= spread(high[run] >> 4 * quarter & 15);
+      up |= spread(high[run] >> (16 + 4 * quarter) & 15);
+#elif HIGH == 2
+      const ivec bits = high[2 * run + quarter % 2];
+      low |= (bits >> (quarter / 2 * 2) & 0x03030303) << 4;
+      up |= (bits >> (4 + quarter / 2 * 2) & 0x03030303) << 4;
+#endif
+      panel->codes[8 * run + quarter] = numbers_of(low);
+      panel->codes[8 * run + 4 + quarter] = numbers_of(up);
+    }
+  }
+#endif
+}
+
+/* ---- scales and minima ---- */
+
+#if SCALE == SIX_BITS
+INLINE void unpack_scales(const Planes *from, size_t out, size_t k, size_t n, Panel *panel) {
+  const size_t n_of_row = from->n_in / SUPER, first = k / SUPER, n_super = n / SUPER;
+  ivec bits[PANEL_INPUTS / SUPER * 3 + LANES];
+  vec scales[PANEL_INPUTS / SUPER + LANES], mins[PANEL_INPUTS / SUPER + LANES];
+  dwords_to_lanes(from->scales + (out * n_of_row + first) * 12, n_of_row * 12, n_super * 3, bits);
+  numbers_to_lanes(from->super_scales, 2, n_of_row, out, first, n_super, float16_at, scales);
+  numbers_to_lanes(from->super_mins, 2, n_of_row, out, first, n_super, float16_at, mins);
+  for (size_t s = 0; s < n_super; s++) {
+    /* In the first two dwords' bytes are the lower six bits of scales and minima 0 to 3, and above them the upper two
+     * of 4 to 7, whose lower four bits share the third dword's bytes. */
+    const ivec a = bits[3 * s], b = bits[3 * s + 1], c = bits[3 * s + 2];
+    const ivec six[2][2] = {{a & 0x3f3f3f3f, (c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)},
+                            {b & 0x3f3f3f3f, (c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)}};
+    UNROLL for (int i = 0; i < 8; i++) {
+      panel->scales[8 * s + i] = scales[s] * as_floats(six[0][i / 4] >> 8 * (i % 4) & 0xff);
+      panel->mins[8 * s + i] = -mins[s] * as_floats(six[1][i / 4] >> 8 * (i % 4) & 0xff);
+    }
+  }
+}
+#elif SCALE == Q6_K
+INLINE void unpack_scales(const Planes *from, size_t out, size_t k, size_t n, Panel *panel) {
+  const size_t n_of_row = from->n_in / SUPER, first = k / SUPER, n_super = n / SUPER;
+  ivec bytes[PANEL_INPUTS / SUPER * 4 + LANES];
+  vec scales[PANEL_INPUTS / SUPER + LANES];
+  dwords_to_lanes(from->scales + (out * n_of_row + first) * 16, n_of_row * 16, n_super * 4, bytes);
+  numbers_to_lanes(from->super_scales, 2, n_of_row, out, first, n_super, float16_at, scales);
+  for (size_t s = 0; s < n_super; s++)
+    UNROLL for (int i = 0; i < 16; i++)
+      panel->scales[16 * s + i] = scales[s] * as_floats(bytes[4 * s + i / 4] << (24 - 8 * (i % 4)) >> 24);
+}
+#else
+INLINE void unpack_scales(const Planes *from, size_t out, size_t k, size_t n, Panel *panel) {
+  const size_t n_of_row = from->n_scales, scaled = from->n_in / n_of_row;
+  const size_t first = k / scaled, n_scales = (k + n - 1) / scaled + 1 - first;
+  numbers_to_lanes(from->scales, SCALE_BYTES, n_of_row, out, first, n_scales, scale_at, panel->scales);
+#if MINIMA == MINS
+  numbers_to_lanes(from->mins, SCALE_BYTES, n_of_row, out, first, n_scales, scale_at, panel->mins);
+#elif MINIMA == ZEROS
+  numbers_to_lanes(from->zeros, 1, n_of_row, out, first, n_scales, int8_at, panel->mins);
+#endif
+  for (size_t run = n / RUN; run-- > 0;) { /* the last first: a scale for several runs is repeated in place */
+    const size_t at = (k + RUN * run) / scaled - first;
+    const vec scale = panel->scales[at];
+#if MINIMA == MINS
+    panel->mins[run] = panel->mins[at];
+#elif MINIMA == ZEROS
+    panel->mins[run] = -scale * panel->mins[at];
+#endif
+    panel->scales[run] = scale;
+  }
+}
+#endif
+
+static void unpack(const Planes *from, size_t out, size_t k, size_t n, Panel *panel) {
+  unpack_codes(from, out, k, n, panel);
+  unpack_scales(from, out, k, n, panel);
+}
+
+#endif

@@ -1,0 +1,42 @@
+"""The matrix products of packed weights on a CPU, as custom calls written in C (packed_product.h)."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from orca_jax.families.packed_form import PackedForm
+from orca_jax.native.custom_call import target
+from orca_jax.native.operations import BITS, PACKED_RUN, PACKED_WIDTH, packed_sizes
+
+
+def has_packed_form(x: jax.Array, form: PackedForm, n_out: int) -> bool:
+    """Whether native_packed can multiply x [T, in] by a weight [n_out, in] of this form."""
+    if x.dtype.name not in BITS or packed_sizes(form, x.dtype.name) is None:
+        return False
+    whole = form.superblock or PACKED_RUN
+    blocks = form.block is None or form.block % PACKED_RUN == 0 or form.superblock is not None
+    return x.shape[1] % whole == 0 and x.shape[1] > 0 and blocks and n_out >= PACKED_WIDTH
+
+
+def native_packed(
+    x: jax.Array, form: PackedForm, planes: Mapping[str, jax.Array], n_tokens: jax.Array | None = None
+) -> jax.Array:
+    """x [T, in] times a packed weight [*out, in] whose planes are those of `form`: [T, out] in x's dtype.
+
+    x is float32 or bfloat16, and each 32 inputs of a token are rounded to int8 with a scale of their own;
+    sums are float32. Only the first `n_tokens` [1] int32 rows, by default all, are computed; the others are
+    zero. A token's result depends on nothing else in the batch. Raises NotBuilt without a C compiler, or
+    without AVX-512 or AVX2.
+    """
+    n_out = planes["codes"].size // planes["codes"].shape[-1]
+    assert has_packed_form(x, form, n_out)
+    if n_tokens is None:
+        n_tokens = jnp.full(1, x.shape[0], jnp.int32)
+    assert n_tokens.shape == (1,) and n_tokens.dtype == jnp.int32
+    sizes = packed_sizes(form, x.dtype.name)
+    assert sizes is not None
+    # A scale for a whole row has no axis of inputs.
+    flat = [planes[name].reshape(n_out, -1) for name in form.arrays((n_out, x.shape[1]), 1, x.dtype)]
+    y = jax.ShapeDtypeStruct((x.shape[0], n_out), x.dtype)
+    return jax.ffi.ffi_call(target("packed_linear", **sizes), y)(x, *flat, n_tokens)

@@ -1,0 +1,248 @@
+"""Products of packed weights in C, against a plain statement of the same integers and against float64."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orca_jax.families.packed_form import PackedForm
+from orca_jax.model.packed_weight import unpacked
+from orca_jax.native import packed_products
+from orca_jax.native.packed_products import has_packed_form, native_packed
+from tests.device.native.native_form import needs_native, other_lanes
+from tests.packed_planes import EVERY_FORM, random_planes
+
+BFLOAT16 = ml_dtypes.bfloat16
+RUN = 32
+IN_C = {name: form for name, form in EVERY_FORM.items() if form.code != "fp8"}
+EVERY = pytest.mark.parametrize("name", IN_C)
+EACH_KIND = ["Q4_1", "Q6_K", "Q8_0", "IQ4_NL"]  # codes of four bits, of six, signed ones and a table's
+
+# The product as other processors compute it: AVX2, AVX2 with VNNI, AVX-512 without; or in many small pieces.
+BUILDS = {
+    "narrow": {"LANES": 8, "VNNI": 0},
+    "small": {"PANEL_INPUTS": 256, "ITEM_TOKENS": 24},
+    **({"narrow vnni": {"LANES": 8}, "no vnni": {"VNNI": 0}} if other_lanes() == 8 else {}),
+}
+
+Planes = dict[str, np.ndarray]
+
+
+@contextmanager
+def built_with(**macros: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_products, "target", partial(packed_products.target, **macros))
+        yield
+
+
+def product(x: np.ndarray, form: PackedForm, planes: Planes, n_tokens: int | None = None) -> np.ndarray:
+    count = None if n_tokens is None else jnp.array([n_tokens], jnp.int32)
+    return np.asarray(
+        native_packed(jnp.asarray(x), form, {k: jnp.asarray(v) for k, v in planes.items()}, count)
+    )
+
+
+def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x [T, in] as whole numbers, and the scale of each run [T, in / 32]."""
+    runs = x.astype(np.float32).reshape(len(x), x.shape[1] // RUN, RUN)
+    scale = np.abs(runs).max(-1) / np.float32(127)
+    scale[scale < np.finfo(np.float32).tiny] = 0
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    return np.rint(runs * inverse[..., None]).reshape(x.shape), scale
+
+
+def as_stated(x: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The product with x rounded, in float64, and by how much float32 sums may differ from it."""
+    whole, scale = rounded(x)
+    x = (whole * np.repeat(scale, RUN, 1)).astype(np.float64)
+    return x @ weight.T.astype(np.float64), np.abs(x) @ np.abs(weight.T.astype(np.float64))
+
+
+def weights(form: PackedForm, n_out: int, n_in: int, seed: int) -> tuple[Planes, np.ndarray]:
+    planes = random_planes(form, (n_out, n_in), seed)
+    return planes, numbers_of(form, planes)
+
+
+def numbers_of(form: PackedForm, planes: Planes) -> np.ndarray:
+    return np.asarray(unpacked(form, {k: jnp.asarray(v) for k, v in planes.items()}, jnp.float32))
+
+
+def inputs(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def n_inputs(form: PackedForm, units: int) -> int:
+    """`units` of the fewest inputs that can be multiplied."""
+    return units * max(RUN, form.multiple)
+
+
+# A scale times a code plus a minimum, of which the terms are larger than their sum.
+TERMS = 8e-6
+
+
+@needs_native
+@settings(max_examples=25)
+@given(
+    name=st.sampled_from([*EACH_KIND, "Q4_K", "w4-zeros"]),
+    units=st.integers(1, 5),
+    n_out=st.integers(16, 50),
+    n_tokens=st.integers(1, 30),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_the_statement_and_is_zero_after_the_real_tokens(
+    name: str, units: int, n_out: int, n_tokens: int, share: float, seed: int
+) -> None:
+    form = IN_C[name]
+    n_in = n_inputs(form, units)
+    planes, weight = weights(form, n_out, n_in, seed)
+    x, n_real = inputs(seed, n_tokens, n_in), round(share * n_tokens)
+    x[n_real:] = np.nan  # as what was never written may be
+    given = product(x, form, planes, n_real)
+    true, terms = as_stated(x[:n_real], weight)
+    assert (np.abs(given[:n_real] - true) <= TERMS * terms + 1e-12).all()
+    assert not given[n_real:].any()
+
+
+@needs_native
+@EVERY
+def test_is_near_the_product_of_the_numbers(name: str) -> None:
+    form = IN_C[name]
+    n_in = n_inputs(form, 8)
+    planes, weight = weights(form, 100, n_in, 1)
+    x = inputs(2, 70, n_in)
+    true = x.astype(np.float64) @ weight.T.astype(np.float64)
+    given = product(x, form, planes)
+    # Each input is off by at most half of its run's scale.
+    bound = np.repeat(np.abs(x.reshape(len(x), -1, RUN)).max(-1) / 254, RUN, 1) @ np.abs(weight.T)
+    assert (np.abs(given - true) <= 1.001 * bound).all()
+    assert np.sqrt(np.mean((given - true) ** 2)) < 0.01 * np.sqrt(np.mean(true**2))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "name", [name if name in EACH_KIND else pytest.param(name, marks=pytest.mark.matrix) for name in IN_C]
+)
+@pytest.mark.parametrize("build", BUILDS)
+def test_on_other_processors(name: str, build: str) -> None:
+    form = IN_C[name]
+    n_in = n_inputs(form, 4) + max(RUN, form.multiple)
+    planes, weight = weights(form, 37, n_in, 3)
+    x = inputs(4, 27, n_in)
+    true, terms = as_stated(x, weight)
+    with built_with(**BUILDS[build]):
+        assert (np.abs(product(x, form, planes) - true) <= TERMS * terms).all()
+
+
+@needs_native
+@pytest.mark.parametrize("name", EACH_KIND)
+def test_integers_do_not_overflow(name: str) -> None:
+    form = IN_C[name]
+    n_in = n_inputs(form, 2)
+    planes, _ = weights(form, 32, n_in, 5)
+    codes = planes["codes"].view(np.uint8)
+    codes[:8], codes[8:16], codes[16:24] = 0xFF, 0x00, 0x80
+    if codes.dtype != planes["codes"].dtype:
+        codes[24:] = 0x7F
+    if "high" in planes:
+        planes["high"][:24] = 0xFF
+    weight = numbers_of(form, planes)
+    x = np.full((3, n_in), 3.0, np.float32)
+    x[1] = -3
+    x[2, ::2] = -3
+    true, terms = as_stated(x, weight)
+    for macros in ({}, *BUILDS.values()):
+        with built_with(**macros):
+            assert (np.abs(product(x, form, planes) - true) <= TERMS * terms).all(), macros
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "Q6_K", "w4-zeros"])
+def test_a_token_has_the_same_bits_whatever_the_others(name: str) -> None:
+    form = IN_C[name]
+    n_in = n_inputs(form, 4)
+    planes, _ = weights(form, 75, n_in, 6)
+    x = inputs(7, 300, n_in)
+    alone = product(x[:1], form, planes)[0]
+    for n in (2, 3, 11, 12, 13, 40, 252, 253, 300):
+        for at in {0, n // 2, n - 1}:
+            others = inputs(n, n, n_in)
+            others[at] = x[0]
+            assert np.array_equal(product(others, form, planes)[at], alone), (n, at)
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "w8"])
+def test_bfloat16_tokens(name: str) -> None:
+    form = IN_C[name]
+    n_in = n_inputs(form, 4)
+    planes, weight = weights(form, 44, n_in, 8)
+    x = inputs(9, 20, n_in).astype(BFLOAT16)
+    given = product(x, form, planes)
+    true, terms = as_stated(x.astype(np.float32), weight)
+    assert given.dtype == BFLOAT16
+    assert (np.abs(given.astype(np.float64) - true) <= TERMS * terms + 2.0**-8 * np.abs(true)).all()
+
+
+@needs_native
+def test_tokens_of_zeros_tiny_huge_and_no_numbers() -> None:
+    form = IN_C["Q4_1"]
+    planes, weight = weights(form, 32, 128, 10)
+    x = inputs(11, 7, 128)
+    x[0] = 0
+    x[1] *= 1e-32
+    x[2] = 1e-40  # all less than the least scale
+    x[3] *= 1e30
+    x[4, 5], x[5, 40] = np.nan, np.inf
+    given = product(x, form, planes)
+    assert not given[0].any() and not given[2].any()
+    assert not np.isfinite(given[4:6]).any()
+    for t in (1, 3, 6):
+        true, terms = as_stated(x[t : t + 1], weight)
+        assert (np.abs(given[t] - true) <= TERMS * terms).all(), t
+
+
+@needs_native
+def test_large_products_are_split_over_threads() -> None:
+    form = IN_C["Q8_0"]
+    planes = random_planes(form, (2305, 1056), 12)
+    weight = planes["codes"] * np.repeat(planes["scales"].astype(np.float32), RUN, 1)
+    x = inputs(13, 600, 1056)
+    for some in (x, x[:5]):
+        true, terms = as_stated(some, weight)
+        assert (np.abs(product(some, form, planes) - true) <= TERMS * terms).all()
+
+
+@needs_native
+def test_weights_of_several_axes_are_flattened() -> None:
+    form = IN_C["w8"]
+    planes, _ = weights(form, 48, 64, 14)
+    x = inputs(15, 3, 64)
+    shaped = {name: plane.reshape(3, 16, *plane.shape[1:]) for name, plane in planes.items()}
+    assert np.array_equal(product(x, form, shaped), product(x, form, planes))
+
+
+def test_shapes_and_forms_that_it_does_not_support() -> None:
+    x = jnp.zeros((3, 256))
+    assert all(has_packed_form(x, form, 16) for form in IN_C.values())
+    assert not has_packed_form(x, IN_C["Q4_0"], 15)
+    assert not has_packed_form(x.astype(jnp.float16), IN_C["Q4_0"], 16)
+    assert not has_packed_form(jnp.zeros((3, 128)), IN_C["Q4_K"], 16)
+    assert not has_packed_form(jnp.zeros((3, 40)), IN_C["w8"], 16)
+    assert not has_packed_form(x, EVERY_FORM["fp8"], 16)
+
+
+@needs_native
+def test_is_compiled_as_one_call() -> None:
+    form = IN_C["Q4_K"]
+    planes = {name: jnp.asarray(plane) for name, plane in random_planes(form, (64, 512), 0).items()}
+    compiled = jax.jit(partial(native_packed, form=form)).lower(jnp.zeros((4, 512)), planes=planes).compile()
+    memory = compiled.memory_analysis()
+    assert memory is None or memory.temp_size_in_bytes < 64 * 512  # no unpacked matrix
