@@ -34,7 +34,7 @@ class Block:
         return self.text.splitlines()[0]
 
     def commands(self) -> Iterator[list[str]]:
-        """The words of each command of a shell block; of a console block, of what follows a `$`."""
+        """The words of each command in a shell block, or after each `$` in a console block."""
         text = self.text.replace("\\\n", " ")
         for line in text.splitlines():
             if self.language == "console":
@@ -64,9 +64,9 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def orca_arguments(words: list[str]) -> list[str] | None:
-    """The arguments of a command line of `orca`; None if another command's.
+    """The arguments of a command line of `orca`; None for another command.
 
-    What is optional is taken, and of `a|b` the first.
+    Optional arguments are included, and the first of `a|b`.
     """
     while words and _ASSIGNED.match(words[0]):
         words = words[1:]

@@ -1,4 +1,4 @@
-"""A decoder like GPT-2's by a flat list of sizes and options."""
+"""A decoder like GPT-2 from a flat list of sizes and options."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ def gpt_config(*, vocab_multiple: int = 1, **options: Any) -> ModelConfig:
 
 
 def flat_options(config: ModelConfig) -> dict[str, Any]:
-    """The options of which `gpt_config` makes this model."""
+    """The options with which `gpt_config` makes this model."""
     layer = config.layers[0]
     options: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -39,5 +39,5 @@ def flat_options(config: ModelConfig) -> dict[str, Any]:
 
 
 def changed_config(config: ModelConfig, **options: Any) -> ModelConfig:
-    """The model of `config`'s options, made by `gpt_config`, with these instead."""
+    """`config` with these options of `gpt_config` changed."""
     return gpt_config(**flat_options(config) | options)

@@ -1,4 +1,4 @@
-"""The commands with which documents install packages."""
+"""The commands in documents and docstrings that install packages."""
 
 import re
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class InstallLine:
 
 
 def install_lines() -> list[InstallLine]:
-    """All that documents and the docstrings of programs tell readers to run."""
+    """All installation commands in documents and in the docstrings of programs."""
     found = list[InstallLine]()
     for path in DOCUMENTS:
         if relative(path) not in _RECORDS:

@@ -1,4 +1,4 @@
-"""Where tests find files: the repository's root, and the folders that tests of several rooms read."""
+"""Paths for tests: the repository's root, and folders that tests of several rooms read."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Beam search written plainly, with masks over whole vocabularies: what the engine's is compared with."""
+"""A plain beam search, with masks over whole vocabularies, with which the engine's is compared."""
 
 from collections.abc import Callable, Sequence
 

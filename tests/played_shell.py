@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def orca_arguments(command: Sequence[str], variables: Mapping[str, str], tmp_path: Path) -> list[str]:
-    """The arguments with which `command` runs `orca`, which must take the shell's own place."""
+    """The arguments with which `command` runs `orca`, which must replace the shell (`exec`)."""
     orca = tmp_path / "orca"
     orca.write_text('#!/bin/sh\necho "as $$" >&2\nprintf "%s\\n" "$@"\n')
     orca.chmod(0o755)

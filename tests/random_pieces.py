@@ -8,7 +8,7 @@ from orca_jax.scheduling.policy import Choice, Policy
 
 
 class RandomPieces:
-    """Takes the rows of the policy `whole`, and of each either all tokens or a random number."""
+    """Takes the rows of the policy `whole`, each with all of its tokens or a random number of them."""
 
     def __init__(self, whole: Policy, rng: random.Random) -> None:
         self.n_pieces = 0  # rows that were cut

@@ -37,19 +37,19 @@ def until(page: Page, what: str, condition: Callable[[], Any], seconds: float = 
 
 
 def read(page: Page, name: str) -> Any:
-    """The value of `window.orcaLive`."""
+    """Read `window.orcaLive`, the page's state for tests."""
     return page.evaluate(f"window.orcaLive.{name}()")
 
 
 def connected_to(page: Page, path: str = "/live") -> Page:
-    """The page, when its feed has begun."""
+    """Open the live page of a server, and wait until its feed has begun."""
     page.goto(path)
     page.locator("#phase", has_text="ready").wait_for()
     return page
 
 
 def until_ended(page: Page, n: int, seconds: float = SOON / 1000) -> list[dict[str, Any]]:
-    """The page's requests, once `n` of them have ended."""
+    """Wait until `n` requests have ended on the page; return all of its requests."""
 
     def ended() -> bool:
         return sum(request["finished"] is not None for request in read(page, "requests")) >= n
@@ -59,7 +59,7 @@ def until_ended(page: Page, n: int, seconds: float = SOON / 1000) -> list[dict[s
 
 
 def complete(server: Server, prompt: str | list[str], n_tokens: int, **more: Any) -> None:
-    """A completion."""
+    """Ask the server for a completion."""
     with connected(server) as client:
         body = {"prompt": prompt, "max_tokens": n_tokens, "ignore_eos": True, **more}
         response = client.post("/v1/completions", json=body)
@@ -67,7 +67,7 @@ def complete(server: Server, prompt: str | list[str], n_tokens: int, **more: Any
 
 
 def complete_all(server: Server, prompts: Sequence[tuple[str, int]], n_at_once: int = 8) -> None:
-    """Completions of these prompts and lengths, several at once."""
+    """Ask for completions of these prompts and lengths, several at a time."""
     with ThreadPoolExecutor(n_at_once) as pool:
         for future in [pool.submit(complete, server, *prompt) for prompt in prompts]:
             future.result(SOON / 1000)
@@ -95,7 +95,7 @@ def live_page(
 
 
 def cells_of(timeline: Timeline) -> list[dict[str, Any]]:
-    """The timeline's iterations as the page should show them, where no request lost its slots."""
+    """The cells that the page should show for the timeline, if no request lost its slots."""
     begun: set[str] = set()
     iterations: list[dict[str, Any]] = []
     for record in timeline.iterations:
@@ -112,7 +112,7 @@ def cells_of(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def shown_cells(page: Page) -> list[dict[str, Any]]:
-    """The same, from the page."""
+    """The cells that the page shows."""
     ids = {request["number"]: request["id"] for request in read(page, "requests")}
     return [
         {

@@ -1,4 +1,4 @@
-"""The playground as its user works it: what is filled in, pressed and read."""
+"""Drives the playground as a user does: fills in fields, presses buttons, reads answers."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from playwright.sync_api import Locator, Page, expect
 
 
 class Playground:
-    """The page at /, open and with its model there; in Completion, unless it is to be left as it opens."""
+    """The open playground, once its model is shown; in Completion, unless it is left as it opens."""
 
     def __init__(self, page: Page, *, as_it_opens: bool = False) -> None:
         self.page = page
@@ -62,7 +62,7 @@ class Playground:
         box.press("Enter")
 
     def turns(self) -> list[tuple[str, str]]:
-        """Who said what."""
+        """The conversation's messages, with their roles."""
         return [
             (
                 turn.get_attribute("data-role") or "",

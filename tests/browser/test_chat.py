@@ -1,4 +1,4 @@
-"""Conversations in the playground, and models that hold none."""
+"""Conversations in the playground, and models without a chat template."""
 
 import json
 from typing import Any

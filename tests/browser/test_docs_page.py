@@ -1,4 +1,4 @@
-"""The API page: everything of /openapi.json, and requests that it sends."""
+"""The API page shows all of /openapi.json, and sends requests."""
 
 import json
 

@@ -151,7 +151,7 @@ def test_a_conversation_that_is_too_long_says_so(browser: Browser) -> None:
 
 
 def opened_with(page: Page, state: dict[str, Any] | str) -> Playground:
-    """The page when the tab has kept this of before."""
+    """Open the page in a tab whose session storage has this state."""
     whole = {"version": 1, "mode": "chat", "parameters": {}}
     text = state if isinstance(state, str) else json.dumps(whole | state)
     page.goto("/docs")

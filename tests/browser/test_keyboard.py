@@ -16,7 +16,7 @@ def focused(page: Page) -> str:
 
 
 def tab_to(page: Page, name: str, key: str = "Tab") -> list[str]:
-    """Press `key` until this has the focus; what had it on the way."""
+    """Press `key` until this element has the focus; return those that had it on the way."""
     passed = list[str]()
     while not passed or passed[-1] != name:
         page.keyboard.press(key)

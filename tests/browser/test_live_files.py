@@ -92,7 +92,7 @@ def test_a_saved_file_opens_again(browser: Browser) -> None:
 
 
 def test_a_saved_part_opens_as_the_same_part(browser: Browser) -> None:
-    """The view has forgotten its beginning, and a request still runs."""
+    """The page no longer has the beginning, and a request still runs."""
     with live_page(browser, path="/live?keep=100", seconds=0.001) as (server, page):
         complete_all(server, [("a", 150), ("b", 100), ("c", 20)])
         shown, iterations = until_ended(page, 3), read(page, "iterations")

@@ -1,4 +1,4 @@
-"""A model's Markdown: rendered while it comes, in whatever parts, and nothing of it runs or loads."""
+"""A model's Markdown is rendered while it arrives, however it is cut, and nothing in it runs or loads."""
 
 import random
 from collections.abc import Iterator
@@ -129,7 +129,7 @@ def test_a_long_text_is_not_parsed_again_for_each_token(page: Page) -> None:
 
 
 def test_a_code_block_that_grows_stays_the_same_element(page: Page) -> None:
-    """So that what is selected in it stays selected."""
+    """Otherwise text that the user has selected would lose its selection."""
     grown = """async () => {
         const { MarkdownText } = await import("/static/playground/markdown.js");
         const view = new MarkdownText();
@@ -150,7 +150,7 @@ def test_a_code_block_that_grows_stays_the_same_element(page: Page) -> None:
     "text", ["[", "![", "> ", "- ", "*a_ ", "`", "<a@", "|a", "[a](", "http://", "&#", "\\", "~~a"]
 )
 def test_deeply_nested_markdown_does_not_stop_the_page(page: Page, text: str) -> None:
-    """Deep nesting is cut off by the parser, and what it leaves is text."""
+    """The parser stops at a depth, and shows the rest as text."""
     depth = """async (text) => {
         const { MarkdownText } = await import("/static/playground/markdown.js");
         const view = new MarkdownText();
@@ -164,7 +164,7 @@ def test_deeply_nested_markdown_does_not_stop_the_page(page: Page, text: str) ->
 
 @contextmanager
 def chatting(browser: Browser, answer: str) -> Iterator[tuple[Playground, Page]]:
-    """A conversation in which the model has answered this."""
+    """A playground with a conversation whose answer is this text."""
     with serving(writing(answer)) as server, watched(browser, server.url) as (page, _):
         playground = Playground(page)
         playground.chat()

@@ -1,4 +1,4 @@
-"""Text of strangers is text: in prompts, answers, names, errors and ids, nothing of it runs."""
+"""Untrusted text in prompts, answers, names, errors and ids is shown as text and never runs."""
 
 import json
 

@@ -16,7 +16,7 @@ FLAGS = ("--access-log", "off", "--max-batch-size", "4")
 
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
-    """Where OpenAI's routes are, on a server of the demo model, which is called "demo"."""
+    """The address of OpenAI's routes, on a server of the demo model named "demo"."""
     with ServerProcess(FLAGS, python=PYTHON) as server:
         yield server.wait_until_ready().url + "/v1"
 

@@ -24,7 +24,7 @@ def program(name: str) -> str:
 def run(
     command: Sequence[str], folder: Path, home: Path, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, with a home of its own; its exit status is 0."""
+    """Run a program with a home folder of its own to its end; fail unless its exit status is 0."""
     proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), NOWHERE)
     proxies |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
     home.mkdir(exist_ok=True)

@@ -11,7 +11,7 @@ from tests.clients.page import MODEL, block
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a script finds the packages."""
+    """The folder in which a script finds the npm packages."""
     node_modules = npm_programs.FOLDER / "node_modules"
     (tmp_path / "node_modules").symlink_to(node_modules)
     return tmp_path

@@ -44,7 +44,7 @@ async def model(protocol: Any, url: str, name: str) -> AsyncIterator[Model]:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run it on a loop of its own. asyncio.run would drop a loop that LiteLLM has made and never closes."""
+    """Run it on a new event loop; asyncio.run would drop a loop that LiteLLM has made and never closes."""
     with closing(asyncio.new_event_loop()) as loop:
         try:
             return loop.run_until_complete(coroutine)

@@ -1,6 +1,6 @@
 """jax 0.10's interpreter of GPU kernels compiles anew for each thread of each thread block; here, once.
 
-jax 0.11 does so by itself. Importing this module is enough; a run then takes a second, not ten.
+jax 0.11 compiles once by itself. Importing this module is enough; a run then takes a second, not ten.
 """
 
 import threading

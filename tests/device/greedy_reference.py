@@ -1,4 +1,4 @@
-"""Greedy tokens of an engine, held against the whole text run through model/reference.py."""
+"""Compares an engine's greedy tokens with model/reference.py, run over the whole text."""
 
 from collections.abc import Mapping
 
@@ -21,7 +21,7 @@ class GreedyReference:
         self._model, self._parameters = model, dict(parameters)
 
     def sure(self, request: Request) -> int:
-        """The number of output tokens before the first unsure choice; each is the reference's best.
+        """The number of output tokens before the first unsure choice; fail unless all are the reference's.
 
         The model is causal, so one pass over the whole text, padded, gives every choice at once.
         """

@@ -1,4 +1,4 @@
-"""The whole engine without its faces: pool, scheduler, K/V manager, engine master, worker; on this thread."""
+"""An engine without `LLM` or server, on this thread: pool, scheduler, K/V manager, master, worker."""
 
 import time
 from collections.abc import Callable, Sequence

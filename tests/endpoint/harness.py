@@ -77,7 +77,7 @@ class Server:
 
     @property
     def watchers(self) -> list[TimelineObserver]:
-        """What follows single requests: live views and traces."""
+        """The observers of single requests: live views and traces."""
         return [one for one in self.service.timeline.observers if isinstance(one, Watch | Tracing)]
 
     def at_rest(self) -> bool:
@@ -103,7 +103,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = SOON) -> No
 
 
 async def until_here(condition: Callable[[], bool]) -> None:
-    """As `until`, on the event loop whose work the condition waits for."""
+    """`until` for use on the event loop itself, whose work the condition waits for."""
     async with asyncio.timeout(SOON):
         while not condition():
             await asyncio.sleep(0.002)

@@ -1,4 +1,4 @@
-"""The harness's model with a mixture of experts, whose simulated engine tells of a token's place."""
+"""The harness's model with a mixture of experts; the simulated engine's experts are a token's index."""
 
 from dataclasses import replace
 

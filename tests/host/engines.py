@@ -1,4 +1,4 @@
-"""A service on engines without a device, and a tokenizer of bytes, for the tests of what stands above."""
+"""Services on engines without a device, and a tokenizer of bytes, for tests of the layers above."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ LETTERS = letters()
 
 
 def counting(request: Request, index: int) -> int:
-    """Tokens that tell whose they are."""
+    """An engine's tokens that identify their request."""
     return (request.prompt_ids[0] + index) % MODEL.vocab_size
 
 
@@ -48,7 +48,7 @@ def writing(text: str) -> Callable[[Request, int], int]:
 
 
 class GatedEngine:
-    """An engine whose iterations come back when the test lets them; `error` is raised instead of a return."""
+    """An engine whose iterations return when the test lets them; `error` is raised instead of a return."""
 
     n_workers = 1
     keeps_tokens = False  # so that it is one iteration at a time

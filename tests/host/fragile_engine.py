@@ -1,4 +1,4 @@
-"""An engine that loses a worker when a test says so, and is up again when the test lets it."""
+"""An engine that loses a worker when a test says so, and recovers when the test lets it."""
 
 import threading
 from collections import deque
@@ -13,7 +13,7 @@ LOST = WorkerLost(1, "its process died")
 
 
 class FragileEngine(GatedEngine):
-    """Loses a worker when `error` is set, and is up again when the test lets it.
+    """Loses a worker when `error` is set, and recovers when the test lets it.
 
     `recoveries` holds what each call of `recover` does: True or an error. Empty: it waits until interrupted.
     """

@@ -1,4 +1,4 @@
-"""A scheduler on an engine that does as it is told: what goes in and comes back, in plain names."""
+"""A scheduler on a scripted engine, with its batches and results by the requests' names."""
 
 from collections.abc import Callable, Sequence
 
@@ -42,7 +42,7 @@ def names(batch: Sequence[Request | Row]) -> str:
 
 
 class ScriptedEngine:
-    """Notes what it is told; returns the oldest batch with the token that was set for each request."""
+    """Records its batches; returns the oldest with the token that was set for each request."""
 
     def __init__(self, n_workers: int = 1, *, keeps_tokens: bool = False) -> None:
         self.n_workers = n_workers

@@ -1,4 +1,4 @@
-"""Composition of an engine's configuration, and contradictions in it."""
+"""The composition of an engine's configuration, and its contradictions."""
 
 from dataclasses import asdict
 from typing import Any
@@ -45,7 +45,7 @@ def test_each_running_worker_is_a_stage() -> None:
 
 
 def test_worker_processes_may_fail_on_a_missing_program() -> None:
-    """They compile ahead whatever the server is told."""
+    """Worker processes compile ahead whatever the server's options say."""
     config = EngineConfig(worker_processes=True, on_compile="error")
     assert config.on_compile == "error" and not config.compile_ahead
 

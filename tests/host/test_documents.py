@@ -1,4 +1,4 @@
-"""Documents agree with the code: folders and their purpose, files, commands, links."""
+"""Documents agree with the code: folders and their purposes, files, commands, links."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ def purpose(folder: Path) -> str:
 
 
 def folder_rows() -> Iterator[str]:
-    """The lines that docs/structure.md has for the folders of the package."""
+    """The rows of docs/structure.md for the folders of the package."""
     package = ROOT / "orca_jax"
     for init in sorted(package.rglob("__init__.py")):
         if init.parent != package:

@@ -1,4 +1,4 @@
-"""The README's figure beside vLLM is drawn from the log's figures, and no others."""
+"""The README's comparison with vLLM shows exactly the figures of the log."""
 
 from scripts.beside_vllm import LOG, PICTURE, entry, panels, picture
 

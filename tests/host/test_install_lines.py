@@ -1,4 +1,4 @@
-"""Lines that install extras, in messages and in documents. Nothing is installed here."""
+"""Commands that install extras, in messages and in documents. Nothing is installed here."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ NAMES = {"orca_jax", "orca-jax"}
 
 
 def installed_metadata(_: str) -> list[str]:
-    """The requirements as a wheel has them."""
+    """Let the package have a wheel's metadata, with its requirements."""
     listed = [f"{each}" for each in PROJECT["project"]["dependencies"]]
     for extra, requirements in EXTRAS.items():
         for each in map(Requirement, requirements):
@@ -51,7 +51,7 @@ LINES = install_lines()
 
 
 def test_documents_say_how_to_install() -> None:
-    """The list is not empty by mistake: these are in it."""
+    """Make sure that the list is not empty by mistake."""
     commands = {line.command for line in LINES}
     assert ".venv/bin/pip install -e '.[cuda]' -c constraints.txt" in commands
     assert len({line.file for line in LINES}) > 8
@@ -59,7 +59,7 @@ def test_documents_say_how_to_install() -> None:
 
 @pytest.mark.parametrize("line", LINES, ids=str)
 def test_a_line_is_well_formed(line: InstallLine) -> None:
-    """It installs this package from its files, with extras that exist: no index has it."""
+    """It installs this package from files, since no index has it, with extras that exist."""
     *_, last = line.command.split(" && ")
     words = shlex.split(last)
     pip, install, *rest = words

@@ -1,4 +1,4 @@
-"""A Ray of a test file's own, and our application on it over real HTTP."""
+"""A Ray cluster for each test file, and our application on it over real HTTP."""
 
 import os
 import socket
@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ray's own warnings are none of ours."""
+    """Ignore the warnings of Ray itself."""
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
         item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
@@ -52,12 +52,12 @@ class Served:
     url: str
 
     def client(self, **options: Any) -> openai.OpenAI:
-        """OpenAI's client for it; close it."""
+        """OpenAI's client for the application; the caller closes it."""
         options = {"api_key": "none", "max_retries": 0, "timeout": SOON} | options
         return openai.OpenAI(base_url=self.url + "/v1", **options)
 
     def get(self, path: str) -> httpx2.Response:
-        """One GET."""
+        """Send a GET request."""
         return httpx2.get(self.url + path, timeout=SOON)
 
 
@@ -74,7 +74,7 @@ def http_port() -> int:
 
 @pytest.fixture(scope="module")
 def cluster(http_port: int) -> Iterator[None]:
-    """A Ray on this machine, with Serve's proxy on `http_port`, until the file's tests are done."""
+    """A Ray cluster on this machine, with Serve's proxy on `http_port`, for the tests of a file."""
     path = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), path)))
     ray.init(
@@ -95,7 +95,7 @@ def cluster(http_port: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def run_app(cluster: None, http_port: int) -> Iterator[Serve]:
-    """Start the application with these arguments, in the place of one that runs already.
+    """Start the application with these arguments, replacing one that runs already.
 
     `run_app(num_replicas=2)` returns when all its replicas are ready. Arguments that are not given are those
     of SMALL.

@@ -31,7 +31,7 @@ def n_live(served: Served) -> float:
 
 
 def until(condition: Callable[[], bool], seconds: float = SOON) -> float:
-    """Wait until `condition()`; how long it took."""
+    """Wait until `condition()`; return how long it took."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < seconds

@@ -152,7 +152,7 @@ def test_health_ready_and_metrics_are_about_all_engines(served: Served) -> None:
 
 
 def test_each_api_key_is_a_tenant_of_its_own(run_app: Serve, tmp_path: Path) -> None:
-    """A door reads nothing without a key, and passes on the requests of each. Replaces the application."""
+    """An ingress reads no body without a key, and passes on each key's requests. Replaces the application."""
     keys = tmp_path / "keys"
     keys.write_text("first-tenant-key\nsecond-tenant-key\n")
     keys.chmod(0o600)

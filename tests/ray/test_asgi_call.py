@@ -95,7 +95,7 @@ def test_ready_messages_come_before_later_ones_are_made() -> None:
 
 
 def endless(ends: list[str]) -> ASGIApp:
-    """It ends once it hears that its client has left."""
+    """An application that ends once it learns that its client has left."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()

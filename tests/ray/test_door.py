@@ -1,4 +1,4 @@
-"""The owner of a request at the door: reading it counts for the API key or the address, as on one server."""
+"""The owner of a request at the ingress: its cost counts for the API key or address, as on one server."""
 
 import asyncio
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ class Sent(Exception):
 
 
 class Handle:
-    """Stands for the engine's handle, and keeps what it is sent."""
+    """A stand-in for the engine's handle, which keeps the requests sent to it."""
 
     def __init__(self) -> None:
         self.sent: list[HttpCall] = []
@@ -40,7 +40,7 @@ class Handle:
 
 
 class Client:
-    """A door, and what it does with a request."""
+    """An ingress, and its reaction to a request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, keys: ApiKeys) -> None:
         replica = SimpleNamespace(replica_id=SimpleNamespace(unique_id="door"))
@@ -57,7 +57,7 @@ class Client:
         return ()
 
     def send(self, address: str, path: str = "/v1/completions", **headers: str) -> HttpCall:
-        """Send a request below the application's prefix; what reached the engine's handle."""
+        """Send a request below the application's prefix; return what reached the engine's handle."""
         given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         scope = {
             "type": "http",
@@ -96,7 +96,7 @@ def test_without_keys_a_body_is_read_on_behalf_of_the_address(monkeypatch: pytes
 
 
 def test_no_body_is_read_without_a_valid_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine gets its headers, and refuses it as it would have done itself."""
+    """The engine gets only the headers, and refuses the request as a single server would."""
     client = Client(monkeypatch, KEYS)
     for headers in ({}, {"authorization": "Bearer wrong"}, {"x_api_key": FIRST}):
         assert client.send("1.2.3.4", **headers).body == b""

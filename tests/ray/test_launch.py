@@ -1,4 +1,4 @@
-"""`orca serve --replicas N` and `serve run`, as processes: from their first line to their end."""
+"""`orca serve --replicas N` and `serve run` as processes, from their first line of output to their end."""
 
 import json
 import os

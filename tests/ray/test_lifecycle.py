@@ -1,4 +1,4 @@
-"""Engines that die, that come and that go, under requests of OpenAI's client."""
+"""Engines that die, are added and are removed while OpenAI's client sends requests."""
 
 import os
 import signal

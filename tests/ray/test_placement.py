@@ -1,4 +1,4 @@
-"""Resources that an engine takes of the cluster, checked without a Ray in the numbers passed to it."""
+"""The cluster resources that an engine requests, checked without Ray in the numbers passed to it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The engine for a request: the one with its beginning unless it is too busy; otherwise fair shares."""
+"""The choice of an engine for a request: the one with its prefix unless too busy, else a fair share."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The chain of hashes of a prompt's beginning: what extends it, and what has nothing in common."""
+"""The chain of hashes of a prompt's beginning: prompts that extend it, and prompts that share nothing."""
 
 import json
 from typing import Any

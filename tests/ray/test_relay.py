@@ -1,4 +1,4 @@
-"""Responses to a client when the engine's side fails; the engine is played."""
+"""Responses to a client when the engine fails; a stand-in plays the engine."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def body(data: bytes, *, more: bool) -> Message:
 
 
 class Played:
-    """An engine's side: lists of messages, then maybe an error."""
+    """A played engine: lists of messages, then maybe an error."""
 
     def __init__(self, *steps: Sequence[Message] | BaseException | type[asyncio.TimeoutError]) -> None:
         self._steps = list(steps)
@@ -54,7 +54,7 @@ class Played:
 
 
 class Client:
-    """The client's response, and the relay's reports to its door."""
+    """The client's response, and the relay's reports to the ingress."""
 
     def __init__(self) -> None:
         self.messages = list[Message]()

@@ -1,4 +1,4 @@
-"""The number of engines for a load, by tables worked by hand, and through Ray's delays and bounds."""
+"""The number of engines for a load: tables worked by hand, and Ray's delays and bounds."""
 
 import math
 from typing import Any

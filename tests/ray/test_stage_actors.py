@@ -1,4 +1,4 @@
-"""Stages in actors on several nodes, raylets of this machine: what dies comes back, and streams go on."""
+"""Stages in actors on several nodes (raylets of this machine): the dead are restarted, streams continue."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage's actor, where it was found: its processes and its node."""
+    """A stage's actor: its processes and its node."""
 
     actor: int
     worker: int
@@ -45,7 +45,7 @@ class Stage:
 
 
 class Nodes:
-    """Three nodes and an application whose one engine has two stages, each on a node of its own."""
+    """Three nodes, and an application with one engine of two stages, each on a separate node."""
 
     def __init__(self, cluster: Cluster, served: Served) -> None:
         self.cluster = cluster
@@ -73,7 +73,7 @@ class Nodes:
         return pid
 
     def text(self, then: Callable[[], object] = lambda: None) -> str:
-        """A greedy stream's text; `then` runs after its third part."""
+        """The text of a greedy stream; `then` runs after its third part."""
         with self.served.client(timeout=RECOVERED) as client:
             stream = client.completions.create(
                 model="small", prompt=PROMPT, max_tokens=N_OUTPUT, temperature=0, stream=True
@@ -102,7 +102,7 @@ def actor_names(part: str) -> list[dict[str, str]]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has reaped yet does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -110,7 +110,7 @@ def is_alive(pid: int) -> bool:
 
 
 def secret_of(worker: int) -> str:
-    """The secret in a process's environment, which its user alone can read."""
+    """The secret in a process's environment, which only its user can read."""
     variables = Path(f"/proc/{worker}/environ").read_bytes().split(b"\0")
     (secret,) = (value for value in variables if value.startswith(b"ORCA_WORKER_SECRET="))
     return secret.decode().partition("=")[2]
@@ -131,7 +131,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def right(model: Path) -> str:
-    """Texts of an engine in one process."""
+    """The expected texts, from an engine in one process."""
     with LLM(str(model), **SIZES) as llm:
         params = SamplingParams(max_tokens=N_OUTPUT, temperature=0)
         return llm.generate([PROMPT], params)[0].text

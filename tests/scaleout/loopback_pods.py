@@ -1,9 +1,9 @@
-"""A LeaderWorkerSet played with processes: pods are addresses of loopback, containers are processes.
+"""A LeaderWorkerSet simulated with processes: pods are loopback addresses, containers are processes.
 
-The part of the controller is the names and variables of a group; that of the kubelet is to start a container
-with its command and environment, and to start it again; that of the network and volumes are two programs,
-`orca` and `cp`, that stand before the real ones on PATH and put this machine's addresses and folders
-into their arguments.
+This file sets the names and variables of a group as the controller does, and starts and restarts containers
+with their command and environment as the kubelet does. Network and volumes are simulated by two programs,
+`orca` and `cp`, which precede the real ones on PATH and put this machine's addresses and folders into their
+arguments.
 """
 
 import json
@@ -39,7 +39,7 @@ os.execv(program[0], [*program, *words, *play["flags"].get(words[0], [])])
 
 
 def liveness(manifest: Mapping[str, Any], host: str, port: int) -> int:
-    """The status of a container's liveness probe where its own loopback is `host`, and its port `port`."""
+    """The status of a container's liveness probe; `host` is the container's loopback address."""
     program, *words = manifest["livenessProbe"]["exec"]["command"]
     assert program == "python"
     here = [word.replace('"127.0.0.1", 8000', f'"{host}", {port}') for word in words]
@@ -48,7 +48,7 @@ def liveness(manifest: Mapping[str, Any], host: str, port: int) -> int:
 
 
 class Container:
-    """A container of a pod as a process; `start` again is what the kubelet does after its end."""
+    """A container of a pod as a process; call `start` again to restart it as the kubelet does."""
 
     def __init__(
         self, manifest: Mapping[str, Any], environment: Mapping[str, str], folder: Path, log: Path
@@ -67,7 +67,7 @@ class Container:
         return self._process
 
     def start(self) -> None:
-        """Run the command of the manifest."""
+        """Start the command of the manifest."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*self.manifest["command"], *self.manifest.get("args", ())],
@@ -80,23 +80,23 @@ class Container:
         self.n_starts += 1
 
     def stderr(self) -> str:
-        """All that its processes wrote."""
+        """The stderr of all its processes."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def stop(self, seconds: float) -> int:
-        """SIGTERM, and its exit status."""
+        """Send SIGTERM; return the exit status."""
         self.process.terminate()
         return self.process.wait(seconds)
 
     def kill(self) -> None:
-        """End it whatever it does."""
+        """Kill it."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait(10)
 
 
 class Group:
-    """The pods of one replica: a server, a worker for each stage, and what runs once before each worker."""
+    """The pods of one replica: a server, a worker for each stage, and each worker's init container."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Group:
 
     @property
     def containers(self) -> list[Container]:
-        """All that run, in the order in which the kubelet starts those of the leader's pod."""
+        """All running containers, the leader's first, in the kubelet's order."""
         return [self.workers[0], self.server, *self.workers[1:]]
 
     def pids(self) -> list[int]:
@@ -142,12 +142,12 @@ class Group:
         return self
 
     def stop(self, seconds: float = 30.0) -> list[int]:
-        """End it as Kubernetes does, the sidecar after the server, the other pods last; exit statuses."""
+        """Stop it as Kubernetes does: server, sidecar, then the other pods; return the exit statuses."""
         return [self.server.stop(seconds), *(worker.stop(seconds) for worker in self.workers)]
 
 
 class LoopbackPods:
-    """The groups of a LeaderWorkerSet; a context manager that ends what still runs.
+    """The groups of a LeaderWorkerSet; a context manager that ends every process that still runs.
 
     They write to `folder` only. `mounts` says which folder or file of this machine is mounted in place of a
     path of the manifest, and `flags` what to add to the command line of each command of `orca`.
@@ -182,11 +182,11 @@ class LoopbackPods:
         self.groups = [self._group(group, size, template) for group in range(n_groups)]
 
     def _pod_name(self, group: int, index: int) -> str:
-        """As the controller names it."""
+        """The pod's name as the controller makes it."""
         return f"{self._name}-{group}" if index == 0 else f"{self._name}-{group}-{index}"
 
     def _dns_name(self, group: int, index: int) -> str:
-        """With the subdomain policy Shared, all pods are in one headless Service with the name of the set."""
+        """The pod's DNS name; the subdomain policy Shared puts all pods into one headless Service."""
         return f"{self._pod_name(group, index)}.{self._name}.default"
 
     def _group(self, group: int, size: int, template: Mapping[str, Any]) -> Group:
@@ -201,11 +201,11 @@ class LoopbackPods:
         return Group(group, address, server=server, workers=every["worker"], once=every["programs"])
 
     def cache(self, group: int, index: int) -> Path:
-        """The folder in the place of a pod's volume for compiled programs."""
+        """The folder for a pod's volume of compiled programs."""
         return self.folder / self._pod_name(group, index) / "cache"
 
     def _container(self, manifest: Mapping[str, Any], group: int, index: int, size: int) -> Container:
-        """With the variables that the controller puts before those of the manifest."""
+        """Make a container, with the controller's variables before the manifest's."""
         address = self._names[self._dns_name(group, index)]
         variables = {
             "LWS_LEADER_ADDRESS": self._dns_name(group, 0),
@@ -239,7 +239,7 @@ class LoopbackPods:
         return Container(manifest, environment, cache.parent, cache.with_name(f"{manifest['name']}.log"))
 
     def logs(self) -> str:
-        """The end of what each container wrote, for a failure's message."""
+        """The end of each container's output, for a failure's message."""
         every = [container for group in self.groups for container in group.containers]
         return "\n".join(f"{c.environment['HOSTNAME']}: {c.stderr()[-1500:]}" for c in every if c.n_starts)
 

@@ -1,4 +1,4 @@
-"""Whether a cluster would accept an object: published schemas, and no field that they do not name."""
+"""Checks that a cluster would accept an object: published schemas, without unknown fields."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def validate(manifest: Mapping[str, Any], version: str) -> None:
 
 @cache
 def _validator(kind: str, api_version: str, version: str) -> jsonschema.Draft202012Validator:
-    """Over the schemas that the package kubernetes-validate carries: Kubernetes's own, with no other fields.
+    """A validator with the schemas of kubernetes-validate: Kubernetes's, without unknown fields.
 
     For a custom resource it is our file, which refers to them for templates of pods and metadata.
     """

@@ -1,4 +1,4 @@
-"""deploy/Containerfile names files, stages and extras that are there, and fits the manifests."""
+"""deploy/Containerfile names existing files, stages and extras, and agrees with the manifests."""
 
 import re
 import shlex

@@ -32,12 +32,12 @@ PODS = [LEADER, WORKER, REPLICA]
 
 
 def orca_arguments(container: dict[str, Any], variables: dict[str, str], tmp_path: Path) -> list[str]:
-    """The arguments that the container's shell passes to `orca`, run in its place."""
+    """The arguments that the container's shell passes to `orca`."""
     return played_shell.orca_arguments([*container["command"], *container["args"]], variables, tmp_path)
 
 
 def variables(index: int, size: int) -> dict[str, str]:
-    """As the controller sets them in a pod of group 3 in the namespace `models`."""
+    """The variables that the controller sets in a pod of group 3 in the namespace `models`."""
     return {
         "LWS_LEADER_ADDRESS": "llama-orca-group-3.llama-orca-group.models",
         "LWS_GROUP_SIZE": str(size),
@@ -189,7 +189,7 @@ def test_only_pods_of_groups_reach_a_worker() -> None:
 
 @contextmanager
 def server_that_says(status: str, code: int) -> Iterator[int]:
-    """A server on loopback whose every answer is this phase; its port."""
+    """A server on loopback that always answers with this phase; returns its port."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Every manifest, and what a tool makes of the kustomizations, is valid by the published schemas."""
+"""Every manifest and every rendered kustomization is valid by the published schemas."""
 
 import copy
 import shutil
@@ -34,7 +34,7 @@ images:
 
 
 def rendered(folder: Path) -> list[dict[str, Any]]:
-    """The objects of a kustomization, by kustomize itself."""
+    """The objects of a kustomization, rendered by kustomize."""
     tools = (["kustomize", "build"], ["kubectl", "kustomize"])
     tool = next((tool for tool in tools if shutil.which(tool[0])), None)
     if tool is None:

@@ -1,4 +1,4 @@
-"""K/V events, read by a subscriber that was written after vLLM's published schema (vllm_subscriber.py)."""
+"""K/V events, read by a subscriber written from vLLM's published schema (vllm_subscriber.py)."""
 
 import hashlib
 import struct
@@ -54,7 +54,7 @@ def admit(kv: KVManager, prompt: Sequence[int], salt: tuple[str, ...] = ()) -> i
 
 
 def true_hashes(prompt: Sequence[int], seed: str = "") -> list[int]:
-    """The published hashes of a prompt's blocks, worked out from what the documentation says of them."""
+    """The published hashes of a prompt's blocks, computed as the documentation describes them."""
     root = hashlib.sha256(b"orca_jax prefix")
     for part in (seed.encode(), b""):
         root.update(struct.pack("<Q", len(part)) + part)
@@ -66,7 +66,7 @@ def true_hashes(prompt: Sequence[int], seed: str = "") -> list[int]:
 
 
 class Addresses:
-    """Two addresses that nobody else has, for sockets of the same machine."""
+    """Two unused addresses for sockets on this machine."""
 
     def __init__(self, folder: Path) -> None:
         name = uuid.uuid4().hex[:8]
@@ -100,7 +100,7 @@ def publishing(
 
 
 def until_connected(publisher: Publisher, subscriber: Subscriber, kv: KVManager) -> None:
-    """A SUB socket misses what is sent before its subscription arrives: clear until it hears of it."""
+    """Clear the cache until the SUB socket receives it: events before its subscription arrives are lost."""
     end = time.monotonic() + SOON
     while subscriber.read(0.05) is None:
         assert time.monotonic() < end
@@ -200,7 +200,7 @@ _ACTIONS = st.one_of(
 def test_a_replayed_log_rebuilds_exactly_the_cache(
     actions: list[tuple[str, list[int]]], topic: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Live and from the start; what is published last is the number at which the two meet."""
+    """The live events and the replay from the start meet at the last published number."""
     kv = manager(n_blocks=5)
     addresses = Addresses(tmp_path_factory.getbasetemp())
     everything: dict[int, tuple[int | None, tuple[int, ...]]] = {}

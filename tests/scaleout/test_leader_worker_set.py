@@ -71,7 +71,7 @@ async def ready(group: Group) -> None:
 
 
 async def start(pods: LoopbackPods) -> None:
-    """The first group compiles its programs, and the others start from an image that has them."""
+    """Start groups: the first compiles its programs, the others start from an image that has them."""
     first, *others = pods.groups
     await ready(first.start())
     for i in range(len(first.workers)):
@@ -83,9 +83,9 @@ async def start(pods: LoopbackPods) -> None:
 
 
 async def lose_a_worker(pods: LoopbackPods, known: list[KnownStream]) -> dict[str, float]:
-    """Kill the worker of the last stage of one group under load, start its container again, and look at all.
+    """Kill the last stage's worker of one group under load, and restart its container.
 
-    Returns the longest silences after it: of the group's streams, and of the others'.
+    Returns the longest silences afterwards: of the group's streams, and of the other groups'.
     """
     struck = pods.groups[STRUCK]
     others = [group for group in pods.groups if group is not struck]

@@ -1,4 +1,4 @@
-"""`orca serve --kv-events` on the demo model: what a router learns of it from outside."""
+"""`orca serve --kv-events` on the demo model, as a router sees it."""
 
 import time
 import uuid

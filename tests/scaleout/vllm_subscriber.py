@@ -1,4 +1,4 @@
-"""A subscriber to K/V events, written after vLLM's published schema and knowing nothing of our publisher.
+"""A subscriber to K/V events, written from vLLM's published schema and independent of our publisher.
 
 The schema is vllm/distributed/kv_events.py of vLLM 0.32, restated here. A message on the PUB socket has three
 frames: the topic, the sequence number in 8 bytes (big-endian), the payload. A request on the ROUTER socket
@@ -62,7 +62,7 @@ class Batch:
 
 
 def event(fields_of: dict[str, Any]) -> Event:
-    """As msgspec does: a field without a default must be there, and one that is unknown is ignored."""
+    """Decode like msgspec: a field without a default is required, and unknown fields are ignored."""
     kind = EVENTS[fields_of.pop("type")]
     names = {field.name for field in fields(kind)}
     missing = {field.name for field in fields(kind) if field.default is MISSING} - fields_of.keys()
@@ -81,7 +81,7 @@ def batch(frames: list[bytes], topic: bytes) -> Batch:
 
 
 class Subscriber:
-    """Reads batches from a PUB socket, and what it missed from a ROUTER socket."""
+    """Reads batches from a PUB socket, and missed ones from a ROUTER socket."""
 
     def __init__(self, endpoint: str, replay: str | None = None, *, topic: str = "") -> None:
         self._topic = topic.encode()
@@ -128,7 +128,7 @@ class Index:
         self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
 
     def apply(self, batch: Batch) -> None:
-        """Change it as the events say."""
+        """Apply the events to the index."""
         for one in batch.events:
             if isinstance(one, BlockStored):
                 size, parent = one.block_size, one.parent_block_hash

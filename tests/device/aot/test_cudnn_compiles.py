@@ -1,7 +1,7 @@
 """cuDNN's attention compiled by XLA for GPUs that need not be present; skipped without the CUDA plugin.
 
 XLA does not ask cuDNN for a GPU that is only described: these programs show what cuDNN will be given, not
-that it takes it. In a process of its own: a machine's own GPU, or the lack of one, has no say.
+that it accepts it. They compile in a separate process, so the result does not depend on this machine's GPU.
 """
 
 from typing import Any

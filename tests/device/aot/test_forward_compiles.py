@@ -2,7 +2,7 @@
 
     JAX_PLATFORMS=cpu python -m pytest tests/device/aot/test_forward_compiles.py
 
-Each is compiled in a process of its own: a machine's own GPU, or the lack of one, has no say.
+Each compiles in a separate process, so the result does not depend on this machine's GPU.
 """
 
 from typing import Any

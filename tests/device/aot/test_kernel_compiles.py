@@ -24,7 +24,7 @@ def forward_kernels(n_tokens: int, n_layers: int) -> dict[str, Any]:
 
 
 def of_one_layer(program: dict[str, Any]) -> list[set[str]]:
-    """The operations in each kernel of a middle layer."""
+    """For each kernel of a middle layer, the operations that are fused into it."""
     for kernel in program["layer"]:  # no copies, transposes or loops
         assert kernel["kind"] in {"kLoop", "kInput", "triton", "triton_nested_gemm_fusion", "mosaic_gpu_v2"}
     return [set(kernel["computes"]) for kernel in program["layer"]]

@@ -20,7 +20,7 @@ CPU = cpu_device(memory=16 << 30, bandwidth=3e10, matrix_rate=2e11)
 def planned(
     model: str | ModelConfig, device: KnownDevice, dtype: str, n_stages: int, tensor: int
 ) -> tuple[Plan, tuple[int, ...]]:
-    """A plan, and the temporaries of its stages by XLA."""
+    """A memory plan, and the temporaries that XLA allocates for each stage."""
     plan = make_plan(
         PlanTarget(
             config=PRESETS[model] if isinstance(model, str) else model,

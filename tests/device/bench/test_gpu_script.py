@@ -1,4 +1,4 @@
-"""bench/gpu.sh without a GPU: what it runs exists, takes its arguments, fits its limits, and needs little."""
+"""bench/gpu.sh without a GPU: its commands exist, accept their arguments, and need few libraries."""
 
 import argparse
 import importlib
@@ -60,7 +60,7 @@ EVERY = [*listed(), *listed("--cpu")]
 
 
 class Parsed(Exception):
-    """A parser took its arguments."""
+    """Raised when a command's parser has accepted its arguments."""
 
 
 def test_each_part_is_a_command_of_under_ten_minutes() -> None:

@@ -1,4 +1,4 @@
-"""The parts that bench.iteration times run on the engine's own caches, whatever attention takes."""
+"""The parts that bench.iteration times run on the engine's caches, with every kind of attention."""
 
 import jax
 import jax.numpy as jnp

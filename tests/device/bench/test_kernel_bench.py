@@ -1,4 +1,4 @@
-"""The kernel benchmark's parts that need no GPU: oracle, floors, clock, aims, the watch over a process."""
+"""The kernel benchmark's parts that need no GPU: oracle, floors, clock, targets, the process watchdog."""
 
 import json
 import os

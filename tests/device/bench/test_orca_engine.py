@@ -1,4 +1,4 @@
-"""The engine without `LLM`, as a comparison plays it, makes what transformers made."""
+"""The engine without `LLM`, as bench.compare runs it, generates transformers' tokens."""
 
 from bench.device.bare_engine import BareEngine
 from bench.peers.child import Asked

@@ -1,4 +1,4 @@
-"""The baseline on the real engine returns the tokens that ORCA's scheduler returns, and the reference."""
+"""The baseline on the real engine returns the same tokens as ORCA's scheduler and the reference."""
 
 import time
 from functools import cache
@@ -39,7 +39,7 @@ def greedy_reference() -> GreedyReference:
 
 
 def requests() -> list[Request]:
-    """Eleven of unequal lengths, the shortest and the longest that there may be among them."""
+    """Eleven requests of unequal lengths, among them the shortest and the longest possible."""
     rng = np.random.default_rng(7)
     drawn = [(1, 63), (63, 1), *((int(rng.integers(1, 40)), int(rng.integers(1, 20))) for _ in range(9))]
     return [
@@ -53,7 +53,7 @@ def requests() -> list[Request]:
     ("n_stages", "mbs", "ahead"), [(1, 4, False), (1, 3, True), (2, 4, True), (2, 2, False), (2, 1, True)]
 )
 def test_the_tokens_are_those_of_orca_and_of_the_reference(n_stages: int, mbs: int, ahead: bool) -> None:
-    """Tokens go by way of the host, or the baseline issues ahead of them."""
+    """Either the host reads each token, or the baseline issues the next iteration before it does."""
     parts = split_model(MODEL, jax.devices(), ParallelConfig(pipeline_parallel=n_stages))
     built = build_engine(MODEL, place(MODEL, parameters(), parts), SERVING, parts, buckets=(8, 64, 256))
     by_request = EngineMaster(

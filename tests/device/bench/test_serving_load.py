@@ -1,4 +1,4 @@
-"""The figures' machinery on a real engine: systems under load, batches that are injected, honesty."""
+"""The figures' tools on a real engine: systems under load, injected batches, the check of fairness."""
 
 import math
 from functools import cache
@@ -21,7 +21,7 @@ def shared() -> SharedEngine:
 
 
 def silent(name: str, done: int, total: int) -> None:
-    """Progress for nobody."""
+    """Progress that shows nothing."""
 
 
 def at_rest() -> bool:
@@ -89,7 +89,7 @@ def test_one_request_alone_and_both_where_scheduling_makes_no_difference() -> No
 
 
 def test_a_batch_is_injected_until_it_is_done_if_its_slots_fit() -> None:
-    """1,024 slots are 21 requests of 33 tokens, in 3 blocks of 16 each, or 2 of the model's 512 positions."""
+    """1,024 slots hold 21 requests of 33 tokens, in 3 blocks of 16, or 2 of the model's 512 positions."""
     traces = {n: homogeneous_trace(n, n_input=28, n_output=5, vocab_size=2048) for n in (1, 2, 3, 21, 22)}
     assert [fits(shared(), "orca", trace) for trace in traces.values()] == [True] * 4 + [False]
     assert [fits(shared(), "ft", trace) for trace in traces.values()] == [True, True, False, False, False]

@@ -1,4 +1,4 @@
-"""bench.tokens finds an engine right that is, and wrong where its reference has other weights."""
+"""bench.tokens accepts a correct engine, and rejects one whose weights differ from the reference's."""
 
 import pytest
 

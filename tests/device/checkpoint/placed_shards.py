@@ -1,4 +1,4 @@
-"""Checkpoints onto meshes of eight virtual devices: random placements, each held against the whole.
+"""Loads checkpoints onto meshes of eight virtual devices, with random placements.
 
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.device.checkpoint.placed_shards DIRECTORY
 """

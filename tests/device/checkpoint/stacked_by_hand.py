@@ -1,7 +1,7 @@
 """MaxText's and Tunix's arrays of the golden mixtures, stacked by hand from Hugging Face's tensors.
 
-Each transform stands here as MaxText's own converter has it (checkpoint_conversion/utils/param_mapping.py),
-and as Tunix's params.py; nothing is taken from orca_jax's tables.
+The transforms are those of MaxText's converter (checkpoint_conversion/utils/param_mapping.py) and of Tunix's
+params.py; nothing is taken from orca_jax's tables.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def flipped(weight: np.ndarray, *heads: int) -> np.ndarray:
-    """[out, in] as [in, out], with the outputs as heads."""
+    """Transpose [out, in] to [in, out], with the outputs as heads."""
     return weight.T.reshape(weight.shape[1], *heads) if heads else weight.T
 
 
@@ -132,7 +132,7 @@ LAYERS: dict[str, Callable[[Arrays, dict[str, Any], int], tuple[str, Arrays]]] =
 
 
 def maxtext(tensors: Arrays, config: dict[str, Any], *, scanned: bool) -> Arrays:
-    """All arrays; gpt-oss scans pairs of layers, DeepSeek those with experts apart from those without."""
+    """MaxText's arrays. gpt-oss scans pairs of layers, DeepSeek layers with and without experts apart."""
     kinds: dict[str, list[Arrays]] = {}
     for i in range(config["num_hidden_layers"]):
         kind, layer = LAYERS[config["model_type"]](tensors, config, i)
@@ -183,6 +183,6 @@ def tunix(tensors: Arrays, config: dict[str, Any]) -> Arrays:
 
 
 def save(directory: Path, arrays: Arrays) -> None:
-    """As a tree of the parts of the names, with Orbax."""
+    """Save the arrays with Orbax, as a tree by the parts of their names."""
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(directory, traverse_util.unflatten_dict(arrays, sep="."))

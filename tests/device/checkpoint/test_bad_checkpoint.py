@@ -1,4 +1,4 @@
-"""Checkpoints that are wrong, each in one way: the error names file, tensor, expected and found."""
+"""Checkpoints with one thing wrong: the error names the file, the tensor, and what was expected and found."""
 
 import json
 import os
@@ -41,7 +41,7 @@ NAME = "transformer.h.0.ln_1.weight"
 
 
 def fails(error: type[CheckpointError], directory: Path | str, *words: str) -> None:
-    """Finding and loading it raise exactly `error`, and its message holds every word."""
+    """Check that finding and loading it raise exactly `error`, whose message has every word."""
     with pytest.raises(error) as raised:
         load_checkpoint(find_directory(directory), dtype=np.float32)
     assert type(raised.value) is error

@@ -1,4 +1,4 @@
-"""Checkpoints that are right: every layout, dtype and option becomes the parameters it should."""
+"""Valid checkpoints: every layout, dtype and option becomes the expected parameters."""
 
 import json
 import os

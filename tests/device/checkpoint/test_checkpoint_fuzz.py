@@ -64,7 +64,7 @@ def test_random_headers(tmp_path: Path, values: Any, tail: bytes) -> None:
 
 
 def mutate(data: st.DataObject, value: Any) -> Any:
-    """`value` with one thing in it replaced, dropped or said again, anywhere inside."""
+    """`value` with one part, anywhere inside it, replaced, dropped or repeated."""
     if isinstance(value, dict) and value and data.draw(st.booleans()):
         key = data.draw(st.sampled_from(sorted(value)))
         action = data.draw(st.sampled_from(["inside", "inside", "replace", "drop", "rename"]))

@@ -1,4 +1,4 @@
-"""Checkpoints by parts: any box of a parameter is that slice of it, and costs its own bytes."""
+"""Partial reads: any box of a parameter is that slice of it, and reads only the slice's bytes."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """GPT-2 and OPT, each as safetensors and as Orbax's of small chunks."""
+    """GPT-2 and OPT, each as safetensors and as Orbax arrays of small chunks."""
     directory = tmp_path_factory.mktemp("sources")
     paths: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""`orca convert`'s work: there and back gives the same bytes, and Orbax itself reads what was written."""
+"""Conversion: a round trip gives the same bytes, and Orbax itself reads the result."""
 
 import json
 from dataclasses import replace
@@ -99,7 +99,7 @@ def json_or_text(path: Path) -> object:
 
 
 def test_orbax_and_back(tmp_path: Path) -> None:
-    """From a checkpoint that never was Hugging Face's: the layout follows from the model."""
+    """A checkpoint that never was Hugging Face's gets the layout that follows from its model."""
     loaded = load_checkpoint(write_checkpoint(tmp_path / "first", GPT2, gpt2_tensors()), dtype=np.float32)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "trained", loaded.parameters)

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSeek: FP8 in blocks, layers that predict further tokens, and numbers kept in float32."""
+"""DeepSeek checkpoints: FP8 in blocks, layers that predict further tokens, and values kept in float32."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def with_scales(tensors: Tensors) -> Tensors:
 
 
 def unpacked(tensors: Tensors) -> Tensors:
-    """The same numbers in float32."""
+    """Dequantised tensors, in float32."""
     plain = {name: value for name, value in tensors.items() if not name.endswith("_scale_inv")}
     for name, value in plain.items():
         if value.dtype == SMALL_FLOAT:
@@ -71,7 +71,7 @@ def block_scaled(values: np.ndarray, scales: np.ndarray) -> BlockScaled:
 
 
 def test_numbers_of_eight_bits_worked_by_hand() -> None:
-    """1.5, -448 (the greatest), 2 ** -9 (the least), 0.4375, in four blocks of which three are cut off."""
+    """1.5, -448 (the largest), 2 ** -9 (the smallest) and 0.4375, in four blocks, three of them partial."""
     values = np.zeros((130, 131), np.uint8)
     values[0, 0], values[127, 127], values[0, 128], values[128, 5], values[129, 130] = (
         0x3C,
@@ -155,7 +155,7 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
 
 
 def test_one_tensor_for_all_experts(tmp_path: Path) -> None:
-    """As transformers 5 saves them with save_original_format=False; not in FP8."""
+    """transformers 5 saves it so with save_original_format=False; in FP8 it is refused."""
     tensors = stored(NAME)
     own = {name: value for name, value in tensors.items() if ".mlp.experts." not in name}
     parts = {
@@ -257,7 +257,7 @@ def test_a_layer_that_predicts_further_tokens_is_not_read(tmp_path: Path) -> Non
 
 
 def test_the_correction_of_the_choice_stays_float32() -> None:
-    """In a model of any dtype, however its weights come, and through an engine's programs."""
+    """This holds for a model of any dtype, for every way to load it, and in an engine's programs."""
     name = "layers.1.router.correction"
     expected = stored(NAME)["model.layers.1.mlp.gate.e_score_correction_bias"]
     loaded = load_checkpoint(DIRECTORY / NAME, dtype=jnp.bfloat16).parameters

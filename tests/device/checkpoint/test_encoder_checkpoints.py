@@ -76,7 +76,7 @@ def test_a_written_config_reads_as_the_same_model(tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize("name", ["umt5-untied", "bart-gelu", "t5-relu"])
 def test_orbax_with_an_orca_json_becomes_the_same_tensors(tmp_path: Path, name: str) -> None:
-    """From a checkpoint that never was Hugging Face's: the names follow from the model."""
+    """A checkpoint that never was Hugging Face's gets the names that follow from its model."""
     convert_checkpoint(DIRECTORY / name, tmp_path / "orbax")
     (tmp_path / "orbax" / "config.json").unlink()
     model = read_config(DIRECTORY / name)

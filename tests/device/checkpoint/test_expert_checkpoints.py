@@ -29,7 +29,7 @@ def stored(name: str) -> Tensors:
 
 
 def fused(tensors: Tensors) -> Tensors:
-    """As transformers 5 has them in memory, and saves them with save_original_format=False."""
+    """Experts in one tensor, as transformers 5 saves them with save_original_format=False."""
     found: Tensors = {}
     parts: dict[str, dict[int, dict[str, np.ndarray]]] = defaultdict(lambda: defaultdict(dict))
     for name, value in tensors.items():

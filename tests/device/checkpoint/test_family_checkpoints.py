@@ -1,4 +1,4 @@
-"""For every family a checkpoint that transformers made, with one thing wrong: the error names it.
+"""A checkpoint of every family, made by transformers, with one thing wrong: the error names it.
 
 The golden checkpoints are the right ones. A family is in the list as soon as it has one.
 """

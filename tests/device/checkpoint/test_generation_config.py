@@ -1,4 +1,4 @@
-"""generation_config.json: what a model recommends, and where its outputs end."""
+"""generation_config.json: recommended sampling parameters and end-of-sequence tokens."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Heads in every order that a checkpoint may have, read in ours and written back."""
+"""Heads in every order of a checkpoint are read into the engine's order and written back."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def stored_tensors(order: HeadOrder, q: np.ndarray, k: np.ndarray, v: np.ndarray
 
 @st.composite
 def attentions(draw: st.DrawFn) -> Attention:
-    """K/V heads once or several times."""
+    """Attention configurations whose K/V heads are stored once or repeated."""
     stored, group = draw(st.sampled_from([(1, 1), (3, 1), (1, 4), (2, 4), (3, 6), (2, 3)]))
     repeats = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if group % n == 0]))
     return Attention(

@@ -1,4 +1,4 @@
-"""Experts in MXFP4, as gpt-oss is published: held against what transformers makes of the same file."""
+"""Experts in MXFP4, as gpt-oss is published, against transformers' reading of the same file."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def tensors() -> Tensors:
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are read a few rows at a time."""
+    """Let files be read a few rows at a time."""
     monkeypatch.setattr(safetensors_reader, "_CHUNK_BYTES", 100)
 
 

@@ -1,4 +1,4 @@
-"""Orbax checkpoints: as Orbax itself writes them, with a name map or without, and every way to be wrong."""
+"""Orbax checkpoints as Orbax writes them, with and without a name map, and every kind of mistake."""
 
 import json
 import shutil
@@ -182,7 +182,7 @@ def test_a_map_that_transposes_and_reshapes(tmp_path: Path, parameters: dict[str
 def test_a_checkpoint_of_our_writer_before_orbax_wrote_for_us(
     tmp_path: Path, parameters: dict[str, jax.Array]
 ) -> None:
-    """One OCDBT database without processes' parts, a tree of flat names, and no time of commit."""
+    """It has one OCDBT database without parts by process, a tree of flat names, and no commit time."""
     place = tmp_path / "model"
     place.mkdir()
     tree: Tree = {}
@@ -207,7 +207,7 @@ def test_a_checkpoint_of_our_writer_before_orbax_wrote_for_us(
 def test_chunks_that_an_old_orbax_left_out_are_zeros(
     tmp_path: Path, parameters: dict[str, jax.Array]
 ) -> None:
-    """It stored no chunk of zeros, and its tree does not say that it does."""
+    """Old versions did not store chunks of zeros, and their tree does not say so."""
     place, name = tmp_path / "model", "layers.1.up.bias"
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
     with ocp.Checkpointer(handler) as checkpointer:
@@ -300,7 +300,7 @@ def test_writing_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_serving_from_safetensors_loads_neither_orbax_nor_tensorstore() -> None:
-    """They take a while to import."""
+    """Their imports would slow down the start."""
     code = (
         "import sys; from orca_jax import LLM\n"
         "with LLM() as llm: assert llm.generate(['a'])[0].token_ids\n"

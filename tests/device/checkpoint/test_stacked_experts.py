@@ -54,7 +54,7 @@ def checkpoint(directory: Path, name: str, layout: Layout) -> Path:
 
 
 def assert_equal(found: Any, expected: Any, name: str, where: str) -> None:
-    """To the bit, but for Mixtral's queries, which are multiplied."""
+    """Check that arrays are equal to the bit, but for Mixtral's queries, which are multiplied."""
     rounded = name == MIXTRAL and ("qkv" in where or "query" in where or "q_proj" in where)
     np.testing.assert_allclose(found, expected, rtol=3e-7 if rounded else 0, atol=0, err_msg=where)
 
@@ -225,7 +225,7 @@ def test_arrays_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_another_checkpoint_of_stacked_experts(tmp_path: Path) -> None:
-    """A description of one's own: gate and up in one array, layers first."""
+    """A checkpoint described by a user: gate and up in one array, layers first."""
     expected = load_checkpoint(DIRECTORY / MIXTRAL, dtype=FLOAT)
     own = {name: np.asarray(values) for name, values in expected.parameters.items()}
     up, down, router = (

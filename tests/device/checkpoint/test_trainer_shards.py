@@ -1,4 +1,4 @@
-"""Trainers' checkpoints straight onto stages and their devices: what is read of each array; the tokens."""
+"""Trainers' checkpoints are read onto stages and devices, each its part, and give the trainer's tokens."""
 
 import shutil
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def weights_of(directory: Path) -> dict[str, np.ndarray]:
 
 
 def stages_of(directory: Path, n_devices: int) -> tuple[StagePart, ...]:
-    """Two, of `n_devices` each."""
+    """Two stages of `n_devices` each."""
     parallel = ParallelConfig(tensor_parallel=n_devices, pipeline_parallel=2)
     return split_model(read_config(directory), jax.devices(), parallel)
 
@@ -80,7 +80,7 @@ def assert_read_once(reads: Reads, weights: dict[str, np.ndarray], parts: Sequen
     "name", [*NAMES[:2], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[2:])]
 )
 def test_onto_two_stages_of_two_devices(name: str, reads: Reads) -> None:
-    """Each device gets its slice; what the engine computes with them are the trainer's own tokens."""
+    """Each device gets its slice, and the engine computes the trainer's tokens with them."""
     golden = golden_of(name)
     directory, weights = golden.directory, weights_of(golden.directory)
     whole = load_checkpoint(directory, dtype=jnp.float32).parameters
@@ -105,7 +105,7 @@ def test_onto_two_stages_of_two_devices(name: str, reads: Reads) -> None:
 
 
 def in_small_chunks(name: str, directory: Path) -> Path:
-    """A copy with a file for each chunk; layers and heads have chunks of their own."""
+    """A copy with a file for each chunk, and a chunk for each layer and head."""
     tree: dict[str, Any] = {}
     save_args: dict[str, Any] = {}
     for path, values in weights_of(DIRECTORY / name).items():

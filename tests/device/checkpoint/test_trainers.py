@@ -83,7 +83,7 @@ def arrays_of(directory: Path) -> dict[str, np.ndarray]:
 
 
 def rounded(names: dict[str, StoredName]) -> set[str]:
-    """The arrays that are computed from ours with a rounding: a power of two as factor needs none."""
+    """The names of arrays whose conversion rounds; a factor that is a power of two does not."""
     return {
         theirs
         for stored in names.values()
@@ -94,7 +94,7 @@ def rounded(names: dict[str, StoredName]) -> set[str]:
 
 @pytest.mark.parametrize("name", SOME)
 def test_to_safetensors_and_back(name: str, tmp_path: Path) -> None:
-    """The trainer's own names and shapes, and its bits where nothing is rounded."""
+    """The result has the trainer's names and shapes, and the same bits where nothing is rounded."""
     description = read_description(DIRECTORY / name)
     expected = arrays_of(description.checkpoint)
     detected = detect(description.model, expected)
@@ -199,7 +199,7 @@ def test_a_padded_vocabulary(tunix: Path) -> None:
 
 
 def test_general_forms(tunix: Path, tmp_path: Path) -> None:
-    """A checkpoint that nobody else has: layers, keys and values stacked, and each form once."""
+    """A made-up checkpoint that uses each form once: layers, keys and values stacked, and so on."""
     expected = load_checkpoint(tunix, dtype=np.float32).parameters
     stored = {
         name.removesuffix(".value"): values for name, values in arrays_of(tunix / "3/model_params").items()

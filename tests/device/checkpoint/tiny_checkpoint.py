@@ -1,4 +1,4 @@
-"""Writer of tiny Hugging Face style checkpoints, right ones and wrong ones, with no library between."""
+"""Writes tiny checkpoints in Hugging Face's form, valid and broken, without a library."""
 
 import json
 import struct
@@ -110,7 +110,7 @@ _OPT_NORMS = ("self_attn_layer_norm", "final_layer_norm")
 
 
 def header_and_data(tensors: Tensors) -> tuple[dict[str, Any], bytes]:
-    """The header and the data of a safetensors file of these tensors, each in the dtype it has."""
+    """The header and the data of a safetensors file of these tensors, each in its dtype."""
     header: dict[str, Any] = {}
     data = b""
     for name, values in tensors.items():

@@ -78,7 +78,7 @@ reference = jax.jit(split_attention_reference, static_argnames=("scale", "window
 
 
 def attended(batch: Ragged, scores: Scores = PLAIN, sinks: np.ndarray | None = None) -> np.ndarray:
-    """The result of a batch whose q is [T, G, K, D]: makes the host's words, then runs the traced part."""
+    """Attend for a batch whose q is [T, G, K, D]: compute the host's words, then run the traced part."""
     plan = TilePlan(len(batch.q), len(batch.kv_length))
     words = tile_words(batch.row_start, plan)
     assert words.shape == (plan.n_words,) and words.dtype == np.int32

@@ -1,4 +1,4 @@
-"""Random requests for one small engine, of one stage or more: what several tests of the engine play."""
+"""Random requests for one small engine of one or more stages, shared by several tests."""
 
 import random
 from collections.abc import Sequence
@@ -99,7 +99,7 @@ def play(
     lost_before: int = -1,
     scheduling: SchedulingConfig = ORCA,
 ) -> tuple[list[Request], Scheduler]:
-    """The ended requests and their scheduler; before step `lost_before` all caches are lost."""
+    """Play the requests; return them with their scheduler. Before step `lost_before` all caches are lost."""
     ran = built(n_stages, mode, scheduling)
     requests = [request(str(i), planned) for i, planned in enumerate(all_planned)]
     if pieces is not None:

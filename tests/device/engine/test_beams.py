@@ -1,7 +1,7 @@
 """Beam search on the real engine: tokens and scores of a plain search over the reference model's logits.
 
-In one batch with others, under every policy, on stages, and after preemption; and what Hugging Face's
-transformers finds (tests/data/golden).
+Searches run in one batch with other requests, under every policy, on stages, and after preemption. They are
+also compared with those of Hugging Face's transformers (tests/data/golden).
 """
 
 from collections.abc import Sequence
@@ -174,7 +174,7 @@ def test_on_stages_and_without_overlap(n_stages: int, overlap: bool) -> None:
 
 
 def check_golden(name: str, max_batch_size: int, n_searches: int | None = None) -> None:
-    """Check searches that fit in batches of this many places, with greedy requests; the last few, or all."""
+    """Check the last few golden searches, or all, that fit in such a batch, among greedy requests."""
     golden = load_beams(name)
     checkpoint = load_checkpoint(golden.directory, dtype=jnp.float32)
     model = checkpoint.config

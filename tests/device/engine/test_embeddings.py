@@ -45,7 +45,7 @@ def assert_pooled(request: Request, expected: np.ndarray) -> None:
 
 
 def play_all(engine: Harness, golden: HiddenStates, name: str) -> list[Request]:
-    """All prompts with both poolings, beside generations, and again when the prefix cache has the prompts."""
+    """Embed all prompts with both poolings, among generations, and again from the prefix cache."""
     asked = [
         embedding(f"{pooling} {i} {time}", prompt, pooling)
         for time in ("first", "again")
@@ -83,7 +83,7 @@ def test_they_are_those_of_hugging_face(name: str) -> None:
 
 
 def test_every_family_is_there() -> None:
-    """One that is new needs scripts/golden/hidden.py, after scripts/golden/decoders.py."""
+    """A new family needs scripts/golden/hidden.py, after scripts/golden/decoders.py."""
     families = [
         {json.loads((DIRECTORY / name / "config.json").read_text())["model_type"] for name in names}
         for names in (NAMES, hidden_names())

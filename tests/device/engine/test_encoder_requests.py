@@ -50,7 +50,7 @@ def _attention(*, causal: bool, relative: bool, bias: bool) -> Attention:
 
 
 def _model(*, like_t5: bool) -> ModelConfig:
-    """A model like T5 (a relative bias instead of positions, norms before) or like BART (the opposite)."""
+    """A model like T5 (relative bias, pre-norm) or like BART (learned positions, post-norm)."""
     norm = Norm(kind="rms_norm", eps=1e-6) if like_t5 else Norm()
     attention = partial(_attention, bias=not like_t5)
     feed_forward = FeedForward(size=40, activation="relu", gated=like_t5, bias=not like_t5)
@@ -115,7 +115,7 @@ def _logits(name: str):
 
 @cache
 def expected(name: str, encoder_ids: tuple[int, ...], prompt: tuple[int, ...], n_output: int) -> list[int]:
-    """The greedy tokens of the reference. Its causal decoder does not see what pads its tokens."""
+    """The greedy tokens of the reference. Padding at the end does not affect its causal decoder."""
     known, read = np.zeros(MAX_OUTPUT + 4, np.int32), np.full(MAX_INPUT, -1, np.int32)
     known[: len(prompt)], read[: len(encoder_ids)] = prompt, encoder_ids
     n = len(prompt)
@@ -129,7 +129,7 @@ def expected(name: str, encoder_ids: tuple[int, ...], prompt: tuple[int, ...], n
 
 @dataclass(frozen=True)
 class Planned:
-    """A request that arrives before a step, and is cancelled before a later one, or not (0)."""
+    """A request that arrives before a step, and is cancelled before a later one (0: never)."""
 
     arrival: int
     encoder_ids: tuple[int, ...]
@@ -222,7 +222,7 @@ def test_tokens_are_the_reference_s_whatever_the_schedule(name: str, n_stages: i
 
 
 def test_an_iteration_holds_encoders_and_decoders_together() -> None:
-    """And only a request's first row runs the encoder."""
+    """Only a request's first iteration runs the encoder."""
     parts, workers = stages("t5", 1, 1)
     ran = harness(MODELS["t5"], {}, SERVING, buckets=(3, 48), parts=parts, workers=workers)
     assert isinstance(ran.scheduler.engine, EngineMaster)

@@ -1,7 +1,7 @@
-"""Given outputs: their tokens' log-probabilities, computed in the same batches as everything else.
+"""Scored outputs: log-probabilities of given tokens, computed in the same batches as everything else.
 
-Held against the reference model, and in a deterministic engine to the bit against what was said while the
-same tokens were generated.
+They are compared with the reference model's. In a deterministic engine they equal those reported while the
+same tokens were generated, to the bit.
 """
 
 from functools import cache
@@ -41,7 +41,7 @@ def parameters() -> dict[str, jax.Array]:
 
 @cache
 def engine(n_stages: int, *, deterministic: bool = False, overlap: bool = True) -> Harness:
-    """With everything that splits and moves requests, unless it is deterministic."""
+    """An engine that chunks, shares prefixes and preempts, unless it is deterministic."""
     scheduling = ORCA if deterministic else SchedulingConfig(prefill_tokens=16)
     serving = ServingConfig(
         max_batch_size=MAX_BS,
@@ -81,7 +81,7 @@ def reference_jitted():
 
 
 def exact(token_ids: list[int]) -> np.ndarray:
-    """[n - 1], in float64."""
+    """The reference's log-probabilities of the tokens after the first, [n - 1] float64."""
     padded = jnp.array(token_ids + [0] * (MODEL.n_positions - len(token_ids)))
     logprobs = log_softmax(np.asarray(reference_jitted()(padded), np.float64), axis=-1)
     return logprobs[np.arange(len(token_ids) - 1), token_ids[1:]]
@@ -94,7 +94,7 @@ def token_lists(seed: int, *lengths: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("n_stages", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_they_are_the_reference_models(n_stages: int) -> None:
-    """Beside requests that sample; with shared beginnings and in pieces; up to the last position."""
+    """Among requests that sample, with shared prefixes, in chunks, and up to the last position."""
     listed = token_lists(0, 96, 2, 64, 41, 17, 90)
     listed += [[*listed[0][:40], *listed[4]], listed[0]]
     asked = [scored(str(i), token_ids, len(token_ids) - 1) for i, token_ids in enumerate(listed)]
@@ -125,7 +125,7 @@ def test_after_a_loss_they_are_the_same() -> None:
 
 @cache
 def generated(kind: int, n_stages: int) -> tuple[list[int], list[float]]:
-    """The tokens of one request, and what was said of them while nothing else ran."""
+    """The tokens that one request generates alone, and their log-probabilities."""
     asked: dict[str, Any] = [{"temperature": 0.0}, {}, {"top_p": 0.8}, {"repetition_penalty": 1.4}][kind]
     n_prompt, n_output = PROMPTS[kind], [20, 31, 1, 47][kind]
     one = sampled("alone", token_lists(kind, n_prompt)[0], n_output, **asked)

@@ -26,7 +26,7 @@ CASES = [
 
 
 def short(model: ModelConfig) -> ModelConfig:
-    """The model with as few positions as the test needs; those that are learned cannot be left out."""
+    """The model with as few positions as the test needs; learned positions cannot be reduced."""
     assert model.encoder is not None
     n = {"n_positions": N_OUTPUT + 8}
     return model if model.positions else replace(model, **n, encoder=replace(model.encoder, n_positions=64))

@@ -1,4 +1,4 @@
-"""Overlap on the real engine: whatever ends or leaves in whatever moment, everybody gets the same tokens."""
+"""Overlap on the real engine: whichever requests end or leave, and when, all others' tokens stay the same."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ class PlannedRequest:
 
 
 class StopString:
-    """Complete with the n-th token."""
+    """A stop string that the n-th token completes."""
 
     def __init__(self, n: int | None) -> None:
         self._left = n
@@ -132,7 +132,7 @@ def test_same_tokens_with_and_without_overlap(n_stages: int, all_planned: list[P
 
 
 def test_what_is_thrown_away_was_computed_in_the_request_s_own_blocks() -> None:
-    """One that stops runs once more; who waits for its blocks gets them then, and its own tokens."""
+    """A request that stops runs once more. The one that waits for its blocks gets them after that."""
     plain = SamplingParams(temperature=0.0)
     first = PlannedRequest(0, (1, 2, 3), 25, plain, stop_at=3)
     others = [PlannedRequest(0, (4 + i,) * 5, 20, plain) for i in range(2)]

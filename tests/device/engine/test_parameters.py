@@ -1,8 +1,8 @@
 """Every generation parameter in the whole engine, against a slow computation on the reference model's logits.
 
-Sixteen requests, each of which uses another parameter, run together; each gets what it gets alone, on one
-stage and on two. Where a choice is greedy it is the slow computation's, where it is drawn it is one of those
-that the slow computation keeps.
+Sixteen requests, each with another parameter, run together on one stage and on two; each gets the same tokens
+as alone. A greedy choice must be the slow computation's, a drawn one among those that the slow computation
+keeps.
 """
 
 from collections import Counter
@@ -77,7 +77,7 @@ def engine(n_stages: int) -> Harness:
 
 @cache
 def bad_words() -> tuple[tuple[int, ...], ...]:
-    """Two tokens of the output without parameters, and a pair of them."""
+    """Bad words: two tokens of the output without parameters, and a pair of them."""
     tokens = alone("nothing").output_ids
     return ((tokens[2],), (tokens[0], tokens[1]), (PROMPT[-2], PROMPT[-1], tokens[0]))
 
@@ -117,13 +117,13 @@ def reference_jitted():
 
 
 def raw_logits(tokens: list[int]) -> np.ndarray:
-    """The model's own, [len(tokens), V], in float64."""
+    """The reference model's logits [len(tokens), V] in float64."""
     padded = jnp.array(tokens + [0] * (MODEL.n_positions - len(tokens)))
     return np.asarray(reference_jitted()(padded), np.float64)[: len(tokens)]
 
 
 def slow(name: str, raw: np.ndarray, output: list[int]) -> np.ndarray:
-    """The logits [V] that a token is chosen from, one step after the other."""
+    """The logits [V] from which a token is chosen, computed step by step."""
     params = request(name).sampling
     logits = raw.copy()
     for token, bias in params.logit_bias.items():
@@ -146,7 +146,7 @@ def slow(name: str, raw: np.ndarray, output: list[int]) -> np.ndarray:
 
 
 def kept_by_hand(params: SamplingParams, logits: np.ndarray) -> set[int]:
-    """The tokens that may be drawn; a hair more than that, for sums in float32."""
+    """The tokens that may be drawn, with a small tolerance for sums in float32."""
     p = np.exp((logits - logits.max()) / params.temperature)
     order = np.argsort(-p)
     if params.top_k:
@@ -217,7 +217,7 @@ def test_sixteen_requests_with_a_parameter_each_get_what_they_get_alone(n_stages
 
 
 def test_a_resumed_request_keeps_its_output_history() -> None:
-    """After a fault its counts begin again from the prompt and the output so far, each in its place."""
+    """After a fault its counts are made again, from the prompt and from the output so far."""
     for name in ("repetition_penalty", "frequency_penalty", "presence_penalty", "logprobs"):
         house = engine(1)
         again = request(name)

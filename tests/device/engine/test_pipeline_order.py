@@ -38,7 +38,7 @@ def parameters() -> dict[str, jax.Array]:
 
 @cache
 def stages(n_stages: int, tensor: int) -> tuple[tuple[StagePart, ...], tuple[Worker, ...]]:
-    """The workers are kept: so each split compiles once."""
+    """The stages' workers, kept between tests so that each split compiles once."""
     parts = split_model(
         MODEL, jax.devices(), ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor)
     )
@@ -49,7 +49,7 @@ def stages(n_stages: int, tensor: int) -> tuple[tuple[StagePart, ...], tuple[Wor
 
 
 def engine(n_stages: int, tensor: int = 1, *, overlap: bool = False) -> Harness:
-    """A fresh one on these stages."""
+    """A new engine on these stages."""
     parts, workers = stages(n_stages, tensor)
     serving = replace(SERVING, overlap=overlap)
     return harness(MODEL, {}, serving, buckets=(8, 32), parts=parts, workers=workers)
@@ -70,7 +70,7 @@ class Recorded:
     calls: list[tuple[str, int, int]] = field(default_factory=list)
 
     def issues_before_fetch(self, iteration: int) -> int:
-        """Forward passes that were started before the host asked for the tokens of an iteration."""
+        """The forward passes that started before the host asked for the tokens of an iteration."""
         return sum(
             kind == "forward" for kind, _, _ in self.calls[: self.calls.index(("fetch", iteration, 0))]
         )
@@ -78,7 +78,7 @@ class Recorded:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    """Every forward pass of a worker, and every reading of tokens by the host."""
+    """Record every forward pass of a worker and every read of tokens by the host."""
     result = Recorded()
     forward, choose, fetch = Worker.forward, TokenChooser.choose, DeviceTokens.fetch
     stage, iteration = 0, -1
@@ -110,7 +110,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 
 def in_flight(iterations: Sequence[IterationRecord], now: float) -> int:
-    """Batches that were issued before `now` and had not returned then."""
+    """The number of batches issued before `now` that had not returned by then."""
     return sum(
         iteration.issued < now and iteration.returned is not None and iteration.returned >= now
         for iteration in iterations
@@ -150,7 +150,7 @@ def test_figure_8a(recorded: Recorded) -> None:
 @pytest.mark.matrix(but=["2-1", "3-1"])
 @pytest.mark.parametrize(("n_stages", "tensor"), [(2, 1), (3, 1), (4, 1), (2, 2)])
 def test_as_many_batches_are_in_flight_as_there_are_stages(n_stages: int, tensor: int) -> None:
-    """Whenever the host waits for a batch, all stages have one, if that many requests are there."""
+    """When the host waits for a batch, every stage has one, if there are enough requests."""
     ran = engine(n_stages, tensor)
     asked = requests(4 * n_stages, [3, 7, 1, 5, 9])
     arrivals = [0] * (2 * n_stages) + [3 + i for i in range(2 * n_stages)]
@@ -181,7 +181,7 @@ def test_as_many_batches_are_in_flight_as_there_are_stages(n_stages: int, tensor
 def test_the_host_reads_a_batch_only_when_every_stage_has_one(
     n_stages: int, overlap: bool, recorded: Recorded
 ) -> None:
-    """With overlap one batch more: the first stage has the next one before it is done with its own."""
+    """With overlap there is one more batch: the first stage has its next one before it is done."""
     n_output = 3
     engine(n_stages, overlap=overlap).run(requests(2 * n_stages, [n_output]))
     n_iterations = n_stages * n_output
@@ -201,7 +201,7 @@ def test_the_host_reads_a_batch_only_when_every_stage_has_one(
 def test_the_host_waits_for_no_device_when_it_issues(
     n_stages: int, tensor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the first stage's device held up, every stage is handed a batch all the same, and none is done."""
+    """While the first stage's device is held up, every stage still gets a batch, and none finishes."""
     ran = engine(n_stages, tensor)
     ran.run(requests(2 * n_stages, [2]))  # compile, so that what is measured below is issuing alone
     _, (worker, *_) = stages(n_stages, tensor)

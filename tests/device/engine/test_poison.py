@@ -1,5 +1,6 @@
-"""Whatever one request asks for, and whatever its logits are: its token is one of the vocabulary, no
-log-probability is NaN, and its neighbours get what they would get without it, to the bit.
+"""Extreme parameters and logits of one request harm no other.
+
+Its token is in the vocabulary, no log-probability is NaN, and its neighbours get the same bits as without it.
 """
 
 import math
@@ -52,7 +53,7 @@ FEW = settings(
 
 
 def within(low: float, high: float, *more: float) -> st.SearchStrategy[float]:
-    """A range: most of all its bounds, and what lies near them."""
+    """Values of a range, mostly its bounds and values near them."""
     return st.one_of(st.sampled_from([low, high, *more]), st.floats(low, high))
 
 
@@ -97,7 +98,7 @@ assert {*FIELDS, *BEAMS, *EXPERTS, "n", "max_tokens"} - {"grammar"} == {
 
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
-    """Any of them, in any combination that is allowed at all."""
+    """Any allowed combination of sampling parameters."""
     names = draw(st.sets(st.sampled_from(sorted(FIELDS))))
     if "grammar" in names:
         names.discard("allowed_token_ids")
@@ -154,7 +155,7 @@ def choose(rows: dict[str, jax.Array], *, acts: bool, allows: bool, cut: bool) -
 
 
 def arrays(rows: Sequence[Row]) -> dict[str, jax.Array]:
-    """As the engine hands them to the sampler."""
+    """The rows' parameters as the engine passes them to the sampler."""
     reals = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
     made = {name: np.array([getattr(row.params, name) for row in rows], np.float32) for name in reals}
     bias = np.zeros((len(rows), VOCAB), np.float32)
@@ -176,7 +177,7 @@ def arrays(rows: Sequence[Row]) -> dict[str, jax.Array]:
 
 @st.composite
 def any_logits(draw: st.DrawFn) -> np.ndarray:
-    """Ordinary ones with some that are not, in places; or all of one kind."""
+    """Ordinary logits with some extreme ones among them, or all of one extreme kind."""
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     spread = draw(st.sampled_from([0.0, 1.0, 30.0, 1e30, 5e37]))
     logits = (rng.normal(0, 1, VOCAB) * spread).astype(np.float32)
@@ -246,7 +247,7 @@ PROMPTS = ([72, 105], [10] * 9, [40, 50, 60, 70])
 
 @cache
 def engine() -> Orca:
-    """Started once, and used by every example: so the slots of one are those of another."""
+    """An engine that all examples share, so that each reuses the slots of earlier ones."""
     parameters = init_parameters(MODEL, jax.random.key(3), jnp.float32)
     parameters = {name: value * (1 if value.ndim == 1 else 8) for name, value in parameters.items()}
     for token_id, value in POISONED.items():
@@ -272,7 +273,7 @@ def with_logprobs(params: SamplingParams) -> SamplingParams:
 
 
 def results_next_to(prompt: list[int] | None, params: SamplingParams) -> list[GenerationResult]:
-    """Results of the neighbours; the poisonous request may end in any way that the rules allow."""
+    """The neighbours' results; the poisonous request may end in any allowed way."""
     service = engine()
     poison = None if prompt is None else service.submit(prompt, params)
     others = [

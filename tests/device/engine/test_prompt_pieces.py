@@ -1,4 +1,4 @@
-"""A prompt may come in pieces, behind a cached beginning, or again: the output is the same."""
+"""A prompt computed in chunks, after a cached prefix, or a second time has the same output."""
 
 import random
 

@@ -66,7 +66,7 @@ def asking(name: str, prompt: Any, n_output: int, **sampling: Any) -> Request:
 
 
 def crowd(*, repeated: bool = True) -> list[Request]:
-    """Requests that ask, beside some that do not, with prompts of one token to thirty, two of them alike."""
+    """Requests with and without `return_routed_experts`, of prompts of 1 to 30 tokens, two of them equal."""
     rng = np.random.default_rng(1)
     asked = [asking(f"a{i}", rng.integers(0, 53, n), 7) for i, n in enumerate((1, 30, 5, 12, 22, 3))]
     again = [asking("again", asked[1].prompt_ids, 7)] if repeated else []
@@ -84,7 +84,7 @@ def _exact_of_padded() -> Any:
 
 
 def assert_exact(request: Request) -> None:
-    """All tokens but the last, each once. Padding after them does nothing to a causal model."""
+    """Check the experts of all tokens but the last; padding after them does not affect a causal model."""
     tokens = [*request.prompt_ids, *request.output_ids][:-1]
     padded = jnp.array(tokens + [0] * (MODEL.n_positions - len(tokens)))
     expected = np.asarray(_exact_of_padded()(padded))[: len(tokens)]
@@ -147,7 +147,7 @@ def test_no_token_is_told_twice_after_a_loss(lost_before: int) -> None:
 
 
 def test_what_runs_after_the_end_is_not_told() -> None:
-    """With overlap an iteration is in flight that has the token after which the output ends."""
+    """With overlap, another iteration with the output's last token is in flight when the request ends."""
     first = asking("first", range(9), 8)
     built(scheduling=PIECES).run([first])
     end = first.output_ids[3]
@@ -161,7 +161,7 @@ def test_what_runs_after_the_end_is_not_told() -> None:
 
 
 def test_cached_tokens_count_once_their_experts_are_known() -> None:
-    """A prompt in the cache is computed again for one that asks; what it has itself computed may be found."""
+    """A request for experts computes a cached prompt again, but may reuse blocks with known experts."""
     engine = built(scheduling=PIECES)
     prompt = tuple(range(24))
     engine.run([greedy_request("before", prompt, 4)])

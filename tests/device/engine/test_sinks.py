@@ -1,4 +1,4 @@
-"""gpt-oss's layers in the engine: sinks on each path of attention, over devices and stages, and cached."""
+"""Attention sinks of gpt-oss: on every path of attention, over devices and stages, with a prefix cache."""
 
 from dataclasses import replace
 
@@ -65,13 +65,13 @@ MODEL = model_of((9, None))
 
 
 def weights(model: ModelConfig) -> dict[str, jax.Array]:
-    """Sinks are as wide as scores."""
+    """Random weights whose sinks are as spread as scores."""
     values = drawn(model, 11)
     return {name: 12 * value if name.endswith("sinks") else value for name, value in values.items()}
 
 
 def requests() -> list[Request]:
-    """The last three begin like the one before."""
+    """Requests of which the last three share a prefix with the one before."""
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, 56, n).tolist() for n in (1, 50, 7, 33, 12)]
     prompts += [[*prompts[1][:n], 3, 4] for n in (41, 24, 16)]
@@ -84,7 +84,7 @@ def check(asked: list[Request], model: ModelConfig, parameters: dict[str, jax.Ar
 
 
 def test_sinks_matter() -> None:
-    """Tokens without them are others, so the tests below see whether they are there."""
+    """Without sinks the tokens are different, so the tests below would notice their absence."""
     without = tuple(
         replace(
             layer, attention=replace(layer.attention, scores=replace(layer.attention.scores, sinks=False))
@@ -113,7 +113,7 @@ EVERY_OTHER, ALL = (9, None), (5, 9)
     ],
 )
 def test_on_every_path_with_chunks_prefixes_and_windows(path: Path, windows: tuple[int | None, ...]) -> None:
-    """Where all layers have a window, blocks outside it are not read."""
+    """If all layers have a window, blocks outside it are not read."""
     model = model_of(windows)
     parameters = weights(model)
     serving = replace(SERVING, scheduling=SchedulingConfig(prefill_tokens=11))
@@ -130,7 +130,7 @@ def test_on_every_path_with_chunks_prefixes_and_windows(path: Path, windows: tup
     [(2, 2), (1, 4), *(pytest.param(*split, marks=pytest.mark.long) for split in ((1, 2), (2, 1), (1, 8)))],
 )
 def test_over_devices_and_stages(n_stages: int, tensor: int) -> None:
-    """Over four devices each key/value head is there twice, and over eight a device has one query head."""
+    """On four devices each key/value head is repeated; on eight each device has one query head."""
     model, parameters = MODEL.for_devices(tensor), weights(MODEL)
     if model.attention.kv_repeats > 1:
         stored = parameter_table(MODEL)

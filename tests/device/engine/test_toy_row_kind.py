@@ -133,7 +133,7 @@ def test_guesses_that_are_all_wrong_or_all_right_change_no_token() -> None:
 
 
 def test_beside_plain_requests_they_take_the_places_that_are_left() -> None:
-    """Everybody's tokens stay, whoever runs beside whom, with blocks and places short and prefixes shared."""
+    """All tokens stay the same in mixed batches, with few blocks and rows, and with shared prefixes."""
     for n_slots in (512, 128):
         pairs = [drafted(i) for i in range(4)]
         others = [asked(i) for i in range(4, 7)]

@@ -1,4 +1,4 @@
-"""Token masks, against Hugging Face's processors and a naive check of every token."""
+"""Token masks against Hugging Face's logits processors, and against a naive check of every token."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
 """With `deterministic` no bit of a request's results depends on its neighbours or its arrival.
 
-The logarithms of probabilities tell bits apart long before tokens do.
+Log-probabilities reveal a different bit long before tokens do.
 """
 
 from functools import cache
@@ -97,7 +97,7 @@ def test_no_bit_depends_on_what_else_runs(
 
 @pytest.mark.long
 def test_without_deterministic_bits_depend_on_neighbours() -> None:
-    """Otherwise this file would prove nothing."""
+    """If they did not, the tests of this file would prove nothing."""
     plain = engine(1, deterministic=False)
     result = set[str]()
     for n in (1, 2, 10):

@@ -1,4 +1,4 @@
-"""The model's last layer: after keys and values, only each row's last token goes on."""
+"""The model's last layer: after queries, keys and values it computes only each row's last token."""
 
 from functools import partial
 from typing import Any
@@ -102,7 +102,7 @@ def test_any_tokens_of_a_row_can_be_evaluated() -> None:
 
     @jax.jit
     def evaluate() -> tuple[jax.Array, jax.Array]:
-        """Evaluate tokens in the forward pass, and afterwards from the last layer's input and cache."""
+        """Score tokens in the forward pass, and afterwards from the last layer's input and cache."""
         empty = jnp.zeros(cache_shape(MODEL, n_blocks=3, block_size=block_size))
         caches = [LayerCache(empty, empty)] * MODEL.n_layers
         position = jnp.arange(n_tokens)

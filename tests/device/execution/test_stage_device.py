@@ -46,7 +46,7 @@ MARGIN = 1e-4  # of logits: where the two best are closer, another order of sums
 
 
 class StageHere:
-    """A worker without its process: a controller, its device, its end of the link."""
+    """A worker in this process: a controller, its device, and its end of the link."""
 
     def __init__(self, pipeline: "PipelineHere", model: StageModel, n_stages: int) -> None:
         self.inbox = FrameQueue[bytes | Event](1000)
@@ -280,7 +280,7 @@ def test_other_sizes_get_other_programs_and_sizes_that_do_not_fit_are_reported()
 
 @pytest.mark.long
 def test_adapters_are_added_once_to_each_stage_s_weights_and_leave_no_trace(tmp_path: Path) -> None:
-    """Also after the worker is made again for other sizes."""
+    """This also holds after the worker is recreated with other sizes."""
     rng = np.random.default_rng(0)
     given, added = dict[str, np.ndarray](), dict[str, np.ndarray]()
     for name in ("layers.0.up.weight", "layers.3.down.weight"):

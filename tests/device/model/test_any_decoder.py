@@ -1,4 +1,4 @@
-"""Random decoders made of any parts, not only known families: the engine's tokens are the reference's."""
+"""Random decoders of any parts, not only known families: the engine's tokens are the reference's."""
 
 from typing import Any
 

@@ -157,7 +157,7 @@ def test_a_layer_has_two_sums_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_pieces_prefixes_and_preemption_keep_the_tokens(seed: int) -> None:
-    """With few slots, chunked prompts, and prefixes from the cache."""
+    """The engine has few slots, chunked prefill, and a prefix cache."""
     parameters = drawn(MODEL, 4)
     rng = np.random.default_rng(seed)
     begin = rng.integers(0, 53, 21).tolist()
@@ -190,7 +190,7 @@ def test_the_cache_has_one_vector_per_token() -> None:
 @pytest.mark.parametrize("follow_lengths", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_values_as_the_first_elements_of_keys(dtype: Any, follow_lengths: bool) -> None:
-    """The same as with separate values; NaN in slots that no row may see."""
+    """The result is the same as with separate values; slots that no row may see hold NaN."""
     case = ragged(3, [(1, 40), (5, 5), (1, 1), (20, 33)], n_heads=6, n_kv_heads=2, head_size=24, n_padding=3)
     q = jnp.asarray(case.q, dtype).reshape(len(case.q), 2, 3, 24).swapaxes(1, 2)
     keys = jnp.asarray(case.k_cache, dtype)

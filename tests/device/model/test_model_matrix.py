@@ -1,4 +1,4 @@
-"""docs/models.md says what the tables of families and of attention say."""
+"""docs/models.md agrees with the tables of families and of attention in the code."""
 
 from orca_jax.families.registry import FAMILIES
 from scripts.model_matrix import BEGIN, DOCUMENT, END, golden_models, tables

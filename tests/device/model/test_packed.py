@@ -1,4 +1,4 @@
-"""Experts that stay packed in MXFP4: the same products and tokens as unpacked, and the file's bytes."""
+"""Experts in MXFP4 give the same products and tokens as dequantised ones, and take the file's bytes."""
 
 import json
 from dataclasses import replace
@@ -152,7 +152,7 @@ def test_devices_have_whole_packed_experts() -> None:
 
 @pytest.mark.long
 def test_over_devices_the_tokens_are_the_same() -> None:
-    """Random packed experts, two on each of two devices, against the same experts unpacked on one."""
+    """Random packed experts, two on each of two devices, against the same experts dequantised on one."""
     plain = load_checkpoint(DIRECTORY / PACKED, dtype=jnp.float32)
     layer = plain.config.layers[0]
     assert layer.feed_forward.experts is not None

@@ -170,7 +170,7 @@ def test_the_other_register_width(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_native
 def test_pieces_of_a_row_have_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pieces of 64 queries, not 2,048."""
+    """Pieces here have 64 queries, where the engine's have 2,048."""
     monkeypatch.setattr(plain_latent, "target", partial(plain_latent.target, PIECE=64))
     case = case_of(ROWS, SIZES[0], seed=9)
     found = attended(case, "C", 64)

@@ -105,9 +105,7 @@ def draws(logits: np.ndarray, cut: Cut, changes: Changes | None = None, *, seeds
 
 
 def exact(logits: np.ndarray, cut: Cut) -> np.ndarray:
-    """Probabilities [V] in float64: temperature, the k most likely, of those the fewest that make p, of those
-    the ones that have min_p of the likeliest.
-    """
+    """Probabilities [V] in float64 after temperature, then top-k, then top-p, then min-p."""
     p = np.exp((logits - logits.max()) / cut.temperature)
     order = np.argsort(-p)
     if cut.top_k:
@@ -132,8 +130,9 @@ def exact_changes(logits: np.ndarray, changes: Changes) -> np.ndarray:
 
 
 def chi_square(counts: np.ndarray, p: np.ndarray) -> tuple[float, int]:
-    """The statistic, cells that expect under 5 draws taken as one, and its degrees of freedom; infinite where
-    a token of no probability was drawn.
+    """The chi-square statistic and its degrees of freedom.
+
+    Cells that expect under 5 draws are merged. Infinite if a token without probability was drawn.
     """
     expected = N_DRAWS * p
     big = expected >= 5
@@ -379,7 +378,7 @@ def check_logprobs(logits: np.ndarray, n_top: int) -> None:
 @pytest.mark.parametrize("vocab", [1, 11, 256, 257, 700, 6000])
 @pytest.mark.parametrize("n_top", [0, 1, 5, 20])
 def test_logprobs_equal_log_softmax_for_the_token_and_the_most_likely(vocab: int, n_top: int) -> None:
-    """Also if the vocabulary has fewer tokens than asked for."""
+    """This includes a vocabulary with fewer tokens than requested."""
     rng = np.random.default_rng(vocab + n_top)
     spread = np.array([[0.01], [1.0], [3.0], [3.0], [30.0], [1000.0]])
     check_logprobs((rng.normal(0, 1, (6, vocab)) * spread).astype(np.float32), n_top)

@@ -1,5 +1,6 @@
-"""The sampler's functions against Hugging Face's logits processors, and the penalties that Hugging Face has
-not against OpenAI's formula. The files of scripts/golden/processors.py.
+"""The sampler's functions against Hugging Face's logits processors (scripts/golden/processors.py).
+
+The penalties that Hugging Face does not have are compared with OpenAI's formula.
 """
 
 from collections.abc import Sequence
@@ -127,7 +128,7 @@ def test_all_processors_in_one_batch_equal_hugging_faces(vocab: int) -> None:
 
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_the_comparison_finds_a_processor_that_is_left_out(processor: str) -> None:
-    """In rows that use it alone, and in some chains: not in all, since min_tokens may be reached."""
+    """Rows that use it alone differ, and so do some chains (not all, since min_tokens may be reached)."""
     for vocab in VOCABULARIES:
         rows = load_golden_rows(vocab)
         without = [replace(row, **{processor: NEUTRAL[processor]}) for row in rows]
@@ -212,7 +213,7 @@ def test_frequency_and_presence_penalty_follow_openais_formula(vocab: int) -> No
 
 
 def test_penalties_of_a_token_in_the_prompt_alone_in_the_output_alone_and_in_both() -> None:
-    """By hand: the prompt counts for the repetition penalty alone."""
+    """Worked by hand: the prompt counts only for the repetition penalty."""
     logits = jnp.array([[3.0, 3.0, 3.0, 3.0, -3.0, -3.0, 0.0]] * 2)
     seen = jnp.array([[0, IN_PROMPT, 2, IN_PROMPT + 3, IN_PROMPT, 0, IN_PROMPT + 1]] * 2, jnp.int32)
     bias = jnp.zeros((2, 7)).at[1, 1].set(-5.0)

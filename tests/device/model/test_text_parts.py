@@ -1,4 +1,4 @@
-"""The text part of a model of text and pictures gives transformers' greedy tokens for texts."""
+"""The text part of a model of text and images gives transformers' greedy tokens for texts."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""A family that only this file knows: its table is all that loading, planning, sharding, converting and
-generating need.
+"""A family defined in this file alone: loading, planning, sharding and converting need only its table.
 
 Its norms are RMSNorm, its activation is SiLU, nothing has a bias, no position is added, and its two layers
 have feed-forward parts of different widths. Its reference is plain NumPy.
@@ -276,7 +275,7 @@ def test_it_converts(directory: Path, tmp_path: Path) -> None:
 
 
 def test_orca_json_describes_it(directory: Path, tmp_path: Path) -> None:
-    """As it describes a model without config.json; then the family that can describe it writes one."""
+    """orca.json describes a model without config.json; a family that can express it then writes one."""
     convert_checkpoint(directory, tmp_path / "orbax")
     model = read_config(directory)
     (tmp_path / "orbax" / "config.json").unlink()

@@ -1,6 +1,6 @@
-"""A form of weights that only this file knows: int8 with a scale per output. It is just two classes.
+"""A form of weights defined in this file alone, in two classes: int8 with a scale per output.
 
-The truth is the dense reference with the numbers that NumPy gets back from the same int8.
+The expected results are those of the dense reference with the weights that NumPy dequantises.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Tells whether this machine can run the C code of orca_jax/native; its tests are skipped where it cannot."""
+"""Whether this machine can run the C code of orca_jax/native, whose tests are otherwise skipped."""
 
 from pathlib import Path
 

@@ -20,7 +20,7 @@ case "$*" in *--version*) echo "{version}";; *) echo built >> {log}; exec {real}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where libraries are kept during a test."""
+    """The folder that keeps libraries during a test."""
     before = compiler._kept_in
     compiler.keep_libraries(tmp_path / "kept")
     yield tmp_path / "kept" / "native"

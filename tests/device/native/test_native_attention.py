@@ -132,7 +132,7 @@ def latent_program(form: Form, value_size: int, lanes: int) -> Any:
 
 
 def latent(batch: Ragged, form: Form, value_size: int, lanes: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The result and the truth for values that are the first elements of keys."""
+    """The result and the expected result for values that are the first elements of keys."""
     q, keys, _, *rows = map(jnp.asarray, batch)
     given = latent_program(form, value_size, lanes)(q, keys, None, *rows)
     true = truth(batch._replace(v_cache=batch.k_cache), form)[..., :value_size]
@@ -175,7 +175,7 @@ def test_queries_may_be_the_first_slices_of_more() -> None:
 @needs_native
 @pytest.mark.parametrize("form", FORMS[17:])
 def test_sinks(form: Form) -> None:
-    """In decode, in prefill, and where a window begins after a row's first chunks."""
+    """Sinks count in decode, in prefill, and where a window begins after a row's first chunks."""
     batch = batch_of([(1, 1), (1, 200), (40, 240), (30, 30)], form, seed=6)
     assert (
         form.with_sinks

@@ -92,7 +92,7 @@ def test_any_sizes(n_tokens: int, hidden: int, size: int, n_experts: int, top_k:
 @needs_native
 @pytest.mark.parametrize("n_tokens", [1, 8, 9, 100])
 def test_products_are_those_of_linear_layers_to_the_bit(n_tokens: int) -> None:
-    """With one expert of weight 1, the result is `down` times the activated first product."""
+    """The result of a single expert of weight 1 is `down` times the activated first product."""
     x, _, up, down = (jnp.asarray(each) for each in arrays(3, n_tokens, 208, 336, 3, 1))
     ones, chosen = jnp.ones((n_tokens, 1)), jnp.full((n_tokens, 1), 1, jnp.int32)
     up = up.at[:, 0].set(0).at[:, 0, :, 0].set(200)  # the gate is 200 x[0], and silu of it the same or 0

@@ -93,7 +93,7 @@ def test_it_equals_pure_jax(
     lanes: bool,
     seed: int,
 ) -> None:
-    """For random vectors, also with keys and values in different arrays, as after a norm of keys."""
+    """Random vectors, also with keys and values in separate arrays, as after a norm of keys."""
     dtype, block_size = jnp.bfloat16 if in_half else jnp.float32, 16
     rng = np.random.default_rng(seed)
     n_blocks = n_tokens // block_size + 2

@@ -1,4 +1,4 @@
-"""Attention for grouped heads, windows and soft caps by definition: in float64, query by query."""
+"""Attention with grouped heads, windows and soft caps by definition: in float64, query by query."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ def by_group(q: np.ndarray, n_kv_heads: int) -> np.ndarray:
 
 
 def forget(batch: Ragged, window: int, block_size: int) -> Ragged:
-    """The batch with NaN in blocks outside the windows of all queries of a row."""
+    """Put NaN into the blocks that are outside the windows of all queries of a row."""
     table, n_blocks = batch.block_table.copy(), len(batch.k_cache)
     caches = [np.concatenate([cache, np.full_like(cache[:1], np.nan)]) for cache in batch[1:3]]
     first_query = batch.kv_length - np.diff(batch.row_start)

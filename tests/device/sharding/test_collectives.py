@@ -1,4 +1,4 @@
-"""A stage's devices communicate in two sums a layer and nothing else (ORCA 4.1, Figure 6)."""
+"""A stage's devices communicate in two all-reduces per layer and nothing else (ORCA 4.1, Figure 6)."""
 
 from collections import Counter
 from functools import cache

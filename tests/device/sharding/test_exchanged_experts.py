@@ -1,4 +1,4 @@
-"""A layer whose experts get their tokens by an exchange: the reference's tokens, and its collectives."""
+"""Expert parallelism by token exchange: the reference's tokens, and the collectives of a layer."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ WHOLE = mixture_model(hidden=32, size=48, top_k=2)
 
 
 def drawn_for(model: ModelConfig) -> dict[str, jax.Array]:
-    """Weights, with what a model for several devices has more of them as zeros."""
+    """Random weights; the padding of a model for several devices is zeros."""
     values = drawn(model, 6)
     for key, parameter in parameter_table(model).items():
         more = [(0, new - old) for new, old in zip(parameter.shape, values[key].shape, strict=True)]

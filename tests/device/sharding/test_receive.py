@@ -1,4 +1,4 @@
-"""Between stages of one process hidden states go from device to device: no host in between, and no server."""
+"""Hidden states go from stage to stage of one process without the host and without a transfer server."""
 
 import jax
 import numpy as np

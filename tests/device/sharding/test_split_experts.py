@@ -1,4 +1,4 @@
-"""Experts over several devices: the same tokens, one sum a layer after them, and the work of each device."""
+"""Experts split over devices: the same tokens, one all-reduce after them, and each device's work."""
 
 from collections import Counter
 from functools import cache

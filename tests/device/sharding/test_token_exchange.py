@@ -1,4 +1,4 @@
-"""Tokens sent to the devices of their experts and back, held against numpy: any routing, none dropped."""
+"""Token exchange with the devices of the experts, against numpy: any routing, no token dropped."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -37,7 +37,7 @@ def on_each(n_devices: int, compute: Callable[..., Any], *specs: P, out: P = WHO
 
 @cache
 def sending(n: int, most: int) -> Callable[..., Any]:
-    """Every device's rows [n, N, H] and the counts, to what every device receives."""
+    """Exchange every device's rows [n, N, H] and counts; return what every device receives."""
 
     def send(shard: Shard, rows: jax.Array, counts: jax.Array) -> jax.Array:
         del shard
@@ -67,7 +67,7 @@ def test_rows_arrive_in_the_order_of_their_senders(data: st.DataObject) -> None:
 
 
 def added(shard: Shard, x: jax.Array, weights: jax.Array, chosen: jax.Array, product: Matmul) -> jax.Array:
-    """Expert i multiplies a token by i + 1; those of other devices add nothing, nor do rows not real."""
+    """Apply local experts: expert i multiplies a token by i + 1; all else, and padding, adds nothing."""
     assert product.n_tokens is not None
     here = chosen // (N_EXPERTS // shard.n) == shard.index
     factor = jnp.where(here, weights * (chosen + 1), 0).sum(axis=1)
@@ -77,7 +77,7 @@ def added(shard: Shard, x: jax.Array, weights: jax.Array, chosen: jax.Array, pro
 
 @cache
 def exchange(n: int, n_tokens: int) -> Callable[..., Any]:
-    """x [T, H], weights and experts [T, k], how many are real, to the sum [T, H] and all experts [T, k]."""
+    """Exchange x [T, H] by weights and experts [T, k]; return the sum [T, H] and all experts [T, k]."""
 
     def compute(
         shard: Shard, x: jax.Array, weights: jax.Array, chosen: jax.Array, n_real: jax.Array

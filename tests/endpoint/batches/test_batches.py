@@ -204,7 +204,7 @@ def test_a_listing_is_made_off_the_event_loop(
 
 @pytest.mark.parametrize("order", ["fcfs", "priority"])
 def test_a_person_s_request_does_not_wait_for_a_batch(tmp_path: Path, order: QueueOrder) -> None:
-    """Checked by what ran in each iteration: a batch uses at most half of its places."""
+    """Checked by what ran in each iteration: a batch of lines uses at most half of the rows."""
     engine = GatedEngine(by_seed)
     config = replace(CONFIG, max_batch_size=4, scheduling=SchedulingConfig(scheduling_policy=order))
     with (
@@ -244,7 +244,7 @@ def test_a_person_s_request_does_not_wait_for_a_batch(tmp_path: Path, order: Que
 
 
 def test_no_line_begins_while_requests_wait(tmp_path: Path) -> None:
-    """With more people than places, running lines end, and no other line begins until nobody waits."""
+    """If more users wait than there are rows, running lines end and no other begins until nobody waits."""
     engine = GatedEngine(by_seed)
     config = replace(CONFIG, max_batch_size=4)
     with (

@@ -1,4 +1,4 @@
-"""The output of `orca generate` as a journal: what a killed run leaves, and what the next run makes of it."""
+"""The output of `orca generate` as a journal: a killed run leaves it valid, and the next run continues it."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Messages from stdin: a line each, continued, quoted, at a terminal and through a pipe."""
+"""Messages from stdin: one per line, continued lines, quoted lines, at a terminal and through a pipe."""
 
 import builtins
 import io

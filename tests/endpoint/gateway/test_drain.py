@@ -1,4 +1,4 @@
-"""Clients that vanish while the server drains: their requests end, and with the last one the drain ends."""
+"""Clients that vanish while the server drains: their requests end, and the drain ends with the last one."""
 
 import asyncio
 import contextlib

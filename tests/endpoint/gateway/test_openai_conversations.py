@@ -1,8 +1,8 @@
-"""Conversations as OpenAI's clients hold them, under the templates of 36 families.
+"""Conversations as OpenAI's clients send them, with the templates of 36 families.
 
-Contents are texts, parts or null, and arguments of tool calls are text. `golden_openai.json` has what
-transformers renders, and where it differs also what it does with arguments as objects. Where ours is neither,
-transformers' has one of the faults of `fault_of`, or the pair is in `DIFFERENCES` with its reason.
+Contents are texts, parts or null, and arguments of tool calls are text. `golden_openai.json` has
+transformers' renderings, also with arguments as objects where that differs. If ours is neither, transformers'
+rendering has one of the faults of `fault_of`, or the pair is in `DIFFERENCES` with its reason.
 """
 
 import json

@@ -133,7 +133,7 @@ def test_errors_in_long_bodies_are_those_of_short_ones(server: Server) -> None:
 def test_work_belongs_to_the_key_that_asked_for_it_or_to_the_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner is known over HTTP, gRPC, and in a batch, although no route passes it."""
+    """The owner is known for HTTP, gRPC and batches, although no route passes it on."""
     owners = list[str]()
     queue = Lane._queue
 

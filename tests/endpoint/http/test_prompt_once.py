@@ -72,7 +72,7 @@ def test_in_a_stream_every_choice_begins_with_it(client: httpx2.Client, seen: Se
 def test_the_other_choices_wait_for_the_first(
     server: Server, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the first choice's first piece arrived last."""
+    """The test lets the first choice's first piece arrive last."""
     take, order = Choices.take, list[int]()
 
     async def late(self: Choices, index: int, piece: Any) -> Any:

@@ -62,7 +62,7 @@ def stream_options(**fields: Any) -> dict[str, Any]:
 
 
 class Place(NamedTuple):
-    """Where fields occur: a route, its model, a body that has the fields, and the prefix of their paths."""
+    """A place with fields: a route, its model, a body with the fields, and the prefix of their paths."""
 
     path: str
     model: type[BaseModel]

@@ -1,4 +1,4 @@
-"""Where tokens begin in a text and when they are released, checked against every byte of the text."""
+"""The offset of each token in a text, and when it is released, checked against every byte of the text."""
 
 import codecs
 import itertools
@@ -167,7 +167,7 @@ def test_a_prompts_tokens_have_the_offsets_of_its_decoded_text(tokens: list[int]
 
 @given(st.text(st.sampled_from("ab</s>é€😀"), min_size=1, max_size=8), st.booleans())
 def test_the_name_of_a_special_token_in_a_prompt_counts_as_text(text: str, begins: bool) -> None:
-    """With `begins`, a special token that is not in the text comes first, as with OPT."""
+    """If `begins`, the tokenizer prepends a special token that is not in the text, like OPT's."""
     text = f"{text}</s>é"
     tokens = [*([SPECIAL] if begins and not text.startswith("</s>") else []), *RUNNING.encode(text)]
     out = prompt_places(tokens, text.encode(), known(tokens)[1:], RUNNING)

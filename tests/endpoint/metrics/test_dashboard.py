@@ -50,7 +50,7 @@ class RemoteStages:
 
 @pytest.fixture(scope="module")
 def page() -> Page:
-    """After requests over both endpoints, and the loss and the return of a worker."""
+    """The /metrics page after requests over both endpoints, and the loss and return of a worker."""
     engine = FragileEngine()
     vars(engine)["workers"] = RemoteStages()
     body = {"prompt": "ab", "max_tokens": 3, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""`/metrics` by the documents that routers are written after, name by name."""
+"""`/metrics` has every name in the documents by which routers read it."""
 
 import asyncio
 import re

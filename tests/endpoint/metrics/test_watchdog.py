@@ -16,7 +16,7 @@ from tests.host.engines import SOON
 
 
 class Clock:
-    """Time that passes only as it is told to."""
+    """Time that passes only when a test advances it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -28,7 +28,7 @@ class Clock:
 
 
 def on_a_loop(scenario: Callable[[Watchdog, Clock], None]) -> None:
-    """Run the scenario on a thread beside a loop that is watched."""
+    """Run the scenario on a thread while a watched event loop runs."""
 
     async def main() -> None:
         clock = Clock()

@@ -1,4 +1,4 @@
-"""Mistakes on the command line of `orca`: what is said, and that nothing slow is imported before."""
+"""Mistakes on the command line of `orca`: their messages, which need no slow import."""
 
 import json
 import os
@@ -163,7 +163,7 @@ def test_a_wrong_path_or_setting_imports_no_jax(tmp_path: Path) -> None:
 
 
 def test_replicas_check_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machines that run them have it, and this one need not."""
+    """The machines that run the replicas have the model; this one need not."""
     handed: list[str] = []
     monkeypatch.setattr(serve, "run_replicas", lambda args: handed.append(args.model) or sys.exit(0))
     assert cli.main(["serve", "/nowhere", "--replicas", "2"]) == 0

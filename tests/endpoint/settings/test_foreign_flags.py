@@ -102,7 +102,7 @@ def test_the_tables_are_about_flags_that_exist() -> None:
 
 
 def test_no_name_hides_one_of_ours() -> None:
-    """Each is ours in a command, or theirs, and `--help` shows none of theirs."""
+    """In each command a name is either our flag or a foreign one, and `--help` shows only ours."""
     for command in COMMANDS.values():
         hidden = set(command._option_string_actions) - shown_flags(command)
         assert hidden <= set(NAMES)

@@ -57,10 +57,10 @@ class HeldEngine(SimulatedEngine):
 
 
 class Party:
-    """One tenant: its key, what it has made, and `view`, the list of all that it was answered.
+    """One tenant: its key, what it has made, and `view`, the list of all answers that it got.
 
-    `tried` are the ids of others that it tried. A party that has some from the start tries them again, in the
-    same order, instead of those that `others` have now.
+    `tried` are the ids of other tenants that it tried. A party that is created with some tries the same ones
+    again, in order, instead of ids that `others` have now.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Party:
         return recent[int(place * len(recent))] if recent else f"{kind}_none"
 
     def ask(self, what: str, method: str, path: str, **more: Any) -> Any:
-        """Send a request, and note the answer; a stream's as its joined parts."""
+        """Send a request and note the answer, a stream as its joined parts."""
         response = self.http.request(method, path, **more)
         kind = response.headers.get("content-type", "")
         if kind.startswith("text/event-stream"):
@@ -147,7 +147,7 @@ class Party:
     # One method for each kind of operation; `draw` gives the same choices in each run.
 
     def begin_with(self, draw: Random) -> None:
-        """Make one of each kind of thing that others may try to reach."""
+        """Make one of each kind of resource that others may try to reach."""
         for _ in range(2):  # the second finds the first one's prompt in the cache, and no other tenant's
             self.ask(
                 "completion", "POST", COMPLETIONS, json={"prompt": PROMPTS[-1], "max_tokens": 2, "seed": 1}
@@ -258,7 +258,7 @@ class Party:
         self.ask("models", "GET", path)
 
     def generate(self, draw: Random) -> None:
-        """A whole call under an id that others choose too, and an attempt to end it after its end."""
+        """Make a whole call under an id that others choose too, and try to end it after its end."""
         request = self.named(draw.choice(CHOSEN_IDS), draw.choice(PROMPTS), n=draw.choice((1, 1, 2)))
         self.note("generate", outcome(self.begin(request)))
         self.cancel(request.request_id)
@@ -267,7 +267,7 @@ class Party:
         self.note("cancel", self.found(one))
 
     def ids(self, draw: Random) -> None:
-        """Try to end what has the ids of responses, files and batches."""
+        """Try to end requests by the ids of responses, files and batches."""
         for kind in _KINDS:
             self.cancel(self.pick(kind, draw))
 
@@ -276,7 +276,7 @@ class Party:
         return pb.GenerateRequest(text=prompt, request_id=request_id, sampling=sampling)
 
     def begin(self, request: pb.GenerateRequest) -> Any:
-        """A call that has been accepted or refused."""
+        """Begin a call; return when it has been accepted or refused."""
         call = self._stub.Generate(request, metadata=self._metadata, timeout=SOON)
         call.initial_metadata()
         return call
@@ -287,7 +287,7 @@ class Party:
         ).found
 
     def begin_stream(self, threads: ThreadPoolExecutor) -> Future[Any]:
-        """A stream over HTTP, accepted and without output as long as the engine is held."""
+        """Begin a stream over HTTP, which has no output while the engine is held."""
         body = {"prompt": "st", "max_tokens": 5, "ignore_eos": True, "seed": 5, "stream": True}
         n_before = self._server.gateway.n_live
         future = threads.submit(lambda: self.http.post(COMPLETIONS, json=body))
@@ -328,7 +328,7 @@ OPERATIONS: tuple[Callable[[Party, Random], None], ...] = (
 
 
 def joined(text: str) -> Any:
-    """A stream of events without the division of its text into chunks."""
+    """The events of a stream, independent of how its text is divided into chunks."""
     events = [json.loads(line[5:]) for line in text.splitlines() if line.startswith("data: {")]
     if responses := [event["response"] for event in events if "response" in event]:
         return responses[-1]
@@ -347,7 +347,7 @@ def joined(text: str) -> Any:
 
 
 def lines(text: str) -> Any:
-    """A file of JSON lines, or any other text."""
+    """The parsed lines of a JSON Lines file, or any other text as it is."""
     try:
         return [json.loads(line) for line in text.splitlines()]
     except ValueError:
@@ -355,7 +355,7 @@ def lines(text: str) -> Any:
 
 
 def outcome(call: Any) -> Any:
-    """The status of a call, and the output of one that was not ended."""
+    """The status of a call, and its output if it was not cancelled."""
     texts: dict[int, str] = {}
     ends: list[tuple[int, int]] = []
     cached = 0

@@ -129,7 +129,7 @@ METHODS: dict[str, tuple[str, str, str, str]] = {
 
 @pytest.fixture
 def apps(monkeypatch: pytest.MonkeyPatch) -> list[FastAPI]:
-    """The applications that are made from now on, without their middleware."""
+    """A list that collects the applications created from now on, without their middleware."""
     made: list[FastAPI] = []
     handle_errors = app_module.handle_errors
 
@@ -175,7 +175,7 @@ def headers_of(key: str | None) -> dict[str, str]:
 
 
 def things_of(server: Server) -> dict[str, str]:
-    """Values for the names in a path: the owner's response, file, and ended batch."""
+    """Values for the path parameters: the owner's response, file, and ended batch."""
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", **GENERATE}}
     with httpx2.Client(base_url=server.url, headers=headers_of(OWN), timeout=SOON) as client:
         form: Any = {"files": {"file": ("a", json.dumps(line).encode())}, "data": {"purpose": "batch"}}
@@ -198,7 +198,7 @@ def filled(path: str, things: dict[str, str]) -> str:
 def answer(
     client: httpx2.Client, key: str | None, method: str, path: str, body: Any = None
 ) -> tuple[int, str]:
-    """The status, and the text of all but a stream that lasts."""
+    """The status, and the text unless it is a stream that does not end."""
     more: dict[str, Any] = {} if body is None else {"json": body}
     if (method, path) == ("POST", "/v1/files"):
         more = {"files": {"file": ("a", b"{}")}, "data": {"purpose": "batch"}}
@@ -225,7 +225,7 @@ def test_every_route_by_every_key(server: Server, client: httpx2.Client, apps: l
 
 
 def test_another_s_thing_is_answered_as_one_that_is_not_there(server: Server, client: httpx2.Client) -> None:
-    """Word for word, so that nobody can find out what others have."""
+    """The answers are equal word for word, so that nobody can find out what others have."""
     things = things_of(server)
     nothing = {name: re.sub("[0-9a-f]{32}", "0" * 32, one) for name, one in things.items()}
     for (method, path), row in ROUTES.items():

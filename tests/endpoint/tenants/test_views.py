@@ -152,7 +152,7 @@ def compare(folder: Path, seed: int, n: int) -> tuple[dict[str, Party], Counter[
 
 
 def check_use(together: dict[str, Party], seen: Counter[tuple[str, int | str]]) -> None:
-    """Whether the operations did what they are there for."""
+    """Check that the operations covered every kind of resource and outcome."""
     for name in ("completion", "chat", "message", "response new", "upload", "files", "batches", "tokenize"):
         assert seen[name, 200] > 0, name
     for name in ("response ", "stored response ", "file ", "batch", "new batch"):

@@ -1,4 +1,4 @@
-"""Spans on their way to a collector: what arrives there in OTLP, and what happens when it is slow or gone."""
+"""Spans sent to a collector: their OTLP form, and a collector that is slow or gone."""
 
 import gzip
 import importlib.util
@@ -150,7 +150,7 @@ def log(name: str = "") -> Iterator[list[str]]:
 
 
 def ask(server: Server, **headers: str) -> float:
-    """Seconds that a completion takes."""
+    """Ask for a completion; return its duration in seconds."""
     began = time.monotonic()
     with connected(server) as client:
         response = client.post("/v1/completions", json=COMPLETION, headers=headers)

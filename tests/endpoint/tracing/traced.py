@@ -1,4 +1,4 @@
-"""A traced server whose spans stay in memory, and what the tests look for in them."""
+"""A traced server whose spans stay in memory, and readers of these spans."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ UNSAMPLED = CALLER[:-1] + "0"
 
 
 class Spans:
-    """The spans that a server has made, by the endpoints' view of when they are complete."""
+    """The spans of a server, complete when the endpoints consider them so."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
@@ -58,7 +58,7 @@ class Spans:
 
 @contextmanager
 def traced(*arguments: Any, **options: Any) -> Iterator[tuple[Server, Spans]]:
-    """A server as of `serving`, and its spans."""
+    """A server, as in `serving`, and its spans."""
     spans = Spans()
     with serving(*arguments, tracing=spans.tracing, **options) as server:
         yield server, spans

@@ -1,4 +1,4 @@
-"""The live feed: what it says, to whom, and that it is bounded."""
+"""The live feed: its messages, who may read them, and its bounds."""
 
 import asyncio
 import json

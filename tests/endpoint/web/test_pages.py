@@ -1,4 +1,4 @@
-"""The pages' files: headers, types, keys, and nothing in them that a browser would fetch from elsewhere."""
+"""The pages' files: headers, types and keys, and no reference to another host."""
 
 import re
 

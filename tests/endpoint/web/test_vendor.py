@@ -1,4 +1,4 @@
-"""Libraries of others: unchanged, and with their licences."""
+"""Vendored libraries are unchanged and have their licences."""
 
 import hashlib
 import re

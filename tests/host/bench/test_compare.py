@@ -1,4 +1,4 @@
-"""The comparison with other engines: what a peer keeps of a trace, and what is said of engines' rounds."""
+"""The comparison with other engines: the trace as a peer gets it, and the ratios of engines' rounds."""
 
 import math
 import random
@@ -16,7 +16,7 @@ from bench.trace import TracedRequest, input_lengths
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that only tests advance."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""A playing's timeline as trace viewers read it, event by event."""
+"""The timeline of a run as trace viewers read it, event by event."""
 
 import json
 from array import array
@@ -73,7 +73,7 @@ def test_the_tracks_of_a_small_serving() -> None:
 
 
 def test_the_baseline_s_tracks_show_fed_tokens_and_waiting_requests(tmp_path: Path) -> None:
-    """A (1 in, 2 out) and B (3 in, 2 out): B's input takes three iterations, A waits for it for two."""
+    """A (1 in, 2 out) and B (3 in, 2 out): B's input takes three iterations, and A waits two of them."""
     rows = [(GENERATING, FED), (GENERATING, FED), (DONE, GENERATING), (DONE, GENERATING)]
     names = {"A": 1, "B": 1}
     records = ServingRecords(

@@ -1,4 +1,4 @@
-"""A trace played in real time, on simulated iterations that take none."""
+"""A trace played in real time, on simulated iterations that take no time."""
 
 import time
 
@@ -26,7 +26,7 @@ TRACE = (
 
 
 def no_check(request: Request) -> None:
-    """A check that lets everything in."""
+    """A check that admits every request."""
 
 
 def orca(engine: SimulatedEngine) -> MakeScheduler:

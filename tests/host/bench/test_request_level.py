@@ -26,13 +26,13 @@ BLOCK_SIZE = 8
 
 
 def of_the_context(request: Request, index: int) -> int:
-    """A token that follows from all tokens before it, as a model's does."""
+    """A token that depends on all tokens before it, like a model's."""
     context = (*request.prompt_ids, *request.output_ids)
     return int.from_bytes(hashlib.sha256(repr(context).encode()).digest()[:2])
 
 
 def make_request(name: str, n_input: int, n_output: int) -> Request:
-    """Its prompt is its own; it has only the number of its output tokens to end by."""
+    """A request with a unique prompt, which ends only by the number of its output tokens."""
     sampling = SamplingParams(max_tokens=n_output, temperature=0, ignore_eos=True)
     prompt = tuple(1000 * (ord(name[-1]) % 50) + i for i in range(n_input))
     return Request(name, prompt, n_input + n_output, sampling, seed=0)
@@ -80,7 +80,7 @@ class House:
         self.delivered += [(self.clock.now(), delivery) for delivery in deliveries]
 
     def play(self, requests: Sequence[Request], arrivals: Sequence[float] = ()) -> None:
-        """To the end of them all."""
+        """Play until all requests have ended."""
         for request, time in zip(requests, arrivals or [0.0] * len(requests), strict=True):
             self.clock.call_at(time, lambda request=request: self.pool.add(request))
         while True:
@@ -138,7 +138,7 @@ def test_a_batch_of_unequal_requests_worked_by_hand():
 
 
 def test_the_engine_computes_from_the_contents_of_its_cache():
-    """Request B of the batch above: its input tokens, and its tokens in the cache."""
+    """The input tokens of request B of the batch above, and its tokens in the cache."""
     shapes: list[tuple[list[int], list[int]]] = []
 
     def duration(shape: IterationShape) -> float:
@@ -231,7 +231,7 @@ def test_an_end_token_ends_the_output_but_not_the_batch():
 
 
 def test_the_most_tokens_of_an_iteration_worked_by_hand():
-    """3 of 4 beside each other, or 2 of 6; alone 9."""
+    """Three requests of 4 tokens at a time, or two of 6; one may have 9."""
     assert most_tokens_at_once([4, 6, 6, 1, 9], 1) == 9
     assert most_tokens_at_once([4, 6, 6, 1, 9], 2) == 12
     assert most_tokens_at_once([5, 6, 6, 1, 9], 3) == 15

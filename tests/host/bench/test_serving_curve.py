@@ -1,4 +1,4 @@
-"""Figures of a playing, the reasons for them, and what is read off curves; worked by hand."""
+"""Figures of a run, the reasons for them, and values read off curves; worked by hand."""
 
 import json
 from array import array
@@ -29,7 +29,7 @@ def iteration(number: int, names: str, first: str = "") -> IterationRecord:
 
 
 def test_orca_s_late_joining_and_early_finished_requests():
-    """A runs in 0 to 3, B joins in 1 and leaves behind 2, C comes alone at 4."""
+    """A runs in iterations 0 to 3, B joins in 1 and leaves after 2, and C comes alone at 4."""
     records = ServingRecords(
         requests=[
             request("B", 0.5, 1.0, 2.0, 3.0),
@@ -106,7 +106,7 @@ def test_beyond_the_curve_there_is_no_value():
 
 
 def test_where_a_curve_passes_more_than_once_the_most_counts():
-    """Batches that fill with the load may be quicker for each, before the queue grows."""
+    """Fuller batches may be faster per request, until the queue grows."""
     assert throughput_at(curve((1.0, 0.4), (2.0, 0.2), (3.0, 0.4)), 0.3) == pytest.approx(2.5)
     assert throughput_at(curve((1.0, 0.3), (2.0, 0.3)), 0.3) == 2.0
 

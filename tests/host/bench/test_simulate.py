@@ -1,4 +1,4 @@
-"""The simulated evaluation: times worked by hand, and figures that follow from how requests are counted."""
+"""The simulated evaluation: times worked by hand, and figures that follow from counting requests."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -43,7 +43,7 @@ A100 = Partition(model=PRESETS["gpt3-175b"], n_stages=2, n_devices=8)
 
 
 def small_system(max_bs: int, mbs: int | None = None, *, n_stages: int = 1) -> System:
-    """As many times slower than an A100 as the model is smaller, about."""
+    """A small system: slower than an A100 by about as much as its model is smaller."""
     device = replace(GPUS["a100-40gb"], bandwidth=1e5, matrix_rates={"float16": 1e7})
     partition = Partition(model=SMALL, n_stages=n_stages, n_devices=1)
     return System(partition=partition, cluster=Cluster(device=device), max_bs=max_bs, mbs=mbs, n_slots=40_960)
@@ -139,7 +139,7 @@ def test_the_quick_time_is_the_cost_model_s_floor_to_the_last_bit(rows, split, s
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.one_of(st.just(1), st.integers(1, 50))), min_size=1))
 def test_sums_of_a_batch_are_those_of_its_lengths(rows):
-    """Whole prompts, pieces of them, and single tokens."""
+    """Rows are whole prompts, chunks of prompts, and single tokens."""
     batch: list[Row] = []
     for n_computed, n_tokens in rows:
         request = Request("A", (0,) * 100, 149, SamplingParams(max_tokens=49), seed=0)

@@ -63,7 +63,7 @@ def test_a_frame_comes_back_as_it_was(frame: Frame):
 
 
 def size_of(payload: Any) -> int:
-    """Bytes of it alone."""
+    """The bytes of a frame that has only this field."""
     if payload is None:
         return 0
     if isinstance(payload, str | bytes):
@@ -102,7 +102,7 @@ def test_a_frame_is_one_protobuf_message_with_a_checksum_over_another():
 
 
 def with_body(data: bytes, **fields: Any) -> bytes:
-    """A frame whose checksum is right."""
+    """A frame of this body with a valid checksum."""
     fields = {"version": PROTOCOL_VERSION, "checksum": zlib.crc32(data), "body": data, **fields}
     return worker_pb2.Frame(**fields).SerializeToString()
 

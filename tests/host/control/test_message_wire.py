@@ -304,7 +304,7 @@ def test_a_damaged_message_is_refused_or_is_a_message(message: ControlMessage, d
 
 @pytest.mark.parametrize("n", [1 << 12, 1 << 16])
 def test_a_wrong_length_allocates_nothing(n: int):
-    """The rows of a full batch, and more than there may be: none of their block tables is made."""
+    """A message that claims a full batch of rows, or more, is refused before any block table is allocated."""
     huge = replace(SHAPE, max_rows=1 << 12, max_tokens=1 << 20, max_blocks=1 << 21, n_blocks=1 << 31)
     payload = worker_pb2.Iteration(integers=bytes(24 * n), token_ids=bytes(4 * n))
     tracemalloc.start()
@@ -318,7 +318,7 @@ def test_a_wrong_length_allocates_nothing(n: int):
 
 
 def test_the_bounds_of_a_row_are_those_of_the_request():
-    """The values rounded to float32."""
+    """Compared after rounding to float32."""
     sampling = neutral_sampling(4)
     sampling["temperature"] = (0, *TEMPERATURE_RANGE, 1)
     sampling["top_p"][:2] = TOP_P_RANGE

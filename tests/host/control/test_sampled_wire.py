@@ -79,7 +79,7 @@ def test_the_message_has_the_requested_logprobs() -> None:
     ("start", "end", "n_scored"), [(0, 3, 3), (3, 6, 3), (6, 9, 2), (7, 9, 1), (8, 9, 0), (9, 11, 0)]
 )
 def test_a_piece_scores_the_tokens_after_its_own_up_to_the_prompt_s_last(start: int, end: int, n_scored: int):
-    """Tokens 1 to 8 of nine are scored: token i + 1 after token i."""
+    """Tokens 1 to 8 of a prompt of nine are scored: token i + 1 by the logits of token i."""
     piece = {**ONE, "initiation": True, "kv_length": end, "token_ids": [1] * (end - start), "n_prompt": 9}
     of = expected_records(message_of([{**piece, "next_token": 7, "prompt_logprobs": 0}]))
     assert of.prompts == ((0, n_scored),)
@@ -199,7 +199,7 @@ def test_a_stage_without_experts_sends_nothing() -> None:
 
 @pytest.mark.parametrize("n_bytes", [1, 7, 9, 24])
 def test_other_lengths_of_experts_are_refused(n_bytes: int) -> None:
-    """Four tokens, of two layers at most with two experts each: 8 bytes a layer."""
+    """Four tokens of at most two layers with two experts each take 8 bytes a layer."""
     with pytest.raises(BadFrame, match=f"the experts of 4 tokens have {n_bytes} bytes; they need 8 for each"):
         decode_routed(bytes(n_bytes), ROWS, Routing(2, 2, 8))
 

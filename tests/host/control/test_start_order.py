@@ -1,4 +1,4 @@
-"""Start orders as payloads: nothing is lost, and what is no order is refused."""
+"""Start orders as payloads: nothing is lost, and anything else is refused."""
 
 from dataclasses import fields, replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""docs/workers.md says how many bytes cross the wire: the numbers are those of the code."""
+"""The bytes on the wire in docs/workers.md agree with the code."""
 
 import re
 from typing import Any
@@ -40,7 +40,7 @@ LARGE = EngineShape(
 
 
 def size(kind: FrameKind, payload: Any = None, *, stage: int = LAST_STAGE) -> int:
-    """Bytes of a frame whose epoch, iteration and stage are as large as they can be."""
+    """Bytes of a frame with the largest possible epoch, iteration and stage."""
     return len(encode_frame(Frame(kind, MAX_EPOCH - 1, MOST, stage, payload)))
 
 
@@ -54,7 +54,7 @@ def decodes(n: int) -> ControlMessage:
 
 
 def numbers(pattern: str) -> list[int]:
-    """The numbers of the one place in the document that this matches, with spaces for line ends."""
+    """The numbers in the only match of the pattern in the document; line ends count as spaces."""
     text = " ".join((ROOT / "docs" / "workers.md").read_text("utf-8").split())
     result = re.findall(pattern, text)
     assert len(result) == 1, f"{pattern}: {result}"

@@ -51,7 +51,7 @@ class PendingRecords(Pending):
 
 @dataclass
 class FakeWorker:
-    """Keeps what it was told; the token of row r in iteration i is 100 i + r, or what `pending` holds."""
+    """Keeps its messages; the token of row r in iteration i is 100 i + r, or as `pending` says."""
 
     messages: list = field(default_factory=list)
     words: list = field(default_factory=list)
@@ -83,12 +83,12 @@ def request(name, prompt_ids, *, max_tokens=16, seed=0, **sampling):
 
 
 def whole(*requests):
-    """Each with all that it has left to compute."""
+    """Rows in which each request computes all that is left."""
     return [(r, r.n_to_compute) for r in requests]
 
 
 def issue(master, *requests):
-    """An iteration of all that these have left, as the scheduler would issue it."""
+    """Issue an iteration in which each request computes all that is left."""
     rows = whole(*requests)
     iteration = master.issue(rows)
     begin_iteration(rows)
@@ -96,14 +96,14 @@ def issue(master, *requests):
 
 
 def waited_for(master, iteration):
-    """An iteration, waited for to its end."""
+    """Issue an iteration and wait for its return."""
     returned = master.wait(iteration, lambda: False)
     assert returned is not None
     return returned
 
 
 def run(master, kv, batch, lengths=None):
-    """One iteration as the scheduler would run it, of all that is left or of so many tokens of each."""
+    """Run one iteration as the scheduler would, of all tokens that are left or of this many of each."""
     for r in batch:
         if r.row < 0:
             r.row = kv.reserve(r.max_tokens)
@@ -296,7 +296,7 @@ requests = st.builds(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_every_message_against_a_slow_computation(data):
-    """Requests come, in pieces or whole, run in any order, run again after a fault, and leave."""
+    """Requests come whole or in chunks, run in any order, run again after a fault, and leave."""
     worker = FakeWorker()
     master, kv = engine(worker, n_rows=8)
     live = []

@@ -66,7 +66,7 @@ ABOUT = WorkerAbout(
 
 @pytest.fixture
 def ends() -> Iterator[ExitStack]:
-    """Everything that a test opened is closed, and no thread remains."""
+    """Closes everything that a test opened, and checks that no thread remains."""
     before = set(threading.enumerate())
     with ExitStack() as stack:
         yield stack
@@ -81,7 +81,7 @@ def eventually(true: Callable[[], object]) -> None:
 
 
 class Listening(ControlPort):
-    """A port with a queue of the test's own behind it."""
+    """A worker's port that puts what arrives into a queue."""
 
     def __init__(self, address: str, terms: JoinTerms, *, secret: str, frames: int) -> None:
         inbox = FrameQueue[bytes](frames)
@@ -99,7 +99,7 @@ def listen(
     frames: int = 4096,
     about: WorkerAbout | None = ABOUT,
 ) -> Listening:
-    """A worker's port, open but where `about` is None."""
+    """Listen as a worker; the port accepts calls unless `about` is None."""
     worker = Listening(address, terms, secret=secret, frames=frames)
     ends.callback(worker.close)
     if about is not None:
@@ -278,7 +278,7 @@ JOIN = Join(
 
 
 def metadata_of(join: Join | bytes, version: bytes = b'{"protocol_version": 8}') -> dict[str, str | bytes]:
-    """A caller's terms as it sends them."""
+    """A caller's terms as gRPC metadata."""
     data = join.SerializeToString() if isinstance(join, Join) else join
     return {"orca-terms-bin": version, "orca-join-bin": data}
 
@@ -318,7 +318,7 @@ def test_a_caller_of_the_wire_before_is_refused_by_version(ends: ExitStack) -> N
 
 
 def test_a_worker_of_the_wire_before_can_refuse_by_version() -> None:
-    """It reads these two entries: the secret, and JSON with the version before all other terms."""
+    """An older worker reads just two entries: the secret, and JSON whose first term is the version."""
     sent = dict(handshake.metadata(MASTER, FIRST, SECRET))
     assert sent["orca-secret-bin"] == SECRET.encode()
     assert json.loads(sent["orca-terms-bin"]) == {"protocol_version": 8}
@@ -721,7 +721,7 @@ def test_garbage_on_the_port_does_not_affect_other_connections(ends: ExitStack, 
 class Relay:
     """Passes bytes on between a port of its own and another, until it is told to pass nothing more.
 
-    To either end that is a peer that vanished without a word: the connection stands.
+    To either end the peer then seems to have vanished silently: the connection stays open.
     """
 
     def __init__(self, ends: ExitStack, port: int) -> None:
@@ -833,7 +833,7 @@ def test_closing_does_not_wait_for_a_lost_worker() -> None:
 
 
 def test_frames_after_the_join_arrive_unchanged(ends: ExitStack) -> None:
-    """Whether it is a frame is for the controller to say, which ends the epoch where it is none."""
+    """The line does not check them: the controller does, and ends the epoch if one is not a frame."""
     worker = listen(ends)
     garbage = b"\xff\xff no message"
     with grpc.insecure_channel(worker.address) as stranger:

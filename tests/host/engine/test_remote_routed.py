@@ -1,4 +1,4 @@
-"""The experts of tokens from three stages, each of which tells its layers' at its end of an iteration."""
+"""The experts of tokens from three stages, each of which reports those of its layers."""
 
 from dataclasses import replace
 

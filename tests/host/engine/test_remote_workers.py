@@ -132,7 +132,7 @@ class Bench:
         self.say(stage, TOKENS, iteration, tokens_of(*token_ids), epoch)
 
     def all_answer(self) -> None:
-        """Every stage is ready as soon as it is asked."""
+        """Let every stage be ready as soon as it is asked."""
 
         def ready(stage: int, frame: Frame) -> None:
             if frame.kind is START:
@@ -149,7 +149,7 @@ class Bench:
         return self
 
     def lost(self) -> WorkerLost:
-        """Handle all arrivals; the error that this raises."""
+        """Handle all arrivals; return the error that this raises."""
         with pytest.raises(WorkerLost) as caught:
             self.workers.look()
         return caught.value

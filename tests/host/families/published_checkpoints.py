@@ -1034,7 +1034,7 @@ _PEGASUS = _BART | {
 def _sized(
     config: dict[str, Any], hidden: int, ffn: int, layers: int, heads: int, kv: int, **more: Any
 ) -> Any:
-    """The file of another size of the same series."""
+    """The config.json of another size of the same series."""
     return config | {
         "hidden_size": hidden,
         "intermediate_size": ffn,

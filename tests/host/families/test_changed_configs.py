@@ -1,4 +1,4 @@
-"""Published configurations with a field changed or spelt otherwise: what is read, or the refusal."""
+"""Published configurations with one field changed or spelt differently: the result, or the refusal."""
 
 import json
 import math

@@ -147,7 +147,7 @@ def test_which_layers_are_sparse(tmp_path: Path, first: int, every: int, sparse:
 
 
 def test_defaults_of_missing_fields(tmp_path: Path) -> None:
-    """As transformers' defaults, but for sizes."""
+    """Missing fields have transformers' defaults, except sizes, which are required."""
     less = {"first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"}
     less |= {"scoring_func", "topk_method", "moe_layer_freq", "attention_bias", "num_key_value_heads"}
     model = read(tmp_path, V3 | dict.fromkeys(less, ...))
@@ -217,7 +217,7 @@ def test_checks_of_latent_attention() -> None:
 
 
 def test_heads_over_devices() -> None:
-    """Each device has the one K/V head, and its share of the query heads."""
+    """Each device has the single K/V head, and its share of the query heads."""
     split: Attention = ATTENTION.repeated(2)
     assert (split.n_kv_heads, split.group, split.kv_width, split.scale) == (2, 2, 24, ATTENTION.scale)
     assert ATTENTION.scale == 10**-0.5

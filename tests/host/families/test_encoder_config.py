@@ -1,4 +1,4 @@
-"""The parts of a model with an encoder: what they refuse, their weights and stages, and T5's buckets."""
+"""The parts of a model with an encoder: refusals, weights and stages, and T5's buckets."""
 
 import json
 from collections.abc import Callable
@@ -236,7 +236,7 @@ def test_buckets_worked_by_hand() -> None:
 
 
 def test_borders_that_are_whole_numbers() -> None:
-    """With 32 buckets to 128, both ways, 8 * 16 ** (i / 8) is whole at 16, 32, 64: there a bucket begins."""
+    """For 32 buckets to 128, both ways, 8 * 16 ** (i / 8) is whole at 16, 32, 64, where buckets begin."""
     both = RelativeBias().buckets(causal=False)
     assert [int(both[128 - distance]) for distance in (15, 16, 31, 32, 63, 64, 127, 128)] == [
         *(9, 10, 11, 12, 13, 14, 15, 15)

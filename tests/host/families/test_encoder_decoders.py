@@ -19,7 +19,7 @@ Config = dict[str, Any]
 
 
 def _t5(hidden: int, size: int, inner: int, heads: int, layers: int, **other: Any) -> Config:
-    """As the hub has T5's: without what its version's classes have by default."""
+    """T5's config.json as on the hub, without the fields that its classes have by default."""
     return {
         "architectures": ["T5ForConditionalGeneration"],
         "d_ff": inner,
@@ -160,7 +160,10 @@ PUBLISHED = {
 
 
 def n_parameters(model: ModelConfig) -> int:
-    """As transformers counts: a shared table of a relative bias once a side, and no bias of the logits."""
+    """The number of parameters as transformers counts them.
+
+    A shared relative bias counts once for each side, and the bias of the logits does not count.
+    """
     shapes = parameter_shapes(model)
     relative = model.attention.scores.relative
     once = relative is not None and relative.shared

@@ -7,7 +7,7 @@ from orca_jax.families.mixtures.mxfp4 import FP4, GREATEST_SCALE, unpack
 
 
 def numbers(blocks: list[list[int]], scales: list[list[int]]) -> np.ndarray:
-    """As float32, of which bfloat16 is the upper half."""
+    """bfloat16 bits as float32, of which they are the upper half."""
     bits = unpack(np.array(blocks, np.uint8), np.array(scales, np.uint8))
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
@@ -29,7 +29,7 @@ def test_each_block_has_a_scale() -> None:
 
 @pytest.mark.parametrize("scale", [0, 1, 2, 100, GREATEST_SCALE])
 def test_no_number_is_rounded(scale: int) -> None:
-    """The smallest are below the least normal number."""
+    """The smallest numbers are subnormal."""
     found = numbers([[i << 4 | i for i in range(8)] * 2], [[scale]])
     expected = np.ldexp(np.repeat(FP4, 2), scale - 127)
     assert np.isfinite(found).all()

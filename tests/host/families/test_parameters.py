@@ -1,4 +1,4 @@
-"""The table of weights against numbers that were worked out by hand, and against docs/checkpoints.md."""
+"""The table of weights against numbers worked out by hand, and against docs/checkpoints.md."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Much used checkpoints' config.json, read as they stand: the facts that are public, and what is not used."""
+"""The config.json of popular checkpoints as published: public facts, and the fields that are not used."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def shape_of(model: ModelConfig) -> tuple[int, ...]:
 
 
 def count_of(model: ModelConfig) -> int:
-    """The number of weights as they are counted in public.
+    """The number of weights as publications count them.
 
     A bias table that all layers share (T5) counts once for each side, and BART's bias of the logits, a buffer
     of zeros, not at all.

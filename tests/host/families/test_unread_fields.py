@@ -1,4 +1,4 @@
-"""Fields of a config.json that a family does not read: each harmful one is refused, and what opens is named.
+"""Fields of a config.json that a family does not read: harmful ones are refused, all others are named.
 
 data/config_fields.json (scripts.make_config_facts) has the fields that transformers' code of each language
 model reads. None of them may pass unseen: a field that a family's own reference reads is read here, refused,
@@ -73,7 +73,7 @@ def test_fields_that_any_reference_reads_are_refused_or_listed() -> None:
 
 
 def test_a_harmful_field_is_refused_in_every_family(tmp_path: Path) -> None:
-    """By reading files: one of each family, with a field that its own reference does not read."""
+    """Each file is one of a family's, with a field that the family's reference code does not read."""
     for model_type, config in _configs().items():
         own = {*REFERENCE[model_type], *FAMILIES[model_type].unread, *config}
         for harm, name in _EXAMPLES.items():

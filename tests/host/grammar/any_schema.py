@@ -1,6 +1,6 @@
-"""Random JSON schemas with every keyword that may be followed, in combinations that nobody would write.
+"""Random JSON schemas with every supported keyword, in combinations that nobody would write.
 
-Most have values, many have few, some have none.
+Most of them have valid values, many have few, some have none.
 """
 
 import random

@@ -54,8 +54,9 @@ def spelled(value: Any) -> str:
 
 
 def takes_value(grammar: Grammar, value: Any) -> bool:
-    """Whether it takes the value in some spelling: keys in another order, 1 for 1.0, or 0.50 for 0.5, which
-    multiples of 0.25 have.
+    """Whether it takes the value in some spelling.
+
+    Spellings differ in the order of keys, 1 for 1.0, and 0.50 for 0.5 (as for multiples of 0.25).
     """
     texts = [spelled(each) for each in itertools.islice(spellings(value), 720)]
     texts += [longer for text in texts if (longer := re.sub(r"(\d\.\d)\b", r"\g<1>0", text)) != text]

@@ -1,4 +1,4 @@
-"""Sequences that must not come, against the plain definition, and what they cost."""
+"""Forbidden sequences of tokens against their definition, and their cost."""
 
 import random
 
@@ -15,7 +15,7 @@ words = st.lists(st.lists(token, min_size=1, max_size=5), max_size=12)
 
 
 def plainly(history: list[int], sequences: list[list[int]]) -> set[int]:
-    """Each sequence at the end of all that is there."""
+    """The definition: compare each sequence with the end of the tokens."""
     return {
         last
         for *before, last in sequences
@@ -50,7 +50,7 @@ def test_a_long_outputs_history_stays_short(sequences: list[list[int]]) -> None:
 
 
 def test_large_ids_are_compared_as_whole_tokens() -> None:
-    """Bytes that stand at the end of others, but not where a token begins, are no match."""
+    """Equal bytes that do not begin where a token begins are no match."""
     bad = BadWords([[0x01020304, 7], [1 << 24, 1 << 16, 8]])
     for history in ([0x04010203, 0x01020304], [0x01020304, 5], [1 << 24, 1 << 16], [1 << 16]):
         assert bad.completed_by(History(history, bad.longest)) == plainly(
@@ -59,7 +59,7 @@ def test_large_ids_are_compared_as_whole_tokens() -> None:
 
 
 def test_an_output_with_bad_words_keeps_few_bytes() -> None:
-    """And all outputs of a request share the sequences."""
+    """All outputs of a request share the sequences."""
     bad = BadWords([[i, *range(30), i] for i in range(512)])
     assert bad.n_bytes < 200_000
     rules = ConstraintRules(vocab_size=1000, bad_words=bad)

@@ -1,4 +1,4 @@
-"""Structured output, against truths that know nothing of llguidance: `re`, `json`, and lists of all texts."""
+"""Structured output against oracles independent of llguidance: `re`, `json`, and lists of all texts."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ COMPILER = GrammarCompiler(DEMO, vocab_size=N_DEMO, eos_token_ids=[DEMO_EOS])
 
 @pytest.fixture(scope="module", autouse=True)
 def patience() -> Iterator[None]:
-    """A slow machine gets the same answers."""
+    """Raise the time limits, so that a slow machine gets the same answers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rooms, "COMPILE_SECONDS", 60.0)
         yield
@@ -61,14 +61,14 @@ def compiled(compiler: GrammarCompiler, **fields: Any) -> Grammar:
 
 
 def allowed(state: GrammarState, vocab_size: int) -> list[int]:
-    """The token ids of the mask; every bit of it, also those behind the vocabulary."""
+    """The token ids of all bits that are set in the mask, also those past the vocabulary."""
     into = np.full(-(-vocab_size // 32), -1, np.int32)
     state.allowed(into)
     return np.flatnonzero(np.unpackbits(into.view(np.uint8), bitorder="little")).tolist()
 
 
 def refused(compiler: GrammarCompiler, **fields: Any) -> str:
-    """The message, once it is seen that the error names the field."""
+    """The error's message, after checking that the error names the field."""
     sampling = SamplingParams(**fields)
     with pytest.raises(InvalidSamplingParameter) as caught:
         compiler.compile(sampling)
@@ -78,7 +78,7 @@ def refused(compiler: GrammarCompiler, **fields: Any) -> str:
 
 
 def output(grammar: Grammar, choose: Callable[[Sequence[int]], int], n_tokens: int = 4000) -> bytes:
-    """The text of an output whose tokens are chosen from the allowed ones, to the grammar's end."""
+    """Choose among the allowed tokens until the grammar ends; return the output's text."""
     state, text = grammar.start(), b""
     for _ in range(n_tokens):
         token = choose(allowed(state, N_DEMO))
@@ -91,7 +91,7 @@ def output(grammar: Grammar, choose: Callable[[Sequence[int]], int], n_tokens: i
 
 
 def random_choice(seed: int, *, end_early: bool = True) -> Callable[[Sequence[int]], int]:
-    """Any allowed token; after 30 of them the end where it is allowed, else one of the shortest and first."""
+    """Choose any allowed token; after 30 tokens the end if it is allowed, else one of the shortest."""
     rng = np.random.default_rng(seed)
     n_chosen = itertools.count()
 
@@ -115,7 +115,7 @@ def language(is_word: Callable[[str], bool], alphabet: str, longest: int) -> set
 
 
 def check_every_mask(grammar: Grammar, words: set[bytes], eos: Iterable[int] = (END,)) -> None:
-    """From every text that tokens can lead to: a token is allowed exactly where some word goes on with it."""
+    """Check all reachable texts: a token is allowed exactly if it continues to one of the words."""
     beginnings = {word[:n] for word in words for n in range(len(word) + 1)}
     tokens = {t: SMALL.token_bytes(t) for t in range(N_SMALL)}
     seen = set[bytes]()
@@ -326,7 +326,7 @@ def test_there_is_never_a_second_blank(begun: str) -> None:
 
 
 def test_a_special_token_is_never_part_of_the_output() -> None:
-    """Not where its name is, as text; and not where text may be anything."""
+    """It is not allowed where the grammar has its name as text, nor where any text may come."""
     text = output(compiled(COMPILER, guided_choice=["<|endoftext|>"]), random_choice(1))
     assert text == b"<|endoftext|>"
     state = compiled(SMALL_COMPILER, guided_regex="(?s).{2,}").start()
@@ -378,7 +378,7 @@ def test_what_looks_like_a_token_id_in_a_text_is_text() -> None:
 
 
 def test_the_output_ends_where_the_vocabulary_cannot_go_on() -> None:
-    """The regular expression could, with a letter that no token has."""
+    """The regular expression could continue only with a letter that no token has."""
     grammar = compiled(GrammarCompiler(SMALL, vocab_size=N_SMALL, eos_token_ids=[]), guided_regex="az?")
     state = grammar.start()
     assert allowed(state, N_SMALL) == [0]
@@ -607,7 +607,7 @@ def test_many_threads_may_compile_at_once() -> None:
 
 
 def test_a_compilation_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it keeps its place, so that no more than there are places burn a core each."""
+    """It keeps its place until it ends, so abandoned compilations cannot occupy more cores than places."""
     monkeypatch.setattr(rooms, "COMPILE_PLACES", 2)
     monkeypatch.setattr(rooms, "COMPILE_PATIENCE", 10**9)
     compiler = GrammarCompiler(SMALL, vocab_size=N_SMALL, eos_token_ids=[END])
@@ -640,7 +640,7 @@ def finish_compilations() -> None:
 
 
 def test_a_compilation_that_only_waits_is_not_refused_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine, a grammar is not told from others that take as long by the wall clock."""
+    """On a busy machine the wall clock would count the waiting."""
     compiler = GrammarCompiler(SMALL, vocab_size=N_SMALL, eos_token_ids=[END])
     monkeypatch.setattr(rooms, "COMPILE_SECONDS", 0.02)
     go_on = threading.Event()
@@ -673,5 +673,5 @@ def test_threads_begun_later_have_the_stack_they_had() -> None:
     "lark", ['start: "a <[5]>', "start: /a <[5]>", 'start: "a" /b <[5]>\n', "start: /a\\/ <[5]>"]
 )
 def test_a_text_that_does_not_end_hides_nothing(lark: str) -> None:
-    """We take the rest of its line for its own; llguidance refuses it."""
+    """Our reader takes the rest of the line as its content; llguidance refuses it."""
     assert "lexer error" in refused(COMPILER, guided_grammar=lark)

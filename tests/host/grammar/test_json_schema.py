@@ -1,4 +1,4 @@
-"""JSON schemas as people write them: what is taken of each keyword, and why the rest is refused."""
+"""JSON schemas as people write them: which uses of each keyword are supported, and why others are refused."""
 
 import itertools
 import json
@@ -125,7 +125,7 @@ def test_a_number_without_a_fraction_is_an_integer() -> None:
     [{"const": 2**53 + 1}, {"minimum": -(2**53) - 1}, {"enum": [1, 2**70 + 1]}, {"maximum": 10**400}],
 )
 def test_an_integer_that_64_bits_do_not_have_is_refused(schema: Any) -> None:
-    """llguidance would take its neighbour."""
+    """llguidance would round it to another integer."""
     assert "floating-point numbers of 64 bits do not have" in why_refused(schema)
 
 
@@ -354,7 +354,7 @@ def test_a_schema_without_a_value_that_ends_is_refused(schema: dict[str, Any]) -
 
 
 def test_a_property_without_a_value_that_ends_is_left_out() -> None:
-    """Rather than begun and never ended."""
+    """Otherwise the output would begin it and never end."""
     endless = {"type": "object", "properties": {"x": {"$ref": "#/$defs/e"}}, "required": ["x"]}
     schema = {
         "$defs": {"e": endless, "m": {"$ref": "#/$defs/m"}},
@@ -388,7 +388,7 @@ def test_alternatives_that_exclude_each_other() -> None:
 
 
 def test_a_property_that_tells_alternatives_apart_is_always_written() -> None:
-    """Without it an object would be valid by both, and so by oneOf not at all."""
+    """Without it an object would be valid for both alternatives, and so not for oneOf."""
     required = {"oneOf": [{**CAT, "required": ["kind"]}, {**DOG, "required": ["kind"]}]}
     optional = {
         "$defs": {"cat": CAT, "dog": DOG},
@@ -633,7 +633,7 @@ def test_a_reference_that_is_no_uri_is_refused() -> None:
 
 
 def test_a_definition_is_looked_at_a_few_times_however_many_it_refers_to() -> None:
-    """Within the limit of work, which is on all looks together."""
+    """The limit of work covers all looks together."""
     many = {f"b{i}": {"type": "array", "items": {"$ref": f"#/$defs/b{i - 1}"}} for i in range(1, 2000)}
     every = {"allOf": [{"$ref": f"#/$defs/{name}"} for name in many]}
     schema = {"$ref": "#/$defs/a", "$defs": {"a": every, "b0": {"type": "null"}, **many}}

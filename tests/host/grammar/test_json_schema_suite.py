@@ -74,14 +74,14 @@ class Outcomes:
 
 
 def is_note(file: str) -> bool:
-    """Whether the file has a format that is an annotation here, or what is inside of a text."""
+    """Whether the file tests a format that is an annotation here, or the content of strings."""
     name = file.rpartition("/")[2].removesuffix(".json")
     is_format = "/optional/format/" in file and name not in FORMATS.keys() | LIBRARY_FORMATS
     return is_format or file.endswith("optional/content.json")
 
 
 def why_not_written(schema: Any, instance: Any) -> str:
-    """The reason, found out by changing the instance or the schema."""
+    """Find the reason by changing the instance or the schema."""
     grammar = compiled(schema)
     if CONTROL.search(spelled(instance).encode().decode("unicode_escape")):
         return "control characters other than \\b \\f \\n \\r \\t"

@@ -1,4 +1,4 @@
-"""Grammars are bounded by what they hold, and a panic inside one ends one output."""
+"""The memory of grammars is bounded, and a panic in one ends only its output."""
 
 import gc
 from typing import Any
@@ -24,7 +24,7 @@ class PanicException(BaseException):
 
 
 class Panicking:
-    """In the place of anything that is written in Rust."""
+    """A stand-in for any object that is written in Rust."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self._error = error or PanicException("index out of bounds: the len is 3\n<backtrace> and more")

@@ -1,4 +1,4 @@
-"""Grammars as texts: what is looked for in them costs no more than their length."""
+"""Searching the text of a grammar takes time linear in its length."""
 
 import time
 from collections.abc import Callable

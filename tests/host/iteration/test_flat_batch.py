@@ -143,7 +143,7 @@ def test_the_smallest_sampler_that_serves_all(temperature, top_p, top_k, sampler
 
 
 class OnlySlicesAndReshape:
-    """The least that a traced array must do: anything else raises AttributeError or TypeError."""
+    """Has only the operations of an array that are needed; any other raises AttributeError or TypeError."""
 
     def __init__(self, array):
         self.array = array
@@ -236,7 +236,7 @@ def batches(draw):
 
 
 def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
-    """The same, one token and one row at a time."""
+    """The same batch, built one token and one row at a time."""
     tokens, rows, row_start = [], [], [0]
     given_ids = iter(message.token_ids.tolist())
     for r, row in enumerate(message.row.tolist()):

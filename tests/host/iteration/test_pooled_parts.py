@@ -1,4 +1,4 @@
-"""The parts of an iteration that are pooled hold exactly its pooled tokens, each at its place."""
+"""The pooled parts of an iteration have exactly its pooled tokens, each at its place."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The sizes of an engine: what no engine has is refused, and the rest follows from them."""
+"""The sizes of an engine: impossible ones are refused, and derived ones follow from the others."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -116,7 +116,7 @@ def test_a_deterministic_engine_of_one_size_has_one_bucket() -> None:
 
 
 def laid_out(shape: EngineShape, **row: Any) -> tuple[int, str]:
-    """The bucket of one sampled row, and its sampler."""
+    """Lay out one sampled row: its bucket, and its sampler."""
     flat = batch_sizes(shape).lay_out(message_of([{**ONE, "temperature": 0.5, **row}]))
     return flat.layout.n_tokens, flat.programs.sampler
 

@@ -1,4 +1,4 @@
-"""Errors for paths that hold no checkpoint: what they hold instead, and what to do."""
+"""Errors for paths without a checkpoint say what is there, and what to do."""
 
 import json
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_an_adapter_names_its_model(tmp_path: Path) -> None:
 
 
 def test_an_adapter_with_its_models_config(tmp_path: Path) -> None:
-    """transformers' trainers leave a config.json there too."""
+    """Trainers of transformers save a config.json with an adapter too."""
     made(tmp_path, "config.json", "adapter_config.json", "adapter_model.safetensors")
     assert find_directory(tmp_path) == tmp_path  # the config is read first, and may be wrong itself
     with pytest.raises(UnsupportedModel, match="is an adapter"):

@@ -30,7 +30,7 @@ def floor(batch_size: int, context: int) -> float:
 
 
 def test_a_floor_worked_out_by_hand() -> None:
-    """At a tiny context and a huge matrix rate, an iteration takes the time to read the weights."""
+    """With a tiny context and a huge matrix rate, an iteration takes the time to read the weights."""
     model = gpt_config(
         vocab_size=1 << 16,
         n_positions=8,

@@ -1,4 +1,4 @@
-"""When experts get tokens by an exchange: bytes and seconds worked by hand, and what a plan counts."""
+"""The choice to exchange tokens between experts: bytes and seconds worked by hand, and in plans."""
 
 from dataclasses import replace
 from typing import Any
@@ -76,7 +76,7 @@ def test_rings_use_every_network_link(device: str, n_devices: int, ring_rate: fl
 
 
 def crossover(device: str, n_devices: int, layer: Layer = LAYER) -> int | None:
-    """The least number of tokens that are exchanged; none up to a million."""
+    """The fewest tokens for which an exchange is chosen; None if it is not up to a million."""
     rule = ExchangeRule(device=GPUS[device], n_devices=n_devices)
     below, enough = 0, 1 << 20
     if not rule(layer, WIDTH, enough):

@@ -327,7 +327,7 @@ def test_a_budget_must_be_above_zero() -> None:
 
 @pytest.mark.parametrize(("name", "n_stages", "tensor"), [("deepseek-v3", 2, 8), ("qwen3-30b-a3b", 1, 8)])
 def test_slots_count_every_copy_of_a_head(name: str, n_stages: int, tensor: int) -> None:
-    """With fewer K/V heads than devices, each device still holds a whole head of every slot."""
+    """If there are fewer K/V heads than devices, each device still holds a whole head of every slot."""
     parallel = ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor)
     plan = make_plan(
         PlanTarget(

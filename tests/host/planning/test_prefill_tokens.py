@@ -1,4 +1,4 @@
-"""The default of `prefill_tokens`: a full batch of decodes with so many prompt tokens takes twice as long."""
+"""The default of `prefill_tokens`, with which a full batch of decodes takes twice its time alone."""
 
 from dataclasses import replace
 

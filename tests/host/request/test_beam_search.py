@@ -1,4 +1,4 @@
-"""Beam search against one written plainly: over whole vocabularies, with masks, as Hugging Face's."""
+"""Beam search against a plain one like Hugging Face's, over whole vocabularies with masks."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from tests.plain_beam_search import plain_search
 
 
 class Model:
-    """Log-probabilities that depend on the whole output, with many alike if there are to be `ties`."""
+    """Log-probabilities that depend on the whole output; with `ties` many are equal."""
 
     def __init__(self, seed: int, vocab_size: int, *, ties: bool) -> None:
         self.vocab_size, self._seed, self._ties = vocab_size, seed, ties

@@ -1,4 +1,4 @@
-"""Tokenizers of the model families: token by token as the tokenizers library has them all at once."""
+"""Tokenizers of the model families: decoding token by token equals decoding all at once."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ texts = st.one_of(
 
 @st.composite
 def family_and_tokens(draw: st.DrawFn) -> tuple[str, list[int]]:
-    """Any tokens; for byte fallback many of them bytes, valid and broken."""
+    """Any tokens; with byte fallback many are bytes, valid and invalid."""
     name = draw(families)
     library = LIBRARIES[name]
     tokens = st.integers(0, library.get_vocab_size() + 2)

@@ -1,4 +1,4 @@
-"""The ranges of numbers: what a device divides by or compares with stays a number in float32."""
+"""The ranges of parameters: every value that a device divides by or compares with is finite in float32."""
 
 import tracemalloc
 from typing import Any

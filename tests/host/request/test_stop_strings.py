@@ -1,4 +1,4 @@
-"""The automaton of stop strings: what it finds, against a look at every place, and what it costs."""
+"""The automaton of stop strings against a search at every position, and its cost."""
 
 import random
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ few = st.text("abé", min_size=1, max_size=7)
 
 
 def plainly(text: str, stops: list[str]) -> tuple[int, int] | None:
-    """The first end of any of them, and the longest that ends there."""
+    """The definition: the first end of any stop string, and the longest that ends there."""
     for end in range(1, len(text) + 1):
         longest = max((len(stop) for stop in stops if text[:end].endswith(stop)), default=0)
         if longest:
@@ -49,7 +49,7 @@ def test_what_is_held_back_is_the_longest_beginning_of_any(text: str, stops: lis
 
 
 class Counting(StopStrings):
-    """Counts the steps that a text takes, in place of a clock."""
+    """Counts the automaton's steps for a text, in place of a clock."""
 
     n = 0
 
@@ -75,7 +75,7 @@ class Counting(StopStrings):
     ids=["ending in b", "one beginning", "one"],
 )
 def test_sixteen_long_strings_cost_a_character_no_more_than_one(stops: list[str]) -> None:
-    """Each step back was a step forward before, so there are no more of them than characters."""
+    """Each step back undoes a step forward, so there are no more of them than characters."""
     counting = Counting(stops)
     counting.n = 0
     text = "".join(random.Random(0).choices("ac", [99, 1], k=20_000))

@@ -1,4 +1,4 @@
-"""Text and tokens: as the tokenizers library has them, but token by token, and never past a stop string."""
+"""Text and tokens as in the tokenizers library, but token by token, and never past a stop string."""
 
 import json
 import random
@@ -172,7 +172,7 @@ def test_another_kind_of_tokenizer_is_refused(tmp_path: Path, decoder: Any) -> N
 
 
 def plain_cut(text: str, stops: list[str]) -> str:
-    """The oracle: read a character at a time; what ends first stops it, the longest where several do."""
+    """The definition, a character at a time: the stop string that ends first, the longest if several do."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -181,7 +181,7 @@ def plain_cut(text: str, stops: list[str]) -> str:
 
 
 def could_begin(text: str, stops: list[str]) -> bool:
-    """Does `text` end with a proper beginning of a stop string?"""
+    """Whether `text` ends with a proper prefix of a stop string."""
     return any(text.endswith(stop[:n]) for stop in stops for n in range(1, len(stop)))
 
 

@@ -128,7 +128,7 @@ def test_line_24_adds_the_tokens_of_input_and_output():
 
 
 def test_lines_24_to_26_worked_by_hand():
-    """n_slots 20. A: 0 + 6 = 6. B: 6 + 9 = 15. C: 15 + 5 = 20, which still fits. D: 20 + 1 > 20, the end."""
+    """n_slots 20. A: 0 + 6 = 6. B: 6 + 9 = 15. C: 15 + 5 = 20, which still fits. D: 20 + 1 > 20: it waits."""
     pool = make_pool(("A", INITIATION, 6), ("B", INITIATION, 9), ("C", INITIATION, 5), ("D", INITIATION, 2))
     batch, n_rsrv = select(pool, 0, max_bs=10, n_slots=20)
     assert names(batch) == "ABC"
@@ -243,7 +243,7 @@ def test_line_3_every_turn_is_one_iteration_while_there_is_work_and_false_when_t
 
 
 def test_a_deterministic_engine_runs_the_phases_in_turn():
-    """Line 4 selects as ever; what is issued of it is one phase, and who begins goes first."""
+    """Line 4 selects as always, but only one phase of its batch is issued; initiations go first."""
     house = House(max_bs=3, deterministic=True)
     house.add("A")
     house.add("B")
@@ -462,7 +462,7 @@ def test_a_free_worker_takes_an_arrival_before_the_oldest_return():
 
 
 def test_a_free_worker_hears_that_a_waiting_request_is_asked_to_end():
-    """A runs; B waits for slots, and its user gives up: it ends now and not when A returns."""
+    """A runs and B waits for slots. When B's user gives up, B ends at once, not when A returns."""
     house = House(n_workers=2, n_slots=9)
     house.add("A")
     house.add("B")
@@ -480,7 +480,7 @@ def test_a_free_worker_hears_that_a_waiting_request_is_asked_to_end():
 
 
 def test_an_arrival_while_the_pool_is_looked_at_is_not_missed():
-    """It comes after Select has looked, before the wait: the wait must know that it is news."""
+    """It comes after Select has looked but before the wait, which must notice it."""
     house = House(n_workers=2)
     house.add("A")
     house.steps(1)
@@ -676,7 +676,7 @@ def test_an_engine_that_returns_a_token_too_few_is_found_out():
 
 
 def lose(house: House, cause: LossCause = LossCause.FAULT) -> None:
-    """The engine raises at its next wait."""
+    """Let the engine raise at its next wait."""
 
     def failure(_: object) -> Never:
         raise WorkerLost(0, "gone")
@@ -828,7 +828,7 @@ def test_with_each_loss_more_a_suspect_runs_alone_for_longer():
 
 
 def test_alone_means_that_no_other_is_in_flight():
-    """With overlap one that has come past its place has another iteration in flight still."""
+    """With overlap, a request that has passed its place still has another iteration in flight."""
     house = House(max_bs=2, overlap=True)
     house.add("A", n_output=9)
     house.add("B", n_output=9)

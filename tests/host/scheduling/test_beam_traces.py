@@ -1,8 +1,8 @@
 """Beam searches among other requests, over random traces on the simulated engine.
 
-After each turn the K/V manager's counts are those of its tables. A memory of slots follows every iteration:
-each beam must read the prompt and its own tokens, whatever was shared, copied and given back. A failing seed
-replays.
+After each turn the K/V manager's counts agree with its tables. A model of the slots checks in every iteration
+that each beam reads the prompt and its own tokens, however blocks were shared, copied and released. A failing
+seed can be replayed.
 """
 
 import random
@@ -91,7 +91,7 @@ class MemoryEngine:
 
 
 def check_blocks(scheduler: Scheduler) -> None:
-    """Each block is free, or held by as many as the manager says; what a beam writes to is its own."""
+    """Check that each block is free or held as often as the manager says; beams write only to their own."""
     kv = scheduler.kv
     requests = [*scheduler.pool.admitted(), *scheduler.leaving]
     held = Counter[int]()

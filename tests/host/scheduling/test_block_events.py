@@ -1,4 +1,4 @@
-"""Who listens to the prefix cache knows at every moment which blocks it has, and what is in them."""
+"""A listener to the prefix cache always knows which blocks it has, and their tokens."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ SIZE = 4
 
 
 class Rebuilt:
-    """The cache as its listener sees it: of each block its parent and its tokens."""
+    """The cache as its listener sees it: each block's parent and tokens."""
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, tuple[bytes | None, tuple[int, ...]]] = {}
@@ -48,7 +48,7 @@ def request(name: str, prompt: Sequence[int], n_output: int = 1, salt: tuple[str
 
 
 def cached(kv: KVManager, roots: dict[bytes, bool], requests: Sequence[Request]) -> dict[bytes, bool]:
-    """The hashes that can be found, of all blocks that any request could have; True: anybody may share it."""
+    """The hashes in the cache, of all blocks that any request could have; True if anybody may share it."""
     assert kv.prefixes is not None
     found: dict[bytes, bool] = {}
     for root, is_shared in roots.items():

@@ -62,7 +62,7 @@ class RecurrentState:
 def serve(scheduling: SchedulingConfig, n_fixed: int) -> tuple[list[list[int]], int]:
     """Serve three requests of 3 + 5 tokens in nine blocks of 4 slots: their tokens, and the most at a time.
 
-    Checks that each keeps its `n_fixed` first blocks, which no other request has, from admission to end.
+    Checks that each keeps its first `n_fixed` blocks for itself, from admission to end.
     """
     clock = VirtualClock()
     timeline = Timeline(clock.now)

@@ -1,4 +1,4 @@
-"""Where the serving policy cuts a prompt into chunks, by hand."""
+"""The sizes of the chunks into which the serving policy cuts a prompt, worked by hand."""
 
 import pytest
 

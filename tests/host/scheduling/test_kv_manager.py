@@ -144,7 +144,7 @@ def test_the_least_recently_used_blocks_go_first_and_of_a_request_its_last():
 
 
 def test_cached_blocks_are_held_before_any_is_evicted():
-    """Also the least recently used one, when an earlier request of the same batch takes new blocks."""
+    """Even the least recently used block is held when an earlier request of the batch takes new blocks."""
     kv = caching(n_blocks=3)
     for contents in ("a", "bc"):
         row = kv.reserve(4 * len(contents))
@@ -175,7 +175,7 @@ def test_after_forget_nothing_is_found_and_no_block_is_lost():
 
 
 class Blocks(RuleBasedStateMachine):
-    """Reserve and release at random; the model is what each row was given, as a plain dictionary."""
+    """Reserves and releases at random; the model is a dictionary of each row's blocks."""
 
     N_BLOCKS, BLOCK_SIZE, N_ROWS, MAX_BLOCKS = 11, 3, 5, 6
     rows = Bundle("rows")
@@ -236,9 +236,9 @@ class Blocks(RuleBasedStateMachine):
 
 
 class SharedBlocks(RuleBasedStateMachine):
-    """The prefix cache and growth, against plain dictionaries and a list of idle blocks.
+    """Plays the prefix cache and growing rows against plain dictionaries and a list of idle blocks.
 
-    Requests begin with a few blocks out of few contents, so that many begin alike.
+    Requests begin with blocks of few different contents, so that many share a prefix.
     """
 
     N_BLOCKS, BLOCK_SIZE, N_ROWS, MAX_BLOCKS = 9, 2, 4, 6
@@ -267,7 +267,7 @@ class SharedBlocks(RuleBasedStateMachine):
         return self.N_BLOCKS - len({block for blocks in self.held.values() for block in blocks})
 
     def allocate(self, row, n):
-        """Check that `row` has `n` blocks, and which were evicted for the new ones."""
+        """Check that `row` gets `n` blocks, and which blocks are evicted for them."""
         blocks = self.kv.blocks_of(row).tolist()
         had, new = blocks[: len(self.held[row])], blocks[len(self.held[row]) :]
         assert had == self.held[row] and len(blocks) == max(n, len(had))

@@ -1,4 +1,4 @@
-"""The window that limits restarts, against a list of all losses that is counted anew each time."""
+"""The window that limits restarts, against a list of all losses that is counted again each time."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ PEOPLE = ("a", "b", "c")
 
 
 class Loss(NamedTuple):
-    """When it was, and who was there."""
+    """A loss: its time, and the requests in flight."""
 
     time: int
     present: frozenset[str]

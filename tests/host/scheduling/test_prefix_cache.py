@@ -1,4 +1,4 @@
-"""A request begins with cached blocks exactly if they were computed from the same tokens, salt and model."""
+"""A request reuses cached blocks exactly if they were computed from the same tokens, salt and model."""
 
 from dataclasses import replace
 from typing import Any
@@ -144,7 +144,7 @@ def test_two_requests_share_the_whole_blocks_of_their_common_beginning(
 
 
 def test_a_chain_goes_on_from_a_prompt_to_its_output():
-    """As in a conversation: the next prompt begins with the last one and its answer."""
+    """In a conversation the next prompt begins with the last prompt and its answer."""
     kv = manager()
     turn = request(1, 2, 3, 4, 5)
     turn.output_ids += [6, 7, 8, 9]
@@ -183,7 +183,7 @@ def test_requests_of_different_salts_share_nothing(salt: tuple[str, ...], shared
 
 
 def test_other_models_have_other_hashes():
-    """Also if the name of one looks like the salt of another's request."""
+    """This holds even if a model's name equals the salt of another model's request."""
     req = [1, 2, 3, 4]
     hashes = {
         (namespace, salt): hash_prompt(request(*req, salt=salt), manager(namespace=namespace))[0]
@@ -202,7 +202,7 @@ def test_only_computed_blocks_are_published(n_computed: int, shared: int):
 
 
 def test_a_block_is_not_published_before_its_tokens_are_known():
-    """With overlap an iteration computes a token that the host does not know yet."""
+    """An overlapped iteration computes a token that the host does not know yet."""
     kv = manager()
     req = computed(kv, request(1, 2, 3), n_computed=4)
     assert kv.prefixes is not None and len(kv.prefixes) == 0 and req.n_found == 0
@@ -267,7 +267,7 @@ def test_equal_prompts_that_come_together_are_computed_once():
 
 
 def test_a_block_of_an_output_is_found_from_the_turn_on_in_which_its_last_token_returns():
-    """With overlap the next iteration is issued before that token returns."""
+    """An overlapped iteration is issued before that token returns."""
     play = simulation()
     req = named("A", request(1, 2, 3), 12)
     play.add_at(0.0, req)
@@ -300,7 +300,7 @@ def test_after_a_failed_iteration_nothing_is_found(moment: Any):
 
 @pytest.mark.parametrize("reservation", ["full", "on-demand"])
 def test_after_the_loss_of_a_worker_nothing_is_found(reservation: Any):
-    """The workers have new caches. The simulated devices compute wrong tokens from what is not in them."""
+    """The workers have new caches; simulated devices compute wrong tokens if keys and values are missing."""
     trace = FaultTrace(
         n_stages=2,
         max_bs=2,

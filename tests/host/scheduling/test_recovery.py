@@ -61,7 +61,7 @@ def test_a_stream_goes_on_where_it_stopped():
 
 
 def test_what_one_request_costs_counts_as_one_loss():
-    """Each of three requests in turn dies alone: one loss in company and one more for each."""
+    """Three requests in turn end alone: one loss with others in flight, and one more for each."""
     engine = FragileEngine(*[True] * 9)
     with service_of(engine, RestartBound(restarts=3, seconds=60)) as service:
         generations = [service.submit([0], SamplingParams(max_tokens=6))]
@@ -281,7 +281,7 @@ def test_an_engine_that_cannot_lose_workers_has_no_figures():
 
 
 def test_the_longest_request_can_run_again():
-    """Without its last token it is as long as `max_batch_tokens` allows, and another one runs too."""
+    """Without its last token it has `max_batch_tokens` tokens, and another request runs too."""
     engine = FragileEngine(True)
     config = ServingConfig(max_batch_size=4, n_slots=256, max_batch_tokens=16, block_size=8)
     kv = KVManager(n_blocks=32, block_size=8, n_rows=8, max_blocks_per_row=8)

@@ -1,4 +1,4 @@
-"""The request pool: order, ends, waiting, and what it refuses."""
+"""The request pool: order, ends, waiting, and refusals."""
 
 import threading
 from collections.abc import Callable

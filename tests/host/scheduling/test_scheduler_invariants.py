@@ -1,6 +1,6 @@
 """Invariants of every turn of the scheduler, over random traces on the simulated engine.
 
-A trace is small, all numbers: a failing seed, or hypothesis' example, replays it.
+A trace consists of few numbers, so that a failing seed or hypothesis' example replays it.
 """
 
 import math
@@ -46,11 +46,11 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests are named by their place in `arrivals`; one with an infinite time is left to the test to add.
+    """Requests are named by their place in `arrivals`; the test itself adds those with an infinite time.
 
-    `ends` are asked for at a time; `ends_at_moments` at the n-th moment of the run: before a turn, in the
-    engine's issue and wait, when a token is pushed, when deliveries go out. Each may name any request, live
-    or not, any number of times. `faults` are moments too: the engine's next call fails then.
+    `ends` are requested at a time, `ends_at_moments` at the n-th moment of the run. A moment is before a
+    turn, in the engine's issue or wait, when a token is pushed, or when deliveries go out. Each may name any
+    request, live or not, any number of times. `faults` are moments after which the engine's next call fails.
     """
 
     max_bs: int
@@ -140,7 +140,7 @@ def token_of(request: Request, index: int) -> int:
 
 
 class Sink:
-    """Counts a moment at every token."""
+    """Receives tokens; each is a moment."""
 
     def __init__(self, moment: Callable[[], None]) -> None:
         self.push_happened = moment
@@ -151,7 +151,7 @@ class Sink:
 
 
 class CheckedEngine:
-    """Between scheduler and engine: what is issued must be a proper batch."""
+    """Checks every batch that the scheduler issues to the engine."""
 
     def __init__(self, player: "Player") -> None:
         self.player = player
@@ -208,7 +208,7 @@ class CheckedEngine:
 
 
 class Player:
-    """Plays a trace, and checks in every turn what must hold."""
+    """Plays a trace, and checks the invariants in every turn."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -411,7 +411,7 @@ def test_the_engine_may_fail_at_every_moment(moment: int, overlap: bool):
 class AtLine:
     """Calls `action` before the n-th line that the scheduler's code runs, as another thread might.
 
-    Lines that run under the pool's lock are not among them: no other thread gets in there.
+    Lines that run under the pool's lock do not count, because no other thread can run then.
     """
 
     def __init__(self, n: int, action: Callable[[], None], *, is_locked: Callable[[], bool]) -> None:
@@ -527,7 +527,7 @@ def test_the_cost_of_a_turn_does_not_depend_on_how_many_wait(monkeypatch: pytest
 
 
 def test_a_hundred_thousand_in_the_queue_are_read_in_linear_time(monkeypatch: pytest.MonkeyPatch):
-    """All of the view, as `fail_all` reads it: its chunks grow, so that it is not quadratic."""
+    """`fail_all` reads the whole view, whose chunks grow so that the time is not quadratic."""
     simulation = Simulation(ServingConfig(n_slots=64))
     sampling = SamplingParams(max_tokens=1)
     for i in range(100_000):

@@ -190,7 +190,7 @@ class CheckedEngine:
 
 
 class Player:
-    """Plays a trace and checks in every turn what must hold."""
+    """Plays a trace, and checks the invariants in every turn."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -228,11 +228,11 @@ class Player:
             self.simulation.engine.fail("issue" if self.n_moments % 2 else "wait")
 
     def issued(self, rows: Sequence[Row]) -> None:
-        """The first admitted request in the order takes part again within a bounded number of iterations.
+        """Check that the first admitted request runs again within a bounded number of iterations.
 
-        While it is ready it is in the next batch. Other batches may be issued while it is in flight or while
-        it waits for the slots of a request in flight, one for each place in flight, and with whole prompts
-        one batch of prompts alone comes between two decodes.
+        When it is ready it is in the next batch. While it is in flight, or waits for the slots of a request
+        in flight, one other batch may be issued for each place in flight. With whole prompts, one batch of
+        prompts alone may come between two decodes.
         """
         self.n_issued += 1
         admitted = [req for req in self.simulation.pool.admitted() if req.ending is None]

@@ -1,4 +1,4 @@
-"""The timeline: what happened when."""
+"""The timeline records each event with its time."""
 
 import itertools
 from array import array
@@ -191,7 +191,7 @@ def test_a_request_is_scheduled_once_however_often_it_runs(clock: Clock):
 
 
 class Listener(TimelineObserver):
-    """Writes down what it hears, with the time."""
+    """Records the events that it receives, with their times."""
 
     def __init__(self, clock: Clock) -> None:
         self.heard: list[tuple[object, ...]] = []

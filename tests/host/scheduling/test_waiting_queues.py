@@ -94,7 +94,7 @@ def test_a_queue_has_what_was_added_and_not_removed(make: Callable[[], Any]):
 def test_requests_added_during_a_walk_neither_skip_nor_repeat_others(
     make: Callable[[], Any], data: st.DataObject
 ):
-    """The walk has every request of its start once, in an order of the queue; the added ones at most once."""
+    """The walk has each request of its start once, in the queue's order, and later ones at most once."""
     rng = random.Random(data.draw(st.integers(0, 1 << 20)))
     new = lambda i: request(i, owner=rng.choice("abcd"), priority=rng.randint(-3, 3))  # noqa: E731
     queue = make()
@@ -116,7 +116,7 @@ def test_requests_added_during_a_walk_neither_skip_nor_repeat_others(
 
 @pytest.mark.parametrize("make", QUEUES.values(), ids=QUEUES)
 def test_the_first_of_many_cost_no_more_than_of_few(make: Callable[[], Any]):
-    """An iteration's work does not grow with the number that wait, but for a heap's depth."""
+    """Except for a heap's depth, an iteration's work does not grow with the number of waiting requests."""
 
     def n_lines(n: int) -> int:
         queue = filled(make(), *(request(i, owner=str(i % (n // 2)), priority=i % 5) for i in range(n)))
@@ -168,7 +168,7 @@ arrivals = st.lists(st.tuples(st.floats(0, 100), st.integers(-3, 3)), max_size=2
 
 @given(arrivals, st.sampled_from((0.5, 10.0, 60.0)))
 def test_a_request_is_overtaken_only_within_its_aging(times: list[tuple[float, int]], aging: float):
-    """By those of a higher priority that arrive less than `aging` times the difference after it."""
+    """Those that overtake it have a higher priority, and arrive within `aging` times the difference."""
     queue = PriorityQueue(aging)
     times = sorted(times, key=lambda pair: pair[0])
     requests = [request(i, priority=priority) for i, (_, priority) in enumerate(times)]
@@ -210,7 +210,7 @@ def test_lower_priorities_first_and_equal_ones_by_arrival():
 
 
 def two_of_different_priority(aging_seconds: float) -> tuple[Simulation, list[Request]]:
-    """The second one comes later, with a higher priority, when there is no room for both."""
+    """Two requests that do not fit together; the second comes later with a higher priority."""
     scheduling = SchedulingConfig(
         scheduling_policy="priority", aging_seconds=aging_seconds, prefix_caching=False
     )
@@ -233,7 +233,7 @@ def test_a_newer_request_of_higher_priority_preempts():
 
 
 def test_an_older_request_is_not_preempted_for_one_that_is_after_it_in_the_order():
-    """It waited for longer than its priority is lower: once preempted it would be admitted again first."""
+    """Its wait outweighs its lower priority: if it were preempted, it would be admitted first again."""
     play, _ = two_of_different_priority(aging_seconds=5.0)
     assert play.scheduler.n_preemptions == 0
     assert [record.request_id for record in play.timeline.requests] == ["0", "1"]
@@ -316,7 +316,7 @@ def request_in(queue: FairQueue, arrival: int) -> Request:
 
 
 def test_the_memory_of_counters_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    """Owners may be addresses, of which a stranger has many."""
+    """Owners may be addresses, and one stranger may have many of them."""
     monkeypatch.setattr(queues, "_MAX_COUNTERS", 16)
     queue = FairQueue()
     debtor = request(0, owner="debtor", n_prompt=1000)
@@ -352,7 +352,7 @@ def bound_between(
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_counters_of_owners_who_wait_differ_within_the_bound(data: st.DataObject):
-    """While both wait all the time, from the first moment, whatever each sends (VTC, Lemma 4.3)."""
+    """The bound holds while both have waiting requests, whatever they send (VTC, Lemma 4.3)."""
     rng = random.Random(data.draw(st.integers(0, 1 << 30)))
     weights = {"A": rng.choice((1.0, 1.0, 3.0)), "B": 1.0, "C": rng.choice((1.0, 0.5))}
     sizes = {owner: (rng.choice((1, 4, 12)), rng.choice((1, 6, 15))) for owner in weights}

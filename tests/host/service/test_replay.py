@@ -67,7 +67,7 @@ def kv_manager(config: ServingConfig, n_workers: int) -> KVManager:
 
 
 def recorded(path: Path, config: ServingConfig, engine: Engine, *, max_bytes: int = 1 << 24) -> Orca:
-    """A started service that is recorded."""
+    """A started service with a recording."""
     recorder = Recorder(path, max_bytes=max_bytes)
     recorder.begin(header(config, engine))
     kv = kv_manager(config, engine.n_workers)
@@ -77,7 +77,7 @@ def recorded(path: Path, config: ServingConfig, engine: Engine, *, max_bytes: in
 
 
 def serve_randomly(service: Orca, seed: int, n_users: int = 6, n_each: int = 8) -> None:
-    """Requests of users who come, go and hang up at any time."""
+    """Serve requests of users who come, go and hang up at any time."""
 
     def user(number: int) -> None:
         rng = random.Random(f"{seed} {number}")

@@ -456,7 +456,7 @@ def test_even_a_failure_that_cannot_be_dealt_with_wakes_everybody(
 
 
 class Panic(BaseException):
-    """As pyo3 raises one: no Exception."""
+    """A panic as pyo3 raises it, which is not an Exception."""
 
 
 def test_a_panic_on_the_scheduler_s_thread_ends_every_request(engine: GatedEngine) -> None:
@@ -493,7 +493,7 @@ def test_an_orderly_end_is_not_a_failure() -> None:
 
 
 def test_an_id_is_used_again_as_soon_as_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool lets go of an id before the end of its request is delivered."""
+    """The pool releases an id before the end of its request is delivered."""
     with orca(simulated()) as service:
         generations: list[Generation] = []
         delivered = service.timeline.delivered

@@ -68,12 +68,12 @@ def test_time_does_not_go_back_and_no_event_is_left_out():
 
 
 def whole(*requests: Request) -> list[Row]:
-    """Each with all that it has left to compute."""
+    """Rows in which each request computes all that is left."""
     return [(request, request.n_to_compute) for request in requests]
 
 
 def test_batches_follow_each_other_through_the_stages():
-    """Two stages; each takes 1, 2 and 1 units for the three batches, which all come at once."""
+    """Two stages take 1, 2 and 1 units for three batches that are issued at once."""
     clock = VirtualClock()
     durations = {1: 2.0, 2: 4.0, 3: 2.0}
     engine = SimulatedEngine(clock, n_workers=2, duration=lambda shape: durations[shape.input_lengths[0]])
@@ -89,7 +89,7 @@ def test_batches_follow_each_other_through_the_stages():
 
 
 def test_unequal_places_hold_one_batch_each():
-    """A stage of 1, a link of 3, a stage of 2: what comes next waits for the link, the slowest place."""
+    """A stage of 1, a link of 3, a stage of 2: later batches wait for the link, the slowest place."""
     clock = VirtualClock()
     sums: list[IterationSums] = []
 

@@ -1,7 +1,7 @@
-"""Servings whose workers are lost: thousands of seeds, each with faults of its own, on a virtual clock.
+"""Simulated serving whose workers are lost: thousands of seeds with different faults, on a virtual clock.
 
-A failing seed replays: `Player(random_fault_trace(seed)).play()`, or with `switched(trace, seed)`, which
-turns on some of what the scheduler does beyond Algorithm 1.
+To replay a failing seed: `Player(random_fault_trace(seed)).play()`, maybe with `switched(trace, seed)`, which
+turns on extensions of Algorithm 1.
 """
 
 import random
@@ -36,7 +36,7 @@ MANY_TRACES = pytest.mark.timeout(900)
 
 
 class Player(FaultSimulation):
-    """Plays a trace, and checks in every turn what must hold; with `cut` prompts come in random pieces."""
+    """Plays a trace, and checks the invariants in every turn; with `cut` prompts run in random chunks."""
 
     epochs_seen = 0
     losses_seen = 0
@@ -58,7 +58,7 @@ class Player(FaultSimulation):
         self.scheduler.quarantine.record_loss = note
 
     def is_to_blame(self, request: Request) -> bool:
-        """It was in flight at two faults or more, the last time alone; or at one token at too many losses."""
+        """Whether it was in flight at two or more faults, the last time alone, or at too many at one token."""
         its = [
             (present == {request}, cause, n_tokens[request.request_id])
             for present, cause, n_tokens in self.losses
@@ -456,7 +456,7 @@ def test_a_stopped_worker_is_suspected_and_restarted():
 
 
 def test_a_stopped_worker_is_found_even_where_another_was_taken_to_be_lost():
-    """As where the first has said that it is done, and its hidden states never came."""
+    """For example, the first stage has reported that it is done, but its hidden states never came."""
     faults = (Fault(0.5, "crash", 1, 0.2), Fault(0.5, "stop", 0, float("inf")))
     player = played(replace(CALM, faults=faults, supervised=True))
     assert (player.recovery.losses, player.failure) == (1, None)
@@ -494,7 +494,7 @@ def test_a_fault_at_any_moment_loses_nothing(kind: FaultKind, stage: int):
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("n_stages", [1, 2])
 def test_a_frame_of_an_old_epoch_can_arrive_at_any_time(n_stages: int, which: int):
-    """A message to the first stage, or tokens from the last, come once more when iterations count anew."""
+    """A message to the first stage, or tokens of the last, arrive again when iterations count from 0."""
     n_late = 0
     requests = tuple(PlannedRequest(0.0, 2 + i, 9) for i in range(2 * n_stages))
     for twentieth in range(1, 40):
@@ -512,7 +512,7 @@ def test_a_frame_of_an_old_epoch_can_arrive_at_any_time(n_stages: int, which: in
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_loss_that_is_noticed_at_once_is_recovered_from_at_once(stage: int):
-    """The time to recover is that of the restart, the caches and the second look at who is ready."""
+    """Recovery takes as long as the restart, the new caches and the second check of readiness."""
     timing = Timing(restart=1.0, caches=0.05)
     player = Player(replace(CALM, faults=(Fault(0.55, "crash", stage, 1.0, 0),), timing=timing))
     down, up = [], []

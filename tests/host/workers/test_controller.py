@@ -1,4 +1,4 @@
-"""A worker's controller, told what happens one thing at a time."""
+"""A worker's controller, driven one event at a time."""
 
 from dataclasses import replace
 
@@ -36,12 +36,12 @@ def start(epoch: int, order: StartOrder = ORDER) -> Frame:
 
 
 def message_payload(iteration: int) -> Iteration:
-    """One of its own for each iteration."""
+    """A payload that is different for each iteration."""
     return encode_message(message_of([ONE, {**ONE, "seed": iteration}]), SHAPE)
 
 
 class Bench:
-    """A controller with everything around it noted, in one log."""
+    """A controller whose calls to everything around it are in one log."""
 
     def __init__(self, stage: int = 0, n_stages: int = 3) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""A child that speaks JSON: small real processes that answer, say nothing, flood, end and leave others."""
+"""Child processes that exchange JSON: real ones that answer, stay silent, flood, end, and leave others."""
 
 import os
 import signal
@@ -28,12 +28,12 @@ sys.exit(3)
 
 
 def child(code: str, **options: Any) -> JsonChild:
-    """A process that runs this."""
+    """Start a process that runs this program."""
     return JsonChild([sys.executable, "-c", code], **options)
 
 
 def is_there(pid: int) -> bool:
-    """Whether it runs; one that waits to be reaped by whoever adopted it does not."""
+    """Whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -162,7 +162,7 @@ def test_a_line_too_long_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def is_blocked(lines: LineQueue, line: bytes) -> threading.Thread:
-    """A thread that tries to put this line and cannot yet."""
+    """Start a thread that puts this line; check that it blocks."""
     writer = threading.Thread(target=lines.put, args=(line,), daemon=True)
     writer.start()
     writer.join(0.1)

@@ -1,4 +1,4 @@
-"""The supervisor, with small real processes that die, hang, stop, flood and ignore what they are told."""
+"""The supervisor, with small real processes that die, hang, stop, flood and ignore orders."""
 
 import os
 import re
@@ -32,7 +32,7 @@ while True:
 
 
 class Clock:
-    """The time, unless it stands still, and what a test adds to it."""
+    """The real time, which a test can stop and advance."""
 
     def __init__(self, stands_still: bool) -> None:
         self.added = 0.0
@@ -45,7 +45,7 @@ class Clock:
 
 
 class Workers:
-    """A supervisor, and all that it told."""
+    """A supervisor, and all its messages."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Workers:
             self._news.notify_all()
 
     def wait_for(self, event: str, times: int = 1) -> None:
-        """Until events that contain this have come so many times."""
+        """Wait until this many events contain the text."""
         with self._news:
             assert self._news.wait_for(lambda: self.count(event) >= times, SOON), self.events
 
@@ -108,7 +108,7 @@ Start = Callable[..., Workers]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts workers; closes them, and looks whether a thread or a child is left."""
+    """Starts workers; at the end closes them and checks that no thread or child is left."""
     threads = set(threading.enumerate())
     all_workers = list[Workers]()
     with ExitStack() as stack:
@@ -143,7 +143,7 @@ def assert_reaped(events: list[str]) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    """No such process, or a zombie that whoever adopted it has not reaped."""
+    """Whether there is no such process, or only a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -435,7 +435,7 @@ def test_the_bound_counts_all_stages_and_how_a_process_was_killed(start: Start) 
 
 
 def test_processes_that_had_joined_do_not_count(start: Start) -> None:
-    """The engine master counts them: what one request costs is one loss to it."""
+    """The engine master counts these: all losses by one request are one."""
     workers = start(WORKER, bound=RestartBound(restarts=0))
     for n_losses in (1, 2, 3):
         workers.supervisor.joined(0)
@@ -522,7 +522,7 @@ def test_restart_does_not_hit_the_replacement_process(start: Start) -> None:
 def test_the_cause_of_a_loss_is_how_a_process_ended(
     start: Start, number: signal.Signals, cause: LossCause, seen: LossCause
 ) -> None:
-    """Also where the line of another stage broke, or none."""
+    """This holds even if another stage's line broke, or none."""
     workers = start(WORKER, WORKER)
     for stage in (0, 1):
         workers.wait_for(f"stage {stage + 1}: up")

@@ -1,4 +1,4 @@
-"""A worker process's options: equal on both sides of the text on its command line."""
+"""A worker process's options survive the round trip through its command line."""
 
 import json
 from collections.abc import Collection
@@ -64,7 +64,7 @@ OPTIONS = WorkerOptions(
 
 
 def defaults(config: Any, but: Collection[str]) -> list[str]:
-    """The fields that have their default, parts included."""
+    """The fields, including nested ones, that have their default."""
     names: list[str] = []
     for field in fields(config):
         value = getattr(config, field.name)
