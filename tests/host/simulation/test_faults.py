@@ -58,7 +58,7 @@ class Player(FaultSimulation):
         self.scheduler.quarantine.record_loss = note
 
     def is_to_blame(self, request: Request) -> bool:
-        """Whether it was in flight at two or more faults, the last time alone, or at too many at one token."""
+        """Whether it was in flight at two or more faults, the last alone, or at too many at one token."""
         its = [
             (present == {request}, cause, n_tokens[request.request_id])
             for present, cause, n_tokens in self.losses
