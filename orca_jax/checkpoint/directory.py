@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
+from orca_jax.checkpoint import gguf as gguf_checkpoint
 from orca_jax.checkpoint import huggingface as hf_checkpoint
 from orca_jax.checkpoint import orbax as orbax_checkpoint
 from orca_jax.checkpoint.shard_reader import Parts, Place, bytes_read, put
@@ -25,6 +26,7 @@ from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.strict_json import shown
 from orca_jax.families.trainers.orca_json import is_orbax, read_description
 from orca_jax.families.weight_form import DENSE, Dense, WeightForm
+from orca_jax.gguf_file import is_gguf
 from orca_jax.model.weight import kind_of
 from orca_jax.sharding.partition import Placement
 from orca_jax.sharding.specs import in_form, place_of_dense
@@ -140,6 +142,8 @@ def find_parameters(
     The model has each K/V head `kv_repeats` times, and with `packed` experts in MXFP4. Raises a
     CheckpointError, or ConfigError for a model without experts to pack.
     """
+    if is_gguf(directory):
+        return gguf_checkpoint.find_parameters(directory, kv_repeats)
     if is_orbax(directory):
         if packed or read_description(directory).model.has_packed_experts:
             raise UnsupportedModel(f"{shown(directory)} is an Orbax checkpoint, which has no packed experts")

@@ -15,10 +15,12 @@ from typing import Any
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint, UnsupportedModel
 from orca_jax.families.config_fields import DECODER_IDS, ConfigFields
 from orca_jax.families.family import Family
+from orca_jax.families.gguf_models import check_tokens, config_names, read_architecture
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.unsupported import about_model_type, about_quantisation
+from orca_jax.gguf_file import GgufFile, is_gguf
 
 _MAX_CONFIG_BYTES = 1_000_000
 _MAX_TOKENIZER_BYTES = 100_000_000
@@ -50,9 +52,13 @@ def read_config(directory: str | Path) -> ModelConfig:
 def read_hf_config(directory: Path) -> HFConfig:
     """Read config.json, and check it against the tokenizer.json next to it, if there is one.
 
+    For a GGUF file, read the config.json that its metadata stands for.
+
     Raises NotACheckpoint (no config.json), CorruptFile (not JSON), BadModelConfig (a value that is missing,
     out of range or of the wrong type, or two files that disagree) or UnsupportedModel; each names the file.
     """
+    if is_gguf(directory):
+        return _read_gguf(directory)
     path = directory / "config.json"
     if not os.path.exists(path):
         raise NotACheckpoint(f"{shown(directory)} has no config.json, so it is not a checkpoint's directory")
@@ -68,15 +74,29 @@ def read_hf_config(directory: Path) -> HFConfig:
     _refuse_other_models(fields, family)
     if family.has_encoder:
         fields = ConfigFields(path, values | _decoder_ids(directory / "generation_config.json"))
+    model = _read_model(family, fields, family.config_names)
+    check_tokenizer(model, path, directory / "tokenizer.json")
+    return HFConfig(path, family, model, fields.unread)
+
+
+def _read_model(family: Family, fields: ConfigFields, names: Mapping[str, str]) -> ModelConfig:
+    """Read the model; in errors our names of fields become those of the file, which its reader looks for."""
     try:
         model = family.read(fields)
         fields.leave_others(family.unread)
     except ConfigError as error:
-        # The message has our names of fields; a reader of config.json looks for the file's.
-        message = re.sub(r"\w+", lambda word: family.config_names.get(word[0], word[0]), str(error))
-        raise BadModelConfig(f"{shown(path)}: {shown(message)}") from error
-    check_tokenizer(model, path, directory / "tokenizer.json")
-    return HFConfig(path, family, model, fields.unread)
+        message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+        raise BadModelConfig(f"{shown(fields.path)}: {shown(message)}") from error
+    return model
+
+
+def _read_gguf(path: Path) -> HFConfig:
+    file = GgufFile(path)
+    architecture, values = read_architecture(file)
+    family, fields = FAMILIES[architecture.model_type], ConfigFields(path, values)
+    model = _read_model(family, fields, config_names(file))
+    check_tokens(file, model.vocab_size)
+    return HFConfig(path, architecture.named(family), model)
 
 
 def _decoder_ids(path: Path) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.families.strict_json import shown
 from orca_jax.families.trainers.orca_json import described_model, is_orbax
+from orca_jax.gguf_file import GgufFile, is_gguf
 from orca_jax.model_files.generation_config import read_generation_defaults
 from orca_jax.model_files.locate import find_directory
 from orca_jax.model_files.weight_files import find_weight_files
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
+from orca_jax.request.gguf_tokenizer import has_tokenizer
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.request.tokenizer_config import read_tokenizer_config
 
@@ -60,22 +62,24 @@ def find_model(
     described, note = described_model(directory)
     config = _with_end_tokens(_held(described, load_format), generation, None)
     found = FoundModel(name, config, None, directory, generation, directory, note=note)
-    return with_tokenizer(found, directory) if (directory / _TOKENIZER).exists() else found
+    has_one = has_tokenizer(GgufFile(directory)) if is_gguf(directory) else (directory / _TOKENIZER).exists()
+    return with_tokenizer(found, directory) if has_one else found
 
 
 def with_tokenizer(found: FoundModel, place: str | Path) -> FoundModel:
-    """Add the tokenizer at `place`, a tokenizer.json or a directory with one.
+    """Add the tokenizer at `place`: a tokenizer.json, a directory with one, or a GGUF file.
 
     Its end-of-sequence token is added to the model's. Raises ConfigError or a CheckpointError.
     """
     path = _tokenizer_file(place)
     tokenizer = Tokenizer.from_file(path)
-    end_name = read_tokenizer_config(path.parent).special_tokens.get("eos_token")
+    directory = path if is_gguf(path) else path.parent
+    end_name = read_tokenizer_config(directory).special_tokens.get("eos_token")
     end = None if end_name is None else tokenizer.token_id(end_name)
     if end is not None and end >= found.config.vocab_size:
         end = None  # the model never generates an added token without an embedding
     config = _with_end_tokens(found.config, found.generation, end)
-    return replace(found, config=config, tokenizer=tokenizer, text_directory=path.parent)
+    return replace(found, config=config, tokenizer=tokenizer, text_directory=directory)
 
 
 def find_config(model: str | Path | None, load_format: LoadFormat = "auto") -> ModelConfig:
@@ -108,7 +112,8 @@ def check_model(engine: EngineConfig, *, weights: bool = True) -> None:
     _held(described_model(directory)[0], load_format)
     read_generation_defaults(directory, engine.generation_config)
     is_here = model is None or Path(model).expanduser() == directory
-    if weights and is_here and load_format != "dummy" and not is_orbax(directory):
+    of_its_own = is_orbax(directory) or is_gguf(directory)
+    if weights and is_here and load_format != "dummy" and not of_its_own:
         find_weight_files(directory)
 
 
@@ -117,7 +122,8 @@ def _tokenizer_file(place: str | Path) -> Path:
     path = path / _TOKENIZER if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(
-            f"tokenizer is {shown(str(place))}; it must be a {_TOKENIZER}, or a directory that has one"
+            f"tokenizer is {shown(str(place))}; it must be a {_TOKENIZER}, a directory that has one, or a "
+            "GGUF file"
         )
     return path
 

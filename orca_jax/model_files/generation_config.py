@@ -48,7 +48,7 @@ def read_generation_defaults(directory: Path | None, choice: str | Path) -> Gene
     if choice == "none":
         return NO_DEFAULTS
     if choice == "auto":
-        path = None if directory is None else directory / NAME
+        path = None if directory is None else directory / NAME  # which a GGUF file lacks
         if path is None or not path.exists():
             return NO_DEFAULTS
     else:

@@ -12,6 +12,7 @@ from pathlib import Path
 from orca_jax.errors import CheckpointError, NotACheckpoint, UnsafeFile, UnsupportedModel
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.orca_json import is_orbax
+from orca_jax.gguf_file import SUFFIX
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -39,14 +40,14 @@ _OTHER_FORMATS = (
     (".ot", "weights for Rust"),
     ("openvino_model.xml", "an OpenVINO model"),
 )
+_PART = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")  # of a model in several files
+_NOT_A_MODEL = re.compile(r"mmproj|imatrix")
 _ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".xz", ".zst", ".7z")
 
 
 def refuse_file(path: Path) -> CheckpointError:
     """Make the error for a file that was named instead of a checkpoint's directory."""
     name, suffix = path.name, path.suffix.lower()
-    if suffix == ".gguf":
-        return _refuse_gguf(path.parent, [name])
     if suffix in PICKLES:
         return refuse_pickle(path)
     where = shown(path)
@@ -123,11 +124,10 @@ def no_weights(directory: Path) -> CheckpointError:
 def _known_kind(directory: Path, names: Sequence[str]) -> CheckpointError | None:
     """Make the error for a directory in the format of another program; None if none is known."""
     where = shown(directory)
-    ggufs = [name for name in names if name.lower().endswith(".gguf")]
     if _ADAPTER in names:
         return _refuse_adapter(directory)
-    if ggufs:
-        return _refuse_gguf(directory, ggufs)
+    if len(ggufs := gguf_models(names)) > 1:
+        return several_ggufs(where, [files[0] for files in ggufs])
     if "model_index.json" in names:
         return UnsupportedModel(
             f"{where} is a pipeline of diffusers, which makes images; this engine serves language models"
@@ -146,15 +146,33 @@ def _known_kind(directory: Path, names: Sequence[str]) -> CheckpointError | None
     return None
 
 
-def _refuse_gguf(directory: Path, names: Sequence[str]) -> UnsupportedModel:
-    source, name = shown(directory), shown(names[0])
-    target = f"{source.rstrip('/')}-safetensors"
-    return UnsupportedModel(
-        f"{shown(directory / names[0])} is a GGUF file, llama.cpp's format, which is not read yet. Use the "
-        'safetensors checkpoint that it was made from, or make one with transformers: python -c "from '
-        "transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
-        f"[each.from_pretrained('{source}', gguf_file='{name}').save_pretrained('{target}') "
-        'for each in (M, T)]"'
+def gguf_in(directory: Path) -> Path | None:
+    """The GGUF file of a directory that holds the weights of one model in this form, and no others."""
+    names = _names(directory)
+    others = any(name.endswith(".safetensors") or name == "orca.json" for name in names) or is_orbax(
+        directory
+    )
+    found = gguf_models(names)
+    return directory / found[0][0] if len(found) == 1 and not others else None
+
+
+def gguf_models(names: Iterable[str]) -> list[list[str]]:
+    """The GGUF files of each language model among these names; one in several files is named by its first.
+
+    What a vision model's picture part is called (mmproj), and an importance matrix, is left out.
+    """
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.lower().endswith(SUFFIX) and not _NOT_A_MODEL.search(name.lower()):
+            found.setdefault(_PART.sub(r"\1", name), []).append(name)
+    return [*found.values()]
+
+
+def several_ggufs(where: str, names: Sequence[str]) -> NotACheckpoint:
+    """Make the error for a directory or a repository with the GGUF files of several models."""
+    return NotACheckpoint(
+        f"{where} has {len(names)} GGUF files ({_listed(names)}): name one of them, as in "
+        f"DIRECTORY/FILE{SUFFIX}, or for a repository as in NAME:Q4_K_M"
     )
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import tokenizers
 
 from orca_jax.errors import CorruptFile, InvalidPrompt, NotACheckpoint, UnsupportedModel, is_failure
+from orca_jax.gguf_file import GgufFile, is_gguf
+from orca_jax.request.gguf_tokenizer import gguf_tokenizer
 from orca_jax.request.stop_strings import StopSearch, StopStrings
 from orca_jax.request.token_text import TextDecoder, TokenText, UnsupportedDecoder, token_decoder
 
@@ -31,22 +33,14 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: Path) -> "Tokenizer":
-        """Raises NotACheckpoint (cannot be read), CorruptFile or UnsupportedModel, each naming the file."""
+        """Read a tokenizer.json, or the tokenizer of a GGUF file, which must have one (`has_tokenizer`).
+
+        Raises NotACheckpoint (cannot be read), BadModelConfig, CorruptFile or UnsupportedModel, each naming
+        the file.
+        """
+        made = gguf_tokenizer(GgufFile(path)) if is_gguf(path) else _read_json(path)
         try:
-            with path.open("rb") as file:
-                data = file.read(_MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise NotACheckpoint(f"{path} cannot be read: {error.strerror}") from error
-        if len(data) > _MAX_FILE_BYTES:
-            raise CorruptFile(f"{path} has more than {_MAX_FILE_BYTES} bytes, too many for a tokenizer")
-        try:
-            tokenizer = tokenizers.Tokenizer.from_buffer(data)
-        except BaseException as error:  # the library raises plain Exception, and may panic
-            if not is_failure(error):
-                raise
-            raise CorruptFile(f"{path} is not a tokenizer's file: {error}") from error
-        try:
-            return cls(tokenizer)
+            return cls(made)
         except UnsupportedDecoder as error:
             raise UnsupportedModel(f"{path}: {error}") from error
 
@@ -159,6 +153,22 @@ class Tokenizer:
         if token is None or token in self._special:
             return None
         return self._decoder.token_text(token)
+
+
+def _read_json(path: Path) -> tokenizers.Tokenizer:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise NotACheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) > _MAX_FILE_BYTES:
+        raise CorruptFile(f"{path} has more than {_MAX_FILE_BYTES} bytes, too many for a tokenizer")
+    try:
+        return tokenizers.Tokenizer.from_buffer(data)
+    except BaseException as error:  # the library raises plain Exception, and may panic
+        if not is_failure(error):
+            raise
+        raise CorruptFile(f"{path} is not a tokenizer's file: {error}") from error
 
 
 class TextStream:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from orca_jax.errors import CorruptFile
+from orca_jax.gguf_file import GgufFile, is_gguf
+from orca_jax.request.gguf_tokenizer import Vocabulary
 from orca_jax.small_files import read_text
 
 MORE_TEMPLATES = "additional_chat_templates"  # a folder next to these files, of NAME.jinja
@@ -24,12 +26,27 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(directory: Path) -> TokenizerConfig:
-    """Read the files in `directory`; both may be missing. Raises CorruptFile, which names the file."""
+    """Read the files in `directory`, both of which may be missing, or the metadata of a GGUF file.
+
+    Raises CorruptFile, for a GGUF file any CheckpointError, which names the file.
+    """
+    if is_gguf(directory):
+        return _of_gguf(GgufFile(directory))
     path = directory / "tokenizer_config.json"
     map_path = directory / "special_tokens_map.json"
     config = _read_object(path)
     tokens = _special_tokens(_read_object(map_path), map_path) | _special_tokens(config, path)
     return TokenizerConfig(path, tokens, config.get("chat_template"))
+
+
+def _of_gguf(file: GgufFile) -> TokenizerConfig:
+    """The special tokens and the templates of a file: "tokenizer.chat_template", and named ones besides."""
+    key = "tokenizer.chat_template"
+    names = [name for name in file.texts(f"{key}s") if f"{key}.{name}" in file]
+    templates = [{"name": name, "template": file.text(f"{key}.{name}")} for name in names]
+    if key in file:
+        templates.append({"name": "default", "template": file.text(key)})
+    return TokenizerConfig(file.path, Vocabulary(file).special_tokens(), templates or None)
 
 
 def _special_tokens(config: dict[str, Any], path: Path) -> dict[str, str]:

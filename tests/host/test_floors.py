@@ -27,11 +27,12 @@ HOST_ROOMS: dict[str, set[str]] = {
     "options": {"errors"},
     "config": {"errors", "checks", "options"},
     "small_files": set(),
-    "request": {"errors", "config", "small_files"},
-    "families": {"errors", "checks", "config"},
+    "gguf_file": {"errors"},
+    "request": {"errors", "config", "small_files", "gguf_file"},
+    "families": {"errors", "checks", "config", "gguf_file"},
 }
 HOST_ROOMS["engine_memory"] = {"config"}
-HOST_ROOMS["model_files"] = {"errors", "config", "request", "families"}
+HOST_ROOMS["model_files"] = {"errors", "config", "gguf_file", "request", "families"}
 HOST_ROOMS["grammar"] = {"errors", "config", "request"}
 HOST_ROOMS["iteration"] = {"errors", "checks", "config", "request", "grammar"}
 HOST_ROOMS["scheduling"] = HOST_ROOMS["iteration"] | {"iteration", "families"}
@@ -58,7 +59,9 @@ DEVICE_ROOMS["execution"] = {
     *DEVICE_ROOMS,
 }
 DEVICE_ROOMS["aot"] = {"errors", "config", "families", "iteration", "planning", *DEVICE_ROOMS}
-DEVICE_ROOMS["checkpoint"] = {"errors", "config", "request", "families", "model_files", "model", "sharding"}
+DEVICE_ROOMS["checkpoint"] = {
+    *("errors", "config", "gguf_file", "request", "families", "model_files", "model", "sharding"),
+}
 # They know both kinds, and each those before it.
 COMPOSITION = ("launch", "llm", "rollout")
 LAZY = {"checkpoint", "user_model", "launch", "llm"}  # where the face's lazy names are from

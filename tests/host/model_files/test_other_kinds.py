@@ -31,9 +31,9 @@ def made(folder: Path, *names: str) -> Path:
             ["only a tokenizer", "name the directory"],
         ),
         (
-            ("llama-q4.gguf", "README.md"),
-            UnsupportedModel,
-            ["llama-q4.gguf is a GGUF", "gguf_file='llama-q4.gguf'"],
+            ("llama-q4.gguf", "llama-q8.gguf", "README.md"),
+            NotACheckpoint,
+            ["has 2 GGUF files (llama-q4.gguf, llama-q8.gguf)", "name one of them"],
         ),
         (
             ("pytorch_model.bin", "tokenizer.json"),
@@ -60,6 +60,55 @@ def test_a_directory_says_what_it_is(
     message = str(raised.value)
     assert str(tmp_path) in message and message.isprintable()
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (("model.gguf",), "model.gguf"),
+        (("MODEL.GGUF", "README.md"), "MODEL.GGUF"),
+        (("config.json", "tokenizer.json", "m.Q4_K_M.gguf"), "m.Q4_K_M.gguf"),
+        (("gemma.gguf", "mmproj-gemma-f16.gguf", "gemma.imatrix.gguf"), "gemma.gguf"),
+        (("m-00002-of-00002.gguf", "m-00001-of-00002.gguf"), "m-00001-of-00002.gguf"),
+        (("config.json", "model.safetensors", "model.gguf"), ""),
+    ],
+)
+def test_a_directory_with_the_weights_of_one_gguf_file(
+    tmp_path: Path, names: tuple[str, ...], found: str
+) -> None:
+    made(tmp_path, *names)
+    assert find_directory(tmp_path) == tmp_path / found
+    for name in names:
+        if name == found:
+            assert find_directory(tmp_path / name) == tmp_path / name
+
+
+def test_a_gguf_file_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ["README.md", "small-Q4_K_M.gguf", "small-Q8_0.gguf", "mmproj-small.gguf"]
+    fetched: list[str] = []
+
+    def download(_: str, name: str) -> str:
+        fetched.append(name)
+        return str(made(tmp_path, name) / name)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda _: files)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(NotACheckpoint, match=r"2 GGUF files \(small-Q4_K_M.gguf, small-Q8_0.gguf\).*Q4_K_M"):
+        find_directory("org/small-GGUF")
+    assert find_directory("org/small-GGUF:q8_0") == tmp_path / "small-Q8_0.gguf"
+    assert find_directory("org/small-GGUF/small-Q4_K_M.gguf") == tmp_path / "small-Q4_K_M.gguf"
+    with pytest.raises(NotACheckpoint, match=r"its GGUF files are small-Q4_K_M.gguf, small-Q8_0.gguf"):
+        find_directory("org/small-GGUF:Q5_K")
+    assert fetched == ["small-Q8_0.gguf", "small-Q4_K_M.gguf"]
+
+
+def test_the_only_gguf_file_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path, "config.json")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda _: ["config.json", "small.gguf"])
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda _, name: str(made(tmp_path, name) / name))
+    assert find_directory("org/small") == tmp_path / "small.gguf"
 
 
 def test_an_adapter_names_its_model(tmp_path: Path) -> None:
@@ -101,8 +150,6 @@ def test_a_folder_of_the_hubs_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
-        ("model.gguf", UnsupportedModel, "GGUF"),
-        ("MODEL.GGUF", UnsupportedModel, "GGUF"),
         ("model.pt", UnsafeFile, "pickle"),
         ("model.zip", NotACheckpoint, "unpack it"),
         ("model.tar.gz", NotACheckpoint, "unpack it"),
@@ -127,7 +174,6 @@ def test_a_checkpoints_file_names_its_directory(tmp_path: Path) -> None:
     ("names", "error", "words"),
     [
         ((), NotACheckpoint, "the weights are missing.*--load-format dummy"),
-        (("model.Q4_K_M.gguf",), UnsupportedModel, "GGUF"),
         (("pytorch_model.bin",), UnsafeFile, "pickle"),
         (("training_args.bin",), NotACheckpoint, "the weights are missing"),
         (("model-00001-of-00002.safetensors",), NotACheckpoint, "no index"),

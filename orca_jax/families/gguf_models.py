@@ -1,0 +1,426 @@
+"""What a GGUF file says about its model: config.json's fields of its metadata, and our weights by its names.
+
+`general.architecture` is one of ARCHITECTURES: the family that computes it, how its metadata becomes the
+family's config.json (so that the family itself reads and checks it), and what its tensors are called. Most
+names are the same in all (WEIGHTS).
+
+Three things are stored otherwise than in a Hugging Face checkpoint. Llama's files have each head's rows of
+queries and keys in pairs that rotate together (`paired`), where a checkpoint has a head's halves. Gemma's
+have 1 + w as the weights of norms (`shifted`), where a checkpoint has w. And the factors of Llama 3's and
+Phi-3's rotary frequencies are tensors, not numbers in the configuration.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from orca_jax.errors import BadModelConfig, CorruptFile, UnsupportedModel, closest
+from orca_jax.families.family import Family
+from orca_jax.families.stored_name import (
+    StoredName,
+    all_experts,
+    as_it_is,
+    fused_heads,
+    key_heads,
+    linear,
+    query_heads,
+    separate_heads,
+    stacked,
+)
+from orca_jax.families.strict_json import shown
+from orca_jax.gguf_file import GgufFile
+
+_LAYER = "blk.{i}."
+_MODEL, _TOKENIZER = "general.architecture", "tokenizer.ggml."
+# Tensors that are part of the configuration, or that follow from it.
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_BUFFERS = rf"({'|'.join(_FACTORS)}|blk\.\d+\.attn_rot_embd)".replace(".weight", r"\.weight")
+
+
+def _both(ours: str, theirs: str, make: Callable[[str], StoredName] = as_it_is) -> dict[str, StoredName]:
+    """The weight and the bias of a linear layer."""
+    return linear(ours, f"{_LAYER}{theirs}", make)
+
+
+def _norm(ours: str, theirs: str) -> dict[str, StoredName]:
+    return {f"{ours}.scale": as_it_is(f"{theirs}.weight"), f"{ours}.bias": as_it_is(f"{theirs}.bias")}
+
+
+_EXPERT_PARTS = ("gate", "up", "down")
+# A file has one tensor for all experts of a layer; the first files of Mixtral had one for each.
+_SINGLE_EXPERTS: Mapping[str, StoredName] = {
+    "layers.{i}.experts.up.weight": stacked(*(f"{_LAYER}ffn_{part}.{{x}}.weight" for part in ("gate", "up"))),
+    "layers.{i}.experts.down.weight": stacked(f"{_LAYER}ffn_down.{{x}}.weight"),
+}
+
+
+def _experts(leaf: str) -> dict[str, StoredName]:
+    gate, up, down = (f"{_LAYER}ffn_{part}_exps.{leaf}" for part in _EXPERT_PARTS)
+    return {
+        f"layers.{{i}}.experts.up.{leaf}": replace(all_experts(gate), names=(gate, up)),
+        f"layers.{{i}}.experts.down.{leaf}": all_experts(down),
+    }
+
+
+WEIGHTS: Mapping[str, StoredName] = {
+    "token_embedding": as_it_is("token_embd.weight"),
+    **{
+        f"layers.{{i}}.qkv.{leaf}": separate_heads(*(f"{_LAYER}attn_{part}.{leaf}" for part in "qkv"))
+        for leaf in ("weight", "bias")
+    },
+    "layers.{i}.q_norm.scale": as_it_is(f"{_LAYER}attn_q_norm.weight"),
+    "layers.{i}.k_norm.scale": as_it_is(f"{_LAYER}attn_k_norm.weight"),
+    "layers.{i}.sinks": query_heads(f"{_LAYER}attn_sinks.weight"),
+    **_both("layers.{i}.out", "attn_output", query_heads),
+    **{
+        f"layers.{{i}}.up.{leaf}": stacked(*(f"{_LAYER}ffn_{part}.{leaf}" for part in ("gate", "up")))
+        for leaf in ("weight", "bias")
+    },
+    **_both("layers.{i}.down", "ffn_down"),
+    **_norm("layers.{i}.attn_norm", f"{_LAYER}attn_norm"),
+    **_norm("layers.{i}.mlp_norm", f"{_LAYER}ffn_norm"),
+    **_norm("layers.{i}.attn_out_norm", f"{_LAYER}post_attention_norm"),
+    **_norm("layers.{i}.mlp_out_norm", f"{_LAYER}post_ffw_norm"),
+    **_both("layers.{i}.router", "ffn_gate_inp"),
+    **_experts("weight"),
+    **_experts("bias"),
+    "layers.{i}.shared.up.weight": stacked(*(f"{_LAYER}ffn_{part}_shexp.weight" for part in ("gate", "up"))),
+    "layers.{i}.shared.down.weight": as_it_is(f"{_LAYER}ffn_down_shexp.weight"),
+    "layers.{i}.shared.gate": as_it_is(f"{_LAYER}ffn_gate_inp_shexp.weight"),
+    **_norm("final_norm", "output_norm"),
+    "head.weight": as_it_is("output.weight"),
+}
+_WIDE_NORMS: Mapping[str, StoredName] = {
+    "layers.{i}.q_norm.scale": query_heads(f"{_LAYER}attn_q_norm.weight"),
+    "layers.{i}.k_norm.scale": key_heads(f"{_LAYER}attn_k_norm.weight"),
+}
+_UNGATED: Mapping[str, StoredName] = _both("layers.{i}.up", "ffn_up")
+
+
+class Metadata:
+    """The metadata of one file, whose keys of sizes begin with the architecture's name."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.architecture = file.text(_MODEL)
+
+    def has(self, key: str) -> bool:
+        return self._key(key) in self.file
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        return self.file.whole(self._key(key), default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return self.file.number(self._key(key), default)
+
+    def text(self, key: str, default: str) -> str:
+        return self.file.text(self._key(key), default)
+
+    def same_in_layers(self, key: str, default: int | None = None) -> int:
+        """A whole number that may be given for each layer. Raises UnsupportedModel where layers differ."""
+        key = self._key(key)
+        try:
+            return self.file.whole(key, default)
+        except BadModelConfig:
+            values = sorted({int(value) for value in self.file.numbers(key)})
+            if not values:
+                raise
+            if len(values) > 1:
+                raise UnsupportedModel(
+                    f"{self.file.path}: {key}: expected the same number in all layers, found {shown(values)}"
+                ) from None
+            return values[0]
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self.file.tensors
+
+    def floats(self, name: str, most: int) -> list[float]:
+        """The numbers of a short vector in float32. Raises BadModelConfig."""
+        tensor = self.file.tensors[name]
+        if tensor.type != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > most:
+            raise BadModelConfig(
+                f"{self.file.path}: tensor '{name}': expected F32 and at most {most} numbers, found "
+                f"{tensor.type} {list(tensor.shape)}"
+            )
+        with tensor.path.open("rb") as file:
+            file.seek(tensor.offset)
+            data = file.read(tensor.n_bytes)
+        if len(data) < tensor.n_bytes:
+            raise CorruptFile(
+                f"{self.file.path}: tensor '{name}' cannot be read: the file has become shorter"
+            )
+        return [float(str(value)) for value in np.frombuffer(data, "<f4")]
+
+    def _key(self, key: str) -> str:
+        return f"{self.architecture}.{key}"
+
+
+def _no_more(_: Metadata) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """One value of general.architecture: the `model_type` of its family, and what differs from the others.
+
+    `fields` makes the family's own fields of config.json. `weights` has the names that differ from WEIGHTS.
+    """
+
+    model_type: str
+    fields: Callable[[Metadata], dict[str, Any]] = _no_more
+    weights: Mapping[str, StoredName] = field(default_factory=dict[str, StoredName])
+    paired: bool = False
+    shifted: bool = False
+
+    def named(self, family: Family) -> Family:
+        """The family with a GGUF file's names of weights."""
+        return replace(
+            family,
+            prefixes=("",),
+            weights={**WEIGHTS, **self.weights},
+            renamed=None,
+            aliases={},
+            alternatives=_SINGLE_EXPERTS,
+            buffers=_BUFFERS,
+            copies="",
+            further="",
+            parts="",
+        )
+
+
+def read_architecture(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
+    """The architecture of a file, and the fields of config.json that its metadata and tensors stand for.
+
+    Raises UnsupportedModel for an architecture that is not read, BadModelConfig or CorruptFile.
+    """
+    metadata = Metadata(file)
+    name = metadata.architecture
+    if name not in ARCHITECTURES:
+        near = closest(name, ARCHITECTURES)
+        hint = f" (the closest is {near})" if near else ""
+        raise UnsupportedModel(
+            f"{file.path}: {_MODEL}: expected one of {', '.join(ARCHITECTURES)}, found '{shown(name)}'{hint}"
+        )
+    if metadata.file.text("general.type", "model") != "model":
+        raise UnsupportedModel(
+            f"{file.path} holds no whole model: general.type is {shown(metadata.file.text('general.type'))}"
+        )
+    kind = ARCHITECTURES[name]
+    if name == "llama" and metadata.whole("expert_count", 0):
+        kind = _MIXTRAL
+    return kind, {"model_type": kind.model_type, **_common(metadata), **kind.fields(metadata)}
+
+
+def config_names(file: GgufFile) -> Mapping[str, str]:
+    """Our names of sizes, which errors use, and the file's keys."""
+    names = {
+        **{"n_positions": "context_length", "n_layers": "block_count", "hidden_size": "embedding_length"},
+        **{"n_heads": "attention.head_count", "n_kv_heads": "attention.head_count_kv"},
+        **{"head_size": "attention.key_length", "ffn_size": "feed_forward_length"},
+        **{"norm_eps": "attention.layer_norm_rms_epsilon", "window": "attention.sliding_window"},
+        **{"n_experts": "expert_count", "top_k": "expert_used_count"},
+    }
+    architecture = file.text(_MODEL)
+    return {ours: f"{architecture}.{key}" for ours, key in names.items()}
+
+
+def check_tokens(file: GgufFile, vocab_size: int) -> None:
+    """Raise BadModelConfig where the vocabulary has more tokens than the embedding has rows."""
+    tokens = file.length(f"{_TOKENIZER}tokens")
+    if tokens > vocab_size:
+        raise BadModelConfig(
+            f"{file.path} disagrees with itself: token_embd.weight has {vocab_size} rows, {_TOKENIZER}tokens "
+            f"has {tokens} tokens"
+        )
+
+
+def _common(metadata: Metadata) -> dict[str, Any]:
+    """The fields that all architectures have."""
+    file, embedding = metadata.file, metadata.file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise BadModelConfig(f"{file.path} has no matrix 'token_embd.weight', which every model has")
+    n_heads, hidden_size = metadata.same_in_layers("attention.head_count"), metadata.whole("embedding_length")
+    head_size = metadata.whole("attention.key_length", hidden_size // max(1, n_heads))
+    if metadata.whole("attention.value_length", head_size) != head_size:
+        raise UnsupportedModel(
+            f"{file.path}: attention.value_length: expected attention.key_length, {head_size}, found "
+            f"{metadata.whole('attention.value_length')}"
+        )
+    eps = "attention.layer_norm_rms_epsilon"
+    ends = [file.whole(f"{_TOKENIZER}{name}_token_id", -1) for name in ("eos", "eot", "eom")]
+    starts = file.whole(f"{_TOKENIZER}bos_token_id", -1)
+    return {
+        "vocab_size": embedding.shape[0],
+        "max_position_embeddings": metadata.whole("context_length"),
+        "hidden_size": hidden_size,
+        "num_hidden_layers": metadata.whole("block_count"),
+        "num_attention_heads": n_heads,
+        "num_key_value_heads": metadata.same_in_layers("attention.head_count_kv", n_heads),
+        "head_dim": head_size,
+        "intermediate_size": metadata.same_in_layers("feed_forward_length", 0) or None,
+        "tie_word_embeddings": not metadata.has_tensor("output.weight"),
+        "bos_token_id": starts if starts in range(embedding.shape[0]) else None,
+        "eos_token_id": list(dict.fromkeys(i for i in ends if i in range(embedding.shape[0]))),
+        **({"rms_norm_eps": metadata.number(eps)} if metadata.has(eps) else {}),
+        "rope_theta": metadata.number("rope.freq_base", 10_000.0),
+        **_scaling(metadata, head_size),
+        **_rotated_part(metadata, head_size),
+    }
+
+
+def _rotated_part(metadata: Metadata, head_size: int) -> dict[str, Any]:
+    """The share of a head that is rotated, where it is not the whole; most families refuse the field."""
+    size = metadata.whole("rope.dimension_count", head_size)
+    return {} if size == head_size else {"partial_rotary_factor": size / head_size}
+
+
+def _scaling(metadata: Metadata, head_size: int) -> dict[str, Any]:
+    """The rotary scaling: factors of each frequency, in tensors, or a kind with its numbers."""
+    original = metadata.whole("rope.scaling.original_context_length", metadata.whole("context_length"))
+    kind, most = metadata.text("rope.scaling.type", "none"), head_size // 2
+    single, long, short = _FACTORS
+    found: dict[str, Any]
+    if metadata.has_tensor(single):
+        factors = metadata.floats(single, most)
+        found = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+        found |= {"factor": 1.0, "attention_factor": 1.0}
+    elif metadata.has_tensor(long):
+        found = {
+            "rope_type": "longrope",
+            "attention_factor": metadata.number("rope.scaling.attn_factor", 1.0),
+        }
+        found |= {"long_factor": metadata.floats(long, most), "short_factor": metadata.floats(short, most)}
+    elif kind in ("none", ""):
+        return {}
+    elif kind in ("linear", "yarn"):
+        found = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor", 1.0)}
+    else:
+        raise UnsupportedModel(
+            f"{metadata.file.path}: rope.scaling.type: expected none, linear or yarn, or the tensors "
+            f"{single}, or {long} and {short}; found {shown(kind)}"
+        )
+    if found["rope_type"] != "linear":
+        found["original_max_position_embeddings"] = original
+    return {"rope_scaling": found}
+
+
+def _llama(metadata: Metadata) -> dict[str, Any]:
+    has = metadata.has_tensor
+    return {"attention_bias": has("blk.0.attn_q.bias"), "mlp_bias": has("blk.0.ffn_up.bias")}
+
+
+def _attention_bias(metadata: Metadata) -> dict[str, Any]:
+    return {"attention_bias": metadata.has_tensor("blk.0.attn_q.bias")}
+
+
+def _experts_of(metadata: Metadata, *, renormalised: bool) -> dict[str, Any]:
+    return {
+        "num_experts": metadata.whole("expert_count"),
+        "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "norm_topk_prob": renormalised,
+        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+    }
+
+
+def _mixtral(metadata: Metadata) -> dict[str, Any]:
+    number, top_k = metadata.whole("expert_count"), metadata.whole("expert_used_count")
+    return {"num_local_experts": number, "num_experts_per_tok": top_k, "sliding_window": None}
+
+
+def _qwen2_moe(metadata: Metadata) -> dict[str, Any]:
+    shared = metadata.whole("expert_shared_feed_forward_length")
+    return _experts_of(metadata, renormalised=False) | {"shared_expert_intermediate_size": shared}
+
+
+def _qwen3_moe(metadata: Metadata) -> dict[str, Any]:
+    return _experts_of(metadata, renormalised=True) | _attention_bias(metadata)
+
+
+def _olmoe(metadata: Metadata) -> dict[str, Any]:
+    fields = _experts_of(metadata, renormalised=False)
+    return fields | {"intermediate_size": fields.pop("moe_intermediate_size")}
+
+
+def _gemma2(metadata: Metadata) -> dict[str, Any]:
+    return _gemma3(metadata, largest=46) | {
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(metadata: Metadata, largest: int = 62) -> dict[str, Any]:
+    """The window and the scale; the one model of each generation with `largest` layers has another scale."""
+    scalar = metadata.whole("attention.key_length", 256)
+    if metadata.whole("block_count") == largest:
+        scalar = metadata.whole("embedding_length") // metadata.same_in_layers("attention.head_count")
+    fields: dict[str, Any] = {
+        "sliding_window": metadata.whole("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": scalar,
+    }
+    if metadata.has("attention.sliding_window_pattern"):
+        fields["sliding_window_pattern"] = metadata.whole("attention.sliding_window_pattern")
+    if metadata.has("rope.freq_base_swa"):
+        fields["rope_local_base_freq"] = metadata.number("rope.freq_base_swa")
+    if metadata.has("final_logit_softcapping"):
+        fields["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
+    return fields
+
+
+def _window(metadata: Metadata) -> dict[str, Any]:
+    return {"sliding_window": metadata.whole("attention.sliding_window", 0) or None}
+
+
+def _starcoder2(metadata: Metadata) -> dict[str, Any]:
+    return {"norm_epsilon": metadata.number("attention.layer_norm_epsilon", 1e-5), **_window(metadata)}
+
+
+def _granite(metadata: Metadata) -> dict[str, Any]:
+    return _llama(metadata) | {
+        "attention_multiplier": metadata.number("attention.scale", 1.0),
+        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
+        "residual_multiplier": metadata.number("residual_scale", 1.0),
+        "logits_scaling": metadata.number("logit_scale", 1.0),
+    }
+
+
+def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
+    fields = {
+        "num_local_experts": metadata.whole("expert_count"),
+        "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "intermediate_size": metadata.whole("expert_feed_forward_length"),
+        "sliding_window": metadata.whole("attention.sliding_window", 128),
+    }
+    scaling = _scaling(metadata, metadata.whole("attention.key_length", 64)).get("rope_scaling")
+    return fields if scaling is None else fields | {"rope_scaling": scaling | {"truncate": False}}
+
+
+_MIXTRAL = Architecture(model_type="mixtral", fields=_mixtral, paired=True)
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(model_type="llama", fields=_llama, paired=True),
+    "qwen2": Architecture(model_type="qwen2"),
+    "qwen2moe": Architecture(model_type="qwen2_moe", fields=_qwen2_moe),
+    "qwen3": Architecture(model_type="qwen3", fields=_attention_bias),
+    "qwen3moe": Architecture(model_type="qwen3_moe", fields=_qwen3_moe),
+    "gemma": Architecture(model_type="gemma", shifted=True),
+    "gemma2": Architecture(model_type="gemma2", fields=_gemma2, shifted=True),
+    "gemma3": Architecture(model_type="gemma3_text", fields=_gemma3, shifted=True),
+    "phi3": Architecture(
+        model_type="phi3",
+        fields=_window,
+        weights={
+            "layers.{i}.qkv.weight": fused_heads(f"{_LAYER}attn_qkv.weight"),
+            "layers.{i}.up.weight": as_it_is(f"{_LAYER}ffn_up.weight"),
+        },
+    ),
+    "olmo2": Architecture(model_type="olmo2", fields=_attention_bias, weights=_WIDE_NORMS),
+    "olmoe": Architecture(model_type="olmoe", fields=_olmoe, weights=_WIDE_NORMS),
+    "starcoder2": Architecture(model_type="starcoder2", fields=_starcoder2, weights=_UNGATED),
+    "granite": Architecture(model_type="granite", fields=_granite, paired=True),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss",
+        fields=_gpt_oss,
+        weights={"layers.{i}.mlp_norm.scale": as_it_is(f"{_LAYER}post_attention_norm.weight")},
+    ),
+}

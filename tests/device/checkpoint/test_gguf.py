@@ -1,0 +1,230 @@
+"""GGUF files: each family's weights and shape are its checkpoint's, and each type's numbers are right."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from orca_jax.checkpoint.directory import load_checkpoint
+from orca_jax.checkpoint.gguf_planes import split, unpacked
+from orca_jax.errors import BadModelConfig, CheckpointError, TensorMismatch, UnsupportedModel
+from orca_jax.families.hf_config import read_config
+from orca_jax.families.model_config import ModelConfig
+from tests.device.checkpoint.tiny_checkpoint import write_json
+from tests.device.model.golden import DIRECTORY
+from tests.gguf_bytes import (
+    BLOCK_TYPES,
+    Tensor,
+    as_gguf,
+    float_tensor,
+    gguf_bytes,
+    random_tensor,
+    read_json,
+    small_model,
+    small_tensors,
+)
+
+# Golden checkpoints that llama.cpp can compute, and changes of their config.json that make it so.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama-grouped": {},
+    "llama-linear": {},
+    "llama3-rope-tied": {},
+    "mistral-no-window-head-size": {},
+    "mixtral-grouped": {},
+    "qwen2-tied": {},
+    "qwen2-yarn": {},
+    "qwen2-moe-shared": {},
+    "qwen3-tied": {},
+    "qwen3-moe-renormalised": {},
+    "gemma-head-size": {},
+    "gemma2-caps": {"query_pre_attn_scalar": 10},
+    "gemma3-linear": {"query_pre_attn_scalar": 10},
+    "phi3-longrope": {},
+    "phi3-partial-window": {},
+    "olmo2-grouped": {},
+    "olmoe-grouped": {},
+    "starcoder2-window": {},
+    "granite-multipliers": {},
+    "gpt-oss-yarn": {},
+}
+
+
+def _written(path: Path, metadata: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    path.write_bytes(gguf_bytes(metadata, tensors))
+    return path
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_read_as_its_checkpoint_is(tmp_path: Path, name: str) -> None:
+    config = read_json(DIRECTORY / name / "config.json") | FAMILIES[name]
+    write_json(tmp_path / "config.json", config)
+    tensors: dict[str, np.ndarray] = {}
+    for file in sorted((DIRECTORY / name).glob("*.safetensors")):
+        (tmp_path / file.name).symlink_to(file)
+        tensors |= load_file(file)
+    for index in (DIRECTORY / name).glob("*.index.json"):
+        (tmp_path / index.name).symlink_to(index)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(as_gguf(config, tensors))
+    expected = load_checkpoint(tmp_path, dtype=np.float32)
+    found = load_checkpoint(path, dtype=np.float32)
+    _assert_same_model(found.config, expected.config)
+    assert found.parameters.keys() == expected.parameters.keys()
+    for key, values in expected.parameters.items():
+        # Gemma's norms have 1 + w, rounded.
+        exact = "norm" not in key or not name.startswith("gemma")
+        np.testing.assert_allclose(
+            found.parameters[key], values, rtol=0, atol=0 if exact else 1e-6, err_msg=key
+        )
+
+
+def _assert_same_model(found: ModelConfig, expected: ModelConfig) -> None:
+    """Equal but for numbers of rotary scalings that give the same frequencies and the same factor."""
+    for mine, right in zip(found.layers, expected.layers, strict=True):
+        one, other = mine.attention.rotary, right.attention.rotary
+        assert one is not None and other is not None
+        frequencies = [each.frequencies(found.n_positions) for each in (one, other)]
+        np.testing.assert_allclose(*frequencies, rtol=1e-6)
+        assert one.attention_factor == pytest.approx(other.attention_factor, rel=1e-6)
+        assert (one.size, one.interleaved) == (other.size, other.interleaved)
+    layers = tuple(
+        mine.with_attention(rotary=right.attention.rotary)
+        for mine, right in zip(found.layers, expected.layers, strict=True)
+    )
+    found = replace(found, layers=layers)
+    differing = [one.name for one in fields(found) if getattr(found, one.name) != getattr(expected, one.name)]
+    assert not differing, [(getattr(found, one), getattr(expected, one)) for one in differing]
+
+
+# One block of each type: its first bytes, then a repeated byte for the rest; numbers follow from the format.
+@pytest.mark.parametrize(
+    ("kind", "block", "expected"),
+    [
+        ("Q4_0", b"\x00\x40" + bytes([0x3F]) * 16, [2 * (15 - 8)] * 16 + [2 * (3 - 8)] * 16),
+        ("Q4_1", b"\x00\x40\x00\x3c" + bytes([0x3F]) * 16, [2 * 15 + 1] * 16 + [2 * 3 + 1] * 16),
+        (
+            "Q5_0",
+            b"\x00\x40" + b"\x01\x00\x00\x80" + bytes([0x3F]) * 16,
+            [2 * (31 - 16)] + [2 * (15 - 16)] * 15 + [2 * (3 - 16)] * 15 + [2 * (19 - 16)],
+        ),
+        (
+            "Q5_1",
+            b"\x00\x40\x00\x3c" + b"\x01\x00\x00\x80" + bytes([0x3F]) * 16,
+            [2 * 31 + 1] + [2 * 15 + 1] * 15 + [2 * 3 + 1] * 15 + [2 * 19 + 1],
+        ),
+        ("Q8_0", b"\x00\x40" + bytes([0xFE]) * 31 + b"\x7f", [-4.0] * 31 + [254.0]),
+        ("IQ4_NL", b"\x00\x40" + bytes([0x0F]) * 16, [226.0] * 16 + [-254.0] * 16),
+        ("MXFP4", b"\x80" + bytes([0x7E]) * 16, [-8.0] * 16 + [12.0] * 16),
+        (
+            # Scales 1, 2, 3, 4 with minimum 1; the last four runs have scale 5 and minimum 2.
+            "Q4_K",
+            b"\x00\x40\x00\x3c"
+            + bytes([1, 2, 3, 4, 1, 1, 1, 1, 0x25, 0x25, 0x25, 0x25])
+            + bytes([0x3F]) * 128,
+            [2 * scale * code - 1 for scale, code in ((1, 15), (2, 3), (3, 15), (4, 3)) for _ in range(32)]
+            + [2 * 5 * code - 2 for code in (15, 3, 15, 3) for _ in range(32)],
+        ),
+        (
+            # The high bits of run 1 alone.
+            "Q5_K",
+            b"\x00\x40\x00\x3c"
+            + bytes([1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1])
+            + b"\x02" * 32
+            + bytes([0x3F]) * 128,
+            [2 * code for code in (15, 19, 15, 3, 15, 3, 15, 3) for _ in range(32)],
+        ),
+        (
+            # High bits 0, 1, 2, 3 for the four runs of each half; scales 1 to 16.
+            "Q6_K",
+            bytes([0x3F]) * 128 + bytes([0b11100100]) * 64 + bytes(range(1, 17)) + b"\x00\x40",
+            [
+                2 * (2 * run + i // 16 + 1) * (code - 32)
+                for run, code in enumerate((15, 15 + 16, 3 + 32, 3 + 48) * 2)
+                for i in range(32)
+            ],
+        ),
+    ],
+)
+def test_the_numbers_of_a_block(kind: str, block: bytes, expected: list[float]) -> None:
+    planes = split(kind, np.frombuffer(block, np.uint8)[None])
+    np.testing.assert_array_equal(unpacked(kind, planes)[0], np.array(expected, np.float32))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *BLOCK_TYPES])
+def test_a_model_of_each_type(tmp_path: Path, kind: str) -> None:
+    """The numbers are those of the same model in float32."""
+    tensors = small_tensors(kind)
+    packed = _written(tmp_path / "packed.gguf", small_model(), tensors)
+    numbers = {
+        name: float_tensor(_numbers(one)) if len(one.shape) == 2 else one for name, one in tensors.items()
+    }
+    plain = _written(tmp_path / "plain.gguf", small_model(), numbers)
+    found = load_checkpoint(packed, dtype=np.float32).parameters
+    expected = load_checkpoint(plain, dtype=np.float32).parameters
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+def _numbers(tensor: Tensor) -> np.ndarray:
+    if tensor.type in BLOCK_TYPES:
+        rows = np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape[0], -1)
+        return unpacked(tensor.type, split(tensor.type, rows))
+    if tensor.type == "BF16":
+        return (np.frombuffer(tensor.data, "<u2").astype("<u4") << 16).view("<f4").reshape(tensor.shape)
+    return np.frombuffer(tensor.data, {"F32": "<f4", "F16": "<f2"}[tensor.type]).reshape(tensor.shape)
+
+
+def test_a_vector_may_be_packed(tmp_path: Path) -> None:
+    tensors = small_tensors()
+    tensors["output_norm.weight"] = random_tensor(np.random.default_rng(1), "Q8_0", (256,))
+    path = _written(tmp_path / "model.gguf", small_model(), tensors)
+    found = load_checkpoint(path, dtype=np.float32).parameters["final_norm.scale"]
+    rows = np.frombuffer(tensors["output_norm.weight"].data, np.uint8)[None]
+    np.testing.assert_array_equal(found, unpacked("Q8_0", split("Q8_0", rows))[0])
+
+
+def test_missing_misshaped_and_further_tensors(tmp_path: Path) -> None:
+    right, path = small_tensors(), tmp_path / "model.gguf"
+    for name in right:
+        missing = {each: tensor for each, tensor in right.items() if each != name}
+        error: type[CheckpointError] = BadModelConfig if name == "token_embd.weight" else TensorMismatch
+        with pytest.raises(error, match=f"model.gguf.*'{name}'"):
+            load_checkpoint(_written(path, small_model(), missing), dtype=np.float32)
+        shape = right[name].shape
+        longer = right | {name: float_tensor(np.zeros((*shape[:-1], shape[-1] + 2)))}
+        with pytest.raises(TensorMismatch, match=rf"model.gguf.*'{name}'.*expected shape.*found \["):
+            load_checkpoint(_written(path, small_model(), longer), dtype=np.float32)
+    further = right | {"blk.1.ffn_up.weight": right["blk.0.ffn_up.weight"]}
+    with pytest.raises(TensorMismatch, match=r"'blk\.1\.ffn_up\.weight': expected no such tensor"):
+        load_checkpoint(_written(path, small_model(), further), dtype=np.float32)
+
+
+def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
+    tensors = small_tensors()
+    tensors["blk.0.ffn_up.weight"] = Tensor("Q2_K", (256, 256), bytes(256 * 84))
+    path = _written(tmp_path / "model.gguf", small_model(), tensors)
+    with pytest.raises(
+        UnsupportedModel, match=r"'blk.0.ffn_up.weight' is of the type Q2_K; expected one of F32"
+    ):
+        read_config(path)
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    tensors = small_tensors("Q4_0")
+    whole = load_checkpoint(_written(tmp_path / "a.gguf", small_model(), tensors), dtype=np.float32)
+    halves = [dict([*tensors.items()][:4]), dict([*tensors.items()][4:])]
+    for i, half in enumerate(halves):
+        metadata = (small_model() if i == 0 else {}) | {"split.no": i, "split.count": 2}
+        _written(tmp_path / f"b-0000{i + 1}-of-00002.gguf", metadata, half)
+    found = load_checkpoint(tmp_path / "b-00001-of-00002.gguf", dtype=np.float32)
+    for name, values in whole.parameters.items():
+        np.testing.assert_array_equal(found.parameters[name], values, err_msg=name)
+    with pytest.raises(CheckpointError, match=r"one of 2 files.*name the first"):
+        read_config(tmp_path / "b-00002-of-00002.gguf")
+    (tmp_path / "b-00002-of-00002.gguf").unlink()
+    with pytest.raises(CheckpointError, match=r"b-00002-of-00002.gguf cannot be read"):
+        read_config(tmp_path / "b-00001-of-00002.gguf")
