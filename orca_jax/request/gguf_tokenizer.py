@@ -74,7 +74,6 @@ _DEEPSEEK3 = PreTokenizer(
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     )
 )
-_BLOOM = PreTokenizer((r" ?[^(\s|.,!?…。，、।۔،)]+",))
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), _GPT2),
@@ -85,7 +84,6 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     "tekken": _TEKKEN,
     "deepseek-v3": _DEEPSEEK3,
-    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), _BLOOM),
 }
 
 

@@ -105,13 +105,16 @@ def request_hash(line: Line, values: Mapping[str, Any] | None, defaults: Samplin
 def model_hash(model: Path | None, text: Path | None, settings: Mapping[str, object]) -> str:
     """The hash of a model's files and of the settings that change its outputs.
 
-    `model` and `text` are the directories of its weights and its tokenizer, if any; their names do not count.
+    `model` and `text` are the directories of its weights and its tokenizer, or a GGUF file for both, if any;
+    their names do not count.
     Large files are identified by their size and some of their bytes.
     """
-    files = [] if model is None else _files(model, _MODEL_FILES)
-    if model is not None and all(path.suffix != ".safetensors" for path in files):  # Orbax's, in folders
+    files = [] if model is None else [model] if model.is_file() else _files(model, _MODEL_FILES)
+    if (
+        model is not None and model.is_dir() and all(path.suffix != ".safetensors" for path in files)
+    ):  # Orbax's, in folders
         files += _files(model, ["*/**/*"])
-    files += [] if text is None else _files(text, _TEXT_FILES)
+    files += [] if text is None or text.is_file() else _files(text, _TEXT_FILES)
     parts = [_as_json(settings).encode("ascii")]
     for path in files:
         parts += [path.name.encode("utf-8", "surrogateescape"), *_contents(path)]

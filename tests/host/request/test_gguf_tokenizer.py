@@ -1,0 +1,191 @@
+"""Tokenizers of GGUF files: the same tokens as the tokenizer.json that a file was made from."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orca_jax.errors import BadModelConfig, CheckpointError, CorruptFile, UnsupportedModel
+from orca_jax.gguf_file import GgufFile
+from orca_jax.model_files.found_model import find_model
+from orca_jax.request.chat.template_files import load_chat_template
+from orca_jax.request.gguf_tokenizer import gguf_tokenizer
+from orca_jax.request.tokenizer import Tokenizer
+from orca_jax.request.tokenizer_config import read_tokenizer_config
+from tests.gguf_bytes import Tensor, gguf_bytes, small_model, small_tensors
+from tests.host.request.family_tokenizers import CORPUS, FAMILIES, SPACE
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+# Each family's pre-tokenizer, and whether a text begins with a token.
+BYTE_LEVEL = {
+    "llama 3": "llama-bpe",
+    "qwen": "qwen2",
+    "granite": "gpt-2",
+    "olmo2": "dbrx",
+    "starcoder2": "starcoder",
+}
+SENTENCE_PIECE = ("llama 1 and 2", "mistral", "gemma")
+
+
+def metadata_of(source: tokenizers.Tokenizer, pre: str = "") -> dict[str, Any]:
+    """What llama.cpp's converter writes of a tokenizer.json; `pre` names byte-level BPE's pre-tokenizer."""
+    values = json.loads(source.to_str())
+    added = {token["content"]: token for token in values["added_tokens"]}
+    ids: dict[str, int] = values["model"]["vocab"] | {name: token["id"] for name, token in added.items()}
+    tokens = sorted(ids, key=ids.__getitem__)
+    starts = (values["post_processor"] or {}).get("processors", [values["post_processor"]])[-1] or {}
+    start = next(iter(starts.get("special_tokens", {})), None)
+    found = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [_type(name, added, pre) for name in tokens],
+    }
+    if start is not None:
+        found["tokenizer.ggml.bos_token_id"] = ids[start]
+    found["tokenizer.ggml.add_bos_token"] = start is not None
+    merges = values["model"]["merges"]
+    if pre:
+        pairs = [" ".join(pair) for pair in merges]
+        return found | {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": pre,
+            "tokenizer.ggml.merges": pairs,
+        }
+    ranks = {"".join(pair): float(-rank) for rank, pair in reversed([*enumerate(merges)])}
+    scores = [ranks.get(name, -1e4) for name in tokens]
+    prefix = "Prepend" in json.dumps(values["normalizer"])
+    return found | {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.add_space_prefix": prefix,
+        "tokenizer.ggml.unknown_token_id": ids["<unk>"],
+    }
+
+
+def _type(name: str, added: Mapping[str, Any], pre: str) -> int:
+    if name == "<unk>" and not pre:
+        return _UNKNOWN
+    if name in added:
+        return _CONTROL if added[name]["special"] else _USER_DEFINED
+    return _BYTE if not pre and len(name) == 6 and name.startswith("<0x") else _NORMAL
+
+
+def made(folder: Path, metadata: Mapping[str, Any], n_rows: int = 96) -> Path:
+    """A file with this tokenizer, and a model that has an embedding of `n_rows` tokens."""
+    tensors = small_tensors("Q8_0")
+    tensors["token_embd.weight"] = Tensor("F16", (n_rows, 256), bytes(n_rows * 512))
+    path = folder / "model.gguf"
+    path.write_bytes(gguf_bytes(small_model() | dict(metadata), tensors))
+    return path
+
+
+LIBRARIES = {
+    name: tokenizers.Tokenizer.from_str(FAMILIES[name]().to_str()) for name in (*BYTE_LEVEL, *SENTENCE_PIECE)
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("files")
+    return {
+        name: Tokenizer.from_file(made(folder, metadata_of(library, BYTE_LEVEL.get(name, ""))))
+        for name, library in LIBRARIES.items()
+    }
+
+
+texts = st.one_of(
+    st.text(max_size=40),
+    st.text(" \n\t" + SPACE + "aé中👩1'sthe<>", max_size=20),
+    st.sampled_from(CORPUS),
+    st.sampled_from(
+        ["<s>x</s> y", "<|im_start|>user\n1<|im_end|>", "[INST] a [/INST]", "<think> \n</think>", "<bos>a"]
+    ),
+)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from([*LIBRARIES]), texts)
+def test_the_same_tokens_and_texts(built: dict[str, Tokenizer], name: str, text: str) -> None:
+    library = LIBRARIES[name]
+    expected = library.encode(text, add_special_tokens=False).ids
+    assert built[name].encode(text, add_special_tokens=False) == expected
+    assert built[name].decode(expected) == library.decode(expected, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_text_begins_as_the_original_has_it(built: dict[str, Tokenizer], name: str) -> None:
+    assert built[name].encode("In the beginning") == LIBRARIES[name].encode("In the beginning").ids
+    special = {name for name, token in _added(name).items() if token["special"]}
+    assert {each for _, each in built[name].special_names()} >= special
+
+
+def _added(name: str) -> dict[str, Any]:
+    return {token["content"]: token for token in json.loads(LIBRARIES[name].to_str())["added_tokens"]}
+
+
+def test_templates_and_special_tokens(tmp_path: Path) -> None:
+    metadata = metadata_of(LIBRARIES["qwen"], "qwen2") | {
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 1,
+        "tokenizer.chat_template": "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}",
+        "tokenizer.chat_template.rag": "rag{{ eos_token }}",
+        "tokenizer.chat_templates": ["rag"],
+    }
+    path = made(tmp_path, metadata, n_rows=512)
+    tokens = read_tokenizer_config(path).special_tokens
+    assert tokens == {"eos_token": "<|im_end|>"}
+    templates = load_chat_template(path, None)
+    assert templates is not None
+    assert templates.choose(None, has_tools=False).render([{"role": "user", "content": "x"}]) == "[x]"
+    assert (
+        templates.choose("rag", has_tools=False).render([{"role": "user", "content": "x"}]) == "rag<|im_end|>"
+    )
+    found = find_model(path, "auto")
+    assert found.tokenizer is not None and found.text_directory == path
+    assert found.config.eos_token_ids == (2, 1)
+
+
+def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
+    for metadata in ({}, {"tokenizer.ggml.model": "none"}):
+        assert find_model(made(tmp_path, metadata), "auto").tokenizer is None
+
+
+GOOD = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": ["a", "b", "ab"],
+    "tokenizer.ggml.merges": ["a b"],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"model": "rwkv"}, UnsupportedModel, "ggml.model: expected one of gpt2, llama, found 'rwkv'"),
+        ({"pre": "unheard-of"}, UnsupportedModel, r"ggml.pre: expected one of gpt-2, .*found 'unheard-of'"),
+        ({"tokens": ["a" * 2000]}, CorruptFile, "at most 1024 characters in each, found 2000"),
+        ({"tokens": 5}, BadModelConfig, "ggml.tokens: expected an array, found 5"),
+        ({"tokens": [1, 2]}, BadModelConfig, "ggml.tokens: expected an array of texts"),
+        (
+            {"token_type": [1]},
+            BadModelConfig,
+            "ggml.token_type: expected 3 numbers, one for each token, found 1",
+        ),
+        ({"merges": ["a x"]}, CorruptFile, "no valid tokenizer"),
+        ({"merges": ["ab"]}, CorruptFile, "no valid tokenizer"),
+        ({"model": "llama"}, BadModelConfig, "ggml.scores: expected a score for each token"),
+        ({"tokens": [str(i) for i in range(97)]}, BadModelConfig, "has 96 rows, .* has 97 tokens"),
+    ],
+)
+def test_a_wrong_tokenizer(
+    tmp_path: Path, changes: dict[str, Any], error: type[CheckpointError], words: str
+) -> None:
+    assert gguf_tokenizer(GgufFile(made(tmp_path, GOOD))).encode("ab").ids == [2]
+    path = made(tmp_path, GOOD | {f"tokenizer.ggml.{key}": value for key, value in changes.items()})
+    with pytest.raises(error, match=words) as raised:
+        find_model(path, "auto")
+    assert str(path) in str(raised.value)
