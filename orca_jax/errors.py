@@ -24,6 +24,10 @@ class ConfigError(OrcaError, ValueError):
     """A configuration that cannot work, detected when it is made."""
 
 
+class UnevenBlocks(ConfigError):
+    """Packed weights whose blocks the devices of a stage cannot share; the message has degrees that work."""
+
+
 class WorkerRefused(ConfigError):
     """A worker that differs from what the engine master expects, or has another secret; the message names
     the difference, expected and found.

@@ -21,7 +21,7 @@ from orca_jax.aot.compiled_stage import compile_stage, described_array
 from orca_jax.aot.described_gpu import described_devices
 from orca_jax.aot.measured_device import measure_device
 from orca_jax.config import ParallelConfig, ServingConfig
-from orca_jax.families.config_json import config_from_json, plain_error
+from orca_jax.families.config_json import config_from_json, plain_error, with_forms_of_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.sampler import sample
 from orca_jax.planning.known_devices import CPU
@@ -102,7 +102,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     if "measure" in question:
         device = measure_device(jnp.dtype(question["measure"]))
         return {"bandwidth": device.bandwidth, "matrix_rate": device.matrix_rate}
-    model = config_from_json(question["model"], plain_error)
+    model = with_forms_of_json(config_from_json(question["model"], plain_error), question["forms"])
     serving = ServingConfig.from_dict(question["serving"])
     parallel = ParallelConfig(**question["parallel"])
     kind = question["device"]

@@ -70,7 +70,9 @@ def convert_checkpoint(
         raise ConfigError(f"the format to convert to is {to!r}; it must be one of {', '.join(FORMATS)}")
     directory = find_directory(source_path)
     target = Path(destination).expanduser()
-    model, parts = find_parameters(directory)
+    model, sources = find_parameters(directory, forms={})
+    parts = {name: one for name, one in sources.items() if isinstance(one, Parts)}
+    assert parts.keys() == sources.keys(), "sources of dense weights are Parts"
     if to is None:
         to = "safetensors" if is_orbax(directory) else "orbax"
     arrays = None if to in ("safetensors", "orbax") else _TrainersArrays(model, to)

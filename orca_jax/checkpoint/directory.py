@@ -5,12 +5,11 @@ consistency before any weight is read. Then each parameter is read shard by shar
 so the host holds one shard at a time.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
@@ -18,14 +17,14 @@ from jax.typing import DTypeLike
 from orca_jax.checkpoint import gguf as gguf_checkpoint
 from orca_jax.checkpoint import huggingface as hf_checkpoint
 from orca_jax.checkpoint import orbax as orbax_checkpoint
-from orca_jax.checkpoint.shard_reader import Parts, Place, bytes_read, put
+from orca_jax.checkpoint.shard_reader import Place, Plane, Source, bytes_read, put
 from orca_jax.errors import ConfigError, UnsupportedModel
 from orca_jax.families.hf_config import read_hf_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.strict_json import shown
 from orca_jax.families.trainers.orca_json import is_orbax, read_description
-from orca_jax.families.weight_form import DENSE, Dense, WeightForm
+from orca_jax.families.weight_form import DENSE, Dense, HeldArray, WeightForm
 from orca_jax.gguf_file import is_gguf
 from orca_jax.model.weight import kind_of
 from orca_jax.sharding.partition import Placement
@@ -56,7 +55,7 @@ def load_checkpoint(
     vocab_multiple: int = 1,
     kv_repeats: int = 1,
     packed: bool = False,
-    linear_form: WeightForm = DENSE,
+    forms: Mapping[str, WeightForm] | None = None,
     placements: Sequence[Placement] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
@@ -66,7 +65,7 @@ def load_checkpoint(
     (if both exist, the single file is read, as in transformers); or it is an Orbax checkpoint with orca.json
     or config.json. The weights are converted to `dtype`: float32, bfloat16 or float16. `vocab_multiple` pads
     the vocabulary's rows with zeros, and each K/V head is read `kv_repeats` times (ModelConfig). With
-    `packed` experts stay in MXFP4; matrices of linear layers are held in `linear_form`.
+    `packed` experts stay in MXFP4; `forms` has the forms of weights by name, by default the checkpoint's.
 
     `placements` maps parameter names to shardings, for each stage of this process. Parameters that no stage
     names are not read; a tied embedding, which two stages name, is read once. Without `placements` there is
@@ -78,22 +77,23 @@ def load_checkpoint(
     target = np.dtype(dtype)
     if target not in _DTYPES:
         raise ConfigError(f"dtype is {target.name}; it must be float32, bfloat16 or float16")
-    model, parts = find_parameters(directory, kv_repeats, packed=packed)
-    config = replace(model, vocab_multiple=vocab_multiple, linear_form=linear_form)
+    model, parts = find_parameters(directory, kv_repeats, packed=packed, forms=forms)
+    config = replace(model, vocab_multiple=vocab_multiple)
     table = parameter_table(config)
-    read = {name: parameter.array_to_read(target) for name, parameter in table.items()}
-    shapes = {name: array.shape for name, array in read.items()}
 
     wanted: dict[str, dict[int, Any]] = {name: {0: None} for name in parts}  # in the order of reading
     if placements is not None:
-        unknown = {name for placement in placements for name in placement} - set(shapes)
+        unknown = {name for placement in placements for name in placement} - set(table)
         assert not unknown, unknown
         wanted = {
             name: {i: placement[name] for i, placement in enumerate(placements) if name in placement}
             for name in parts
         }
     n_bytes = {
-        name: bytes_read(parts[name], shapes[name], _places(table[name], places.values()))
+        name: sum(
+            bytes_read(source, array.shape, each)
+            for source, array, each in _arrays(parts[name], table[name], target, [*places.values()])
+        )
         for name, places in wanted.items()
     }
     total, done = sum(n_bytes.values()), 0
@@ -110,46 +110,72 @@ def load_checkpoint(
     return Checkpoint(config, stages, directory)
 
 
-def put_in_form(parts: Parts, parameter: Parameter, dtype: np.dtype, places: Sequence[Any]) -> list[Any]:
+def put_in_form(source: Source, parameter: Parameter, dtype: np.dtype, places: Sequence[Any]) -> list[Any]:
     """Read a parameter onto each of `places`, in its form. Raises TensorMismatch or CorruptFile.
 
-    Where checkpoints lack the form, the dense numbers are read and then encoded on the devices.
+    Where a checkpoint lacks the form, the dense numbers are read and then encoded on the devices.
     """
-    array, form = parameter.array_to_read(dtype), parameter.form
-    read = put(parts, array.shape, array.dtype, _places(parameter, places))
+    form = parameter.form
+    read = [
+        put(one, array.shape, array.dtype, each)
+        for one, array, each in _arrays(source, parameter, dtype, places)
+    ]
     if isinstance(form, Dense):
-        return read
-    if form.stored:
-        (name,) = parameter.held_arrays(dtype)
-        return [kind_of(form)(form, {name: one}) for one in read]
-    return [in_form(parameter, one, place) for one, place in zip(read, places, strict=True)]
+        return read[0]
+    if isinstance(source, Mapping):
+        names = parameter.held_arrays(dtype)
+        return [
+            kind_of(form)(form, dict(zip(names, arrays, strict=True))) for arrays in zip(*read, strict=True)
+        ]
+    return [in_form(parameter, one, place) for one, place in zip(read[0], places, strict=True)]
 
 
-def _places(parameter: Parameter, places: Iterable[Any]) -> list[Place]:
-    """The places of the array that is read from the checkpoint."""
-    if isinstance(parameter.form, Dense):
-        return [*places]
-    if parameter.form.stored:
-        return [None if place is None else jax.tree.leaves(place)[0] for place in places]
-    return [None if place is None else place_of_dense(parameter, place) for place in places]
+def _arrays(
+    source: Source, parameter: Parameter, dtype: np.dtype, places: Sequence[Any]
+) -> Iterator[tuple[Plane, HeldArray, list[Place]]]:
+    """Yield each array that is read from the checkpoint, where it is read, and its places."""
+    form = parameter.form
+    if isinstance(source, Mapping):
+        arrays = parameter.held_arrays(dtype)
+        assert arrays.keys() == source.keys(), (form, list(source))
+        for name, array in arrays.items():
+            yield source[name], array, [None if place is None else place.arrays[name] for place in places]
+        return
+    dense = form if isinstance(form, Dense) else DENSE
+    (array,) = dense.arrays(parameter.shape, parameter.n_in, dtype).values()
+    if isinstance(form, Dense):
+        yield source, array, [*places]
+    else:
+        yield source, array, [None if place is None else place_of_dense(parameter, place) for place in places]
 
 
 def find_parameters(
-    directory: Path, kv_repeats: int = 1, *, packed: bool = False
-) -> tuple[ModelConfig, dict[str, Parts]]:
+    directory: Path,
+    kv_repeats: int = 1,
+    *,
+    packed: bool = False,
+    forms: Mapping[str, WeightForm] | None = None,
+) -> tuple[ModelConfig, dict[str, Source]]:
     """Find the model in a directory and how each parameter is stored; check everything, and read no weight.
 
-    The model has each K/V head `kv_repeats` times, and with `packed` experts in MXFP4. Raises a
-    CheckpointError, or ConfigError for a model without experts to pack.
+    The model has each K/V head `kv_repeats` times, with `packed` experts in MXFP4, and its weights in
+    `forms`, by default in those that the checkpoint has. A reader of packed checkpoints gives the model its
+    forms (ModelConfig.with_forms), and so does what reads only metadata (model_files/found_model.py), so that
+    plans know them. For each weight in a form that the checkpoint has it gives a Source of planes
+    (shard_reader.py); where `forms` asks for another form than the checkpoint's, the Source is Parts of the
+    dense numbers. Raises a CheckpointError, or ConfigError for a model without experts to pack.
     """
     if is_gguf(directory):
-        return gguf_checkpoint.find_parameters(directory, kv_repeats)
+        model, parts = gguf_checkpoint.find_parameters(directory, kv_repeats)
+        return model, dict(parts)
     if is_orbax(directory):
         if packed or read_description(directory).model.has_packed_experts:
             raise UnsupportedModel(f"{shown(directory)} is an Orbax checkpoint, which has no packed experts")
-        return orbax_checkpoint.find_parameters(directory, kv_repeats)
+        model, parts = orbax_checkpoint.find_parameters(directory, kv_repeats, forms)
+        return model, dict(parts)
     hf_config = read_hf_config(directory)
     model = hf_config.model.with_packed_experts() if packed else hf_config.model
+    model = model if forms is None else model.with_forms(forms)
     hf_config = replace(hf_config, model=model.with_kv_heads(kv_repeats))
     stored = hf_checkpoint.find_tensors(directory, hf_config.family.may_be_unlisted)
     return hf_config.model, hf_checkpoint.match(hf_config, stored)

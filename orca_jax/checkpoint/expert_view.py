@@ -14,7 +14,7 @@ import numpy as np
 from orca_jax.checkpoint.array_view import ArrayView, changed
 from orca_jax.checkpoint.orbax_boxes import runs
 from orca_jax.checkpoint.safetensors_reader import StoredTensor
-from orca_jax.checkpoint.shard_reader import Box, MadeOf, Parts, Stored, read_box
+from orca_jax.checkpoint.shard_reader import Box, MadeOf, Parts, Source, Stored, read_box
 from orca_jax.errors import TensorMismatch
 from orca_jax.families.mixtures.mxfp4 import BLOCK, GREATEST_SCALE, MXFP4, unpack
 from orca_jax.families.parameters import Parameter
@@ -30,8 +30,8 @@ def expert_shapes(parameter: Parameter, wanted: StoredName) -> list[tuple[int, .
     return [(number, *columns, n_rows) if wanted.transpose else (number, n_rows, *columns)]
 
 
-def parts_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, wanted: StoredName) -> Parts:
-    """The parts of a parameter, of tensors with the expected shapes. Raises TensorMismatch."""
+def source_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, wanted: StoredName) -> Source:
+    """How a parameter is read from tensors with the expected shapes. Raises TensorMismatch."""
     number, n_rows, *columns = _sizes(parameter)
     if parameter.form == MXFP4 and not wanted.mxfp4:
         raise TensorMismatch(f"{tensors[0]} is not packed in MXFP4, so it cannot stay packed")
@@ -49,10 +49,12 @@ def parts_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, want
     else:
         first, *others = expert_shapes(parameter, wanted)[0][1:]
         stored = replace(tensors[0], shape=(number * first, *others))
-    if not (wanted.transpose or wanted.alternating):
-        return Parts((stored,))
-    shape = parameter.array_to_read(stored.element).shape
-    return Parts((ExpertView(stored, shape, wanted.transpose, wanted.alternating),))
+    shape = parameter.shape
+    if parameter.form == MXFP4:
+        shape = parameter.held_arrays(stored.element)["packed"].shape
+    if wanted.transpose or wanted.alternating:
+        stored = ExpertView(stored, shape, wanted.transpose, wanted.alternating)
+    return {"packed": Parts((stored,))} if parameter.form == MXFP4 else Parts((stored,))
 
 
 def written_experts(values: np.ndarray, wanted: StoredName) -> np.ndarray:

@@ -10,10 +10,11 @@ import numpy as np
 
 from orca_jax.checkpoint.shard_reader import Box, MadeOf, Stored, read_box
 from orca_jax.families.attention_config import Attention
-from orca_jax.families.parameters import Parameter
+from orca_jax.families.parameters import FLAT_HEADS, Parameter
 from orca_jax.families.stored_name import (
     HeadPlace,
     StoredName,
+    flat_places,
     head_places,
     heads_of_tensors,
     size_of_heads,
@@ -58,6 +59,8 @@ class HeadView(MadeOf):
         """View these tensors as `parameter`."""
         assert wanted.heads is not None
         places = tuple(tuple(heads) for heads in head_places(wanted.heads, attention))
+        if parameter.axes[-1] == FLAT_HEADS:
+            places = (flat_places(wanted.heads, attention),)
         in_columns = parameter.takes_attention
         size = size_of_heads(parameter, attention)
         return cls(tuple(tensors), parameter.shape, places, size, in_columns, wanted.transpose)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from orca_jax.checkpoint.expert_view import expert_shapes, parts_of_experts
+from orca_jax.checkpoint.expert_view import expert_shapes, source_of_experts
 from orca_jax.checkpoint.head_view import HeadView, stored_shapes
 from orca_jax.checkpoint.safetensors_reader import (
     BYTES,
@@ -14,7 +14,7 @@ from orca_jax.checkpoint.safetensors_reader import (
     read_header,
     same_values,
 )
-from orca_jax.checkpoint.shard_reader import BLOCK, BlockScaled, ComputedArray, Parts, Stored
+from orca_jax.checkpoint.shard_reader import BLOCK, BlockScaled, ComputedArray, Parts, Source, Stored
 from orca_jax.errors import (
     BadModelConfig,
     CheckpointError,
@@ -57,7 +57,7 @@ def find_tensors(
     return tensors
 
 
-def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Parts]:
+def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Source]:
     """Match tensors to parameters; all must be present with the right shape and dtype, and none left over.
 
     Raises TensorMismatch or BadModelConfig.
@@ -75,7 +75,7 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
     )
     (head,) = family.stored_name(HEAD, prefix, hf_config.model, stored).names
     found: dict[str, list[StoredTensor]] = {}
-    parts: dict[str, Parts] = {}
+    parts: dict[str, Source] = {}
     for name, parameter in parameter_table(hf_config.model).items():
         wanted = family.stored_name(name, prefix, hf_config.model, stored)
         if name in family.computed and wanted.names[0] not in stored:
@@ -85,7 +85,7 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
         if wanted.by_expert:
             shapes, dtypes = expert_shapes(parameter, wanted), (BYTES,) if wanted.mxfp4 else (*FLOAT_DTYPES,)
             found[name] = _of_shapes(hf_config, stored, wanted, shapes, dtypes)
-            parts[name] = parts_of_experts(found[name], parameter, wanted)
+            parts[name] = source_of_experts(found[name], parameter, wanted)
             continue
         shapes = stored_shapes(parameter, wanted, attention)
         dtypes = (*FLOAT_DTYPES, *((FP8,) if "fp8" in family.quantized and len(shapes[0]) == 2 else ()))

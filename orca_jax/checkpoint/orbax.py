@@ -8,7 +8,7 @@ holds exactly the described model.
 import glob
 import math
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -39,15 +39,19 @@ from orca_jax.families.trainers.orca_json import (
     read_description,
     same_names,
 )
+from orca_jax.families.weight_form import WeightForm
 
 _MAX_TREE_BYTES = 100_000_000
 _FLOATS = tuple(np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64))
 
 
-def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, dict[str, Parts]]:
+def find_parameters(
+    directory: Path, kv_repeats: int = 1, forms: Mapping[str, WeightForm] | None = None
+) -> tuple[ModelConfig, dict[str, Parts]]:
     """Find the model and the arrays of each parameter; all must be present and fit, and none left over.
 
-    The model has each K/V head `kv_repeats` times. Reads no weight. Raises a CheckpointError.
+    The model has each K/V head `kv_repeats` times, and its weights in `forms`. Reads no weight. Raises a
+    CheckpointError.
     """
     description = read_description(directory)
     description = replace(description, model=description.model.with_kv_heads(kv_repeats))
@@ -67,7 +71,8 @@ def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, 
     )
     parts: dict[str, Parts] = {}
     unrepeated = parameter_table(description.model.with_kv_heads(1))
-    table = parameter_table(description.model)
+    model = description.model.with_forms(forms or {})
+    table = parameter_table(model)
     # Layers in the same array follow one another, so that it is read once.
     for name in sorted(table, key=lambda name: in_layers(name)[0] if _is_stack(names[name]) else ""):
         parameter, wanted = table[name], names[name]
@@ -88,7 +93,7 @@ def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, 
             parts[name] = Parts(arrays, wanted.transpose and len(arrays[0].shape) == 2)
         else:
             parts[name] = Parts((HeadView.of(arrays, parameter, wanted, attention),))
-    return description.model, parts
+    return model, parts
 
 
 def _named(description: Description, stored: Collection[str]) -> Description:

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -39,6 +39,32 @@ class Stored(Protocol):
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the elements of `box`, some rows at a time: the row within the box, and the piece."""
         ...
+
+
+class Plane(Protocol):
+    """An array of a weight on disk, of which each device's part is read alone: Parts, or a reader's class.
+
+    `shape` is the array's own, such as `families.weight_form.HeldArray` has it, and a box is in its elements.
+    """
+
+    @property
+    def divisible(self) -> bool:
+        """Whether reading a part is cheaper than reading the whole."""
+        ...
+
+    def n_bytes(self, shape: tuple[int, ...], box: Box) -> int:
+        """The bytes on disk of the part `box` of the array [shape]."""
+        ...
+
+    def read(self, shape: tuple[int, ...], dtype: np.dtype, box: Box) -> np.ndarray:
+        """Read the part `box` of the array [shape] in `dtype`. Raises TensorMismatch or CorruptFile."""
+        ...
+
+
+# How a weight is read: its dense numbers, or each array of its form (WeightForm.arrays) by the array's name.
+# A reader gives the second for weights that the checkpoint has in the form; the first are encoded in the
+# weight's form after reading. Rows of the padded vocabulary beyond those of the file are zeros in each array.
+Source = Plane | Mapping[str, Plane]
 
 
 class MadeOf:
@@ -145,6 +171,10 @@ class Parts:
     tensors: tuple[Stored, ...]
     transpose: bool = False
 
+    @property
+    def divisible(self) -> bool:
+        return all(tensor.divisible for tensor in self.tensors)
+
     def n_bytes(self, shape: tuple[int, ...], box: Box) -> int:
         """The bytes on disk of the part `box` of the parameter [shape]."""
         return sum(
@@ -189,7 +219,7 @@ class Parts:
                     yield (*at, slice(begin - row, stop - row)), tensor, part
 
 
-def bytes_read(parts: Parts, shape: tuple[int, ...], places: Sequence[Place]) -> int:
+def bytes_read(parts: Plane, shape: tuple[int, ...], places: Sequence[Place]) -> int:
     """The bytes on disk that `put` reads, each counted once."""
     return sum(parts.n_bytes(shape, box) for box in _boxes_of(shape, places))
 
@@ -208,7 +238,7 @@ def _boxes_of(shape: tuple[int, ...], places: Sequence[Place]) -> dict[Box, list
     return wanted
 
 
-def put(parts: Parts, shape: tuple[int, ...], dtype: np.dtype, places: Sequence[Place]) -> list[jax.Array]:
+def put(parts: Plane, shape: tuple[int, ...], dtype: np.dtype, places: Sequence[Place]) -> list[jax.Array]:
     """Read a parameter part by part onto each of `places`; a part that several devices hold is read once.
 
     The host holds one part at a time, or the hull of all parts if parts cannot be read separately.
@@ -217,7 +247,7 @@ def put(parts: Parts, shape: tuple[int, ...], dtype: np.dtype, places: Sequence[
     arrays: list[list[jax.Array]] = [[] for _ in places]
     axes = zip(*wanted, strict=True)
     hull: Box = tuple((min(a for a, _ in axis), max(b for _, b in axis)) for axis in axes)
-    at_once = len(wanted) > 1 and not all(tensor.divisible for tensor in parts.tensors)
+    at_once = len(wanted) > 1 and not parts.divisible
     whole = parts.read(shape, dtype, hull) if at_once else None
     for box, users in wanted.items():
         if whole is None:

@@ -72,7 +72,7 @@ class Products:
                 return None
             return native_mixture(x, weights, experts, up, down, steady=self.whole)
 
-        return Matmul(product, grouped, mixture, n_tokens)
+        return Matmul(product, grouped, mixture, n_tokens=n_tokens)
 
 
 def _grouped_on_gpu(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, n_cores: int) -> jax.Array:

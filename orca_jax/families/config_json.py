@@ -5,7 +5,7 @@ with a `count`. A field with a default may be left out.
 """
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from itertools import groupby
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -13,7 +13,8 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from orca_jax.errors import ConfigError
 from orca_jax.families.limits import check_size
 from orca_jax.families.model_config import Layer, ModelConfig
-from orca_jax.families.weight_form import DENSE
+from orca_jax.families.packed_form import Joined, PackedForm
+from orca_jax.families.weight_form import DENSE, Dense, WeightForm
 
 _T = TypeVar("_T")
 # Makes the error for a field's name, what was expected, and the value found.
@@ -21,17 +22,42 @@ Bad = Callable[[str, str, object], Exception]
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """Write the model as JSON that `config_from_json` reads."""
+    """Write the model, as dense weights have it, as JSON that `config_from_json` reads."""
+    config = config.with_forms({})
     values: dict[str, Any] = asdict(config) | {"layers": _grouped(config.layers)}
-    form = values.pop("linear_form")  # what the devices hold, not what the model is
-    assert config.linear_form == DENSE, form
+    del values["forms"]
     if config.encoder is not None:
         values["encoder"]["layers"] = _grouped(config.encoder.layers)
     return values
 
 
 def _grouped(layers: Iterable[Layer]) -> list[dict[str, Any]]:
-    return [{"count": len([*group]), **asdict(layer)} for layer, group in groupby(layers)]
+    found = [{"count": len([*group]), **asdict(layer)} for layer, group in groupby(layers)]
+    for layer in found:
+        del layer["forms"]
+    return found
+
+
+def forms_to_json(config: ModelConfig) -> dict[str, Any]:
+    """Write the packed forms of the model's weights, by name, as JSON that `with_forms_of_json` reads."""
+
+    def written(form: WeightForm) -> Any:
+        if isinstance(form, Joined):
+            return [written(part) for part in form.forms]
+        return None if isinstance(form, Dense) else asdict(cast("PackedForm", form))
+
+    return {name: written(form) for name, form in config.weight_forms.items()}
+
+
+def with_forms_of_json(config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
+    """The model with the forms that `forms_to_json` of another process of this program wrote."""
+
+    def form(value: Any) -> WeightForm:
+        if isinstance(value, list):
+            return Joined(tuple(form(part) for part in value))
+        return DENSE if value is None else PackedForm(**{**value, "table": tuple(value["table"])})
+
+    return config.with_forms({name: form(value) for name, value in values.items()})
 
 
 def config_from_json(values: object, bad: Bad) -> ModelConfig:
@@ -65,7 +91,9 @@ def part_from_json(kind: type[_T], values: object, name: str, bad: Bad) -> _T:
         raise bad(name, "an object", values)
     values = cast("dict[str, Any]", values)
     hints = get_type_hints(kind)
-    known: dict[str, Field[Any]] = {field.name: field for field in fields(cast("Any", kind))}
+    known: dict[str, Field[Any]] = {
+        field.name: field for field in fields(cast("Any", kind)) if field.name != "forms"
+    }
     for key in values:
         if key not in known:
             raise bad(f"{name}.{key}", f"one of {', '.join(sorted(known))}", key)

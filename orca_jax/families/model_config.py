@@ -5,8 +5,10 @@ whose default is today's computation. A part raises a ConfigError for a combinat
 """
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Literal
 
 from orca_jax.checks import check_whole
@@ -16,12 +18,13 @@ from orca_jax.families.limits import check_choice, check_positive, check_size
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.mixtures.mxfp4 import BLOCK
 from orca_jax.families.norm_config import Norm
-from orca_jax.families.weight_form import DENSE, WeightForm
+from orca_jax.families.weight_form import Dense, Forms, WeightForm
 
 Activation = Literal["gelu_tanh", "gelu", "relu", "silu"]
 Residual = Literal["pre", "post", "both", "after", "parallel", "parallel_two_norms"]
 
 LAYER_NORM = Norm()
+_LAYER = re.compile(r"(encoder\.)?layers\.\d+\.")
 # The names of a layer's norms by the form of its residual.
 _NORMS: dict[str, tuple[str, ...]] = {
     "pre": ("attn_norm", "mlp_norm"),
@@ -72,7 +75,8 @@ class Layer:
     pre: x + f(norm(x)); post: norm(x + f(x)); both: x + norm(f(norm(x))); after: x + norm(f(x)). parallel: x
     + attention(norm(x)) + feed_forward(norm(x)) with one norm, or with `parallel_two_norms` one for each. The
     result of f is multiplied by `residual_multiplier` before the sum. With `cross`, which pre and post allow,
-    attention to the encoder's states comes between the two, with `cross_norm`.
+    attention to the encoder's states comes between the two, with `cross_norm`. `forms` says how devices hold
+    its weights.
     """
 
     attention: Attention
@@ -81,6 +85,7 @@ class Layer:
     residual: Residual = "pre"
     residual_multiplier: float = 1.0
     cross: Attention | None = None
+    forms: Forms = ()
 
     def __post_init__(self) -> None:
         check_choice("residual", self.residual, Residual)
@@ -101,6 +106,12 @@ class Layer:
     def norms(self) -> tuple[str, ...]:
         """The names of its norms, all of the kind `norm`."""
         return (*_NORMS[self.residual], *(() if self.cross is None else ("cross_norm",)))
+
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether devices hold whole experts, whatever their size, because an expert is not dense."""
+        own = self.feed_forward.experts
+        return own is not None and (own.packed or any(name.startswith("experts.") for name, _ in self.forms))
 
     def with_attention(self, **changes: Any) -> "Layer":
         """The same layer with these fields of its attention changed."""
@@ -183,7 +194,7 @@ class ModelConfig:
     Layers may differ, but not in the number and size of their heads. Without `positions` nothing is added to
     token embeddings. `vocab_multiple` pads the embedding table to a multiple, for hardware or for sharding;
     padded ids are never sampled. Logits are multiplied by `logit_multiplier`, then capped: logit_soft_cap *
-    tanh(logits / logit_soft_cap). Matrices of linear layers are held in `linear_form`.
+    tanh(logits / logit_soft_cap). `forms` says how devices hold the weights outside of layers.
     """
 
     vocab_size: int
@@ -203,7 +214,7 @@ class ModelConfig:
     decoder_start_token_id: int | None = None
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
-    linear_form: WeightForm = DENSE
+    forms: Forms = ()
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_positions", "hidden_size", "vocab_multiple"):
@@ -341,7 +352,46 @@ class ModelConfig:
     def fixed_weights(self) -> str | None:
         """Why weights of this model cannot be replaced; None if they can."""
         forms = {each.experts.form for each in self.feed_forwards if each.experts is not None}
-        return next((form.fixed for form in (*forms, self.linear_form) if form.fixed), None)
+        forms.update(self.weight_forms.values())
+        return next((form.fixed for form in forms if form.fixed), None)
+
+    @property
+    def weight_forms(self) -> dict[str, WeightForm]:
+        """The forms by the weights' names; weights that are not named are dense, but for packed experts."""
+        found = dict(self.forms)
+        encoder = () if self.encoder is None else self.encoder.layers
+        for prefix, layers in (("layers", self.layers), ("encoder.layers", encoder)):
+            for i, layer in enumerate(layers):
+                found |= {f"{prefix}.{i}.{name}": form for name, form in layer.forms}
+        return found
+
+    def with_forms(self, forms: Mapping[str, WeightForm]) -> "ModelConfig":
+        """The same model with its weights in these forms, by name; all others become dense.
+
+        families.parameters.packable_weights has the weights that may have a form.
+        """
+        by_layer: dict[str, dict[str, WeightForm]] = {}
+        for name, form in forms.items():
+            if not isinstance(form, Dense):
+                layer = _LAYER.match(name)
+                prefix = layer[0] if layer else ""
+                by_layer.setdefault(prefix, {})[name.removeprefix(prefix)] = form
+
+        def formed(layers: tuple[Layer, ...], prefix: str) -> tuple[Layer, ...]:
+            found: dict[tuple[Layer, Forms], Layer] = {}
+            result: list[Layer] = []
+            for i, layer in enumerate(layers):
+                own = tuple(sorted(by_layer.get(f"{prefix}{i}.", {}).items(), key=itemgetter(0)))
+                if (layer, own) not in found:
+                    found[layer, own] = replace(layer, forms=own)
+                result.append(found[layer, own])
+            return tuple(result)
+
+        encoder = self.encoder
+        if encoder is not None:
+            encoder = replace(encoder, layers=formed(encoder.layers, "encoder.layers."))
+        outside = tuple(sorted(by_layer.get("", {}).items(), key=itemgetter(0)))
+        return replace(self, layers=formed(self.layers, "layers."), encoder=encoder, forms=outside)
 
     def with_kv_heads(self, repeats: int) -> "ModelConfig":
         """The same model with each K/V head of the checkpoint `repeats` times in a row."""

@@ -82,6 +82,11 @@ class PackedForm:
     integer_inputs: bool = False
 
     @property
+    def flat_inputs(self) -> bool:
+        """True: a block's inputs are neighbours in the checkpoint."""
+        return True
+
+    @property
     def superblock(self) -> int | None:
         """The inputs of a super scale; None without such scales."""
         return SUPERBLOCK if self.scale in ("six_bits", "q6_k") else None
@@ -152,6 +157,11 @@ class Joined:
     """
 
     forms: tuple[WeightForm, ...]
+
+    @property
+    def flat_inputs(self) -> bool:
+        """True, as for its parts."""
+        return True
 
     @property
     def fixed(self) -> str | None:

@@ -18,7 +18,8 @@ over the devices, after `out` and after `down`.
 
 Heads are group-major, so that a device's share of K has each K/V head with its query heads. In `qkv` [G + 2,
 K D, H] slices 0 to G - 1 are queries, slice G keys and slice G + 1 values; head k of slice g is query head k
-* G + g of a checkpoint. The input of `out` [H, G, K D] has the same order. With one query head for each K/V
+* G + g of a checkpoint. The input of `out` [H, G, K D] has the same order, but in a form with flat inputs it
+is [H, K G D], in a checkpoint's order. With one query head for each K/V
 head these are [3, K D, H] and [H, K D]. A gated `up` [2, F, H] has the gate, then up. `cross_kv` [2, K D, H]
 has the keys, then the values.
 
@@ -45,9 +46,17 @@ import numpy.typing as npt
 
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
-from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
+from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
-from orca_jax.families.weight_form import DENSE, EXACT, Dense, HeldArray, WeightForm, form_bytes
+from orca_jax.families.weight_form import (
+    DENSE,
+    EXACT,
+    Dense,
+    HeldArray,
+    WeightForm,
+    form_bytes,
+    form_of,
+)
 
 SPLIT = frozenset("VKFSN")
 _HEADS = frozenset("KN")
@@ -62,6 +71,8 @@ Stage = Literal["first", "last", "both"]  # both: the first and the last
 _COUNT = re.compile(r"[GX\d+]+")  # an axis that counts matrices
 _LAYER = re.compile(r"(encoder\.)?layers\.(\d+)\.")
 ENCODER = "encoder."
+FLAT_HEADS = "KGD"  # query heads in a checkpoint's order
+_READ_WHOLE = ("kv_b.weight", "router.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +95,6 @@ class Parameter:
         """The number of its last axes that are a matrix's inputs."""
         return len(self.axes) - 1 if self.takes_attention else 1
 
-    def array_to_read(self, dtype: npt.DTypeLike) -> HeldArray:
-        """The array in a checkpoint: the form's only one, or the dense one, encoded after reading."""
-        form = self.form if self.form.stored else DENSE
-        (array,) = form.arrays(self.shape, self.n_in, dtype).values()
-        return array
-
     def held_arrays(self, dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
         """The arrays that hold it in a model of `dtype`, by their names in the form."""
         return self.form.arrays(self.shape, self.n_in, dtype)
@@ -101,6 +106,10 @@ class Parameter:
     def n_bytes(self, n_devices: int, itemsize: int) -> int:
         """The bytes on each of `n_devices`, in a model whose dtype has `itemsize` bytes."""
         return form_bytes(self.form, self.local_shape(n_devices), self.n_in, itemsize)
+
+    def row_bytes(self, itemsize: int) -> int:
+        """The bytes of a row of a table, in a model whose dtype has `itemsize` bytes."""
+        return form_bytes(self.form, (1, *self.shape[1:]), self.n_in, itemsize)
 
     @property
     def counting_axes(self) -> tuple[int, ...]:
@@ -232,6 +241,20 @@ def attention_sizes(attention: Attention) -> dict[str, int]:
     return sizes
 
 
+def packable_weights(config: ModelConfig) -> dict[str, Parameter]:
+    """The weights that may have a form other than dense: matrices that products and look-ups alone read.
+
+    Their shapes are those of dense weights, as far as `config` has no forms. The router, whose logits decide
+    for all of a token, and latent attention's `kv_b`, which attention itself reads, are not among them.
+    """
+    return {
+        name: one
+        for name, one in parameter_table(config).items()
+        if one.use in ("linear", "expert", "head") or name == TOKEN_EMBEDDING
+        if not name.endswith(_READ_WHOLE)
+    }
+
+
 def _of_layer(config: ModelConfig, layer: Layer) -> dict[str, Parameter]:
     attention, cross, feed_forward = layer.attention, layer.cross, layer.feed_forward
     sizes = _sizes(config) | {"F": feed_forward.size} | attention_sizes(attention)
@@ -243,8 +266,10 @@ def _of_layer(config: ModelConfig, layer: Layer) -> dict[str, Parameter]:
         out: tuple[str, ...],
         into: tuple[str, ...],
         bias: bool,
-        form: WeightForm = config.linear_form,
     ) -> None:
+        form = form_of(layer.forms, f"{name}.weight")
+        if form.flat_inputs and into == ("G", "KD"):
+            into = (FLAT_HEADS,)
         found[f"{name}.weight"] = replace(_parameter((*out, *into), sizes, "normal", "linear"), form=form)
         if bias:
             found[f"{name}.bias"] = _parameter(out, sizes, "zeros", "bias")
@@ -259,7 +284,7 @@ def _of_layer(config: ModelConfig, layer: Layer) -> dict[str, Parameter]:
             linear("q_a", ("A",), ("H",), attention.qkv_bias)
             linear("q_b", ("NQ",), ("A",), False)
         linear("kv_a", ("L",), ("H",), attention.qkv_bias)
-        linear("kv_b", ("NM",), ("C",), False, DENSE)  # attention reads this matrix itself
+        linear("kv_b", ("NM",), ("C",), False)
         linear("out", ("H",), ("NW",), attention.out_bias)
     if cross is not None:
         linear("cross_q", ("KD",), ("H",), cross.qkv_bias)
@@ -269,7 +294,7 @@ def _of_layer(config: ModelConfig, layer: Layer) -> dict[str, Parameter]:
         linear("up", ("2", "F") if feed_forward.gated else ("F",), ("H",), feed_forward.bias)
         linear("down", ("H",), ("F",), feed_forward.bias)
     else:
-        found |= _of_experts(feed_forward, feed_forward.experts, sizes, config.linear_form)
+        found |= _of_experts(layer, feed_forward.experts, sizes)
     if attention.scores.relative is not None:
         sizes["U"] = attention.scores.relative.n_buckets
         found["relative_bias"] = _parameter(("U", "K"), sizes, "normal", "bias")
@@ -288,10 +313,9 @@ def _of_layer(config: ModelConfig, layer: Layer) -> dict[str, Parameter]:
     return found
 
 
-def _of_experts(
-    feed_forward: FeedForward, experts: Experts, sizes: Mapping[str, int], form: WeightForm
-) -> dict[str, Parameter]:
+def _of_experts(layer: Layer, experts: Experts, sizes: Mapping[str, int]) -> dict[str, Parameter]:
     """The weights of the router, the experts and the shared expert."""
+    feed_forward, whole = layer.feed_forward, layer.has_whole_experts
     sizes = {**sizes, "X": experts.number, "Y": experts.number, "S": experts.shared_size or 0}
     inner = ("X", "2", "F") if feed_forward.gated else ("X", "F")
     found = {"router.weight": _parameter(("Y", "H"), sizes, "normal", "linear")}
@@ -301,13 +325,15 @@ def _of_experts(
         found["router.correction"] = replace(_parameter(("Y",), sizes, "zeros", "bias"), form=EXACT)
     for name, out, into in (("up", inner, "H"), ("down", ("X", "H"), "F")):
         weight = _parameter((*out, into), sizes, "normal", "expert")
-        found[f"experts.{name}.weight"] = replace(weight, form=experts.form, whole=experts.packed)
+        form = experts.form if experts.packed else form_of(layer.forms, f"experts.{name}.weight")
+        found[f"experts.{name}.weight"] = replace(weight, form=form, whole=whole)
         if feed_forward.bias:
             bias = _parameter(out, sizes, "zeros", "bias")
-            found[f"experts.{name}.bias"] = replace(bias, whole=experts.packed)
+            found[f"experts.{name}.bias"] = replace(bias, whole=whole)
     if experts.shared_size is not None:
         for name, axes in (("up", ("2", "S", "H")), ("down", ("H", "S"))):
             weight = _parameter(axes, sizes, "normal", "linear")
+            form = form_of(layer.forms, f"shared.{name}.weight")
             found[f"shared.{name}.weight"] = replace(weight, form=form)
     if experts.shared_gate:
         found["shared.gate"] = _parameter(("H",), sizes, "normal", "bias")
@@ -376,7 +402,11 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
         after[HEAD_BIAS] = _parameter(("V",), sizes, "zeros", "bias", "last")
 
     def on_stage(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-        return {name: one for name, one in parameters.items() if one.is_on(layers, config.n_layers)}
+        return {
+            name: replace(one, form=form_of(config.forms, name)) if config.forms else one
+            for name, one in parameters.items()
+            if one.is_on(layers, config.n_layers)
+        }
 
     return on_stage(before), on_stage(after)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from orca_jax.families.attention_config import Attention
-from orca_jax.families.parameters import Parameter
+from orca_jax.families.parameters import FLAT_HEADS, Parameter
 from orca_jax.families.trainers.array_form import ArrayForm
 
 # How a checkpoint orders the heads of a weight; query head h uses K/V head h // G.
@@ -95,6 +95,14 @@ def head_places(order: HeadOrder, attention: Attention) -> list[list[HeadPlace]]
     return [[place(slice_, k) for k in range(n_kv_heads)] for slice_ in range(n_slices)]
 
 
+def flat_places(order: HeadOrder, attention: Attention) -> tuple[HeadPlace, ...]:
+    """The place of each query head, in the order of heads."""
+    by_slice = head_places(order, attention)
+    return tuple(
+        by_slice[head % attention.group][head // attention.group] for head in range(attention.n_heads)
+    )
+
+
 def heads_of_tensors(order: HeadOrder, attention: Attention) -> tuple[int, ...]:
     """The number of heads in each of the checkpoint's tensors."""
     n_heads, stored = attention.n_heads, attention.n_kv_heads // attention.kv_repeats
@@ -111,7 +119,7 @@ def heads_of_tensors(order: HeadOrder, attention: Attention) -> tuple[int, ...]:
 
 def engine_order(parameter: Parameter, attention: Attention) -> HeadOrder | None:
     """Our order of a parameter's heads; None where it has no heads, or all orders are the same."""
-    if attention.group == 1 or attention.latent is not None:
+    if attention.group == 1 or attention.latent is not None or parameter.axes[-1] == FLAT_HEADS:
         return None
     if parameter.axes[0] == "G+2":
         return "slices"

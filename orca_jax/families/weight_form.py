@@ -27,11 +27,14 @@ class HeldArray:
 
 
 class WeightForm(Protocol):
-    """A form of weights. Implementations are frozen dataclasses, so that equal forms compare equal."""
+    """A form of weights. Implementations are frozen dataclasses, so that equal forms compare equal.
+
+    A form is the same whether a checkpoint has its arrays, or dense weights are encoded on the devices.
+    """
 
     @property
-    def stored(self) -> bool:
-        """Whether checkpoints have the form's bytes; else dense weights are encoded on the devices."""
+    def flat_inputs(self) -> bool:
+        """Whether inputs are one axis in a checkpoint's order; else heads are in ours (parameters.py)."""
         ...
 
     @property
@@ -63,7 +66,7 @@ class Dense:
     """One array of the weight's own shape, in the model's dtype; `exact` ones are float32 in every model."""
 
     exact: bool = False
-    stored: bool = True
+    flat_inputs: bool = False
     multiple: int = 1
     fixed: str | None = None
 
@@ -77,3 +80,11 @@ class Dense:
 
 
 DENSE, EXACT = Dense(), Dense(exact=True)
+
+# The forms of a layer's weights by their names in it, or of weights outside of layers; others are dense.
+Forms = tuple[tuple[str, WeightForm], ...]
+
+
+def form_of(forms: Forms, name: str) -> WeightForm:
+    """The form of a weight among `forms`."""
+    return next((form for named, form in forms if named == name), DENSE)

@@ -51,7 +51,7 @@ def load_stages(
         vocab_multiple=model.vocab_multiple,
         kv_repeats=model.attention.kv_repeats,
         packed=model.has_packed_experts,
-        linear_form=model.linear_form,
+        forms=model.weight_forms,
         placements=placements,
         on_bytes=on_load,
     )

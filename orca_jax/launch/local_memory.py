@@ -15,7 +15,7 @@ import numpy as np
 
 from orca_jax.checkpoint.directory import find_parameters, put_in_form
 from orca_jax.checkpoint.safetensors_reader import StoredTensor, read_header
-from orca_jax.checkpoint.shard_reader import Parts
+from orca_jax.checkpoint.shard_reader import Source
 from orca_jax.config import Layout
 from orca_jax.errors import ConfigError, CorruptFile, EngineError, TensorMismatch
 from orca_jax.execution.stage import StageWeights
@@ -37,7 +37,7 @@ from orca_jax.launch.new_weights import (
     named_arrays,
 )
 from orca_jax.model_files.weight_files import SINGLE
-from orca_jax.sharding.random_parameters import with_repeated_heads
+from orca_jax.sharding.random_parameters import with_flat_heads, with_repeated_heads
 from orca_jax.sharding.specs import in_form, place_of_dense
 from orca_jax.user_model.decoder import UserParameters
 
@@ -52,9 +52,9 @@ _New = Callable[[str, Sequence[Any]], Iterator[Any]]
 class LocalMemory:
     """An EngineMemory for workers in this process.
 
-    `stored` is the model as checkpoints have it, `model` as the devices hold it: with its vocabulary padded
-    and K/V heads repeated. Weights are replaced one at a time, so an update needs the memory of one more
-    weight. New arrays are copied, since their owner may donate them. The weights of a module that a user
+    `stored` is the model as dense checkpoints have it, `model` as the devices hold it: with its vocabulary
+    padded and K/V heads repeated. Weights are replaced one at a time, so an update needs the memory of one
+    more weight. New arrays are copied, since their owner may donate them. The weights of a module that a user
     wrote are replaced by their paths in it, as it stores them.
     """
 
@@ -69,7 +69,7 @@ class LocalMemory:
     ) -> None:
         self._workers = workers
         self._stages = [StageWeights(worker.stage) for worker in workers]
-        self._stored = stored
+        self._stored = stored = stored.with_forms({})
         self._model = model
         self._dtype = dtype
         self._module = None if module is None else _ModuleWeights(module)
@@ -188,7 +188,7 @@ class LocalMemory:
     def _stages_of(self, name: str) -> list[StageWeights]:
         return [stage for stage in self._stages if name in stage]
 
-    def _read(self, parts: Mapping[str, Parts], name: str, places: Sequence[Any]) -> Iterator[Any]:
+    def _read(self, parts: Mapping[str, Source], name: str, places: Sequence[Any]) -> Iterator[Any]:
         return iter(put_in_form(parts[name], parameter_table(self._model)[name], self._dtype, places))
 
     def _convert(
@@ -198,14 +198,14 @@ class LocalMemory:
         return (self._fits.placed(name, value, place) for place in places)
 
 
-def checked_directory(directory: Path, model: ModelConfig) -> dict[str, Parts]:
+def checked_directory(directory: Path, model: ModelConfig) -> dict[str, Source]:
     """Find how a checkpoint of the same model stores each weight, without reading any.
 
     Raises a CheckpointError; TensorMismatch if the checkpoint is of another model.
     """
-    found, parts = find_parameters(directory, model.attention.kv_repeats)
-    # The end-of-sequence tokens may come from other files; padding and form are what the devices hold.
-    same = ("eos_token_ids", "vocab_multiple", "linear_form")
+    found, parts = find_parameters(directory, model.attention.kv_repeats, forms=model.weight_forms)
+    # The end-of-sequence tokens may come from other files, and padding is what the devices hold.
+    same = ("eos_token_ids", "vocab_multiple")
     found = replace(found, **{name: getattr(model, name) for name in same})
     differing = [
         field.name for field in fields(found) if getattr(found, field.name) != getattr(model, field.name)
@@ -308,8 +308,10 @@ class _Fitting:
         return self._stored[name], self._held[name].shape
 
     def _fit(self, value: jax.Array, stored: Parameter, shape: tuple[int, ...]) -> jax.Array:
-        if self._repeats and self._has_heads(stored):
+        if self._repeats and len(value.shape) == len(shape) and self._has_heads(stored):
             value = with_repeated_heads(value, stored, self._model.attention)
+        elif len(value.shape) > len(shape):
+            return with_flat_heads(value, stored, self._attention)
         return jnp.pad(value, [(0, held - own) for own, held in zip(value.shape, shape, strict=True)])
 
     def _make_fitted(

@@ -46,6 +46,7 @@ class RemoteMemory:
     def __init__(self, engine: RemoteEngine, *, model: ModelConfig, dtype: str, same_machine: bool) -> None:
         self._engine = engine
         self._model = model
+        self._dense = model.with_forms({})  # as trainers have it
         self._dtype = jnp.dtype(dtype)
         self._same_machine = same_machine
         self._n_updates = 0
@@ -62,10 +63,10 @@ class RemoteMemory:
                 checked_directory(directory, self._model)
             return partial(self._load, directory, None)
         arrays = named_arrays(weights)
-        adapters = check_adapters(arrays, self._model, layout)
+        adapters = check_adapters(arrays, self._dense, layout)
         made = {}
         if adapters is None:
-            made = check_arrays(arrays, self._model, self._dtype, cast=cast, layout=layout)
+            made = check_arrays(arrays, self._dense, self._dtype, cast=cast, layout=layout)
         if not self._same_machine:
             raise ConfigError(
                 "workers on other machines take no arrays and no adapters; save a checkpoint of the whole "
@@ -75,7 +76,7 @@ class RemoteMemory:
         if adapters is not None:
             write_adapters(files.directory, arrays, lora_scale)
             return partial(self._adapt, files)
-        write_arrays(files.directory / "weights", self._model, self._dtype, made)
+        write_arrays(files.directory / "weights", self._dense, self._dtype, made)
         return partial(self._load, files.directory / "weights", files)
 
     def release(self, level: int) -> None:

@@ -15,7 +15,7 @@ from jax import lax
 
 from orca_jax.families.norm_config import Norm
 from orca_jax.model.shard import Shard
-from orca_jax.model.weight import FormedWeight
+from orca_jax.model.weight import FormedWeight, PackedGrouped, PackedProduct
 
 Weight = jax.Array | FormedWeight
 Weights = Callable[[str], Any]  # looks up a parameter by its name in a layer; None if there is none
@@ -110,12 +110,15 @@ class Matmul:
     The fields are the products with dense weights. `linear` takes x [T, in], a weight [out, in] and
     `n_tokens`, and may skip later tokens. `grouped` is like grouped_matmul. `mixture` runs whole experts
     without biases for x [T, H], weights and experts [T, k]: [T, H], or None if it does not support the
-    shapes. The first `n_tokens` [1] int32 tokens are real; None if all are.
+    shapes. `packed` and `packed_grouped` multiply by weights that stay packed (weight.PackedProduct). The
+    first `n_tokens` [1] int32 tokens are real; None if all are.
     """
 
     linear: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array] = _matmul
     grouped: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = grouped_matmul
     mixture: MixtureProduct | None = None
+    packed: PackedProduct | None = None
+    packed_grouped: PackedGrouped | None = None
     n_tokens: jax.Array | None = None
 
     def __call__(self, x: jax.Array, weight: Weight) -> jax.Array:
@@ -127,7 +130,7 @@ class Matmul:
     def by_expert(self, x: jax.Array, weight: Weight, sizes: jax.Array) -> jax.Array:
         """grouped_matmul with the experts' weights [X, *out, in]."""
         if isinstance(weight, FormedWeight):
-            return weight.by_expert(x, sizes, self.grouped)
+            return weight.by_expert(x, sizes, self)
         return self.grouped(x, weight.reshape(weight.shape[0], -1, weight.shape[-1]), sizes)
 
 

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from orca_jax.families.mixtures.mxfp4 import BLOCK, BLOCK_BYTES
 
+Unpack = Callable[[jax.Array], jax.Array]  # numbers [n] of experts to their dense weights [n, out, in]
 Grouped = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # layers.grouped_matmul
 
 
@@ -40,30 +41,40 @@ def _power(scale: jax.Array) -> jax.Array:
 
 def packed_grouped(x: jax.Array, weight: jax.Array, sizes: jax.Array, grouped: Grouped) -> jax.Array:
     """`grouped` with a packed weight, uint8 [X, out, 17 in / 32]."""
-    at_once, one_by_one = (partial(each, grouped=grouped) for each in (unpack_at_once, unpack_one_by_one))
-    return lax.platform_dependent(x, weight, sizes, cpu=one_by_one, default=at_once)
+    return grouped_unpacked(x, lambda at: unpacked(weight[at], x.dtype), weight.shape[1], sizes, grouped)
 
 
-def unpack_at_once(x: jax.Array, weight: jax.Array, sizes: jax.Array, grouped: Grouped) -> jax.Array:
-    """packed_grouped for accelerators: unpacks all experts that have rows at once.
+def grouped_unpacked(
+    x: jax.Array, experts: Unpack, n_out: int, sizes: jax.Array, grouped: Grouped
+) -> jax.Array:
+    """`grouped` with a packed weight of which `experts` unpacks some experts, each [n_out, in]."""
+    one_by_one = partial(unpack_one_by_one, experts=experts, n_out=n_out, grouped=grouped)
+    at_once = partial(unpack_at_once, experts=experts, grouped=grouped)
+    return lax.platform_dependent(x, sizes, cpu=one_by_one, default=at_once)
+
+
+def unpack_at_once(x: jax.Array, sizes: jax.Array, *, experts: Unpack, grouped: Grouped) -> jax.Array:
+    """grouped_unpacked for accelerators: unpacks all experts that have rows at once.
 
     There are at most as many of them as rows.
     """
     n = min(len(sizes), x.shape[0])
     hit = jnp.argsort(sizes == 0, stable=True)[:n]  # stable: the experts stay in the order of the rows
-    return grouped(x, unpacked(weight[hit], x.dtype), sizes[hit])
+    return grouped(x, experts(hit), sizes[hit])
 
 
-def unpack_one_by_one(x: jax.Array, weight: jax.Array, sizes: jax.Array, grouped: Grouped) -> jax.Array:
-    """packed_grouped for CPUs: unpacks one expert at a time, and skips experts without rows."""
+def unpack_one_by_one(
+    x: jax.Array, sizes: jax.Array, *, experts: Unpack, n_out: int, grouped: Grouped
+) -> jax.Array:
+    """grouped_unpacked for CPUs: unpacks one expert at a time, and skips experts without rows."""
     starts = jnp.cumsum(sizes) - sizes
 
     def add(i: jax.Array, y: jax.Array) -> jax.Array:
         def multiply(y: jax.Array) -> jax.Array:
             # The expert's rows come first, as the only group, so that no others are multiplied.
-            added = grouped(jnp.roll(x, -starts[i], 0), unpacked(weight[i], x.dtype)[None], sizes[i][None])
+            added = grouped(jnp.roll(x, -starts[i], 0), experts(i[None]), sizes[i][None])
             return y + jnp.roll(added, starts[i], 0)
 
         return lax.cond(sizes[i] > 0, multiply, lambda y: y, y)
 
-    return lax.fori_loop(0, len(sizes), add, jnp.zeros((x.shape[0], weight.shape[1]), x.dtype))
+    return lax.fori_loop(0, len(sizes), add, jnp.zeros((x.shape[0], n_out), x.dtype))

@@ -1,12 +1,119 @@
-"""Weights in the packed forms of families/packed_form.py, and what their bytes mean."""
+"""Weights in the packed forms of families/packed_form.py: what their bytes mean, and products with them.
 
-from collections.abc import Mapping
+A product unpacks the weight as it is needed, in a fusion on accelerators and a few rows at a time on CPUs,
+where the product of an iteration (layers.Matmul.packed) does not take the packed bytes themselves.
+"""
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
 from orca_jax.families.packed_form import PackedForm
+
+Dense = Callable[[Array, Array], Array]  # x [T, in] times a weight [out, in]: [T, out]
+
+# A part of a weight that is unpacked at a time on a CPU, so that it stays in a core's cache.
+_PART_BYTES = 1 << 20
+
+
+def product_unpacked(x: Array, form: PackedForm, planes: Mapping[str, Array], dense: Dense) -> Array:
+    """x [T, in] times a packed weight [*out, in], by the product with the unpacked weight: [T, out]."""
+    if form.integer_inputs:
+        x = rounded(x)
+    matrices = {name: _as_matrix(form, name, plane) for name, plane in planes.items()}
+    by_rows, whole = partial(_product_by_rows, form, dense), partial(_product_of_whole, form, dense)
+    return lax.platform_dependent(x, matrices, cpu=by_rows, default=whole)
+
+
+def _as_matrix(form: PackedForm, name: str, plane: Array) -> Array:
+    """A plane with all axes of outputs as one."""
+    is_by_row = form.block is None and name in ("scales", "zeros", "mins")
+    return plane.reshape(-1) if is_by_row else plane.reshape(-1, plane.shape[-1])
+
+
+def _product_of_whole(form: PackedForm, dense: Dense, x: Array, planes: dict[str, Array]) -> Array:
+    return dense(x, unpacked(form, planes, x.dtype))
+
+
+def _product_by_rows(form: PackedForm, dense: Dense, x: Array, planes: dict[str, Array]) -> Array:
+    """Multiply by a part of the weight's rows at a time; the last part may overlap the one before it."""
+    n_rows, n_in = planes["codes"].shape[0], x.shape[1]
+    height = max(1, _PART_BYTES // (n_in * x.dtype.itemsize))
+    if n_rows <= 2 * height:
+        return _product_of_whole(form, dense, x, planes)
+
+    def add(i: Array, y: Array) -> Array:
+        first = jnp.minimum(i * height, n_rows - height)
+        part = {name: lax.dynamic_slice_in_dim(plane, first, height) for name, plane in planes.items()}
+        return lax.dynamic_update_slice_in_dim(y, _product_of_whole(form, dense, x, part), first, 1)
+
+    return lax.fori_loop(0, -(-n_rows // height), add, jnp.zeros((x.shape[0], n_rows), x.dtype))
+
+
+def rounded(x: Array) -> Array:
+    """Activations [T, in] rounded to eight bits, with one scale a token."""
+    wide = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.abs(wide).max(axis=1, keepdims=True), 1e-30) / 127
+    return (jnp.round(wide / scale) * scale).astype(x.dtype)
+
+
+def encoded_planes(form: PackedForm, dense: Array) -> dict[str, Array]:
+    """The planes of a dense weight [*out, in], rounded to nearest; for forms with a fixed zero. Traced."""
+    assert form.fixed is None and isinstance(form.zero, int), form
+    *out, n_in = dense.shape
+    block = form.block or n_in
+    blocks = dense.astype(jnp.float32).reshape(*out, n_in // block, block)
+    greatest = {"nibbles": 7.0, "int8": 127.0, "fp8": 448.0}[form.code]
+    scales = _narrow(form, jnp.abs(blocks).max(axis=-1) / greatest)
+    wide = _wide(form, scales)[..., None]
+    numbers = blocks / jnp.where(wide > 0, wide, 1)
+    planes = {"scales": scales.reshape(tuple(out)) if form.block is None else scales}
+    if form.code == "fp8":
+        codes = jnp.clip(numbers, -greatest, greatest).astype(jnp.float8_e4m3fn)
+        return {"codes": lax.bitcast_convert_type(codes, jnp.uint8).reshape(dense.shape), **planes}
+    rounded = jnp.clip(jnp.round(numbers), -greatest - (form.code == "nibbles"), greatest)
+    if form.code == "int8":
+        return {"codes": rounded.astype(jnp.int8).reshape(dense.shape), **planes}
+    runs = (rounded + form.zero).astype(jnp.uint8).reshape(*out, n_in // 32, 2, 16)
+    codes = runs[..., 0, :] | runs[..., 1, :] << 4
+    return {"codes": codes.reshape(*out, n_in // 2), **planes}
+
+
+def random_planes(form: PackedForm, shape: tuple[int, ...], key: Array) -> dict[str, Array]:
+    """Planes of a random weight, whose codes are uniform and whose numbers are about 0.02. Traced."""
+    planes: dict[str, Array] = {}
+    greatest = max(map(abs, form.table)) if form.table else 2.0 ** (form.bits - 1)
+    for name, array in form.arrays(shape, 1, jnp.float32).items():
+        if name in ("codes", "high") or (name == "scales" and form.scale == "six_bits"):
+            key, own = jax.random.split(key)
+            planes[name] = lax.bitcast_convert_type(jax.random.bits(own, array.shape, jnp.uint8), array.dtype)
+            continue
+        step = 0.02 / greatest / (32 if name.startswith("super") and form.scale == "six_bits" else 1)
+        if name == "zeros":
+            value: Any = 8 if form.code == "nibbles" else 0
+        elif name == "super_mins":
+            value = step * 8
+        elif name == "mins":
+            value = _narrow(form, jnp.float32(-step * 8))
+        elif name == "scales" and form.scale == "e8m0":
+            value = 120
+        elif name == "scales" and form.superblock:
+            value = 1
+        else:
+            value = jnp.float16(step) if name == "super_scales" else _narrow(form, jnp.float32(step))
+        planes[name] = jnp.full(array.shape, value, array.dtype)
+    return planes
+
+
+def _narrow(form: PackedForm, scales: Array) -> Array:
+    if form.scale == "bfloat16":
+        return lax.bitcast_convert_type(scales.astype(jnp.bfloat16), jnp.uint16)
+    return scales.astype(form.scale)
 
 
 def unpacked(form: PackedForm, planes: Mapping[str, Array], dtype: DTypeLike) -> Array:

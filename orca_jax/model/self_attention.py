@@ -11,6 +11,7 @@ from orca_jax.model.kv_cache import write
 from orca_jax.model.layers import RMSNorm, Weights, linear_of
 from orca_jax.model.rotation import rotate
 from orca_jax.model.shard import Shard
+from orca_jax.model.weight import FormedWeight
 
 
 class SelfAttention(nnx.Module):
@@ -32,6 +33,9 @@ class SelfAttention(nnx.Module):
         queries = self._placed(qkv, ctx)
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32).reshape(config.group, -1)
         attended = ctx.queries.attend(queries, ctx.cache, config, self._bias(ctx.shard), sinks)
+        weight = self.out.weight.get_value()
+        if isinstance(weight, FormedWeight) and weight.form.flat_inputs:
+            attended = attended.swapaxes(1, 2)  # [R, K, G, D], the checkpoint's order
         return self.out(attended.reshape(attended.shape[0], -1), ctx.queries.product, ctx.shard)
 
     def _placed(self, qkv: jax.Array, ctx: Context) -> jax.Array:

@@ -22,7 +22,7 @@ from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import Linear, Matmul, matmul, norm_of, soft_cap
 from orca_jax.model.rotation import Rotation, rotation
 from orca_jax.model.shard import ALONE, Shard
-from orca_jax.model.weight import kind_of
+from orca_jax.model.weight import kind_of, model_dtype, rows_of
 
 
 def init_parameters(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> dict[str, Any]:
@@ -78,6 +78,7 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, parameters: Parameters, layers: range | None = None) -> None:
         self.config = config
+        self.dtype = model_dtype(parameters)
         layers = range(config.n_layers) if layers is None else layers
         first, last = layers.start == 0, layers.stop == config.n_layers
         project = config.embedding.size != config.hidden_size
@@ -124,13 +125,14 @@ class Transformer(nnx.Module):
 
     def _embedded(self, token_ids: jax.Array, shard: Shard) -> jax.Array:
         """The tokens' rows of the embedding, [T, E]."""
-        table = self.token_embedding[...]  # [V / n, E]
+        table = self.token_embedding.get_value()  # [V / n, E]
         if shard.n == 1:
-            x = table.at[token_ids].get(mode="clip")  # [T, E]
+            x = rows_of(table, token_ids, self.dtype)  # [T, E]
         else:
-            row = token_ids - shard.index * table.shape[0]
-            is_here = (row >= 0) & (row < table.shape[0])
-            x = shard.total(jnp.where(is_here[:, None], table.at[row].get(mode="clip"), 0))
+            n_here = jax.tree.leaves(table)[0].shape[0]  # in every form the vocabulary is the first axis
+            row = token_ids - shard.index * n_here
+            is_here = (row >= 0) & (row < n_here)
+            x = shard.total(jnp.where(is_here[:, None], rows_of(table, row, self.dtype), 0))
         if self.config.embedding.multiplier != 1.0:
             x = x * jnp.asarray(self.config.embedding.multiplier, x.dtype)
         return x
@@ -183,7 +185,7 @@ class Transformer(nnx.Module):
         """The logits [R, V] float32 from the last layer's output x [R, H]."""
         x = self.final_states(x, product)
         head = self.token_embedding if self.head is None else self.head.weight
-        logits = product(x, head[...])
+        logits = product(x, head.get_value())
         if self.head_bias is not None:
             logits = logits + self.head_bias[...]
         logits = shard.side_by_side(logits)[:, : self.config.vocab_size].astype(jnp.float32)

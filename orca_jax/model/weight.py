@@ -4,19 +4,63 @@ layers.Matmul is the one place that computes with weights, and it asks a FormedW
 is a families.weight_form.WeightForm, which says what is stored, and a subclass here with its products.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from orca_jax.families.mixtures.mxfp4 import BIAS, BLOCK, BLOCK_BYTES, Mxfp4
+from orca_jax.families.packed_form import Joined, PackedForm
 from orca_jax.families.parameters import Parameter
 from orca_jax.families.weight_form import Dense, HeldArray, WeightForm
-from orca_jax.model.packed import Grouped, packed_grouped
+from orca_jax.model.packed import Grouped, grouped_unpacked, packed_grouped
+from orca_jax.model.packed_weight import (
+    encoded_planes,
+    product_unpacked,
+    random_planes,
+    rounded,
+    unpacked,
+)
 
-Product = Callable[[Array, Array], Array]  # x [T, in] times a dense weight [*out, *in]: [T, out]
+# x [T, in], a form, the planes of a weight [*out, in], and the number of real tokens [1] (None: all) give
+# [T, out]; None if the form or the sizes are not supported.
+PackedProduct = Callable[[Array, PackedForm, Mapping[str, Array], Array | None], Array | None]
+# The same for groups of rows, of the given sizes [X], and a weight [X, *out, in].
+PackedGrouped = Callable[[Array, PackedForm, Mapping[str, Array], Array], Array | None]
+
+
+class Products(Protocol):
+    """The products that forms are computed with: layers.Matmul."""
+
+    def __call__(self, x: Array, weight: Array) -> Array:
+        """x [T, in] times a dense weight [*out, *in]: [T, out]."""
+        ...
+
+    @property
+    def grouped(self) -> Grouped:
+        """layers.grouped_matmul with dense weights."""
+        ...
+
+    @property
+    def packed(self) -> PackedProduct | None:
+        """The product with packed weights; without it weights are unpacked first."""
+        ...
+
+    @property
+    def packed_grouped(self) -> PackedGrouped | None:
+        """The grouped product with packed weights."""
+        ...
+
+    @property
+    def n_tokens(self) -> Array | None:
+        """The number of real tokens, [1] int32; None if all are."""
+        ...
+
 
 _KINDS: dict[type, type["FormedWeight"]] = {}
 
@@ -44,13 +88,17 @@ class FormedWeight:
         form, names = aux
         return cls(form, dict(zip(names, children, strict=True)))
 
-    def product(self, x: Array, dense: Product) -> Array:
-        """x [T, in] times this weight [*out, *in]: [T, out]. `dense` multiplies by a dense weight."""
+    def product(self, x: Array, products: Products) -> Array:
+        """x [T, in] times this weight [*out, *in]: [T, out]; `products` multiplies by dense weights."""
         raise AssertionError(f"{self.form} is not for linear layers")
 
-    def by_expert(self, x: Array, sizes: Array, grouped: Grouped) -> Array:
-        """layers.grouped_matmul with this weight [X, *out, in]; `grouped` multiplies by dense ones."""
+    def by_expert(self, x: Array, sizes: Array, products: Products) -> Array:
+        """layers.grouped_matmul with this weight [X, *out, in]."""
         raise AssertionError(f"{self.form} is not for experts")
+
+    def rows(self, at: Array, dtype: DTypeLike) -> Array:
+        """The dense rows `at` [T] of a table [V, E] in `dtype`: [T, E]; `at` is clipped to its rows."""
+        raise AssertionError(f"{self.form} is not for embeddings")
 
     @classmethod
     def encoded(cls, form: WeightForm, dense: Array, n_in: int) -> "FormedWeight":
@@ -66,10 +114,11 @@ class FormedWeight:
 class PackedExperts(FormedWeight, form=Mxfp4):
     """Experts [X, *out, in] in MXFP4."""
 
-    def by_expert(self, x: Array, sizes: Array, grouped: Grouped) -> Array:
+    def by_expert(self, x: Array, sizes: Array, products: Products) -> Array:
         """Multiply by the experts, unpacked as they are needed."""
         packed = self.arrays["packed"]
-        return packed_grouped(x, packed.reshape(packed.shape[0], -1, packed.shape[-1]), sizes, grouped)
+        packed = packed.reshape(packed.shape[0], -1, packed.shape[-1])
+        return packed_grouped(x, packed, sizes, products.grouped)
 
     @classmethod
     def drawn(
@@ -80,6 +129,110 @@ class PackedExperts(FormedWeight, form=Mxfp4):
         is_number = jnp.arange(shape[-1]) < shape[-1] // BLOCK_BYTES * (BLOCK // 2)
         bits = jnp.where(is_number, jax.random.bits(key, shape, jnp.uint8), jnp.uint8(BIAS - 7))
         return cls(form, {"packed": bits})
+
+
+class PackedWeight(FormedWeight, form=PackedForm):
+    """A weight [*out, in] in planes."""
+
+    form: PackedForm
+
+    def product(self, x: Array, products: Products) -> Array:
+        """x [T, in] times this weight: [T, out]."""
+        if products.packed is not None:
+            y = products.packed(x, self.form, self.arrays, products.n_tokens)
+            if y is not None:
+                return y
+        return product_unpacked(x, self.form, self.arrays, products)
+
+    def by_expert(self, x: Array, sizes: Array, products: Products) -> Array:
+        """layers.grouped_matmul with this weight [X, *out, in]."""
+        if products.packed_grouped is not None:
+            y = products.packed_grouped(x, self.form, self.arrays, sizes)
+            if y is not None:
+                return y
+        if self.form.integer_inputs:
+            x = rounded(x)
+
+        def experts(at: Array) -> Array:
+            planes = {name: plane[at] for name, plane in self.arrays.items()}
+            found = unpacked(self.form, planes, x.dtype)
+            return found.reshape(*at.shape, -1, found.shape[-1])
+
+        n_out = math.prod(self.arrays["codes"].shape[1:-1])
+        return grouped_unpacked(x, experts, n_out, sizes, products.grouped)
+
+    def rows(self, at: Array, dtype: DTypeLike) -> Array:
+        """The dense rows `at` [T] of a table [V, E]."""
+        planes = {name: plane.at[at].get(mode="clip") for name, plane in self.arrays.items()}
+        return unpacked(self.form, planes, dtype)
+
+    @classmethod
+    def encoded(cls, form: Any, dense: Array, n_in: int) -> "PackedWeight":
+        """Round a dense weight to the nearest numbers of the form; scales fit the greatest number."""
+        return cls(form, encoded_planes(form, dense))
+
+    @classmethod
+    def drawn(cls, form: Any, parameter: Parameter, key: Array, dense: Callable[[], Array]) -> "PackedWeight":
+        """A random weight: rounded dense numbers where the form allows it, else random codes."""
+        if form.fixed is None and form.zero != "zeros":
+            return cls.encoded(form, dense(), parameter.n_in)
+        return cls(form, random_planes(form, parameter.shape, key))
+
+
+class JoinedWeight(FormedWeight, form=Joined):
+    """A weight whose first axis has parts in several forms."""
+
+    form: Joined
+
+    def parts(self) -> list[Any]:
+        """The weight of each form."""
+        found: list[Any] = []
+        for i, form in enumerate(self.form.forms):
+            own = {
+                name.partition(".")[2]: array
+                for name, array in self.arrays.items()
+                if name.partition(".")[0] == str(i)
+            }
+            found.append(own[""] if isinstance(form, Dense) else kind_of(form)(form, own))
+        return found
+
+    def product(self, x: Array, products: Products) -> Array:
+        """The parts' products, side by side."""
+        y = [
+            part.product(x, products) if isinstance(part, FormedWeight) else products(x, part)
+            for part in self.parts()
+        ]
+        return jnp.concatenate(y, axis=1)
+
+    @classmethod
+    def encoded(cls, form: Any, dense: Array, n_in: int) -> "JoinedWeight":
+        """Encode each part in its form."""
+        arrays: dict[str, Array] = {}
+        first, n = 0, dense.shape[0] - len(form.forms) + 1
+        for i, own in enumerate(form.forms):
+            part = dense[first : first + n]
+            first, n = first + n, 1
+            if isinstance(own, Dense):
+                arrays[str(i)] = part
+            else:
+                encoded = kind_of(own).encoded(own, part, n_in)
+                arrays |= {f"{i}.{name}": array for name, array in encoded.arrays.items()}
+        return cls(form, arrays)
+
+    @classmethod
+    def drawn(cls, form: Any, parameter: Parameter, key: Array, dense: Callable[[], Array]) -> "JoinedWeight":
+        """A random weight of each form."""
+        arrays: dict[str, Array] = {}
+        first, n = 0, parameter.shape[0] - len(form.forms) + 1
+        for i, own in enumerate(form.forms):
+            at, first, n = slice(first, first + n), first + n, 1
+            part = replace(parameter, shape=(at.stop - at.start, *parameter.shape[1:]), form=own)
+            if isinstance(own, Dense):
+                arrays[str(i)] = dense()[at]
+            else:
+                made = kind_of(own).drawn(own, part, jax.random.fold_in(key, i), lambda at=at: dense()[at])
+                arrays |= {f"{i}.{name}": array for name, array in made.arrays.items()}
+        return cls(form, arrays)
 
 
 def kind_of(form: WeightForm) -> type[FormedWeight]:
@@ -93,6 +246,13 @@ def held(parameter: Parameter, dtype: Any, make: Callable[[HeldArray], Any]) -> 
     if isinstance(form, Dense):
         return make(arrays[""])
     return kind_of(form)(form, {name: make(array) for name, array in arrays.items()})
+
+
+def rows_of(table: Any, at: Array, dtype: DTypeLike) -> Array:
+    """The rows `at` [T] of a table [V, E] in any form; `at` is clipped to its rows."""
+    if isinstance(table, FormedWeight):
+        return table.rows(at, dtype)
+    return table.at[at].get(mode="clip")
 
 
 def model_dtype(parameters: Mapping[str, Any]) -> Any:

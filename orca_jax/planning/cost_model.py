@@ -187,7 +187,8 @@ def operations(
     result: list[Operation] = []
     if layers.start == 0:
         # Read a row of each table per token, and write the sum.
-        n_embed_bytes = weight_bytes * sums.n_tokens * (sum(stage.tables) + model.hidden_size)
+        n_embed_bytes = weight_bytes * sums.n_tokens * model.hidden_size
+        n_embed_bytes += sums.n_tokens * sum(table.row_bytes(weight_bytes) for table in stage.tables)
         n_embed_flops = sums.n_tokens * model.hidden_size * (len(stage.tables) - 1)
         result.append(Operation("embed", n_embed_bytes, n_embed_flops))
         result += [linear(product, sums.n_tokens) for product in stage.before]
@@ -198,9 +199,10 @@ def operations(
         n_operations = len(products) + sum(product.takes_attention for product in products)
         result[-n_operations:] = layer(products, window, last=True)
         result += [linear(product, sums.n_rows) for product in stage.after]
-        local_vocab, n_in = stage.head
+        local_vocab, n_in = stage.head.local_shape(n_shards)
         n_logit_bytes = LOGIT_BYTES * sums.n_rows * local_vocab
-        n_head_bytes = weight_bytes * n_in * (local_vocab + sums.n_rows) + n_logit_bytes
+        n_head_bytes = stage.head.n_bytes(n_shards, weight_bytes) + weight_bytes * n_in * sums.n_rows
+        n_head_bytes += n_logit_bytes
         result.append(Operation("head", n_head_bytes, 2 * sums.n_rows * n_in * local_vocab))
         vocab = model.padded_vocab_size  # each device samples from all logits
         result.append(Operation("sampler", LOGIT_BYTES * sums.n_rows * vocab, sums.n_rows * vocab))
@@ -218,8 +220,9 @@ def linear_operation(product: "_Product", n_tokens: int, *, weight_bytes: int) -
         n_rows *= product.experts.top_k * product.share
         n_read = product.experts.expected_hit(n_tokens) * product.share
     n_activations = n_rows * (product.n_in + product.n_out)
-    size = product.n_out, product.n_in
-    each = form_bytes(product.form, size, 1, weight_bytes) / math.prod(size)  # the few biases count alike
+    shape = product.shape
+    n_bytes = form_bytes(product.form, shape, product.n_inner, weight_bytes)
+    each = n_bytes / math.prod(shape)  # the few biases count alike
     n_bytes = each * n_read * product.n_weights + weight_bytes * n_activations
     return Operation("linear", n_bytes, 2 * n_rows * product.n_in * product.n_out)
 
@@ -228,7 +231,8 @@ class _Product(NamedTuple):
     """A linear operation on one device, or one expert's; `n_weights` includes the bias.
 
     In latent attention the matrix that makes keys and values (`expands`) multiplies the queries and results,
-    or in the plain form all tokens of the context. `share` is the fraction of the experts on the device.
+    or in the plain form all tokens of the context. `share` is the fraction of the experts on the device. The
+    matrix has `shape`, whose last `n_inner` axes are inputs, in `form`.
     """
 
     n_in: int
@@ -241,22 +245,24 @@ class _Product(NamedTuple):
     of_queries: bool = False  # computed only for the tokens that are queries
     expands: bool = False
     form: WeightForm = DENSE
+    shape: tuple[int, ...] = ()
+    n_inner: int = 1
 
 
 class _StageProducts(NamedTuple):
     """The matrices of a stage on one device.
 
-    `tables` are the widths of the embedding tables. `layers` groups equal neighbouring layers: products,
-    window and count. `head` is [vocabulary on this device, in]. `encoder_tables` and `encoder` are the
+    `tables` are the embedding tables. `layers` groups equal neighbouring layers: products,
+    window and count. `head` is the head's matrix. `encoder_tables` and `encoder` are the
     encoder's; `cross` are the products that make keys and values for cross attention, with their counts.
     """
 
-    tables: tuple[int, ...]
+    tables: tuple[Parameter, ...]
     before: tuple[_Product, ...]
     layers: tuple[tuple[tuple[_Product, ...], int | None, int], ...]
     after: tuple[_Product, ...]
-    head: tuple[int, int] | None
-    encoder_tables: tuple[int, ...] = ()
+    head: Parameter | None
+    encoder_tables: tuple[Parameter, ...] = ()
     encoder: tuple[tuple[tuple[_Product, ...], int], ...] = ()
     cross: tuple[tuple[_Product, int], ...] = ()
 
@@ -270,7 +276,14 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
         n_out, n_in = parameter.local_stacked_shape(n_shards)
         n_biases = 0 if bias is None else math.prod(bias.local_shape(n_shards))
         return _Product(
-            n_in, n_out, n_in * n_out + n_biases, parameter.takes_attention, crosses, form=parameter.form
+            n_in,
+            n_out,
+            n_in * n_out + n_biases,
+            parameter.takes_attention,
+            crosses,
+            form=parameter.form,
+            shape=parameter.local_shape(n_shards),
+            n_inner=parameter.n_in,
         )
 
     def of_expert(parameter: Parameter, bias: Parameter | None, experts: Experts) -> _Product:
@@ -278,7 +291,10 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
         n_out = math.prod(outs)
         n_weights = n_in * n_out + (n_out if bias is not None else 0)
         share = n_experts / experts.number
-        return _Product(n_in, n_out, n_weights, False, False, experts, share, form=parameter.form)
+        shape = (*outs, n_in)
+        return _Product(
+            n_in, n_out, n_weights, False, False, experts, share, form=parameter.form, shape=shape
+        )
 
     def of_layer(parameters: Mapping[str, Parameter], experts: Experts | None) -> dict[str, _Product]:
         found: dict[str, _Product] = {}
@@ -295,10 +311,10 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
     def projections(stage: Stage) -> tuple[_Product, ...]:
         return tuple(product(one) for one in outside.values() if one.use == "linear" and one.stage == stage)
 
-    def tables(*, encoder: bool) -> tuple[int, ...]:
-        """The widths of the token embedding and of the encoder's or decoder's position embedding."""
+    def tables(*, encoder: bool) -> tuple[Parameter, ...]:
+        """The token embedding, and the encoder's or decoder's position embedding."""
         return tuple(
-            one.shape[1]
+            one
             for name, one in outside.items()
             if one.use == "embedding" and (name == TOKEN_EMBEDDING or name.startswith(ENCODER) is encoder)
         )
@@ -318,8 +334,7 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
     encoder = [[*group] for _, group in groupby(encoder_layers_of(model, layers), lambda i: read[i])]
     head = None
     if layers.stop == model.n_layers:
-        local_vocab, n_in = (outside.get(HEAD) or outside[TOKEN_EMBEDDING]).local_shape(n_shards)
-        head = local_vocab, n_in
+        head = outside.get(HEAD) or outside[TOKEN_EMBEDDING]
     return _StageProducts(
         tables=tables(encoder=False),
         before=projections("first"),
@@ -413,7 +428,8 @@ def encoder_operations(
     )
     result: list[Operation] = []
     if layers.start == 0 and stage.encoder:
-        n_embed_bytes = weight_bytes * n_tokens * (sum(stage.encoder_tables) + model.hidden_size)
+        n_embed_bytes = weight_bytes * n_tokens * model.hidden_size
+        n_embed_bytes += n_tokens * sum(table.row_bytes(weight_bytes) for table in stage.encoder_tables)
         n_embed_flops = n_tokens * model.hidden_size * (len(stage.encoder_tables) - 1)
         result.append(Operation("embed", n_embed_bytes, n_embed_flops))
     for products, count in stage.encoder:

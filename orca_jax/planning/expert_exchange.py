@@ -52,7 +52,9 @@ def exchangeable(layer: Layer, n_devices: int) -> bool:
     own = layer.feed_forward
     if own.experts is None or own.experts.shared_size is not None or layer.cross is not None:
         return False
-    return n_devices > 1 and whole_experts(own.size, own.experts.number, n_devices, packed=own.experts.packed)
+    return n_devices > 1 and whole_experts(
+        own.size, own.experts.number, n_devices, packed=layer.has_whole_experts
+    )
 
 
 def exchange_seconds(

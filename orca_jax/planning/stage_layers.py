@@ -1,8 +1,9 @@
 """The split of a model's layers into stages (ORCA 4.1, Figure 6: inter- and intra-layer parallelism)."""
 
 from orca_jax.config import ParallelConfig
-from orca_jax.errors import ConfigError
+from orca_jax.errors import ConfigError, UnevenBlocks
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import layer_parameters
 from orca_jax.planning.expert_exchange import exchangeable
 
 
@@ -30,6 +31,12 @@ def check_split(config: ModelConfig, parallel: ParallelConfig) -> None:
             f"tensor_parallel is {n_devices}, but the model's {problem} is not a multiple of it; "
             f"{', '.join(map(str, tensor_degrees(config, config.n_heads)))} split it evenly"
         )
+    problem = _uneven_blocks(config, n_devices)
+    if problem is not None:
+        raise UnevenBlocks(
+            f"tensor_parallel is {n_devices}, but {problem}; "
+            f"{', '.join(map(str, tensor_degrees(config, config.n_heads)))} split the model at whole blocks"
+        )
     if parallel.expert_exchange == "exchange" and not any(
         exchangeable(layer, n_devices) for layer in config.layers
     ):
@@ -42,7 +49,7 @@ def check_split(config: ModelConfig, parallel: ParallelConfig) -> None:
 
 def tensor_degrees(config: ModelConfig, most: int) -> list[int]:
     """The numbers of devices, up to `most`, over which the model's layers can be split."""
-    return [n for n in range(1, most + 1) if _uneven(config, n) is None]
+    return [n for n in range(1, most + 1) if _uneven(config, n) is None and _uneven_blocks(config, n) is None]
 
 
 def _uneven(config: ModelConfig, n_devices: int) -> str | None:
@@ -57,6 +64,24 @@ def _uneven(config: ModelConfig, n_devices: int) -> str | None:
             return f"ffn_size {each.size}" + (f", or its n_experts {experts.number}," if experts else "")
         if experts is not None and experts.shared_size is not None and experts.shared_size % n_devices:
             return f"shared_size {experts.shared_size}"
+    return None
+
+
+def _uneven_blocks(config: ModelConfig, n_devices: int) -> str | None:
+    """A weight whose inputs `n_devices` devices cannot share at whole blocks; None if there is none."""
+    if n_devices == 1:
+        return None
+    for layer in dict.fromkeys(config.layers):
+        if not layer.forms:
+            continue
+        for name, one in layer_parameters(config, config.layers.index(layer)).items():
+            n_in, multiple = one.shape[-1], one.form.multiple
+            is_split = one.split_axis(n_devices) == len(one.shape) - 1
+            if multiple > 1 and is_split and n_in % (n_devices * multiple):
+                return (
+                    f"the {n_in} inputs of {name} are packed in blocks of {multiple}, of which each device "
+                    "needs the same number"
+                )
     return None
 
 

@@ -201,7 +201,7 @@ def _elements_of_feed_forward(hidden: int, layer: Layer, n_devices: int, *, cpu:
     if feed_forward.experts is not None:
         # A row for each expert of a token: its input or its result, and the values in between.
         experts = feed_forward.experts
-        if whole_experts(feed_forward.size, experts.number, n_devices, packed=experts.packed):
+        if whole_experts(feed_forward.size, experts.number, n_devices, packed=layer.has_whole_experts):
             size, product = size * n_devices, product * n_devices
         middle = size if feed_forward.gated or cpu else 0
         taken = product + max(hidden, middle)

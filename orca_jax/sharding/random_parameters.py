@@ -55,6 +55,12 @@ def with_repeated_heads(value: jax.Array, parameter: Parameter, attention: Atten
     return in_order_of_heads(value, parameter, heads, size_of_heads(parameter, attention))
 
 
+def with_flat_heads(value: jax.Array, parameter: Parameter, attention: Attention) -> jax.Array:
+    """Arrange the inputs of `value` [H, G, K D] in a checkpoint's order of heads, [H, K G D]."""
+    by_head = value.reshape(*value.shape[:2], -1, size_of_heads(parameter, attention))
+    return by_head.swapaxes(1, 2).reshape(len(value), -1)
+
+
 def in_order_of_heads(value: jax.Array, parameter: Parameter, heads: np.ndarray, size: int) -> jax.Array:
     """Arrange `heads` [slices, K] of `value`, each of `size` elements, as the parameter's slices.
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.errors import EngineError, install_line
-from orca_jax.families.config_json import config_to_json
+from orca_jax.families.config_json import config_to_json, forms_to_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import CPU
 from orca_jax.workers.json_child import ChildSilent, JsonChild
@@ -50,7 +50,7 @@ def ask_memory(question: MemoryQuestion, seconds: float) -> tuple[int, ...]:
     if question.device != CPU and not any(map(find_spec, _PLUGINS)):
         raise NoAnswer(f"no CUDA plugin for JAX is installed: {install_line('cuda')}")
     answer = _ask(
-        asdict(question) | {"model": config_to_json(question.model)},
+        asdict(question) | {"model": config_to_json(question.model), "forms": forms_to_json(question.model)},
         seconds,
         {"JAX_NUM_CPU_DEVICES": str(question.parallel.n_devices)},
     )

@@ -50,7 +50,7 @@ def _pairs() -> npt.NDArray[np.uint32]:
 class Mxfp4:
     """The form of experts that stay in MXFP4: each row has its numbers, two in a byte, then their scales."""
 
-    stored: bool = True
+    flat_inputs: bool = False
     multiple: int = BLOCK
     fixed: str | None = (
         "weights cannot be replaced while experts are packed in MXFP4; load the model without "

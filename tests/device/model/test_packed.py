@@ -54,6 +54,12 @@ def as_dense(value: Any) -> np.ndarray:
     return by_numpy(np.asarray(value.arrays["packed"])) if isinstance(value, PackedExperts) else value
 
 
+def multiplied(product: Any, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """A product of rows by experts, which are unpacked as they are needed."""
+    more = {"n_out": weight.shape[1]} if product is unpack_one_by_one else {}
+    return product(x, sizes, experts=lambda at: unpacked(weight[at], x.dtype), grouped=grouped_matmul, **more)
+
+
 def padded(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.pad(value, [(0, n - m) for n, m in zip(shape, value.shape, strict=True)])
 
@@ -76,9 +82,7 @@ def test_the_products_equal_those_of_unpacked_weights(product: Any, sizes: list[
     weight = drawn((4, 6, 34), 1)
     x = jax.random.normal(jax.random.key(0), (9, 64))
     x = x.at[sum(sizes) :].set(jnp.nan)
-    found = jax.jit(lambda *each: product(*each, grouped=grouped_matmul))(
-        x, weight, jnp.array(sizes, jnp.int32)
-    )
+    found = jax.jit(lambda *each: multiplied(product, *each))(x, weight, jnp.array(sizes, jnp.int32))
     expected, at = np.zeros((9, 6)), 0
     for own, size in zip(by_numpy(weight), sizes, strict=True):
         expected[at : at + size] = np.asarray(x)[at : at + size].astype(np.float64) @ own.T
@@ -89,7 +93,7 @@ def test_the_products_equal_those_of_unpacked_weights(product: Any, sizes: list[
 def test_few_rows_unpack_few_experts() -> None:
     weight, sizes = jax.ShapeDtypeStruct((128, 6, 34), jnp.uint8), jax.ShapeDtypeStruct((128,), jnp.int32)
     x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
-    text = str(jax.make_jaxpr(lambda *each: unpack_at_once(*each, grouped=grouped_matmul))(x, weight, sizes))
+    text = str(jax.make_jaxpr(lambda *each: multiplied(unpack_at_once, *each))(x, weight, sizes))
     assert "f32[4,6,64]" in text and "f32[128,6,64]" not in text
 
 
@@ -227,7 +231,7 @@ def test_weights_that_cannot_stay_packed_are_refused(tmp_path: Path) -> None:
 
 def test_the_products_lower_for_a_gpu() -> None:
     def product(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-        return unpack_at_once(x, weight, sizes, grouped_matmul)
+        return multiplied(unpack_at_once, x, weight, sizes)
 
     arrays = [
         jax.ShapeDtypeStruct((8, 64), jnp.bfloat16),

@@ -4,7 +4,7 @@ The expected results are those of the dense reference with the weights that NumP
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,10 +18,10 @@ from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import parameter_table, stage_bytes
+from orca_jax.families.parameters import packable_weights, parameter_table, stage_bytes
 from orca_jax.families.weight_form import HeldArray
 from orca_jax.launch.local_memory import LocalMemory
-from orca_jax.model.weight import FormedWeight, Product
+from orca_jax.model.weight import FormedWeight, Products
 from orca_jax.model.weight import held as as_held
 from orca_jax.planning.sizes import engine_shape
 from orca_jax.request.request import Request
@@ -40,7 +40,7 @@ SERVING = ServingConfig(max_batch_size=4, n_slots=256, max_batch_tokens=64)
 class Int8:
     """The form: numbers from -64 to 64, and float32 scales, one for all inputs of an output."""
 
-    stored: bool = False
+    flat_inputs: bool = False
     multiple: int = 1
     fixed: str | None = None
 
@@ -55,8 +55,8 @@ class Int8:
 class Int8Weight(FormedWeight, form=Int8):
     """The form's products."""
 
-    def product(self, x: jax.Array, dense: Product) -> jax.Array:
-        y = dense(x, self.arrays["numbers"].astype(x.dtype))
+    def product(self, x: jax.Array, products: Products) -> jax.Array:
+        y = products(x, self.arrays["numbers"].astype(x.dtype))
         return (y * self.arrays["scales"].reshape(-1)).astype(x.dtype)
 
     @classmethod
@@ -69,6 +69,13 @@ class Int8Weight(FormedWeight, form=Int8):
 
 
 INT8 = Int8()
+
+
+def formed(model: ModelConfig) -> ModelConfig:
+    """The model with its layers' matrices in the form."""
+    return model.with_forms(
+        {name: INT8 for name, one in packable_weights(model).items() if one.use == "linear"}
+    )
 
 
 def quantised(dense: np.ndarray, n_in: int) -> tuple[np.ndarray, np.ndarray]:
@@ -111,12 +118,12 @@ def device_bytes(arrays: Any) -> int:
 @pytest.mark.parametrize(("n_stages", "tensor"), [(1, 1), (1, 2), (2, 1)])
 def test_it_is_loaded_split_counted_and_computed(n_stages: int, tensor: int) -> None:
     dense = load_checkpoint(CHECKPOINT, dtype=jnp.float32)
-    model = replace(dense.config, linear_form=INT8).for_devices(tensor)
+    model = formed(dense.config).for_devices(tensor)
     parts = stages(n_stages, tensor, model)
     loaded = load_checkpoint(
         CHECKPOINT,
         dtype=jnp.float32,
-        linear_form=INT8,
+        forms=model.weight_forms,
         vocab_multiple=model.vocab_multiple,
         kv_repeats=model.attention.kv_repeats,
         placements=[part.placement(model) for part in parts],
@@ -138,28 +145,26 @@ def test_it_is_loaded_split_counted_and_computed(n_stages: int, tensor: int) -> 
     asked = requests()
     merged = {name: weight for own in loaded.stages for name, weight in own.items()}
     harness(model, merged, SERVING, buckets=(64,), parts=parts).run(asked)
-    reference = GreedyReference(
-        dense.config, rounded(replace(dense.config, linear_form=INT8), dense.parameters)
-    )
+    reference = GreedyReference(dense.config, rounded(formed(dense.config), dense.parameters))
     n_sure = sum(reference.sure(request) for request in asked)
     assert n_sure > 12
 
 
 def test_it_holds_a_quarter_of_the_dense_bytes() -> None:
     model = load_checkpoint(CHECKPOINT, dtype=jnp.float32).config
-    formed = replace(model, linear_form=INT8)
-    n = sum(np.prod(one.shape) for one in parameter_table(formed).values() if one.form == INT8)
+    with_form = formed(model)
+    n = sum(np.prod(one.shape) for one in parameter_table(with_form).values() if one.form == INT8)
     n_out = sum(
-        np.prod(one.shape[: -one.n_in]) for one in parameter_table(formed).values() if one.form == INT8
+        np.prod(one.shape[: -one.n_in]) for one in parameter_table(with_form).values() if one.form == INT8
     )
-    dense, packed = (stage_bytes(one, range(one.n_layers), 1, 4) for one in (model, formed))
+    dense, packed = (stage_bytes(one, range(one.n_layers), 1, 4) for one in (model, with_form))
     assert dense - packed == 3 * n - 4 * n_out
 
 
 @pytest.mark.matrix(but=["2"])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_it_is_updated_and_sleeps(tensor: int) -> None:
-    model = replace(load_checkpoint(CHECKPOINT, dtype=jnp.float32).config, linear_form=INT8)
+    model = formed(load_checkpoint(CHECKPOINT, dtype=jnp.float32).config)
     old, new = (drawn(model, seed) for seed in (1, 2))
     held = model.for_devices(tensor)
     (part,) = stages(1, tensor, held)
