@@ -1,9 +1,11 @@
 """The split of a model's layers into stages (ORCA 4.1, Figure 6: inter- and intra-layer parallelism)."""
 
+from functools import lru_cache
+
 from orca_jax.config import ParallelConfig
 from orca_jax.errors import ConfigError, UnevenBlocks
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import layer_parameters
+from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.planning.expert_exchange import exchangeable
 
 
@@ -69,20 +71,25 @@ def _uneven(config: ModelConfig, n_devices: int) -> str | None:
 
 def _uneven_blocks(config: ModelConfig, n_devices: int) -> str | None:
     """A weight whose inputs `n_devices` devices cannot share at whole blocks; None if there is none."""
-    if n_devices == 1:
-        return None
-    for layer in dict.fromkeys(config.layers):
-        if not layer.forms:
-            continue
-        for name, one in layer_parameters(config, config.layers.index(layer)).items():
-            n_in, multiple = one.shape[-1], one.form.multiple
-            is_split = one.split_axis(n_devices) == len(one.shape) - 1
-            if multiple > 1 and is_split and n_in % (n_devices * multiple):
-                return (
-                    f"the {n_in} inputs of {name} are packed in blocks of {multiple}, of which each device "
-                    "needs the same number"
-                )
+    for one, name in _packed_weights(config).items():
+        n_in, multiple = one.shape[-1], one.form.multiple
+        is_split = one.split_axis(n_devices) == len(one.shape) - 1
+        if is_split and n_in % (n_devices * multiple):
+            return (
+                f"the {n_in} inputs of {name} are packed in blocks of {multiple}, of which each device needs "
+                "the same number"
+            )
     return None
+
+
+@lru_cache(maxsize=64)
+def _packed_weights(config: ModelConfig) -> dict[Parameter, str]:
+    """The distinct weights whose inputs are in blocks, each with the name of the first that equals it."""
+    found: dict[Parameter, str] = {}
+    for name, one in parameter_table(config).items() if config.weight_forms else ():
+        if one.form.multiple > 1:
+            found.setdefault(one, name)
+    return found
 
 
 def split_summary(n_layers: int, parallel: ParallelConfig) -> str:

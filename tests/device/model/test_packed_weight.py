@@ -301,7 +301,7 @@ def test_blocks_that_devices_cannot_share_are_refused() -> None:
     model = formed(model_of({**LLAMA, "intermediate_size": 1536}), Q4_K)
     check_split(model, ParallelConfig(tensor_parallel=2))
     with pytest.raises(
-        UnevenBlocks, match=r"the 1536 inputs of down\.weight .* 256, .*; 1, 2 split"
+        UnevenBlocks, match=r"the 1536 inputs of layers\.0\.down\.weight .* 256, .*; 1, 2 split"
     ) as caught:
         check_split(
             formed(model_of({**LLAMA, "head_dim": 128, "intermediate_size": 1536}), Q4_K),
