@@ -166,8 +166,9 @@ def find_parameters(
     dense numbers. Raises a CheckpointError, or ConfigError for a model without experts to pack.
     """
     if is_gguf(directory):
-        model, parts = gguf_checkpoint.find_parameters(directory, kv_repeats)
-        return model, dict(parts)
+        if packed:
+            raise UnsupportedModel(f"{shown(directory)} is a GGUF file, which is held as it is stored")
+        return gguf_checkpoint.find_parameters(directory, kv_repeats, forms)
     if is_orbax(directory):
         if packed or read_description(directory).model.has_packed_experts:
             raise UnsupportedModel(f"{shown(directory)} is an Orbax checkpoint, which has no packed experts")

@@ -1,10 +1,11 @@
 """Finds our parameters in a GGUF file, and reads their numbers block by block.
 
 families/gguf_models.py says what the tensors are called and how they differ from a Hugging Face checkpoint's;
-gguf_planes.py has the types. Only the rows that are needed are read, some at a time.
+gguf_planes.py has the types. A weight that stays packed is read plane by plane. Only the rows that are needed
+are read, some at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,17 +13,20 @@ import ml_dtypes
 import numpy as np
 
 from orca_jax.checkpoint.array_view import halves
-from orca_jax.checkpoint.gguf_planes import split, unpacked
+from orca_jax.checkpoint.gguf_planes import plane, plane_of_block, split, unpacked
 from orca_jax.checkpoint.head_view import HeadView, stored_shapes
 from orca_jax.checkpoint.safetensors_reader import StoredTensor
-from orca_jax.checkpoint.shard_reader import Box, MadeOf, Parts, Stored, read_box
+from orca_jax.checkpoint.shard_reader import Box, MadeOf, Parts, Plane, Source, Stored, read_box
 from orca_jax.errors import TensorMismatch
+from orca_jax.families.attention_config import Attention
 from orca_jax.families.gguf_models import Architecture, read_architecture
 from orca_jax.families.hf_config import read_hf_config
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.packed_form import Joined
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.strict_json import shown
+from orca_jax.families.weight_form import Dense, WeightForm
 from orca_jax.gguf_file import BLOCKS, GgufFile, GgufTensor
 
 _FLOATS = {
@@ -30,18 +34,25 @@ _FLOATS = {
 }
 
 
-def find_parameters(path: Path, kv_repeats: int = 1) -> tuple[ModelConfig, dict[str, Parts]]:
+def find_parameters(
+    path: Path, kv_repeats: int = 1, forms: Mapping[str, WeightForm] | None = None
+) -> tuple[ModelConfig, dict[str, Source]]:
     """Find the model and the tensors of each parameter; all must be present and fit, and none left over.
 
-    The model has each K/V head `kv_repeats` times. Reads no weight. Raises a CheckpointError.
+    The model has each K/V head `kv_repeats` times, and its weights in `forms`, by default the file's. A
+    weight is read plane by plane where it stays in the file's form. Reads no weight. Raises a
+    CheckpointError.
     """
     file, hf_config = GgufFile(path), read_hf_config(path)
-    model, family = hf_config.model.with_kv_heads(kv_repeats), hf_config.family
-    tensors = _Tensors(file, read_architecture(file)[0], model)
-    parts = {
-        name: tensors.parts(parameter, family.stored_name(name, "", model, file.tensors))
-        for name, parameter in parameter_table(model).items()
-    }
+    family, stored = hf_config.family, hf_config.model.weight_forms
+    model = hf_config.model if forms is None else hf_config.model.with_forms(forms)
+    held = model.with_kv_heads(kv_repeats)
+    tensors = _Tensors(file, read_architecture(file)[0], held.attention)
+    found: dict[str, Source] = {}
+    for name, parameter in parameter_table(held).items():
+        wanted = family.stored_name(name, "", held, file.tensors)
+        as_stored = not isinstance(parameter.form, Dense) and parameter.form == stored.get(name)
+        found[name] = (tensors.planes if as_stored else tensors.numbers)(parameter, wanted)
     left = [name for name in file.tensors if name not in tensors.used and not family.is_buffer(name, "")]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -49,41 +60,83 @@ def find_parameters(path: Path, kv_repeats: int = 1) -> tuple[ModelConfig, dict[
             f"{shown(path)}: tensor '{shown(left[0])}'{more}: expected no such tensor in a model of "
             f"{family.title}; a model with this tensor computes something else"
         )
-    return hf_config.model, parts
+    return model, found
 
 
 class _Tensors:
     """The tensors of a file as parameters of its model; `used` has the names of those that were asked for."""
 
-    def __init__(self, file: GgufFile, architecture: Architecture, model: ModelConfig) -> None:
-        self._file, self._architecture, self._model = file, architecture, model
+    def __init__(self, file: GgufFile, architecture: Architecture, attention: Attention) -> None:
+        self._file, self._architecture, self._attention = file, architecture, attention
         self.used: set[str] = set()
 
-    def parts(self, parameter: Parameter, wanted: StoredName) -> Parts:
-        """How a parameter is read. Raises TensorMismatch."""
-        attention = self._model.attention
+    def numbers(self, parameter: Parameter, wanted: StoredName) -> Parts:
+        """How the numbers of a parameter are read. Raises TensorMismatch."""
+        views = self._views(parameter, wanted)
+        if self._architecture.shifted and parameter.use == "norm":
+            views = [replace(each, add=-1.0) for each in views]
+        if wanted.heads is not None:
+            return Parts((HeadView.of(views, parameter, wanted, self._attention),))
+        return self._stacked(views, parameter, wanted)
+
+    def planes(self, parameter: Parameter, wanted: StoredName) -> dict[str, Plane]:
+        """How each array of a parameter in the file's form is read. Raises TensorMismatch."""
+        views, form, n = self._views(parameter, wanted), parameter.form, parameter.shape[0]
+        if not isinstance(form, Joined):
+            return self._planes_of(form, slice(0, n), views, parameter, wanted)
+        first = n - len(form.forms) + 1
+        ends = range(first, n + 1)
+        found: dict[str, Plane] = {}
+        for i, (part, end) in enumerate(zip(form.forms, ends, strict=True)):
+            of_part = self._planes_of(part, slice(end - 1 if i else 0, end), views, parameter, wanted)
+            found |= {f"{i}.{name}" if name else str(i): plane for name, plane in of_part.items()}
+        return found
+
+    def _planes_of(
+        self,
+        form: WeightForm,
+        matrices: slice,
+        views: Sequence["GgufArray"],
+        parameter: Parameter,
+        wanted: StoredName,
+    ) -> dict[str, Plane]:
+        """The planes of a run of matrices along a parameter's first axis, which have the form `form`."""
+        shape = (matrices.stop - matrices.start, *parameter.shape[1:])
+        found: dict[str, Plane] = {}
+        for name, array in form.arrays(shape, 1, np.float32).items():
+            if wanted.heads is not None and not parameter.takes_attention:
+                whole = HeadView.of(views, parameter, wanted, self._attention)
+                places = whole.places[matrices]
+                mine = {place.tensor for heads in places for place in heads}
+                # The other tensors have another form, and no head of these matrices.
+                arrays = tuple(one.plane(name) if i in mine else one for i, one in enumerate(views))
+                only = next(iter(mine))
+                arrays = tuple(one if i in mine else arrays[only] for i, one in enumerate(arrays))
+                found[name] = Parts((replace(whole, tensors=arrays, shape=array.shape, places=places),))
+                continue
+            mine = views[matrices] if isinstance(parameter.form, Joined) else views
+            found[name] = self._stacked([one.plane(name) for one in mine], parameter, wanted)
+        return found
+
+    def _stacked(self, views: Sequence["GgufArray"], parameter: Parameter, wanted: StoredName) -> Parts:
+        if wanted.by_expert and len(views) > 1:
+            return Parts((ByExpert(tuple(views), parameter.shape[0]),))
+        return Parts(tuple(views))
+
+    def _views(self, parameter: Parameter, wanted: StoredName) -> list["GgufArray"]:
+        """The tensors of a parameter as matrices or vectors of numbers."""
         if wanted.by_expert:
-            return self._of_experts(parameter, wanted)
-        shapes = stored_shapes(parameter, wanted, attention)
+            number, *inner = parameter.shape
+            inner = inner[1:] if len(wanted.names) > 1 else inner
+            found = [self._view(name, (number, *inner)) for name in wanted.names]
+            return [replace(each, shape=(number * inner[0], *inner[1:])) for each in found]
+        shapes = stored_shapes(parameter, wanted, self._attention)
         found = [self._view(name, shape) for name, shape in zip(wanted.names, shapes, strict=True)]
         if self._architecture.paired and wanted.heads == "separate":
-            found[:2] = [replace(each, head_size=attention.head_size) for each in found[:2]]
-        if self._architecture.shifted and parameter.use == "norm":
-            found = [replace(each, add=-1.0) for each in found]
-        if wanted.heads is None:
-            return Parts(tuple(found))
-        return Parts((HeadView.of(found, parameter, wanted, attention),))
+            found[:2] = [replace(each, head_size=self._attention.head_size) for each in found[:2]]
+        return found
 
-    def _of_experts(self, parameter: Parameter, wanted: StoredName) -> Parts:
-        """One tensor [X, ...], or for gate and up two of them."""
-        number, *inner = parameter.shape
-        if len(wanted.names) == 2:
-            inner = inner[1:]
-        found = [self._view(name, (number, *inner)) for name in wanted.names]
-        stacked = [replace(each, shape=_merged(each.shape, parameter)) for each in found]
-        return Parts((stacked[0] if len(stacked) == 1 else ByExpert(tuple(stacked), number),))
-
-    def _view(self, name: str, shape: tuple[int, ...]) -> "GgufNumbers":
+    def _view(self, name: str, shape: tuple[int, ...]) -> "GgufArray":
         tensor = self._file.tensors.get(name)
         where = f"{shown(self._file.path)}: tensor '{shown(name)}'"
         if tensor is None:
@@ -96,34 +149,38 @@ class _Tensors:
                 f"{where}: expected shape {list(shape)} according to the metadata, found {list(tensor.shape)}"
             )
         self.used.add(name)
-        return GgufNumbers(tensor, shape)
-
-
-def _merged(shape: tuple[int, ...], parameter: Parameter) -> tuple[int, ...]:
-    """The shape with its experts merged into the rows of matrices, or the elements of vectors."""
-    first, second, *columns = shape
-    assert len(columns) == (parameter.use == "expert"), parameter
-    return (first * second, *columns)
+        return GgufArray(tensor, shape)
 
 
 @dataclass(frozen=True, slots=True)
-class GgufNumbers:
+class GgufArray:
     """The numbers of a tensor, as a vector or a matrix: in its own dtype, or unpacked to float32.
 
-    With a `head_size` its rows are heads whose halves are stored in pairs (Architecture.paired). `add` is
-    added to each number.
+    With `of` it is that plane of a matrix's blocks instead (gguf_planes.py). With a `head_size` rows are
+    heads whose halves are stored in pairs (Architecture.paired). `add` is added to each number.
     """
 
     tensor: GgufTensor
     shape: tuple[int, ...]
     head_size: int = 0
     add: float = 0.0
+    of: str = ""
+
+    def plane(self, name: str) -> "GgufArray":
+        """The plane of this name; the numbers for an empty one, as a dense part of a weight has it."""
+        if not name:
+            return self
+        per_block, _ = plane_of_block(self.tensor.type, name)
+        n_rows, n_inputs = self.shape
+        return replace(self, of=name, shape=(n_rows, n_inputs // BLOCKS[self.tensor.type][0] * per_block))
 
     def __str__(self) -> str:
         return f"{shown(self.tensor.path)}: tensor '{shown(self.tensor.name)}'"
 
     @property
     def element(self) -> np.dtype:
+        if self.of:
+            return plane_of_block(self.tensor.type, self.of)[1]
         return _FLOATS.get(self.tensor.type, np.dtype(np.float32))
 
     @property
@@ -151,15 +208,15 @@ class GgufNumbers:
             yield from self._bytes(kind, self.shape).pieces(((first, end), *columns))
             return
         block, n_bytes = BLOCKS[kind]
+        per_block = plane_of_block(kind, self.of)[0] if self.of else block
         # A vector is read whole: as one row of blocks.
-        n_columns = self.shape[-1]
         rows, (begin, stop) = ((first, end), columns[0]) if columns else ((0, 1), (first, end))
-        begin_block, stop_block = begin // block, -(-stop // block)
-        stored = self._bytes("U8", (-1, n_columns // block * n_bytes))
-        for row, piece in stored.pieces((rows, (begin_block * n_bytes, stop_block * n_bytes))):
-            numbers = unpacked(kind, split(kind, piece))
-            numbers = numbers[:, begin - begin_block * block : stop - begin_block * block]
-            yield row, numbers if columns else numbers[0]
+        low, high = begin // per_block, -(-stop // per_block)
+        stored = self._bytes("U8", (-1, self.tensor.shape[-1] // block * n_bytes))
+        for row, piece in stored.pieces((rows, (low * n_bytes, high * n_bytes))):
+            values = plane(kind, self.of, piece) if self.of else unpacked(kind, split(kind, piece))
+            values = values[:, begin - low * per_block : stop - low * per_block]
+            yield row, values if columns else values[0]
 
     def _bytes(self, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
         tensor = self.tensor

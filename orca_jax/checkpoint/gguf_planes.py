@@ -20,18 +20,21 @@ _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 _TWICE_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
-def split(kind: str, rows: Bytes) -> Planes:
-    """The planes of rows [n, bytes] of the type `kind`, each [n, ...]."""
+def plane(kind: str, name: str, rows: Bytes) -> np.ndarray:
+    """The plane `name` [n, ...] of rows [n, bytes] of the type `kind`."""
     _, n_bytes = BLOCKS[kind]
-    blocks = rows.reshape(len(rows), -1, n_bytes)
-    return {name: _flat(plane) for name, plane in _SPLIT[kind](blocks).items()}
+    return _flat(_PLANES[kind][name](rows.reshape(len(rows), -1, n_bytes)))
 
 
-def plane_widths(kind: str, n_inputs: int) -> Mapping[str, tuple[int, np.dtype]]:
-    """Each plane's elements in a row of `n_inputs`, and their dtype."""
-    block, n_bytes = BLOCKS[kind]
-    one = split(kind, np.zeros((1, n_bytes), np.uint8))
-    return {name: (plane.shape[1] * n_inputs // block, plane.dtype) for name, plane in one.items()}
+def split(kind: str, rows: Bytes) -> Planes:
+    """All planes of rows [n, bytes] of the type `kind`."""
+    return {name: plane(kind, name, rows) for name in _PLANES[kind]}
+
+
+def plane_of_block(kind: str, name: str) -> tuple[int, np.dtype]:
+    """A plane's elements in a block, and their dtype."""
+    one = plane(kind, name, np.zeros((1, BLOCKS[kind][1]), np.uint8))
+    return one.shape[1], one.dtype
 
 
 def unpacked(kind: str, planes: Mapping[str, np.ndarray]) -> npt.NDArray[np.float32]:
@@ -69,11 +72,6 @@ def _flat(plane: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(plane).reshape(len(plane), -1)
 
 
-def _halves(blocks: Bytes, at: int) -> np.ndarray:
-    """The float16 at byte `at` of each block."""
-    return np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")
-
-
 def _paired(numbers: Bytes) -> Bytes:
     """Nibbles [..., 32], as bytes of inputs j and j + 16."""
     return numbers[..., : _RUN // 2] | (numbers[..., _RUN // 2 :] << 4)
@@ -105,44 +103,49 @@ def _in_runs(bytes_: Bytes) -> Bytes:
     return _paired(np.concatenate([chunks & 15, chunks >> 4], axis=3))
 
 
-def _k_scales(blocks: Bytes) -> Planes:
-    return {"scales": blocks[..., 4:16], "super_scales": _halves(blocks, 0), "super_mins": _halves(blocks, 2)}
-
-
-def _q5_k(blocks: Bytes) -> Planes:
-    # Bit r of byte l is of input l of run r.
+def _ones_in_runs(blocks: Bytes) -> Bytes:
+    """The high bits of Q5_K: bit r of byte l is of input l of run r."""
     bits = (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8).reshape(8, 1)) & 1
-    high = np.packbits(bits, axis=3, bitorder="little")
-    return {"codes": _in_runs(blocks[..., 48:]), "high": high, **_k_scales(blocks)}
+    return np.packbits(bits, axis=3, bitorder="little")
 
 
-def _q6_k(blocks: Bytes) -> Planes:
-    # Each half of a block has 64 bytes of low and 32 of high bits for its four runs.
-    low, high = blocks[..., :128].reshape(*blocks.shape[:2], 2, 2, 32), blocks[..., 128:192]
-    low = np.concatenate([low & 15, low >> 4], axis=3)  # runs 0 and 1, then 2 and 3
-    pairs = high.reshape(*blocks.shape[:2], 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
-    eighths = (pairs & 3).reshape(*pairs.shape[:-1], 4, 8)
-    ours = eighths[..., 0, :] | eighths[..., 1, :] << 2 | eighths[..., 2, :] << 4 | eighths[..., 3, :] << 6
-    return {
-        "codes": _paired(low),
-        "high": ours,
-        "scales": np.ascontiguousarray(blocks[..., 192:208]).view(np.int8),
-        "super_scales": _halves(blocks, 208),
-    }
+def _low_of_q6_k(blocks: Bytes) -> Bytes:
+    """The low halves of Q6_K: 64 bytes have runs 0 and 1, then runs 2 and 3, for each half of a block."""
+    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 2, 32)
+    return _paired(np.concatenate([low & 15, low >> 4], axis=3))
 
 
-_SPLIT: Mapping[str, Callable[[Bytes], Planes]] = {
-    "Q4_0": lambda b: {"codes": b[..., 2:], "scales": _halves(b, 0)},
-    "Q4_1": lambda b: {"codes": b[..., 4:], "scales": _halves(b, 0), "mins": _halves(b, 2)},
-    "Q5_0": lambda b: {"codes": b[..., 6:], "high": b[..., 2:6], "scales": _halves(b, 0)},
-    "Q5_1": lambda b: {
-        **{"codes": b[..., 8:], "high": b[..., 4:8]},
-        **{"scales": _halves(b, 0), "mins": _halves(b, 2)},
+def _high_of_q6_k(blocks: Bytes) -> Bytes:
+    """The high bits of Q6_K: 32 bytes have two bits of each of four runs, for each half of a block."""
+    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
+    pairs = high >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1) & 3
+    eighths = pairs.reshape(*pairs.shape[:-1], 4, 8)
+    return eighths[..., 0, :] | eighths[..., 1, :] << 2 | eighths[..., 2, :] << 4 | eighths[..., 3, :] << 6
+
+
+def _bytes(first: int, end: int | None = None, dtype: Any = np.uint8) -> Callable[[Bytes], np.ndarray]:
+    """Bytes of each block as they are."""
+    return lambda blocks: np.ascontiguousarray(blocks[..., first:end]).view(dtype)
+
+
+def _half(at: int) -> Callable[[Bytes], np.ndarray]:
+    """The float16 at byte `at` of each block."""
+    return _bytes(at, at + 2, "<f2")
+
+
+_K_SCALES = {"scales": _bytes(4, 16), "super_scales": _half(0), "super_mins": _half(2)}
+_PLANES: Mapping[str, Mapping[str, Callable[[Bytes], np.ndarray]]] = {
+    "Q4_0": {"codes": _bytes(2), "scales": _half(0)},
+    "Q4_1": {"codes": _bytes(4), "scales": _half(0), "mins": _half(2)},
+    "Q5_0": {"codes": _bytes(6), "high": _bytes(2, 6), "scales": _half(0)},
+    "Q5_1": {"codes": _bytes(8), "high": _bytes(4, 8), "scales": _half(0), "mins": _half(2)},
+    "Q8_0": {"codes": _bytes(2, None, np.int8), "scales": _half(0)},
+    "Q4_K": {"codes": lambda blocks: _in_runs(blocks[..., 16:]), **_K_SCALES},
+    "Q5_K": {"codes": lambda blocks: _in_runs(blocks[..., 48:]), "high": _ones_in_runs, **_K_SCALES},
+    "Q6_K": {
+        **{"codes": _low_of_q6_k, "high": _high_of_q6_k},
+        **{"scales": _bytes(192, 208, np.int8), "super_scales": _half(208)},
     },
-    "Q8_0": lambda b: {"codes": np.ascontiguousarray(b[..., 2:]).view(np.int8), "scales": _halves(b, 0)},
-    "Q4_K": lambda b: {"codes": _in_runs(b[..., 16:]), **_k_scales(b)},
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "IQ4_NL": lambda b: {"codes": b[..., 2:], "scales": _halves(b, 0)},
-    "MXFP4": lambda b: {"codes": b[..., 1:], "scales": b[..., :1]},
+    "IQ4_NL": {"codes": _bytes(2), "scales": _half(0)},
+    "MXFP4": {"codes": _bytes(1), "scales": _bytes(0, 1)},
 }

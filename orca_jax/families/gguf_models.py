@@ -10,6 +10,7 @@ have 1 + w as the weights of norms (`shifted`), where a checkpoint has w. And th
 Phi-3's rotary frequencies are tensors, not numbers in the configuration.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,9 @@ import numpy as np
 
 from orca_jax.errors import BadModelConfig, CorruptFile, UnsupportedModel, closest
 from orca_jax.families.family import Family
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.packed_form import GGUF_FORMS, joined
+from orca_jax.families.parameters import packable_weights
 from orca_jax.families.stored_name import (
     StoredName,
     all_experts,
@@ -30,6 +34,7 @@ from orca_jax.families.stored_name import (
     stacked,
 )
 from orca_jax.families.strict_json import shown
+from orca_jax.families.weight_form import DENSE, WeightForm
 from orca_jax.gguf_file import GgufFile
 
 _LAYER = "blk.{i}."
@@ -234,6 +239,25 @@ def check_tokens(file: GgufFile, vocab_size: int) -> None:
             f"{file.path} disagrees with itself: token_embd.weight has {vocab_size} rows, {_TOKENIZER}tokens "
             f"has {tokens} tokens"
         )
+
+
+def weight_forms(file: GgufFile, family: Family, model: ModelConfig) -> dict[str, WeightForm]:
+    """The form of each weight that the file has packed; `family` has the file's names.
+
+    Experts of which gate and up have two types become dense, as does a matrix whose size does not fit the
+    metadata, which the reader of tensors then refuses.
+    """
+    found: dict[str, WeightForm] = {}
+    for name, parameter in packable_weights(model).items():
+        names = family.stored_name(name, "", model, file.tensors).names
+        tensors = [file.tensors[each] for each in names if each in file.tensors]
+        forms: list[WeightForm] = [GGUF_FORMS.get(tensor.type, DENSE) for tensor in tensors]
+        if len(tensors) < len(names) or (parameter.use == "expert" and len(set(forms)) > 1):
+            continue
+        form = forms[0] if parameter.use == "expert" else joined(forms)
+        if math.prod(parameter.shape[len(parameter.shape) - parameter.n_in :]) % form.multiple == 0:
+            found[name] = form
+    return found
 
 
 def _common(metadata: Metadata) -> dict[str, Any]:

@@ -15,7 +15,12 @@ from typing import Any
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint, UnsupportedModel
 from orca_jax.families.config_fields import DECODER_IDS, ConfigFields
 from orca_jax.families.family import Family
-from orca_jax.families.gguf_models import check_tokens, config_names, read_architecture
+from orca_jax.families.gguf_models import (
+    check_tokens,
+    config_names,
+    read_architecture,
+    weight_forms,
+)
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.strict_json import read_object, shown
@@ -96,7 +101,8 @@ def _read_gguf(path: Path) -> HFConfig:
     family, fields = FAMILIES[architecture.model_type], ConfigFields(path, values)
     model = _read_model(family, fields, config_names(file))
     check_tokens(file, model.vocab_size)
-    return HFConfig(path, architecture.named(family), model)
+    family = architecture.named(family)
+    return HFConfig(path, family, model.with_forms(weight_forms(file, family, model)))
 
 
 def _decoder_ids(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """GGUF files: each family's weights and shape are its checkpoint's, and each type's numbers are right."""
 
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from orca_jax.checkpoint.directory import load_checkpoint
+from orca_jax.checkpoint.directory import Checkpoint, load_checkpoint
 from orca_jax.checkpoint.gguf_planes import split, unpacked
 from orca_jax.errors import BadModelConfig, CheckpointError, TensorMismatch, UnsupportedModel
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.packed_form import GGUF_FORMS, joined
+from orca_jax.families.weight_form import DENSE
+from orca_jax.model import packed_weight
+from orca_jax.model.weight import JoinedWeight, PackedWeight
 from tests.device.checkpoint.tiny_checkpoint import write_json
 from tests.device.model.golden import DIRECTORY
 from tests.gguf_bytes import (
@@ -153,26 +158,91 @@ def test_the_numbers_of_a_block(kind: str, block: bytes, expected: list[float]) 
     np.testing.assert_array_equal(unpacked(kind, planes)[0], np.array(expected, np.float32))
 
 
+def _dense(values: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The numbers of a weight, packed or not."""
+    if isinstance(values, JoinedWeight):
+        parts = [_dense(part, ()) for part in values.parts()]
+        return np.concatenate(parts).reshape(shape)
+    if isinstance(values, PackedWeight):
+        values = packed_weight.unpacked(values.form, values.arrays, np.float32)
+    return np.asarray(values).reshape(shape or np.shape(values))
+
+
+def _assert_same_numbers(path: Path, expected: dict[str, Any], config: ModelConfig) -> None:
+    """A file's weights, as it has them and all dense, are these dense ones."""
+    packed, dense = load_checkpoint(path, dtype=np.float32), load_checkpoint(path, dtype=np.float32, forms={})
+    assert dense.config == config and packed.config.with_forms({}) == config
+    assert dense.parameters.keys() == packed.parameters.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(dense.parameters[name], values, err_msg=name)
+        found = packed.parameters[name]
+        if name.endswith("out.weight") and isinstance(found, PackedWeight):
+            heads = config.attention
+            values = np.asarray(values).reshape(len(values), heads.group, heads.n_kv_heads, heads.head_size)
+            values = values.swapaxes(1, 2).reshape(len(values), -1)
+        np.testing.assert_array_equal(_dense(found, values.shape), values, err_msg=name)
+
+
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *BLOCK_TYPES])
 def test_a_model_of_each_type(tmp_path: Path, kind: str) -> None:
     """The numbers are those of the same model in float32."""
     tensors = small_tensors(kind)
-    packed = _written(tmp_path / "packed.gguf", small_model(), tensors)
-    numbers = {
-        name: float_tensor(_numbers(one)) if len(one.shape) == 2 else one for name, one in tensors.items()
-    }
-    plain = _written(tmp_path / "plain.gguf", small_model(), numbers)
-    found = load_checkpoint(packed, dtype=np.float32).parameters
-    expected = load_checkpoint(plain, dtype=np.float32).parameters
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    path = _written(tmp_path / "packed.gguf", small_model(), tensors)
+    expected = _in_float32(tmp_path, tensors)
+    _assert_same_numbers(path, expected.parameters, expected.config)
+    forms = load_checkpoint(path, dtype=np.float32).config.weight_forms
+    assert [*forms.values()] == ([GGUF_FORMS[kind]] * 5 if kind in BLOCK_TYPES else [])
+
+
+def test_a_model_of_mixed_types(tmp_path: Path) -> None:
+    """Types that differ within a weight of ours, and a dense matrix among them."""
+    kinds = {"attn_q": "Q5_0", "attn_k": "Q5_0", "attn_v": "Q6_K", "ffn_gate": "Q4_K", "ffn_up": "F16"}
+    dice, tensors = np.random.default_rng(3), small_tensors("Q4_1")
+    for part, kind in kinds.items():
+        name = f"blk.0.{part}.weight"
+        tensors[name] = random_tensor(dice, kind, tensors[name].shape)
+    path = _written(tmp_path / "mixed.gguf", small_model(), tensors)
+    expected = _in_float32(tmp_path, tensors)
+    _assert_same_numbers(path, expected.parameters, expected.config)
+    forms = load_checkpoint(path, dtype=np.float32).config.weight_forms
+    assert forms["layers.0.qkv.weight"] == joined(
+        [GGUF_FORMS["Q5_0"], GGUF_FORMS["Q5_0"], GGUF_FORMS["Q6_K"]]
+    )
+    assert forms["layers.0.up.weight"] == joined([GGUF_FORMS["Q4_K"], DENSE])
+
+
+@pytest.mark.parametrize(
+    "kinds", [("MXFP4", "MXFP4", "MXFP4"), ("Q4_K", "Q4_K", "Q6_K"), ("Q4_0", "Q8_0", "Q4_0")]
+)
+def test_experts(tmp_path: Path, kinds: tuple[str, str, str]) -> None:
+    """Gate, up and down of all experts; where gate and up have two types, both are dense."""
+    dice, tensors = np.random.default_rng(4), small_tensors("Q8_0")
+    for part, kind in zip(("gate", "up", "down"), kinds, strict=True):
+        del tensors[f"blk.0.ffn_{part}.weight"]
+        tensors[f"blk.0.ffn_{part}_exps.weight"] = random_tensor(dice, kind, (3, 256, 256))
+    tensors["blk.0.ffn_gate_inp.weight"] = random_tensor(dice, "F32", (3, 256))
+    metadata = small_model(llama__expert_count=3, llama__expert_used_count=2)
+    path = _written(tmp_path / "experts.gguf", metadata, tensors)
+    expected = _in_float32(tmp_path, tensors, metadata)
+    _assert_same_numbers(path, expected.parameters, expected.config)
+    forms = load_checkpoint(path, dtype=np.float32).config.weight_forms
+    assert forms["layers.0.experts.down.weight"] == GGUF_FORMS[kinds[2]]
+    assert ("layers.0.experts.up.weight" in forms) is (kinds[0] == kinds[1])
+
+
+def _in_float32(
+    folder: Path, tensors: dict[str, Tensor], metadata: dict[str, Any] | None = None
+) -> Checkpoint:
+    """The same model, written in float32."""
+    numbers = {name: float_tensor(_numbers(one)) for name, one in tensors.items()}
+    path = _written(folder / "plain.gguf", small_model() if metadata is None else metadata, numbers)
+    return load_checkpoint(path, dtype=np.float32)
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:
     if tensor.type in BLOCK_TYPES:
-        rows = np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape[0], -1)
-        return unpacked(tensor.type, split(tensor.type, rows))
+        rows = np.frombuffer(tensor.data, np.uint8).reshape(math.prod(tensor.shape[:-1]), -1)
+        return unpacked(tensor.type, split(tensor.type, rows)).reshape(tensor.shape)
     if tensor.type == "BF16":
         return (np.frombuffer(tensor.data, "<u2").astype("<u4") << 16).view("<f4").reshape(tensor.shape)
     return np.frombuffer(tensor.data, {"F32": "<f4", "F16": "<f2"}[tensor.type]).reshape(tensor.shape)
@@ -215,14 +285,12 @@ def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
 
 def test_a_model_in_several_files(tmp_path: Path) -> None:
     tensors = small_tensors("Q4_0")
-    whole = load_checkpoint(_written(tmp_path / "a.gguf", small_model(), tensors), dtype=np.float32)
+    whole = _in_float32(tmp_path, tensors)
     halves = [dict([*tensors.items()][:4]), dict([*tensors.items()][4:])]
     for i, half in enumerate(halves):
         metadata = (small_model() if i == 0 else {}) | {"split.no": i, "split.count": 2}
         _written(tmp_path / f"b-0000{i + 1}-of-00002.gguf", metadata, half)
-    found = load_checkpoint(tmp_path / "b-00001-of-00002.gguf", dtype=np.float32)
-    for name, values in whole.parameters.items():
-        np.testing.assert_array_equal(found.parameters[name], values, err_msg=name)
+    _assert_same_numbers(tmp_path / "b-00001-of-00002.gguf", whole.parameters, whole.config)
     with pytest.raises(CheckpointError, match=r"one of 2 files.*name the first"):
         read_config(tmp_path / "b-00002-of-00002.gguf")
     (tmp_path / "b-00002-of-00002.gguf").unlink()
