@@ -165,7 +165,15 @@ def _compiled(model: ModelConfig, device: str, case: Case, tensor_parallel: int,
         model, described_devices(device, tensor_parallel), ParallelConfig(tensor_parallel=tensor_parallel)
     )
     n_blocks = max_bs * -(-case.context // BLOCK_SIZE)
-    compiled = compile_stage(model, part, case.tokens, max_bs=max_bs, n_blocks=n_blocks)
+    decodes = case.tokens == case.rows
+    compiled = compile_stage(
+        model,
+        part,
+        case.tokens,
+        max_bs=max_bs,
+        n_blocks=n_blocks,
+        decode_context=case.context if decodes else None,
+    )
     text, memory = compiled.program.as_text(), compiled.program.memory_analysis()
     assert text is not None and memory is not None
     n_kv_heads, *rest = cache_shape(model, n_blocks=n_blocks, block_size=BLOCK_SIZE)[1:]

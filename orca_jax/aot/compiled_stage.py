@@ -16,7 +16,7 @@ from orca_jax.execution.stage import Stage
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
 from orca_jax.families.weight_form import HeldArray
-from orca_jax.iteration.flat_batch import FlatLayout
+from orca_jax.iteration.flat_batch import DECODE_CONTEXTS, FlatLayout, decode_tiers
 from orca_jax.iteration.rows.scored import SCORED, scored_layout
 from orca_jax.model.kv_cache import LayerCache, cache_shape, layer_cache
 from orca_jax.model.weight import held
@@ -73,12 +73,14 @@ def compile_stage(
     dtype: DTypeLike = DTYPE,
     deterministic: bool = False,
     command_buffer_collectives: bool = False,
+    decode_context: int | None = None,
     compiler_options: Mapping[str, str | bool] | None = None,
 ) -> CompiledStage:
     """Compile one bucket's forward program, with the attention that is chosen for the devices of `part`.
 
-    `n_rows` is the number of admitted requests, by default twice `max_bs`. `compiler_options` are passed to
-    XLA in addition to the stage's.
+    `n_rows` is the number of admitted requests, by default twice `max_bs`. With `decode_context` it is the
+    program that runs `bucket` decodes of which the longest has so many tokens. `compiler_options` are passed
+    to XLA in addition to the stage's.
     """
     stage, chosen = described_stage(
         model,
@@ -92,6 +94,12 @@ def compile_stage(
     encoder_blocks = 0 if model.encoder is None else -(-model.encoder.n_positions // block_size)
     max_blocks = -(-model.n_positions // block_size)
     layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks, encoder_blocks)
+    if decode_context is not None:
+        contexts = () if deterministic else DECODE_CONTEXTS[chosen.kind]
+        tiers = decode_tiers(max_blocks, block_size, contexts)
+        holding = [tier for tier in tiers if tier * block_size >= decode_context]
+        if holding:
+            layout = FlatLayout(bucket, bucket, holding[0], encoder_blocks, one_each=True)
     caches = described_caches(model, part, n_blocks, block_size, chosen.stored(part.group.devices[0], dtype))
     hidden = described_array((bucket, model.hidden_size), group.place(), dtype)
     last_token = described_array((2 * max_bs if n_rows is None else n_rows,), group.place(), jnp.int32)

@@ -42,7 +42,7 @@ class Work(NamedTuple):
 
     single: Entries  # one for each row; used for rows of one token
     tiles: Entries | None
-    place: jax.Array  # [T] each token's index in the results of both; past the end for padding
+    place: jax.Array | None  # [T] each token's index in the results of both; None: the same as its row's
 
 
 def attention_work(
@@ -95,7 +95,8 @@ def attention_work(
 
     tile_row, tile_start, place = plan.split(words)
     single = entries(jnp.arange(plan.n_rows, dtype=jnp.int32), row_start[:-1], 1)
-    return Work(single, entries(tile_row, tile_start, plan.queries) if plan.n_tiles else None, place)
+    tiles = entries(tile_row, tile_start, plan.queries) if plan.n_tiles else None
+    return Work(single, tiles, None if plan.one_each else place)
 
 
 def split_attention(
@@ -125,6 +126,8 @@ def split_attention(
         for entries in (work.single, work.tiles)
         if entries is not None
     ]
+    if work.place is None:
+        return results[0]  # rows without a token have no near key, and so zeros
     return jnp.concatenate(results).at[work.place].get(mode="fill", fill_value=0)
 
 

@@ -14,10 +14,14 @@ QUERIES = 64  # tokens of a tile
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """The entries of a bucket of `n_tokens` tokens and `n_rows` rows."""
+    """The entries of a bucket of `n_tokens` tokens and `n_rows` rows.
+
+    With `one_each` row r has token r alone.
+    """
 
     n_tokens: int
     n_rows: int
+    one_each: bool = False
 
     @property
     def queries(self) -> int:
@@ -27,14 +31,14 @@ class TilePlan:
     @property
     def n_tiles(self) -> int:
         """The most tiles: full ones, and a partial one for each row of two or more tokens."""
-        return (
-            self.n_tokens // self.queries + min(self.n_rows, self.n_tokens // 2) if self.n_tokens > 1 else 0
-        )
+        if self.one_each or self.n_tokens == 1:
+            return 0
+        return self.n_tokens // self.queries + min(self.n_rows, self.n_tokens // 2)
 
     @property
     def n_words(self) -> int:
-        """The number of words from `tile_words`."""
-        return 2 * self.n_tiles + self.n_tokens
+        """The number of words from `tile_words`; 0 with `one_each`, where a token's place is its row."""
+        return 0 if self.one_each else 2 * self.n_tiles + self.n_tokens
 
     def split(self, words: Any) -> tuple[Any, Any, Any]:
         """Split the words: each tile's row and first token [n_tiles], and each token's place [n_tokens].
@@ -49,6 +53,8 @@ class TilePlan:
 def tile_words(row_start: npt.NDArray[np.int32], plan: TilePlan) -> npt.NDArray[np.int32]:
     """The words [n_words] for rows that begin at the tokens `row_start` [R + 1]."""
     words = np.zeros(plan.n_words, np.int32)
+    if plan.one_each:
+        return words
     tile_row, tile_start, place = plan.split(words)
     tile_row.fill(plan.n_rows)
     place.fill(plan.n_rows + plan.n_tiles * plan.queries)

@@ -82,14 +82,20 @@ class AttentionPath(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PureJax(AttentionPath):
-    """XLA's own operations (model/attention.py). All layers share the iteration's tiles."""
+    """XLA's own operations (model/attention.py). All layers share the iteration's tiles.
+
+    Without `follow_lengths` a row costs as much as its layout's longest; and a layout of one token a row has
+    no tiles of prompts.
+    """
 
     follow_lengths: bool
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        work = pure_jax.attention_work(
-            batch.row_start, batch.kv_length, layout.n_tokens, follow_lengths=self.follow_lengths
-        )
+        work = None
+        if self.follow_lengths or not layout.one_each:
+            work = pure_jax.attention_work(
+                batch.row_start, batch.kv_length, layout.n_tokens, follow_lengths=self.follow_lengths
+            )
 
         def attend(
             q: jax.Array, cache: LayerCache, layer: AttentionConfig, bias: Numbers, sinks: Numbers
@@ -268,7 +274,8 @@ class Cudnn(AttentionPath):
     """cuDNN's paged attention (cudnn/split_attention.py).
 
     The host's words, the tiles and each token's place in the results, serve all of the model's `windows`.
-    Tests, which have no such GPU, pass the reference as `call`.
+    With one token a row there are no tiles, so cuDNN is called once for each layer. Tests, which have no such
+    GPU, pass the reference as `call`.
     """
 
     block_size: int
@@ -276,7 +283,7 @@ class Cudnn(AttentionPath):
     call: by_cudnn.PagedAttention = paged_attention
 
     def _plan(self, layout: FlatLayout) -> TilePlan:
-        return TilePlan(layout.n_tokens, layout.n_rows)
+        return TilePlan(layout.n_tokens, layout.n_rows, layout.one_each)
 
     def n_words(self, layout: FlatLayout) -> int:
         return self._plan(layout).n_words

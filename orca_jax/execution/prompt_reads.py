@@ -85,7 +85,8 @@ class PromptReader:
                 buffer = self._words_like(stage.score_buffer.size(layout))
                 arrays = (weights, hidden_like(SCORED), cache, buffer)
                 yield ToCompile(name, partial(program.compile, *arrays, layout=layout))
-        for layout in sorted(sizes.layouts, key=lambda layout: -layout.n_tokens):
+        mixed = [layout for layout in sizes.layouts if not layout.one_each]  # decodes have the same sizes
+        for layout in sorted(mixed, key=lambda layout: -layout.n_tokens):
             take = partial(stage.take.compile, hidden_like(layout.n_tokens), self._words_like(SCORED))
             yield ToCompile(f"a prompt's hidden states, {layout.in_words}", take)
 

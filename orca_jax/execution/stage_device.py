@@ -240,7 +240,7 @@ class JaxStageDevice:
             attention=model.attention,
             caches=False,  # XLA's autotuning needs their memory while it compiles
         )
-        self._sizes = batch_sizes(shape)
+        self._sizes = batch_sizes(shape, worker.attention.kind)
         compile_all([*worker.programs(self._sizes)])
         self._compiles.watch(_THREAD, model.on_compile)
         return worker

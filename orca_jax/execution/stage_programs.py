@@ -102,10 +102,10 @@ def forward(
     routed = packed(chosen, stage.routing, last_apart=stage.last_is_sparse and wanted is not None)
     if not part.last:
         return x, caches, routed
-    if wanted is None:
-        x = x.at[last_token_index].get(mode="clip")
-    else:
+    if wanted is not None:
         product = wanted.product
+    elif not layout.one_each:
+        x = x.at[last_token_index].get(mode="clip")
     return (model.logits(x, shard, product), hidden), caches, routed
 
 

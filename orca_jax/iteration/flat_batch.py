@@ -16,10 +16,24 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from orca_jax.config import Attention
 from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, SAMPLED, ControlMessage
 from orca_jax.iteration.shape import EngineShape, bucket_for
 
 Sampler = Literal["greedy", "plain", "full"]
+
+# The contexts, in tokens, for which decode has layouts, and so programs, of its own; None is the longest
+# possible. With static shapes a row costs what its layout's longest would. cuDNN is called once for each
+# layer, not once more for prompts' tiles. The other kinds follow the lengths; only a GPU's block table is
+# better not sent as wide as the longest context.
+DECODE_CONTEXTS: dict[Attention, tuple[int | None, ...]] = {
+    "static": (64, 512, 4096, None),
+    "cudnn": (4096, None),
+    "kernel": (4096,),
+    "interpreted": (4096,),
+    "native": (),
+    "follow_lengths": (),
+}
 
 # In 32-bit words: 256 bytes. XLA may pass a part of the buffer to a GPU kernel without a copy, and Mosaic
 # kernels require this alignment.
@@ -81,14 +95,19 @@ class FlatLayout:
     """The static sizes of a bucket's buffer: `n_tokens` T, `n_rows` R, and `max_blocks` per row.
 
     A decoder row also has `max_encoder_blocks` blocks of the encoder; 0 without an encoder. In the encoder's
-    batches the encoder's blocks are the `max_blocks`. Each part begins at a multiple of 64 words, and so does
-    the end of the buffer. Unused words are 0.
+    batches the encoder's blocks are the `max_blocks`. With `one_each`, as in decode, T is R, and row r has
+    token r and no other. Each part begins at a multiple of 64 words, and so does the end of the buffer.
+    Unused words are 0.
     """
 
     n_tokens: int
     n_rows: int
     max_blocks: int
     max_encoder_blocks: int = 0
+    one_each: bool = False
+
+    def __post_init__(self) -> None:
+        assert not self.one_each or self.n_tokens == self.n_rows, "each row has one token"
 
     @property
     def shapes(self) -> FlatArrays:
@@ -103,8 +122,9 @@ class FlatLayout:
 
     @property
     def in_words(self) -> str:
-        """The number of tokens as a phrase."""
-        return f"{self.n_tokens} tokens" if self.n_tokens > 1 else "1 token"
+        """The number of tokens as a phrase, and in decode the blocks of a row."""
+        tokens = f"{self.n_tokens} tokens" if self.n_tokens > 1 else "1 token"
+        return f"{tokens} of decode, up to {self.max_blocks} blocks each" if self.one_each else tokens
 
     @property
     def size(self) -> int:
@@ -114,7 +134,9 @@ class FlatLayout:
     @property
     def last_tokens(self) -> "FlatLayout | None":
         """The layout of a batch of each row's last token; None if the bucket is no larger than that."""
-        return None if self.n_tokens == self.n_rows else replace(self, n_tokens=self.n_rows)
+        if self.n_tokens == self.n_rows:
+            return None
+        return replace(self, n_tokens=self.n_rows, one_each=True)
 
     def split(self, buffer: Words) -> FlatArrays:
         """Slice and reshape a buffer `[size]` int32 into its parts.
@@ -206,6 +228,7 @@ def flat_batch(
     n_slots: int,
     n_rows: int,
     max_blocks: int | None = None,
+    one_each: bool = False,
 ) -> FlatBatch:
     """Lay out the requests of `message` in a new buffer of `bucket` tokens and min(bucket, max_bs) rows.
 
@@ -213,14 +236,17 @@ def flat_batch(
     blocks, and serves as the slot of padding tokens: it is out of range, so their writes are dropped.
     Likewise `n_rows`, the size of `last_token`, is the row of padding rows. Padding tokens have id 0 and
     position 0; padding rows have no tokens, kv_length 0, temperature 0 and top_p 1. Each row of the block
-    table has `max_blocks` blocks; None: as many as in the message.
+    table has `max_blocks` blocks; None: as many as in the message. With `one_each`, which needs a message of
+    one token a row, there are `bucket` rows, and `max_blocks` need only hold what the rows have so far.
     """
     real_rows, n_blocks = message.block_table.shape
     real_tokens = message.token_ids.shape[0]
     encoder = message.encoder
     max_encoder_blocks = 0 if encoder is None else encoder.block_table.shape[1]
-    layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks or n_blocks, max_encoder_blocks)
+    rows_of_bucket = bucket if one_each else min(bucket, max_bs)
+    layout = FlatLayout(bucket, rows_of_bucket, max_blocks or n_blocks, max_encoder_blocks, one_each)
     assert real_rows <= layout.n_rows and real_tokens <= bucket, f"{real_rows} rows, {real_tokens} tokens"
+    assert not one_each or real_tokens == real_rows, f"{real_rows} rows, {real_tokens} tokens"
     buffer, arrays = padding(layout, real_tokens, real_rows, n_slots=n_slots, n_rows=n_rows)
 
     # Per row.
@@ -228,7 +254,8 @@ def flat_batch(
     row_start[1 : real_rows + 1] = np.add.accumulate(message.input_length, dtype=np.int32)
     row_start[real_rows + 1 :] = real_tokens
     arrays.kv_length[:real_rows] = message.kv_length
-    arrays.block_table[:real_rows, :n_blocks] = message.block_table
+    n_sent = min(n_blocks, layout.max_blocks)  # later blocks of a row hold nothing yet
+    arrays.block_table[:real_rows, :n_sent] = message.block_table[:, :n_sent]
     if encoder is not None:
         arrays.encoder_length[:real_rows] = encoder.length
         arrays.encoder_table[:real_rows] = encoder.block_table
@@ -293,19 +320,41 @@ class BatchSizes:
     `buckets` ascend: those of the shape, or fewer whose last holds every batch. A deterministic engine has
     two, the smaller for decodes and the larger for prefills, and uses the same sampler for a sampled row
     whatever the other rows need.
+
+    Any batch fits in its bucket's mixed layout. With `decode_contexts` (DECODE_CONTEXTS), a batch of decodes
+    takes a layout with one token a row, and with the least of these contexts that holds every row's. So only
+    the buckets of decodes have several layouts.
     """
 
     shape: EngineShape
     buckets: tuple[int, ...]
+    decode_contexts: tuple[int | None, ...] = ()
 
     @property
     def layouts(self) -> list[FlatLayout]:
-        """One layout per bucket."""
+        """A mixed layout per bucket, and a layout per decode bucket and tier of context."""
         shape = self.shape
-        return [
+        mixed = [
             FlatLayout(n, min(n, shape.max_rows), shape.max_blocks, shape.max_encoder_blocks)
             for n in self.buckets
         ]
+        of_decodes = bucket_for(min(shape.max_rows, self.buckets[-1]), self.buckets)
+        return mixed + [
+            FlatLayout(n, n, tier, shape.max_encoder_blocks, one_each=True)
+            for n in self.buckets
+            if n <= of_decodes
+            for tier in self.tiers
+        ]
+
+    @property
+    def tiers(self) -> tuple[int, ...]:
+        """Blocks of a row in each decode layout of a bucket, ascending."""
+        shape = self.shape
+        contexts = self.decode_contexts
+        if shape.deterministic:
+            # A row's tier, and so the order of its sums, would depend on the other rows.
+            contexts = tuple(context for context in contexts if context is None)
+        return decode_tiers(shape.max_blocks, shape.block_size, contexts) if contexts else ()
 
     @property
     def encoder_layouts(self) -> list[FlatLayout]:
@@ -322,6 +371,7 @@ class BatchSizes:
         if shape.deterministic and message.initiation.any():
             assert message.initiation.all(), "a deterministic engine never mixes phases"
             bucket = self.buckets[-1]
+        tier = self._tier_of(message)
         flat = flat_batch(
             message,
             bucket=bucket,
@@ -329,13 +379,32 @@ class BatchSizes:
             block_size=shape.block_size,
             n_slots=shape.n_slots,
             n_rows=shape.n_rows,
-            max_blocks=shape.max_blocks,
+            max_blocks=tier or shape.max_blocks,
+            one_each=tier is not None,
         )
         if shape.deterministic and flat.programs.sampler != "greedy":
             flat = replace(flat, programs=replace(flat.programs, sampler="full"))
         return flat
 
+    def _tier_of(self, message: ControlMessage) -> int | None:
+        """The blocks of a row in the decode layout that holds this batch; None if it takes a mixed one."""
+        tiers, n_rows = self.tiers, len(message.kv_length)
+        if not tiers or message.token_ids.shape[0] != n_rows:
+            return None
+        if self.shape.deterministic and message.initiation.any():
+            return None
+        needed = -(-int(message.kv_length.max()) // self.shape.block_size)
+        return next((tier for tier in tiers if tier >= needed), None)
 
-def batch_sizes(shape: EngineShape) -> BatchSizes:
-    """The layouts of an engine of this shape, with all its buckets."""
-    return BatchSizes(shape, shape.buckets)
+
+@lru_cache(maxsize=64)
+def decode_tiers(max_blocks: int, block_size: int, contexts: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Blocks of a row in each decode layout, ascending; `contexts` are BatchSizes.decode_contexts."""
+    tiers = {-(-context // block_size) for context in contexts if context is not None}
+    shorter = sorted(tier for tier in tiers if tier < max_blocks)
+    return (*shorter, max_blocks) if None in contexts else tuple(shorter)
+
+
+def batch_sizes(shape: EngineShape, attention: Attention = "native") -> BatchSizes:
+    """The layouts of an engine of this shape and kind of attention, with all its buckets."""
+    return BatchSizes(shape, shape.buckets, DECODE_CONTEXTS[attention])

@@ -14,7 +14,7 @@ from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.programs import OnProgram, ToCompile, compile_all
 from orca_jax.execution.worker import LocalWorkers, Worker, all_programs
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.iteration.flat_batch import BatchSizes
+from orca_jax.iteration.flat_batch import DECODE_CONTEXTS, BatchSizes
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.transformer import Parameters
 from orca_jax.planning.sizes import engine_shape, kv_manager, serving_config
@@ -58,8 +58,9 @@ class LaterPrograms:
         self._workers = workers
         self._shape = shape
         self._ready = workers.sizes.buckets
+        self._contexts = workers.sizes.decode_contexts
         self._programs = [
-            (size, all_programs(workers.workers, BatchSizes(shape, (size, buckets[-1]))))
+            (size, all_programs(workers.workers, BatchSizes(shape, (size, buckets[-1]), self._contexts)))
             for size in later_buckets(buckets, shape.max_rows)
         ]
         self._stop = threading.Event()
@@ -89,7 +90,7 @@ class LaterPrograms:
                 LOGGER.warning(message, size, exc_info=True)
                 break
             self._ready = tuple(sorted({*self._ready, size}))
-            self._workers.use(BatchSizes(self._shape, self._ready))
+            self._workers.use(BatchSizes(self._shape, self._ready, self._contexts))
             on_buckets(self._ready)
         self._programs.clear()
 
@@ -187,7 +188,8 @@ def build_engine(
         ]
     buckets = shape.buckets if buckets is None else tuple(buckets)
     ready_early &= compile_ahead
-    sizes = BatchSizes(shape, first_buckets(buckets, shape.max_rows) if ready_early else buckets)
+    first = first_buckets(buckets, shape.max_rows) if ready_early else tuple(buckets)
+    sizes = BatchSizes(shape, first, DECODE_CONTEXTS[workers[0].attention.kind])
     if compile_ahead:
         compile_all(all_programs(workers, sizes), on_program)
         for worker in workers:

@@ -89,7 +89,7 @@ def compile_engine(
         )
         for part in parts
     ]
-    programs = programs_by_stage(workers, batch_sizes(shape))
+    programs = programs_by_stage(workers, batch_sizes(shape, workers[0].attention.kind))
     with closing(CompileCounter()) as counter:
         if engine.worker_processes:
             _compile_by_stage(parts, programs, cache, on_program)

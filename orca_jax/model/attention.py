@@ -132,7 +132,7 @@ def split_attention(
     block_table: jax.Array,
     row_start: jax.Array,
     kv_length: jax.Array,
-    work: AttentionWork,
+    work: AttentionWork | None,
     *,
     follow_lengths: bool,
     scale: float | None = None,
@@ -148,8 +148,9 @@ def split_attention(
 
     q [T, G, K, D]; cache blocks [n_blocks, K, B, D]; block_table [R, max_blocks], row_start [R + 1] and
     kv_length [R] int32. A row's queries are the last positions of its `kv_length`. `work` is `attention_work`
-    of the same arrays and `follow_lengths`. Sums and softmax are float32; the result [T, G, K, D] has q's
-    dtype, with zeros for padding tokens and for rows without a key.
+    of the same arrays and `follow_lengths`, or None if T is R and row r has token r alone. Sums and softmax
+    are float32; the result [T, G, K, D] has q's dtype, with zeros for padding tokens and for rows without a
+    key.
 
     A score is `scale` (by default D ** -0.5) times q.k; `soft_cap` c makes it c * tanh(score / c). Then ALiBi
     adds `slopes` [G, K] times (key position - query position), and a `relative` bias [2 M + 1, K] float32
@@ -169,6 +170,34 @@ def split_attention(
     heads = q.reshape(n_tokens, -1, head_size)  # [T, G * K, D]
     scaled = (heads.astype(jnp.float32) * (head_size**-0.5 if scale is None else scale)).astype(q.dtype)
 
+    def attend_tiles(
+        tile: jax.Array, table: jax.Array, position: jax.Array, last_key: jax.Array, tiling: Tiling
+    ) -> jax.Array:
+        """Attend from tiles [I, G * K, Q, D]: [I, Q, G * K, n_values]."""
+        attended = _attend(
+            tile.reshape(-1, n_groups, n_kv_heads, tiling.queries, head_size).swapaxes(1, 2),
+            cache,
+            table,
+            position,
+            last_key,
+            chunk_keys=tiling.chunk_keys,
+            follow_lengths=follow_lengths,
+            window=window,
+            soft_cap=soft_cap,
+            slopes=slopes,
+            relative=relative,
+            sinks=sinks,
+            n_values=n_values,
+        )
+        attended = attended.swapaxes(1, 2).reshape(*tile.shape[:3], n_values)
+        return attended.swapaxes(1, 2).astype(heads.dtype)
+
+    tilings = _tilings(n_tokens, follow_lengths=follow_lengths)
+    if work is None:
+        last_key = kv_length[:, None] - 1  # of padding rows -1: they see none
+        out = attend_tiles(scaled[:, :, None], block_table, last_key, last_key, tilings.increment)
+        return out.reshape(*q.shape[:3], n_values)
+
     def attend(out: jax.Array, tiles: Tiles, tiling: Tiling) -> jax.Array:
         n_queries = tiling.queries
 
@@ -181,29 +210,12 @@ def split_attention(
             position = length - end + index  # [I, Q] the query's position
             last_key = jnp.where(in_row, position if causal else length - 1, -1)  # [I, Q]
             tile = scaled.at[index].get(mode="clip").swapaxes(1, 2)  # [I, G * K, Q, D]
-            attended = _attend(
-                tile.reshape(-1, n_groups, n_kv_heads, n_queries, head_size).swapaxes(1, 2),
-                cache,
-                block_table.at[row].get(mode="clip"),
-                position,
-                last_key,
-                chunk_keys=tiling.chunk_keys,
-                follow_lengths=follow_lengths,
-                window=window,
-                soft_cap=soft_cap,
-                slopes=slopes,
-                relative=relative,
-                sinks=sinks,
-                n_values=n_values,
-            )
-            attended = attended.swapaxes(1, 2).reshape(*tile.shape[:3], n_values)
-            attended = attended.swapaxes(1, 2)  # [I, Q, G * K, D]
+            attended = attend_tiles(tile, block_table.at[row].get(mode="clip"), position, last_key, tiling)
             where = jnp.where(in_row, index, n_tokens)
-            return out.at[where].set(attended.astype(out.dtype), mode="drop")
+            return out.at[where].set(attended, mode="drop")
 
         return lax.fori_loop(0, tiles.n_trips if follow_lengths else len(tiles.row), trip, out)
 
-    tilings = _tilings(n_tokens, follow_lengths=follow_lengths)
     out = jnp.zeros((*heads.shape[:2], n_values), heads.dtype)
     out = attend(out, work.increment, tilings.increment)
     if n_tokens > 1:  # a bucket of one token has no row of several

@@ -14,6 +14,7 @@ from orca_jax.config import Attention, Dtype, ParallelConfig, ServingConfig, Siz
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.parameters import stage_bytes
+from orca_jax.iteration.flat_batch import batch_sizes
 from orca_jax.iteration.shape import EngineShape, bucket_for, bucket_sizes
 from orca_jax.planning.cost_model import (
     IterationShape,
@@ -191,6 +192,16 @@ class Plan:
     def fits(self) -> bool:
         """Whether every stage fits."""
         return all(stage.problem is None for stage in self.stages)
+
+    @property
+    def forward_programs(self) -> tuple[int, int]:
+        """Numbers of a stage's forward programs that are compiled: for any batch, and for decode alone."""
+        target = self.target
+        serving = replace(self.serving, coarse_buckets=target.device.name != CPU)
+        shape = engine_shape(target.model, serving, n_workers=target.parallel.pipeline_parallel)
+        layouts = batch_sizes(shape, target.rooms()[0].attention).layouts
+        n_decode = sum(layout.one_each for layout in layouts)
+        return len(layouts) - n_decode, n_decode
 
 
 def make_plan(target: PlanTarget, *, latency_budget: float | None = None) -> Plan:

@@ -150,6 +150,7 @@ def as_json(name: str, plan: Plan, why_arithmetic: str) -> dict[str, Any]:
         "max_batch_tokens": plan.serving.max_batch_tokens,
         "block_size": plan.serving.block_size,
         "n_slots": plan.serving.n_slots if plan.fits else 0,
+        "forward_programs": sum(plan.forward_programs) if plan.fits else 0,
         "temporaries_source": "compiled" if compiled else "arithmetic",
         "why_not_compiled": None if compiled else why_arithmetic,
         "stages": [
@@ -219,6 +220,9 @@ def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
         f"n_slots {serving.n_slots:,}; max_bs {serving.max_batch_size}, max_batch_tokens "
         f"{serving.max_batch_tokens:,}"
     )
+    n_any, n_decode = plan.forward_programs
+    for_decode = f", and {n_decode} for decode up to some context" if n_decode else ""
+    console.out(f"Forward programs to compile for each stage: {n_any}{for_decode}")
     console.print(_floors(plan))
     if plan.recommendation is not None:
         console.out(_recommended(plan))

@@ -1,6 +1,6 @@
 """Split attention against a dense softmax per request in float64, over random ragged batches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ attend_jitted = jax.jit(split_attention, static_argnames=("follow_lengths", "sca
 work_jitted = jax.jit(attention_work, static_argnums=2, static_argnames="follow_lengths")
 
 
-def attend(case: Ragged, *, follow_lengths: bool) -> tuple[np.ndarray, np.ndarray]:
+def attend(case: Ragged, *, follow_lengths: bool, one_each: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """(computed, expected), both [T, G, K, D]; every slot that no row may see holds NaN."""
     rng = np.random.default_rng(case.seed)
     n_real = sum(q for q, _ in case.rows)
@@ -114,13 +114,17 @@ def attend(case: Ragged, *, follow_lengths: bool) -> tuple[np.ndarray, np.ndarra
     row_start[: len(case.rows) + 1] = np.cumsum([0] + [n for n, _ in case.rows])
     kv_length = np.zeros(n_rows, np.int32)
     kv_length[: len(case.rows)] = lengths
+    work = None
+    if not one_each:
+        arrays = jnp.asarray(row_start), jnp.asarray(kv_length)
+        work = work_jitted(*arrays, n_tokens, follow_lengths=follow_lengths)
     computed = attend_jitted(
         jnp.asarray(q),
         LayerCache(jnp.asarray(keys), jnp.asarray(values)),
         jnp.asarray(table),
         jnp.asarray(row_start),
         jnp.asarray(kv_length),
-        work_jitted(jnp.asarray(row_start), jnp.asarray(kv_length), n_tokens, follow_lengths=follow_lengths),
+        work,
         follow_lengths=follow_lengths,
         scale=case.scale,
         window=case.window,
@@ -136,6 +140,16 @@ def attend(case: Ragged, *, follow_lengths: bool) -> tuple[np.ndarray, np.ndarra
 def test_equals_a_dense_softmax_for_each_request(case: Ragged, follow_lengths: bool) -> None:
     computed, expected = attend(case, follow_lengths=follow_lengths)
     np.testing.assert_allclose(computed, expected, atol=2e-5, rtol=2e-5)
+
+
+@settings(max_examples=12)
+@given(case=ragged(), before=st.lists(st.integers(0, MOST_KEYS - 1), min_size=1, max_size=8))
+def test_decode_without_tiles_equals_a_dense_softmax(case: Ragged, before: list[int]) -> None:
+    """Each row is one token; the rows after the last are padding."""
+    case = replace(case, rows=[(1, n) for n in before], n_tokens=8, n_rows=8)
+    computed, expected = attend(case, follow_lengths=False, one_each=True)
+    np.testing.assert_allclose(computed, expected, atol=2e-5, rtol=2e-5)
+    assert not computed[len(before) :].any()
 
 
 @pytest.mark.parametrize("follow_lengths", [True, False])

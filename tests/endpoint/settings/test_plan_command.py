@@ -80,6 +80,7 @@ def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 <= report["device"]["budget"] - fixed - stage["slots"] * stage["slot"] < stage["slot"]
     assert report["n_slots"] == min(stage["slots"] for stage in report["stages"])
     assert {floor["phase"] for floor in report["floors"]} == {"decode", "prefill"}
+    assert report["forward_programs"] == 16 + 4  # decode of 1, 8, 16 and 32 rows has programs of its own
     recommended = report["recommendation"]
     assert recommended["budget"] == 0.04 and recommended["seconds"] <= 0.04
     assert recommended["max_bs"] > 0

@@ -1,10 +1,20 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orca_jax.iteration.flat_batch import FlatLayout, SamplerArrays, TokenPrograms, flat_batch, sampler_for
+from orca_jax.iteration.flat_batch import (
+    BatchSizes,
+    FlatLayout,
+    SamplerArrays,
+    TokenPrograms,
+    flat_batch,
+    sampler_for,
+)
 from orca_jax.iteration.message import BIAS, SAMPLED, ControlMessage, neutral_sampling
+from orca_jax.iteration.shape import EngineShape
 
 
 def sampling_rows(n, **columns):
@@ -334,3 +344,79 @@ def test_a_batch_that_does_not_fit_is_refused():
         flat_figure_4(bucket=6)
     with pytest.raises(AssertionError, match="4 rows, 7 tokens"):
         flat_batch(FIGURE_4, bucket=8, max_bs=3, block_size=2, n_slots=16, n_rows=10)
+
+
+def decode(*kv_lengths: int, n_blocks: int = 8) -> ControlMessage:
+    """Rows of one token each, whose tables are those of requests of `n_blocks` blocks."""
+    n = len(kv_lengths)
+    table = np.arange(n * n_blocks, dtype=np.int32).reshape(n, n_blocks)
+    return replace(
+        FIGURE_4,
+        row=np.arange(n, dtype=np.int32),
+        initiation=np.zeros(n, bool),
+        input_length=np.ones(n, np.int32),
+        kv_length=np.array(kv_lengths, np.int32),
+        token_ids=np.arange(n, dtype=np.int32),
+        token_on_device=np.zeros(n, bool),
+        next_token=np.full(n, SAMPLED, np.int32),
+        token_index=np.zeros(n, np.int32),
+        block_table=table,
+        sampling=FIGURE_4.sampling[np.zeros(n, int)],
+    )
+
+
+SHAPE = EngineShape(
+    block_size=4, max_blocks=8, max_rows=5, max_tokens=16, n_rows=10, n_blocks=64, vocab_size=10
+)
+CONTEXTS = (6, 16, 100, None)  # the third is longer than any request
+
+
+def test_a_decode_takes_the_shortest_layout_that_holds_its_rows():
+    sizes = BatchSizes(SHAPE, (1, 8, 16), CONTEXTS)
+    assert sizes.tiers == (2, 4, 8)
+    for kv_lengths, n_tokens, blocks in [
+        ((8,), 1, 2),
+        ((1, 8), 8, 2),
+        ((1, 9), 8, 4),
+        ((16, 16, 16, 16, 16), 8, 4),
+        ((17, 1), 8, 8),
+        ((32, 1), 8, 8),
+    ]:
+        flat = sizes.lay_out(decode(*kv_lengths))
+        assert flat.layout == FlatLayout(n_tokens, n_tokens, blocks, one_each=True), kv_lengths
+        assert flat.layout in sizes.layouts
+        n = len(kv_lengths)
+        assert flat.arrays.block_table[:n].tolist() == [[8 * i + j for j in range(blocks)] for i in range(n)]
+        assert flat.arrays.kv_length.tolist() == [*kv_lengths, *[0] * (n_tokens - n)]
+        slots = [4 * (8 * i + (k - 1) // 4) + (k - 1) % 4 for i, k in enumerate(kv_lengths)]
+        assert flat.arrays.slot_of_token.tolist() == slots + [SHAPE.n_slots] * (n_tokens - n)
+
+
+def test_only_buckets_of_decodes_have_several_layouts():
+    sizes = BatchSizes(SHAPE, (1, 8, 16), CONTEXTS)
+    mixed = [FlatLayout(1, 1, 8), FlatLayout(8, 5, 8), FlatLayout(16, 5, 8)]
+    decodes = [FlatLayout(n, n, tier, one_each=True) for n in (1, 8) for tier in (2, 4, 8)]
+    assert sizes.layouts == mixed + decodes
+    assert BatchSizes(SHAPE, (1, 8, 16)).layouts == mixed
+    assert sizes.lay_out(FIGURE_4).layout == mixed[1]
+    assert BatchSizes(SHAPE, (1, 8, 16)).lay_out(decode(5)).layout == mixed[0]
+    # Without the longest context, longer rows take the mixed layout.
+    short = BatchSizes(SHAPE, (1, 8, 16), (8,))
+    assert short.lay_out(decode(8, 8)).layout == FlatLayout(8, 8, 2, one_each=True)
+    assert short.lay_out(decode(8, 9)).layout == mixed[1]
+
+
+def test_a_deterministic_engine_has_no_layout_that_depends_on_lengths():
+    shape = replace(SHAPE, deterministic=True)
+    sizes = BatchSizes(shape, shape.buckets, CONTEXTS)
+    assert sizes.tiers == (8,)
+    assert sizes.lay_out(decode(3, 3)).layout == FlatLayout(5, 5, 8, one_each=True)
+    prompts = replace(decode(1, 1), initiation=np.ones(2, bool))
+    assert sizes.lay_out(prompts).layout == FlatLayout(16, 5, 8)
+
+
+def test_a_row_of_several_tokens_has_no_place_in_a_decode_layout():
+    with pytest.raises(AssertionError, match="4 rows, 7 tokens"):
+        flat_batch(FIGURE_4, bucket=8, max_bs=5, block_size=2, n_slots=16, n_rows=10, one_each=True)
+    with pytest.raises(AssertionError, match="one token"):
+        FlatLayout(8, 5, 3, one_each=True)
