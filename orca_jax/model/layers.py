@@ -6,6 +6,7 @@ Each takes token-major arrays [T, ...], whichever request a token is from. The m
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,19 +26,20 @@ Weights = Callable[[str], Any]  # looks up a parameter by its name in a layer; N
 _FEW_ROWS = 64
 
 
-def _rows_first(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+def _rows_first(x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
-def _weights_first(x: jax.Array, weight: jax.Array) -> jax.Array:
-    # The barrier keeps XLA from swapping the operands back.
-    return lax.optimization_barrier(lax.dot_general(weight, x, (((1,), (1,)), ((), ())))).T
+def _weights_first(x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
+    y = lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    return lax.optimization_barrier(y).T  # the barrier keeps XLA from swapping the operands back
 
 
-def _matmul(x: jax.Array, weight: jax.Array, n_tokens: jax.Array | None) -> jax.Array:
+def _matmul(x: jax.Array, weight: jax.Array, n_tokens: jax.Array | None, dtype: Any = None) -> jax.Array:
     if x.shape[0] > _FEW_ROWS:
-        return _rows_first(x, weight)
-    return lax.platform_dependent(x, weight, cpu=_weights_first, default=_rows_first)
+        return _rows_first(x, weight, dtype)
+    cpu, default = partial(_weights_first, dtype=dtype), partial(_rows_first, dtype=dtype)
+    return lax.platform_dependent(x, weight, cpu=cpu, default=default)
 
 
 _BY_GROUP = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
@@ -126,6 +128,12 @@ class Matmul:
         if isinstance(weight, FormedWeight):
             return weight.product(x, self)
         return self.linear(x, weight.reshape(-1, x.shape[-1]), self.n_tokens)
+
+    def in_float32(self, x: jax.Array, weight: Weight) -> jax.Array:
+        """The same in float32. XLA's product of a dense weight does not round its sums to x's dtype first."""
+        if self.linear is _matmul and not isinstance(weight, FormedWeight):
+            return _matmul(x, weight.reshape(-1, x.shape[-1]), self.n_tokens, jnp.float32)
+        return self(x, weight).astype(jnp.float32)
 
     def by_expert(self, x: jax.Array, weight: Weight, sizes: jax.Array) -> jax.Array:
         """grouped_matmul with the experts' weights [X, *out, in]."""

@@ -185,10 +185,10 @@ class Transformer(nnx.Module):
         """The logits [R, V] float32 from the last layer's output x [R, H]."""
         x = self.final_states(x, product)
         head = self.token_embedding if self.head is None else self.head.weight
-        logits = product(x, head.get_value())
+        logits = product.in_float32(x, head.get_value())
         if self.head_bias is not None:
             logits = logits + self.head_bias[...]
-        logits = shard.side_by_side(logits)[:, : self.config.vocab_size].astype(jnp.float32)
+        logits = shard.side_by_side(logits)[:, : self.config.vocab_size]
         if self.config.logit_multiplier != 1.0:
             logits = logits * self.config.logit_multiplier
         return soft_cap(logits, self.config.logit_soft_cap)

@@ -1,5 +1,6 @@
 """The choice of the experts' products on GPUs."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -44,3 +45,18 @@ def test_sizes_that_the_kernel_lacks_run_without_it() -> None:
         found, wanted = bound.grouped(x, weight, sizes), grouped_product_reference(x, weight, sizes)
         error = np.asarray(found, np.float32) - np.asarray(wanted, np.float32)
         assert np.abs(error).max() < (0.2 if dtype == "bfloat16" else 1e-4)
+
+
+def test_logits_are_not_rounded_to_the_weights_dtype() -> None:
+    """Two tokens whose logits differ by less than a step of bfloat16 are told apart."""
+    x = jnp.array([[1.0, 2**-9]], jnp.bfloat16)
+    weight = jnp.array([[1.0, 0.0], [1.0, 1.0]], jnp.bfloat16)
+    for n_rows in (1, 80):  # in each of the two orders of operands
+        logits = matmul.in_float32(jnp.tile(x, (n_rows, 1)), weight)
+        assert logits.dtype == jnp.float32
+        assert logits.tolist() == [[1.0, 1 + 2**-9]] * n_rows
+        assert matmul(jnp.tile(x, (n_rows, 1)), weight)[0].tolist() == [1.0, 1.0]
+    own = replace(matmul, linear=lambda x, weight, n_tokens: matmul(x, weight))
+    assert (
+        own.in_float32(x, weight).tolist() == [[1.0, 1.0]] and own.in_float32(x, weight).dtype == jnp.float32
+    )
