@@ -12,6 +12,7 @@ The vocabulary is never sorted: top-k and top-p search for their threshold.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,12 @@ IN_PROMPT = 1 << 30  # added in `seen` if the prompt has the token
 # difference of two such values is still a finite float32.
 _MOST = 1e36
 _GROUP = 256  # logits of a group, in the first step of a draw or of a search for the largest
+_BITS = 30  # of a float32 in [0, 1], whose sign and highest bit of the exponent are 0
+_ONE = 0x3F800000  # 1.0
+_SUMMED = 1024  # weights of a group, in the first step of a search's sums on an accelerator
+_DIGIT = (
+    3  # bits that a pass of a search finds on an accelerator; with more, comparing costs more than reading
+)
 
 
 def adjust(
@@ -206,15 +213,14 @@ def _pass(running: jax.Array, terms: jax.Array, target: jax.Array) -> tuple[jax.
 def _keep_top_k(weights: jax.Array, top_k: jax.Array) -> jax.Array:
     """Zero all but the k largest weights, keeping ties; k = 0 keeps all."""
     wanted = jnp.where(top_k > 0, top_k, weights.shape[-1])
-    bound = _largest_bound(weights, lambda kept: kept.sum(axis=-1, dtype=jnp.int32), wanted, top_k > 0)
+    bound = _largest_bound(weights, jnp.ones((), jnp.int32), wanted, top_k > 0)
     return jnp.where((weights >= bound[:, None]) | (top_k == 0)[:, None], weights, 0.0)
 
 
 def _keep_top_p(weights: jax.Array, top_p: jax.Array) -> jax.Array:
     """Zero all but the fewest largest weights whose share is at least p, keeping ties; p = 1 keeps all."""
     wanted = top_p * weights.sum(axis=-1)
-    share = lambda kept: jnp.where(kept, weights, 0.0).sum(axis=-1)  # noqa: E731
-    bound = _largest_bound(weights, share, wanted, top_p < 1)
+    bound = _largest_bound(weights, weights, wanted, top_p < 1)
     return jnp.where((weights >= bound[:, None]) | (top_p >= 1)[:, None], weights, 0.0)
 
 
@@ -223,29 +229,62 @@ def _keep_min_p(weights: jax.Array, min_p: jax.Array) -> jax.Array:
     return jnp.where(weights >= min_p[:, None], weights, 0.0)
 
 
-def _largest_bound(
-    weights: jax.Array, measure: Callable[[jax.Array], jax.Array], wanted: jax.Array, asked: jax.Array
-) -> jax.Array:
-    """The largest bound [R] at which `measure(weights >= bound)` is at least `wanted`; weights in [0, 1].
+def _largest_bound(weights: jax.Array, amounts: jax.Array, wanted: jax.Array, asked: jax.Array) -> jax.Array:
+    """The largest bound [R] at which weights >= bound have `amounts` of at least `wanted`; weights in [0, 1].
 
-    A binary search over the bits of a float32, which order like its values: 31 passes over the weights and no
-    sort. A CPU skips the search if no row `asked` [R] for it; on an accelerator that would involve the host.
+    `amounts` are [R, V] or one number for all. A search over the bits of a float32, which order like its
+    values, without a sort. A CPU finds one bit with each pass over the weights, and skips the search if no
+    row `asked` [R] for it; on an accelerator that would involve the host. There, where reading the weights
+    costs the most, a pass finds _DIGIT bits.
     """
 
-    def halve(_: int, span: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = span  # enough at low, not at high
-        middle = low + (high - low) // 2
-        kept = weights >= lax.bitcast_convert_type(middle, jnp.float32)[:, None]
-        enough = measure(kept) >= wanted
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+    def search_if_asked(low: jax.Array) -> jax.Array:
+        def at_bounds(bounds: list[jax.Array]) -> list[jax.Array]:
+            return [jnp.where(weights >= bound, amounts, 0).sum(axis=-1) for bound in bounds]
+
+        search = partial(_search, at_bounds, wanted, digit=1)
+        return lax.cond(asked.any(), search, lambda low: low, low)
 
     def search(low: jax.Array) -> jax.Array:
-        one = lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32)
-        return lax.fori_loop(0, 31, halve, (low, jnp.full_like(low, one + 1)))[0]
+        # Sums of groups first, for all bounds in one kernel, and then the sums of these in another.
+        grouped, grouped_amounts = _by_groups(weights), amounts if amounts.ndim == 0 else _by_groups(amounts)
 
-    def search_if_asked(low: jax.Array) -> jax.Array:
-        return lax.cond(asked.any(), search, lambda low: low, low)
+        def at_bounds(bounds: list[jax.Array]) -> list[jax.Array]:
+            kept = [jnp.where(grouped >= bound[..., None], grouped_amounts, 0) for bound in bounds]
+            sums = jnp.stack([each.sum(axis=-1) for each in kept])
+            return [*lax.optimization_barrier(sums).sum(axis=-1)]
+
+        return _search(at_bounds, wanted, low, digit=_DIGIT)
 
     low = jnp.zeros(weights.shape[0], jnp.int32)
     low = lax.platform_dependent(low, cpu=search_if_asked, default=search)
     return lax.bitcast_convert_type(low, jnp.float32)
+
+
+def _search(
+    at_bounds: Callable[[list[jax.Array]], list[jax.Array]], wanted: jax.Array, low: jax.Array, *, digit: int
+) -> jax.Array:
+    """The bits [R] int32 of the largest bound at which there is enough; `low`, zeros, are enough always.
+
+    `at_bounds` measures at several bounds [R, 1]: 2 ** digit - 1 in each pass, ascending.
+    """
+    assert _BITS % digit == 0
+    n_passes = _BITS // digit
+
+    def add_digit(i: jax.Array, low: jax.Array) -> jax.Array:
+        step = jnp.left_shift(1, digit * (n_passes - 1 - i))
+        bits = [low + n * step for n in range(1, 1 << digit)]
+        amounts = at_bounds([lax.bitcast_convert_type(each, jnp.float32)[:, None] for each in bits])
+        # Enough at a bound is enough at every lower one, but for the rounding of sums.
+        found = low
+        for each, amount in zip(bits, amounts, strict=True):
+            found = jnp.where((each <= _ONE) & (amount >= wanted), each, found)
+        return found
+
+    return lax.fori_loop(0, n_passes, add_digit, low)
+
+
+def _by_groups(weights: jax.Array) -> jax.Array:
+    """Weights [R, V], filled up with zeros, in groups: [R, n, _SUMMED]."""
+    padded = jnp.pad(weights, ((0, 0), (0, -weights.shape[-1] % _SUMMED)))
+    return padded.reshape(len(weights), -1, _SUMMED)

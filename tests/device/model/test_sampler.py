@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -429,3 +430,70 @@ def test_logprobs_of_large_logits_lose_no_digits() -> None:
     check_logprobs(logits + np.float32(4096), 20)
     check_logprobs(logits - np.float32(32768), 20)
     check_logprobs((rng.normal(0, 1, (6, 700)) * 1e30).astype(np.float32), 20)
+
+
+def kept_by_sorting(weights: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """The weights [V] that are left, from their sorted values: with all that equal the last."""
+    kept = weights.copy()
+    if 0 < top_k < len(kept):
+        kept[kept < np.sort(kept)[-top_k]] = 0
+    if top_p < 1:
+        wanted = np.float32(top_p) * kept.sum(dtype=np.float32)
+        values = np.unique(kept)[::-1]
+        shares = np.array([kept[kept >= value].sum(dtype=np.float32) for value in values])
+        kept[kept < values[np.argmax(shares >= wanted)]] = 0
+    return kept
+
+
+# Multiples of 2 ** -12, so that float32 sums of them are exact; and many of them equal.
+exact_weights = st.lists(st.one_of(st.integers(0, 4096), st.integers(0, 3)), min_size=1, max_size=40)
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@settings(max_examples=150)
+@given(rows=st.lists(exact_weights, min_size=1, max_size=4), data=st.data())
+def test_top_k_and_top_p_keep_what_sorting_keeps(
+    accelerator: bool, rows: list[Any], data: st.DataObject
+) -> None:
+    """With a bit for each pass, as on a CPU, and with several, as on an accelerator."""
+    weights = np.zeros((4, 41), np.float32)
+    weights[:, 0] = 1  # the likeliest
+    for i, row in enumerate(rows):
+        weights[i, 1 : len(row) + 1] = np.array(row, np.float32) / 4096
+    top_k = np.array(data.draw(st.lists(st.integers(0, 45), min_size=4, max_size=4)), np.int32)
+    shares = st.sampled_from([2**-20, 0.125, 0.5, 0.875, 1 - 2**-10, 1.0])
+    top_p = np.array(data.draw(st.lists(shares, min_size=4, max_size=4)), np.float32)
+    kept = np.asarray(kept_on[accelerator](weights, top_k, top_p, np.zeros(4, np.float32)))
+    for got, row, k, p in zip(kept, weights, top_k.tolist(), top_p.tolist(), strict=True):
+        np.testing.assert_array_equal(got, kept_by_sorting(row, k, p))
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_top_k_of_any_float_is_exact(accelerator: bool) -> None:
+    """Weights from the least positive numbers to 1, neighbouring floats among them."""
+    rng = np.random.default_rng(5)
+    bits = rng.integers(0, 0x3F800001, (200, 41)).astype(np.int32)
+    bits[:, 20:] = bits[:, :1] + rng.integers(-2, 3, (200, 21)).astype(np.int32)
+    weights = np.clip(bits, 0, 0x3F800000).view(np.float32)
+    weights[:, 0] = 1
+    # Programs take the least positive numbers for 0.
+    weights[weights < np.finfo(np.float32).tiny] = 0
+    top_k = rng.integers(0, 43, 200).astype(np.int32)
+    kept = np.asarray(
+        kept_on[accelerator](weights, top_k, np.ones(200, np.float32), np.zeros(200, np.float32))
+    )
+    for got, row, k in zip(kept, weights, top_k.tolist(), strict=True):
+        np.testing.assert_array_equal(got, kept_by_sorting(row, k, 1.0))
+
+
+def keep_on_an_accelerator(*arrays: Any) -> jax.Array:
+    """`keep` as a GPU runs it."""
+
+    def other(*arrays: Any, default: Any, **_: Any) -> Any:
+        return default(*arrays)
+
+    with mock.patch.object(jax.lax, "platform_dependent", other):
+        return keep(*arrays)
+
+
+kept_on = {False: jax.jit(keep), True: jax.jit(keep_on_an_accelerator)}
