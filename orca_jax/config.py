@@ -412,8 +412,8 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
 
     model: Annotated[
         Any,
-        "a directory, a name on the Hugging Face hub, package.file:function for a model of your own, or a "
-        "preset's name with --load-format dummy (default: the demo model)",
+        "a directory, a GGUF file, a name on the Hugging Face hub, package.file:function for a model of your "
+        "own, or a preset's name with --load-format dummy (default: the demo model)",
     ] = None
     _: KW_ONLY
     load_format: Annotated[

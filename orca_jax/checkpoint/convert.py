@@ -31,9 +31,11 @@ from orca_jax.families.strict_json import shown
 from orca_jax.families.trainers.array_form import EXPERTS, LAYERS, axis_sizes
 from orca_jax.families.trainers.layouts import ITEMS, written_names
 from orca_jax.families.trainers.orca_json import ORCA_JSON, is_orbax, read_description
+from orca_jax.gguf_file import GgufFile, is_gguf
 from orca_jax.model_files.locate import check_is_free, find_directory
 from orca_jax.model_files.weight_files import INDEX
-from orca_jax.request.tokenizer_config import MORE_TEMPLATES
+from orca_jax.request.gguf_tokenizer import gguf_tokenizer, has_tokenizer
+from orca_jax.request.tokenizer_config import MORE_TEMPLATES, read_tokenizer_config
 
 MAX_FILE_BYTES = 5_000_000_000
 _DTYPES = {"float32": np.dtype("f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("f2")}
@@ -53,7 +55,7 @@ def convert_checkpoint(
 ) -> Format:
     """Convert a checkpoint, and return the format that it was converted to.
 
-    Without `to` a Hugging Face checkpoint becomes Orbax with our names, and any other becomes safetensors. A
+    Without `to` a Hugging Face checkpoint becomes Orbax with our names, and any other safetensors. A
     trainer's format has the names, shapes and place in which that trainer looks for the weights of step 0.
 
     The destination must be empty or not exist; it appears only when it is complete. Without `dtype` each
@@ -74,7 +76,7 @@ def convert_checkpoint(
     parts = {name: one for name, one in sources.items() if isinstance(one, Parts)}
     assert parts.keys() == sources.keys(), "sources of dense weights are Parts"
     if to is None:
-        to = "safetensors" if is_orbax(directory) else "orbax"
+        to = "safetensors" if is_orbax(directory) or is_gguf(directory) else "orbax"
     arrays = None if to in ("safetensors", "orbax") else _TrainersArrays(model, to)
     table = parameter_table(model)
     dtypes = {
@@ -116,8 +118,9 @@ def convert_checkpoint(
 
 
 def _config_json(directory: Path, model: ModelConfig) -> dict[str, Any]:
-    """The source's config.json, or one made of its orca.json; without quantisation, since none is written."""
-    if is_orbax(directory) and read_description(directory).path.name == ORCA_JSON:
+    """The source's config.json, or one made of its orca.json or metadata; without quantisation."""
+    of_its_own = is_orbax(directory) and read_description(directory).path.name == ORCA_JSON
+    if of_its_own or is_gguf(directory):
         return hf_config_of(model)
     hf_config = read_hf_config(directory)
     values = json.loads(hf_config.path.read_text(encoding="utf-8"))
@@ -276,6 +279,9 @@ def _tensors(
 
 
 def _copy_other_files(directory: Path, place: Path) -> None:
+    if is_gguf(directory):
+        _write_text_files(GgufFile(directory), place)
+        return
     for pattern in _OTHER_FILES:
         for path in sorted(directory.glob(pattern)):
             if path.is_file() and path.name not in _NOT_COPIED:
@@ -285,3 +291,16 @@ def _copy_other_files(directory: Path, place: Path) -> None:
         (place / MORE_TEMPLATES).mkdir(exist_ok=True)
         for path in sorted(more.glob("*.jinja")):
             shutil.copyfile(path, place / MORE_TEMPLATES / path.name)
+
+
+def _write_text_files(file: GgufFile, place: Path) -> None:
+    """Write the tokenizer and the chat templates of a GGUF file, if it has them."""
+    if not has_tokenizer(file):
+        return
+    gguf_tokenizer(file).save(str(place / "tokenizer.json"))
+    config = read_tokenizer_config(file.path)
+    values: dict[str, Any] = {**config.special_tokens}
+    if config.chat_template is not None:
+        values["chat_template"] = config.chat_template
+    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    (place / "tokenizer_config.json").write_text(text, encoding="utf-8")

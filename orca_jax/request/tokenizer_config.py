@@ -43,10 +43,11 @@ def _of_gguf(file: GgufFile) -> TokenizerConfig:
     """The special tokens and the templates of a file: "tokenizer.chat_template", and named ones besides."""
     key = "tokenizer.chat_template"
     names = [name for name in file.texts(f"{key}s") if f"{key}.{name}" in file]
-    templates = [{"name": name, "template": file.text(f"{key}.{name}")} for name in names]
-    if key in file:
-        templates.append({"name": "default", "template": file.text(key)})
-    return TokenizerConfig(file.path, Vocabulary(file).special_tokens(), templates or None)
+    named = [{"name": name, "template": file.text(f"{key}.{name}")} for name in names]
+    default = file.text(key) if key in file else None
+    if named and default is not None:
+        named.append({"name": "default", "template": default})
+    return TokenizerConfig(file.path, Vocabulary(file).special_tokens(), named or default)
 
 
 def _special_tokens(config: dict[str, Any], path: Path) -> dict[str, str]:

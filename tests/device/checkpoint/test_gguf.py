@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import Checkpoint, load_checkpoint
 from orca_jax.checkpoint.gguf_planes import split, unpacked
 from orca_jax.errors import BadModelConfig, CheckpointError, TensorMismatch, UnsupportedModel
@@ -18,6 +19,8 @@ from orca_jax.families.packed_form import GGUF_FORMS, joined
 from orca_jax.families.weight_form import DENSE
 from orca_jax.model import packed_weight
 from orca_jax.model.weight import JoinedWeight, PackedWeight
+from orca_jax.model_files.found_model import find_model
+from orca_jax.request.chat.template_files import load_chat_template
 from tests.device.checkpoint.tiny_checkpoint import write_json
 from tests.device.model.golden import DIRECTORY
 from tests.gguf_bytes import (
@@ -271,6 +274,43 @@ def test_missing_misshaped_and_further_tensors(tmp_path: Path) -> None:
     further = right | {"blk.1.ffn_up.weight": right["blk.0.ffn_up.weight"]}
     with pytest.raises(TensorMismatch, match=r"'blk\.1\.ffn_up\.weight': expected no such tensor"):
         load_checkpoint(_written(path, small_model(), further), dtype=np.float32)
+
+
+@pytest.mark.parametrize("name", ["llama3-rope-tied", "gemma2-caps", "qwen3-moe-renormalised"])
+def test_a_file_is_converted_to_safetensors(tmp_path: Path, name: str) -> None:
+    config = read_json(DIRECTORY / name / "config.json") | FAMILIES[name]
+    path, target = tmp_path / "model.gguf", tmp_path / "converted"
+    path.write_bytes(as_gguf(config, load_file(DIRECTORY / name / "model.safetensors")))
+    assert convert_checkpoint(path, target) == "safetensors"
+    expected, found = (load_checkpoint(each, dtype=np.float32) for each in (path, target))
+    assert found.config == expected.config
+    for key, values in expected.parameters.items():
+        np.testing.assert_array_equal(found.parameters[key], values, err_msg=key)
+
+
+def test_packed_weights_and_the_tokenizer_are_converted(tmp_path: Path) -> None:
+    tokenizer = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a", "b", "ab", "<end>"],
+        "tokenizer.ggml.token_type": [1, 1, 1, 3],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.eos_token_id": 3,
+        "tokenizer.chat_template": "{{ messages[0].content }}{{ eos_token }}",
+    }
+    path = _written(tmp_path / "model.gguf", small_model() | tokenizer, small_tensors("Q5_K"))
+    convert_checkpoint(path, tmp_path / "converted", dtype="float32")
+    expected = load_checkpoint(path, dtype=np.float32, forms={})
+    converted = find_model(tmp_path / "converted", "auto")
+    assert converted.config == expected.config and converted.config.eos_token_ids == (3,)
+    assert converted.tokenizer is not None and converted.tokenizer.encode("ab<end>") == [2, 3]
+    templates = load_chat_template(tmp_path / "converted", None)
+    assert templates is not None
+    prompt = templates.choose(None, has_tools=False).render([{"role": "user", "content": "ab"}])
+    assert prompt == "ab<end>"
+    found = load_checkpoint(tmp_path / "converted", dtype=np.float32)
+    for key, values in expected.parameters.items():
+        np.testing.assert_array_equal(found.parameters[key], values, err_msg=key)
 
 
 def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:

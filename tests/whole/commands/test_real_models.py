@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 
 from orca_jax import LLM, SamplingParams
 from orca_jax.errors import TokenOutOfRange
+from orca_jax.families.packed_form import PackedForm
+from orca_jax.request.chat.template_files import load_chat_template
 
 _PLACE = os.environ.get("ORCA_REAL_MODELS", "")
 # Two logits closer than this may change places by rounding.
@@ -29,15 +31,43 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """From text: tokenizer, weights and configuration as the directory has them, in batches."""
-    rows = rows_of(name)
-    params = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
-    with LLM(_as_published(name, tmp_path), max_batch_size=4, n_slots=1024, max_batch_tokens=256) as llm:
-        assert llm.tokenizer is not None
-        assert [llm.tokenizer.encode(row["prompt"]) for row in rows] == [row["prompt_ids"] for row in rows]
-        results = llm.generate([row["prompt"] for row in rows], params)
+    with _loaded(_as_published(name, tmp_path)) as llm:
+        _assert_same_tokens(llm, rows_of(name))
         if name == "gemma3-270m":
             with pytest.raises(TokenOutOfRange, match=f"'{IMAGE}', which the model has no embedding"):
-                llm.generate([f"a picture: {IMAGE}"], params)
+                llm.generate([f"a picture: {IMAGE}"], SamplingParams(max_tokens=1))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
+def test_a_gguf_file_alone(name: str) -> None:
+    """Tokenizer, template, weights and configuration of the file, whose weights stay packed."""
+    path = Path(_PLACE) / name / "model.gguf"
+    facts = json.loads((path.parent / "greedy.json").read_text())
+    with _loaded(path) as llm:
+        assert llm.tokenizer is not None
+        _assert_same_tokens(llm, facts["prompts"])
+        for row in facts["texts"]:
+            assert llm.tokenizer.encode(row["text"]) == row["ids"], row["text"]
+        forms = llm.config.weight_forms.values()
+        assert {form.name for form in forms if isinstance(form, PackedForm)} >= {"Q8_0"}
+    templates = load_chat_template(path, None)
+    if facts["chat"] is None:
+        assert templates is None
+    else:
+        assert templates is not None
+        assert templates.choose(None, has_tools=False).render(facts["conversation"]) == facts["chat"]
+
+
+def _loaded(model: Path) -> LLM:
+    return LLM(model, max_batch_size=4, n_slots=1024, max_batch_tokens=256, dtype="float32")
+
+
+def _assert_same_tokens(llm: LLM, rows: list[dict[str, Any]]) -> None:
+    params = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+    assert llm.tokenizer is not None
+    assert [llm.tokenizer.encode(row["prompt"]) for row in rows] == [row["prompt_ids"] for row in rows]
+    results = llm.generate([row["prompt"] for row in rows], params)
     for row, result in zip(rows, results, strict=True):
         close = next((i for i, gap in enumerate(row["gaps"]) if gap < _MARGIN), len(row["gaps"]))
         assert list(result.token_ids)[:close] == row["token_ids"][:close], row["prompt"]
