@@ -32,14 +32,14 @@ def parser() -> CommandParser:
     top = CommandParser(
         prog="orca",
         description="ORCA (OSDI 2022) in JAX: a serving engine for language models.",
-        allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"orca {orca_jax.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     for add in (_generate, _chat, _serve, _compile, _worker, _plan, _replay, _convert, _completion):
         add(commands)
-    for command in commands.choices.values():
+    for name, command in commands.choices.items():
+        command.set_defaults(run=f"server.commands.{name}:run", quiet=name != "serve")
         add_foreign_flags(command)
         command.commands = commands.choices
     top.commands, top.is_command = commands.choices, False
@@ -58,7 +58,6 @@ def _generate(commands: Commands) -> None:
         "finish reason, or with an error. A run that was stopped goes on if it is started again. Exit "
         "status: 0; 1 if some lines had errors or the engine failed; 2 for a mistake in the command line; "
         "130 after Ctrl-C.",
-        allow_abbrev=False,
     )
     command.add_argument(
         "prompt", nargs="*", metavar="PROMPT", help="'-', or no PROMPT if stdin is a pipe: read stdin"
@@ -78,7 +77,6 @@ def _generate(commands: Commands) -> None:
     )
     add_sampling_flags(command.add_argument_group("sampling"))
     add_engine_flags(command.add_argument_group("model and engine"))
-    command.set_defaults(run="server.commands.generate:run", quiet=True)
 
 
 def _chat(commands: Commands) -> None:
@@ -91,7 +89,6 @@ def _chat(commands: Commands) -> None:
         epilog="If stdin is a pipe, each line of it is a message, and stdout holds only the replies. Exit "
         "status: 0; 1 if the engine failed; 2 for a mistake in the command line or, from a pipe, in a "
         "message; 130 after Ctrl-C.",
-        allow_abbrev=False,
     )
     command.add_argument(
         "--system",
@@ -101,7 +98,6 @@ def _chat(commands: Commands) -> None:
     )
     add_chat_sampling_flags(command.add_argument_group("sampling"))
     add_flags(command, "chat", title="model and engine")
-    command.set_defaults(run="server.commands.chat:run", quiet=True)
 
 
 def _serve(commands: Commands) -> None:
@@ -118,10 +114,8 @@ def _serve(commands: Commands) -> None:
         "because other users of the machine can read those. Exit status: 0 after a drain; 1 if the engine "
         "failed; 2 for a mistake in the settings.",
         formatter_class=_wide,
-        allow_abbrev=False,
     )
     add_serve_flags(command)
-    command.set_defaults(run="server.commands.serve:run", quiet=False)
 
 
 def _compile(commands: Commands) -> None:
@@ -136,10 +130,8 @@ def _compile(commands: Commands) -> None:
         "file. A program is reused for the same code, version of JAX, kind of device and sizes. Exit status: "
         "0; 2 for a mistake in the settings; 130 after Ctrl-C.",
         formatter_class=_wide,
-        allow_abbrev=False,
     )
     add_serve_flags(command, COMPILE_OPTIONS)
-    command.set_defaults(run="server.commands.compile:run", quiet=True)
 
 
 def _worker(commands: Commands) -> None:
@@ -154,10 +146,8 @@ def _worker(commands: Commands) -> None:
         "Exit status: 0 after SIGTERM or Ctrl-C; 1 if the device hangs; 2 for a mistake in the flags or the "
         "checkpoint.",
         formatter_class=_wide,
-        allow_abbrev=False,
     )
     add_flags(command, "worker", title="worker", config=WorkerFlags)
-    command.set_defaults(run="server.commands.worker:run", quiet=True)
 
 
 def _plan(commands: Commands) -> None:
@@ -174,7 +164,6 @@ def _plan(commands: Commands) -> None:
         "use the data sheets' rates; a CPU's are measured. Exit status: 0; 1 if something does not fit; 2 "
         "for a mistake in the flags.",
         formatter_class=_wide,
-        allow_abbrev=False,
     )
     add_flags(
         command,
@@ -183,7 +172,6 @@ def _plan(commands: Commands) -> None:
         config=PlanFlags,
         model_help="a preset's name, a directory or a name on the Hugging Face hub (default: the demo model)",
     )
-    command.set_defaults(run="server.commands.plan:run", quiet=True)
 
 
 def _replay(commands: Commands) -> None:
@@ -195,7 +183,6 @@ def _replay(commands: Commands) -> None:
         epilog="An output ends where it ended before, so the batches are the same even where tokens differ. "
         "Exit status: 0; 1 if batches or outputs differ, or the engine failed; 2 for a mistake in the flags "
         "or in FILE; 130 after Ctrl-C.",
-        allow_abbrev=False,
     )
     command.add_argument("file", metavar="FILE", type=Path, help="a file that `orca serve --record` wrote")
     add_model(command, "where the recorded model is on this machine (default: as recorded)")
@@ -204,7 +191,6 @@ def _replay(commands: Commands) -> None:
         action="store_true",
         help="repeat the schedule alone, on a simulated engine: needs neither model nor device",
     )
-    command.set_defaults(run="server.commands.replay:run", quiet=True)
 
 
 def _convert(commands: Commands) -> None:
@@ -216,7 +202,6 @@ def _convert(commands: Commands) -> None:
         "other files next to the weights too. `orca serve` takes both formats.",
         epilog="DST appears only when complete. Exit status: 0; 2 for a mistake, also in SRC; 130 after "
         "Ctrl-C.",
-        allow_abbrev=False,
     )
     command.add_argument("source", metavar="SRC", help="a directory, or a name on the Hugging Face hub")
     command.add_argument("destination", metavar="DST", help="a directory that does not exist or is empty")
@@ -230,7 +215,6 @@ def _convert(commands: Commands) -> None:
         choices=get_args(Dtype),
         help="data type of the converted weights (default: unchanged)",
     )
-    command.set_defaults(run="server.commands.convert:run", quiet=True)
 
 
 def _completion(commands: Commands) -> None:
@@ -242,10 +226,8 @@ def _completion(commands: Commands) -> None:
         epilog="For bash: orca completion bash > ~/.local/share/bash-completion/completions/orca. For zsh: "
         "orca completion zsh > DIRECTORY/_orca, where fpath has DIRECTORY. For fish: orca completion fish > "
         "~/.config/fish/completions/orca.fish. Then start the shell again.",
-        allow_abbrev=False,
     )
     command.add_argument("shell", choices=SHELLS, help="the shell")
-    command.set_defaults(run="server.commands.completion:run", quiet=True)
 
 
 def _wide(prog: str) -> argparse.HelpFormatter:

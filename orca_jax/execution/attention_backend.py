@@ -145,6 +145,11 @@ def choose_attention(
     fixed positions. Raises ConfigError if the forced attention cannot run on the device.
     """
     n_kv_heads = config.n_kv_heads * n_heads // config.n_heads
+    if not n_kv_heads and config.attention.latent is None:
+        raise ConfigError(
+            f"{n_heads} of {config.n_heads} query heads on a device have none of the model's "
+            f"{config.n_kv_heads} key/value heads; take the model of `for_devices`"
+        )
     heads = (config.head_size, n_heads, n_kv_heads)
     windows = tuple(dict.fromkeys(layer.attention.scores.window for layer in config.layers))
     sizes = (*heads, block_size, np.dtype(dtype).name, deterministic)

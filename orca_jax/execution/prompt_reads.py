@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.execution.programs import Program, ToCompile
+from orca_jax.execution.routed import DeviceRouted, RoutedAgain
 from orca_jax.execution.sampling import PromptReads
 from orca_jax.execution.stage import Stage
 from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch
@@ -23,7 +24,6 @@ from orca_jax.iteration.rows.pooled import pooled_layout, pooled_parts
 from orca_jax.iteration.rows.scored import SCORED, scored_layout, scored_parts
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.kv_cache import LayerCache
-from orca_jax.model.routed import DeviceRouted, RoutedAgain
 
 
 class PromptReader:

@@ -17,10 +17,10 @@ import numpy.typing as npt
 from jax import lax
 
 from orca_jax.execution.programs import Program, ToCompile
+from orca_jax.execution.routed import DeviceRouted, joined
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.flat_batch import FlatBatch, Sampler, SamplerArrays, TokenPrograms
 from orca_jax.iteration.message import SAMPLED, ControlMessage
-from orca_jax.model.routed import DeviceRouted, joined
 from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample, uniform
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.token_choice import choice_target, native_choice

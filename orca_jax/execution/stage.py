@@ -29,12 +29,12 @@ from orca_jax.execution.attention_paths import AttentionPath
 from orca_jax.execution.host_buffer import HostBuffer
 from orca_jax.execution.matmul_backend import Products
 from orca_jax.execution.programs import Program, ask_ptxas_once
+from orca_jax.execution.routed import Routed
 from orca_jax.execution.sampling import has_native_choice
 from orca_jax.execution.stage_programs import StageModel
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.model.kv_cache import LayerCache
-from orca_jax.model.routed import Routed
 from orca_jax.model.transformer import Parameters, Transformer
 from orca_jax.request.routed_experts import Routing
 from orca_jax.sharding.partition import StagePart

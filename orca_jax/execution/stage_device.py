@@ -23,6 +23,7 @@ from orca_jax.errors import BadFrame, EngineError
 from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.compile_counter import CompileCounter
 from orca_jax.execution.programs import compile_all
+from orca_jax.execution.routed import DeviceRouted, joined
 from orca_jax.execution.sampling import DeviceTokens, row_words
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
@@ -31,7 +32,6 @@ from orca_jax.iteration.flat_batch import BatchSizes, batch_sizes
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.iteration.rows.encoder import lay_out_encoder
 from orca_jax.iteration.shape import EngineShape
-from orca_jax.model.routed import DeviceRouted, joined
 from orca_jax.model.transformer import Parameters
 from orca_jax.model.weight import model_dtype
 from orca_jax.sharding.link import ProcessLink

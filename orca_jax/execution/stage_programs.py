@@ -16,12 +16,12 @@ from jax import Array
 
 from orca_jax.execution.host_buffer import HostBuffer
 from orca_jax.execution.matmul_backend import Products
+from orca_jax.execution.routed import Routed, packed
 from orca_jax.execution.sampling import packed_logprobs
 from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout, SamplerArrays
 from orca_jax.model.block import LayerOutput
 from orca_jax.model.context import Iteration, Tokens
 from orca_jax.model.kv_cache import LayerCache
-from orca_jax.model.routed import Routed, packed
 from orca_jax.model.shard import ALONE, Shard
 from orca_jax.model.transformer import Transformer
 from orca_jax.request.routed_experts import Routing

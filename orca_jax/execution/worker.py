@@ -15,6 +15,7 @@ from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.execution.prompt_reads import PromptReader, PromptReads
+from orca_jax.execution.routed import DeviceRouted, Routed, RoutedAgain
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser, row_words
 from orca_jax.execution.stage import Last, Stage
 from orca_jax.families.model_config import ModelConfig
@@ -23,7 +24,6 @@ from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.iteration.rows.encoder import lay_out_encoder
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.kv_cache import LayerCache, cache_shape, copy_blocks, layer_cache
-from orca_jax.model.routed import DeviceRouted, Routed, RoutedAgain
 from orca_jax.model.transformer import Parameters
 from orca_jax.model.weight import model_dtype
 from orca_jax.request.sampled import Sampled

@@ -176,9 +176,19 @@ class Orca:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def rules(self, sampling: SamplingParams, form: OutputForm = PLAIN_TEXT) -> OutputRules:
-        """Check and compile parameters. A grammar may take seconds. Raises a leaf of InvalidRequest."""
-        return self._rules.rules(sampling, form)
+    def rules(
+        self, sampling: SamplingParams, form: OutputForm = PLAIN_TEXT, loose: OutputForm | None = None
+    ) -> OutputRules:
+        """Check and compile parameters, with the form `loose` if no grammar can be made of `form`.
+
+        A grammar may take seconds. Raises a leaf of InvalidRequest.
+        """
+        try:
+            return self._rules.rules(sampling, form)
+        except InvalidSamplingParameter as error:
+            if loose is None or error.param != form.field:
+                raise
+        return self._rules.rules(sampling, loose)
 
     def check(
         self,

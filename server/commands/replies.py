@@ -13,7 +13,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.generation import Generation
 from orca_jax.service.prepared_params import OutputRules
-from server.gateway.reply.reply_plan import ReplyPlan, ReplyReader, compiled_rules, plan_reply
+from server.gateway.reply.reply_plan import ReplyPlan, ReplyReader, plan_reply
 from server.gateway.served_model import ServedModel
 from server.gateway.tool_formats.table import AUTO, reply_formats
 
@@ -95,7 +95,7 @@ class Replies:
         token_ids = self.prompts.token_ids(text)
         params = sampling(self._service.most_output(len(token_ids)))
         plan = plan_reply(self._model, text, params, wish)
-        rules = compiled_rules(self._service, params, plan)
+        rules = self._service.rules(params, plan.form, plan.loose_form)
         return Prepared(self._service.check(token_ids, rules), rules, plan)
 
     def start(self, prepared: Prepared) -> list[Generation]:

@@ -71,10 +71,14 @@ class RuleCompiler:
         )
 
     async def rules(
-        self, model: ServedModel, sampling: SamplingParams, form: OutputForm = PLAIN_TEXT
+        self,
+        model: ServedModel,
+        sampling: SamplingParams,
+        form: OutputForm = PLAIN_TEXT,
+        loose: OutputForm | None = None,
     ) -> OutputRules:
-        """The rules for requests with these parameters. Raises a leaf of InvalidRequest, or QueueFull."""
-        make = partial(model.service.rules, sampling, form)
+        """The rules for requests with these parameters; see `Orca.rules`. Raises QueueFull too."""
+        make = partial(model.service.rules, sampling, form, loose)
         if sampling.grammar is None and form.lark is None:
             n_bytes = weight_in_bytes((), sampling) // _HELD_PER_BYTE
             return await run_for_request(n_bytes, make)

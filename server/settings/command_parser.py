@@ -23,6 +23,9 @@ class CommandParser(argparse.ArgumentParser):
     commands: Mapping[str, argparse.ArgumentParser] = MappingProxyType({})
     is_command = True  # rather than what has the commands
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 

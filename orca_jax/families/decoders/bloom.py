@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from orca_jax.families.attention_config import Scores
-from orca_jax.families.config_fields import ConfigFields, general_fields
-from orca_jax.families.decoders.llama_like import decoder, read_older_sizes
+from orca_jax.families.config_fields import ConfigFields
+from orca_jax.families.decoders.llama_like import decoder, read_older_sizes, size_fields
 from orca_jax.families.family import Family
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
@@ -63,13 +63,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    return general_fields(model) | {
-        "seq_length": model.n_positions,
-        "hidden_size": model.hidden_size,
-        "n_layer": model.n_layers,
-        "n_head": model.n_heads,
-        "layer_norm_epsilon": model.layers[0].norm.eps,
-    }
+    return size_fields(model, _NAMES)
 
 
 BLOOM = Family(

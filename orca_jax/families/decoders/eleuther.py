@@ -5,9 +5,9 @@ Biderman et al., 2023). Both rotate a part of each head; GPT-J has one norm a la
 from typing import Any
 
 from orca_jax.errors import BadModelConfig
-from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields, general_fields
+from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields
 from orca_jax.families.decoders.bloom import megatron_layer
-from orca_jax.families.decoders.llama_like import CONFIG_NAMES, decoder, read_older_sizes
+from orca_jax.families.decoders.llama_like import CONFIG_NAMES, decoder, read_older_sizes, size_fields
 from orca_jax.families.decoders.rope_fields import read_rotary, rotary_fields
 from orca_jax.families.family import Family
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
@@ -70,14 +70,8 @@ def _write_gpt_neox(model: ModelConfig) -> dict[str, Any] | None:
     if rotary is None:
         return None
     positions = rotary_fields(rotary)
-    return general_fields(model) | {
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.n_layers,
-        "num_attention_heads": model.n_heads,
-        "max_position_embeddings": model.n_positions,
-        "intermediate_size": layer.feed_forward.size,
+    return size_fields(model, _GPT_NEOX_NAMES) | {
         "hidden_act": HF_ACTIVATIONS[layer.feed_forward.activation],
-        "layer_norm_eps": layer.norm.eps,
         "attention_bias": layer.attention.qkv_bias,
         "use_parallel_residual": layer.residual == "parallel_two_norms",
         "rotary_emb_base": positions.pop("rope_theta"),
@@ -126,15 +120,9 @@ def _write_gptj(model: ModelConfig) -> dict[str, Any] | None:
     layer = model.layers[0]
     if layer.attention.rotary is None:
         return None
-    return general_fields(model) | {
-        "n_positions": model.n_positions,
-        "n_embd": model.hidden_size,
-        "n_layer": model.n_layers,
-        "n_head": model.n_heads,
-        "n_inner": layer.feed_forward.size,
+    return size_fields(model, _GPTJ_NAMES) | {
         "rotary_dim": layer.attention.rotary.size,
         "activation_function": HF_ACTIVATIONS[layer.feed_forward.activation],
-        "layer_norm_epsilon": layer.norm.eps,
     }
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from orca_jax.errors import BadModelConfig, UnsupportedModel
 from orca_jax.families.attention_config import Scores
-from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields, general_fields
+from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields
 from orca_jax.families.decoders.bloom import WEIGHTS
-from orca_jax.families.decoders.llama_like import CONFIG_NAMES, Sizes, decoder, read_older_sizes
+from orca_jax.families.decoders.llama_like import CONFIG_NAMES, Sizes, decoder, read_older_sizes, size_fields
 from orca_jax.families.decoders.rope_fields import read_rotary, rotary_fields
 from orca_jax.families.family import Family
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig, Residual
@@ -94,15 +94,8 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     n_kv_heads = model.n_kv_heads // attention.kv_repeats
     two_norms = layer.residual == "parallel_two_norms"
     new_decoder = two_norms or n_kv_heads not in (1, model.n_heads)
-    written = general_fields(model) | {
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.n_layers,
-        "num_attention_heads": model.n_heads,
-        "num_kv_heads": n_kv_heads,
-        "max_position_embeddings": model.n_positions,
-        "ffn_hidden_size": layer.feed_forward.size,
+    written = size_fields(model, _NAMES) | {
         "activation": HF_ACTIVATIONS[layer.feed_forward.activation],
-        "layer_norm_epsilon": layer.norm.eps,
         "alibi": attention.rotary is None,
         "bias": layer.feed_forward.bias,
         "new_decoder_architecture": new_decoder,

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields, general_fields
-from orca_jax.families.decoders.llama_like import decoder, read_older_sizes
+from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields
+from orca_jax.families.decoders.llama_like import decoder, read_older_sizes, size_fields
 from orca_jax.families.family import Family
 from orca_jax.families.model_config import FeedForward, Layer, LearnedPositions, ModelConfig
 from orca_jax.families.norm_config import Norm
@@ -38,16 +38,8 @@ def _read(fields: ConfigFields) -> ModelConfig:
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    layer = model.layers[0]
-    return general_fields(model) | {
-        "n_positions": model.n_positions,
-        "n_embd": model.hidden_size,
-        "n_layer": model.n_layers,
-        "n_head": model.n_heads,
-        "n_inner": layer.feed_forward.size,
-        "activation_function": HF_ACTIVATIONS[layer.feed_forward.activation],
-        "layer_norm_epsilon": layer.norm.eps,
-    }
+    activation = HF_ACTIVATIONS[model.layers[0].feed_forward.activation]
+    return size_fields(model, _NAMES) | {"activation_function": activation}
 
 
 GPT2 = Family(

@@ -259,22 +259,31 @@ def decoder(
     )
 
 
+def size_fields(model: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that every family writes, and the sizes in `names`, as `read_older_sizes` reads them."""
+    layer, attention = model.layers[0], model.attention
+    sizes = {
+        "embedding_size": model.embedding.size,
+        "hidden_size": model.hidden_size,
+        "n_layers": model.n_layers,
+        "n_heads": model.n_heads,
+        "n_kv_heads": model.n_kv_heads // attention.kv_repeats,
+        "head_size": model.head_size,
+        "n_positions": model.n_positions,
+        "ffn_size": layer.feed_forward.size,
+        "norm_eps": layer.norm.eps,
+    }
+    names = {"hidden_size": "hidden_size", **names}
+    return general_fields(model) | {names[ours]: size for ours, size in sizes.items() if ours in names}
+
+
 def common_fields(model: ModelConfig) -> dict[str, Any]:
     """The fields that most relatives write in the same way; hf_config.py checks that they are read back."""
     layer = model.layers[0]
-    attention = layer.attention
-    written = general_fields(model) | {
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.n_layers,
-        "num_attention_heads": model.n_heads,
-        "num_key_value_heads": model.n_kv_heads // attention.kv_repeats,
-        "head_dim": model.head_size,
-        "max_position_embeddings": model.n_positions,
-        "intermediate_size": layer.feed_forward.size,
-        "hidden_act": HF_ACTIVATIONS[layer.feed_forward.activation],
-        "rms_norm_eps": layer.norm.eps,
-    }
-    return written if attention.rotary is None else written | rotary_fields(attention.rotary)
+    written = size_fields(model, CONFIG_NAMES)
+    written |= {"hidden_act": HF_ACTIVATIONS[layer.feed_forward.activation]}
+    rotary = layer.attention.rotary
+    return written if rotary is None else written | rotary_fields(rotary)
 
 
 def window_fields(model: ModelConfig) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields, general_fields
-from orca_jax.families.decoders.llama_like import CONFIG_NAMES, decoder, read_older_sizes
+from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields
+from orca_jax.families.decoders.llama_like import CONFIG_NAMES, decoder, read_older_sizes, size_fields
 from orca_jax.families.family import Family
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, LearnedPositions, ModelConfig
 from orca_jax.families.stored_name import as_it_is, layer_norm, linear, projections
@@ -47,13 +47,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
 def _write(model: ModelConfig) -> dict[str, Any]:
     layer = model.layers[0]
     norm_first = layer.residual == "pre"
-    return general_fields(model) | {
-        "max_position_embeddings": model.n_positions,
-        "hidden_size": model.hidden_size,
-        "word_embed_proj_dim": model.embedding.size,
-        "num_hidden_layers": model.n_layers,
-        "num_attention_heads": model.n_heads,
-        "ffn_dim": layer.feed_forward.size,
+    return size_fields(model, _NAMES) | {
         "activation_function": HF_ACTIVATIONS[layer.feed_forward.activation],
         "do_layer_norm_before": norm_first,
         "_remove_final_layer_norm": norm_first and model.final_norm is None,

@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orca_jax.errors import InvalidSamplingParameter, NotSupported
+from orca_jax.errors import NotSupported
 from orca_jax.grammar.source import check_schemas
 from orca_jax.request.chat.tools import NO_TOOLS, ToolWish
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.service.orca import Orca
 from orca_jax.service.output import Piece
 from orca_jax.service.prepared_params import OutputRules
-from server.gateway.gateway import Gateway
 from server.gateway.reply.call_grammar import ReplyGrammar, Special, Thinking
 from server.gateway.reply.events import ReplyEvent
 from server.gateway.reply.reasoning_format import ReasoningFormat, plain_text
@@ -80,28 +78,6 @@ def plan_reply(
         offered=frozenset() if calls is None else wish.names,
         has_reasoning=reasoning is not None,
     )
-
-
-async def reply_rules(
-    gateway: Gateway, model: ServedModel, sampling: SamplingParams, plan: ReplyPlan
-) -> OutputRules:
-    """The rules for outputs of this plan. Raises a leaf of InvalidRequest, or QueueFull."""
-    try:
-        return await gateway.compiler.rules(model, sampling, plan.form)
-    except InvalidSamplingParameter as error:
-        if plan.loose_form is None or error.param != plan.form.field:
-            raise
-    return await gateway.compiler.rules(model, sampling, plan.loose_form)
-
-
-def compiled_rules(service: Orca, sampling: SamplingParams, plan: ReplyPlan) -> OutputRules:
-    """Do the work of `reply_rules` on this thread."""
-    try:
-        return service.rules(sampling, plan.form)
-    except InvalidSamplingParameter as error:
-        if plan.loose_form is None or error.param != plan.form.field:
-            raise
-    return service.rules(sampling, plan.loose_form)
 
 
 def _thinking(reasoning: ReasoningFormat | None, prompt: str) -> Thinking:

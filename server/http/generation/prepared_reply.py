@@ -13,7 +13,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.prepared_params import OutputRules
-from server.gateway.reply.reply_plan import ReplyPlan, plan_reply, reply_rules
+from server.gateway.reply.reply_plan import ReplyPlan, plan_reply
 from server.gateway.served_model import ServedModel, template_for
 from server.gateway.side_threads import run_for_request
 from server.http.fields.conversation import ChatMessage, ConversationFields
@@ -166,7 +166,7 @@ async def prepared(
 
     with renamed_fields(**body.client_names):
         sampling, prompt, plan = await run_for_request(n_bytes, read)
-        rules = await reply_rules(call.gateway, model, sampling, plan)
+        rules = await call.gateway.compiler.rules(model, sampling, plan.form, plan.loose_form)
         work = partial(check, model, [prompt], rules, body.scheduling, call.tenant)
         (checked,) = await run_for_request(n_bytes, work)
     return PreparedReply(checked, rules, plan)

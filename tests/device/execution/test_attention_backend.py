@@ -191,6 +191,14 @@ def test_latent_attention_on_a_cpu_has_both_forms_unless_it_is_deterministic(dty
     assert choose_attention(CPU, latent, **sizes, deterministic=True).path == Native()
 
 
+def test_a_model_that_was_not_split_for_the_devices_is_refused() -> None:
+    whole = PRESETS["llama-3.1-8b"]
+    sizes = {"n_heads": 2, "block_size": 16, "dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match="2 of 32 query heads on a device have none of the model's 8"):
+        choose_attention(CPU, whole, **sizes)
+    assert choose_attention(H200, whole.for_devices(16), **sizes).kind == "kernel"
+
+
 def test_cudnn_is_not_deterministic_because_it_chooses_the_splits() -> None:
     sizes = {"n_heads": 4, "block_size": 16, "dtype": "bfloat16", "deterministic": True}
     choice = choose_attention(A100, model(64), **sizes)

@@ -222,7 +222,7 @@ class HeldModel:
         self.service = self
         self.threads = set[str]()
 
-    def rules(self, sampling: SamplingParams, form: OutputForm) -> OutputRules:
+    def rules(self, sampling: SamplingParams, *_: OutputForm | None) -> OutputRules:
         if sampling.grammar is not None:
             self.threads.add(threading.current_thread().name)
             assert self.gate.wait(SOON)

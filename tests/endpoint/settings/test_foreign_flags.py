@@ -14,13 +14,14 @@ from server.settings.command_parser import shown_flags
 from server.settings.foreign_flags import ADVICE, HINTS, MODEL, SAME, SWITCHES, TRANSLATED
 from server.settings.serve_settings import serve_settings
 
-COMMANDS = parser().commands
+PARSER = parser()  # making it takes longer than all that is parsed
+COMMANDS = PARSER.commands
 NAMES = [*SAME, *SWITCHES, *TRANSLATED, *HINTS, *ADVICE]
 OURS = {flag for command in COMMANDS.values() for flag in shown_flags(command)}
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    return parser().parse_args(words)
+    return PARSER.parse_args(words)
 
 
 def value_for(flag: str) -> str:
