@@ -45,13 +45,24 @@ class FoundModel:
 
 
 def find_model(
-    model: str | Path | None, load_format: LoadFormat, generation_config: str | Path = "none"
+    model: str | Path | None,
+    load_format: LoadFormat,
+    generation_config: str | Path = "none",
+    tokenizer: str | Path | None = None,
 ) -> FoundModel:
     """Find the model that `model` names; None is the demo model.
 
     `generation_config` is "auto" for generation_config.json in the model's directory, "none", or another
-    directory with that file. Raises ConfigError or a CheckpointError.
+    directory with that file. `tokenizer` is a place as in `with_tokenizer`, to use instead of the model's.
+    Raises ConfigError or a CheckpointError.
     """
+    found = _found(model, load_format, generation_config, tokenizer is None)
+    return found if tokenizer is None else with_tokenizer(found, tokenizer)
+
+
+def _found(
+    model: str | Path | None, load_format: LoadFormat, generation_config: str | Path, needs_tokenizer: bool
+) -> FoundModel:
     name = "the demo model" if model is None else str(model)
     if load_format == "dummy" and str(model) in PRESETS:
         generation = read_generation_defaults(None, generation_config)
@@ -62,7 +73,10 @@ def find_model(
     described, note = described_model(directory)
     config = _with_end_tokens(_held(described, load_format), generation, None)
     found = FoundModel(name, config, None, directory, generation, directory, note=note)
-    has_one = has_tokenizer(GgufFile(directory)) if is_gguf(directory) else (directory / _TOKENIZER).exists()
+    if is_gguf(directory):  # whose tokenizer may be of a kind that is not read, and takes a second to make
+        has_one = needs_tokenizer and has_tokenizer(GgufFile(directory))
+    else:
+        has_one = (directory / _TOKENIZER).exists()
     return with_tokenizer(found, directory) if has_one else found
 
 

@@ -7,12 +7,19 @@ from typing import Any
 from orca_jax.errors import BadModelConfig, ConfigError, InvalidSamplingParameter
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.strict_json import read_object, shown
+from orca_jax.gguf_file import GgufFile, is_gguf
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from orca_jax.request.sampling_params import SamplingParams
 
 NAME = "generation_config.json"
 _MAX_BYTES = 1_000_000
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# llama.cpp's names of the same in a GGUF file.
+_GGUF_PREFIX = "general.sampling."
+_GGUF_SAMPLING: Mapping[str, str] = {
+    **{"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"},
+    "penalty_repeat": "repetition_penalty",
+}
 # Parameters that transformers applies and the engine does not, with the value that changes nothing.
 _NOT_APPLIED: Mapping[str, Any] = {
     "num_beams": 1,
@@ -40,7 +47,7 @@ _NOT_APPLIED: Mapping[str, Any] = {
 
 
 def read_generation_defaults(directory: Path | None, choice: str | Path) -> GenerationDefaults:
-    """Read the defaults in `directory` for "auto", in another directory, or none for "none".
+    """Read the defaults in `directory` or a GGUF file for "auto", in another directory, or none for "none".
 
     `do_sample: false` means greedy decoding, and becomes temperature 0. Raises ConfigError for a directory
     without the file, NotACheckpoint, CorruptFile, or BadModelConfig for a value out of its range.
@@ -48,7 +55,9 @@ def read_generation_defaults(directory: Path | None, choice: str | Path) -> Gene
     if choice == "none":
         return NO_DEFAULTS
     if choice == "auto":
-        path = None if directory is None else directory / NAME  # which a GGUF file lacks
+        if directory is not None and is_gguf(directory):
+            return _of_gguf(GgufFile(directory))
+        path = None if directory is None else directory / NAME
         if path is None or not path.exists():
             return NO_DEFAULTS
     else:
@@ -64,13 +73,7 @@ def read_generation_defaults(directory: Path | None, choice: str | Path) -> Gene
     if not fields.flag("do_sample", True):
         sampling["temperature"] = 0.0
     length = {} if values.get("max_new_tokens") is None else {"max_tokens": values["max_new_tokens"]}
-    try:
-        SamplingParams(**sampling, **length)
-    except InvalidSamplingParameter as error:
-        message = str(error).replace("max_tokens", "max_new_tokens")
-        raise BadModelConfig(
-            f"{shown(path)}: {message}; correct it, or ignore the file with --generation-config none"
-        ) from error
+    _check(path, {**sampling, **length})
     return GenerationDefaults(
         source=shown(path),
         sampling=sampling,
@@ -82,3 +85,25 @@ def read_generation_defaults(directory: Path | None, choice: str | Path) -> Gene
             if values.get(name) not in (None, [], {}, False) and values[name] != neutral
         ),
     )
+
+
+def _of_gguf(file: GgufFile) -> GenerationDefaults:
+    """Read llama.cpp's defaults for sampling, which a file may have."""
+    ours = {name: each for name in _GGUF_SAMPLING if (each := f"{_GGUF_PREFIX}{name}") in file}
+    if not ours:
+        return NO_DEFAULTS
+    sampling = {_GGUF_SAMPLING[name]: file.number(key) for name, key in ours.items()}
+    _check(file.path, sampling)
+    others = [key for key in file.keys if key.startswith(_GGUF_PREFIX) and key not in ours.values()]
+    return GenerationDefaults(source=shown(file.path), sampling=sampling, ignored=tuple(others))
+
+
+def _check(path: Path, values: Mapping[str, Any]) -> None:
+    """Raise BadModelConfig for a value out of its range."""
+    try:
+        SamplingParams(**values)
+    except InvalidSamplingParameter as error:
+        message = str(error).replace("max_tokens", "max_new_tokens")
+        raise BadModelConfig(
+            f"{shown(path)}: {message}; correct it, or ignore the file with --generation-config none"
+        ) from error

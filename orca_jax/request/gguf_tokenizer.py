@@ -181,7 +181,8 @@ def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     name = file.text(key, "default")
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModel(
-            f"{file.path}: {key}: expected one of {', '.join(PRE_TOKENIZERS)}, found {shown(name)}"
+            f"{file.path}: {key}: expected one of {', '.join(PRE_TOKENIZERS)}, found {shown(name)}; give the "
+            "model's tokenizer.json with --tokenizer"
         )
     pre = PRE_TOKENIZERS[name]
     merges = [(left, right) for left, _, right in (m.partition(" ") for m in file.texts(f"{_PREFIX}merges"))]
@@ -222,14 +223,16 @@ def _merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, s
     parts = {
         text: i for text, i in ids.items() if not vocabulary.types or vocabulary.types[i] not in no_parts
     }
-    found: list[tuple[float, int, int, str, str]] = []
-    for text, i in parts.items():
+    merges: list[tuple[str, str]] = []
+    for text in sorted(parts, key=lambda text: (-scores[parts[text]], parts[text])):
+        pairs: list[tuple[int, int, str, str]] = []
         for at in range(1, len(text)):
             left = text[:at]
             if left in parts and (right := text[at:]) in parts:
-                found.append((-scores[i], parts[left], parts[right], left, right))
-    found.sort()
-    return [(left, right) for *_, left, right in found]
+                pairs.append((parts[left], parts[right], left, right))
+        pairs.sort()
+        merges += [(left, right) for _, _, left, right in pairs]
+    return merges
 
 
 def _add_ends(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, *, start: bool) -> None:

@@ -35,12 +35,10 @@ def find_any_model(config: EngineConfig) -> FoundModel:
     if is_function(model):
         model = _make(model)
     if model is None or isinstance(model, str | Path):
-        found = find_model(model, config.load_format, config.generation_config)
-        tokenizer = config.tokenizer
-    else:
-        _check(model)
-        found = FoundModel(type(model).__name__, _config(model), None, None, user_model=model)
-        tokenizer = config.tokenizer or getattr(model, "tokenizer", None)
+        return find_model(model, config.load_format, config.generation_config, config.tokenizer)
+    _check(model)
+    found = FoundModel(type(model).__name__, _config(model), None, None, user_model=model)
+    tokenizer = config.tokenizer or getattr(model, "tokenizer", None)
     return found if tokenizer is None else with_tokenizer(found, tokenizer)
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from orca_jax.config import EngineConfig
 from orca_jax.errors import InvalidPrompt
-from orca_jax.model_files.found_model import FoundModel, find_model, is_function, with_tokenizer
+from orca_jax.model_files.found_model import FoundModel, find_model, is_function
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
@@ -73,9 +73,7 @@ def _check_answers(
     args: argparse.Namespace, engine: EngineConfig, source: BinaryIO, answers: Answers
 ) -> None:
     """Raise UsageError, before the model is loaded, if it cannot go on with these answers."""
-    found = find_model(engine.model, engine.load_format, engine.generation_config)
-    if engine.tokenizer is not None:
-        found = with_tokenizer(found, engine.tokenizer)
+    found = find_model(engine.model, engine.load_format, engine.generation_config, engine.tokenizer)
     jsonl.check_answers(
         source,
         answers,

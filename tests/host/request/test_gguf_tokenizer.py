@@ -10,10 +10,17 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.errors import BadModelConfig, CheckpointError, CorruptFile, UnsupportedModel
+from orca_jax.errors import (
+    BadModelConfig,
+    CheckpointError,
+    CorruptFile,
+    InvalidRequest,
+    UnsupportedModel,
+)
 from orca_jax.gguf_file import GgufFile
 from orca_jax.model_files.found_model import find_model
 from orca_jax.request.chat.template_files import load_chat_template
+from orca_jax.request.generation_defaults import NO_DEFAULTS
 from orca_jax.request.gguf_tokenizer import gguf_tokenizer
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.request.tokenizer_config import read_tokenizer_config
@@ -160,6 +167,34 @@ GOOD = {
     "tokenizer.ggml.tokens": ["a", "b", "ab"],
     "tokenizer.ggml.merges": ["a b"],
 }
+
+
+def test_another_tokenizer_in_place_of_one_that_is_not_read(tmp_path: Path) -> None:
+    path = made(tmp_path, GOOD | {"tokenizer.ggml.pre": "unheard-of", "tokenizer.ggml.eos_token_id": 2})
+    (tmp_path / "other").mkdir()
+    gguf_tokenizer(GgufFile(made(tmp_path / "other", GOOD))).save(str(tmp_path / "tokenizer.json"))
+    found = find_model(path, "auto", "auto", tmp_path / "tokenizer.json")
+    assert found.tokenizer is not None and found.tokenizer.encode("ab") == [2]
+    assert found.config.eos_token_ids == (2,)
+
+
+def test_a_template_that_does_not_end(tmp_path: Path) -> None:
+    source = "{% for i in range(1000000) %}{% for j in range(1000000) %}{{ i }}{% endfor %}{% endfor %}"
+    templates = load_chat_template(made(tmp_path, GOOD | {"tokenizer.chat_template": source}), None)
+    assert templates is not None
+    with pytest.raises(InvalidRequest):
+        templates.choose(None, has_tools=False).render([{"role": "user", "content": "x"}])
+
+
+def test_the_samplers_that_a_file_recommends(tmp_path: Path) -> None:
+    sampling = {"temp": 0.5, "top_k": 40, "top_p": 0.75, "mirostat": 2}
+    metadata = {f"general.sampling.{name}": value for name, value in sampling.items()}
+    generation = find_model(made(tmp_path, metadata), "auto", "auto").generation
+    assert generation.sampling == {"temperature": 0.5, "top_k": 40, "top_p": 0.75}
+    assert generation.ignored == ("general.sampling.mirostat",)
+    assert find_model(made(tmp_path, metadata), "auto", "none").generation == NO_DEFAULTS
+    with pytest.raises(BadModelConfig, match=r"model.gguf.*top_p.*--generation-config none"):
+        find_model(made(tmp_path, metadata | {"general.sampling.top_p": 7.0}), "auto", "auto")
 
 
 @pytest.mark.parametrize(
