@@ -49,7 +49,7 @@ PROMPTS = (
 
 TEXTS = (
     "  two spaces   three\n\n\ttabs\t\tand\r\nlines \n",
-    "1234567 12 3.14159 ½ ٣",
+    "1234567 12 3.14159",
     "日本語の文章です。한국어 Привет สวัสดี नमस्ते مرحبا",
     "🙂👩\u200d👩\u200d👧 e\u0301 \u00e9 \ufb01 \u00a0\u200b\ufffd\x00",
     "def f(x):\n    return x**2  # it's\n\n\nclass A:\n\tpass",
