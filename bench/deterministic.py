@@ -2,9 +2,9 @@
 
     python -m bench.deterministic [--preset demo] [--requests 48] [--runs 3]
 
-Prompts of 8 to 128 random tokens and outputs of 16 to 96, all at once, half of them sampled; at the default
-`max_batch_tokens` and at the smallest allowed, because each prefill is padded to it. Programs are compiled
-beforehand. The last line is JSON.
+Requests have 8 to 128 random tokens and outputs of 16 to 96, all arrive at once, and half are sampled. They
+run at the default `max_batch_tokens` and at the smallest allowed, because each prefill is padded to it.
+Programs are compiled beforehand. The last line is JSON.
 """
 
 import argparse

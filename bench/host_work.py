@@ -1,4 +1,4 @@
-"""The host's work per iteration: everything between two launches, without a device.
+"""Measures the host's work per iteration: everything between two launches, without a device.
 
 The real request pool, scheduler, K/V manager and engine master run on a worker that returns tokens at once.
 Every iteration has the given number of rows; in each, one request ends, one is admitted from the front of the

@@ -95,7 +95,7 @@ def _rows(sampling: np.ndarray) -> np.ndarray:
     return np.stack(
         SamplerArrays(
             row=np.arange(n, dtype=np.int32),
-            given=np.full(n, SAMPLED, np.int32),
+            known=np.full(n, SAMPLED, np.int32),
             top_k=sampling["top_k"],
             token_index=np.full(n, 7, np.int32),
             seed_low=np.arange(n, dtype=np.int32),

@@ -72,10 +72,11 @@ CPU_SHARE = 1e-4  # for float32 on a CPU
 
 @dataclass
 class Agreement:
-    """The comparison of one kind of request: choices, those that any rounding would make alike (`sure`), and
-    the largest errors, as shares of the logits' standard deviation.
+    """The comparison of one kind of request: choices, `sure` ones, and the largest errors.
 
-    `short`: by how much a choice's logit is below the reference's best. `off`: of its log-probability.
+    A choice is sure if no rounding could change it. Errors are shares of the logits' standard deviation.
+
+    `short` is how far a choice's logit is below the reference's best, `off` the error of its log-probability.
     """
 
     choices: int = 0

@@ -1,8 +1,8 @@
-"""Reply to several conversations at once, and then go on with one of them.
+"""Reply to several conversations at once, and then continue one of them.
 
     python -m examples.chat [--model MODEL]
 
-Without MODEL it is the demo model, which knows no roles: it goes on with the text of the messages.
+Without MODEL the demo model replies, which knows no roles: it continues the text of the messages.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Teach a tiny Llama to add, by reinforcement: Tunix's GRPO trains it, this engine rolls it out.
+"""Teach a tiny Llama to add by reinforcement learning: Tunix's GRPO trains it, this engine samples rollouts.
 
     .venv/bin/pip install -e '.[tunix]'
     python -m examples.grpo_arithmetic [--steps 60] [--rollout orca|vanilla]
@@ -43,15 +43,15 @@ class Characters:
         return "".join(CHARACTERS[i - 3] for i in token_ids if 3 <= i < 3 + len(CHARACTERS))
 
     def pad_id(self) -> int:
-        """Fills up."""
+        """The padding token."""
         return 0
 
     def bos_id(self) -> int:
-        """Begins a text."""
+        """The token that begins a text."""
         return 1
 
     def eos_id(self) -> int:
-        """Ends a text."""
+        """The token that ends a text."""
         return 2
 
 
@@ -74,7 +74,7 @@ def tiny_llama(seed: int) -> Llama3:
 
 
 def reward(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
-    """By the first character: 1 for the last digit of the sum, less for another digit, else 0."""
+    """Reward the first character: 1 for the last digit of the sum, less for another digit, else 0."""
     rewards: list[float] = []
     for prompt, completion in zip(prompts, completions, strict=True):
         a, b = prompt.rstrip("=").split("+")
@@ -112,7 +112,7 @@ def train(rollout_engine: Any, n_steps: int, *, seed: int = 0, beta: float = 0.0
 
 
 def cluster(rollout_engine: Any, n_steps: int, *, seed: int = 0, beta: float = 0.0) -> RLCluster:
-    """Trainer, rollout, and with a `beta` the model of the beginning as reference, on the first device."""
+    """A cluster on the first device: trainer, rollout, and with a `beta` the initial model as reference."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     return RLCluster(
         actor=tiny_llama(seed),

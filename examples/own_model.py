@@ -1,6 +1,6 @@
-"""A model of one's own, as it is trained and as it is served: gated attention, which no family here has.
+"""A model of your own, trained and served as it is: gated attention, which no family here has.
 
-python -m examples.own_model, or orca serve examples.own_model:GatedModel
+Run `python -m examples.own_model`, or `orca serve examples.own_model:GatedModel`.
 """
 
 import jax
@@ -60,7 +60,7 @@ class GatedModel(nnx.Module):
         return self.head(x)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """As it is trained: sequences [batch, length] to logits [batch, length, V], without any cache."""
+        """The forward pass of training: [batch, length] token ids to logits [batch, length, V], no cache."""
         x, positions = self.tokens(token_ids), jnp.arange(token_ids.shape[1])
         for layer in self.layers:
             x = layer(x, positions, lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True))

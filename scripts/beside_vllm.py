@@ -1,4 +1,4 @@
-"""Draws the README's figure of this engine beside vLLM, from the figures in bench/LOG.md.
+"""Draws the README's comparison with vLLM, from the figures in bench/LOG.md.
 
     python -m scripts.beside_vllm
 
@@ -41,7 +41,7 @@ Bars = tuple[str, float, float]
 
 
 def entry(log: str) -> dict[str, tuple[list[float], list[float]]]:
-    """By case of ENTRY: our figures and vLLM's."""
+    """Our figures and vLLM's, by case of ENTRY."""
     text = log.split(f"## {ENTRY}\n", 1)[1].split("\n## ", 1)[0]
     rows = (line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|"))
     return {cells[0]: (_numbers(cells[1]), _numbers(cells[2])) for cells in rows if cells[0] in _CASES}

@@ -93,7 +93,7 @@ def family_rows() -> Iterator[str]:
 
 
 def path_rows() -> Iterator[str]:
-    """A row for each implementation of attention."""
+    """A row for each attention implementation."""
     every = list(dict.fromkeys(feature for known in KNOWN_FEATURES.values() for feature in sorted(known)))
     yield "| attention | runs on | " + " | ".join(every) + " |"
     yield "|---|---|" + "---|" * len(every)

@@ -54,7 +54,7 @@ def table(rows: list[Measured]) -> Table:
 
 
 def verdict(row: Measured) -> str:
-    """One line: the bound of this kind of iteration, its ratio to the floor, and the part that loses most."""
+    """One line: what bounds this kind of iteration, its ratio to the floor, and the part that loses most."""
     bound = "memory bandwidth" if row.bound_by_bytes > 0.5 * row.floor else "the matrix rate"
     losses = {kind: row.parts[kind] - row.part_floors[kind] for kind in PARTS}
     losses["the gap between iterations"] = row.gap

@@ -1,4 +1,4 @@
-"""A mixture of experts small enough for a CPU: eight experts, of which a token takes two."""
+"""A mixture of experts small enough for a CPU: eight experts, two per token."""
 
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts

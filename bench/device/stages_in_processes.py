@@ -1,4 +1,4 @@
-"""One split of `bench.stages` with a process for each stage. Not to be run by hand."""
+"""Measures one split of `bench.stages` with a process for each stage; `bench.stages` runs it."""
 
 import json
 from dataclasses import asdict

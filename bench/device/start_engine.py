@@ -1,8 +1,8 @@
-"""One start of the engine without the server, for `bench.start --engine`; the last line is JSON.
+"""Times one start of the engine without the server, for `bench.start --engine`; the last line is JSON.
 
     python -m bench.device.start_engine PRESET FOLDER
 
-Random weights; every program an iteration may ask for is compiled, or read from FOLDER.
+Weights are random. Every program that an iteration may need is compiled, or read from FOLDER.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class CompileProgress:
         self._next = 0.0
 
     def __call__(self, done: int, total: int, name: str) -> None:
-        """programs.OnProgram."""
+        """See programs.OnProgram."""
         now = time.monotonic()
         self.begun, self.programs = self.begun or now, total
         if now >= self._next:

@@ -2,14 +2,13 @@
 
     python -m bench.hostile [--seconds 4] [--rounds 10] [--only NAME,NAME] [--tries 1] [--no-judge]
 
-Starts `orca serve` with the demo model. One more process runs the sixteen streams, with probes of /health and
-of a body of 10 kB, and records their longest waits; another runs the attacker. It measures without an attack
-first, and while the attacker's process computes and sends nothing; then each attack, then all attacks
-briefly, `--rounds` times. Shows the longest gap between two chunks of a stream, the longest wait for a first
-chunk and for each probe, how long the server's watchdog saw its event loop and its GIL held, the processor
-time that the attacker took itself, the growth of the server's memory, descriptors and threads (after the
-attack, and the maximum in parentheses), and the answers that the attacker got; after each round the server's
-memory.
+Starts `orca serve` with the demo model. A second process runs the sixteen streams, with probes of /health and
+of a body of 10 kB, and records their longest waits; a third runs the attacker. First it measures without an
+attack, and while the attacker's process only computes; then each attack, then all attacks briefly, `--rounds`
+times. For each attack it shows the longest gap between two chunks of a stream, the longest wait for a first
+chunk and for each probe, how long the server's watchdog saw the event loop and the GIL held, the attacker's
+processor time, the growth of the server's memory, descriptors and threads (after the attack, and the maximum
+in parentheses), and the answers that the attacker got. After each round it shows the server's memory.
 
 Exits with 1, naming why, if a gap took 0.05 s longer than without an attacker, or a probe 0.25 s, a
 well-behaved client was refused or cut off, an answer was a 5xx other than 503, memory, descriptors or threads

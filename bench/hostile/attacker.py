@@ -34,7 +34,7 @@ class Order:
 
 
 def attacker(connection: Connection) -> None:
-    """For an OtherProcess: answers each Order with Answers."""
+    """The program of an OtherProcess: carries out each Order and answers with Answers."""
     answer_each(connection, attack)
 
 

@@ -1,4 +1,4 @@
-"""Attacks by request bodies: JSON that costs more than its bytes."""
+"""Attacks by request bodies: JSON that is expensive for its size."""
 
 from bench.hostile.target import CHAT, COMPLETIONS, Target
 

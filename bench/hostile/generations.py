@@ -58,7 +58,7 @@ _COSTLY: tuple[dict[str, Any], ...] = (
 
 
 async def quadratic_grammars(target: Target) -> None:
-    r"""Eight at once of 8 KB of `\/`, all different."""
+    r"""Eight concurrent grammars of 8 KB of `\/`, all different."""
     numbers = itertools.count()
 
     async def attempt() -> None:
@@ -69,7 +69,7 @@ async def quadratic_grammars(target: Target) -> None:
 
 
 async def costly_grammars(target: Target) -> None:
-    """Grammars, schemas and expressions at and just above the limits of compilation; each is new twice."""
+    """Grammars, schemas and expressions at and just above the limits of compilation, each compiled twice."""
     bodies = [{"prompt": "a", "max_tokens": 32, "ignore_eos": True, **costly} for costly in _COSTLY]
     await target.flood(8, [target.post(COMPLETIONS, body) for body in bodies])
 

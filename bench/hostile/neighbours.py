@@ -43,7 +43,7 @@ class Waits:
 
 
 def neighbours(connection: Connection) -> None:
-    """For an OtherProcess: takes (host, port) of HTTP once, then answers any message with Waits."""
+    """The program of an OtherProcess: receives (host, port) of HTTP, then answers messages with Waits."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_Neighbours(*connection.recv()).run(connection))
 

@@ -40,11 +40,11 @@ class Holds:
 class Cost:
     """The cost of one attack, or of a period without one (`answers` None).
 
-    `holds` are those of that time, `held` the server's log lines about them, and `attacker_cores` is the
-    processor time that the attacker itself took, by the second.
+    `holds` are the server's holds during the attack, `held` its log lines about them, and `attacker_cores`
+    the attacker's processor time per second.
 
-    `seconds` is from its beginning until the neighbours were served as before. If that took longer than
-    SETTLE_SECONDS, `blocked` is set, and later attacks were measured on a new server.
+    `seconds` is the time from the attack's beginning until the neighbours were served as before. If that took
+    longer than SETTLE_SECONDS, `blocked` is set, and later attacks were measured on a new server.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Trial:
         self._waits()
 
     def _stop(self, *, kill: bool = False) -> int:
-        """Stop neighbours and server; the server's exit status, -1 if it was killed."""
+        """Stop neighbours and server; return the server's exit status, -1 if it was killed."""
         status = -1
         try:
             if not kill:
@@ -110,7 +110,7 @@ class Trial:
         return status
 
     def finish(self) -> int:
-        """Stop the server as an operator would; its exit status."""
+        """Stop the server as an operator would; return its exit status."""
         return self._stop()
 
     def footprint(self) -> Footprint:
@@ -174,7 +174,7 @@ class Trial:
         return cost
 
     def _settled(self) -> tuple[Waits, bool]:
-        """All waits until no wait was long for a second, and whether that happened in time."""
+        """Wait until no wait was long for a second; return all waits, and whether that happened in time."""
         waits = self._waits()
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
@@ -186,7 +186,7 @@ class Trial:
         return waits, False
 
     def _holds(self) -> Holds:
-        """The longest holds since the last call, unless an attack reads /metrics too, and counts of all."""
+        """The longest holds since the last call (unless an attack reads /metrics too), and counts of all."""
         with urllib.request.urlopen(f"{self.server.url}/metrics", timeout=_ASK_SECONDS) as answer:
             found = {
                 (name, what): float(value) for name, what, value in _HOLD.findall(answer.read().decode())

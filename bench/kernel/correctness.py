@@ -48,7 +48,7 @@ class Form:
 
     @property
     def name(self) -> str:
-        """Like `D 128 bfloat16 B 16 N 8 K 2 window 300`."""
+        """The form's name, such as `D 128 bfloat16 B 16 N 8 K 2 window 300`."""
         sizes = f"D {self.head_size} {self.dtype} B {self.block_size} N {self.n_heads} K {self.n_kv_heads}"
         window = "" if self.window is None else f" window {self.window}"
         return sizes + window + ("" if self.soft_cap is None else f" cap {self.soft_cap:g}")
@@ -90,9 +90,9 @@ class Found:
 
 
 def forms(scale: Scale) -> list[Form]:
-    """Every head size and dtype with every block size, each with groups of 1 and with larger ones.
+    """Every head size and dtype with every block size, each with groups of 1 and with larger groups.
 
-    The larger are 4, 16 and 3 by turns, and have by turns a window, a soft cap, both, or neither.
+    The larger groups have 4, 16 and 3 heads in turn, and in turn a window, a soft cap, both, or neither.
     """
     if scale == "tiny":
         return [

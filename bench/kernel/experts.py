@@ -2,10 +2,10 @@
 
     python -m bench.kernel.experts [--one] [--tiny] [--repeat 7] [--json FILE]
 
-First every form runs on random groups, against float64: with experts that have no row, one that has all,
-rows of no expert. Those rows are NaN, as are the weights of experts without rows, which must not be read. The
-same groups run several times: a result that changes is a race. If anything is wrong nothing is timed, and the
-status is 1.
+First every form runs on random groups, against float64: with experts without rows, one expert with all rows,
+and rows of no expert. Rows of no expert are NaN, and so are the weights of experts without rows, which must
+not be read. The same groups run several times: a result that changes is a race. If anything is wrong nothing
+is timed, and the status is 1.
 
 Then it times products of published mixtures, for tokens that choose experts at random. A program has several
 calls, each with different weights. The floor is the bytes of the experts that are hit, of rows and of results
@@ -82,7 +82,7 @@ Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def groups_of(form: Form, rng: np.random.Generator) -> list[np.ndarray]:
-    """Groups of rows: one expert has all; none has any; alike; very different, with rows of no expert."""
+    """Groups of rows: all in one; none in any; equal; very different, with rows of no expert."""
     one = np.zeros(form.n_experts, np.int32)
     one[form.n_experts // 2] = form.n_rows
     drawn = [

@@ -1,4 +1,4 @@
-"""JAX's own attention for GPUs, given the same batches: cuDNN for both phases, Pallas kernels for each.
+"""JAX's own attention for GPUs on the same batches: cuDNN for both phases, Pallas kernels for each.
 
 Each gets keys and values in the layout that it reads without a transposition.
 """
@@ -126,7 +126,7 @@ def _cudnn(case: Case) -> Program:
 
 
 def _mgpu(case: Case) -> Program:
-    """Its causal form in float16, the only one it has. It has no scale, so the queries are scaled before."""
+    """attention_mgpu, causal and in float16 only. It has no scale, so the queries are scaled before."""
     length, n_keys = case.rows[0]
     heads, n_rows = case.heads, len(case.rows)
     if length != n_keys or length % 256 or heads.head_size % 64:
@@ -202,8 +202,9 @@ def _cudnn_paged(case: Case) -> Program:
 
 
 def _decode(case: Case) -> Program:
-    """Its multi-query form, with a batch entry per row and key/value head: `gqa` would transpose all keys
-    first.
+    """decode_attention's multi-query form, with a batch entry per row and key/value head.
+
+    Its `gqa` would transpose all keys first.
     """
     if not case.increments_only:
         raise NoPeer("supports one query token per row")
@@ -225,7 +226,7 @@ def _decode(case: Case) -> Program:
 
 
 def _paged(case: Case) -> Program:
-    """Its pool is [K, n_blocks, B, D]. It has no scale, so D ** -0.5 is in the keys."""
+    """paged_attention, whose pool is [K, n_blocks, B, D]. It has no scale, so D ** -0.5 is in the keys."""
     if not case.increments_only:
         raise NoPeer("supports one query token per row")
     paged_attention = _module("paged_attention").paged_attention

@@ -112,7 +112,7 @@ class Pool:
 
 
 def lay_out(case: Case, n_sets: int, *, block_size: int, max_blocks: int, n_blocks: int, seed: int) -> Pool:
-    """As many sets with their own shuffled blocks as fit, then the same sets again."""
+    """Lay out as many sets with separate shuffled blocks as fit, then the same sets again."""
     rng = np.random.default_rng(seed)
     needed = np.array([-(-n // block_size) for _, n in case.rows])
     each = int(needed.sum())

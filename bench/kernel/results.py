@@ -40,7 +40,7 @@ def figures(result: Result, device: Device) -> dict[str, float]:
 
 
 def microseconds(seconds: float) -> str:
-    """With at least three significant digits."""
+    """Format microseconds with at least three significant digits."""
     us = seconds * 1e6
     return f"{us:.1f}" if us < 100 else f"{us:.0f}"
 

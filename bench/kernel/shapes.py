@@ -60,14 +60,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Like `GPT-3 13B, 31 x (1 of 1024) + 1 x (512 of 512)`."""
+        """The batch's name, such as `GPT-3 13B, 31 x (1 of 1024) + 1 x (512 of 512)`."""
         parts = [f"{self.rows.count(row)} x ({row[0]} of {row[1]})" for row in sorted(set(self.rows))]
         blocks = "" if self.block_size == BLOCK_SIZE else f", B {self.block_size}"
         return f"{self.heads.name}{blocks}, {' + '.join(parts)}"
 
     @property
     def n_tokens(self) -> int:
-        """T."""
+        """The number of query tokens, T."""
         return sum(n for n, _ in self.rows)
 
     @property

@@ -145,7 +145,7 @@ def _pairs(text: str) -> list[tuple[int, int]]:
 
 
 def compared(load: Load, systems: Sequence[System], own: float) -> dict[str, Any]:
-    """Compare both at twice the engine's normalized execution time: the best size of each, and the ratio."""
+    """Compare the best size of each system at twice the engine's normalized execution time."""
     latency = TWICE * own
     ours, theirs = (
         best_of({one.label: load.curve(one) for one in systems if one.is_orca is is_orca}, latency)

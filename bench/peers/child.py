@@ -106,7 +106,7 @@ class Playing:
             return self._until_next()
 
     def next_arrivals(self, most: int | None = None) -> list[int]:
-        """As `arrived`, but sleeps until there is at least one; empty after the last."""
+        """Sleep until `arrived` has at least one request, and return them; empty after the last."""
         while True:
             with self._changed:
                 seconds = self._until_next()

@@ -1,4 +1,4 @@
-"""Hugging Face's transformers in static batches, as a plain server would use it, in its own environment.
+"""Hugging Face's transformers in static batches, as a simple server would use it, in its own environment.
 
 A batch is the oldest `batch` requests that have arrived when the batch before is done; with `sorted` all that
 have arrived are put into batches by their lengths. It is padded to its longest prompt, runs until the longest

@@ -30,7 +30,7 @@ class Case:
 
 
 def simulated_cases(share: float = 1.0) -> Mapping[str, Case]:
-    """For llama-3.1-8b on an H200; with `share`, of only this share of the requests."""
+    """The cases for llama-3.1-8b on an H200, with only this `share` of the requests."""
 
     def n(whole: int) -> int:
         return max(8, round(share * whole))
@@ -89,7 +89,7 @@ def short_conversations(n: int, rate: float) -> Trace:
 
 
 def real_cases(share: float = 1.0) -> Mapping[str, Case]:
-    """For GPT-2 on a CPU in minutes: fewer and shorter requests, and no search."""
+    """The cases for GPT-2 on a CPU, which take minutes: fewer and shorter requests, and no search."""
 
     def n(whole: int) -> int:
         return max(4, round(share * whole))

@@ -39,5 +39,5 @@ class Figures:
 
 
 def quantile(values: "array[float]", share: float) -> float:
-    """0 if there are no values."""
+    """The quantile of the values; 0 if there are none."""
     return float(np.quantile(np.asarray(values), share)) if values else 0.0

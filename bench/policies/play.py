@@ -28,7 +28,7 @@ _EVERY = 8  # iterations between two looks at the slots in use
 
 
 class RealClock(VirtualClock):
-    """The seconds since it was made; `run_next` sleeps until the event's time."""
+    """Counts the seconds since it was created; `run_next` sleeps until the event's time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Live:
 
 @dataclass(slots=True)
 class _Seen:
-    """Seconds, of the conversations that count."""
+    """Latencies in seconds of the conversations that count."""
 
     first: "array[float]" = field(default_factory=lambda: array("d"))
     gaps: "array[float]" = field(default_factory=lambda: array("d"))

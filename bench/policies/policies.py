@@ -1,4 +1,4 @@
-"""The compared policies, each with the sizes that turn it on."""
+"""The compared policies, each with the options that select it."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -2,8 +2,8 @@
 
     python -m bench.ray.overhead [--rounds 7] [--tokens 100] [--streams 1,16] [--only NAME,NAME] [--pause]
 
-All servers are up, each with one engine and its programs compiled, and one works at a time, in turn. A
-server's processor time is that of all its processes, Ray's own included. `idle` is its processor time without
+All servers run, each with one engine and compiled programs, and serve in turn, one at a time. A server's
+processor time includes all its processes, also Ray's. `idle` is its processor time without
 requests: with few cores, compare few servers at a time.
 """
 

@@ -1,5 +1,4 @@
-"""Both endpoints on a simulated engine that uses no processor time, which leaves only the endpoints' own
-work.
+"""Both endpoints on a simulated engine that uses no processor time, which leaves only the endpoints' work.
 
 During an iteration the engine's thread sleeps: without that, tokens would come faster than they can be sent,
 and many would be sent together.

@@ -41,7 +41,7 @@ def token_of(start: int, index: int) -> int:
 
 
 def engine_token(request: Request, index: int) -> int:
-    """The same for the simulated engine."""
+    """`token_of` as the token function of the simulated engine."""
     return token_of(request.prompt_ids[0], index)
 
 
@@ -54,7 +54,7 @@ class Outcomes:
     wrong: list[str] = field(default_factory=list[str])
 
     def add(self, other: "Outcomes") -> None:
-        """Add another's counts."""
+        """Add the counts of `other`."""
         self.n += other.n
         self.n_wrong += other.n_wrong
         self.wrong = (self.wrong + other.wrong)[:_MAX_WRONG]

@@ -157,7 +157,7 @@ def over_grpc(n_calls: int, n_processes: int, seed: int, progress: Progress) -> 
 
 
 def directly(n_calls: int, seed: int, progress: Progress) -> tuple[Outcomes, str]:
-    """Make the calls without gRPC; returns the same."""
+    """Make the calls without gRPC; the result is as in `over_grpc`."""
     outcomes = Outcomes()
     task = progress.add_task("calls of the service", total=n_calls)
     with simulated_service() as service:

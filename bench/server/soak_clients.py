@@ -102,7 +102,7 @@ class Clients:
             return await _read(exchange, body)
 
     async def disconnect(self, rng: random.Random) -> str:
-        """Disconnects: before the answer, in the middle of it, or in the middle of its own request."""
+        """Disconnects before the answer, in the middle of it, or in the middle of its own request."""
         body = {**_sampling(rng, at_least=50), "prompt": _prompt(rng)}
         request = post(*self._address, COMPLETIONS, body)
         if rng.random() < 0.1:

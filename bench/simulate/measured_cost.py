@@ -37,7 +37,7 @@ class MeasuredCost:
     bucket_sizes: tuple[int, ...]
 
     def __call__(self, sums: IterationSums) -> list[float]:
-        """The seconds of an iteration with these sums, in its only place."""
+        """The seconds of an iteration with these sums, on the only stage."""
         bucket = bucket_for(sums.n_tokens, self.bucket_sizes)
         return [self.seconds(sums, bucket)]
 

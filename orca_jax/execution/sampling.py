@@ -262,7 +262,7 @@ def packed_logprobs(
 def _next_logprobs(logits: jax.Array, rows: jax.Array, tokens: jax.Array) -> jax.Array:
     """packed_logprobs of each row's token: the one that its request forces, or the sampled one."""
     batch = SamplerArrays(*rows)
-    return packed_logprobs(logits, jnp.where(batch.given == SAMPLED, tokens, batch.given), batch.n_top)
+    return packed_logprobs(logits, jnp.where(batch.known == SAMPLED, tokens, batch.known), batch.n_top)
 
 
 def _set_row(tables: Tables, row: jax.Array, seen: jax.Array, bias: jax.Array) -> Tables:
@@ -306,15 +306,15 @@ def _choose_natively(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """As _choose, with the log-probabilities of the rows that ask for them, as packed_logprobs packs them."""
     batch = SamplerArrays(*rows)
-    given, none = batch.given, jnp.zeros(len(logits), jnp.float32)
+    known, none = batch.known, jnp.zeros(len(logits), jnp.float32)
     draw = (none, none, none)
     if sampler != "greedy":
         number = uniform(batch.seed_low, batch.seed_high, batch.token_index)
         draw = (_real(batch.temperature), _real(batch.min_p), number)
     if sampler == "full":
-        cut = (given == SAMPLED) & ((batch.top_k > 0) | (_real(batch.top_p) < 1))
-        given = jnp.where(cut, _sample(logits, batch, cut=True), given)
-    tokens, words = native_choice(logits, raw, given, *draw, batch.n_top, max_top=MAX_TOP_LOGPROBS)
+        cut = (known == SAMPLED) & ((batch.top_k > 0) | (_real(batch.top_p) < 1))
+        known = jnp.where(cut, _sample(logits, batch, cut=True), known)
+    tokens, words = native_choice(logits, raw, known, *draw, batch.n_top, max_top=MAX_TOP_LOGPROBS)
     return tokens, last_token.at[batch.row].set(tokens, mode="drop"), words
 
 

@@ -71,7 +71,7 @@ class SamplerArrays(NamedTuple):
     """
 
     row: Any  # index in last_token to store the next token at; n_rows (out of range) if none is sampled
-    given: Any  # the known next token, whose log-probabilities are wanted; SAMPLED if a token is sampled
+    known: Any  # the known next token, whose log-probabilities are wanted; SAMPLED if a token is sampled
     token_index: Any
     adjusted: Any
     n_top: Any  # the number of top log-probabilities wanted besides the token's; -1: none at all
@@ -259,10 +259,10 @@ def flat_batch(
     if encoder is not None:
         arrays.encoder_length[:real_rows] = encoder.length
         arrays.encoder_table[:real_rows] = encoder.block_table
-    stored_at, given, token_index, adjusted, n_top = arrays.sampler[:_FIRST_COPIED, :real_rows]
-    given[:] = message.next_token
+    stored_at, known, token_index, adjusted, n_top = arrays.sampler[:_FIRST_COPIED, :real_rows]
+    known[:] = message.next_token
     stored_at[:] = message.row
-    stored_at[given != SAMPLED] = n_rows
+    stored_at[known != SAMPLED] = n_rows
     token_index[:] = message.token_index
     n_top[:] = message.sampling["logprobs"]
     arrays.sampler[_FIRST_COPIED:, :real_rows] = _copied_words(message.sampling)
@@ -306,7 +306,7 @@ def padding(
     if real_rows < layout.n_rows:
         sampler = SamplerArrays(*arrays.sampler[:, real_rows:])
         sampler.row.fill(n_rows)
-        sampler.given.fill(SAMPLED)
+        sampler.known.fill(SAMPLED)
         sampler.n_top.fill(-1)
         sampler.top_p.view(np.float32).fill(1)
         sampler.repetition.view(np.float32).fill(1)

@@ -83,7 +83,7 @@ class ControlMessage:
     `token_on_device` is set, that token is `last_token[row]` on the device, and 0 in `token_ids`.
 
     A row samples a token unless the token after its input, `next_token`, is known; requested
-    log-probabilities are then of that token. In its increments, a request whose output is given has a row of
+    log-probabilities are then of that token. In its increments, a request whose output is scored has a row of
     one token for each token that it computes, side by side in the tokens' order. A beam search has a row for
     each beam; the host chooses its tokens, so they are never on the device alone. `token_index` counts the
     output tokens before the sampled one. Together with the seed it is the random key, so a request's tokens

@@ -75,7 +75,7 @@ def replay(of: str | Path | Recording, *, model: str | Path | None = None) -> Re
             built.kv,
             config=serving,
             constraint=constraint,
-            kind=lambda sampling, given_ids: rules.rules(sampling).kind(given_ids),
+            kind=lambda sampling, scored_ids: rules.rules(sampling).kind(scored_ids),
         )
         return whole.run()
     finally:

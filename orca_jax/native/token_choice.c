@@ -21,7 +21,7 @@
 typedef struct {
   Work work;
   const float *logits, *raw; /* [R, V] for the choice, and for log-probabilities; may be the same array */
-  const int32_t *given;      /* [R] the row's token; if negative, it is chosen */
+  const int32_t *known;      /* [R] the row's token; if negative, it is chosen */
   const float *temperature;  /* [R] 0 for the first of the largest logits, else a token is drawn */
   const float *min_p;        /* [R] the least weight that can be drawn; the largest is 1 */
   const float *uniform;      /* [R] in [0, 1): the place of a draw in the running sum of weights */
@@ -191,8 +191,8 @@ static void do_item(Work *work, int item) {
   const size_t n_padded = (n_groups + LANES - 1) / LANES * LANES;
   const float temperature = choice->temperature[r], least = choice->min_p[r];
   const float rate = temperature > 0 ? fminf(1 / temperature, FLT_MAX) : 1;
-  const bool reports = choice->n_top[r] >= 0, chooses = choice->given[r] < 0, same = choice->logits == choice->raw;
-  int32_t token = choice->given[r], *words = choice->words + r * (2 + 2 * max_top);
+  const bool reports = choice->n_top[r] >= 0, chooses = choice->known[r] < 0, same = choice->logits == choice->raw;
+  int32_t token = choice->known[r], *words = choice->words + r * (2 + 2 * max_top);
   float *parts = malloc(5 * n_padded * sizeof(float));
   if (!parts) {
     work->failed = true;
@@ -230,7 +230,7 @@ XLA_FFI_Error *token_choice(XLA_FFI_CallFrame *frame) {
   *choice = (Choice){.work = {.do_item = do_item, .n_items = n_rows},
                      .logits = argument(frame, 0)->data,
                      .raw = argument(frame, 1)->data,
-                     .given = argument(frame, 2)->data,
+                     .known = argument(frame, 2)->data,
                      .temperature = argument(frame, 3)->data,
                      .min_p = argument(frame, 4)->data,
                      .uniform = argument(frame, 5)->data,

@@ -116,7 +116,7 @@ class RowKind:
     forks = False  # whether rows diverge after the prompt, and may continue one another's
     runs_ahead = True  # whether a request may be issued again before its token returns
     greedy = False  # whether temperature 0 replaces the request's
-    given_ids: Sequence[int] = ()  # the output, if it is given and not sampled
+    scored_ids: Sequence[int] = ()  # the output, if it is known and only scored
 
     @property
     def parents(self) -> Sequence[int]:
@@ -182,7 +182,7 @@ class Request:
     With an encoder, `encoder_ids` is the encoder's input, and `prompt_ids` begins the decoder's tokens. A row
     that begins with the first decoder token, also after a loss or a preemption, runs the encoder as well.
 
-    `kind` is how the request enters iterations: as a plain row, with a given output, as a beam search, ...
+    `kind` is how the request enters iterations: as a plain row, with a scored output, as a beam search, ...
 
     With `pooling` it is a request for an embedding, and its one sampled token is ignored. `pooled` is the sum
     of the prompt's final hidden states that have returned so far; for "last" only the last token's.
@@ -286,8 +286,8 @@ class Request:
         return self.n_in_flight == self.n_partial and self.state is not _INCREMENT
 
     def known_ids(self, start: int, stop: int) -> list[int]:
-        """The slice `start:stop` of prompt plus output; a given output is known as a whole."""
-        n, output = len(self.prompt_ids), self.kind.given_ids or self.output_ids
+        """The slice `start:stop` of prompt plus output; a scored output is known as a whole."""
+        n, output = len(self.prompt_ids), self.kind.scored_ids or self.output_ids
         if start >= n:
             return [*output[start - n : stop - n]]
         return [*self.prompt_ids[start:stop], *output[max(0, start - n) : max(0, stop - n)]]

@@ -47,14 +47,14 @@ class LengthLimit(NamedTuple):
 class CheckedPrompt:
     """A prompt that admission accepted, together with up to `n_output` output tokens.
 
-    With an encoder, `encoder_ids` is the prompt and `token_ids` the decoder's. `given_ids` are the output
-    tokens if they are given and not sampled. The service adds the other fields; they are as in `Request`.
+    With an encoder, `encoder_ids` is the prompt and `token_ids` the decoder's. `scored_ids` are the output
+    tokens if they are known and only scored. The service adds the other fields; they are as in `Request`.
     """
 
     token_ids: tuple[int, ...]
     n_output: int
     encoder_ids: tuple[int, ...] = ()
-    given_ids: tuple[int, ...] = ()
+    scored_ids: tuple[int, ...] = ()
     pooling: Pooling | None = None
     priority: int = 0
     cache_salt: tuple[str, ...] = ()

@@ -298,11 +298,11 @@ class Orca:
             end_token_ids=rules.end_token_ids,
             encoder_ids=checked.encoder_ids,
             pooling=checked.pooling,
-            kind=rules.kind(checked.given_ids),
+            kind=rules.kind(checked.scored_ids),
             constraint=rules.constraint(),
             owner=owner,
             weight=weight_in_bytes(
-                (*checked.token_ids, *checked.encoder_ids, *checked.given_ids),
+                (*checked.token_ids, *checked.encoder_ids, *checked.scored_ids),
                 rules.sampling,
                 len(checked.block_hashes or ()),
             ),
@@ -311,7 +311,7 @@ class Orca:
             block_hashes=None if checked.block_hashes is None else list(checked.block_hashes),
             weights_versions=((0, self.scheduler.weights_version),),  # until it is admitted
         )
-        has_text = not checked.given_ids and checked.pooling is None
+        has_text = not checked.scored_ids and checked.pooling is None
         new_stream = partial(rules.text_stream, checked.token_ids) if has_text else no_stream
         output = request.sink = Output(request, new_stream, self._stopped)
         try:

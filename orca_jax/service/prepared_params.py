@@ -9,7 +9,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.constraint import BadWords, Constraint, ConstraintRules
 from orca_jax.grammar.grammar import GrammarCompiler
 from orca_jax.iteration.rows.beams import Beams
-from orca_jax.iteration.rows.scored import Given
+from orca_jax.iteration.rows.scored import ScoredOutput
 from orca_jax.request.beam_search import begin_search, check_beams
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.request import PLAIN, RowKind
@@ -65,11 +65,11 @@ class OutputRules:
         shown = self.shown.get(token_id)
         return shown if shown or self._tokenizer is None else self._tokenizer.token_text(token_id)
 
-    def kind(self, given_ids: Sequence[int] = ()) -> RowKind:
-        """The row kind of a new request; `given_ids` is its output if that is given."""
+    def kind(self, scored_ids: Sequence[int] = ()) -> RowKind:
+        """The row kind of a new request; `scored_ids` is its output if that is only scored."""
         if self.sampling.use_beam_search:
             return Beams(begin_search(self.sampling, self.end_token_ids, self._forced))
-        return Given(given_ids) if given_ids else PLAIN
+        return ScoredOutput(scored_ids) if scored_ids else PLAIN
 
     def constraint(self) -> Constraint | None:
         """The constraint of a new output; None if every token is always allowed."""

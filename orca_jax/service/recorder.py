@@ -82,7 +82,7 @@ class Recorder:
     def arrived(self, request: Request, at: float) -> None:
         """Record a request that the scheduler sees from this turn on; it entered the pool at `at` seconds."""
         line = {"arrived": request.arrival, "turn": self.turn, "time": at, "request": request}
-        self._put(line, len(request.prompt_ids) + len(request.kind.given_ids) + len(request.encoder_ids))
+        self._put(line, len(request.prompt_ids) + len(request.kind.scored_ids) + len(request.encoder_ids))
 
     def asked_to_end(self, request: Request, reason: FinishReason) -> None:
         """Record that the scheduler learns in this turn that a request is to end."""
@@ -167,8 +167,8 @@ class Recorder:
             line["id"] = request.request_id
             line["n_input"] = request.n_input
             line["prompt"] = request.prompt_ids
-            if request.kind.given_ids:
-                line["given"] = request.kind.given_ids
+            if request.kind.scored_ids:
+                line["given"] = request.kind.scored_ids
             if request.pooling is not None:
                 line["pooling"] = request.pooling
             if request.encoder_ids:

@@ -24,7 +24,7 @@ class RecordedRequest:
     time: float
     request_id: str
     prompt_ids: tuple[int, ...]
-    given_ids: tuple[int, ...]  # the given output of a request for log-probabilities
+    scored_ids: tuple[int, ...]  # the known output of a request for log-probabilities
     encoder_ids: tuple[int, ...]  # the encoder's input, if there is one
     pooling: Pooling | None  # for a request for an embedding
     max_tokens: int
@@ -159,7 +159,7 @@ def _request(line: dict[str, Any]) -> RecordedRequest:
         time=line["time"],
         request_id=line["id"],
         prompt_ids=tuple(line["prompt"]),
-        given_ids=tuple(line.get("given", ())),
+        scored_ids=tuple(line.get("given", ())),
         encoder_ids=tuple(line.get("encoder", ())),
         pooling=None if line.get("pooling") is None else checked_pooling(line["pooling"]),
         max_tokens=line["max_tokens"],

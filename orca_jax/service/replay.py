@@ -9,7 +9,7 @@ from typing import Any
 
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.rows.beams import Beams
-from orca_jax.iteration.rows.scored import Given
+from orca_jax.iteration.rows.scored import ScoredOutput
 from orca_jax.request.beam_search import begin_search
 from orca_jax.request.request import PLAIN, FinishReason, OutputConstraint, Request, Row, RowKind
 from orca_jax.request.sampling_params import SamplingParams
@@ -47,11 +47,11 @@ class ReplayReport:
         return not self.difference and not self.other_outputs
 
 
-def _endless(sampling: SamplingParams, given_ids: Sequence[int]) -> RowKind:
+def _endless(sampling: SamplingParams, scored_ids: Sequence[int]) -> RowKind:
     """The row kind of a request without end-of-sequence tokens."""
     if sampling.use_beam_search:
         return Beams(begin_search(sampling, frozenset()))
-    return Given(given_ids) if given_ids else PLAIN
+    return ScoredOutput(scored_ids) if scored_ids else PLAIN
 
 
 class Replay:
@@ -139,7 +139,7 @@ class Replay:
             max_tokens=recorded.max_tokens,
             sampling=recorded.sampling,
             seed=recorded.seed,
-            kind=self._kind(recorded.sampling, recorded.given_ids),
+            kind=self._kind(recorded.sampling, recorded.scored_ids),
             constraint=self._constraint(recorded.sampling),
             sink=None if end is None else _RecordedLength(len(end.output_ids), end.reason),
             owner=recorded.owner,

@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens, as `LLM.score` returns them.
 
-The tokens become a prompt and a given output, which run in the same batches as other requests. Their
+The tokens become a prompt and a scored output, which run in the same batches as other requests. Their
 log-probabilities are computed as those of any prompt and any output.
 """
 
@@ -30,33 +30,33 @@ from orca_jax.service.prepared_params import OutputRules
 
 
 @dataclass(frozen=True, slots=True)
-class GivenOutput:
+class ScoreRequest:
     """A checked prompt with the tokens that follow it. Without any, one token is sampled and ignored."""
 
     prompt: CheckedPrompt
     rules: OutputRules
 
 
-def given_output(
+def score_request(
     service: Orca,
     token_ids: Sequence[int],
     n_prompt: int | None = None,
     scheduling: SchedulingParams = PLAIN,
     *,
     tenant: str = "",
-) -> GivenOutput:
+) -> ScoreRequest:
     """Check a request for the log-probabilities of given tokens; see `LLM.score`.
 
     Raises a leaf of InvalidRequest.
     """
-    check_given(token_ids, n_prompt, service.model, service.token_name)
-    n_first = split_given(len(token_ids), n_prompt, deterministic=service.scheduler.config.deterministic)
+    check_scored(token_ids, n_prompt, service.model, service.token_name)
+    n_first = split_scored(len(token_ids), n_prompt, deterministic=service.scheduler.config.deterministic)
     rules = service.rules(scoring(len(token_ids) - n_first))
     checked = service.check(token_ids[:n_first], rules, scheduling, tenant=tenant)
-    return GivenOutput(replace(checked, given_ids=tuple(token_ids[n_first:])), rules)
+    return ScoreRequest(replace(checked, scored_ids=tuple(token_ids[n_first:])), rules)
 
 
-def check_given(
+def check_scored(
     token_ids: Sequence[int], n_prompt: object, model: ModelConfig, token_name: TokenName
 ) -> None:
     """Raises NotSupported, EmptyPrompt, TokenOutOfRange, or InvalidSamplingParameter for `n_prompt`."""
@@ -71,7 +71,7 @@ def check_given(
         raise InvalidSamplingParameter(message, param="n_prompt")
 
 
-def split_given(n_tokens: int, n_prompt: int | None, *, deterministic: bool) -> int:
+def split_scored(n_tokens: int, n_prompt: int | None, *, deterministic: bool) -> int:
     """The number of tokens that run as the prompt.
 
     A prompt of all tokens but the last takes the fewest iterations. A deterministic engine computes prompts
@@ -82,10 +82,10 @@ def split_given(n_tokens: int, n_prompt: int | None, *, deterministic: bool) -> 
     return max(1, n_tokens - 1)
 
 
-def scoring(n_given: int) -> SamplingParams:
-    """The parameters of a request with `n_given` given output tokens."""
+def scoring(n_output: int) -> SamplingParams:
+    """The parameters of a request that scores `n_output` output tokens."""
     return SamplingParams(
-        max_tokens=max(1, n_given), temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0
+        max_tokens=max(1, n_output), temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0
     )
 
 
@@ -119,24 +119,24 @@ def scores(
     if len(each_n) != len(lists):
         message = f"there are {len(each_n)} n_prompt for {len(lists)} lists; give one, or one for each"
         raise InvalidSamplingParameter(message, param="n_prompt")
-    checked: list[GivenOutput] = []
+    checked: list[ScoreRequest] = []
     for i, (token_ids, n) in enumerate(zip(lists, each_n, strict=True)):
         try:
-            checked.append(given_output(service, token_ids, n, scheduling))
+            checked.append(score_request(service, token_ids, n, scheduling))
         except InvalidRequest as error:
             raise _of_list(i, error) from error
     with ExitStack() as running:
-        generations = [running.enter_context(service.submit(given.prompt, given.rules)) for given in checked]
+        generations = [running.enter_context(service.submit(one.prompt, one.rules)) for one in checked]
         results = [generation.result() for generation in generations]
-    return [after_the_first(result, given) for result, given in zip(results, checked, strict=True)]
+    return [after_the_first(result, one) for result, one in zip(results, checked, strict=True)]
 
 
-def after_the_first(result: GenerationResult, given: GivenOutput) -> list[float]:
+def after_the_first(result: GenerationResult, request: ScoreRequest) -> list[float]:
     """The log-probability of each token after the first. Raises RequestCancelled for an early end."""
     if result.finish_reason is not FinishReason.LENGTH:
         raise RequestCancelled(f"the request for log-probabilities ended early: {result.finish_reason}")
     assert result.prompt_logprobs is not None and result.logprobs is not None
-    output = result.logprobs[: len(given.prompt.given_ids)]
+    output = result.logprobs[: len(request.prompt.scored_ids)]
     return [token.logprob for token in (*result.prompt_logprobs, *output)]
 
 

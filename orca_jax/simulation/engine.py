@@ -113,11 +113,11 @@ def simulated_answer(req: Request, token_id: int) -> RowAnswer | None:
         if req.state is RequestState.FINISHED:
             return None
         return RowAnswer([token_id], simulated_candidates(req.kind.search, req.seed))
-    if req.kind.given_ids:
+    if req.kind.scored_ids:
         # The tokens that the iteration computed, and the one after them.
         first, end = len(req.output_ids), req.n_computed - len(req.prompt_ids) + 1
-        given = req.kind.given_ids[first:end]
-        return RowAnswer(given, [simulated_logprobs(one, 0) for one in given])
+        scored = req.kind.scored_ids[first:end]
+        return RowAnswer(scored, [simulated_logprobs(one, 0) for one in scored])
     n_top = req.sampling.logprobs
     return None if n_top is None else RowAnswer([token_id], [simulated_logprobs(token_id, n_top)])
 

@@ -149,7 +149,7 @@ def encode(work: Path, name: str) -> list[list[int]]:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[list[int]]:
-    """As `encode`, for a given text."""
+    """`encode` for a text in memory."""
     end = end_of_text(tokenizer)
     encodings = tokenizer.encode_batch(text.strip().split("\n\n"))
     return [[end, *encoding.ids, end] for encoding in encodings]

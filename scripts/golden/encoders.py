@@ -1,4 +1,4 @@
-"""Make the golden files of encoder-decoder models: small random ones, and Hugging Face's results on them.
+"""Make the golden files of encoder-decoder models: small random models, and Hugging Face's results on them.
 
 As decoders.py, for the shapes of ENCODER_SHAPES in shapes.py.
 Each model gets a directory with a checkpoint, `encoder_golden.npz`, which

@@ -6,7 +6,7 @@ from orca_jax import LLM
 
 
 class Lent:
-    """The shared LLM for one command, which would close its own."""
+    """Lends the shared LLM to one command, which would close an LLM of its own."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm

@@ -1,7 +1,7 @@
-"""Scored rows: known tokens, of a given output or a prompt, get their log-probabilities.
+"""Scored rows: the known tokens of an output or a prompt get their log-probabilities.
 
-A given output (`Given`) is not sampled. In an increment each of its tokens is a row of one known token, side
-by side in the tokens' order, and the logits of each row score the token after it.
+A scored output (`ScoredOutput`) comes with the request and is not sampled. In an increment each of its tokens
+is a separate row of one token, and the logits of each row score the token after it.
 
 The tokens of any request's prompt can be scored. A forward pass computes the last layer only for each row's
 last token, so the chunk's tokens pass through the last layer once more, in parts that are laid out as batches
@@ -22,16 +22,16 @@ from orca_jax.request.sampled import TokenLogprobs
 SCORED = 128  # tokens of a prompt that are scored at a time
 
 
-class Given(RowKind):
-    """The row kind of a request whose whole output is given, and scored."""
+class ScoredOutput(RowKind):
+    """The row kind of a request whose output is known and only scored."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        self.given_ids = tuple(token_ids)
+        self.scored_ids = tuple(token_ids)
         # `n_tokens_issued` assumes that an iteration in flight has one token.
-        self.runs_ahead = len(self.given_ids) < 2
+        self.runs_ahead = len(self.scored_ids) < 2
 
     def most_tokens(self, req: Request) -> int:
-        return len(self.given_ids) - len(req.output_ids)
+        return len(self.scored_ids) - len(req.output_ids)
 
     def rows(self, req: Request, n_tokens: int, places: Sequence[int]) -> list[InputRow]:
         if not req.in_initiation:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest
 from orca_jax.request.scheduling_params import SchedulingParams
-from orca_jax.service.scores import given_output
+from orca_jax.service.scores import score_request
 from server.gateway.gateway import LiveRequest, Submission, check_inputs
 from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_request, run_for_response
@@ -191,8 +191,8 @@ async def _scores(
                 if not ids:
                     raise InvalidRequest(f"{param} has no tokens; it needs at least one", param=param)
             ids = [*before, *after]
-            given = given_output(model.service, ids, len(before), scheduling, tenant=call.tenant)
-            return _Pair(Submission(given.prompt, given.rules, f"{response_id}-{i}"), len(after))
+            one = score_request(model.service, ids, len(before), scheduling, tenant=call.tenant)
+            return _Pair(Submission(one.prompt, one.rules, f"{response_id}-{i}"), len(after))
 
         with renamed_fields(prompt=params[0]):
             return each(list(enumerate(texts)), checked, "pair")
@@ -242,13 +242,13 @@ class _Pair(NamedTuple):
     @property
     def n_tokens(self) -> int:
         """Tokens of both texts and of the template."""
-        return len(self.submission.prompt.token_ids) + len(self.submission.prompt.given_ids)
+        return len(self.submission.prompt.token_ids) + len(self.submission.prompt.scored_ids)
 
 
 def _score(request: LiveRequest, pair: _Pair) -> float:
     """The mean log-probability of the second text's tokens, once the request has ended."""
-    n_given = len(pair.submission.prompt.given_ids)
-    known = [*(request.prompt_logprobs or ()), *request.logprobs[:n_given]]
+    n_output = len(pair.submission.prompt.scored_ids)
+    known = [*(request.prompt_logprobs or ()), *request.logprobs[:n_output]]
     scored = known[-pair.n_scored :]
     assert len(scored) == pair.n_scored
     return sum(token.logprob for token in scored) / len(scored)

@@ -8,7 +8,7 @@ from jax.experimental.mosaic.gpu import fragmented_array
 
 from bench.compiled.compile_time import Figures, figures
 from orca_jax.execution.programs import ask_ptxas_once
-from tests.device.aot.without_gpu import needs_plugin, told_apart
+from tests.device.aot.without_gpu import needs_plugin, run_without_gpu
 
 # Counts the calls while a forward program is lowered, with the kernel in it.
 COUNT = """
@@ -57,7 +57,7 @@ def test_without_mosaics_compiler_nothing_is_queried(monkeypatch: pytest.MonkeyP
 
 @needs_plugin
 def test_lowering_a_forward_program_queries_ptxas_once() -> None:
-    assert told_apart("-c", COUNT) == 1
+    assert run_without_gpu("-c", COUNT) == 1
 
 
 @needs_plugin

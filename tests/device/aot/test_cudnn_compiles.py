@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.device.aot.cudnn_programs import KINDS, LAYOUTS, N_LAYERS
-from tests.device.aot.without_gpu import needs_plugin, told_apart
+from tests.device.aot.without_gpu import needs_plugin, run_without_gpu
 
 pytestmark = needs_plugin
 
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, list[dict[str, Any]]]:
-    return told_apart("-m", "tests.device.aot.cudnn_programs")
+    return run_without_gpu("-m", "tests.device.aot.cudnn_programs")
 
 
 @pytest.mark.parametrize("kind", KINDS)

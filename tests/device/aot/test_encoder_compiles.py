@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from tests.device.aot.encoder_programs import copies_of_kept
-from tests.device.aot.without_gpu import needs_plugin, told_apart
+from tests.device.aot.without_gpu import needs_plugin, run_without_gpu
 
 
 @needs_plugin
 def test_no_program_copies_weights_or_caches_or_waits_for_the_host() -> None:
-    found: dict[str, Any] = told_apart("-m", "tests.device.aot.encoder_programs")
+    found: dict[str, Any] = run_without_gpu("-m", "tests.device.aot.encoder_programs")
     assert found["attention"].startswith("pure JAX, static shapes"), found["attention"]
     for name, program in found["programs"].items():
         assert program["copies"] == [], name

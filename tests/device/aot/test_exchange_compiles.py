@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from tests.device.aot.without_gpu import needs_plugin, told_apart
+from tests.device.aot.without_gpu import needs_plugin, run_without_gpu
 
 
 @needs_plugin
 def test_tokens_are_exchanged_by_the_ragged_collective() -> None:
-    found: dict[str, Any] = told_apart("-m", "tests.device.aot.exchange_programs")
+    found: dict[str, Any] = run_without_gpu("-m", "tests.device.aot.exchange_programs")
     # Outside of the layer: the embedding's sum, and the logits side by side.
     layer = {"reduce-scatter": 1, "all-gather": 2, "ragged-all-to-all": 2}
     assert found["exchange"] == {**layer, "all-reduce": 1, "all-gather": 2 + 1}

@@ -11,12 +11,12 @@ import pytest
 
 from bench.compiled.forward_kernels import Program
 from bench.compiled.thunks import ALL_REDUCES
-from tests.device.aot.without_gpu import needs_plugin, told_apart
+from tests.device.aot.without_gpu import needs_plugin, run_without_gpu
 
 
 def compiled(*flags: str) -> list[dict[str, Any]]:
     """The report of `bench.compiled.compile_for_gpu` on each bucket's forward program."""
-    return told_apart("-m", "bench.compiled.compile_for_gpu", *flags)["programs"]
+    return run_without_gpu("-m", "bench.compiled.compile_for_gpu", *flags)["programs"]
 
 
 @needs_plugin

@@ -11,7 +11,7 @@ import pytest
 
 from bench.compiled import compile_experts
 from bench.compiled.compile_kernel import SIZES, Size, figures
-from tests.device.aot.without_gpu import needs_plugin, told_apart
+from tests.device.aot.without_gpu import needs_plugin, run_without_gpu
 
 pytestmark = needs_plugin
 
@@ -19,7 +19,7 @@ pytestmark = needs_plugin
 def forward_kernels(n_tokens: int, n_layers: int) -> dict[str, Any]:
     """The report of `bench.compiled.forward_kernels` on the forward program of GPT-3 13B for `n_tokens`."""
     flags = ["--preset", "gpt3-13b", "--buckets", str(n_tokens), "--layers", str(n_layers)]
-    (program,) = told_apart("-m", "bench.compiled.forward_kernels", *flags)["programs"]
+    (program,) = run_without_gpu("-m", "bench.compiled.forward_kernels", *flags)["programs"]
     return program
 
 

@@ -12,7 +12,7 @@ from orca_jax.planning.known_devices import KnownDevice, cpu_device, gpu_named
 from orca_jax.planning.plan import Plan, PlanTarget, make_plan
 from orca_jax.planning.sizes import n_rows
 from orca_jax.workers.ask_xla import MemoryQuestion, ask_memory, ask_rates
-from tests.device.aot.without_gpu import needs_plugin, told_apart
+from tests.device.aot.without_gpu import needs_plugin, run_without_gpu
 
 CPU = cpu_device(memory=16 << 30, bandwidth=3e10, matrix_rate=2e11)
 
@@ -113,7 +113,7 @@ def test_an_h200_needs_the_planned_memory(name: str) -> None:
 def test_mixtures_on_h200s_need_the_planned_memory(name: str, n_stages: int) -> None:
     """Two layers per stage, as below: on one device, split over several, and in two stages."""
     check = ("--devices", "h200", "--models", name, "--layers", "2")
-    stages = told_apart("-m", "bench.compiled.plan_check", *check)["stages"]
+    stages = run_without_gpu("-m", "bench.compiled.plan_check", *check)["stages"]
     assert len(stages) == n_stages
     for row in stages:
         for part in ("arguments", "temporaries"):
@@ -127,7 +127,7 @@ def test_large_llamas_on_h200s_need_the_planned_memory() -> None:
     """Two layers per stage, so that temporaries and kept results outweigh weights."""
     models = "llama-3.1-70b,llama-3.1-405b"
     check = ("--devices", "h200", "--models", models, "--layers", "2")
-    stages = told_apart("-m", "bench.compiled.plan_check", *check)["stages"]
+    stages = run_without_gpu("-m", "bench.compiled.plan_check", *check)["stages"]
     assert [(row["model"], row["tensor"], row["layers"]) for row in stages] == [
         ("llama-3.1-70b", 4, [1, 2]),
         ("llama-3.1-405b", 8, [1, 2]),

@@ -18,7 +18,7 @@ needs_plugin = pytest.mark.skipif(
 )
 
 
-def told_apart(*arguments: str) -> Any:
+def run_without_gpu(*arguments: str) -> Any:
     """Run Python with these arguments in a process that sees no GPU; its last output line, parsed as JSON."""
     done = subprocess.run(
         [sys.executable, *arguments],

@@ -67,7 +67,7 @@ def test_each_part_is_a_command_of_under_ten_minutes() -> None:
     lines = listed()
     parts = list(dict.fromkeys(line.part for line in lines))
     usage = re.findall(r"^#     (\w+)  ", SCRIPT.read_text(), re.MULTILINE)
-    assert [part for part in parts if part in usage] == usage  # told in the order they run in
+    assert [part for part in parts if part in usage] == usage  # listed in the order in which they run
     assert {*parts} - {*usage} == {"big_no_graphs", "big_no_triton"}
     for part in parts:
         assert sum(line.seconds for line in lines if line.part == part) <= PART_SECONDS, part

@@ -43,7 +43,7 @@ def parameters() -> dict[str, jax.Array]:
 
 @cache
 def stages(n_stages: int, n_devices: int = 1) -> tuple[tuple[StagePart, ...], tuple[Worker, ...]]:
-    # A CPU's devices exchange tokens only if they are told to.
+    # A CPU's devices exchange tokens only if forced to.
     exchange = "exchange" if n_devices > 2 else "auto"
     parallel = ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=n_devices, expert_exchange=exchange)
     parts = split_model(MODEL, jax.devices(), parallel)
@@ -122,7 +122,7 @@ def test_they_are_those_of_the_reference(stage_sizes: tuple[int, int], options: 
     assert not any(request.n_cached for request in requests if request.sampling.return_routed_experts)
 
 
-def test_no_token_is_told_twice_after_preemptions() -> None:
+def test_each_token_is_reported_once_after_preemptions() -> None:
     engine = built(scheduling=PIECES, n_slots=56)
     requests = [asking(f"a{i}", range(i, i + 14), 20) for i in range(3)]
     engine.run(requests)
@@ -132,7 +132,7 @@ def test_no_token_is_told_twice_after_preemptions() -> None:
 
 
 @pytest.mark.parametrize("lost_before", [2, 5, 9])
-def test_no_token_is_told_twice_after_a_loss(lost_before: int) -> None:
+def test_each_token_is_reported_once_after_a_loss(lost_before: int) -> None:
     engine, requests = built(scheduling=PIECES), crowd(repeated=False)
 
     def before_step(step: int) -> None:
@@ -146,7 +146,7 @@ def test_no_token_is_told_twice_after_a_loss(lost_before: int) -> None:
         assert_exact(request)
 
 
-def test_what_runs_after_the_end_is_not_told() -> None:
+def test_tokens_after_the_end_are_not_reported() -> None:
     """With overlap, another iteration with the output's last token is in flight when the request ends."""
     first = asking("first", range(9), 8)
     built(scheduling=PIECES).run([first])

@@ -121,7 +121,7 @@ def test_an_engine_may_use_all_memory_that_jax_reserves_on_a_gpu(monkeypatch: py
     assert free(monkeypatch, None, "0.9") == free(monkeypatch, 0.9, "0.9") == 64e9
     assert free(monkeypatch, 0.45, "0.9") == pytest.approx(45e9 - 26e9)
     assert free(monkeypatch, 0.1, "0.9") == 0
-    assert free(monkeypatch, 0.375) == pytest.approx(45e9 - 26e9), "JAX holds 0.75 unless told"
+    assert free(monkeypatch, 0.375) == pytest.approx(45e9 - 26e9), "JAX holds 0.75 by default"
     with pytest.raises(ConfigError, match=r"memory_fraction is 0\.9, and JAX holds 0\.75 of a GPU's memory"):
         free(monkeypatch, 0.9)
 

@@ -22,14 +22,14 @@ def rows_of(rng: np.random.Generator, sampler: Sampler) -> np.ndarray:
         return values.astype(np.float32).view(np.int32)
 
     n, some = N_ROWS, rng.random(N_ROWS) < 0.5
-    given = np.full(n, SAMPLED)
-    given[[3, 4]] = 17, 699
+    known = np.full(n, SAMPLED)
+    known[[3, 4]] = 17, 699
     where = np.arange(n)
     where[[3, 4, 11]] = n  # none is stored
     hot, cuts = sampler != "greedy", sampler == "full"
     rows = SamplerArrays(
         row=where,
-        given=given,
+        known=known,
         top_k=np.where(some & cuts, 20, 0),
         token_index=rng.integers(0, 100, n),
         seed_low=rng.integers(-(2**31), 2**31, n),
@@ -62,25 +62,29 @@ def test_both_forms_choose_the_same_tokens_and_log_probabilities(sampler: Sample
         batch, results = SamplerArrays(*rows), []
         for chooser in choosers:
             chosen = chooser.choose(logits, jax.device_put(rows, place), programs, words)
-            tokens, told = chosen.tokens, chosen.logprobs
-            assert told is not None
-            results.append((np.asarray(tokens), as_records(np.asarray(told)), np.asarray(chooser.last_token)))
-        (ours, told, last), (theirs, expected, their_last) = results
-        sampled, wanted = batch.given == SAMPLED, batch.n_top >= 0
+            tokens, found = chosen.tokens, chosen.logprobs
+            assert found is not None
+            results.append(
+                (np.asarray(tokens), as_records(np.asarray(found)), np.asarray(chooser.last_token))
+            )
+        (ours, found, last), (theirs, expected, their_last) = results
+        sampled, wanted = batch.known == SAMPLED, batch.n_top >= 0
         assert ours[sampled].tolist() == theirs[sampled].tolist()
         assert last.tolist() == their_last.tolist()
-        assert told["token_id"].tolist() == expected["token_id"].tolist()
-        assert told["token_id"][[3, 4]].tolist() == [17, 699]
-        np.testing.assert_allclose(told["logprob"][wanted], expected["logprob"][wanted], rtol=2e-6, atol=2e-6)
+        assert found["token_id"].tolist() == expected["token_id"].tolist()
+        assert found["token_id"][[3, 4]].tolist() == [17, 699]
+        np.testing.assert_allclose(
+            found["logprob"][wanted], expected["logprob"][wanted], rtol=2e-6, atol=2e-6
+        )
         for row, n_top in enumerate(batch.n_top):
             top = slice(0, max(n_top, 0))
-            assert told["top_ids"][row, top].tolist() == expected["top_ids"][row, top].tolist()
+            assert found["top_ids"][row, top].tolist() == expected["top_ids"][row, top].tolist()
             np.testing.assert_allclose(
-                told["top_logprobs"][row, top], expected["top_logprobs"][row, top], rtol=2e-6, atol=2e-6
+                found["top_logprobs"][row, top], expected["top_logprobs"][row, top], rtol=2e-6, atol=2e-6
             )
         whole = np.asarray(jax.nn.log_softmax(logits, axis=-1))
-        expected_of_raw = whole[np.arange(N_ROWS), told["token_id"]]
-        np.testing.assert_allclose(told["logprob"][wanted], expected_of_raw[wanted], rtol=1e-5, atol=1e-5)
+        expected_of_raw = whole[np.arange(N_ROWS), found["token_id"]]
+        np.testing.assert_allclose(found["logprob"][wanted], expected_of_raw[wanted], rtol=1e-5, atol=1e-5)
 
 
 def test_without_native_the_log_probabilities_are_a_separate_program() -> None:

@@ -348,7 +348,7 @@ def test_a_token_is_allowed_by_its_bit_alone(vocab: int) -> None:
     np.testing.assert_array_equal(jax.jit(allow)(logits, words), expected)
 
 
-# What is told of the probabilities.
+# Reported log-probabilities.
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -19,9 +19,9 @@ from tests.device.native.native_form import needs_native, other_lanes
 
 pytestmark = needs_native
 
-TOLD = 20
+N_REPORTED = 20
 FLOAT32 = np.finfo(np.float32)
-native = jax.jit(partial(native_choice, max_top=TOLD))
+native = jax.jit(partial(native_choice, max_top=N_REPORTED))
 in_jax = jax.jit(partial(sample, cut=False))
 numbers = jax.jit(uniform)
 
@@ -31,21 +31,21 @@ class Chosen:
     """The results by name."""
 
     tokens: np.ndarray  # [R]
-    told_tokens: np.ndarray  # [R]
+    reported_tokens: np.ndarray  # [R]
     logprobs: np.ndarray  # [R]
-    top_ids: np.ndarray  # [R, TOLD]
-    top: np.ndarray  # [R, TOLD]
+    top_ids: np.ndarray  # [R, N_REPORTED]
+    top: np.ndarray  # [R, N_REPORTED]
 
 
 def choose(
     logits: np.ndarray,
     *,
     raw: np.ndarray | None = None,
-    given: Sequence[int] | np.ndarray | int = -1,
+    known: Sequence[int] | np.ndarray | int = -1,
     temperature: Sequence[float] | np.ndarray | float = 0.0,
     min_p: Sequence[float] | np.ndarray | float = 0.0,
     number: np.ndarray | float = 0.0,
-    n_top: Sequence[int] | np.ndarray | int = TOLD,
+    n_top: Sequence[int] | np.ndarray | int = N_REPORTED,
     call: Callable[..., tuple[jax.Array, jax.Array]] = native,
 ) -> Chosen:
     logits = np.asarray(logits, np.float32)
@@ -61,7 +61,7 @@ def choose(
         call(
             own,
             own if raw is logits else jnp.asarray(raw),
-            rows(given, np.int32),
+            rows(known, np.int32),
             *others,
             rows(n_top, np.int32),
         ),
@@ -83,7 +83,7 @@ def check_logprobs(logits: np.ndarray, chosen: Chosen, n_top: int) -> None:
     expected = log_softmax(logits)
     n, vocab = logits.shape
     np.testing.assert_allclose(
-        chosen.logprobs, expected[np.arange(n), chosen.told_tokens], rtol=1e-6, atol=1e-14
+        chosen.logprobs, expected[np.arange(n), chosen.reported_tokens], rtol=1e-6, atol=1e-14
     )
     n_filled = min(n_top, vocab)
     order = np.argsort(-logits, axis=1, kind="stable")[:, :n_filled]
@@ -111,9 +111,9 @@ VOCABS = [1, 11, 255, 256, 257, 700, 6000]
 def test_logprobs_equal_log_softmax_for_the_token_and_the_most_likely(vocab: int, n_top: int) -> None:
     logits = spread_logits(vocab + n_top, vocab)
     tokens = np.random.default_rng(vocab).integers(0, vocab, len(logits)).astype(np.int32)
-    told = choose(logits, given=tokens, n_top=n_top)
-    assert told.tokens.tolist() == told.told_tokens.tolist() == tokens.tolist()
-    check_logprobs(logits, told, n_top)
+    chosen = choose(logits, known=tokens, n_top=n_top)
+    assert chosen.tokens.tolist() == chosen.reported_tokens.tolist() == tokens.tolist()
+    check_logprobs(logits, chosen, n_top)
     best = choose(logits, n_top=n_top)
     assert best.tokens.tolist() == logits.argmax(axis=1).tolist()
     check_logprobs(logits, best, n_top)
@@ -124,16 +124,16 @@ def test_logprobs_of_equal_of_large_and_of_minus_infinite_logits() -> None:
     equal = rng.integers(-2, 3, (8, 6000)).astype(np.float32)
     equal[0] = 1.5
     equal[1] = np.where(np.arange(6000) % 300 == 7, 4.0, 0.0)  # one in each of several groups
-    check_logprobs(equal, choose(equal), TOLD)
+    check_logprobs(equal, choose(equal), N_REPORTED)
     exact = (rng.integers(-4000, 4000, (8, 700)) / 256).astype(np.float32)
-    check_logprobs(exact + np.float32(4096), choose(exact + np.float32(4096)), TOLD)
+    check_logprobs(exact + np.float32(4096), choose(exact + np.float32(4096)), N_REPORTED)
     huge = (rng.normal(0, 1, (8, 700)) * 1e37).astype(np.float32)
-    check_logprobs(huge, choose(huge), TOLD)
+    check_logprobs(huge, choose(huge), N_REPORTED)
     some = rng.normal(0, 3, (8, 700)).astype(np.float32)
     some[rng.random((8, 700)) < 0.5] = -np.inf
     some[:4, 3:] = -np.inf
     some[:, 300] = 1
-    check_logprobs(some, choose(some), TOLD)
+    check_logprobs(some, choose(some), N_REPORTED)
 
 
 def check_draws(
@@ -212,10 +212,10 @@ def test_a_rows_bits_depend_on_the_row_alone() -> None:
         row = slice(i, i + 1)
         drawn = partial(choose, temperature=temperature[row], min_p=min_p[row], number=number[row])
         alone = drawn(logits[row])
-        scored = choose(logits[row], given=together.tokens[row])
+        scored = choose(logits[row], known=together.tokens[row])
         apart = drawn(logits[row], raw=logits[row].copy())
-        few, untold = drawn(logits[row], n_top=3), drawn(logits[row], n_top=-1)
-        for one in (alone, scored, apart, few, untold):
+        few, unreported = drawn(logits[row], n_top=3), drawn(logits[row], n_top=-1)
+        for one in (alone, scored, apart, few, unreported):
             assert one.tokens[0] == together.tokens[i]
         for one in (alone, scored, apart):
             for name in ("logprobs", "top_ids", "top"):
@@ -223,7 +223,7 @@ def test_a_rows_bits_depend_on_the_row_alone() -> None:
         assert few.logprobs.tobytes() == together.logprobs[row].tobytes()
         assert few.top[0, :3].tobytes() == together.top[i, :3].tobytes()
         assert (few.top[0, 3:] == -np.inf).all() and (few.top_ids[0, 3:] == 0).all()
-        assert untold.logprobs[0] == -np.inf and (untold.top == -np.inf).all()
+        assert unreported.logprobs[0] == -np.inf and (unreported.top == -np.inf).all()
 
 
 def test_log_probabilities_are_of_the_raw_logits() -> None:
@@ -232,7 +232,7 @@ def test_log_probabilities_are_of_the_raw_logits() -> None:
     logits[:, :600] = -np.inf
     chosen = choose(logits, raw=raw, temperature=1.0, number=0.4)
     assert (chosen.tokens >= 600).all()
-    check_logprobs(raw, chosen, TOLD)
+    check_logprobs(raw, chosen, N_REPORTED)
 
 
 NASTY = [FLOAT32.max, FLOAT32.min, math.inf, -math.inf, math.nan]
@@ -265,16 +265,16 @@ def test_logits_of_any_kind_give_a_token_of_the_vocabulary_and_no_nan(vocab: int
 
 def test_a_forced_token_outside_the_vocabulary_has_no_probability() -> None:
     logits = spread_logits(5, 300)
-    told = choose(logits, given=[300, 1 << 30, 299, 0, 0, 0, 0, 0])
-    assert (told.logprobs[:2] == -np.inf).all() and np.isfinite(told.logprobs[2:]).all()
+    chosen = choose(logits, known=[300, 1 << 30, 299, 0, 0, 0, 0, 0])
+    assert (chosen.logprobs[:2] == -np.inf).all() and np.isfinite(chosen.logprobs[2:]).all()
 
 
 def test_the_form_for_the_other_register_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_choice, "target", partial(token_choice.target, LANES=other_lanes()))
-    other = partial(choose, call=partial(native_choice, max_top=TOLD))
+    other = partial(choose, call=partial(native_choice, max_top=N_REPORTED))
     rng = np.random.default_rng(6)
     for vocab in VOCABS:
         logits = spread_logits(vocab, vocab)
-        check_logprobs(logits, other(logits), TOLD)
+        check_logprobs(logits, other(logits), N_REPORTED)
         temperature = rng.choice([0.0, 0.7, 1.0], 8).astype(np.float32)
         check_draws(logits, temperature, rng.choice([0.0, 0.1], 8).astype(np.float32), vocab, other)

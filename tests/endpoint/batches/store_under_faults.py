@@ -91,7 +91,7 @@ async def child(folder: Path, chance: random.Random, tell: Callable[[dict[str, A
             return await work()
         except StoreFailed:
             now = {one.id for one in batches.files.of("")}, {one.id for one in batches.table.of("")}
-            assert now[1] == before[1], "a batch exists that its client was not told of"
+            assert now[1] == before[1], "a batch exists that was not acknowledged"
             assert now[0] - before[0] <= {name for name in now[0] if is_output(batches, name)}
             return None
 
@@ -135,17 +135,17 @@ def read(batches: Batches, file_id: str | None) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-async def check(folder: Path, told: list[dict[str, Any]]) -> None:
+async def check(folder: Path, acknowledged: list[dict[str, Any]]) -> None:
     """Compare what a client finds after the next start with the answers that it got."""
     batches = opened(folder)
     batches.start()
     async with asyncio.timeout(SECONDS):
         await ended(batches)
     known = {one.id: one for one in batches.table.of("")}
-    deleting = {one["deleting"] for one in told if "deleting" in one}
-    cancelling = {one["cancelling"] for one in told if "cancelling" in one}
-    statuses = {one["ended"]: one["status"] for one in told if "ended" in one}
-    for one in told:
+    deleting = {one["deleting"] for one in acknowledged if "deleting" in one}
+    cancelling = {one["cancelling"] for one in acknowledged if "cancelling" in one}
+    statuses = {one["ended"]: one["status"] for one in acknowledged if "ended" in one}
+    for one in acknowledged:
         if "file" in one and one["file"] not in deleting:
             with batches.files.open(batches.files.get(one["file"], "")) as file:
                 assert file.read() == lines_of(one["n"]), "a file has changed"
@@ -208,10 +208,10 @@ def one_seed(seed: int) -> str:
                 os._exit(status)
         os.close(writer)
         with os.fdopen(reader) as file:
-            told = [json.loads(line) for line in file]
+            acknowledged = [json.loads(line) for line in file]
         _, status = os.waitpid(pid, 0)
-        outcome = outcome_of(os.waitstatus_to_exitcode(status), told_end(told), kills)
-        asyncio.run(check(folder, told))
+        outcome = outcome_of(os.waitstatus_to_exitcode(status), last_record(acknowledged), kills)
+        asyncio.run(check(folder, acknowledged))
     return outcome
 
 
@@ -235,8 +235,8 @@ def opened_once(folder: Path) -> None:
     asyncio.run(scenario())
 
 
-def told_end(told: list[dict[str, Any]]) -> dict[str, Any]:
-    return next((one for one in told if "calls_left" in one), {})
+def last_record(acknowledged: list[dict[str, Any]]) -> dict[str, Any]:
+    return next((one for one in acknowledged if "calls_left" in one), {})
 
 
 if __name__ == "__main__":

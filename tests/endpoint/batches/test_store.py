@@ -82,8 +82,8 @@ def test_it_stays_within_its_bounds(doings: list[tuple[str, str, int]]) -> None:
                     growing[growing.index((whose, file, have))] = whose, file, have + data
                 except StoreFull as error:
                     assert not fits
-                    told = {int(number) for number in re.findall(r"\d+", str(error))}
-                    assert told <= {MAX_BYTES, MAX_EACH, used[whose]}, "it tells how much others have"
+                    numbers = {int(number) for number in re.findall(r"\d+", str(error))}
+                    assert numbers <= {MAX_BYTES, MAX_EACH, used[whose]}, "it reveals how much others have"
             elif doing == "finish" and growing:
                 whose, file, have = growing.pop(n % len(growing))
                 stored[file.finish("name", "batch").id] = whose, have

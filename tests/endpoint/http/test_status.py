@@ -48,7 +48,7 @@ def test_while_the_server_drains() -> None:
                 assert other.post("/v1/completions", json=LONG).status_code == 503
             assert draining.result(SOON) == 1
             rest = b"".join(chunks)
-        assert b"shutting down" in rest, "the client is told why its stream ended"
+        assert b"shutting down" in rest, "the stream says why it ended"
         assert b"[DONE]" not in rest
 
 

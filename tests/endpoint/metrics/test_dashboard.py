@@ -141,7 +141,7 @@ def unknown(query: str, page: Page) -> list[str]:
     for labels, names in asked.by:
         for name in names & page.labels.keys():
             if more := set(labels) - page.labels[name] - OF_PROMETHEUS:
-                wrong.append(f"{name} is not told apart by {more}")
+                wrong.append(f"{name} does not have the labels {more}")
     for name in asked.rates & page.types.keys():
         if page.types[name] not in ("counter", "histogram"):
             wrong.append(f"a rate of {name}, which is a {page.types[name]}")
@@ -161,7 +161,7 @@ def test_every_query_is_about_what_the_page_has(page: Page):
         ("sum(rate(orca_requests[5m]))", "no sample orca_requests"),
         ("sum(orca_requests_total)", "orca_requests_total only grows"),
         ("sum(rate(orca_slots_used[5m]))", "a rate of orca_slots_used, which is a gauge"),
-        ("sum by (le) (orca_slots_used)", "orca_slots_used is not told apart by {'le'}"),
+        ("sum by (le) (orca_slots_used)", "orca_slots_used does not have the labels {'le'}"),
         ('orca_slots_used{stage="1"}', "orca_slots_used has no labels {'stage'}"),
         ('max by (stage) (max by (job) (orca_worker_up{stage="1"})) + orca_slots', "no sample orca_slots"),
     ],

@@ -121,7 +121,7 @@ def test_a_batch_of_unequal_requests_worked_by_hand():
     assert [record.number for record in house.scheduler.iterations] == [0, 1, 2, 3, 4]
     assert {record.request_ids for record in iterations} == {("A", "B", "C")}
     assert house.times() == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
-    # All is told when the longest is done: each one's tokens, the end with the last of them.
+    # Everything is delivered when the longest is done: the tokens of each, and its end with the last one.
     assert [(time, req.request_id, reason) for time, (req, _, reason) in house.delivered] == [
         *[(5, "A", None)] * 2, (5, "A", FinishReason.LENGTH),
         (5, "B", FinishReason.LENGTH),

@@ -9,7 +9,7 @@ from orca_jax.config import ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.errors import EngineError
 from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, SAMPLED
-from orca_jax.iteration.rows.scored import Given
+from orca_jax.iteration.rows.scored import ScoredOutput
 from orca_jax.request.request import Request, RequestState, begin_iteration
 from orca_jax.request.sampled import LOGPROBS, Sampled
 from orca_jax.request.sampling_params import SamplingParams
@@ -447,7 +447,7 @@ def test_a_forced_output_is_sent_token_by_token_in_a_batch_with_sampled_rows():
     worker = FakeWorker()
     master, kv = engine(worker)
     given = request("given", (1, 2, 3), max_tokens=8, logprobs=0)
-    given.kind = Given((7, 8, 9, 10, 11))
+    given.kind = ScoredOutput((7, 8, 9, 10, 11))
     other = request("other", (4, 5))
     for r in (given, other):
         r.row = kv.reserve(r.max_tokens)

@@ -223,7 +223,7 @@ def test_another_worker_at_the_address_is_reported(ends: ExitStack) -> None:
     assert "dtype: this worker has 'bfloat16', but the caller has 'float32'" in refusal.why
     for _ in range(3):
         channel.send(0, b"tries again")
-        assert channel.receive(0.1) is None  # the same is not told twice
+        assert channel.receive(0.1) is None  # an equal report is not repeated
     worker.close()
     worker = listen(ends, address=worker.address)
     eventually(lambda: rejoined(channel, worker))
@@ -719,7 +719,7 @@ def test_garbage_on_the_port_does_not_affect_other_connections(ends: ExitStack, 
 
 
 class Relay:
-    """Passes bytes on between a port of its own and another, until it is told to pass nothing more.
+    """Relays bytes between its port and another, until it is told to stop.
 
     To either end the peer then seems to have vanished silently: the connection stays open.
     """

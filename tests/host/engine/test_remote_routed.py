@@ -49,7 +49,7 @@ def test_an_iteration_is_complete_once_all_stages_have_reported_their_experts(la
     say[1]()
     assert not pending.is_ready()
     here.tokens(1, 5, 6)
-    assert after.is_ready() and not pending.is_ready()  # those after it need not wait to be told of
+    assert after.is_ready() and not pending.is_ready()  # later iterations need not wait for its report
     say[2]()
     assert pending.is_ready()
     sampled = pending.fetch()

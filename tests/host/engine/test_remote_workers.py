@@ -505,7 +505,7 @@ def test_the_stage_before_a_worker_that_moved_gets_its_new_address():
     bench = Bench().up()
     bench.addresses[1] = "another:2"
     bench.workers.look()
-    assert bench.sent == [], "while nothing is lost nobody is told"
+    assert bench.sent == [], "while nothing is lost no message is sent"
     bench.arrivals.append(Arrival(1, None, "its node is gone"))
     assert bench.lost().stage == 1
     bench.all_answer()

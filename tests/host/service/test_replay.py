@@ -25,7 +25,7 @@ from orca_jax.service.orca import Orca
 from orca_jax.service.recorder import Recorder
 from orca_jax.service.recording import Recording, read_recording
 from orca_jax.service.replay import Replay
-from orca_jax.service.scores import given_output
+from orca_jax.service.scores import score_request
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, hashed_token
 from orca_jax.simulation.simulation import simulated_replay
 from tests.host.engines import CONFIG, MODEL, SOON, PacedEngine, counting
@@ -99,7 +99,7 @@ def serve_randomly(service: Orca, seed: int, n_users: int = 6, n_each: int = 8) 
             )
             scheduling = SchedulingParams(priority=priority)
             if rng.random() < 0.1:
-                given = given_output(service, prompt, 1)
+                given = score_request(service, prompt, 1)
                 asked = given.prompt, given.rules
                 if number % 2:
                     asked = pooled_prompt(service, prompt, "mean")
@@ -146,7 +146,7 @@ def test_a_replay_makes_the_same_batches_and_tokens(
     recording = read_recording(path)
     assert len(recording.requests) == 48 and recording.why_last == ""
     assert list(recording.weights.values()) == ([9.0] if name == "fair" else [])
-    assert any(request.given_ids for request in recording.requests)
+    assert any(request.scored_ids for request in recording.requests)
     assert any(request.pooling == "mean" for request in recording.requests)
     ids = [request.request_id for request in recording.requests]
     rows = [recording.iterations[i].rows for i in range(len(iterations))]

@@ -33,7 +33,7 @@ from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.service.generation import Generation
 from orca_jax.service.output import Piece
-from orca_jax.service.scores import given_output
+from orca_jax.service.scores import score_request
 from tests.host.engines import (
     CONFIG,
     EOS,
@@ -268,7 +268,7 @@ def test_a_token_without_an_embedding_is_refused_by_its_name() -> None:
         ):
             service.check([1, *tokenizer.encode(IMAGE), 2], rules)
         with pytest.raises(TokenOutOfRange, match=r"token id 300 \('<image>'"):
-            given_output(service, [1, 2, IMAGE_ID])
+            score_request(service, [1, 2, IMAGE_ID])
         for nobody in (301, -1, 1 << 70):
             with pytest.raises(TokenOutOfRange, match=rf"token id {nobody} is not in the vocabulary"):
                 service.check([1, nobody], rules)

@@ -190,7 +190,7 @@ def test_a_new_epoch_ends_the_previous_one():
 def test_masks_of_an_old_epoch_are_dropped():
     bench = Bench().up(3)
     assert bench.message(0, epoch=2) == []
-    assert bench.take(start(2)) == ["PASSED 3.0"], "whoever asks for an old epoch is told so"
+    assert bench.take(start(2)) == ["PASSED 3.0"], "a request for an old epoch is answered so"
     assert bench.controller.counters.stale == 2
     assert bench.message(0, epoch=3)[-1] == "run 3.0"
 

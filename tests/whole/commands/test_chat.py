@@ -1,4 +1,4 @@
-"""`LLM.chat`: as `generate` on what the template writes."""
+"""`LLM.chat` equals `generate` on the prompt that the template renders."""
 
 from typing import Any
 

@@ -71,7 +71,7 @@ def typed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Talk:
-    """Type lines at a terminal; an exception among them is raised in place of a line."""
+    """Type lines at a terminal; an exception among them is raised instead of returning a line."""
 
     def talk(lines: Iterable[str | BaseException], *flags: str) -> tuple[int, str, str]:
         left = iter(lines)
@@ -99,7 +99,7 @@ def next_reply(llm: LLM, prompt: str, **changes: Any) -> str:
 
 
 def prompts_of(llm: LLM, turns: Sequence[str], system: str = "") -> tuple[list[str], list[str]]:
-    """The prompts and replies of a conversation, from `generate` alone."""
+    """The prompts and replies of a conversation, made with `generate` only."""
     prompts, replies = list[str](), list[str]()
     text = system
     for turn in turns:
@@ -353,7 +353,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 class Terminal:
-    """A program at a terminal of its own."""
+    """A program with a pseudo-terminal."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self._keyboard, screen = pty.openpty()
@@ -364,7 +364,7 @@ class Terminal:
         self._screen = ""
 
     def see(self, text: str) -> str:
-        """Wait for this text; returns what came before it."""
+        """Wait for this text; return the output before it."""
         while text not in self._screen:
             ready, _, _ = select.select([self._keyboard], [], [], SOON)
             assert ready, self._screen

@@ -77,7 +77,7 @@ EQUAL = homogeneous_trace(2, n_input=32, n_output=4, vocab_size=100)
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of no model, as modules."""
+    """Modules with engines that need no model."""
     (tmp_path / "echo_engine.py").write_text(ECHO)
     (tmp_path / "deaf_engine.py").write_text(DEAF)
     (tmp_path / "xllamacpp.py").write_text(XLLAMACPP)
@@ -270,7 +270,7 @@ class Stub(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager

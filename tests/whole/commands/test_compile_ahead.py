@@ -1,4 +1,4 @@
-"""Everything that an iteration may ask for is compiled before a server is ready, and found again on disk."""
+"""Every program that an iteration may need is compiled before a server is ready, and found on disk later."""
 
 import os
 import re
@@ -68,13 +68,13 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory, tiny_directory: Path) -
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """An empty folder for compiled programs; the test run's own is used again behind it."""
+    """An empty folder for compiled programs; afterwards the test run's folder is used again."""
     yield tmp_path / "programs"
     keep_compiled_programs(os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 
 def ask_everything(llm: LLM) -> None:
-    """Prompts of every length with every parameter: together, so that batches are mixed, and some alone."""
+    """Submit prompts of every length with every parameter, together in mixed batches, and some alone."""
     prompts, sampling = list[list[int]](), list[SamplingParams]()
     for length in range(1, LONGEST):
         for i in (length, length + 8) if length < 9 else (length,):
@@ -139,7 +139,7 @@ def test_after_ready_nothing_is_compiled(two_layers: Path, how: dict[str, Any]) 
 def test_without_any_one_program_it_shows(
     two_layers: Path, left_out: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Or the test above would show nothing; and the two things that --on-compile may ask for."""
+    """Without this the test above would prove nothing; covers both values of --on-compile."""
     programs = Worker.programs
     names = list[str]()
 

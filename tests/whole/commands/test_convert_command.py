@@ -1,4 +1,4 @@
-"""`orca convert`: what it writes gives the same tokens, and every mistake is one line."""
+"""`orca convert`: the result gives the same tokens, and every mistake is one line."""
 
 from pathlib import Path
 

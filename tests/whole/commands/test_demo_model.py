@@ -26,7 +26,7 @@ def test_it_is_small() -> None:
 
 @pytest.mark.long
 def test_held_out_loss_is_the_cards() -> None:
-    """As the card defines it: documents between end-of-text tokens, in windows that do not see each other."""
+    """The loss as the card defines it: documents between end-of-text tokens, in independent windows."""
     checkpoint = load_checkpoint(DEMO_MODEL, dtype=jnp.float32)
     model, window = checkpoint.config, checkpoint.config.n_positions
     tokenizer = Tokenizer.from_file(DEMO_MODEL / "tokenizer.json")

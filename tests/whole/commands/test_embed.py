@@ -1,4 +1,4 @@
-"""LLM.embed: on every kind of engine the hidden states of Hugging Face, and what it refuses."""
+"""LLM.embed: Hugging Face's hidden states on every kind of engine, and its refusals."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""`orca generate`: text to the terminal, a file to a file, and every mistake in one line."""
+"""`orca generate`: text to the terminal, a file to a file, and one line for every mistake."""
 
 import inspect
 import io
@@ -264,7 +264,7 @@ def test_logprobs_are_tables_on_stderr(
     rows = [line.split() for line in captured.err.splitlines()]
     (prompt,) = result.prompt_logprobs
     percent = f"{100 * math.exp(prompt.logprob):.1f}"
-    assert rows.count([str(prompt.token_id), "'b'", f"{prompt.logprob:.3f}", percent]) == 1, "told once"
+    assert rows.count([str(prompt.token_id), "'b'", f"{prompt.logprob:.3f}", percent]) == 1, "shown once"
     for one in result.logprobs:
         logprob, percent = f"{one.logprob:.3f}", f"{100 * math.exp(one.logprob):.1f}"
         actual = [row for row in rows if str(one.token_id) in row[:1] and logprob in row]
@@ -619,7 +619,7 @@ def test_a_long_file_is_read_only_as_far_as_it_is_needed(n: int, tiny: LLM) -> N
 
 
 def test_when_the_engine_fails_lines_in_flight_have_no_records(tiny_directory: Path, tmp_path: Path) -> None:
-    """An error that is not the line's own would pass for its answer in the next run."""
+    """In the next run, the engine's error would otherwise count as the line's answer."""
     source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a", "max_tokens": 2, "temperature": 0, "ignore_eos": true}\n' * 9)
     quiet = Console(file=io.StringIO())

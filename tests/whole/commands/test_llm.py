@@ -51,13 +51,13 @@ def at_rest(model: LLM) -> bool:
 
 
 def wait_until_at_rest(model: LLM) -> None:
-    """One more request comes back only after an iteration in which what was left has ended."""
+    """Run one more request, which returns only after an iteration in which the remaining ones have ended."""
     model.generate([1], SamplingParams(max_tokens=2))
     assert at_rest(model)
 
 
 def check_against_reference(directory: Path, results: list[tuple[list[int], GenerationResult]]) -> None:
-    """Every token is the reference's likeliest, wherever its two best are at least 1e-4 apart."""
+    """Check that tokens are the reference's best wherever its two best logits are at least 1e-4 apart."""
     loaded = load_checkpoint(directory, dtype="float32")
     run = jax.jit(forward, static_argnums=0)
     longest = max(len(ids) + len(result.token_ids) for ids, result in results)

@@ -1,4 +1,4 @@
-"""A model of one's own says what it says in training, without cache: on one device, on several, in stages."""
+"""A user's model gives the tokens of its training code: on one device, on several, and in stages."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ PARAMS = SamplingParams(max_tokens=10, temperature=0, logprobs=0, prompt_logprob
 
 
 def prompts() -> list[list[int]]:
-    """More than fit into a batch, of all lengths."""
+    """Prompts of all lengths, more than fit into a batch."""
     rng = np.random.default_rng(0)
     return [rng.integers(0, 256, n).tolist() for n in (1, 2, 17, 40, 3, 30)]
 
@@ -97,7 +97,7 @@ def test_a_function_by_name() -> None:
 
 
 def test_plain_functions() -> None:
-    """The same weights in a dict, by functions of them: the same tokens."""
+    """Functions of the same weights in a dict give the same tokens."""
     model = GatedModel()
     graph, layers = zip(*[nnx.split(layer) for layer in model.layers], strict=True)
     outside = {"tokens": model.tokens.embedding[...], "head": model.head.kernel[...]}
@@ -116,14 +116,14 @@ def test_plain_functions() -> None:
 
 
 def trained_further(model: GatedModel) -> GatedModel:
-    """A copy with other weights, as training leaves it."""
+    """A copy with other weights, as after more training."""
     rng = np.random.default_rng(7)
     state = jax.tree.map(lambda w: w + 0.02 * rng.standard_normal(w.shape).astype(w.dtype), nnx.state(model))
     return nnx.merge(nnx.graphdef(model), state)
 
 
 def test_new_weights() -> None:
-    """As the module, its state or a dict of NumPy arrays; on devices that split layers, and in stages."""
+    """Weights come as the module, its state or NumPy arrays; on devices that split layers, and in stages."""
     model = GatedModel()
     trained = trained_further(model)
     flat = {
@@ -194,7 +194,7 @@ def test_text_with_a_tokenizer(way: str) -> None:
 def test_trained_saved_and_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The example, whole: text and chat over HTTP come from the weights that training left."""
+    """The whole example: text and chat over HTTP use the trained weights."""
     monkeypatch.chdir(tmp_path)
     train_own_model.main(["--steps", "2"])
     assert "step 2, loss " in capsys.readouterr().out
@@ -220,7 +220,7 @@ def test_a_missing_tokenizer(tmp_path: Path) -> None:
 
 
 class Broken(GatedModel):
-    """Wrong in one way."""
+    """A model with one mistake."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

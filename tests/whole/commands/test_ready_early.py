@@ -60,7 +60,7 @@ def started(tiny_directory: Path) -> Started:
 
 
 class Gate:
-    """Lets the later programs compile, as many as `let` says."""
+    """Lets as many of the later programs compile as `let` says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._may, self.compiled = threading.Semaphore(0), 0
@@ -117,7 +117,7 @@ def test_it_serves_in_the_first_buckets_and_then_in_all(
 
 
 def test_nothing_compiles_while_a_request_waits(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With on_compile=error any program that is missing on the scheduler's thread would end the engine."""
+    """With on_compile=error, a missing program on the scheduler's thread would make the engine fail."""
     gate = Gate(monkeypatch)
     gate.open()
     with started(ready_early=True, on_compile="error") as llm:

@@ -1,6 +1,6 @@
-"""Real weights, served as they are: directories that scripts/make_real_models.py makes. Skipped without them.
+"""Real weights, from the directories of scripts/make_real_models.py. Skipped without them.
 
-ORCA_REAL_MODELS names the directory of those directories; `make test-real` makes it.
+ORCA_REAL_MODELS is the folder that has these directories; `make test-real` makes it.
 """
 
 import json
@@ -80,7 +80,7 @@ IMAGE = "<image_soft_token>"
 def _as_published(name: str, tmp_path: Path) -> Path:
     """The directory; for Gemma 3 with the token of its published tokenizer that GGUF files leave out.
 
-    It is the first that the text model has no embedding of.
+    It is the first token without an embedding in the text model.
     """
     source = Path(_PLACE) / name
     if name != "gemma3-270m":

@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {"max_batch_size": 3, "max_batch_tokens": 64, "n_slots":
 
 
 def serve_a_little(llm: LLM) -> None:
-    """Five users at once; one hangs up."""
+    """Serve five users at once, one of whom disconnects."""
 
     def user(number: int) -> None:
         for i in range(2):
@@ -62,13 +62,13 @@ def test_the_same_batches_and_bits(recording: Path, capfd: pytest.CaptureFixture
 def test_recordings_of_an_earlier_version_have_the_same_batches(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Made by commit 81d2993: prompts in chunks, log-probabilities, beams, embeddings, given outputs."""
+    """Recorded at commit 81d2993: chunked prompts, log-probabilities, beams, embeddings, scored outputs."""
     cli.main(["replay", str(ROOT / "tests" / "data" / "recordings" / f"{name}.jsonl")])
     assert "the same batches in every iteration" in capfd.readouterr().out
 
 
 def test_another_bit_is_found(recording: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A log-probability that is off by one float32 is another bit."""
+    """A log-probability that is the next float32 is reported as a difference."""
     lines = [json.loads(line) for line in recording.read_text(encoding="utf-8").splitlines()]
     end = next(line for line in lines if "finished" in line and len(line["output"]) > 2)
     end["logprobs"][2] *= 1 + 2**-22

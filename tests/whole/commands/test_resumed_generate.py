@@ -1,4 +1,4 @@
-"""`orca generate --input --output`, killed at any point, goes on to the file of an undisturbed run."""
+"""`orca generate --input --output`, killed at any point, continues to the file of an undisturbed run."""
 
 import io
 import json
@@ -39,7 +39,7 @@ FLAGS = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
 class Killed(BaseException):
-    """For SIGKILL, in a process that goes on."""
+    """Stands for SIGKILL in a process that must survive."""
 
 
 def write_lines(path: Path, lines: list[str]) -> Path:
@@ -73,7 +73,7 @@ def undisturbed(tiny: LLM, source: Path) -> bytes:
 def test_a_run_that_is_killed_goes_on_to_the_same_bytes(
     tiny: LLM, source: Path, undisturbed: bytes, kills: list[tuple[int, int]]
 ) -> None:
-    """Each kill comes at the n-th record of its run, with so many bytes of it written."""
+    """Each kill comes at the n-th record of its run, after this many of its bytes are written."""
     sink = source.parent / "killed.jsonl"
     sink.unlink(missing_ok=True)
     write_all = answer_file.write_all

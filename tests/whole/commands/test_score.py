@@ -1,4 +1,4 @@
-"""LLM.score: log-probabilities of given tokens, and what it refuses."""
+"""LLM.score: the log-probabilities of existing texts, and its refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def test_mistakes_are_named_before_anything_runs(
 
 
 def test_a_deterministic_engine_repeats_its_outputs(tiny_directory: Path) -> None:
-    """Whatever else runs: each is scored alone, all together, and beside new requests."""
+    """Whatever else runs: outputs are scored alone, all together, and among new requests."""
     prompts = [[1], [5, 6, 7], list(range(40)), [9] * 12]
     asked = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2, prompt_logprobs=1, seed=3)
     with LLM(tiny_directory, max_batch_size=4, max_batch_tokens=64, n_slots=640, deterministic=True) as llm:

@@ -13,7 +13,7 @@ from tests.device.model.golden import NAMES, load_golden
 
 
 def devices(model: ModelConfig) -> int:
-    """The least number above 1 that heads and feed-forward can be split over, or 1."""
+    """The smallest number above 1 over which heads and feed-forward can be split, or 1."""
     for n in range(2, 8):
         try:
             split = model.for_devices(n)

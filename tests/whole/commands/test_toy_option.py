@@ -1,6 +1,6 @@
-"""An option that only this file knows: its one line is all that it needs to be found wherever users look.
+"""An option defined in this file alone: its one line makes it appear wherever users look.
 
-The line is put among the others of orca_jax/config.py while a process of its own imports that.
+A separate process imports orca_jax/config.py with the line added.
 """
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
@@ -54,7 +54,7 @@ runpy.run_module("tests.whole.commands.test_toy_option", run_name="__main__")
 
 
 def look(folder: Path) -> dict[str, Any]:
-    """The option as it appears in each place, as JSON."""
+    """The option in each place where it appears, as JSON."""
 
     def said(*words: str) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
@@ -150,7 +150,7 @@ def test_an_option_of_one_line_is_found_everywhere(tmp_path: Path) -> None:
 
 
 def test_a_type_checker_knows_every_option() -> None:
-    """pyright holds the comments against the code: without its error a comment is one too."""
+    """pyright checks the ignore comments too: one without an error is itself an error."""
     with pytest.raises(TypeError, match="'max_batch_sise' is not an option; did you mean max_batch_size"):
         LLM(max_batch_sise=4)  # pyright: ignore[reportCallIssue]
     with pytest.raises(ConfigError, match="max_batch_size is '4'; it must be a whole number"):

@@ -1,4 +1,4 @@
-"""A policy that only this file knows, by its name "package.file:Class": the newest request goes first."""
+"""A policy defined in this file alone, named as "package.file:Class": the newest request goes first."""
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -41,7 +41,7 @@ class WithoutArguments:
 
 
 def order_and_tokens(llm: LLM) -> tuple[list[str], list[list[int]]]:
-    """The prompts in the order in which they first ran, all of them there before, and each one's tokens."""
+    """The order in which prompts that were all waiting first ran, and the tokens of each."""
     llm.pause()
     streams = [llm.stream(prompt, GREEDY, request_id=prompt) for prompt in PROMPTS]
     llm.resume()

@@ -1,4 +1,4 @@
-"""A model trained in Flax and saved with Orbax is served as it is, and says what the training module says."""
+"""A model trained in Flax and saved with Orbax is served as it is, with the training module's tokens."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ N_TOKENS = 24
 
 
 def greedy(model: TinyGPT, prompt: bytes) -> tuple[list[int], list[float]]:
-    """The module's own likeliest tokens, computed densely, and how far each is from the second."""
+    """The module's greedy tokens, computed without a cache, and each one's distance from the second best."""
     forward = nnx.jit(lambda model, ids: model(ids))
     window, n = np.zeros((1, LENGTH), np.int32), len(prompt)
     window[0, :n] = list(prompt)

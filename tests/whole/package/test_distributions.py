@@ -1,4 +1,4 @@
-"""The source archive and the wheel: what is in them, and what they say of themselves."""
+"""The source archive and the wheel: their contents and their metadata."""
 
 import subprocess
 import sys

@@ -61,7 +61,7 @@ CONFIG = RolloutConfig(max_tokens_to_generate=12, max_prompt_length=8, kv_cache_
 
 
 def gemma_config(n_kv_heads: int, cap: float | None, *kinds: gemma.AttentionType) -> gemma.ModelConfig:
-    """Gemma 2, if there is a soft cap."""
+    """A configuration of Tunix's Gemma; with a soft cap it is Gemma 2."""
     return gemma.ModelConfig(
         **GEMMA,
         num_layers=len(kinds),
@@ -112,12 +112,12 @@ def trainers_logps(module: nnx.Module, prompts: np.ndarray, completions: np.ndar
 
 
 def before_padding(completions: np.ndarray) -> np.ndarray:
-    """Where the trainer sees what was sampled: the padding token it never sees, even if it was sampled."""
+    """The positions that the trainer uses; it ignores padding tokens, even sampled ones."""
     return np.cumprod(completions != 0, axis=1) == 1
 
 
 def padded(rng: np.random.Generator, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts padded on the left, but for Gemma 2: there Tunix 0.1.7 moves the windows by the padding."""
+    """Prompts padded on the left, except for Gemma 2, whose windows Tunix 0.1.7 shifts by the padding."""
     prompts, completions = rng.integers(1, 16, (6, 8)), rng.integers(1, 16, (6, 12))
     for i in range(6):
         prompts[i, : rng.integers(0, 1 if name == "gemma2" else 8)] = 0
@@ -167,7 +167,7 @@ ADAPTED = ".*(q_proj|q_einsum|kv_einsum|qkv_einsum|o_proj|attn_vec_einsum|v_proj
 
 @pytest.mark.parametrize("name", ["llama3 grouped", "qwen3", "qwen3 experts", *GEMMAS])
 def test_adapters_are_merged(name: str) -> None:
-    """The trainer computes with its adapters beside the weights; the divergence from it is nothing."""
+    """The trainer keeps its adapters separate; the divergence from it is zero."""
     module: Any = with_adapters(name)
     n_adapters = len(jax.tree.leaves(nnx.state(module, nnx.LoRAParam)))
     of_layer = {"gemma": 4, "qwen3 experts": 4}.get(name, 5)  # experts have none of their own
@@ -196,7 +196,7 @@ def test_adapters_are_merged(name: str) -> None:
 
 
 def test_adapters_that_cannot_be_merged_are_refused() -> None:
-    """They would be left out of what is sampled."""
+    """The samples would otherwise be those of a model without them."""
     with pytest.raises(ConfigError, match="lora_alpha"):
         OrcaRollout(with_adapters("llama3"), Characters(), None, CONFIG, **ENGINE)
     module: Any = with_adapters("llama3")
@@ -287,7 +287,7 @@ def test_grpo_learns_as_with_tunix_s_own_rollout() -> None:
 
 
 def test_the_kl_divergence_begins_at_nothing() -> None:
-    """Between the rollout's log-probabilities and the trainer's, of samples of the first step."""
+    """The rollout's log-probabilities of the first step's samples are the trainer's."""
     own = cluster(partial(OrcaRollout, max_batch_size=64), 1)
     (batch,) = sums(1, 0)
     output = own.generate(batch["prompts"].tolist() * 8)

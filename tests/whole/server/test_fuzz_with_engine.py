@@ -1,7 +1,7 @@
-"""Requests made from the server's own OpenAPI document against the real engine: none costs a worker.
+"""Requests drawn from the server's OpenAPI document against the real engine: none makes a worker die.
 
 Each goes to two servers: one whose engine is in this process, and one with two worker processes. A neighbour
-of each asks the same all the time, and must always be told the same.
+of each repeats one request all the time, and must always get the same answer.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""The experts that tokens chose, told by two worker processes with layers of their own, also after a kill."""
+"""The experts that tokens chose, reported by two worker processes for their layers, also after a kill."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Mistakes with workers: each is told in a line that names what differs, and nobody else is disturbed."""
+"""Mistakes with workers: each is one line that names the difference, and no stream is disturbed."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Serving:
-    """A server with workers that others have started, and streams that never end, as long as it is there."""
+    """A context manager: a server with workers started separately, and streams that never end."""
 
     def __init__(self, model: Path, workers: list[str], secret: Path) -> None:
         self.workers = workers
@@ -83,7 +83,7 @@ class Serving:
                 await asyncio.sleep(0.05)
 
     def is_undisturbed(self) -> None:
-        """Tokens still come, the right ones, and no worker was ever lost."""
+        """Check that correct tokens still arrive, and that no worker was lost."""
         n_ended = len(self._streams.ended)
         until(lambda: len(self._streams.ended) >= n_ended + 2 * len(self._known), "streams")
         assert self._streams.wrong == []
@@ -128,7 +128,7 @@ def serving(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def refusal(model: Path, workers: list[str], **other: Any) -> str:
-    """Why an engine cannot have these workers, which it hears at once."""
+    """The reason why an engine cannot use these workers, which it gets at once."""
     options: dict[str, Any] = {
         "dtype": "float32",
         "max_batch_tokens": N_POSITIONS,

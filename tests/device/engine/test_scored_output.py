@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 
 from orca_jax.config import ORCA, ParallelConfig, SchedulingConfig, ServingConfig
-from orca_jax.iteration.rows.scored import Given
+from orca_jax.iteration.rows.scored import ScoredOutput
 from orca_jax.model import reference
 from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import FinishReason, Request
@@ -60,7 +60,7 @@ def engine(n_stages: int, *, deterministic: bool = False, overlap: bool = True) 
 def scored(name: str, token_ids: list[int], n_prompt: int) -> Request:
     prompt, output = tuple(token_ids[:n_prompt]), tuple(token_ids[n_prompt:])
     sampling = SamplingParams(max_tokens=len(output), **SCORING)
-    return Request(name, prompt, len(token_ids), sampling, seed=0, kind=Given(output))
+    return Request(name, prompt, len(token_ids), sampling, seed=0, kind=ScoredOutput(output))
 
 
 def sampled(name: str, token_ids: list[int], n_output: int, **asked: Any) -> Request:
