@@ -45,7 +45,7 @@ class SchedulingOptions(Options):
     ] = None
     prefill_tokens: Annotated[
         int | None,
-        "maximum number of prompt tokens in an iteration that delays others (default: from the device)",
+        "maximum number of prompt tokens in an iteration with decodes (default: from the device)",
         Whole(1, 1 << 20),
     ] = None
     prefix_caching: Annotated[
@@ -126,7 +126,7 @@ class ServingOptions(Options):
     max_batch_tokens: Annotated[
         int | None,
         "maximum number of tokens per iteration (default: the model's positions, at least 2048, and at most "
-        "8192 if prompts come in chunks)",
+        "8192 with chunked prefill)",
         Whole(1, 1 << 20),
         Also("plan"),
     ] = None
@@ -154,7 +154,7 @@ class ServingOptions(Options):
     )
     overlap: Annotated[
         bool,
-        "prepare and issue an iteration while the previous one runs; without it the scheduler is exactly "
+        "prepare and issue an iteration while the previous one runs; without it, --policy orca is exactly "
         "Algorithm 1",
     ] = True
     command_buffer_collectives: Annotated[
@@ -264,7 +264,7 @@ class ParallelConfig(Options):
     ] = 1
     expert_exchange: Annotated[
         ExpertExchange,
-        "how tokens reach experts that are on one device of their layer; gather: every device gets all "
+        "how tokens reach experts if each expert is whole on one device; gather: every device gets all "
         "tokens; exchange: each device sends tokens to the devices of their experts; auto: whichever is "
         "faster by the cost model",
         Also("worker", "plan"),
@@ -441,7 +441,7 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
     ] = "auto"
     seed: Annotated[
         int | None,
-        "seed of requests that set none and of dummy weights, which otherwise have 0 (default: random)",
+        "seed of dummy weights (0 if not set), and of requests that set none (default: random)",
         In("serve", "worker"),
     ] = None
     attention: Annotated[

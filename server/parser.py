@@ -55,7 +55,7 @@ def _generate(commands: Commands) -> None:
         epilog='A line of FILE.jsonl is {"prompt": a text or a list of token ids}, or {"messages": [...]} '
         'with or without "tools", and may have its own sampling parameters, as in {"prompt": "In the", '
         '"max_tokens": 8, "stop": ["."]}. The output has one line for each, in order, with the text and the '
-        "finish reason, or with an error. A run that was stopped goes on if it is started again. Exit "
+        "finish reason, or with an error. To continue a stopped run, run the same command again. Exit "
         "status: 0; 1 if some lines had errors or the engine failed; 2 for a mistake in the command line; "
         "130 after Ctrl-C.",
     )
@@ -67,7 +67,7 @@ def _generate(commands: Commands) -> None:
     files.add_argument(
         "--output",
         metavar="FILE.jsonl",
-        help="write the results here, or go on with those of an earlier run (default: stdout)",
+        help="write the results here, or continue those of an earlier run (default: stdout)",
     )
     files.add_argument("--overwrite", action="store_true", help="replace the --output file if there is one")
     files.add_argument(
@@ -180,7 +180,7 @@ def _replay(commands: Commands) -> None:
         help="repeat a recording of `orca serve --record`",
         description="Submit the requests of FILE again, each to the same iteration, on an engine of the same "
         "sizes in this process, and compare all batches and outputs with the recorded ones.",
-        epilog="An output ends where it ended before, so the batches are the same even where tokens differ. "
+        epilog="Outputs end at their recorded lengths, so the batches are the same even if tokens differ. "
         "Exit status: 0; 1 if batches or outputs differ, or the engine failed; 2 for a mistake in the flags "
         "or in FILE; 130 after Ctrl-C.",
     )

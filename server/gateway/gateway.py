@@ -220,7 +220,7 @@ class Gateway:
             return ServerStatus(Phase.RECOVERING, reason)
         if service.interludes.asleep:
             return ServerStatus(
-                Phase.ASLEEP, "the engine has given its memory back until its operator wakes it"
+                Phase.ASLEEP, "the engine is asleep, and its memory released, until its operator wakes it"
             )
         if service.interludes.paused:
             return ServerStatus(Phase.PAUSED, "the engine's operator has paused it; requests wait")

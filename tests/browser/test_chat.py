@@ -102,7 +102,7 @@ def test_chat_opens_first_for_a_model_with_a_template(browser: Browser, template
     ):
         Playground(page, as_it_opens=True)
         chat = page.get_by_role("radio", name="Chat")
-        note = page.get_by_text("knows no conversations")
+        note = page.get_by_text("cannot hold conversations")
         if template is None:
             expect(chat).to_be_disabled()
             expect(note).to_be_visible()
@@ -116,7 +116,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(browser: Browser) -> None:
     with serving(tokenizer=False) as server, watched(browser, server.url) as (page, _):
         playground = Playground(page)
         expect(page.get_by_text("This model has no tokenizer")).to_be_visible()
-        expect(page.get_by_text("knows no conversations")).to_be_hidden()
+        expect(page.get_by_text("cannot hold conversations")).to_be_hidden()
         playground.fill(prompt="words", max_tokens=3)
         playground.run()
         expect(page.get_by_role("alert")).to_contain_text("as token ids, such as [1, 2, 3]")
@@ -138,7 +138,7 @@ def test_a_model_with_an_encoder_only_completes(browser: Browser) -> None:
     ):
         playground = Playground(page)
         expect(page.get_by_role("radio", name="Chat")).to_be_disabled()
-        expect(page.get_by_text("knows no conversations")).to_be_visible()
+        expect(page.get_by_text("cannot hold conversations")).to_be_visible()
         prompt = "".join(map(chr, range(32, 40)))
         playground.fill(prompt=prompt, max_tokens=4, temperature=0)
         page.get_by_text("more parameters").click()

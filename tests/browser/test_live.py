@@ -72,11 +72,11 @@ def test_a_request_waits_for_a_place_in_the_batch(browser: Browser) -> None:
             expect(options.nth(2)).to_have_text("#2waits: behind #1: batch full")
             first, second, third = read(page, "requests")
             assert (first["state"], second["state"], third["state"]) == ("decode", "waiting", "waiting")
-            assert second["why"]["full"] == "the batch has no place left"
-            assert third["why"]["full"] == "request #1 is before it and waits: the batch has no place left"
+            assert second["why"]["full"] == "the batch has no row left"
+            assert third["why"]["full"] == "request #1 is before it and waits: the batch has no row left"
             expect(page.locator("[data-tile=waiting]")).to_have_text("2")
             options.nth(1).click()
-            expect(page.locator("#details")).to_contain_text("the batch has no place left")
+            expect(page.locator("#details")).to_contain_text("the batch has no row left")
         _, second, third = until_ended(page, 3)
         assert ("batch", None) in reasons(second) and ("batch", 1) in reasons(third)
         assert {request["reason"] for request in read(page, "requests")} == {"cancelled"}
@@ -194,7 +194,7 @@ def test_the_keys_choose_move_and_zoom(browser: Browser) -> None:
         expect(details.locator("tbody tr")).to_have_count(len(request["iterations"]))
         page.keyboard.press("Escape")
         expect(details).to_be_hidden()
-        page.get_by_role("group", name="Charts over one axis of time").focus()
+        page.get_by_role("group", name="Charts on a common time axis").focus()
         before = read(page, "view")
         page.keyboard.press("+")
         nearer = read(page, "view")

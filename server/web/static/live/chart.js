@@ -186,7 +186,7 @@ export class RulerChart extends Chart {
     const [hold] = this.#holds(this.time(x - MARK), this.time(x));
     if (!hold) return null;
     const what = hold.what === "gil" ? "The GIL" : "The event loop";
-    const lines = ["nobody was answered meanwhile; the server's log has the call"];
+    const lines = ["no client was answered meanwhile; the server's log has the call"];
     return { title: `${what} was held for ${duration(hold.to - hold.from)}`, lines, request: null };
   }
 

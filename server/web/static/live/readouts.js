@@ -16,7 +16,7 @@ const SAYS = {
 };
 const EMPTY = {
   ready: "Nothing has run since you opened the page. Send a request, for example from the playground.",
-  loading: "The model is loading. The view begins by itself.",
+  loading: "The model is loading. The view starts by itself.",
   recorded: "This file has no iterations.",
 };
 

@@ -3,20 +3,20 @@
 import { unknownTimes } from "./times.js";
 
 export const WHY = {
-  batch: ["batch full", "the batch has no place left"],
+  batch: ["batch full", "the batch has no row left"],
   slots: ["slots", "too few slots are free for its keys and values"],
   tokens: ["tokens", "the iteration has no room for its tokens"],
-  prefix: ["shared prefix", "another request computes the beginning of its prompt now, which it will share"],
-  gate: ["paused", "the operator has stopped admission, or brings the engine to rest"],
-  alone: ["one runs alone", "a request that may have cost a worker runs alone"],
-  phase: ["other phase", "a deterministic engine runs prefill and decode in turn"],
+  prefix: ["shared prefix", "another request is computing the beginning of its prompt, which it will share"],
+  gate: ["paused", "the operator has stopped admission, or is bringing the engine to rest"],
+  alone: ["one runs alone", "a request that may have made a worker die runs alone"],
+  phase: ["other phase", "a deterministic engine alternates between prefill and decode"],
   next: ["next iteration", "it arrived after the last batch was chosen"],
   loading: ["loading", "the model is still loading"],
-  recovering: ["worker lost", "a worker was lost, and the engine starts again"],
+  recovering: ["worker lost", "a worker was lost, and the engine is restarting"],
   paused: ["paused", "the engine's operator has paused it"],
-  asleep: ["asleep", "the engine has given its memory back"],
+  asleep: ["asleep", "the engine is asleep and has released its memory"],
   failed: ["failed", "the engine has failed"],
-  unseen: ["not known", "the page has no data of that time"],
+  unseen: ["not known", "the page has no data for that time"],
 };
 const ALL = -1;
 const OTHERS = "others";

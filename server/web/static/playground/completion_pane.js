@@ -17,7 +17,7 @@ export class CompletionPane extends Pane {
     this.#page = page;
     this.#answer = new Answer("Answer", { display: page.display, isChat: false });
     this.#prompt.value = prompt;
-    this.#prompt.placeholder = page.takesText ? "Write a beginning; the model continues it." : "Token ids: [1, 2, 3]";
+    this.#prompt.placeholder = page.takesText ? "Write the beginning of a text; the model continues it." : "Token ids: [1, 2, 3]";
     this.#prompt.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
         event.preventDefault();

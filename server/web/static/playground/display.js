@@ -23,7 +23,7 @@ export class Display {
     this.probabilitiesElement = setting(
       "Probabilities of tokens",
       this.#probabilities,
-      "For answers from now on. Point at a token, or move to it with the arrow keys, to see its alternatives.",
+      "For the next answers. Point at a token, or move to it with the arrow keys, to see its alternatives.",
       alternatives,
     );
     const show = () => (alternatives.hidden = !this.#probabilities.checked);
