@@ -34,7 +34,9 @@ def playground(page: Page) -> Playground:
     return playground
 
 
-def test_a_conversation(playground: Playground, server: Server, page: Page) -> None:
+def test_a_conversation_shows_its_turns_and_is_sent_whole(
+    playground: Playground, server: Server, page: Page
+) -> None:
     page.get_by_label("System message").fill("Genesis 1")
     playground.send("In the beginning")
     playground.finish("length")

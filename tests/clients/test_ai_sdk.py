@@ -23,7 +23,7 @@ def run(script: str, folder: Path, *arguments: str) -> str:
     return npm_programs.run([node, "script.mjs", *arguments], folder, folder / "home").stdout
 
 
-def test_the_page(errands: str, folder: Path) -> None:
+def test_the_documented_program_prints_the_reply(errands: str, folder: Path) -> None:
     said = run(block("AI SDK", "javascript", errands), folder)
     assert said == "It says drizzle, as you asked.\n"
 

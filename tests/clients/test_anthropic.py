@@ -30,7 +30,7 @@ def client(errands: str) -> Anthropic:
     return Anthropic(base_url=errands, api_key="none", max_retries=0, timeout=60)
 
 
-def test_the_page(errands: str) -> None:
+def test_the_documented_program_prints_the_reply(errands: str) -> None:
     assert printed("Anthropic's client", errands) == "It says drizzle, as you asked.\n"
 
 

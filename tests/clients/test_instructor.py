@@ -33,7 +33,7 @@ FIELDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA])
-def test_an_object(url: str, mode: instructor.Mode) -> None:
+def test_a_reply_is_an_object_of_the_class(url: str, mode: instructor.Mode) -> None:
     answer = client(url, mode).chat.completions.create(response_model=Weather, **FIELDS)
     assert isinstance(answer, Weather) and answer.days in (1, 2, 3)
 

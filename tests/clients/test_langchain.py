@@ -49,12 +49,12 @@ def test_a_call_is_forced_whole_and_streamed(model: ChatOpenAI) -> None:
 
 
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
-def test_structured_output(model: ChatOpenAI, method: Any) -> None:
+def test_structured_output_is_an_object_of_the_class(model: ChatOpenAI, method: Any) -> None:
     answer = model.with_structured_output(Weather, method=method).invoke("Rome?")
     assert isinstance(answer, Weather) and answer.days in (1, 2, 3)
 
 
-def test_the_page(errands: str) -> None:
+def test_the_documented_program_prints_the_reply(errands: str) -> None:
     assert printed("LangChain", errands) == "It says drizzle, as you asked.\n"
 
 

@@ -61,7 +61,7 @@ def test_a_turn_with_a_tool(errands: str, streamed: bool) -> None:
     assert said.choices[0].message.content == "It says hoarfrost, as you asked."
 
 
-def test_the_page(errands: str) -> None:
+def test_the_documented_program_prints_a_reply(errands: str) -> None:
     assert printed("LiteLLM", errands)
 
 

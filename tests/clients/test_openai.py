@@ -27,7 +27,7 @@ def client(errands: str) -> OpenAI:
     return OpenAI(base_url=errands + "/v1", api_key="none", max_retries=0, timeout=60)
 
 
-def test_the_page(errands: str) -> None:
+def test_the_documented_program_prints_a_reply(errands: str) -> None:
     assert printed("OpenAI's client", errands)
 
 
@@ -61,7 +61,7 @@ def test_responses_with_a_tool(client: OpenAI) -> None:
     assert then.output_text == ANSWER
 
 
-def test_objects(url: str) -> None:
+def test_parsed_replies_are_objects_of_the_class(url: str) -> None:
     client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
     chat = client.chat.completions.parse(
         model="demo", messages=[QUESTION], response_format=Weather, max_completion_tokens=100

@@ -55,7 +55,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 BOTH = pytest.mark.parametrize("protocol", [OpenAIResponsesModel, OpenAIChatCompletionsModel])
 
 
-def test_the_page(errands: str) -> None:
+def test_the_documented_program_prints_the_reply(errands: str) -> None:
     assert printed("OpenAI Agents", errands) == "It says drizzle, as you asked.\n"
 
 

@@ -70,7 +70,7 @@ def test_a_file_in_place_of_the_directory(tmp_path: Path) -> None:
     fails(UnsafeFile, tmp_path / "pytorch_model.bin", "pytorch_model.bin", "pickle")
 
 
-def test_no_weights(tmp_path: Path) -> None:
+def test_missing_weights_are_named(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", GPT2)
     fails(NotACheckpoint, tmp_path, str(tmp_path), MODEL, INDEX)
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")

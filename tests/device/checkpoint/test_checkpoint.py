@@ -95,7 +95,7 @@ def assert_parameters(checkpoint: Checkpoint, tensors: Tensors, dtype: Any) -> N
 @pytest.mark.parametrize("prefix", ["transformer.", ""])
 @pytest.mark.parametrize("n_files", [1, 3])
 @pytest.mark.parametrize("tied", [True, False])
-def test_gpt2(tmp_path: Path, prefix: str, n_files: int, tied: bool) -> None:
+def test_every_layout_of_gpt2_is_read(tmp_path: Path, prefix: str, n_files: int, tied: bool) -> None:
     config = {**GPT2, "tie_word_embeddings": tied}
     tensors = gpt2_tensors(config, prefix=prefix)
     loaded = load_checkpoint(write_checkpoint(tmp_path, config, tensors, n_files=n_files), dtype=np.float32)
@@ -127,7 +127,9 @@ def test_gpt2(tmp_path: Path, prefix: str, n_files: int, tied: bool) -> None:
     ],
     ids=lambda options: next(iter(options), "plain"),
 )
-def test_opt(tmp_path: Path, prefix: str, tied: bool, options: dict[str, Any]) -> None:
+def test_every_layout_of_opt_is_read(
+    tmp_path: Path, prefix: str, tied: bool, options: dict[str, Any]
+) -> None:
     config = {**OPT, "tie_word_embeddings": tied, **options}
     tensors = opt_tensors(config, prefix=prefix)
     loaded = load_checkpoint(write_checkpoint(tmp_path, config, tensors), dtype=np.float32)
@@ -223,7 +225,7 @@ def test_a_buffer_that_the_index_does_not_list(tmp_path: Path) -> None:
     assert load_checkpoint(directory, dtype=np.float32).parameters
 
 
-def test_padded_vocabulary(tmp_path: Path) -> None:
+def test_the_vocabulary_is_padded_to_a_multiple(tmp_path: Path) -> None:
     config = {**GPT2, "tie_word_embeddings": False}
     tensors = gpt2_tensors(config)
     directory = write_checkpoint(tmp_path, config, tensors)

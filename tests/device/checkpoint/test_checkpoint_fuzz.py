@@ -43,7 +43,7 @@ VALUES = st.recursive(ODD, lambda inner: st.lists(inner) | st.dictionaries(st.te
 
 @fuzz
 @given(content=st.binary(max_size=200))
-def test_random_bytes(tmp_path: Path, content: bytes) -> None:
+def test_random_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError):
@@ -52,7 +52,7 @@ def test_random_bytes(tmp_path: Path, content: bytes) -> None:
 
 @fuzz
 @given(values=VALUES, tail=st.binary(max_size=40))
-def test_random_headers(tmp_path: Path, values: Any, tail: bytes) -> None:
+def test_random_headers_are_read_or_refused(tmp_path: Path, values: Any, tail: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_bytes(values, tail))
     try:
@@ -82,7 +82,7 @@ def mutate(data: st.DataObject, value: Any) -> Any:
 
 @fuzz
 @given(data=st.data())
-def test_mutated_headers(tmp_path: Path, data: st.DataObject) -> None:
+def test_mutated_headers_are_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
     tensors = {name: gpt2_tensors()[name] for name in ("transformer.ln_f.weight", "transformer.ln_f.bias")}
     header, raw = header_and_data(tensors)
     path = tmp_path / "model.safetensors"
@@ -126,7 +126,9 @@ def test_a_mutated_checkpoint(tmp_path: Path, data: st.DataObject) -> None:
 
 @fuzz
 @given(data=st.data(), base=st.sampled_from([GPT2, OPT]))
-def test_mutated_configs(tmp_path: Path, data: st.DataObject, base: dict[str, Any]) -> None:
+def test_mutated_configs_are_read_or_refused(
+    tmp_path: Path, data: st.DataObject, base: dict[str, Any]
+) -> None:
     write_json(tmp_path / "config.json", mutate(data, base))
     tokenizer = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2}]}
     write_json(tmp_path / "tokenizer.json", mutate(data, tokenizer))
@@ -159,7 +161,7 @@ def test_mutated_generation_configs(tmp_path: Path, data: st.DataObject) -> None
     | st.text(max_size=100).map(str.encode)
     | VALUES.map(json.dumps).map(str.encode)
 )
-def test_random_configs(tmp_path: Path, content: bytes) -> None:
+def test_random_configs_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError):
         read_config(tmp_path)
@@ -167,7 +169,7 @@ def test_random_configs(tmp_path: Path, content: bytes) -> None:
 
 @fuzz
 @given(data=st.data())
-def test_mutated_indexes(tmp_path: Path, data: st.DataObject) -> None:
+def test_mutated_indexes_are_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
     write_checkpoint(tmp_path, GPT2, gpt2_tensors(), n_files=2)
     index = tmp_path / "model.safetensors.index.json"
     write_json(index, mutate(data, json.loads(index.read_text())))

@@ -133,7 +133,7 @@ def test_a_model_without_a_layout(tmp_path: Path) -> None:
         hf_config_of(config)
 
 
-def test_another_dtype(tmp_path: Path) -> None:
+def test_weights_are_converted_to_another_dtype(tmp_path: Path) -> None:
     first = write_checkpoint(tmp_path / "first", GPT2 | {"torch_dtype": "float32"}, gpt2_tensors())
     convert_checkpoint(first, tmp_path / "orbax", dtype="bfloat16")
     convert_checkpoint(tmp_path / "orbax", tmp_path / "back")

@@ -30,7 +30,7 @@ def written(directory: Path, values: Any) -> Path:
     return directory
 
 
-def test_recommended_defaults(tmp_path: Path) -> None:
+def test_the_models_recommendations_become_defaults(tmp_path: Path) -> None:
     defaults = read_generation_defaults(written(tmp_path, LLAMA), "auto")
     assert defaults.sampling_params() == SamplingParams(temperature=0.6, top_p=0.9)
     assert defaults.eos_token_ids == (128001, 128008, 128009)
@@ -50,7 +50,7 @@ def test_recommended_defaults(tmp_path: Path) -> None:
         ({"max_new_tokens": 2048, "max_length": 20}, SamplingParams(max_tokens=2048)),
     ],
 )
-def test_sampling_parameters(tmp_path: Path, values: Any, sampling: SamplingParams) -> None:
+def test_fields_become_sampling_parameters(tmp_path: Path, values: Any, sampling: SamplingParams) -> None:
     assert read_generation_defaults(written(tmp_path, values), "auto").sampling_params() == sampling
 
 

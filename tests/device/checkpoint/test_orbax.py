@@ -322,12 +322,12 @@ def test_a_directory_that_orbax_did_not_rename(copy: Path) -> None:
     fails(CorruptFile, unfinished, "incomplete", ".orbax-checkpoint-tmp")
 
 
-def test_no_tree(copy: Path) -> None:
+def test_a_missing_tree_is_an_incomplete_checkpoint(copy: Path) -> None:
     (copy / "_METADATA").unlink()
     fails(CorruptFile, copy, str(copy), "incomplete", "_METADATA")
 
 
-def test_no_commit(copy: Path) -> None:
+def test_a_missing_commit_time_is_an_incomplete_checkpoint(copy: Path) -> None:
     path = copy / "_CHECKPOINT_METADATA"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"commit_timestamp_nsecs": None}))
     fails(CorruptFile, copy, "incomplete", "_CHECKPOINT_METADATA", "commit")
@@ -456,7 +456,7 @@ def test_keys_of_an_array_that_a_stranger_chose(
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_mutated_trees(saved: Path, copy: Path, data: st.DataObject) -> None:
+def test_mutated_trees_are_read_or_refused(saved: Path, copy: Path, data: st.DataObject) -> None:
     tree = json.loads((saved / "_METADATA").read_text())
     (copy / "_METADATA").write_text(json.dumps(mutate(data, tree)))
     try:

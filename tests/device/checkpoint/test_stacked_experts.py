@@ -68,7 +68,7 @@ def assert_equal(found: Any, expected: Any, name: str, where: str) -> None:
     ]
 )
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_read(name: str, layout: Layout, tmp_path: Path) -> None:
+def test_a_trainers_arrays_become_the_same_weights(name: str, layout: Layout, tmp_path: Path) -> None:
     """The weights of the Hugging Face checkpoint, from disk and as a trainer hands them over."""
     expected = load_checkpoint(DIRECTORY / name, dtype=FLOAT)
     loaded = load_checkpoint(checkpoint(tmp_path, name, layout), dtype=FLOAT)

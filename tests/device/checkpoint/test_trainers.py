@@ -144,7 +144,7 @@ def write(directory: Path, description: dict[str, Any]) -> None:
     (directory / "orca.json").write_text(json.dumps(description))
 
 
-def test_between_trainers(tunix: Path, tmp_path: Path) -> None:
+def test_conversions_between_trainers_keep_the_weights(tunix: Path, tmp_path: Path) -> None:
     expected = load_checkpoint(tunix, dtype=np.float32)
     source = tunix
     formats: tuple[Format, ...] = ("maxtext-scanned", "maxtext", "tunix", "orbax", "safetensors")
@@ -182,7 +182,9 @@ def test_the_last_step_or_another(tunix: Path) -> None:
         ({"tie_word_embeddings": True}, TensorMismatch, "lm_head"),
     ],
 )
-def test_another_model(tunix: Path, change: dict[str, Any], error: type[CheckpointError], words: str) -> None:
+def test_a_config_of_another_model_is_refused(
+    tunix: Path, change: dict[str, Any], error: type[CheckpointError], words: str
+) -> None:
     config = json.loads((tunix / "config.json").read_text()) | change
     (tunix / "config.json").write_text(json.dumps(config))
     with pytest.raises(error, match=words):
@@ -198,7 +200,7 @@ def test_a_padded_vocabulary(tunix: Path) -> None:
         np.testing.assert_array_equal(loaded.parameters[name], whole.parameters[name][:90])
 
 
-def test_general_forms(tunix: Path, tmp_path: Path) -> None:
+def test_orca_json_describes_each_form_of_an_array(tunix: Path, tmp_path: Path) -> None:
     """A made-up checkpoint that uses each form once: layers, keys and values stacked, and so on."""
     expected = load_checkpoint(tunix, dtype=np.float32).parameters
     stored = {

@@ -117,7 +117,7 @@ def in_flight(iterations: Sequence[IterationRecord], now: float) -> int:
     )
 
 
-def test_figure_8a(recorded: Recorded) -> None:
+def test_batches_pass_as_in_figure_8a(recorded: Recorded) -> None:
     """Three workers, max_bs 2, requests A to F in the order they arrived, all waiting at the start."""
     n_output = 4
     ran = engine(3)

@@ -87,7 +87,7 @@ ROUTINGS: list[Any] = [
 
 @pytest.mark.matrix(but=["[2, 3, 4]-in JAX", "None-one call in C", "None-products in C"])
 @pytest.mark.parametrize(("wanted", "form"), ROUTINGS, ids=str)
-def test_extreme_routings(wanted: list[int] | None, form: str) -> None:
+def test_extreme_routings_keep_the_tokens(wanted: list[int] | None, form: str) -> None:
     """All tokens choose the same experts; the engine's tokens are the reference's."""
     # Sizes for which C has a form, and others; biases are for its products alone.
     size, bias = 40 if form == "in JAX" else 48, form == "products in C"

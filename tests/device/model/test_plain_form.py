@@ -149,7 +149,7 @@ def test_any_sizes_in_pure_jax() -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_bfloat16(function: str) -> None:
+def test_bfloat16_is_within_its_rounding(function: str) -> None:
     """Pure JAX rounds keys and values, as any model of that dtype does; C does not."""
     case = case_of(ROWS, SIZES[0], seed=7, dtype=BFLOAT16)
     found = attended(case, function)

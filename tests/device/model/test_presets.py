@@ -37,7 +37,7 @@ def test_gpt2_has_the_published_number_of_parameters() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE_1)
-def test_table_1(name: str) -> None:
+def test_presets_have_the_sizes_of_table_1(name: str) -> None:
     billions, n_layers, hidden_size = TABLE_1[name]
     config = PRESETS[name]
     assert (config.n_layers, config.hidden_size) == (n_layers, hidden_size)

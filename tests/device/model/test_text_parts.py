@@ -11,7 +11,7 @@ TEXT_PARTS = sorted((Path(__file__).parents[2] / "data" / "text_parts").glob("*/
 
 
 @pytest.mark.parametrize("path", TEXT_PARTS, ids=lambda path: path.parent.name)
-def test_greedy_tokens(path: Path) -> None:
+def test_greedy_tokens_are_those_of_transformers(path: Path) -> None:
     rows = json.loads(path.read_text())["rows"]
     n_output = len(rows[0]["token_ids"])
     params = SamplingParams(max_tokens=n_output, temperature=0.0, ignore_eos=True)

@@ -77,7 +77,9 @@ def test_the_pure_jax_forms(sizes: list[int], form: Callable[..., jax.Array]) ->
     rest=st.integers(0, 20),
     seed=st.integers(0, 2**31),
 )
-def test_any_sizes(sizes: list[int], vectors_in: int, n_out: int, rest: int, seed: int) -> None:
+def test_products_of_any_sizes_are_right(
+    sizes: list[int], vectors_in: int, n_out: int, rest: int, seed: int
+) -> None:
     x, weight = arrays(seed, max(1, sum(sizes) + rest), 16 * vectors_in, n_out, len(sizes))
     check(np.asarray(native(x, weight, jnp.array(sizes, jnp.int32))), x, weight, sizes)
 

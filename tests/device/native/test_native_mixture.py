@@ -83,7 +83,9 @@ def test_each_token_gets_its_experts(chosen: np.ndarray, dtype: Any) -> None:
     top_k=st.integers(1, 4),
     seed=st.integers(0, 2**31),
 )
-def test_any_sizes(n_tokens: int, hidden: int, size: int, n_experts: int, top_k: int, seed: int) -> None:
+def test_mixtures_of_any_sizes_are_right(
+    n_tokens: int, hidden: int, size: int, n_experts: int, top_k: int, seed: int
+) -> None:
     chosen = np.random.default_rng(seed).integers(-1, n_experts + 2, (n_tokens, top_k))
     given = arrays(seed, n_tokens, 16 * hidden, 16 * size, n_experts, top_k)
     check(native, chosen, given, np.float32)

@@ -40,7 +40,7 @@ def together(value: np.ndarray, top: np.ndarray, merge: np.ndarray) -> np.ndarra
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_rows(plan: Plan) -> None:
+def test_parts_of_rows_are_merged(plan: Plan) -> None:
     rng = np.random.default_rng(3)
     kv_length = np.array([30000] + [300] * 31, np.int32)
     work = work_items(np.arange(33, dtype=np.int32), kv_length, plan)
@@ -63,7 +63,7 @@ def test_rows(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(("n_kv_heads", "group"), [(8, 1), (2, 3), (1, 8), (1, 12)])
-def test_tiles(n_kv_heads: int, group: int) -> None:
+def test_parts_of_tiles_are_merged(n_kv_heads: int, group: int) -> None:
     rng = np.random.default_rng(4)
     plan = Plan(2048, 1, n_kv_heads, group)
     n_last = 2005 % plan.tile_tokens

@@ -86,7 +86,7 @@ def results(client: OpenAI, file_id: str | None) -> dict[str, Any]:
     return found
 
 
-def test_files(client: OpenAI) -> None:
+def test_files_are_uploaded_listed_read_and_deleted(client: OpenAI) -> None:
     content = b'{"a": 1}\n' * 100_000
     file = client.files.create(file=("some name.jsonl", content), purpose="batch")
     assert (file.filename, file.bytes, file.purpose, file.object) == (
@@ -143,7 +143,9 @@ def test_a_batch_gets_the_same_answers_as_separate_requests(client: OpenAI) -> N
         (RESPONSES, {"input": "hi", "max_output_tokens": 5, "store": False}),
     ],
 )
-def test_other_endpoints(client: OpenAI, server: Server, endpoint: str, body: dict[str, Any]) -> None:
+def test_lines_of_every_endpoint_are_answered_as_over_http(
+    client: OpenAI, server: Server, endpoint: str, body: dict[str, Any]
+) -> None:
     batch = ended(client, begun(client, endpoint, lines_of(endpoint, [body])))
     assert batch.error_file_id is None
     (line,) = results(client, batch.output_file_id).values()

@@ -57,5 +57,5 @@ def test_a_few_seeds(library: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize("first", range(0, 2000, 250))
-def test_thousands(library: Path, first: int) -> None:
+def test_thousands_of_seeds_lose_nothing(library: Path, first: int) -> None:
     play(library, first, 250)

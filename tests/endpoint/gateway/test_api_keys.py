@@ -94,7 +94,7 @@ def test_without_keys_everyone_is_admitted(environ: dict[str, str]) -> None:
         ("Bearer " + "x" * 1_000_000, False),
     ],
 )
-def test_the_header(authorization: str | None, passed: bool) -> None:
+def test_only_a_bearer_header_with_a_key_passes(authorization: str | None, passed: bool) -> None:
     assert passes(ApiKeys([FIRST, SECOND]), authorization) is passed
 
 

@@ -70,7 +70,7 @@ def test_new_weights_and_their_version_in_every_output() -> None:
         ]
 
 
-def test_mistakes() -> None:
+def test_mistakes_are_errors_that_name_them() -> None:
     memory = FakeMemory()
     with serving(memory=memory, **KEYS) as server, connected(server) as client:
         status, answer = post(client, "update_weights", directory="wrong")
@@ -123,7 +123,7 @@ def test_pause_and_sleep() -> None:
 
 
 @pytest.mark.parametrize("running", ["finish", "abort"])
-def test_running_requests(running: str) -> None:
+def test_running_requests_continue_or_end_as_asked(running: str) -> None:
     engine = PacedEngine(seconds=0.1)
     with serving(engine=engine, memory=FakeMemory(), **KEYS) as server, connected(server) as client:
         long = {**BODY, "max_tokens": 60, "stream": True}

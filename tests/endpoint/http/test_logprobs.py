@@ -258,7 +258,7 @@ def test_a_stream_has_the_logprobs_of_a_complete_response(
 # Chat
 
 
-def test_chat_logprobs(client: OpenAI) -> None:
+def test_a_chat_has_log_probabilities(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model="test", messages=[USER], max_tokens=2, logprobs=True, top_logprobs=2
     )

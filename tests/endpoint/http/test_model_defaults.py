@@ -78,7 +78,7 @@ def test_the_length_of_a_reply(
     assert sampled.last.max_tokens == expected
 
 
-def test_grpc() -> None:
+def test_defaults_apply_over_grpc() -> None:
     assert sampling_params(pb.SamplingParams(), DEFAULTS.sampling) == SamplingParams(**DEFAULTS.sampling)
     asked = pb.SamplingParams(temperature=0.0, top_k=3)
     assert sampling_params(asked, DEFAULTS.sampling) == SamplingParams(temperature=0.0, top_p=0.9, top_k=3)

@@ -55,7 +55,7 @@ def test_the_text_follows_the_prompt(client: httpx2.Client) -> None:
     assert completion(client, [1])["text"] == TEXT[1:]
 
 
-def test_stop_strings(client: httpx2.Client) -> None:
+def test_a_stop_string_cuts_the_text(client: httpx2.Client) -> None:
     assert completion(client, "God", stop=["👩 and"])["text"] == " the earth "
 
 

@@ -78,7 +78,7 @@ def test_probes_may_use_head_requests(client: httpx2.Client, path: str) -> None:
     assert response.headers["content-length"] == client.get(path).headers["content-length"]
 
 
-def test_the_version(client: httpx2.Client) -> None:
+def test_version_has_the_packages_version(client: httpx2.Client) -> None:
     assert client.get("/version").json() == {"version": orca_jax.__version__}
 
 
@@ -100,7 +100,7 @@ def test_many_scrapes_at_once(server: Server) -> None:
     assert "orca_asyncio_tasks" in result[0] and result == [result[0]] * 32
 
 
-def test_the_models(server: Server, client: httpx2.Client) -> None:
+def test_models_has_the_served_model(server: Server, client: httpx2.Client) -> None:
     model = {
         "id": "test",
         "object": "model",

@@ -35,7 +35,7 @@ def joined(chunks: list[dict[str, Any]], index: int) -> list[int]:
     return [token for choice in choices for token in choice.get("token_ids", ())]
 
 
-def test_a_completion() -> None:
+def test_a_completion_has_token_ids() -> None:
     with serving(Replies("é!")) as server:
         whole = post(server, COMPLETIONS, prompt=[[97, 98], [5, 6]], n=2, max_tokens=20, seed=1).json()
         assert "prompt_token_ids" not in whole
@@ -67,7 +67,7 @@ def test_the_tokens_of_a_stop_string_are_there_and_those_of_an_echo_are_the_outp
 
 
 @pytest.mark.parametrize("more", [{}, {"logprobs": True, "top_logprobs": 1}])
-def test_a_chat(more: dict[str, Any]) -> None:
+def test_a_chat_has_token_ids(more: dict[str, Any]) -> None:
     with serving(Replies("é!")) as server:
         whole = post(server, CHAT, **HI, n=2, **more).json()
         assert whole["prompt_token_ids"] == PROMPT

@@ -26,13 +26,13 @@ def client() -> Iterator[httpx2.Client]:
         yield client
 
 
-def test_a_text(client: httpx2.Client) -> None:
+def test_a_text_is_tokenized(client: httpx2.Client) -> None:
     answer = client.post("/tokenize", json={"prompt": "na\u00efve", "model": "test"}).json()
     assert answer == {"tokens": [0x6E, 0x61, 0xC3, 0xAF, 0x76, 0x65], "count": 6, "max_model_len": 512}
     assert client.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
 
 
-def test_a_conversation(client: httpx2.Client) -> None:
+def test_a_conversation_is_tokenized_with_its_template(client: httpx2.Client) -> None:
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": [{"type": "text", "text": "Yes"}]},
@@ -42,7 +42,7 @@ def test_a_conversation(client: httpx2.Client) -> None:
     assert answer["count"] == 33
 
 
-def test_token_ids(client: httpx2.Client) -> None:
+def test_token_ids_are_detokenized(client: httpx2.Client) -> None:
     # 256 is end of sequence and 299 has no token: neither has text. An invalid UTF-8 byte becomes U+FFFD.
     answer = client.post("/detokenize", json={"tokens": [0x61, 0xC3, 0xAF, 256, 299, 0xFF]}).json()
     assert answer == {"prompt": "a\u00ef\ufffd"}
@@ -51,7 +51,7 @@ def test_token_ids(client: httpx2.Client) -> None:
 
 @settings(max_examples=60)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=120))
-def test_round_trip(client: httpx2.Client, text: str) -> None:
+def test_a_round_trip_keeps_the_text(client: httpx2.Client, text: str) -> None:
     tokens = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
     assert bytes(tokens) == text.encode()
     assert client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
@@ -80,7 +80,7 @@ def with_a_beginning() -> Tokenizer:
         ({"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}, [256, 97]),
     ],
 )
-def test_special_tokens(body: dict[str, Any], tokens: Sequence[int]) -> None:
+def test_special_tokens_are_added_as_requested(body: dict[str, Any], tokens: Sequence[int]) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with serving(ready=False, chat_template=template) as server, connected(server) as client:
         model = replace(server.model, tokenizer=with_a_beginning())
@@ -112,7 +112,7 @@ def test_special_tokens(body: dict[str, Any], tokens: Sequence[int]) -> None:
         ("/detokenize", {"tokens": [10**30]}, "tokens.0", "tokens.0 is 10000"),
     ],
 )
-def test_rejected_requests(
+def test_wrong_requests_are_refused_by_field(
     client: httpx2.Client, path: str, body: dict[str, Any], param: str, message: str
 ) -> None:
     response = client.post(path, json=body)
@@ -123,7 +123,7 @@ def test_rejected_requests(
 
 
 @pytest.mark.parametrize("path, body", [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})])
-def test_another_model(client: httpx2.Client, path: str, body: dict[str, Any]) -> None:
+def test_another_models_name_is_not_found(client: httpx2.Client, path: str, body: dict[str, Any]) -> None:
     response = client.post(path, json={**body, "model": "other"})
     assert (response.status_code, response.json()["error"]["param"]) == (404, "model")
 

@@ -300,7 +300,7 @@ def as_bytes(value: Any) -> bytes:
 
 
 @pytest.mark.parametrize("path", [*GENERATING, *OTHER_PROTOCOLS, *TOKENS, *RELEVANCE])
-def test_any_body(server: Server, path: str) -> None:
+def test_no_body_breaks_the_server(server: Server, path: str) -> None:
     @settings(generated, max_examples=100)
     @given(body=st.binary(max_size=60) | JSON_VALUES.map(as_bytes))
     def run(body: bytes) -> None:

@@ -61,7 +61,7 @@ def error_of(response: httpx2.Response) -> tuple[int, str, str]:
     return response.status_code, body["error"]["type"], body["error"]["message"]
 
 
-def test_a_message(client: Anthropic) -> None:
+def test_a_message_has_text_usage_and_stop_reason(client: Anthropic) -> None:
     answer = ask(client, max_tokens=5, system="Be brief.", extra_body={"temperature": 0.5, "top_k": 5})
     assert answer.id.startswith("msg_")
     assert (answer.type, answer.role, answer.model) == ("message", "assistant", "test")
@@ -127,7 +127,7 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
     assert (replies.prompt, answer.content[0].text) == ("<user>Hi<assistant>Here we", " go.")
 
 
-def test_tools() -> None:
+def test_a_tool_call_is_a_block_and_its_result_is_read() -> None:
     replies = Replies(f"Let me see. {CALL}")
     with serving(replies, chat_template=TEMPLATE) as server, anthropic_of(server) as client:
         answer = ask(client, tools=[TOOL])
@@ -158,7 +158,7 @@ def test_a_tool_is_forced() -> None:
             assert (answer.content[-1].input, answer.stop_reason) == ({"city": "Rome"}, "tool_use")
 
 
-def test_thinking() -> None:
+def test_reasoning_is_a_thinking_block() -> None:
     replies = Replies("<think>Hm.</think>Yes.")
     with serving(replies, chat_template=TEMPLATE) as server, anthropic_of(server) as client:
         answer = ask(client, thinking={"type": "adaptive"})
@@ -212,7 +212,7 @@ def test_a_request_that_continues_a_thread(plain: httpx2.Client) -> None:
     assert "send all messages" in error["message"]
 
 
-def test_structured_output() -> None:
+def test_output_config_makes_the_reply_follow_a_schema() -> None:
     with serving(Replies('{"x": 5}')) as server, anthropic_of(server) as client:
         schema = {"type": "object", "properties": {"x": {"const": 5}}, "required": ["x"]}
         answer = ask(client, output_config={"format": {"type": "json_schema", "schema": schema}})
@@ -332,7 +332,7 @@ def test_a_full_queue() -> None:
             assert raised.value.response.headers["retry-after"]
 
 
-def test_a_timeout() -> None:
+def test_a_timeout_ends_the_stream_with_an_error() -> None:
     options = EndpointOptions(port=0, grpc_port=None, access_log="off", request_timeout=0.2)
     body = {"max_tokens": 400, "messages": HI, "stream": True, "ignore_eos": True}
     with serving(seconds=0.02, options=options) as server, connected(server) as client:

@@ -107,7 +107,7 @@ def test_a_response_that_is_too_large_is_not_kept() -> None:
     assert len(kept) == 1
 
 
-def test_it_expires() -> None:
+def test_a_response_expires() -> None:
     clock = [0.0]
     kept = store(seconds=5.0, clock=clock)
     first, second = entry(1, "me"), entry(2, "me")

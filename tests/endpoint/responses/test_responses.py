@@ -52,7 +52,7 @@ def ask(client: OpenAI, given: Any = "Hi", **fields: Any) -> Any:
     )
 
 
-def test_a_response(client: OpenAI) -> None:
+def test_a_response_has_text_usage_and_the_requests_fields(client: OpenAI) -> None:
     answer = ask(client, metadata={"who": "me"}, temperature=0.5, top_p=0.9, instructions="Be brief.")
     prompt = b"<system>Be brief.<user>Hi<assistant>"
     assert answer.id.startswith("resp_") and len(answer.id) == len("resp_") + 32
@@ -189,7 +189,7 @@ def test_structured_output_and_parse() -> None:
         assert json.loads(answer.output_text) == {"x": 5, "name": "é"}
 
 
-def test_log_probabilities() -> None:
+def test_a_text_has_log_probabilities() -> None:
     with serving(Replies("é!")) as server, client_of(server) as client:
         include: Any = ["message.output_text.logprobs"]
         answer = ask(client, include=include, top_logprobs=2, max_output_tokens=20)
@@ -233,7 +233,7 @@ def test_a_call_is_forced() -> None:
             assert answer.to_dict()["tool_choice"] == forced
 
 
-def test_reasoning() -> None:
+def test_reasoning_is_an_item_before_the_message() -> None:
     replies = Replies("<think>Hm, well.</think>Yes.")
     with serving(replies, chat_template=TEMPLATE) as server, client_of(server) as client:
         answer = ask(client, max_output_tokens=100)
@@ -460,7 +460,9 @@ def test_what_is_refused_is_named(plain: httpx2.Client, fields: dict[str, Any], 
         ("/input_items?after=none", "after"),
     ],
 )
-def test_queries(plain: httpx2.Client, client: OpenAI, query: str, param: str) -> None:
+def test_wrong_query_parameters_are_refused_by_name(
+    plain: httpx2.Client, client: OpenAI, query: str, param: str
+) -> None:
     response = plain.get(f"/v1/responses/{ask(client).id}{query}")
     assert (response.status_code, error_of(response)["param"]) == (400, param)
 

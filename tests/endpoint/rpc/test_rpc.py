@@ -97,7 +97,7 @@ def test_a_stop_string_is_never_returned() -> None:
     assert got.last.finish_reason == pb.FINISH_REASON_STOP
 
 
-def test_seeds() -> None:
+def test_a_seed_determines_the_tokens() -> None:
     def seeded(request: Request, index: int) -> int:
         return (request.seed + index) % 256
 
@@ -317,7 +317,7 @@ def test_a_full_queue_says_when_to_retry() -> None:
     ("interval", "n_waiting", "seconds"),
     [(None, 9, 1), (0.5, 7, 4), (0.01, 3, 1), (2.0, 0, 1), (20.0, 3, 60), (30.0, 4, 60)],
 )
-def test_retry_after(interval: float | None, n_waiting: int, seconds: int) -> None:
+def test_retry_after_follows_from_the_queue(interval: float | None, n_waiting: int, seconds: int) -> None:
     timeline = SimpleNamespace(recent_finish_interval=lambda: interval)
     service = SimpleNamespace(timeline=timeline, pool=SimpleNamespace(n_waiting=n_waiting))
     gateway = SimpleNamespace(served=SimpleNamespace(service=service))

@@ -116,7 +116,7 @@ def test_reflection_describes_the_services() -> None:
         assert methods["Generate"].input_type.full_name == "orca.v1.GenerateRequest"
 
 
-def test_models() -> None:
+def test_models_describes_the_served_model() -> None:
     with serving() as server, channel(server) as connection:
         (model,) = GenerationStub(connection).Models(pb.ModelsRequest(), timeout=SOON).models
         created = server.model.created
@@ -139,7 +139,7 @@ def test_unknown_fields_of_the_other_methods(message: Any) -> None:
         assert code_of(lambda: method(request, timeout=SOON)) is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_keys() -> None:
+def test_calls_need_a_key() -> None:
     with serving(writing("ab"), keys=ApiKeys([KEY])) as server, channel(server) as connection:
         stub = GenerationStub(connection)
         assert generate(connection, authorization=f"Bearer {KEY}") is grpc.StatusCode.OK
@@ -165,7 +165,7 @@ def test_a_message_that_is_too_large_or_malformed() -> None:
         assert generate(connection) is grpc.StatusCode.OK
 
 
-def test_tls() -> None:
+def test_connections_use_tls() -> None:
     options = EndpointOptions(
         port=0,
         grpc_port=0,
@@ -204,7 +204,7 @@ def test_a_port_that_is_taken() -> None:
     assert bound("127.0.0.1", port) == port  # free again
 
 
-def test_addresses() -> None:
+def test_an_address_that_cannot_be_bound_is_named() -> None:
     assert bound("localhost", 0) > 0
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 port 0.*--grpc-port"):
         bound("192.0.2.1", 0)  # an address reserved for documentation, which no machine has

@@ -27,7 +27,7 @@ from server.settings.serve_settings import model_name
         ("/", "/"),
     ],
 )
-def test_names(model: str | None, name: str) -> None:
+def test_the_default_name_is_short_and_without_folders(model: str | None, name: str) -> None:
     assert model_name(model) == name
 
 

@@ -192,5 +192,5 @@ def test_errors_are_one_line(
 @pytest.mark.parametrize(
     ("text", "seconds"), [("50ms", 0.05), ("0.05s", 0.05), ("0.05", 0.05), ("2", 2.0), ("1e1ms", 0.01)]
 )
-def test_times(text: str, seconds: float) -> None:
+def test_times_may_have_units(text: str, seconds: float) -> None:
     assert seconds_of(text) == pytest.approx(seconds)

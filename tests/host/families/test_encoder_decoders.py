@@ -180,7 +180,7 @@ def _read(directory: Path, config: Config) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models(tmp_path: Path, name: str) -> None:
+def test_published_models_have_their_size_and_a_way_back(tmp_path: Path, name: str) -> None:
     config, n_elements = PUBLISHED[name]
     model = _read(tmp_path, config)
     assert n_parameters(model) == n_elements

@@ -12,7 +12,7 @@ def numbers(blocks: list[list[int]], scales: list[list[int]]) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def test_literal_values() -> None:
+def test_literal_blocks_have_their_values() -> None:
     block = [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE, *[0] * 8]
     ones = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6, *[0] * 16]
     found = numbers([block, block], [[127], [130]])
@@ -36,7 +36,7 @@ def test_no_number_is_rounded(scale: int) -> None:
     assert found[0, :16].astype(np.float64).tolist() == expected.tolist()
 
 
-def test_many_rows() -> None:
+def test_many_rows_are_unpacked_in_steps() -> None:
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (3000, 16 * 13), np.uint8)  # more than one step
     scales = rng.integers(110, 130, (3000, 13), np.uint8)

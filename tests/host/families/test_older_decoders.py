@@ -156,7 +156,9 @@ def read(tmp_path: Path, config: Config, **changes: Any) -> ModelConfig:
         (FALCON_RW, 1_311_625_216),
     ],
 )
-def test_published_configs(tmp_path: Path, config: Config, n_parameters: int) -> None:
+def test_published_configs_have_their_size_and_a_way_back(
+    tmp_path: Path, config: Config, n_parameters: int
+) -> None:
     model = read(tmp_path, config)
     assert sum(map(math.prod, parameter_shapes(model).values())) == n_parameters
     assert model.n_positions == 2048 and model.positions is None

@@ -365,7 +365,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_presets() -> None:
+def test_every_preset_is_in_the_document_and_in_the_tests() -> None:
     assert list(PUBLISHED) == list(CONFIGS)
     gpt3 = ["gpt3-13b", "gpt3-101b", "gpt3-175b", "gpt3-341b"]
     t5 = ["t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b", "flan-t5-xl"]

@@ -67,6 +67,8 @@ def test_no_family_is_called_unsupported() -> None:
         ({"quant_method": ["x"]}, "a method that it does not name"),
     ],
 )
-def test_quantised_weights(tmp_path: Path, section: dict[str, Any], words: str) -> None:
+def test_quantised_weights_are_refused_with_advice(
+    tmp_path: Path, section: dict[str, Any], words: str
+) -> None:
     text = message(tmp_path, quantization_config=section)
     assert words in text and "Use the model with its original weights" in text

@@ -214,7 +214,7 @@ def test_a_name_spelled_with_escapes_is_no_other_name() -> None:
     check({"type": "object", "patternProperties": {"^a": False}}, others=(r'{"\u0061":1}', '{"ab":1}'))
 
 
-def test_property_names() -> None:
+def test_property_names_restrict_the_keys() -> None:
     words = {"type": "object", "additionalProperties": {"type": "integer"}}
     for names in ({"type": "string"}, {}, True, {"format": "password"}):
         check({**words, "propertyNames": names}, taken=('{"x":1}', "{}"), others=('{"x":"1"}',))
@@ -238,7 +238,7 @@ def test_property_names() -> None:
     assert "it has propertyNames" in why_refused({**words, "propertyNames": {"not": {"const": "x"}}})
 
 
-def test_dependencies() -> None:
+def test_dependencies_require_other_properties() -> None:
     for schema in (
         {"dependentRequired": {"card": ["address"]}},
         {"dependencies": {"card": ["address"]}},
@@ -253,7 +253,7 @@ def test_dependencies() -> None:
         check(schema, taken=("1", "[]"))
 
 
-def test_unevaluated_properties() -> None:
+def test_unevaluated_properties_are_closed_or_have_a_schema() -> None:
     base = {"properties": {"id": {"type": "integer"}}, "required": ["id"]}
     schema = {
         "$defs": {"base": base},
@@ -402,7 +402,7 @@ def test_a_property_that_tells_alternatives_apart_is_always_written() -> None:
         )
 
 
-def test_not() -> None:
+def test_not_excludes_the_values_of_a_schema() -> None:
     assert "no value" in why_refused({"not": {}})
     check({"not": False}, taken=("1",))
     check({"not": {"type": ["string", "null"]}}, taken=("1", "[]"), others=('"a"', "null"))

@@ -91,7 +91,7 @@ def test_figure_5_split_and_merged():
         (4, [1], [5], [4], [0, 1]),
     ],
 )
-def test_figure_3(iteration, input_length, kv_length, positions, row_start):
+def test_figure_3_is_laid_out_by_iteration(iteration, input_length, kv_length, positions, row_start):
     n = len(input_length)
     message = ControlMessage(
         row=np.arange(n, dtype=np.int32),

@@ -153,7 +153,7 @@ def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
         Tokenizer.from_file(path)
 
 
-def test_no_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match=r"tokenizer\.json cannot be read"):
         Tokenizer.from_file(tmp_path / "tokenizer.json")
 

@@ -17,7 +17,7 @@ def prefixes_of(kv: KVManager) -> PrefixCache:
 @pytest.mark.parametrize(
     "n_tokens, block_size, rounded", [(1, 16, 16), (15, 16, 16), (16, 16, 16), (17, 16, 32), (7, 1, 7)]
 )
-def test_round_up(n_tokens, block_size, rounded):
+def test_numbers_are_rounded_up_to_whole_blocks(n_tokens, block_size, rounded):
     assert round_up(n_tokens, block_size) == rounded
 
 

@@ -47,7 +47,7 @@ def update(controls: EngineControls, weights: object = "second", running: Runnin
     return controls.update_weights(weights, version=None, running=running, timeout=SOON)
 
 
-def test_idle():
+def test_an_idle_engine_takes_new_weights_at_once():
     with serving(simulated()) as (service, memory, controls):
         assert controls.weights_version == 0
         assert update(controls) == 1 == controls.weights_version
@@ -159,7 +159,7 @@ def test_a_pause_holds_running_and_new_requests():
         assert memory.done == []
 
 
-def test_sleep():
+def test_an_engine_that_sleeps_refuses_requests_until_woken():
     with serving(simulated()) as (service, memory, controls):
         controls.sleep(1, running="finish", timeout=SOON)
         assert (controls.asleep, memory.level) == (1, 1)

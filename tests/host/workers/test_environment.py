@@ -46,7 +46,9 @@ WHOLE = {SHARE: "0.9"}
         ({"JAX_PLATFORMS": "cuda,cpu"}, ("nvidia0",), ("0",)),
     ],
 )
-def test_visible_gpus(environ: dict[str, str], files: tuple[str, ...], expected: tuple[str, ...]) -> None:
+def test_visible_gpus_follow_the_variables_and_devices(
+    environ: dict[str, str], files: tuple[str, ...], expected: tuple[str, ...]
+) -> None:
     assert visible_gpus(environ, files) == expected
 
 
@@ -89,7 +91,7 @@ def test_visible_gpus(environ: dict[str, str], files: tuple[str, ...], expected:
         (1, 2, {"JAX_NUM_CPU_DEVICES": "8"}, (), [{"JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": f"{COUNT}=2"}]),
     ],
 )
-def test_environments(
+def test_each_stage_sees_its_own_gpus(
     n_stages: int,
     tensor_parallel: int,
     environ: dict[str, str],

@@ -43,7 +43,7 @@ def test_a_model_without_a_template(tiny: LLM) -> None:
     assert caught.value.param == "messages"
 
 
-def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_holds_three_conversations(capsys: pytest.CaptureFixture[str]) -> None:
     conversations = chat.main([])
     assert [len(conversation) for conversation in conversations] == [4, 2, 2]
     assert all(message["content"] for conversation in conversations for message in conversation)

@@ -127,7 +127,7 @@ def test_a_system_prompt_and_another_template(piped: Talk, tiny: LLM, tmp_path: 
     assert piped(["ab"])[1] == f"{replies[0]}\n" != piped(["ab"], "--system", "be")[1]
 
 
-def test_commands(typed: Talk, tiny: LLM, tmp_path: Path) -> None:
+def test_commands_change_the_conversation(typed: Talk, tiny: LLM, tmp_path: Path) -> None:
     _, (first, second) = prompts_of(tiny, ["ab", "c"])
     saved = tmp_path / "saved.jsonl"
     status, out, err = typed(

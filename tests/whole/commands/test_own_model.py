@@ -96,7 +96,7 @@ def test_a_function_by_name() -> None:
         assert max(record.n_rows for record in llm.service.timeline.iterations) == 4
 
 
-def test_plain_functions() -> None:
+def test_plain_functions_give_the_same_tokens() -> None:
     """Functions of the same weights in a dict give the same tokens."""
     model = GatedModel()
     graph, layers = zip(*[nnx.split(layer) for layer in model.layers], strict=True)
@@ -122,7 +122,7 @@ def trained_further(model: GatedModel) -> GatedModel:
     return nnx.merge(nnx.graphdef(model), state)
 
 
-def test_new_weights() -> None:
+def test_new_weights_in_every_form_are_served() -> None:
     """Weights come as the module, its state or NumPy arrays; on devices that split layers, and in stages."""
     model = GatedModel()
     trained = trained_further(model)

@@ -103,7 +103,9 @@ def test_completions_with_echo(llm: LLM, client: httpx2.Client, exact: np.ndarra
         assert parts == logprobs[name], name
 
 
-def test_chat(llm: LLM, client: httpx2.Client, exact: np.ndarray) -> None:
+def test_a_chats_log_probabilities_are_the_references(
+    llm: LLM, client: httpx2.Client, exact: np.ndarray
+) -> None:
     ids = ids_of(llm, client)
     n_output = 24
     fields = {key: value for key, value in body().items() if key not in ("prompt", "logprobs")}

@@ -63,7 +63,7 @@ def test_both_protocols_give_the_text_of_chat(openai: OpenAI, anthropic: Anthrop
     assert response.usage.input_tokens == chat.usage.prompt_tokens
 
 
-def test_forced_calls(openai: OpenAI, anthropic: Anthropic) -> None:
+def test_forced_calls_follow_their_schema(openai: OpenAI, anthropic: Anthropic) -> None:
     tool: Any = {"type": "function", "name": "count", "parameters": SCHEMA, "strict": True}
     with openai.responses.stream(
         model="test", input="Count", tools=[tool], tool_choice="required", parallel_tool_calls=False

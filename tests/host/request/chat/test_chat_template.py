@@ -66,7 +66,7 @@ def turn(content: object, role: str = "user") -> dict[str, object]:
 # Output; each literal was compared once with transformers 5.23
 
 
-def test_chatml() -> None:
+def test_chatml_is_rendered() -> None:
     expected = (
         "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\n Hi\n<|im_end|>\n"
         "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"
@@ -247,7 +247,7 @@ def test_where_the_template_is_found(tmp_path: Path) -> None:
     assert rendered(None, tmp_path / "mine") == "user"
 
 
-def test_named_templates(tmp_path: Path) -> None:
+def test_a_template_is_chosen_by_name(tmp_path: Path) -> None:
     several = [{"name": name, "template": name} for name in ("default", "tool_use", "rag")]
     checkpoint(tmp_path, tokenizer_config={"chat_template": several})
 
@@ -291,7 +291,7 @@ def test_a_template_names_its_variables() -> None:
             template.render([turn("a")], variables={name: 1})
 
 
-def test_special_tokens(tmp_path: Path) -> None:
+def test_a_template_knows_the_special_tokens(tmp_path: Path) -> None:
     checkpoint(
         tmp_path,
         chat_template="{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}",
