@@ -181,7 +181,7 @@ class SplitBench:
                 scheduler.step()
             issues = engine.issues[: (repeat - 1) * n_batches]
             ends = [it.returned for it in list(scheduler.timeline.iterations)[returned:] if it.returned]
-            # The last ones have fewer other batches in flight.
+            # The last iterations have fewer other batches in flight.
             ends = ends[: len(ends) - n_batches + 1]
             times[n_batches] = np.diff(ends).tolist()
         n_all = self.n_stages
@@ -239,7 +239,7 @@ def in_a_process(split: str, flags: argparse.Namespace) -> SplitResult:
     environment = dict(os.environ)
     if not flags.same_gpu and "+" not in split:
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={n_stages * tensor}"
-    # Libraries that only worker processes need, those of control lines, are imported only there.
+    # The libraries of control lines, which only worker processes need, are imported only there.
     module = "bench.device.stages_in_processes" if "+" in split else "bench.stages"
     command = [sys.executable, "-m", module, *sys.argv[1:], "--one", split]
     done = subprocess.run(
@@ -262,23 +262,23 @@ def table(results: list[SplitResult]) -> Table:
         return f"{value * 1e3:.2f} ({value / against:.2f})"
 
     for result in results:
-        for own, base in zip(result.decodes, first.decodes, strict=True):
+        for one, base in zip(result.decodes, first.decodes, strict=True):
             made.add_row(
                 result.split,
-                str(own.rows),
-                ratio(own.alone, base.alone),
-                ratio(own.in_flight, base.in_flight),
-                f"{own.rows / own.in_flight:.0f}",
-                ratio(own.issue, base.issue),
+                str(one.rows),
+                ratio(one.alone, base.alone),
+                ratio(one.in_flight, base.in_flight),
+                f"{one.rows / one.in_flight:.0f}",
+                ratio(one.issue, base.issue),
                 ratio(result.prefill, first.prefill),
-                f"{same_tokens(own, base)} of {own.rows}",
+                f"{same_tokens(one, base)} of {one.rows}",
             )
     return made
 
 
-def same_tokens(own: Measured, base: Measured) -> int:
+def same_tokens(one: Measured, base: Measured) -> int:
     """The number of requests whose tokens are the same on both splits."""
-    return sum(a == b for a, b in zip(own.tokens, base.tokens, strict=True))
+    return sum(a == b for a, b in zip(one.tokens, base.tokens, strict=True))
 
 
 def _splits(flags: argparse.Namespace) -> list[str]:
@@ -340,8 +340,8 @@ def main() -> None:
         asdict(result)
         | {
             "decodes": [
-                asdict(own) | {"tokens": None, "same_tokens": same_tokens(own, base)}
-                for own, base in zip(result.decodes, results[0].decodes, strict=True)
+                asdict(one) | {"tokens": None, "same_tokens": same_tokens(one, base)}
+                for one, base in zip(result.decodes, results[0].decodes, strict=True)
             ]
         }
         for result in results

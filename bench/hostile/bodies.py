@@ -43,7 +43,7 @@ async def deep_nests(target: Target) -> None:
 
 
 async def two_million_integers(target: Target) -> None:
-    """A prompt of 2 million tokens, as one prompt, as prompts of one token, and for detokenization."""
+    """Lists of up to 2 million elements: one prompt, prompts of one token or letter, messages, tokens."""
     requests = [
         target.post(COMPLETIONS, _filled(b'{"prompt":[', b"1", b"]}")),
         target.post(COMPLETIONS, _filled(b'{"prompt":[', b"[1]", b"]}")),

@@ -99,7 +99,7 @@ class Compiled:
         return len(self._jobs)
 
     def _for_described(self) -> AbstractContextManager[Any]:
-        """Describes an absent GPU to Pallas's Triton; each thread needs its own context."""
+        """Describe an absent GPU to Pallas's Triton; each thread needs its own context."""
         if self._sharding is None:
             return nullcontext()
         return jax.sharding.use_abstract_mesh(self._sharding.mesh.abstract_mesh)

@@ -20,7 +20,7 @@ class EngineEnded(Exception):
 
 
 class EngineProcess:
-    """A context manager that ends the process. `about` describes the engine after `start`."""
+    """A context manager around an engine's process. `about` describes the engine after `start`."""
 
     def __init__(
         self,

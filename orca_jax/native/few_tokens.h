@@ -1,5 +1,5 @@
-/* A product with few tokens: vectors run along the sum, and each weight is read once for all tokens, which stay in the
- * first cache.
+/* A product with few tokens: vectors run along the summed axis, and each weight is read once for all tokens, which
+ * stay in the L1 cache.
  */
 
 #ifndef ORCA_FEW_TOKENS_H
@@ -17,7 +17,7 @@
 #endif
 #define FEW_ROOM (FEW > REST ? FEW : REST ? REST : 1)
 #define FEW_OUTPUTS 4 /* outputs that are stored together */
-#define FEW_BLOCK 64  /* outputs that are computed while the same terms of x are in the first cache */
+#define FEW_BLOCK 64  /* outputs that are computed while the same terms of x are in the L1 cache */
 #define FEW_DEPTH 768 /* terms of x that a block takes at a time */
 #define FEW_STEP (TERMS * LANES) /* terms that one instruction takes */
 

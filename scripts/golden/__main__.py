@@ -13,18 +13,18 @@ import importlib
 
 KINDS = {
     "decoders": "a checkpoint, logits and greedy tokens of each shape of shapes.py, GPT-2 and OPT",
-    "encoders": "the same of models with an encoder, and their beam searches",
-    "beams": "what generate() finds with several beams",
+    "encoders": "the same for models with an encoder, and their beam searches",
+    "beams": "results of generate() with several beams",
     "hidden": "final hidden states",
     "routing": "the experts that mixtures choose",
     "mxfp4": "a model with experts packed in MXFP4",
-    "fp8": "a matrix in FP8, unpacked",
-    "processors": "what logits processors make of random logits",
-    "text_parts": "models of text and pictures, and their tokens for texts",
+    "fp8": "a matrix in FP8, and dequantised",
+    "processors": "results of logits processors on random logits",
+    "text_parts": "models of text and images, and their tokens for texts",
     "chat": "renderings of chat templates",
-    "tunix": "what Tunix's CheckpointManager saves, and its own logits",
-    "maxtext": "the same of MaxText",
-    "gemma": "the same of Gemma's own code",
+    "tunix": "checkpoints of Tunix's CheckpointManager, and Tunix's logits",
+    "maxtext": "the same for MaxText",
+    "gemma": "the same for Google's gemma package",
 }
 BY_NAME = {"decoders", "encoders", "beams", "tunix", "maxtext"}  # kinds that can make some of their models
 
@@ -37,7 +37,7 @@ def main() -> None:
         added = kinds.add_parser(kind, help=text)
         added.set_defaults(only=[])
         if kind in BY_NAME:
-            added.add_argument("--only", nargs="+", metavar="NAME", help="the models of these names alone")
+            added.add_argument("--only", nargs="+", metavar="NAME", help="only the models of these names")
     flags = parser.parse_args()
     importlib.import_module(f"scripts.golden.{flags.kind}").make_files(flags.only)
 

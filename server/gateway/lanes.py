@@ -91,7 +91,7 @@ class Lane:
         self._present = 0.0  # the `seconds` of the owner whose turn was last
         self._n = self._n_bytes = 0  # waiting and running
         self._n_threads = 0
-        self._n_idle = self._n_called = 0  # of these, waiting for work; of those, called to it
+        self._n_idle = self._n_called = 0  # threads that wait for work; how many of these are notified
         self._thread_numbers = count()
         self.n_done = 0
 

@@ -1,6 +1,7 @@
-"""`python -m server.ray.launch FLAGS`: what `orca serve --replicas N` becomes. FLAGS is a JSON object.
+"""The program that `orca serve --replicas N` runs: `python -m server.ray.launch FLAGS`.
 
-It starts Ray on this machine, or joins the Ray at RAY_ADDRESS, and starts Serve there.
+FLAGS is a JSON object. The program starts Ray on this machine, or joins the Ray at RAY_ADDRESS, and starts
+Serve there.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def main(flags: str) -> int:
 
 
 def _settings(flags: dict[str, Any]) -> ServeSettings:
-    """Read the settings from the flags. JSON has made texts of paths, and lists of tuples."""
+    """Read the settings from the flags, in which paths are strings and tuples are lists."""
     parse = {option.name: option.parse for option in SERVE_OPTIONS}
     values = {
         name: parse[name](",".join(value) if isinstance(value, list) else str(value))

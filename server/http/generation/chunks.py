@@ -46,8 +46,9 @@ class ReplyForm:
 
 
 class PieceExtras(NamedTuple):
-    """The optional parts of a piece's chunks, as JSON: log-probabilities and token ids, the prompt's token
-    ids with a choice's first piece, and routed experts with its last.
+    """The optional parts of a piece's chunks, as JSON.
+
+    A choice's first piece may have the prompt's token ids, its last the routed experts.
     """
 
     logprobs: str | None = None
