@@ -293,7 +293,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         help="a preset, a directory or a GGUF file; random weights unless it has weights (gpt2)",
     )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--requests", type=int, default=48, help="of the paper's trace (48; 0: none)")
+    parser.add_argument(
+        "--requests", type=int, default=48, help="requests of the paper's trace (48; 0: none)"
+    )
     bounds: dict[str, Any] = {"type": parse_counts, "metavar": "LEAST,MOST", "help": "its tokens, uniform"}
     parser.add_argument("--input", default=PAPER_INPUTS, **bounds)
     parser.add_argument("--output", default=PAPER_OUTPUTS, **bounds)

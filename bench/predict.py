@@ -121,7 +121,7 @@ def parsed() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     add_engine_flags(parser, preset="gpt2")
     parser.add_argument("--max-bs", type=int, default=16, help="default: 16")
     parser.add_argument("--rates", help="requests per second, comma-separated (default: from its capacity)")
-    parser.add_argument("--requests", type=int, default=60, help="of each trace (default: 60)")
+    parser.add_argument("--requests", type=int, default=60, help="requests of each trace (default: 60)")
     parser.add_argument("--no-overlap", action="store_true", help="Algorithm 1 exactly")
     return parser, parser.parse_args()
 

@@ -179,7 +179,9 @@ def check_model(
 def main() -> None:
     """Check every model and print one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.tokens", description=__doc__)
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)} (default: all)")
+    parser.add_argument(
+        "--models", default=",".join(MODELS), help=f"some of {', '.join(MODELS)} (default: all)"
+    )
     parser.add_argument("--dtype", choices=get_args(Dtype), help="default: float32 on a CPU, bfloat16 else")
     parser.add_argument("--buckets", default="1,8,32,512", help="the last one 512 (default: 1,8,32,512)")
     parser.add_argument("--output", type=int, default=6, help="tokens of each request (default: 6)")

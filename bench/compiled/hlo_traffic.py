@@ -80,7 +80,7 @@ _Computation = dict[str, _Instruction]
 class Counts:
     """What a program does in one iteration.
 
-    `trips` are those of all its loops, the launches within them included in `launches`. `host_led` loops have
+    `trips` counts the trips of all loops; `launches` includes launches in loops. `host_led` loops have
     a trip count that only the device knows; they count as one trip. `stated` counts the custom calls by the
     arrays for which the caller stated what they read.
     """
@@ -98,7 +98,7 @@ class Counts:
         return self.read + self.written
 
     def add(self, other: "Counts", times: float = 1) -> None:
-        """Add another's counts `times` over."""
+        """Add the counts of `other`, multiplied by `times`."""
         self.launches += times * other.launches
         self.trips += times * other.trips
         self.host_led += other.host_led

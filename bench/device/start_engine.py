@@ -43,7 +43,7 @@ def main() -> None:
     """Start, run one request of two tokens, and print the time of each."""
     parser = argparse.ArgumentParser(prog="python -m bench.device.start_engine", description=__doc__)
     parser.add_argument("preset", choices=sorted(PRESETS))
-    parser.add_argument("folder", help="where compiled programs are kept")
+    parser.add_argument("folder", help="folder for compiled programs")
     flags = parser.parse_args()
     model, progress = PRESETS[flags.preset], CompileProgress()
     begin = time.monotonic()

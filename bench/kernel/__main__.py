@@ -162,7 +162,9 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", default=",".join(SECTIONS), help=f"of {','.join(SECTIONS)} (default: all)")
+    parser.add_argument(
+        "--only", default=",".join(SECTIONS), help=f"sections: {','.join(SECTIONS)} (default: all)"
+    )
     parser.add_argument("--quick", action="store_true", help="a few cases of each section")
     parser.add_argument(
         "--tiny", action="store_true", help="one case of each section, interpreted; needs no GPU"

@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--one", action="store_true", help="one form, for a tool that checks memory accesses")
     parser.add_argument("--tiny", action="store_true", help="interpreted on the CPU")
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="a file for the results")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     flags = parser.parse_args(argv)
     device = jax.devices()[0]
     n_cores = 2 if flags.tiny else int(getattr(device, "core_count", 132))

@@ -82,19 +82,31 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace, Size]:
     parser.add_argument("--paper", action="store_true", help="the paper's lengths and gpt3-13b, as on a GPU")
     parser.add_argument("--homogeneous", metavar="N_IN,N_OUT", help="equal requests (Figure 11)")
     parser.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="recorded arrivals (bench/trace.py)")
-    parser.add_argument("--rates", help="requests a second (default: multiples of what one alone needs)")
-    parser.add_argument("--max-bs", help=f"ORCA's (default: {CPU.max_bs}; the paper's size: {PAPER.max_bs})")
     parser.add_argument(
-        "--baseline", metavar="MAX_BS/MBS,...", help=f"(default: {CPU.baseline}; {PAPER.baseline})"
+        "--rates", help="requests per second (default: multiples of the rate of one request alone)"
     )
-    parser.add_argument("--requests", type=int, help=f"a rate (default: {CPU.requests}; {PAPER.requests})")
-    parser.add_argument("--seconds", type=float, help="of arrivals a rate, where these are more (default: 6)")
+    parser.add_argument(
+        "--max-bs", help=f"ORCA's batch sizes (default: {CPU.max_bs}; with --paper {PAPER.max_bs})"
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="MAX_BS/MBS,...",
+        help=f"the baseline's sizes (default: {CPU.baseline}; with --paper {PAPER.baseline})",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        help=f"requests per rate (default: {CPU.requests}; with --paper {PAPER.requests})",
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="seconds of arrivals per rate, if these are more requests (default: 6)"
+    )
     parser.add_argument(
         "--until",
         type=float,
         default=16.0,
-        help="a system whose median normalized latency is past so many times the engine's own execution\n"
-        "time is not played at higher rates (default: 16)",
+        help="do not play a system at higher rates once its median normalized latency is this many times the "
+        "engine's own execution time (default: 16)",
     )
     parser.add_argument(
         "--honesty",
@@ -130,7 +142,7 @@ def requests(flags: argparse.Namespace, size: Size, vocab_size: int) -> Trace:
 def _numbers(text: str, n: int | None = None) -> list[int]:
     results = [int(one) for one in text.split(",")]
     if min(results) < 1 or (n is not None and len(results) != n):
-        raise ValueError(f"{text!r} is not {n or 'some'} whole numbers from 1 with commas between")
+        raise ValueError(f"{text!r} is not {n or 'a list of'} comma-separated whole numbers from 1")
     return results
 
 

@@ -116,7 +116,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, preset: str) -> None:
     parser.add_argument(
         "--pipeline-parallel", type=int, default=1, help="inter-layer partitions (default: 1)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of traces and weights (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of traces and weights (default: 0)")
 
 
 def compiling(progress: Progress) -> Callable[[int, int, str], None]:

@@ -17,10 +17,10 @@ from orca_jax.families.registry import FAMILIES
 def write_random_checkpoint(
     directory: Path, model: ModelConfig, *, seed: int = 0, max_file_bytes: int = 1 << 30
 ) -> None:
-    """Write random weights in float32, with the layout and names of the model's Hugging Face family: normal
-    with deviation 0.02, norms at 1 and 0.
+    """Write random weights in float32, with the layout and names of the model's Hugging Face family.
 
-    Raises UnsupportedModel if no family can describe the model.
+    Weights are normal with deviation 0.02; norms have scale 1 and bias 0. Raises UnsupportedModel if no
+    family can describe the model.
     """
     config = hf_config_of(model)
     family = FAMILIES[config["model_type"]]

@@ -80,7 +80,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=1.0, help="the share of the requests (default: 1)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="the tables in markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all figures")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="an SVG")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write an SVG")
     flags = parser.parse_args()
     if not 0 < flags.share <= 1:
         parser.error(f"--share is {flags.share:g}; it must be above 0 and at most 1")

@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--at-once", type=int, default=6)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--doors", type=int, default=2, help="of the last case")
+    parser.add_argument("--doors", type=int, default=2, help="doors of the last case")
     args = parser.parse_args()
     cases = [
         Case("one engine", 1, "prefix"),

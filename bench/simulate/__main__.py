@@ -172,7 +172,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--rate", type=float, default=1000.0, help="with --requests: requests per second (default: 1000)"
     )
-    parser.add_argument("--replicas", type=int, default=150, help="with --requests (default: 150)")
+    parser.add_argument("--replicas", type=int, default=150, help="with --requests: engines (default: 150)")
     parser.add_argument(
         "--simulated", type=int, metavar="N", help="with --requests: simulate N replicas to represent all"
     )
@@ -180,9 +180,11 @@ def parsed() -> argparse.Namespace:
         "--dispatch",
         choices=("random", "in-turn"),
         default="random",
-        help="with --requests (default: random)",
+        help="with --requests: how they are distributed (default: random)",
     )
-    parser.add_argument("--max-bs", type=int, default=128, help="with --requests (default: 128)")
+    parser.add_argument(
+        "--max-bs", type=int, default=128, help="with --requests: the batch size (default: 128)"
+    )
     parser.add_argument(
         "--sigma", type=float, default=0.0, help="with --requests: sigma of log-normal lengths"
     )

@@ -159,10 +159,9 @@ class Supervision:
 
 @dataclass(slots=True)
 class _StartAttempt:
-    """An attempt to start an epoch on all workers: when to send START again, which stages are ready, and
-    when to give up. Times are the master's clock's.
+    """An attempt to start an epoch on all workers: its deadlines, and the stages that are ready.
 
-    Each move of a worker puts the deadline off, never beyond `latest`.
+    Times are on the master's clock. Each move of a worker puts the deadline off, never beyond `latest`.
     """
 
     deadline: float
@@ -355,10 +354,9 @@ class RemoteWorkers:
         return self._attempt
 
     def _follow(self, attempt: _StartAttempt) -> None:
-        """Give each stage's order the next one's present address.
+        """Give each stage's order the present address of the next stage.
 
-        A worker takes one order in an epoch, so another address after the first means another epoch, for
-        which all workers begin anew.
+        A worker takes one order in an epoch, so if an address changes all workers begin another epoch.
         """
         addresses = tuple(self._channel.follow())
         if addresses == attempt.addresses:

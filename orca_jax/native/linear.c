@@ -6,8 +6,8 @@
  * weight into packed panels, for every call; this code reads it in place, once, as fast as memory delivers it. Two
  * forms do that (product.h chooses by the number of tokens):
  *
- *   - few_tokens.h: x stays in the first cache, and vectors run along the sum. A weight's row is used for all tokens
- *     while it passes by.
+ *   - few_tokens.h: x stays in the L1 cache, and vectors run along the summed axis. Each row of the weight is used for
+ *     all tokens as it is read.
  *   - token_panel.h: vectors run across tokens. Each thread transposes a panel of x once, and every weight is
  *     multiplied by the whole panel.
  *

@@ -1,4 +1,4 @@
-"""Finds the request that makes workers die: suspects run alone, and one that then costs a worker is ended.
+"""Finds the request that makes workers die: suspects run alone until one kills a worker.
 
 The paper does not handle faults. Without this, such a request would be retried after every restart until the
 engine fails for all users.

@@ -48,7 +48,7 @@ def read_options() -> argparse.Namespace:
     add("--resume", action="store_true", help="start from the checkpoint's weights, with a fresh optimizer")
     add("--batch-tokens", type=int, default=defaults.batch_tokens, help="tokens per iteration")
     add("--optimizer", choices=("muon", "adamw"), default=defaults.optimizer)
-    add("--learning-rate", type=float, default=defaults.learning_rate, help="of Muon")
+    add("--learning-rate", type=float, default=defaults.learning_rate, help="learning rate of Muon")
     add("--adam-learning-rate", type=float, default=defaults.adam_learning_rate)
     add(
         "--decay-from",

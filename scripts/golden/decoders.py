@@ -176,7 +176,7 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
         values = rng.standard_normal(shape, dtype=np.float32)
         one_plus = "RMSNorm" in type(model.get_submodule(name.rpartition(".")[0])).__name__ and not (
             model.get_submodule(name.rpartition(".")[0]).weight.any()
-        )  # Gemma's, whose weights begin at zero
+        )  # Gemma's norms scale by 1 + weight, and their weights begin at zero
         if "wpe" in name or "embed_positions" in name:
             values *= 0.7
         elif any(part in name for part in ("wte", "embed", "lm_head")) and len(shape) == 2:
@@ -188,16 +188,16 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
             values *= 1.5 / np.sqrt(shape[fan_in])
             if without_final_norm and "project_out" in name:
                 values *= 0.25
-        elif len(shape) == 3:  # of all experts; gpt-oss stores them [in, out]
+        elif len(shape) == 3:  # a tensor of all experts; gpt-oss stores them [in, out]
             fan_in = 1 if model.config.model_type == "gpt_oss" else 2
             if "down_proj" in name:
                 values -= values.mean(axis=fan_in, keepdims=True)
             values *= 1.5 / np.sqrt(shape[fan_in])
         elif "ln_" in name or "norm" in name:
             values = values * 0.1 + (1.0 if name.endswith("weight") and not one_plus else 0.0)
-            if "embeddings_layernorm" in name:  # as above, for a tied head
+            if "embeddings_layernorm" in name:  # smaller, because of the tied head
                 values *= 0.3
-        elif not name.endswith("sinks"):  # which are as wide as scores
+        elif not name.endswith("sinks"):  # sinks stay as spread as scores
             values *= 0.1
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(values.astype(np.float32)))
@@ -266,7 +266,7 @@ def check(model: Any, prompts: list[np.ndarray], outputs: np.ndarray, gaps: np.n
             do_sample=False,
         )[0, len(prompt) :].numpy()
         sure = np.cumprod(gap[:n] >= MARGIN).astype(bool)
-        assert np.array_equal(generated[sure], output[:n][sure]), "generate() says something else"
+        assert np.array_equal(generated[sure], output[:n][sure]), "generate() gives other tokens"
     worst = 0.0
     single = {name: value.clone() for name, value in model.state_dict().items()}
     model.double()
@@ -278,7 +278,7 @@ def check(model: Any, prompts: list[np.ndarray], outputs: np.ndarray, gaps: np.n
         worst = max(worst, float(np.abs(exact - logits_of(model, ids)).max()))
         model.double()
         sure = gap[:n] >= MARGIN
-        assert np.array_equal(exact[-n:].argmax(-1)[sure], output[:n][sure]), "float64 says something else"
+        assert np.array_equal(exact[-n:].argmax(-1)[sure], output[:n][sure]), "float64 gives other tokens"
     model.float()
     assert all(torch.equal(value, single[name]) for name, value in model.state_dict().items())
     assert worst < MARGIN / 2, f"rounding moves a logit by {worst}: the margin would not hold"

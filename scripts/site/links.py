@@ -1,4 +1,4 @@
-"""Links of the documents, which are written for a reader of the repository, as the site has them."""
+"""Rewrites links of the documents, which lead to files of the repository, for the site."""
 
 import posixpath
 import re
@@ -13,7 +13,7 @@ PROJECT = {
 
 
 def site_links(markdown: str, source: str, page: str) -> str:
-    """`markdown` of the file `source` of the repository, as the page `page` of the site.
+    """Rewrite the links in the `markdown` of the repository's file `source` for the page `page` of the site.
 
     A link to a document goes to its page; one to a file that the site does not have becomes its name.
     """

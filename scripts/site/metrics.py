@@ -27,11 +27,11 @@ def metrics_page(scraped: str) -> str:
     return "\n".join(
         (
             "# Metrics\n",
-            "`GET /metrics`, in Prometheus's text format. The engine's have the label `model_name` too; "
-            "[`orca serve --metric-names vllm`](commands/serve.md) gives them vLLM's names. Those that need "
-            "worker processes, Ray or K/V events are in [workers](../workers.md) and "
-            "[scale-out](../scale-out.md).\n",
+            "`GET /metrics` returns these in Prometheus's text format. The engine's metrics also have the "
+            "label `model_name`; with [`orca serve --metric-names vllm`](commands/serve.md) they have "
+            "vLLM's names. Metrics that need worker processes, Ray or K/V events are in "
+            "[workers](../workers.md) and [scale-out](../scale-out.md).\n",
             table(head, ours),
-            f"Besides them, the process's own: {', '.join(others)}.\n",
+            f"The process itself has these: {', '.join(others)}.\n",
         )
     )

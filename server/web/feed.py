@@ -79,7 +79,7 @@ class LiveFeed:
         self._watchdog = watchdog
         self._n_holds = 0  # those sent so far
         self._shows_ids = shows_ids
-        self._run_id = secrets.token_hex(8)  # another run counts requests and iterations anew
+        self._run_id = secrets.token_hex(8)  # another run counts requests and iterations from 0
         self._viewers: list[Viewer] = []
         self._pump: asyncio.Task[None] | None = None
         self._model: ServedModel | None = None  # the watched one

@@ -73,7 +73,9 @@ OPT = Family(
         **linear("layers.{i}.up", f"{_LAYER}fc1"),
         **linear("layers.{i}.down", f"{_LAYER}fc2"),
         **layer_norm("layers.{i}.attn_norm", f"{_LAYER}self_attn_layer_norm"),
-        **layer_norm("layers.{i}.mlp_norm", f"{_LAYER}final_layer_norm"),  # of the layer, despite the name
+        **layer_norm(
+            "layers.{i}.mlp_norm", f"{_LAYER}final_layer_norm"
+        ),  # the norm before the MLP, despite its name
         **layer_norm("final_norm", "{prefix}final_layer_norm"),
         "head.weight": as_it_is("lm_head.weight"),
     },

@@ -1,7 +1,7 @@
 """Rows of a beam search: a row of the block table for each beam, whose newest token the host has chosen.
 
-The host decides which beams go on, from the likeliest next tokens of each, so their tokens are never on the
-device alone. The K/V manager lets a beam's row begin with the blocks of the beam that it continues.
+The host decides which beams continue, from the likeliest next tokens of each, so it always knows their
+tokens. The K/V manager lets a beam's row begin with the blocks of the beam that it continues.
 """
 
 from collections.abc import Iterator, Sequence

@@ -43,11 +43,11 @@ class ReplyWriter(Protocol):
 
 
 class ReplyStream(Response):
-    """The response to a request with `stream`. The choices are submitted before the response headers are
-    sent.
+    """The response to a request with `stream`.
 
-    A request that cannot start therefore gets an ordinary HTTP error, which is raised here. A later failure
-    becomes the protocol's error event, which ends the stream.
+    The choices are submitted before the response headers are sent, so a request that cannot start gets an
+    ordinary HTTP error, which is raised here. A later failure becomes the protocol's error event, which ends
+    the stream.
     """
 
     media_type = "text/event-stream"
