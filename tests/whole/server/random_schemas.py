@@ -1,4 +1,4 @@
-"""Random JSON schemas, small enough that a model that knows nothing of them completes its output."""
+"""Random JSON schemas, small enough that any model completes an output within its limit."""
 
 import random
 from typing import Any

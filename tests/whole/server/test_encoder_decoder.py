@@ -1,4 +1,4 @@
-"""A model with an encoder over HTTP and in worker processes: the tokens that transformers gives."""
+"""A model with an encoder over HTTP and in worker processes gives transformers' tokens."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ def greedy(n: int) -> SamplingParams:
 
 
 def some(golden: GoldenEncoder, n: int) -> list[int]:
-    """The inputs for whose outputs the reference is surest."""
+    """The inputs with the surest outputs of the reference."""
     return sorted(range(len(golden.inputs)), key=lambda i: -len(golden.sure(i)))[:n]
 
 

@@ -1,4 +1,4 @@
-"""Forced tool calls of the demo model at temperature 1: every call parses and keeps to its schema."""
+"""Forced tool calls of the demo model at temperature 1: every call parses and follows its schema."""
 
 import json
 import random

@@ -78,7 +78,7 @@ POISON = {
 
 
 class CallsOfEngines(Calls):
-    """Sends each case to all of `servers`. Of the statuses from 500 on, only 503 with a reason is allowed."""
+    """Sends each case to all of `servers`. The only allowed status from 500 on is 503 with a reason."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
         super().__init__(servers[0])
@@ -96,7 +96,7 @@ class CallsOfEngines(Calls):
     def fuzz_with_extremes(self, path: str, n: int, little: Callable[[Case], Case], seed: int) -> None:
         """Send `n` drawn cases that can run, then each again with parameters at their bounds or beyond.
 
-        To draw one takes longer than to send it to both servers.
+        Drawing a case takes longer than sending it to both servers.
         """
         rng = random.Random(seed)
 
@@ -127,9 +127,7 @@ def with_extremes(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 class Neighbour:
-    """A context manager that asks the same of an engine again and again, beside all others; `wrong` is what
-    it was told that was not `right`.
-    """
+    """A context manager that repeats one request among all others; `wrong` has wrong answers."""
 
     def __init__(self, llm: LLM, right: list[int]) -> None:
         self.wrong: list[str] = []
@@ -174,7 +172,7 @@ def directory(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def right(directory: Path) -> list[int]:
-    """The reference's continuation of PROMPT, in which each choice is clear."""
+    """The reference's continuation of PROMPT, in which no choice is close."""
     checkpoint = load_checkpoint(directory, dtype=jnp.float32)
     with LLM(directory, dtype="float32", max_batch_size=4, n_slots=256) as llm:
         tokens = plain(llm)

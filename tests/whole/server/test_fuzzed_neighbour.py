@@ -75,7 +75,7 @@ def watched(llm: LLM, folder: Path) -> Iterator[tuple[Server, Watcher]]:
 
 
 class CallsWithKey(Calls):
-    """Sends each case with the fuzzer's key, with which a case without one may be valid."""
+    """Sends each case with the fuzzer's key, so that a case drawn without a key may be valid."""
 
     def send(self, case: Case) -> None:
         headers = {"Connection": "close", "Authorization": f"Bearer {FUZZER}"}
@@ -85,7 +85,7 @@ class CallsWithKey(Calls):
 
 
 def fuzz_http(server: Server, n: int) -> Calls:
-    """About `n` valid and `n` invalid cases of each operation, and as many that run."""
+    """Send about `n` valid and `n` invalid cases of each operation, and as many that run."""
     calls = CallsWithKey(server, N_OPERATIONS)
     document = requests.get(f"{server.url}/openapi.json", timeout=CALL_SECONDS).json()
     for operation in calls.operations:
@@ -199,7 +199,7 @@ EXPECTED = {
 
 
 def outcome(channel: grpc.Channel, call: Call) -> str:
-    """The status of a call, which the client leaves at the drawn moment."""
+    """Make a call, which the client leaves at the drawn moment; return its status."""
     begin: Any = channel.stream_stream(call.rpc.name)
     running = begin(iter(call.messages), metadata=call.metadata, timeout=call.seconds)
     try:
@@ -239,7 +239,7 @@ def test_calls_from_the_descriptors_touch_no_other_tenant(llm: LLM, tmp_path: Pa
 
 
 def check_use(ended: Counter[tuple[str, str]]) -> None:
-    """Whether every method was called, with all outcomes."""
+    """Check that every method was called, with all outcomes."""
     assert {name for name, _ in ended} == {one.name.rpartition("/")[2] for one in rpcs()}
     codes = Counter[str]()
     for (_, code), n in ended.items():

@@ -1,4 +1,4 @@
-"""`orca serve` as a process, from its first line of output to every way in which it can end."""
+"""`orca serve` as a process, from its first line of output to every kind of end."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def client(server: ServerProcess, **options: Any) -> openai.OpenAI:
 
 
 def stream(server: ServerProcess, started: threading.Semaphore, max_tokens: int = 60) -> tuple[str, str]:
-    """The finish reason, or the error that ended it, and the text of one stream."""
+    """Read one stream: its finish reason, or the error that ended it, and its text."""
     text, reason = "", "none"
     with client(server) as one:
         try:
@@ -168,7 +168,7 @@ def _until_live(server: ServerProcess, n: int) -> None:
 
 
 def _refusal(server: ServerProcess, running: list[Future[tuple[str, str]]]) -> str | None:
-    """The answer to a new request after the signal; None if the server had already ended."""
+    """Send a request after the signal; return the answer, None if the server had already ended."""
     while not all(future.done() for future in running):
         try:
             with client(server) as one:
@@ -226,7 +226,7 @@ def test_a_second_signal_ends_what_runs_at_once() -> None:
 
 
 def _long(server: ServerProcess, started: threading.Semaphore) -> str:
-    """The error that ends a request that would run for minutes."""
+    """Send a request that would run for minutes; return the error that ends it."""
     try:
         with client(server) as one:
             for _ in one.completions.create(model="tiny", prompt=[1, 2, 3], max_tokens=500, stream=True):

@@ -1,4 +1,4 @@
-"""The same on the real engine: the demo model behind HTTP."""
+"""Short requests among long ones over HTTP, on the real engine with the demo model."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A minute of the soak test: the server under everything that clients do, and what is left afterwards."""
+"""A minute of the soak test: the server under everything that clients do, and its state afterwards."""
 
 import pytest
 

@@ -173,7 +173,7 @@ def test_a_grammar_goes_before_min_tokens_and_bad_words(llm: LLM) -> None:
 
 
 def test_a_grammar_changes_nothing_for_its_neighbours() -> None:
-    """With `deterministic`: otherwise the number of requests changes the order of sums, and so draws."""
+    """Without `deterministic` the number of requests changes the order of sums, and so draws."""
     plain = [SamplingParams(max_tokens=30, temperature=0.8, seed=i) for i in range(8)]
     mixed = [
         params for i in range(8) for params in (plain[i], asked(i, guided_json_object=True, max_tokens=30))

@@ -1,4 +1,4 @@
-"""Draws protobuf messages as bytes, from their descriptors: any values, and what breaks them on the wire.
+"""Draws protobuf messages as bytes, from their descriptors: any values, and malformed encodings.
 
 A message is a valid beginning with fields added: the last value of a field counts, so that most messages are
 read and many run.

@@ -1,4 +1,4 @@
-"""Two checkpoints of one model with other weights."""
+"""Two checkpoints of one model with different weights."""
 
 from pathlib import Path
 

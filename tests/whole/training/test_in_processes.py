@@ -60,13 +60,13 @@ def test_weights_of_worker_processes(tmp_path: Path):
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_adapters_in_worker_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each update's are added to the weights without any, also by a worker that was lost."""
+    """Each update's adapters are added to the weights without any, also in a restarted worker."""
     old, new = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
     rng = np.random.default_rng(0)
     shapes = {"layers.0.qkv.weight": ((3, 16), (16,)), "layers.1.up.weight": ((32,), (16,))}
 
     def adapters(base: Path, names: list[str]) -> tuple[dict[str, np.ndarray], list[list[int]]]:
-        """Some, and the reference's tokens with them."""
+        """Some adapters, and the reference's tokens with them."""
         given, merged = dict[str, np.ndarray](), arrays(base)
         for name in names:
             out, into = shapes[name]
@@ -116,7 +116,7 @@ def test_adapters_in_worker_processes(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_trainer_s_adapters_in_worker_processes():
-    """On some of the arrays that are one weight of ours: the same as in one process."""
+    """Adapters of some of the arrays that form one weight give the same tokens as in one process."""
     directory = DIRECTORY / "tunix-llama3"
     every, _ = trainers_adapters(directory.name)
     query, value = (
@@ -140,7 +140,7 @@ def test_a_trainer_s_adapters_in_worker_processes():
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_scores_and_a_trainer_s_arrays_in_worker_processes():
-    """With two stages: the trainer's own logits and tokens, also after other weights in between."""
+    """Two stages give the trainer's logits and tokens, also after other weights in between."""
     name = "maxtext-llama2-scanned"
     golden, given = golden_of(name), trainers_arrays(name)
     exact = np.asarray(jax.nn.log_softmax(golden.logits))

@@ -1,4 +1,4 @@
-"""A process does not grow with the number of updates and sleeps."""
+"""A process's memory does not grow with the number of updates and sleeps."""
 
 import json
 import subprocess

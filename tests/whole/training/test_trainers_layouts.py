@@ -23,7 +23,7 @@ FLOAT = jnp.dtype("float32")
 
 
 def trainers_arrays(name: str) -> dict[str, np.ndarray]:
-    """The weights alone, without what the names of all begin with in a checkpoint but not in a trainer."""
+    """Only the weights, without the prefix that names have in a checkpoint but not in a trainer."""
     description = read_description(DIRECTORY / name)
     arrays = arrays_of(description.checkpoint)
     detected = detect(description.model, arrays)
@@ -39,13 +39,13 @@ def trainers_arrays(name: str) -> dict[str, np.ndarray]:
 
 
 def nested(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """A tree by the parts of the names."""
+    """Nest arrays by the parts of their names."""
     return traverse_util.unflatten_dict(arrays, sep=".")
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_the_same_bits_as_from_a_checkpoint(name: str):
-    """Wherever the arrays are, and one program for a weight of all layers that are alike."""
+    """This holds wherever the arrays are; equal layers share one program per weight."""
     expected = load_checkpoint(DIRECTORY / name, dtype=FLOAT)
     if name.startswith("gemma") and "flat" in name:
         arrays = arrays_of(read_description(DIRECTORY / name).checkpoint)
@@ -60,7 +60,7 @@ def test_the_same_bits_as_from_a_checkpoint(name: str):
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory):
-    """With other weights than the trainer's."""
+    """An engine whose weights differ from the trainer's."""
     directory = tmp_path_factory.mktemp("model")
     (directory / "config.json").write_bytes((DIRECTORY / SCANNED / "config.json").read_bytes())
     sizes: dict[str, Any] = {"max_batch_size": 2, "n_slots": 64, "max_batch_tokens": 4}
@@ -75,7 +75,7 @@ def served(llm: LLM) -> list[list[int]]:
 
 
 def test_served_with_the_trainer_s_own_tokens(llm: LLM):
-    """A tree of NumPy's or JAX's arrays, boxed as Flax does; the second update compiles nothing."""
+    """The tree has NumPy's or JAX's arrays, boxed as Flax does; the second update compiles nothing."""
     expected = golden_of(SCANNED).tokens.tolist()
     first = served(llm)
     assert first != expected

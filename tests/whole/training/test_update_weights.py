@@ -1,4 +1,4 @@
-"""LLM.update_weights: new weights in place of the old ones, seen from the tokens before and after."""
+"""LLM.update_weights replaces the weights, as the tokens before and after show."""
 
 import threading
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def _old_weights_again(llm: LLM, old: Path):
 
 
 def test_weights_from_everything_that_holds_them(llm: LLM, old: Path, new: Path, expected: Any):
-    """Each prompt is in the prefix cache from before, so keys and values of the old weights would show."""
+    """Each prompt is in the prefix cache, so stale keys and values of the old weights would show."""
     given = arrays(new)
     module = Transformer(model_of(new), {name: jnp.asarray(value) for name, value in given.items()})
     for weights in (given, new, str(new), nnx.state(module), module, jax.device_put(given)):
@@ -72,7 +72,7 @@ def test_weights_from_everything_that_holds_them(llm: LLM, old: Path, new: Path,
 
 
 def test_the_engine_keeps_copies(llm: LLM, new: Path, expected: Any):
-    """A trainer may go on to donate its arrays, or to write into them."""
+    """A trainer may afterwards donate its arrays or write into them."""
     ours = arrays(new)
     on_device = jax.device_put(arrays(new))
     llm.update_weights(on_device)
@@ -182,7 +182,7 @@ def test_an_own_version(llm: LLM, new: Path):
 
 
 def test_adapters_are_added_to_the_weights_without_any(llm: LLM, old: Path, expected: Any):
-    """Each update has the adapter of its own; the one before is gone without a trace."""
+    """Each update has its own adapter; the previous one leaves no trace."""
     rng = np.random.default_rng(0)
     shapes = {"layers.0.qkv.weight": ((3, 16), (16,)), "layers.1.up.weight": ((32,), (16,))}
 
@@ -234,7 +234,7 @@ def test_running_requests_are_aborted(llm: LLM, new: Path, expected: Any):
 
 
 def pause_after(llm: LLM, n_tokens: int) -> threading.Event:
-    """Pause once an output has this many tokens, before the next iteration; set when that has happened."""
+    """Pause before the next iteration once an output has this many tokens; return an event for that."""
     paused = threading.Event()
 
     def look(deliveries: Sequence[Delivery]) -> None:
@@ -248,7 +248,7 @@ def pause_after(llm: LLM, n_tokens: int) -> threading.Event:
 
 
 def check_continued(llm: LLM, old: Path, new: Path) -> None:
-    """Tokens before the update are the old weights', and each one after it follows from the new alone."""
+    """Check that tokens before the update are the old weights', and those after it depend only on the new."""
     before = llm.weights_version
     paused = pause_after(llm, 10)
     with llm.stream([*range(20)], LONG) as running:
@@ -292,7 +292,7 @@ def test_what_cannot_finish_in_time_changes_nothing(llm: LLM, new: Path, expecte
 
 
 def test_under_load_each_output_has_one_version(llm: LLM, old: Path, new: Path, expected: Any):
-    """Requests come from three threads while weights change; each output is one engine's, wholly."""
+    """Requests come from three threads while weights change; each output has the tokens of one version."""
     stop = threading.Event()
     outputs = list[tuple[int, list[int], int]]()
     failures = list[BaseException]()

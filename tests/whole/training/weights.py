@@ -1,4 +1,4 @@
-"""Two checkpoints of one small model with different weights, and what follows from each of them."""
+"""Two checkpoints of one small model with different weights, and the tokens that each gives."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A worker process that is lost during a request with an encoder's input costs no token."""
+"""If a worker process is lost during a request with an encoder's input, no token is lost."""
 
 import os
 import re
@@ -22,7 +22,7 @@ STARTED = re.compile(r"stage (\d): its process \(pid (\d+)\) was started")
 
 @pytest.mark.long
 def test_an_encoder_s_requests_lose_nothing_with_a_worker() -> None:
-    """One stage while the encoder's input is in flight, the other when the decoder has begun."""
+    """One stage dies while the encoder's input is in flight, the other when the decoder has begun."""
     golden = load_golden_encoder("t5-gated")
     prompts = [list(ids) for ids in golden.inputs]
     with LLM(golden.directory, **SIZES) as llm:

@@ -1,4 +1,4 @@
-"""A request that worker processes crash of ends alone; kills from outside end no request."""
+"""A request that makes worker processes crash ends alone; kills from outside end no request."""
 
 import os
 import re

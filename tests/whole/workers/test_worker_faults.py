@@ -1,4 +1,4 @@
-"""Workers that are killed or stopped under load: nothing is lost or doubled; and what ends with whom."""
+"""Workers that are killed or stopped under load: no token is lost or doubled."""
 
 import asyncio
 import json
@@ -68,8 +68,8 @@ def test_killed_and_stopped_workers_lose_no_token_and_double_none(
 def check_fault(number: signal.Signals, fault: Fault) -> None:
     """A kill is noticed at once, by the line; a stop by the deadline, which names the stage that is late.
 
-    That may be the one behind the stopped one, where that has not handed its hidden states over. And the one
-    behind a killed one may say first that its device cannot go on.
+    The late stage may be the one after the stopped stage, if that has not sent its hidden states. The stage
+    after a killed one may report first that its device cannot continue.
     """
     assert fault.n_between >= N_BETWEEN
     assert fault.reported <= fault.recovered + 1.0
@@ -106,7 +106,7 @@ def test_past_the_bound_everybody_hears_the_cause_and_the_workers_end_with_the_s
 
 
 async def _streams_over_a_kill(server: ServerProcess, known: list[KnownStream], pid: int) -> RepeatedStreams:
-    """All streams, until each has ended with an error; what had ended before is left out."""
+    """Run all streams until each has ended with an error; return those that had not ended before."""
     async with asyncio.timeout(SOON), RepeatedStreams(server.http_address, known) as streams:
         while streams.n_between < N_BETWEEN:
             await streams.arrival()

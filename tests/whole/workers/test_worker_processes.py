@@ -1,4 +1,4 @@
-"""Stages in processes of their own say over HTTP what one process says; and controllers forward ahead."""
+"""Stages in separate processes give one process's text over HTTP, and controllers forward ahead."""
 
 import asyncio
 import re
@@ -49,7 +49,7 @@ def known(model: Path) -> list[KnownStream]:
 
 
 def all_streamed(server: ServerProcess, known: Sequence[KnownStream]) -> list[str]:
-    """Every stream at once, over HTTP; what was wrong."""
+    """Run every stream at once over HTTP; return what was wrong."""
 
     async def run() -> list[str]:
         async with RepeatedStreams(server.http_address, known, once=True) as streams:
@@ -130,7 +130,7 @@ WIDE = 32  # positions of a model that keeps a device busy for tens of milliseco
 
 @contextmanager
 def after_long_initiations(tmp_path: Path) -> Iterator[list[tuple[IterationTimes, ...]]]:
-    """When both stages took and finished each long iteration of twenty initiation phases."""
+    """The times at which both stages took and finished each long iteration of twenty initiation phases."""
     model = write_shape(tmp_path / "wide", n_positions=WIDE, n_embd=1536, n_inner=6144, n_layer=2)
     with ExitStack() as stack:
         options = ("--of", "2", "--load-format", "dummy", "--dtype", "float32")

@@ -1,4 +1,4 @@
-"""Shared by tests of worker processes: a model of four layers, `orca worker`, and its ports."""
+"""Shared parts of tests of worker processes: a model of four layers, `orca worker`, and its ports."""
 
 import os
 import re
@@ -48,7 +48,7 @@ _TAKES = re.compile(r"listens for control messages at (\S+)")
 def write_model(directory: Path, **other: Any) -> Path:
     """A GPT-2 of four layers with random weights, whose tokens are the ASCII characters and one at the end.
 
-    So a text has a character for each token, and one that is lost or doubled shows.
+    A text thus has a character for each token, so a lost or doubled token shows.
     """
     config = CONFIG | other
     tensors = gpt2_tensors(config)
@@ -66,7 +66,7 @@ def write_model(directory: Path, **other: Any) -> Path:
 
 
 def write_shape(directory: Path, **other: Any) -> Path:
-    """A config.json alone, for random weights."""
+    """Write only a config.json, for random weights."""
     directory.mkdir(exist_ok=True)
     write_json(directory / "config.json", CONFIG | other)
     return directory
@@ -94,12 +94,12 @@ class OrcaWorker:
         )
 
     def stderr(self) -> str:
-        """All that it wrote so far."""
+        """All output on stderr so far."""
         size = os.fstat(self._file.fileno()).st_size
         return os.pread(self._file.fileno(), size, 0).decode(errors="replace")
 
     def listens(self) -> Self:
-        """Wait until it says where."""
+        """Wait until it reports its address."""
         until(lambda: bool(_TAKES.search(self.stderr())) or self.process.poll() is not None, "a worker")
         assert self.process.poll() is None, self.stderr()
         return self
@@ -112,7 +112,7 @@ class OrcaWorker:
         return match[1]
 
     def mistake(self) -> str:
-        """It ends with status 2, and this is the last line that it says."""
+        """Wait for its end with status 2; return its last line."""
         assert self.process.wait(SOON) == 2, self.stderr()
         text = self.stderr()
         assert "Traceback" not in text, text
@@ -141,7 +141,7 @@ class OrcaWorker:
 
 
 def serve_mistake(flags: Sequence[str], *, seconds: float = SOON) -> str:
-    """`orca serve` with these flags ends with status 2 or 1 within so long, and says this line last."""
+    """Run `orca serve` with these flags to its end with status 2 or 1; return its last line."""
     server = ServerProcess(flags)
     try:
         assert server.wait(seconds) in (1, 2), server.stderr()
@@ -155,7 +155,7 @@ def serve_mistake(flags: Sequence[str], *, seconds: float = SOON) -> str:
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = SOON) -> None:
-    """Wait for a condition of other processes, which tell nobody."""
+    """Wait for a condition of other processes, by polling."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:g} seconds for {what}"
@@ -163,7 +163,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = SOON) -> No
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process runs, and is not merely waiting to be reaped."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -172,7 +172,7 @@ def is_there(pid: int) -> bool:
 
 @contextmanager
 def nobody_listens() -> Iterator[str]:
-    """An address of loopback where nobody listens, nor can begin to."""
+    """A loopback address where no process listens, or can begin to."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{bound.getsockname()[1]}"
