@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = new_model()
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
     params = SamplingParams(max_tokens=24, temperature=0)
-    with LLM(model) as llm:  # it has a copy of the weights: training goes on beside it
+    with LLM(model) as llm:  # it has a copy of the weights, so training can continue
         for step, window in zip(range(1, args.steps + 1), windows(text), strict=False):
             loss = train_step(model, optimizer, window)
             if step % 100 == 0 or step == args.steps:

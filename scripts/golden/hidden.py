@@ -51,7 +51,7 @@ def make_files(only: Sequence[str]) -> None:
             prompts = np.split(golden["prompt_tokens"], np.cumsum(lengths)[:-1])
             rows = sorted({*golden["logits_rows"].tolist(), int(lengths.argmin()), int(lengths.argmax())})
         own = json.loads((directory / "config.json").read_text())
-        # The plain form of experts: others have no float64.
+        # Only the plain form of experts has float64.
         experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in own else {}
         whole = AutoModelForCausalLM.from_pretrained(
             directory,

@@ -571,7 +571,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
 }
 
-# Of models with an encoder. Fields that begin with "_" say how encoders.py writes the checkpoint.
+# Shapes of models with an encoder. Fields that begin with "_" say how encoders.py writes the checkpoint.
 ENCODER_SHAPES: dict[str, dict[str, Any]] = {
     # t5: tied, as the first T5
     "t5-relu": _t5("t5", 103, 24, (3, 2), 3, 10, 50, _older=True),
@@ -581,7 +581,7 @@ ENCODER_SHAPES: dict[str, dict[str, Any]] = {
         _generation_config={"decoder_start_token_id": 5},
     ),
     "t5-gelu-copies": _t5("t5", 89, 28, (2, 3), 4, 9, 40, feed_forward_proj="gelu", _copies=True),
-    # t5: gated, with a head of its own, as version 1.1 and FLAN
+    # t5: gated, with a separate head, as version 1.1 and FLAN
     "t5-gated": _t5(
         *("t5", 101, 24, (2, 3), 4, 5, 36),
         **{"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "_untied": True, "_older": True},
