@@ -120,8 +120,8 @@ class Iteration:
 class Context:
     """One layer's surroundings. The layer replaces `cache` by the written one and sets its experts, `chosen`.
 
-    Keys and values are computed for all `tokens`. The `queries` among them attend, and after attention they
-    alone go on, with `product` and `shard`. Where devices exchange tokens, each device then has its slice.
+    Keys and values are computed for all `tokens`. The `queries` among them attend, and only they
+    continue after attention, with `product` and `shard`. Where devices exchange tokens, each device then has its slice.
     """
 
     cache: LayerCache
@@ -135,7 +135,7 @@ class Context:
     chosen: jax.Array | None = None  # [T, k] or [R, k] int32; None without experts
 
     def wanted(self, x: jax.Array) -> jax.Array:
-        """Select the tokens that go on after attention: [T, H] to [R, H], or to this device's slice."""
+        """Select the tokens that continue after attention: [T, H] to [R, H], or to this device's slice."""
         x = self.queries.of(x)
         return x if self.slices is None else self.slices.own(x)
 

@@ -1,4 +1,4 @@
-"""Beam search as pure arithmetic: from candidate tokens to the beams that go on and the complete outputs.
+"""Beam search as pure arithmetic: from candidate tokens to the next beams and the complete outputs.
 
 The rules are exactly those of Hugging Face's `generate(num_beams=k)`. This file knows neither the scheduler
 nor the K/V cache: `parents` says whose keys and values each beam of the next iteration continues.
@@ -132,7 +132,7 @@ class BeamSearch:
 
 
 def n_candidates(width: int, end_token_ids: frozenset[int]) -> int:
-    """The number of a beam's top next tokens that can matter: `width` that go on, and all end tokens."""
+    """The number of a beam's top next tokens that can matter: `width` to continue with, and all end tokens."""
     return width + len(end_token_ids)
 
 

@@ -108,8 +108,8 @@ class RowKind:
 
     A plain request has one row per iteration: first chunks of its prompt, whose tokens the host knows, then
     its newest token, which may be only on the device. The row's last position gives logits, and one token
-    comes back. Each other kind is a subclass in a file of iteration/rows/. A kind with state is made anew for
-    each request.
+    comes back. Each other kind is a subclass in a file of iteration/rows/. A kind with state is created
+    for each request.
     """
 
     n_rows = 1  # rows of the block table per request, each of which takes a place in every batch

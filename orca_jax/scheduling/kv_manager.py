@@ -19,7 +19,7 @@ class KVManager(Blocks):
     """The blocks of an engine's requests; see Blocks for the sizes.
 
     Blocks of different `namespace`s, such as versions of the weights, never have the same hash in the prefix
-    cache, nor have those of engines with different `hash_seed`s, which is set before the first request.
+    cache, nor do blocks of engines with different `hash_seed`s, which is set before the first request.
     """
 
     namespace = ""
@@ -34,7 +34,7 @@ class KVManager(Blocks):
     def n_released(self, rows: Sequence[int]) -> int:
         """The number of blocks that the release of these rows would free: no other request holds them.
 
-        The row of a beam search's request stands for all rows of the search.
+        The row of a beam search's request means all rows of the search.
         """
         if self.prefixes is None and not self.beams:
             return sum(len(self.blocks_of(row)) for row in rows)
