@@ -538,7 +538,7 @@ class _Keywords:
         """Schemas of the objects with one property that is not valid by its schema in `properties`."""
         options = list[Any]()
         for name, schema in properties.items():
-            # If the schema lists the property's values elsewhere, then all of them that `schema` does not allow.
+            # If the schema lists the property's values elsewhere: all those that `schema` does not allow.
             listed, meant = values_of(beside.get(name)), values_of(schema)
             if listed is not None and meant is not None and ASSERTIONS & schema.keys() <= _SIMPLE:
                 types = self._to.looks.types(schema)

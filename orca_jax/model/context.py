@@ -121,7 +121,8 @@ class Context:
     """One layer's surroundings. The layer replaces `cache` by the written one and sets its experts, `chosen`.
 
     Keys and values are computed for all `tokens`. The `queries` among them attend, and only they
-    continue after attention, with `product` and `shard`. Where devices exchange tokens, each device then has its slice.
+    continue after attention, with `product` and `shard`. Where devices exchange tokens, each device
+    then has its slice.
     """
 
     cache: LayerCache
