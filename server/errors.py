@@ -1,4 +1,4 @@
-"""Errors of the server and the commands, beside the engine's in orca_jax. statuses.py has their statuses."""
+"""The errors that the server and the commands add to the engine's. Their HTTP statuses are in statuses.py."""
 
 from orca_jax.errors import OrcaError, QueueFull
 

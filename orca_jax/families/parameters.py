@@ -30,7 +30,7 @@ key, then of its value. `q_a` [A, H] and `kv_a` [L, H] compress; each device hol
 Devices share experts either by splitting each expert's F or by holding whole experts: `split_axis` has the
 rule, which depends on sizes alone. Either way one sum follows (model/token_slices.py has another way).
 
-An encoder's layers are `encoder.layers.{i}`; the first stage has all of them besides its decoder layers.
+An encoder's layers are `encoder.layers.{i}`; the first stage has all of them and its decoder layers.
 """
 
 import math

@@ -492,10 +492,10 @@ class _Keywords:
             holds = any_of([holds, both(fails, to.schema(otherwise))])
         self._also.append(holds)
 
-    def _negation(self, schema: Any, beside: Any = None) -> Any:
+    def _negation(self, schema: Any, valid_by: Any = None) -> Any:
         """The schema of all values that are not valid by `schema`. Raises CannotFollow.
 
-        `beside` are the `properties` by which the same value must be valid.
+        `valid_by` are the `properties` by which the same value must be valid.
         """
         to = self._to
         with to.within():
@@ -505,15 +505,15 @@ class _Keywords:
             if not isinstance(schema, dict):
                 raise not_built("not")
             keys = [key for key in schema if key in ASSERTIONS]
-            return any_of([each for key in keys for each in self._not(schema, key, beside)])
+            return any_of([each for key in keys for each in self._not(schema, key, valid_by)])
 
-    def _not(self, schema: dict[str, Any], key: str, beside: Any) -> list[Any]:
+    def _not(self, schema: dict[str, Any], key: str, valid_by: Any) -> list[Any]:
         """Schemas of the values that are not valid by one keyword of `schema`."""
         value, to = schema[key], self._to
         if key == "type":
             return other_types(value)
         if key in REFERENCES:
-            return [self._negation(to.document.target(schema, key), beside)]
+            return [self._negation(to.document.target(schema, key), valid_by)]
         if key == "const":
             return not_constant(value)
         if key == "enum" and isinstance(value, list):
@@ -521,25 +521,25 @@ class _Keywords:
         if key == "required" and isinstance(value, list):
             return [{"type": "object", "properties": {str(each): False}} for each in value]
         if key == "properties" and isinstance(value, dict):
-            return self._not_properties(value, beside if isinstance(beside, dict) else {})
+            return self._not_properties(value, valid_by if isinstance(valid_by, dict) else {})
         if key == "not":
             return [to.schema(value)]
         if key == "allOf" and isinstance(value, list):
-            return [self._negation(each, beside) for each in value]
+            return [self._negation(each, valid_by) for each in value]
         if key == "anyOf" and isinstance(value, list):
-            return [both(*(self._negation(each, beside) for each in value))]
+            return [both(*(self._negation(each, valid_by) for each in value))]
         if key == "format" and isinstance(value, str) and value not in FORMATS.keys() | LIBRARY_FORMATS:
             return []
         if key in OPPOSITES and is_number(value):
             return OPPOSITES[key](json_number(key, value))
         raise CannotFollow(f"it has {key} inside of not or if: {NOT_BUILT['not']}")
 
-    def _not_properties(self, properties: dict[str, Any], beside: Mapping[str, Any]) -> list[Any]:
+    def _not_properties(self, properties: dict[str, Any], valid_by: Mapping[str, Any]) -> list[Any]:
         """Schemas of the objects with one property that is not valid by its schema in `properties`."""
         options = list[Any]()
         for name, schema in properties.items():
             # If the schema lists the property's values elsewhere: all those that `schema` does not allow.
-            listed, meant = values_of(beside.get(name)), values_of(schema)
+            listed, meant = values_of(valid_by.get(name)), values_of(schema)
             if listed is not None and meant is not None and ASSERTIONS & schema.keys() <= _SIMPLE:
                 types = self._to.looks.types(schema)
                 texts = {canonical(each) for each in meant if type_of(each) in types}

@@ -37,8 +37,8 @@ NOT_BUILT = {
     "uniqueItems": "a grammar does not remember the items before; maxItems 1 is possible",
     "contains": "a grammar does not remember the items before",
     "minProperties": "names that are not listed may come twice, so one more than is required is the most",
-    "unevaluatedItems": "beside anyOf, oneOf, allOf, if, contains or $ref it is not supported",
-    "unevaluatedProperties": "beside anyOf, oneOf, if or dependencies it is not supported",
+    "unevaluatedItems": "not supported together with anyOf, oneOf, allOf, if, contains or $ref",
+    "unevaluatedProperties": "not supported together with anyOf, oneOf, if or dependencies",
     "propertyNames": "only enum, const, pattern and lengths are supported, without patternProperties",
     "not": "only types, constants, bounds and properties can be turned into their opposite",
 }

@@ -40,7 +40,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
 
 
 def _of_gguf(file: GgufFile) -> TokenizerConfig:
-    """The special tokens and the templates of a file: "tokenizer.chat_template", and named ones besides."""
+    """The special tokens and the templates of a file: "tokenizer.chat_template", and the named ones."""
     key = "tokenizer.chat_template"
     names = [name for name in file.texts(f"{key}s") if f"{key}.{name}" in file]
     named = [{"name": name, "template": file.text(f"{key}.{name}")} for name in names]

@@ -3,7 +3,7 @@
 The names match other engines' dashboards, with the prefix `orca_`, or are vLLM's own (source:
 vllm/v1/metrics/loggers.py of vLLM 0.32), which routers of the Gateway API inference extension and dashboards
 know. What vLLM counts differently keeps our name: its `iteration_tokens_total`, for instance, counts the
-tokens that come out of an iteration besides those that go in. Every metric has the label `model_name`.
+tokens that come out of an iteration in addition to those that go in. Every metric has the label `model_name`.
 """
 
 import threading

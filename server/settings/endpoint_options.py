@@ -1,4 +1,4 @@
-"""The options of `orca serve` besides the engine's: endpoints, and what routers and autoscalers see.
+"""The options that `orca serve` adds to the engine's: endpoints, and what routers and autoscalers see.
 
 orca_jax/options.py says how they are declared.
 """

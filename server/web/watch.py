@@ -15,7 +15,7 @@ from server.metrics.engine_metrics import workers_of
 
 Line = dict[str, Any]
 _MOST_NUMBERS = 1 << 16  # in the lines of the buffer
-_LINE = 8  # numbers that a line counts as, besides those in its lists
+_LINE = 8  # numbers that a line counts as, in addition to those in its lists
 _SAME_CLOCK = 1.0  # seconds: a report that seems to take longer comes from another machine's clock
 
 

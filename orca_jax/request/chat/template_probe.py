@@ -113,10 +113,10 @@ class _Probe:
             hides_calls = self._hides(called, known, _CALLED)
             return replace(known, hides_calls=hides_calls, hides_results=self._hides(called, known, _RESULT))
         known = fits
-        beside = self._history(content=_SAID)
-        if not self._shows(beside, known, _CALLED):
+        with_content = self._history(content=_SAID)
+        if not self._shows(with_content, known, _CALLED):
             alone = replace(known, calls_alone=True)
-            known = alone if self._shows(beside, alone, _CALLED, _SAID) else known
+            known = alone if self._shows(with_content, alone, _CALLED, _SAID) else known
         both = (_CALLED, _ALSO_CALLED, _RESULT, _OTHER_RESULT)
         if not self._shows(_two_calls(), known, *both):
             one = replace(known, one_call=True)

@@ -27,7 +27,7 @@ from server.http.state import ApiCall
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputExtras:
-    """The extras of a request besides output text.
+    """What a request returns in addition to output text.
 
     `shown` has the special tokens that are part of the output text, with their texts. `write_logprobs` writes
     log-probabilities, None if they were not requested. `prompts` has the prompts' texts if they are to be
@@ -177,8 +177,8 @@ class Choices:
     """`n` choices for each prompt, in OpenAI's order: choice i of prompt p is number p * n + i.
 
     Choice i of a prompt has the seed `seed + i`, or a random one. The choices of a beam search are one
-    request, and complete together. `extras` says what to return besides output text, None for nothing. `plan`
-    says how chat replies are parsed, None if they are only text.
+    request, and complete together. `extras` says what to return in addition to output text, None for
+    nothing. `plan` says how chat replies are parsed, None if they are only text.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ Keep = Callable[[dict[str, Any], int], Awaitable[bool]]
 
 
 class ResponseWriter:
-    """Writes one response. `head` has its fields besides the output, of about `n_head` characters.
+    """Writes one response. `head` has all its fields but the output, of about `n_head` characters.
 
     `called` finds the client's tool for the name that the model calls. An output item is open from its first
     event to its last. `whole` is the response so far.

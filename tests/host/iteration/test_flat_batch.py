@@ -248,7 +248,7 @@ def batches(draw):
 def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
     """The same batch, built one token and one row at a time."""
     tokens, rows, row_start = [], [], [0]
-    given_ids = iter(message.token_ids.tolist())
+    token_ids = iter(message.token_ids.tolist())
     for r, row in enumerate(message.row.tolist()):
         q, k = int(message.input_length[r]), int(message.kv_length[r])
         on_device = bool(message.token_on_device[r])
@@ -256,7 +256,7 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
         for position in range(k - q, k):
             tokens.append(
                 {
-                    "token_ids": next(given_ids),
+                    "token_ids": next(token_ids),
                     "positions": position,
                     "slot_of_token": table[position // block_size] * block_size + position % block_size,
                     "take_last": int(on_device),
@@ -269,7 +269,7 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
             {
                 "kv_length": k,
                 "row": row if message.next_token[r] == SAMPLED else n_rows,
-                "given": int(message.next_token[r]),
+                "known": int(message.next_token[r]),
                 "block_table": table,
                 "top_k": int(message.sampling["top_k"][r]),
                 "token_index": int(message.token_index[r]),
@@ -287,7 +287,7 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
         )
     nothing = {"token_ids": 0, "positions": 0, "slot_of_token": n_slots, "take_last": 0, "last_row": 0}
     no_blocks = [0] * message.block_table.shape[1]
-    padding = dict.fromkeys(rows[0], 0) | {"row": n_rows, "given": SAMPLED, "block_table": no_blocks}
+    padding = dict.fromkeys(rows[0], 0) | {"row": n_rows, "known": SAMPLED, "block_table": no_blocks}
     padding |= {"top_p": 1.0, "repetition": 1.0, "n_top": -1}
     n_tokens = len(tokens)
     while len(tokens) < bucket:

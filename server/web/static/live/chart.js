@@ -93,7 +93,7 @@ export class Chart {
 
   paint() {}
 
-  /** Draw what lies over the chart and beside it. */
+  /** Draw the labels, over the chart or in its margin. */
   frame() {}
 
   /** Describe a point: { title, lines, request }, or null. */
