@@ -170,11 +170,11 @@ def test_a_deterministic_engine_computes_as_many_tokens_as_the_batch_has_places(
     house = engine(1, deterministic=True)
     before = house.scheduler.timeline.iterations[-1].number if house.scheduler.timeline.iterations else -1
     token_ids, *_ = token_lists(2, 60)
-    house.run([scored("given", token_ids, 5), sampled("one", token_ids[:5], 4)])
+    house.run([scored("scored", token_ids, 5), sampled("one", token_ids[:5], 4)])
     records = [record for record in house.scheduler.timeline.iterations if record.number > before]
     shared = [dict(zip(r.request_ids, r.input_lengths, strict=True)) for r in records if not r.initiation[0]]
     # The first of the 55 by the initiation, which computes the prompt.
-    assert sum(lengths.get("given", 0) for lengths in shared) == 54
+    assert sum(lengths.get("scored", 0) for lengths in shared) == 54
     assert all(sum(lengths.values()) <= MAX_BS for lengths in shared)
-    n_given = [lengths["given"] for lengths in shared if "given" in lengths]
-    assert min(n_given[:-1]) == MAX_BS - 1 and max(n_given) == MAX_BS
+    n_scored = [lengths["scored"] for lengths in shared if "scored" in lengths]
+    assert min(n_scored[:-1]) == MAX_BS - 1 and max(n_scored) == MAX_BS
