@@ -1,5 +1,5 @@
 # pyright: standard
-"""`LLM`: an engine in a Python program, for prompts at hand, without a server.
+"""`LLM`: an engine inside a Python program, without a server.
 
 An LLM is a service (service/orca.py) with a model's files on one side and Python values on the other. Its
 constructor finds the model and its tokenizer, starts an engine (launch/start_engine.py) and gives both to the
@@ -252,10 +252,10 @@ class LLM:
         )
 
     def _reply_params(self, n_input: int) -> SamplingParams:
-        """The model's recommendations for a reply that nobody limits."""
+        """The parameters that the model recommends, for a reply as long as the model allows."""
         defaults = self.generation_defaults
         longest = self.service.most_output(n_input)
-        # Without room for a token `generate` rejects the prompt, which these parameters must not forestall.
+        # At least 1, so that `generate` rejects a prompt that is too long rather than these parameters.
         n = max(1, min(defaults.max_tokens or longest, longest))
         return SamplingParams(**{**defaults.sampling, "max_tokens": n})
 

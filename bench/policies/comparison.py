@@ -32,7 +32,7 @@ def compare(
 
             def at(tried: float, policy: str = policy) -> Figures:
                 trace = case.make(tried)
-                # The baseline's batches are short where it is within the bound, so fewer requests suffice.
+                # At rates within the bound the baseline's batches are small, so fewer requests suffice.
                 part = trace[: max(8, len(trace) // 10)] if policy == BASELINE else trace
                 return machine.play(policy, case.limits, part)
 

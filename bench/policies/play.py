@@ -91,12 +91,12 @@ class _Live:
 
 @dataclass(slots=True)
 class _Seen:
-    """Latencies in seconds of the conversations that count."""
+    """Latencies in seconds of the conversations that `counts` marks; `n_tokens` and the rest cover all."""
 
     first: "array[float]" = field(default_factory=lambda: array("d"))
     gaps: "array[float]" = field(default_factory=lambda: array("d"))
     normalized: "array[float]" = field(default_factory=lambda: array("d"))
-    n_tokens: int = 0  # of all conversations, like those below
+    n_tokens: int = 0
     n_prompt: int = 0
     n_cached: int = 0
     ends: "array[float]" = field(default_factory=lambda: array("d"))
@@ -116,7 +116,7 @@ def play(
     declares_limits: bool = True,
     vocabulary: int | None = None,
 ) -> Figures:
-    """Play the trace to its last end.
+    """Play the trace until its last conversation ends.
 
     Without `declares_limits`, requests declare their real output lengths. Prompts' tokens are taken modulo
     `vocabulary`.

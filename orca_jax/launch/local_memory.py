@@ -83,7 +83,7 @@ class LocalMemory:
         if self._module is not None:
             if layout is not None or isinstance(weights, str | Path):
                 raise ConfigError(
-                    "a model of one's own takes new weights as arrays by their paths in the module: give the "
+                    "a user's model takes new weights as arrays by their paths in the module: give the "
                     "module, its nnx.State or a dict"
                 )
             made = self._module.checked(named_arrays(weights), cast=cast)

@@ -36,7 +36,7 @@ def start_engine(found: FoundModel, start: Start) -> BuiltEngine:
     """Start an engine for the model `found`. Raises ConfigError or a CheckpointError."""
     on_event = start.on_event or (lambda line: None)
     if found.user_model is not None and not start.in_this_process:
-        raise ConfigError("a model of one's own runs in this process; leave workers and worker_processes out")
+        raise ConfigError("a user's model runs in this process; leave workers and worker_processes out")
     workers = start.workers
     if workers is not None:
         remote = StageWorkers(addresses=lambda: workers, secret=start.control_secret)

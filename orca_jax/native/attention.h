@@ -1,4 +1,4 @@
-/* The arguments of split attention, and the places of keys, values and queries, for both kinds of items. */
+/* The arguments of split attention, and where its keys, values and queries lie. */
 
 #ifndef ORCA_ATTENTION_H
 #define ORCA_ATTENTION_H
@@ -53,8 +53,8 @@ static inline void find(const Attention *a, const kv_type *pool, const int32_t *
   for (int c = n; c < CHUNK; c++) slots[c] = slots[n - 1];
 }
 
-/* Prefetches a slot, because the next block may be anywhere and the processor cannot guess it. The second cache can
- * have more reads under way than the first. */
+/* Prefetches a slot into the second-level cache. The next block may be anywhere, so the processor does not prefetch it
+ * by itself, and the second level can have more reads under way than the first. */
 static inline void fetch(const kv_type *slot) {
   for (int i = 0; i < (int)(HEAD_SIZE * sizeof *slot); i += 64) __builtin_prefetch((const char *)slot + i, 0, 2);
 }

@@ -63,7 +63,7 @@ class Scheduler:
         self._on_demand = config.scheduling.on_demand
         self.in_flight: deque[Iteration] = deque()  # line 1
         self.n_rsrv = 0  # line 2
-        self.held: Held | None = None  # which request had to wait at the last choice, and why
+        self.held: Held | None = None  # the request that the last iteration left waiting, and why
         self.overlaps = config.overlap and engine.keeps_tokens
         self._most_in_flight = engine.n_workers + self.overlaps
         self.leaving: list[Request] = []  # ended, but still in a batch in flight

@@ -321,7 +321,7 @@ class EngineMetrics(TimelineObserver):
         yield self._metric(
             GaugeMetricFamily,
             "request_held",
-            "1 for why a request had to wait at the last choice.",
+            "1 for the reason why the last iteration left a request waiting.",
             {(reason,): held is not None and held[1] == reason for reason in get_args(Why)},
             ["reason"],
         )

@@ -1,6 +1,6 @@
 """T5 (Raffel et al., 2020) with its version 1.1 and FLAN, mT5, and umT5, whose layers have a bias table each.
 
-Scores are not scaled, and a relative bias is all that says positions, so the model itself bounds no sequence.
+Scores are not scaled. Positions enter by a relative bias alone, so the model sets no maximum length.
 Where T5's head is its embedding, logits are multiplied by d_model ** -0.5. transformers 5 writes
 `tie_word_embeddings` true for all of them, T5's scaling as `scale_decoder_outputs`, and a model has a
 separate head if its file has one. It scales umT5's logits by that field, and mT5's never.
@@ -35,7 +35,7 @@ from orca_jax.families.strict_json import shown
 N_POSITIONS = 2048  # the encoder's and the decoder's: a bound that this engine sets
 _BUCKETS, _DISTANCE, _EPS = 32, 128, 1e-6
 _UNREAD: Mapping[str, str] = {
-    "n_positions": "the length in training; a relative bias has no end",
+    "n_positions": "the length in training; a relative bias sets no maximum",
     "scalable_attention": "umT5's; transformers does not read it",
 }
 _PROJECTIONS: Mapping[str, Activation] = {

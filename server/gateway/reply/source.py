@@ -33,7 +33,7 @@ class Source:
         self._record: list[str] | None = None
 
     def add(self, text: str) -> None:
-        """More of the output."""
+        """Append a piece of the output."""
         self._text = self._text[self._at :] + text
         self._at = 0
 

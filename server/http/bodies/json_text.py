@@ -26,7 +26,7 @@ BYTES_PER_CONTAINER = 16
 BYTES_PER_NAME = 8
 LEAST_ALLOWED = 5_000  # of lists and objects, and twice as many names, however short the body
 
-# As many hold the GIL for 20 ms on a server's core, in one call of the parser or one garbage collection.
+# This many hold the GIL for 20 ms on a server's core, in one call of the parser or one garbage collection.
 MAX_VALUES = 1_000_000
 MAX_CONTAINERS = 100_000  # lists and objects
 MAX_NAMES = 200_000  # of all objects together

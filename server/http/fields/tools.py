@@ -79,7 +79,7 @@ def tool_wish(
     *,
     parallel: bool,
 ) -> ToolWish:
-    """The tools of the request that may and must be called. Raises InvalidRequest."""
+    """Read which tools the model may call, and whether it must call one. Raises InvalidRequest."""
     if choice == "none":
         return NO_TOOLS
     if choice is None or choice == "auto":
