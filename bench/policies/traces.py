@@ -30,7 +30,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`arrival` is of its first turn. Figures are of conversations that count."""
+    """`arrival` is when its first turn arrives. Latencies are measured only if it `counts`."""
 
     arrival: float
     turns: tuple[Turn, ...]

@@ -110,7 +110,7 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Sou
         if family.is_copy(tensor.name, prefix):
             if not same_values(tensor, embedding):
                 raise TensorMismatch(
-                    f"{tensor} differs from '{shown(embedding.name)}', of which it is a copy"
+                    f"{tensor} differs from '{shown(embedding.name)}', but must be a copy of it"
                 )
             continue
         if tensor.name != head or not hf_config.model.embedding.tied:

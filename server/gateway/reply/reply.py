@@ -39,13 +39,13 @@ class Reply:
         return events
 
     def text(self, text: str) -> None:
-        """More content."""
+        """Append text to the content."""
         text = self._without_space(text)
         if text:
             self._events.append(Text(text))
 
     def reasoning(self, text: str) -> None:
-        """More reasoning, between `begin_reasoning` and `end_reasoning`."""
+        """Append text to the reasoning, between `begin_reasoning` and `end_reasoning`."""
         text = self._without_space(text)
         if text:
             self._events.append(Reasoning(text))
@@ -69,7 +69,7 @@ class Reply:
         self._arguments = []
 
     def arguments(self, text: str) -> None:
-        """More arguments of the current call."""
+        """Append text to the current call's arguments."""
         self._arguments.append(text)
         self._events.append(CallArguments(self._n_begun - 1, text))
 
