@@ -30,9 +30,8 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
         "disable_log_stats": True,
         **flags.get("arguments", {}),
     }
-    runner = closing.enter_context(
-        asyncio.Runner()
-    )  # its loop has a task of the engine's from the first request on
+    # One event loop for all plays: the engine starts a task in it with the first request.
+    runner = closing.enter_context(asyncio.Runner())
 
     async def make() -> AsyncLLM:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(model=flags["checkpoint"], **arguments))
@@ -64,9 +63,8 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
         answered = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             while (seconds := playing.until_next()) is not None:
-                with contextlib.suppress(
-                    TimeoutError
-                ):  # an answer may bring the next turn of its conversation
+                # An answer may bring the next turn of its conversation.
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(answered.wait(), seconds if seconds < math.inf else None)
                 answered.clear()
                 for i in playing.arrived():

@@ -52,7 +52,7 @@ def native_grouped(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, steady:
     """Consecutive groups of rows of x [N, in], each times its own weight of [X, out, in]: [N, out].
 
     Group i has sizes[i] rows, [X] int32; rows after the last group give zeros. Dtypes and errors are those of
-    native_linear, where a token's result depends on the batch as a row's does here on its group. With `steady`
+    native_linear. A row's result depends on its group, as a token's does on the batch there. With `steady`
     it depends on the row alone, and small groups take longer.
     """
     n_experts, n_out, n_in = weight.shape
