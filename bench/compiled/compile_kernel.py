@@ -60,9 +60,8 @@ _N_TOKENS, _N_ROWS, _MAX_BLOCKS, _N_BLOCKS = 256, 16, 64, 1024
 _SHARED_LIMIT = 227 * 1024  # bytes available to a block on Hopper
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers, used (\d+) barriers.* (\d+) bytes smem")
-_DYNAMIC = re.compile(
-    r"@mosaic_gpu_launch_kernel\(ptr \S+(?:, i32 \d+){9}, i32 (\d+),"
-)  # grid, cluster, block
+# Three sizes each of grid, cluster and block, then the bytes of dynamic shared memory.
+_DYNAMIC = re.compile(r"@mosaic_gpu_launch_kernel\(ptr \S+(?:, i32 \d+){9}, i32 (\d+),")
 
 
 class Figures(NamedTuple):

@@ -88,9 +88,8 @@ class Program:
             folded = self._folded_call(line)
             if target := re.search(r'custom_call_target="([^"]+)"', folded or line):
                 kind = target[1]
-                if kind.startswith("mosaic_gpu") and "split_attention" in (
-                    folded or line
-                ):  # the kernel's name
+                # The instruction contains the kernel's name.
+                if kind.startswith("mosaic_gpu") and "split_attention" in (folded or line):
                     computes = (_ATTENTION,)
             elif kind == "fusion":
                 triton = re.search(r'"kind":"(__triton\w*)"', line)

@@ -87,9 +87,8 @@ def time_parts(
                     y = through_experts(y, p[f"layers.{i}.{name}"], layer.feed_forward)
                     if parameter.axes[-1] == "F":
                         x = x + y.reshape(len(x), -1, y.shape[1]).sum(axis=1)
-                if (
-                    parameter.use != "linear" or parameter.axes[0] == "Y"
-                ):  # the router returns no hidden states
+                # The router, whose output has the axis Y, returns no hidden states.
+                if parameter.use != "linear" or parameter.axes[0] == "Y":
                     continue
                 weight = p[f"layers.{i}.{name}"].reshape(parameter.stacked_shape)
                 if parameter.takes_attention and i + 1 == model.n_layers:

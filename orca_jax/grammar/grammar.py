@@ -30,9 +30,8 @@ COMPILE_STACK_BYTES = 256 << 20  # of address space; llguidance recurses, 3,000 
 N_KEPT = 64  # cached grammars, compiled or rejected; compiled ones within MAX_BYTES
 N_TRIED = 8  # tokens of the trial output after compiling: a grammar that fails at once is rejected here
 
-_clock_of = getattr(
-    time, "pthread_getcpuclockid", None
-)  # a thread's clock of its processor time; not on macOS
+# A thread's clock of its processor time; None on macOS.
+_clock_of = getattr(time, "pthread_getcpuclockid", None)
 _stack_size = threading.Lock()  # the stack size of new threads is one setting for the whole process
 
 

@@ -11,8 +11,8 @@ from orca_jax.errors import LossCause
 from orca_jax.request.request import Request, RequestState
 
 _GROWTH = 4  # factor on the number of tokens to generate alone, for each further fault
-# The losses at the same token, while it ran alone, that end a request although it may be innocent. Together
-# with the first loss they stay within RestartBound's default, beyond which all requests would end.
+# After so many losses at the same token while it ran alone, a request is ended although it may be innocent.
+# Together with the first loss they stay within RestartBound's default, beyond which all requests would end.
 _MOST_STUCK = {LossCause.MEMORY: 2, LossCause.UNKNOWN: 3, LossCause.OUTSIDE: 4}
 
 

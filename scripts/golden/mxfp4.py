@@ -1,7 +1,7 @@
 """Make tests/data/golden/gpt-oss-mxfp4: a golden model with experts packed in MXFP4, as gpt-oss is published.
 
-It has the files of decoders.py. transformers unpacks the experts as it loads
-them; `unpacked.npz` has those of the first layer, as float32.
+Its files are the ones that decoders.py makes. transformers unpacks the experts as it loads them, and
+`unpacked.npz` has the first layer's, as float32.
 """
 
 # pyright: reportMissingImports=false

@@ -110,9 +110,8 @@ def model_hash(model: Path | None, text: Path | None, settings: Mapping[str, obj
     Large files are identified by their size and some of their bytes.
     """
     files = [] if model is None else [model] if model.is_file() else _files(model, _MODEL_FILES)
-    if (
-        model is not None and model.is_dir() and all(path.suffix != ".safetensors" for path in files)
-    ):  # Orbax's, in folders
+    # Orbax's files are in folders.
+    if model is not None and model.is_dir() and all(path.suffix != ".safetensors" for path in files):
         files += _files(model, ["*/**/*"])
     files += [] if text is None or text.is_file() else _files(text, _TEXT_FILES)
     parts = [_as_json(settings).encode("ascii")]

@@ -22,9 +22,8 @@ _LOOK_SECONDS = 0.05  # between two checks whether a call's last request has end
 _LATE_SECONDS = 60.0  # after which a call is written without its last request
 _CLOSE_SECONDS = 5.0
 
-_CURRENT: ContextVar[Call | None] = ContextVar(
-    "call", default=None
-)  # in this task and the tasks that it starts
+# The call of this task and of the tasks that it starts.
+_CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
 class Writer(Protocol):

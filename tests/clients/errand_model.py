@@ -188,9 +188,8 @@ def weights(pieces: Tokenizer) -> tuple[dict[str, Any], dict[str, tuple[tuple[in
     for head in range(N_BEFORE):
         first = head * HEAD
         for pair in range(N_SHARP):
-            angle = (head + 1) * THETA ** (
-                -2 * pair / HEAD
-            )  # the key is turned as if it stood where the query does
+            # The key is turned as if it stood where the query does.
+            angle = (head + 1) * THETA ** (-2 * pair / HEAD)
             query[first + pair, at("one")] = look
             key[first + pair, at("one")] = look * math.cos(angle)
             key[first + pair + HEAD // 2, at("one")] = look * math.sin(angle)

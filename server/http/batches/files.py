@@ -124,9 +124,8 @@ class _Upload:
             raise InvalidRequest("two files came; send one", param="file")
         self.filename = filename
 
-        def begin() -> (
-            None
-        ):  # on the disk's thread: if this task is cancelled meanwhile, `drop` finds the file
+        # Runs on the disk's thread. If this task is cancelled meanwhile, `drop` finds the file.
+        def begin() -> None:
             self.growing = self.batches.files.begin(self.tenant)
 
         await self.batches.on_disk(begin)

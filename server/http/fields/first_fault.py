@@ -15,9 +15,8 @@ from pydantic_core import PydanticKnownError, core_schema
 _LISTS = frozenset(("list", "tuple", "set", "frozenset", "generator"))
 _NOT_VALIDATION = frozenset(("metadata", "serialization", "default"))  # entries of a schema
 _AT_ONCE = 64  # entries of a map
-_SHORT = frozenset(
-    ("any", "none", "bool", "int", "float", "str", "literal")
-)  # types whose validation takes almost no time
+# Types whose validation takes almost no time.
+_SHORT = frozenset(("any", "none", "bool", "int", "float", "str", "literal"))
 
 
 def stop_at_first_faults(schema: Mapping[str, Any]) -> None:
@@ -41,9 +40,8 @@ def parts(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     while todo:
         part = todo.pop()
         if isinstance(part, dict):
-            is_schema = isinstance(
-                part.get("type"), str
-            )  # otherwise a map of schemas by name, such as fields
+            # Otherwise it is a map of schemas by name, such as fields.
+            is_schema = isinstance(part.get("type"), str)
             if is_schema:
                 yield part
             todo += (value for key, value in part.items() if not (is_schema and key in _NOT_VALIDATION))

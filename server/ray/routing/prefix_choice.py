@@ -65,9 +65,8 @@ class PrefixChoice:
     def __init__(self, *, tolerance: float = 0.5, most_steps: int = 1 << 17) -> None:
         self._tolerance = tolerance
         self._most_steps = most_steps
-        self._holders: OrderedDict[int, tuple[str, ...]] = (
-            OrderedDict()
-        )  # engines by step, the most recent first
+        # Engines by step, the most recent first.
+        self._holders: OrderedDict[int, tuple[str, ...]] = OrderedDict()
         self._n_chosen = 0
         self._last_chosen: dict[str, int] = {}
 
@@ -97,9 +96,8 @@ class PrefixChoice:
         self._n_chosen += 1
         self._last_chosen[name] = self._n_chosen
         holders = self._holders
-        for step in reversed(
-            chain
-        ):  # the first step last, to be forgotten last: the others are found through it
+        # The first step comes last, so it is forgotten last: the others are found through it.
+        for step in reversed(chain):
             known = holders.get(step, ())
             if not known or known[0] != name:
                 others = [other for other in known if other != name]

@@ -101,9 +101,8 @@ def test_written_and_back(name: str, layout: Layout, tmp_path: Path) -> None:
     assert convert_checkpoint(DIRECTORY / name, tmp_path / "trainer", to=layout) == layout
     step, item = ITEMS[layout].split("/")
     about = json.loads((tmp_path / "trainer" / step / "_CHECKPOINT_METADATA").read_text())
-    assert (
-        about["item_handlers"].keys() == {item} and about["commit_timestamp_nsecs"]
-    )  # as trainers look for it
+    # Trainers read these two.
+    assert about["item_handlers"].keys() == {item} and about["commit_timestamp_nsecs"]
     found = arrays_of(tmp_path / "trainer" / ITEMS[layout])
     assert found.keys() == expected.keys()
     for theirs, values in expected.items():

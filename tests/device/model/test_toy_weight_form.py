@@ -61,9 +61,8 @@ class Int8Weight(FormedWeight, form=Int8):
 
     @classmethod
     def encoded(cls, form: Any, dense: jax.Array, n_in: int) -> "Int8Weight":
-        scales = (
-            jnp.abs(dense).max(axis=tuple(range(-n_in, 0))) / 64
-        )  # exact, whatever XLA makes of a division
+        # Division by a power of two is exact, whatever XLA makes of it.
+        scales = jnp.abs(dense).max(axis=tuple(range(-n_in, 0))) / 64
         numbers = jnp.round(dense / scales.reshape(*scales.shape, *[1] * n_in)).astype(jnp.int8)
         return cls(form, {"numbers": numbers, "scales": scales})
 

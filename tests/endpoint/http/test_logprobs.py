@@ -299,9 +299,8 @@ def test_openais_stream_accumulator_accepts_logprobs() -> None:
             model="test", messages=[USER], max_tokens=9, logprobs=True, top_logprobs=1
         ) as stream,
     ):
-        logprobs = (
-            stream.get_final_completion().choices[0].logprobs
-        )  # with several choices it takes some twice
+        # With several choices the client would take some log-probabilities twice.
+        logprobs = stream.get_final_completion().choices[0].logprobs
     assert logprobs and logprobs.content
     assert [token.token for token in logprobs.content] == [*"abcd"]
     assert [token.top_logprobs[0].token for token in logprobs.content] == [*"abcd"]

@@ -343,9 +343,8 @@ def test_tools_that_the_template_would_drop_are_refused() -> None:
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_a_call_is_forced_in_every_format(name: str) -> None:
-    token = (
-        writing("<|channel|>commentary ") if name == "gpt_oss" else by_seed
-    )  # else it would think for ever
+    # Without this channel gpt-oss would think for ever.
+    token = writing("<|channel|>commentary ") if name == "gpt_oss" else by_seed
     with serving(token, chat_template=DEMO, tool_format=name) as server, client_of(server) as client:
         fields: Any = {
             "tool_choice": {"type": "function", "function": {"name": "weather"}},

@@ -62,9 +62,8 @@ def server() -> Iterator[Server]:
     options = EndpointOptions(
         port=0, grpc_port=None, access_log="off", max_choices=16, max_body_bytes=1 << 20, pages=False
     )
-    config = replace(
-        CONFIG, scheduling=SchedulingConfig(scheduling_policy="priority")
-    )  # any priority is valid
+    # With this policy any priority is valid.
+    config = replace(CONFIG, scheduling=SchedulingConfig(scheduling_policy="priority"))
     with serving(options=options, config=config) as server:
         yield server
 

@@ -96,9 +96,8 @@ class Party:
         if isinstance(value, dict):
             found = {key: self.normal(one, key) for key, one in value.items()}
             if found.get("object") == "list" and "has_more" in found:
-                found["data"].sort(
-                    key=lambda one: str(one["id"])
-                )  # within a second the order is by random ids
+                # Within a second the order is by random ids.
+                found["data"].sort(key=lambda one: str(one["id"]))
             return found
         return value
 
