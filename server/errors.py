@@ -68,7 +68,7 @@ class DiskFull(StoreFailed):
 
 
 class Overloaded(QueueFull):
-    """Work of several other clients fills the room that there is for it; this client has none there."""
+    """Several other clients have filled the limit for such work, in which this client has nothing."""
 
 
 class TooManyViewers(OrcaError):

@@ -9,7 +9,7 @@ collectives are those of the compiled programs, and times need GPUs.
 
 The collectives of a layer are the difference between the stage and the same stage with a single layer,
 divided by the layers between them; the rest is outside the layers. Slots are what fits in the memory of the
-GPU's data sheet beside weights, temporaries and results: CUDA, NCCL and the allocator take some of it too.
+GPU's data sheet after weights, temporaries and results: CUDA, NCCL and the allocator take some of it too.
 """
 
 import argparse

@@ -63,7 +63,7 @@ class KnownStream:
             return f"a stream of {self.n_output} tokens had {ended.n_tokens}"
         if ended.text == self.text or (self.sure != self.text and ended.text.startswith(self.sure)):
             return None
-        return f"a stream said {ended.text!r} instead of {self.text!r}, of which is sure {self.sure!r}"
+        return f"a stream said {ended.text!r} instead of {self.text!r}, whose certain part is {self.sure!r}"
 
 
 class RepeatedStreams:

@@ -179,7 +179,7 @@ def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None
 
 
 def chat_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-    """The parameters of a reply, as `sampling_params`, but only the room in the model limits its length."""
+    """The parameters of a reply, as `sampling_params`, but as long as the model allows."""
     return sampling_params(args, {**(defaults or {}), "max_tokens": _UNLIMITED})
 
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """More of the reply's content."""
+    """A fragment of the reply's content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of the model's reasoning."""
+    """A fragment of the model's reasoning."""
 
     text: str
 
@@ -39,7 +39,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments."""
+    """A fragment of a call's arguments."""
 
     index: int
     text: str
