@@ -120,7 +120,7 @@ def form_named(name: str, scale: Scale) -> Form:
 
 
 def random_rows(rng: np.random.Generator, room: Room) -> list[tuple[int, int]]:
-    """Rows (query tokens, keys) of every kind; together they have a few tokens fewer than fit into the room."""
+    """Rows (query tokens, keys) of every kind, a few tokens fewer than the room has."""
     most = room.longest
     short, prompt, piece = most // 8, room.n_tokens // 4, room.n_tokens // 5
     increments = [(1, int(n)) for n in rng.integers(1, most + 1, 3)] + [(1, most), (1, 1)]
