@@ -136,7 +136,7 @@ HARMFUL: tuple[Harm, ...] = (
     Harm(r"loras?|adapters?|peft|ia3|dora", "an adapter", (0,)),
     Harm(r"diffusion|mtp|medusa|eagle|draft", "what the head predicts", (0,)),
 )
-# Harmful names whose words do not tell.
+# Harmful names without a harmful word.
 _HARMFUL_NAMES: Mapping[str, Harm] = {
     **dict.fromkeys(
         ("dim_model_base", "unpadded_vocab_size", "output_vocab_size"), Harm("", "the logits", (0,))

@@ -236,7 +236,7 @@ def _merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, s
 
 
 def _add_ends(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, *, start: bool) -> None:
-    """Have the tokens that begin and end a text added to it; `start` is the default of the first."""
+    """Make the tokenizer add the tokens that begin and end a text; `start` is the default of the first."""
     before, after = list[tuple[str, int]](), list[tuple[str, int]]()
     for name, default, where in (("bos", start, before), ("eos", False, after)):
         i = vocabulary.ids.get(name)
@@ -250,7 +250,7 @@ def _add_ends(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, *, start:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
-    """Have special tokens, and those that a user defined, found in a text by their names before others."""
+    """Make the tokenizer find special tokens, and a user's own, in a text before all other tokens."""
     named = set(vocabulary.ids.values())
     special = sorted({*vocabulary.of_type(_UNKNOWN, _CONTROL), *named})
     added = [AddedToken(vocabulary.tokens[i], special=True, normalized=False) for i in special]

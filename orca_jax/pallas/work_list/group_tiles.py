@@ -1,7 +1,7 @@
 """The sizes and the work list of one compiled grouped product, and the products that it supports.
 
 Weights are the matrix instruction's first operand and rows its second one, which may be as short as 8: with
-few rows per expert, a tile has little that is not needed. The list is made on the device, where the sizes of
+few rows per expert, little of a tile is padding. The list is made on the device, where the sizes of
 the groups are.
 """
 
