@@ -52,7 +52,7 @@ def serve_until_stopped(settings: ServeSettings, notes: Notes) -> int:
 
 async def _serve(settings: ServeSettings, notes: Notes, log: LogWriter) -> int:
     options = settings.endpoint
-    stop = StopSignals()
+    stop = StopSignals(end_with_stdin=options.end_with_stdin)
     gateway = Gateway(request_timeout=options.request_timeout)
     watchdog = Watchdog(gateway.loop)
     metrics = Metrics(gateway, settings.routing.metric_names, log=log, watchdog=watchdog)

@@ -97,6 +97,11 @@ class EndpointOptions(Options):
     drain_timeout: Annotated[float, "seconds for running requests to finish after SIGTERM", check_timeout] = (
         30.0
     )
+    end_with_stdin: Annotated[
+        bool,
+        "also stop when standard input, which must be a pipe, closes: the server then ends with the process "
+        "that started it, even if that is killed",
+    ] = False
     max_body_bytes: Annotated[int, "maximum size of a request body", Whole(1024, 1 << 30)] = 4 << 20
     max_choices: Annotated[
         int, "maximum completions per request (its prompts times n)", Whole(1, 1 << 16)

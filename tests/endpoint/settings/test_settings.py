@@ -71,6 +71,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "ssl_keyfile": (Path("a.key"), Path("b.key"), Path("c.key"), Path("d.key")),
     "request_timeout": (1.0, 2.5, 1e-3, 1e7),
     "drain_timeout": (1.0, 2.5, 1e-3, 1e7),
+    "end_with_stdin": (True, False, True, False),
     "max_body_bytes": (1024, 2048, 4096, 8192),
     "max_choices": (1, 2, 3, 4),
     "max_stored_responses": (0, 1, 2, 3),

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,55 @@ def test_a_signal_lets_running_requests_finish_and_takes_no_new_ones(
         assert server.wait(SOON) == 0
     assert refused is None or (refused.startswith("503") and "shutting down" in refused)
     assert "all requests are done" in server.stderr()
+
+
+LAUNCHER = """
+import subprocess, sys
+subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE).wait()
+"""
+
+
+def test_a_server_drains_and_ends_with_the_process_that_started_it(options: tuple[str, ...]) -> None:
+    flags = ("--port", "0", "--grpc-port", "none", "--no-compile-ahead", "--end-with-stdin")
+    serve = (sys.executable, "-m", "server.cli", "serve", *options, *flags)
+    launcher = subprocess.Popen(
+        (sys.executable, "-c", LAUNCHER, *serve),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert launcher.stderr is not None
+        said = ""
+        while "\ncurl " not in said:  # the last line when it is ready
+            line = launcher.stderr.readline()
+            assert line, said
+            said += line
+        url = re.findall(r"^HTTP +(\S+)", said, re.MULTILINE)[0]
+        body = {"prompt": "abc", "max_tokens": 60, "ignore_eos": True, "stream": True}
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=SOON) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            launcher.kill()
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""] and '"finish_reason":"length"' in "".join(rest)
+        # Both processes have ended when nobody holds the pipe any more.
+        assert "all requests are done" in launcher.stderr.read()
+        assert launcher.wait(SOON) == -signal.SIGKILL
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait(SOON)
+        assert launcher.stderr is not None
+        launcher.stderr.close()
+
+
+def test_a_server_that_shall_end_with_its_standard_input_needs_a_pipe(options: tuple[str, ...]) -> None:
+    with ServerProcess((*options, "--end-with-stdin")) as server:
+        assert server.wait(SOON) == 2
+    assert "end_with_stdin needs a pipe as standard input" in server.stderr()
 
 
 def _until_live(server: ServerProcess, n: int) -> None:
