@@ -207,6 +207,7 @@ class RemoteWorkers:
         self._deadlines = deadlines
         self._supervision = supervision or Supervision()
         self._attempt: _StartAttempt | None = None
+        self._refusals: dict[int, str] = {}  # why the last line to a stage that is not ready ended
         self._lost: WorkerLost | None = WorkerLost(0, "the workers are not up yet")
         self._unanswered: deque[RemoteTokens] = deque()  # issued; begins with an iteration without tokens
         self._n_issued = 0  # in this epoch
@@ -295,7 +296,9 @@ class RemoteWorkers:
                 missing = sorted(set(range(self.n_stages)) - attempt.ready)
                 names = ", ".join(f"stage {stage + 1}" for stage in missing[1:])
                 also = f"; also not ready: {names}" if names else ""
-                why = f"was not ready within {self._deadlines.ready_seconds:g} seconds{also}"
+                refusal = self._refusals.get(missing[0])
+                because = f" ({refusal})" if refusal else ""
+                why = f"was not ready within {self._deadlines.ready_seconds:g} seconds{because}{also}"
                 self._lose(missing[0], why, suspects=missing)
             if interrupted():
                 return False
@@ -420,6 +423,7 @@ class RemoteWorkers:
                 why = f"its line broke: {arrival.why}"
                 self._lose(stage, why, suspects=(stage,), seen=LossCause.UNKNOWN)
             # A stage that is not ready is asked again until the deadline; but its process may hang.
+            self._refusals[stage] = arrival.why
             self._supervision.on_suspect(stage)
             return
         try:
@@ -452,6 +456,7 @@ class RemoteWorkers:
                 self.counters.duplicates += 1
             else:
                 ready.add(stage)
+                self._refusals.pop(stage, None)
                 self._supervision.on_ready(stage)
         elif kind in (RECEIVED, DONE, TOKENS):
             if frame.iteration >= self._n_issued:

@@ -576,6 +576,26 @@ def test_a_stage_that_is_not_ready_in_time_is_named():
     assert bench.workers.epoch == 2, "another try is another epoch"
 
 
+def test_a_stage_that_refuses_its_master_is_named_with_its_reason():
+    bench = Bench()
+    refused: list[int] = []
+
+    def answer(stage: int, frame: Frame) -> None:
+        if stage != 1:
+            bench.say(stage, READY)
+        elif not refused:  # a refusal that stays the same is reported once
+            refused.append(stage)
+            bench.arrivals.append(Arrival(stage, None, "digest: this worker has another"))
+
+    bench.on_send = answer
+    for _ in range(2):
+        with pytest.raises(
+            WorkerLost,
+            match=r"^stage 2: was not ready within 10 seconds \(digest: this worker has another\)$",
+        ):
+            bench.workers.recover(lambda: False)
+
+
 def test_an_interrupted_recovery_goes_on_with_the_same_epoch_and_deadline():
     bench = Bench()
     answers = iter([False, True, True])
