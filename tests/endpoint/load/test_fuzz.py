@@ -82,6 +82,10 @@ class Calls:
     def n(self) -> int:
         return self.answers.total()
 
+    def n_to(self, path: str) -> int:
+        """The number of answers of this path, whatever their status."""
+        return sum(n for (at, _), n in self.answers.items() if at == path)
+
     def all_at(self, path: str) -> list[APIOperation[Any, Any, Any, Any]]:
         return [each for each in self.operations if each.path == path]
 

@@ -1,8 +1,11 @@
-"""A tenant sends fuzzed requests over HTTP and gRPC to the real engine; another tenant notices nothing."""
+"""A tenant sends fuzzed requests over HTTP and gRPC to the real engine; another tenant notices nothing.
+
+Over gRPC both tenants send them, and both watch.
+"""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,9 @@ from tests.whole.server.watcher import PROMPT, REQUEST_ID, Watcher
 from tests.whole.server.wire_messages import messages
 
 WATCHER, FUZZER = "the-watcher's-key", "the-fuzzer's-key"
+# The request ids that the watchers of the two tenants use. They are of one length, so that one can replace
+# the other in an encoded message.
+IDS = {WATCHER: REQUEST_ID, FUZZER: "order-71"}
 N_OPERATIONS = 19 + 9 + 2  # those of batches and of the live view
 WITHOUT_END = "/live/events"
 
@@ -48,8 +54,13 @@ def llm() -> Iterator[LLM]:
 
 
 @contextmanager
-def watched(llm: LLM, folder: Path) -> Iterator[tuple[Server, Watcher]]:
-    """A server with two tenants. On exit it checks what the watcher saw, and that nothing is left."""
+def watched(
+    llm: LLM, folder: Path, watching: Sequence[str] = (WATCHER,)
+) -> Iterator[tuple[Server, list[Watcher]]]:
+    """A server with two tenants, of which those `watching` watch.
+
+    On exit it checks what they saw, and that nothing is left.
+    """
     options = EndpointOptions(
         **{"port": 0, "grpc_port": 0, "access_log": "off", "max_choices": 8, "batch_dir": folder}
     )
@@ -64,13 +75,16 @@ def watched(llm: LLM, folder: Path) -> Iterator[tuple[Server, Watcher]]:
             options=options,
             keys=ApiKeys([WATCHER, FUZZER]),
         ) as server,
-        Watcher(server, WATCHER) as watcher,
+        ExitStack() as stack,
     ):
-        yield server, watcher
-        n = watcher.n
-        until(lambda: watcher.n > n or bool(watcher.wrong), "one more round")
-        assert watcher.wrong == []
-        until(server.at_rest, "rest") if not watcher.wrong else None
+        watchers = [Watcher(server, key, IDS[key]) for key in watching]
+        for watcher in watchers:
+            stack.enter_context(watcher)
+        yield server, watchers
+        for watcher in watchers:
+            watcher.finish()
+        assert [watcher.wrong for watcher in watchers] == [[] for _ in watchers]
+        until(server.at_rest, "rest")
         assert llm.service.failure is None and llm.service.recovery.losses == 0
 
 
@@ -99,7 +113,7 @@ def fuzz_http(server: Server, n: int) -> Calls:
 
 
 def test_requests_from_the_document_touch_no_other_tenant(llm: LLM, tmp_path: Path) -> None:
-    with watched(llm, tmp_path) as (server, watcher):
+    with watched(llm, tmp_path) as (server, (watcher,)):
         calls = fuzz_http(server, 3)
     assert watcher.n >= 1 and calls.n >= 100
     assert sum(calls.answers[path, 200] for path in GENERATING) > 0
@@ -108,7 +122,7 @@ def test_requests_from_the_document_touch_no_other_tenant(llm: LLM, tmp_path: Pa
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_many_requests_from_the_document_touch_no_other_tenant(llm: LLM, tmp_path: Path) -> None:
-    with watched(llm, tmp_path) as (server, watcher):
+    with watched(llm, tmp_path) as (server, (watcher,)):
         calls = fuzz_http(server, 60)
     assert watcher.n >= 20 and calls.n >= 2_000
     assert all(calls.answers[path, 200] >= 20 for path in GENERATING)
@@ -181,10 +195,13 @@ def calls(draw: DrawFn) -> Call:
     if rpc.endless:
         leaves_after = min(leaves_after or 0, 1)
     seconds = draw(st.sampled_from((CALL_SECONDS,) * 6 + (0.001, 0.01, 0.1)))
-    key = draw(st.sampled_from((FUZZER,) * 12 + ("wrong", None)))
+    key = draw(st.sampled_from((FUZZER, WATCHER) * 6 + ("wrong", None)))
+    # A tenant that used its own watcher's id would disturb that one rightly.
+    victim = IDS[FUZZER if key == WATCHER else WATCHER].encode()
+    drawn = [draw(messages(rpc.kind, rpc.beginnings)) for _ in range(n_messages)]
     return Call(
         rpc,
-        [draw(messages(rpc.kind, rpc.beginnings)) for _ in range(n_messages)],
+        [message.replace(REQUEST_ID.encode(), victim) for message in drawn],
         leaves_after,
         seconds,
         [] if key is None else [("authorization", f"Bearer {key}")],
@@ -231,10 +248,10 @@ def fuzz_grpc(server: Server, n: int, seed_of_draws: int) -> Counter[tuple[str, 
     return ended
 
 
-def test_calls_from_the_descriptors_touch_no_other_tenant(llm: LLM, tmp_path: Path) -> None:
-    with watched(llm, tmp_path) as (server, watcher):
+def test_calls_from_the_descriptors_of_each_tenant_do_not_touch_the_other(llm: LLM, tmp_path: Path) -> None:
+    with watched(llm, tmp_path, (WATCHER, FUZZER)) as (server, watchers):
         ended = fuzz_grpc(server, 150, seed_of_draws=1)
-    assert watcher.n >= 1
+    assert min(watcher.n for watcher in watchers) >= 1
     check_use(ended)
 
 
@@ -251,11 +268,11 @@ def check_use(ended: Counter[tuple[str, str]]) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed_of_draws", range(2, 6))
-def test_many_calls_from_the_descriptors_touch_no_other_tenant(
+def test_many_calls_from_the_descriptors_of_each_tenant_do_not_touch_the_other(
     llm: LLM, tmp_path: Path, seed_of_draws: int
 ) -> None:
-    with watched(llm, tmp_path) as (server, watcher):
+    with watched(llm, tmp_path, (WATCHER, FUZZER)) as (server, watchers):
         ended = fuzz_grpc(server, 1_500, seed_of_draws)
-    assert watcher.n >= 5
+    assert min(watcher.n for watcher in watchers) >= 5
     check_use(ended)
     print(dict(ended))

@@ -10,7 +10,7 @@ import httpx2
 
 from server.rpc import generation_pb2 as pb
 from server.rpc.generation_pb2_grpc import GenerationStub
-from tests.endpoint.harness import Server
+from tests.endpoint.harness import Server, until
 from tests.endpoint.tenants.party import joined
 
 SOON = 60.0
@@ -31,10 +31,11 @@ class Watcher:
     `n` counts the rounds. The first two, before any other, are what the tenant sees alone.
     """
 
-    def __init__(self, server: Server, key: str) -> None:
+    def __init__(self, server: Server, key: str, request_id: str = REQUEST_ID) -> None:
         self.n = 0
         self.wrong: list[str] = []
-        self._headers = {"Authorization": f"Bearer {key}", "X-Request-Id": REQUEST_ID}
+        self._request_id = request_id
+        self._headers = {"Authorization": f"Bearer {key}", "X-Request-Id": request_id}
         self._server = server
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watcher")
@@ -53,6 +54,11 @@ class Watcher:
         self._thread.join(SOON)
         self._channel.close()
         self._http.close()
+
+    def finish(self) -> None:
+        """Wait for the end of one more whole round, or for the first difference."""
+        n = self.n
+        until(lambda: self.n > n + 1 or bool(self.wrong), "one more round")
 
     def _watch(self) -> None:
         while not self._over.wait(0.05) and not self.wrong:
@@ -106,9 +112,9 @@ class Watcher:
     def _calls(self) -> list[str]:
         metadata = [("authorization", self._headers["Authorization"])]
         sampling = pb.SamplingParams(max_tokens=N_LONG, temperature=0, ignore_eos=True)
-        request = pb.GenerateRequest(text=PROMPT, request_id=REQUEST_ID, sampling=sampling)
+        request = pb.GenerateRequest(text=PROMPT, request_id=self._request_id, sampling=sampling)
         messages = list(self._stub.Generate(request, metadata=metadata, timeout=SOON))
-        cancel = pb.CancelRequest(request_id=REQUEST_ID)
+        cancel = pb.CancelRequest(request_id=self._request_id)
         embed = pb.EmbedRequest(inputs=[pb.EmbedInput(text=PROMPT)])
         vector = self._stub.Embed(embed, metadata=metadata, timeout=SOON).embeddings[0].values
         return [
