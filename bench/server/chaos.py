@@ -232,7 +232,7 @@ class Chaos:
     def _why_refused(self, error: Refused, began: float) -> str | None:
         """The disturbance that explains an error; None if none does."""
         now = Spans.now()
-        if error.code in ("asleep", "UNAVAILABLE") and self.spans.overlap("sleeping", began, now):
+        if "the engine is asleep" in error.message and self.spans.overlap("sleeping", began, now):
             return "asleep"
         if error.code in ("cancelled", "CANCELLED") and self.spans.overlap("ending", began, now):
             return "ended by a change"
@@ -262,18 +262,20 @@ class Chaos:
 
     async def _fault(self, kind: str) -> None:
         pids = worker_pids(self._server)
-        chosen = self._rng.choice(pids)
+        stage = self._rng.randrange(len(pids))
         if kind == "stop":
-            _send(chosen, signal.SIGSTOP)
+            _send(pids[stage], signal.SIGSTOP)
             await asyncio.sleep(STOPPED_SECONDS)
-            if chosen in worker_pids(self._server):
-                _send(chosen, signal.SIGCONT)
-        for pid in pids if kind == "kill both" else [chosen]:
-            if kind != "stop":
+            if pids[stage] in worker_pids(self._server):
+                _send(pids[stage], signal.SIGCONT)
+        elif kind == "kill both":
+            for pid in pids:
                 _send(pid, signal.SIGKILL)
+        else:
+            _send(pids[stage], signal.SIGKILL)
         if kind == "kill again":
             for _ in range(2):
-                await self._kill_when_restarted(pids.index(chosen))
+                await self._kill_when_restarted(stage)
 
     async def _kill_when_restarted(self, stage: int) -> None:
         """Kill a stage's next process, at a random moment of its start or soon afterwards."""
