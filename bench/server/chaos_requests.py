@@ -202,6 +202,7 @@ class Weights:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._alone: dict[ChaosRequest, Answer] = {}
+        self._n_sure: dict[ChaosRequest, int] = {}
 
     def engine(self) -> LLM:
         """An engine in this process that runs one request at a time, without cached prefixes."""
@@ -232,8 +233,10 @@ class Weights:
 
     def n_sure(self, request: ChaosRequest, prompt: Sequence[int]) -> int:
         """The number of tokens of its output alone that rounding cannot change; see sure_choices."""
-        output = self._alone[request].token_ids
-        return sure_choices(*self._reference, prompt, output, request.sampling).n
+        if request not in self._n_sure:
+            output = self._alone[request].token_ids
+            self._n_sure[request] = sure_choices(*self._reference, prompt, output, request.sampling).n
+        return self._n_sure[request]
 
     @cached_property
     def _reference(self) -> tuple[ModelConfig, Parameters]:
