@@ -11,6 +11,7 @@ from orca_jax.options import Also, Hidden, In, Named, Options, Or, Served
 
 Dtype = Literal["float32", "bfloat16", "float16"]  # of weights, keys and values
 LoadFormat = Literal["auto", "dummy", "packed"]
+Rounding = Literal["int8", "int4", "fp8"]  # the numbers to which --quantization rounds
 # What `orca convert` writes, and the trainers' layouts among it.
 Layout = Literal["tunix", "maxtext", "maxtext-scanned", "gemma"]
 Format = Literal["safetensors", "orbax", Layout]
@@ -422,6 +423,12 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
         "packed: experts in MXFP4 stay packed",
         Also("worker", "plan"),
     ] = "auto"
+    quantization: Annotated[
+        Rounding | None,
+        "round the matrices of the layers to these numbers as they are loaded, with a scale for each output "
+        "(int8, fp8) or for 32 inputs (int4); quantized checkpoints are kept as they are without it",
+        Also("worker", "plan"),
+    ] = None
     dtype: Annotated[
         Dtype | None,
         "data type of weights, keys and values (default: float32 on a CPU, bfloat16 elsewhere)",

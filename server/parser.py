@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypeAlias, get_args
 
 import orca_jax
-from orca_jax.config import FORMATS, Dtype
+from orca_jax.config import FORMATS, Dtype, Rounding
 from server.settings.command_flags import PlanFlags, WorkerFlags
 from server.settings.command_parser import CommandParser
 from server.settings.flags import (
@@ -214,6 +214,11 @@ def _convert(commands: Commands) -> None:
         "--dtype",
         choices=get_args(Dtype),
         help="data type of the converted weights (default: unchanged)",
+    )
+    command.add_argument(
+        "--quantization",
+        choices=get_args(Rounding),
+        help="round the matrices of the layers to these numbers, and write compressed-tensors (safetensors)",
     )
 
 

@@ -97,7 +97,7 @@ def _number(form: PackedForm, row: dict[str, np.ndarray], i: int, n_in: int) -> 
     elif form.scale == "bfloat16":
         scale = np.float32(scale.view(ml_dtypes.bfloat16))
     if form.zero == "zeros":
-        number -= np.float32(row["zeros"][block])
+        number -= np.float32(row["zeros"][block] if form.block else row["zeros"])
     elif form.zero == "mins":
         return np.float32(scale) * number + np.float32(row["mins"][block])
     else:

@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,17 @@ from orca_jax.checkpoint.array_view import put_into
 from orca_jax.checkpoint.directory import find_parameters
 from orca_jax.checkpoint.expert_view import expert_shapes, written_experts
 from orca_jax.checkpoint.head_view import slices_of_tensor, stored_shapes, written_tensor
+from orca_jax.checkpoint.rounded_tensors import quantization_section, rounded_tensors
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.checkpoint.shard_reader import Box, Parts
-from orca_jax.config import FORMATS, Dtype, Format, Layout
-from orca_jax.errors import ConfigError
+from orca_jax.config import FORMATS, Dtype, Format, Layout, Rounding
+from orca_jax.errors import ConfigError, UnsupportedModel
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.family import Family
 from orca_jax.families.hf_config import hf_config_of, read_hf_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Parameter, parameter_table
+from orca_jax.families.parameters import HEAD, Parameter, parameter_table
+from orca_jax.families.quantization_config import rounded_forms
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.stored_name import StoredName, head_places, heads_of_tensors
 from orca_jax.families.strict_json import shown
@@ -50,6 +52,7 @@ def convert_checkpoint(
     *,
     to: Format | None = None,
     dtype: Dtype | None = None,
+    quantization: Rounding | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Format:
@@ -59,10 +62,11 @@ def convert_checkpoint(
     trainer's format has the names, shapes and place in which that trainer looks for the weights of step 0.
 
     The destination must be empty or not exist; it appears only when it is complete. Without `dtype` each
-    parameter keeps its dtype. safetensors get the names and layout of their model type, in files of at most
-    `max_file_bytes`. config.json, the tokenizer and the chat template are copied. `on_bytes(done, total)`
-    receives the progress in bytes read. The host holds one parameter, or one of the trainer's arrays, at a
-    time.
+    parameter keeps its dtype, or is unpacked where the checkpoint is quantized. safetensors get the names and
+    layout of their model type, in files of at most `max_file_bytes`. With `quantization` they are
+    compressed-tensors, with the matrices of layers rounded as `LLM(quantization=...)` rounds them.
+    config.json, the tokenizer and the chat template are copied. `on_bytes(done, total)` receives the progress
+    in bytes read. The host holds one parameter, or one of the trainer's arrays, at a time.
 
     Raises ConfigError or a CheckpointError.
     """
@@ -70,13 +74,16 @@ def convert_checkpoint(
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(_DTYPES)}")
     if to is not None and to not in FORMATS:
         raise ConfigError(f"the format to convert to is {to!r}; it must be one of {', '.join(FORMATS)}")
+    if quantization is not None and to not in (None, "safetensors"):
+        raise ConfigError(f"quantization is {quantization!r}, which is written as safetensors, not as {to}")
     directory = find_directory(source_path)
     target = Path(destination).expanduser()
     model, sources = find_parameters(directory, forms={})
     parts = {name: one for name, one in sources.items() if isinstance(one, Parts)}
     assert parts.keys() == sources.keys(), "sources of dense weights are Parts"
     if to is None:
-        to = "safetensors" if is_orbax(directory) or is_gguf(directory) else "orbax"
+        alone = is_orbax(directory) or is_gguf(directory) or quantization is not None
+        to = "safetensors" if alone else "orbax"
     arrays = None if to in ("safetensors", "orbax") else _TrainersArrays(model, to)
     table = parameter_table(model)
     dtypes = {
@@ -103,8 +110,10 @@ def convert_checkpoint(
             else:
                 place.mkdir()
                 family = FAMILIES[config["model_type"]]
-                tensors = _tensors({name: table[name] for name in parts}, model, family, dtypes, reader)
-                write_files(place, [*tensors], max_file_bytes)
+                tensors = [*_tensors({name: table[name] for name in parts}, model, family, dtypes, reader)]
+                if quantization is not None:
+                    tensors, config["quantization_config"] = _rounded(tensors, model, family, quantization)
+                write_files(place, tensors, max_file_bytes)
             _copy_other_files(directory, place)
             for key in _DTYPE_KEYS:
                 if dtype is not None and key in config:
@@ -115,6 +124,32 @@ def convert_checkpoint(
     except OSError as error:
         raise ConfigError(f"{shown(target)} cannot be written: {error.strerror}") from error
     return to
+
+
+def _rounded(
+    tensors: Sequence[Tensor], model: ModelConfig, family: Family, to: Rounding
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """The tensors of a checkpoint with its matrices rounded, and its quantization_config.
+
+    Raises ConfigError, or UnsupportedModel for a model whose matrices are not linear layers of their own.
+    """
+    forms = rounded_forms(model, to)
+    stored = {name: family.stored_name(name, family.prefixes[0], model) for name in parameter_table(model)}
+    for name in forms:
+        if stored[name].transpose or stored[name].by_expert:
+            raise UnsupportedModel(
+                f"{stored[name].names[0]} is not the matrix of a linear layer, as compressed-tensors needs "
+                f"it; LLM(quantization={to!r}) rounds it as it is loaded"
+            )
+    rounded = {tensor for name in forms for tensor in stored[name].names}
+    others = (name for name, one in parameter_table(model).items() if one.use in ("linear", "expert", "head"))
+    ignored = {tensor for name in others for tensor in stored[name].names} - rounded
+    ignored |= set(stored.get(HEAD, family.stored_name(HEAD, family.prefixes[0], model)).names)
+    written: list[Tensor] = []
+    for tensor in tensors:
+        written += rounded_tensors(tensor, to) if tensor.name in rounded else [tensor]
+    modules = (name.removesuffix(".weight") for name in ignored)
+    return written, quantization_section(to, modules)
 
 
 def _config_json(directory: Path, model: ModelConfig) -> dict[str, Any]:

@@ -6,27 +6,33 @@ from pathlib import Path
 
 from orca_jax.checkpoint.expert_view import expert_shapes, source_of_experts
 from orca_jax.checkpoint.head_view import HeadView, stored_shapes
+from orca_jax.checkpoint.packed_safetensors import PackedMatrix, planes, stored_form
 from orca_jax.checkpoint.safetensors_reader import (
     BYTES,
     FLOAT_DTYPES,
-    FP8,
     StoredTensor,
     read_header,
     same_values,
 )
-from orca_jax.checkpoint.shard_reader import BLOCK, BlockScaled, ComputedArray, Parts, Source, Stored
+from orca_jax.checkpoint.shard_reader import ComputedArray, Parts, Source
 from orca_jax.errors import (
     BadModelConfig,
     CheckpointError,
     TensorMismatch,
 )
 from orca_jax.families.hf_config import HFConfig
-from orca_jax.families.parameters import ENCODER, HEAD, TOKEN_EMBEDDING, layers_with, parameter_table
+from orca_jax.families.parameters import (
+    ENCODER,
+    HEAD,
+    TOKEN_EMBEDDING,
+    Parameter,
+    layers_with,
+    parameter_table,
+)
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.strict_json import shown
+from orca_jax.families.weight_form import Dense
 from orca_jax.model_files.weight_files import find_weight_files
-
-_SCALES = "_scale_inv"  # ends the names of FP8 matrices' scales
 
 
 def find_tensors(
@@ -74,7 +80,7 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Sou
         family.prefixes[0],
     )
     (head,) = family.stored_name(HEAD, prefix, hf_config.model, stored).names
-    found: dict[str, list[StoredTensor]] = {}
+    used = set[str]()
     parts: dict[str, Source] = {}
     for name, parameter in parameter_table(hf_config.model).items():
         wanted = family.stored_name(name, prefix, hf_config.model, stored)
@@ -84,19 +90,27 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Sou
         attention = hf_config.model.attention
         if wanted.by_expert:
             shapes, dtypes = expert_shapes(parameter, wanted), (BYTES,) if wanted.mxfp4 else (*FLOAT_DTYPES,)
-            found[name] = _of_shapes(hf_config, stored, wanted, shapes, dtypes)
-            parts[name] = source_of_experts(found[name], parameter, wanted)
+            of_experts = _of_shapes(hf_config, stored, wanted, shapes, dtypes)
+            used |= {tensor.name for tensor in of_experts}
+            parts[name] = source_of_experts(of_experts, parameter, wanted)
             continue
         shapes = stored_shapes(parameter, wanted, attention)
-        dtypes = (*FLOAT_DTYPES, *((FP8,) if "fp8" in family.quantized and len(shapes[0]) == 2 else ()))
-        found[name] = _of_shapes(hf_config, stored, wanted, shapes, dtypes)
-        matrices = [_unpacked(tensor, stored) for tensor in found[name]]
+        tensors = [
+            _tensor(hf_config, stored, replace(wanted, names=(tensor,)), shape, parameter)
+            for tensor, shape in zip(wanted.names, shapes, strict=True)
+        ]
+        for tensor in tensors:
+            used |= tensor.names if isinstance(tensor, PackedMatrix) else {tensor.name}
+        if not isinstance(parameter.form, Dense) and parameter.form == stored_form(tensors, parameter):
+            parts[name] = planes(tensors, parameter, wanted, attention)
+            continue
+        matrices = [tensor.dense() if isinstance(tensor, PackedMatrix) else tensor for tensor in tensors]
+        transpose = wanted.transpose and isinstance(tensors[0], StoredTensor)
         if wanted.heads is None:
-            parts[name] = Parts(tuple(matrices), wanted.transpose)
+            parts[name] = Parts(tuple(matrices), transpose)
         else:
-            parts[name] = Parts((HeadView.of(matrices, parameter, wanted, attention),))
-    used = {tensor.name for tensors in found.values() for tensor in tensors}
-    used |= {tensor.name + _SCALES for tensors in found.values() for tensor in tensors if tensor.dtype == FP8}
+            as_stored = replace(wanted, transpose=transpose)
+            parts[name] = Parts((HeadView.of(matrices, parameter, as_stored, attention),))
     left = [
         tensor
         for name, tensor in stored.items()
@@ -105,8 +119,8 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Sou
         and not family.is_of_other_part(name)
         and not family.is_further(name, prefix, stored, hf_config.model.n_layers)
     ]
+    embedding = stored[family.stored_name(TOKEN_EMBEDDING, prefix, hf_config.model, stored).names[0]]
     for tensor in left:
-        embedding = found[TOKEN_EMBEDDING][0]
         if family.is_copy(tensor.name, prefix):
             if not same_values(tensor, embedding):
                 raise TensorMismatch(
@@ -155,19 +169,31 @@ def _of_shapes(
     return tensors
 
 
-def _unpacked(tensor: StoredTensor, stored: dict[str, StoredTensor]) -> Stored:
-    """View a matrix in FP8 with its blocks' scales; return any other tensor. Raises TensorMismatch."""
-    if tensor.dtype != FP8:
-        return tensor
-    name, shape = tensor.name + _SCALES, tuple(-(-n // BLOCK) for n in tensor.shape)
-    scales = stored.get(name)
-    if scales is None or (scales.dtype, scales.shape) != ("F32", shape):
-        found = "none" if scales is None else f"{scales.dtype} {shown(list(scales.shape))}"
-        raise TensorMismatch(
-            f"{tensor}: FP8 in blocks of {BLOCK} by {BLOCK}: expected '{shown(name)}' of dtype F32 and shape "
-            f"{list(shape)}, found {found}"
-        )
-    return BlockScaled(tensor, scales)
+def _tensor(
+    hf_config: HFConfig,
+    stored: dict[str, StoredTensor],
+    wanted: StoredName,
+    shape: tuple[int, ...],
+    parameter: Parameter,
+) -> StoredTensor | PackedMatrix:
+    """The tensor, or the tensors of the quantized matrix, of this shape. Raises TensorMismatch.
+
+    Methods that do not list the layers that they left alone, such as routers, have float tensors for them.
+    """
+    (name,) = wanted.names
+    module, _, leaf = name.rpartition(".")
+    quantization = hf_config.quantization
+    if quantization is not None and leaf == "weight" and len(shape) == 2:
+        how = quantization.of(module)
+        is_float = name in stored and stored[name].dtype in FLOAT_DTYPES
+        if how is not None and not is_float:
+            n_out, n_in = shape[::-1] if wanted.transpose else shape
+            return PackedMatrix.find(module, how, (n_out, n_in), stored, quantization.scales)
+        if how is not None and not isinstance(parameter.form, Dense):
+            raise TensorMismatch(
+                f"{stored[name]} is not quantized, but quantization_config says that {shown(module)} is"
+            )
+    return _of_shapes(hf_config, stored, wanted, [shape])[0]
 
 
 def _left_over(hf_config: HFConfig, tensor: StoredTensor, prefix: str, n: int) -> CheckpointError:

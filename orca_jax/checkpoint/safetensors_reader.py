@@ -33,6 +33,14 @@ _ITEM_BYTES = {
 }
 FP8 = "F8_E4M3"
 BYTES = "U8"
+INT8, WORDS = "I8", "I32"
+PACKED_DTYPES = {
+    FP8: np.dtype(ml_dtypes.float8_e4m3fn),
+    BYTES: np.dtype(np.uint8),
+    INT8: np.dtype(np.int8),
+    WORDS: np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+}
 FLOAT_DTYPES = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -57,9 +65,8 @@ class StoredTensor:
 
     @property
     def element(self) -> np.dtype:
-        """The dtype of its elements: a float, FP8 or bytes."""
-        packed = {FP8: np.dtype(ml_dtypes.float8_e4m3fn), BYTES: np.dtype(np.uint8)}
-        return packed.get(self.dtype) or FLOAT_DTYPES[self.dtype]
+        """The dtype of its elements: a float, FP8, or whole numbers."""
+        return PACKED_DTYPES.get(self.dtype) or FLOAT_DTYPES[self.dtype]
 
     @property
     def divisible(self) -> bool:

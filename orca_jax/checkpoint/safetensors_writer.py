@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from orca_jax.checkpoint.safetensors_reader import FLOAT_DTYPES
+from orca_jax.checkpoint.safetensors_reader import FLOAT_DTYPES, PACKED_DTYPES
 from orca_jax.model_files.weight_files import INDEX, SINGLE
 
-_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in (FLOAT_DTYPES | PACKED_DTYPES).items()}
 
 
 @dataclass(frozen=True, slots=True)

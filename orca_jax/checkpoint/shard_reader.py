@@ -14,7 +14,6 @@ import numpy as np
 from orca_jax.errors import TensorMismatch
 
 Box = tuple[tuple[int, int], ...]  # first and end along each axis
-BLOCK = 128  # rows and columns of an FP8 matrix that share a scale
 Place = jax.sharding.Sharding | None  # None: the default device, to which the array is not committed
 
 
@@ -122,42 +121,6 @@ class ComputedArray:
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the part `box` in one piece, at row 0."""
         yield 0, self.values[tuple(slice(*each) for each in box)]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockScaled(MadeOf):
-    """A matrix in FP8, dequantised to float32: each BLOCK by BLOCK part of `values` times one of `scales`.
-
-    The last block of a row or a column may be smaller.
-    """
-
-    values: Stored
-    scales: Stored
-
-    @property
-    def sources(self) -> tuple[Stored, ...]:
-        return (self.values,)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    @property
-    def element(self) -> np.dtype:
-        return np.dtype(np.float32)
-
-    def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the part `box`, some rows at a time. Raises CorruptFile."""
-        (first, _), (begin, stop) = box
-        scales = read_box(self.scales, tuple((low // BLOCK, -(-high // BLOCK)) for low, high in box))
-        of_column = np.arange(begin, stop) // BLOCK - begin // BLOCK
-        for row, piece in self.values.pieces(box):
-            wide = piece.astype(np.float32)
-            top, bottom = first + row, first + row + len(piece)
-            for i in range(top // BLOCK, -(-bottom // BLOCK)):
-                rows = slice(max(0, i * BLOCK - top), (i + 1) * BLOCK - top)
-                wide[rows] *= scales[i - first // BLOCK, of_column]
-            yield row, wide
 
 
 @dataclass(frozen=True, slots=True)

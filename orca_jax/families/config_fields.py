@@ -52,6 +52,10 @@ class ConfigFields:
         found = shown(self._values.get(name))
         return BadModelConfig(f"{shown(self.path)}: {self._within}{name}: expected {rule}, found {found}")
 
+    def full_name(self, name: str = "") -> str:
+        """The name of a field, or of the section itself, with those of the sections around it."""
+        return f"{self._within}{name}".rstrip(".")
+
     def raw(self, name: str) -> Any:
         self._read.add(name)
         return self._values.get(name)

@@ -25,7 +25,7 @@ class Family:
 
     `unread` has fields that change nothing although their names suggest it, each with the reason.
     `has_encoder` is config.json's `is_encoder_decoder`. `quantized` has each `quant_method` of
-    `quantization_config` that is read.
+    `quantization_config` that is read here; quantization_config.py reads others for all families.
 
     `weights` has the stored name of each of our weights. "{i}" in a name is the layer's number, and
     "{prefix}" one of `prefixes`: a whole model is saved with the first, a bare decoder perhaps with another.

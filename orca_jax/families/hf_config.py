@@ -22,6 +22,7 @@ from orca_jax.families.gguf_models import (
     weight_forms,
 )
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.quantization_config import Quantization, quantized_forms, read_quantization
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.unsupported import about_model_type, about_quantisation
@@ -34,12 +35,16 @@ _AUTO_MODELS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "A
 
 @dataclass(frozen=True, slots=True)
 class HFConfig:
-    """The contents of a config.json: the model's shape, and the family whose names its tensors have."""
+    """The contents of a config.json: the model's shape, and the family whose names its tensors have.
+
+    The model's weights have the forms that `quantization` gives them.
+    """
 
     path: Path
     family: Family
     model: ModelConfig
     unread: tuple[str, ...] = ()
+    quantization: Quantization | None = None
 
     @property
     def note(self) -> str:
@@ -76,12 +81,15 @@ def read_hf_config(directory: Path) -> HFConfig:
             f"{about_model_type(model_type, values, FAMILIES)}"
         )
     family = FAMILIES[model_type]
-    _refuse_other_models(fields, family)
+    quantization = read_quantization(fields)
+    _refuse_other_models(fields, family, quantization)
     if family.has_encoder:
         fields = ConfigFields(path, values | _decoder_ids(directory / "generation_config.json"))
     model = _read_model(family, fields, family.config_names)
     check_tokenizer(model, path, directory / "tokenizer.json")
-    return HFConfig(path, family, model, fields.unread)
+    if quantization is not None:
+        model = model.with_forms(quantized_forms(model, family, quantization))
+    return HFConfig(path, family, model, fields.unread, quantization)
 
 
 def _read_model(family: Family, fields: ConfigFields, names: Mapping[str, str]) -> ModelConfig:
@@ -114,7 +122,7 @@ def _decoder_ids(path: Path) -> dict[str, Any]:
     return {name: list(ids) for name, ids in found.items() if ids is not None}
 
 
-def _refuse_other_models(fields: ConfigFields, family: Family) -> None:
+def _refuse_other_models(fields: ConfigFields, family: Family, quantization: Quantization | None) -> None:
     """Refuse a classifier, a quantised model or one with its own code that has the family's model_type."""
     architectures, found = family.architectures, fields.texts("architectures")
     known = {name.casefold() for name in architectures}  # the first Llama files have LLaMAForCausalLM
@@ -124,7 +132,8 @@ def _refuse_other_models(fields: ConfigFields, family: Family) -> None:
             f"found {shown(list(found))}"
         )
     why = ""
-    if (section := fields.raw("quantization_config")) and not _is_known_quantization(fields, family):
+    section = fields.raw("quantization_config")
+    if section and quantization is None and not _is_family_quantization(fields, family):
         why = about_quantisation(section if isinstance(section, dict) else {})
     elif fields.raw("auto_map") and not _names_known_code(fields, family):
         why = "auto_map is set: a model with code of its own is not supported"
@@ -150,30 +159,13 @@ def _names_known_code(fields: ConfigFields, family: Family) -> bool:
     return all(name.rpartition(".")[2] in family.architectures for name in models if name)
 
 
-def _is_known_quantization(fields: ConfigFields, family: Family) -> bool:
-    """Whether the family reads weights quantised in this way. Raises UnsupportedModel."""
+def _is_family_quantization(fields: ConfigFields, family: Family) -> bool:
+    """Whether the family itself reads weights that are quantized in this way. Raises UnsupportedModel."""
     section = fields.section("quantization_config") if family.quantized else None
-    if section is None:
+    if section is None or section.text("quant_method", "") not in family.quantized:
         return False
-    method = section.text("quant_method", "")
-    if method not in family.quantized:
-        return False
-    if method == "fp8":
-        _check_fp8(section)
     section.refuse_others(("modules_to_not_convert", "dequantize"))
     return True
-
-
-def _check_fp8(section: ConfigFields) -> None:
-    """Raise UnsupportedModel unless each block of 128 by 128 weights has one scale."""
-    section.choice("fmt", {"e4m3": None}, "e4m3")
-    section.choice("activation_scheme", {"dynamic": None}, "dynamic")
-    section.choice("scale_fmt", {"float": None, "ue8m0": None}, "float")
-    if (blocks := section.numbers("weight_block_size")) not in ((), (128, 128)):
-        raise UnsupportedModel(
-            f"{shown(section.path)}: quantization_config.weight_block_size: expected [128, 128], "
-            f"found {shown(list(blocks))}"
-        )
 
 
 def check_tokenizer(model: ModelConfig, path: Path, tokenizer: Path) -> None:

@@ -18,6 +18,8 @@ bytes than the file: codes are never widened, and GGUF's 6-bit scales stay 6-bit
     super_scales, super_mins    float16 [*out, in / 256], by which those are multiplied
     mins     like `scales`, added to each number of the block (Q4_1, Q5_1)
     zeros    int8, one for each scale: the code that means 0 (GPTQ, AWQ; for int8 codes less 128)
+    order    int32 [in], the place of each of the planes' inputs among the weight's (GPTQ's act-order)
+    input_scales   float32 [*out], all the same: the scale of activations that are rounded to FP8
 
 With these a number is
 
@@ -69,7 +71,8 @@ class PackedForm:
 
     `block` inputs share a scale, None: all inputs of a row. `zero` is the code that means 0, "zeros" where
     each block has one, "mins" where each block has a minimum. With `integer_inputs` activations are rounded
-    to int8 with one scale a token before the product (W8A8).
+    to int8 with one scale a token before the product (W8A8), with `float_inputs` to float8_e4m3fn, with one
+    scale a token or the weight's static one. With `ordered` input i of the planes is activation order[i].
     """
 
     name: str
@@ -80,6 +83,8 @@ class PackedForm:
     zero: int | Literal["zeros", "mins"] = 0
     table: tuple[int, ...] = ()
     integer_inputs: bool = False
+    float_inputs: Literal["", "token", "static"] = ""
+    ordered: bool = False
 
     @property
     def flat_inputs(self) -> bool:
@@ -109,6 +114,11 @@ class PackedForm:
             return (
                 f"weights cannot be replaced while they are held in {self.name}; load the model from a "
                 "checkpoint that is not quantized, or with --quantization"
+            )
+        if self.float_inputs == "static":
+            return (
+                "weights cannot be replaced while activations are rounded with the scales of a checkpoint; "
+                "load the model from a checkpoint that is not quantized, or with --quantization"
             )
         return None
 
@@ -144,6 +154,10 @@ class PackedForm:
             planes["mins"] = plane(n_blocks, _SCALES[self.scale])
         if self.zero == "zeros":
             planes["zeros"] = plane(n_blocks, np.int8)
+        if self.float_inputs == "static":
+            planes["input_scales"] = plane(None, np.float32)
+        if self.ordered:
+            planes["order"] = HeldArray((inputs,), np.dtype(np.int32), (len(shape) - 1,))
         return planes
 
 

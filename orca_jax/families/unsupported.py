@@ -49,11 +49,7 @@ _KINDS: Mapping[str, str] = {
 _KIND_OF = {model_type: kind for kind, types in _KINDS.items() for model_type in types.split()}
 
 _METHODS: Mapping[str, str] = {
-    "gptq": "GPTQ",
-    "awq": "AWQ",
     "bitsandbytes": "bitsandbytes",
-    "compressed-tensors": "compressed-tensors (llm-compressor)",
-    "fp8": "FP8",
     "fbgemm_fp8": "FBGEMM's FP8",
     "mxfp4": "MXFP4",
     "modelopt": "NVIDIA's Model Optimizer",
@@ -70,11 +66,7 @@ _METHODS: Mapping[str, str] = {
     "quark": "AMD's Quark",
 }
 # The class of transformers that loads such weights as bfloat16.
-_DEQUANTISED: Mapping[str, str] = {
-    "mxfp4": "Mxfp4Config",
-    "fp8": "FineGrainedFP8Config",
-    "compressed-tensors": "CompressedTensorsConfig",
-}
+_DEQUANTISED: Mapping[str, str] = {"mxfp4": "Mxfp4Config"}
 
 
 def about_model_type(model_type: str, values: Mapping[str, Any], known: Collection[str]) -> str:

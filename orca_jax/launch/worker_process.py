@@ -62,7 +62,7 @@ class WorkerProcess:
 
     def __init__(self, options: WorkerOptions, *, on_load: OnLoad) -> None:
         stage, n_stages, engine = options.stage, options.n_stages, options.engine
-        found = find_model(engine.model, engine.load_format)
+        found = find_model(engine.model, engine.load_format, quantization=engine.quantization)
         if options.coordinator is not None:
             join_job(options.coordinator, stage=stage, n_stages=n_stages)
         devices = jax.local_devices()

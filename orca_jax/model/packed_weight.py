@@ -62,9 +62,23 @@ def rounded(x: Array) -> Array:
     return (jnp.round(wide / scale) * scale).astype(x.dtype)
 
 
+def rounded_to_float8(x: Array, scale: Array | None) -> Array:
+    """Activations [T, in] rounded to float8_e4m3fn, times `scale`, or a scale for each token."""
+    wide = x.astype(jnp.float32)
+    greatest = float(jnp.finfo(jnp.float8_e4m3fn).max)
+    if scale is None:
+        scale = jnp.maximum(jnp.abs(wide).max(axis=1, keepdims=True), 1e-30) / greatest
+    numbers = jnp.clip(wide / scale, -greatest, greatest).astype(jnp.float8_e4m3fn)
+    return (numbers.astype(jnp.float32) * scale).astype(x.dtype)
+
+
 def encoded_planes(form: PackedForm, dense: Array) -> dict[str, Array]:
-    """The planes of a dense weight [*out, in], rounded to nearest; for forms with a fixed zero. Traced."""
-    assert form.fixed is None and isinstance(form.zero, int), form
+    """The planes of a dense weight [*out, in], rounded to nearest. Traced.
+
+    Zeros are those of a symmetric form, and inputs keep their order.
+    """
+    assert form.fixed is None, form
+    zero = form.zero if isinstance(form.zero, int) else 8 if form.code == "nibbles" else 0
     *out, n_in = dense.shape
     block = form.block or n_in
     blocks = dense.astype(jnp.float32).reshape(*out, n_in // block, block)
@@ -73,13 +87,17 @@ def encoded_planes(form: PackedForm, dense: Array) -> dict[str, Array]:
     wide = _wide(form, scales)[..., None]
     numbers = blocks / jnp.where(wide > 0, wide, 1)
     planes = {"scales": scales.reshape(tuple(out)) if form.block is None else scales}
+    if form.zero == "zeros":
+        planes["zeros"] = jnp.full(planes["scales"].shape, zero, jnp.int8)
+    if form.ordered:
+        planes["order"] = jnp.arange(n_in, dtype=jnp.int32)
     if form.code == "fp8":
         codes = jnp.clip(numbers, -greatest, greatest).astype(jnp.float8_e4m3fn)
         return {"codes": lax.bitcast_convert_type(codes, jnp.uint8).reshape(dense.shape), **planes}
     rounded = jnp.clip(jnp.round(numbers), -greatest - (form.code == "nibbles"), greatest)
     if form.code == "int8":
         return {"codes": rounded.astype(jnp.int8).reshape(dense.shape), **planes}
-    runs = (rounded + form.zero).astype(jnp.uint8).reshape(*out, n_in // 32, 2, 16)
+    runs = (rounded + zero).astype(jnp.uint8).reshape(*out, n_in // 32, 2, 16)
     codes = runs[..., 0, :] | runs[..., 1, :] << 4
     return {"codes": codes.reshape(*out, n_in // 2), **planes}
 
@@ -93,9 +111,14 @@ def random_planes(form: PackedForm, shape: tuple[int, ...], key: Array) -> dict[
             key, own = jax.random.split(key)
             planes[name] = lax.bitcast_convert_type(jax.random.bits(own, array.shape, jnp.uint8), array.dtype)
             continue
+        if name == "order":
+            planes[name] = jnp.arange(array.shape[0], dtype=jnp.int32)
+            continue
         step = 0.02 / greatest / (32 if name.startswith("super") and form.scale == "six_bits" else 1)
-        if name == "zeros":
-            value: Any = 8 if form.code == "nibbles" else 0
+        if name == "input_scales":
+            value: Any = 0.05
+        elif name == "zeros":
+            value = 8 if form.code == "nibbles" else 0
         elif name == "super_mins":
             value = step * 8
         elif name == "mins":

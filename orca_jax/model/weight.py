@@ -24,6 +24,7 @@ from orca_jax.model.packed_weight import (
     product_unpacked,
     random_planes,
     rounded,
+    rounded_to_float8,
     unpacked,
 )
 
@@ -136,25 +137,37 @@ class PackedWeight(FormedWeight, form=PackedForm):
 
     form: PackedForm
 
+    def _prepared(self, x: Array) -> tuple[Array, dict[str, Array]]:
+        """The activations in the planes' order, rounded to FP8 if the form says so, and the other planes."""
+        planes = dict(self.arrays)
+        if self.form.ordered:
+            x = x[:, planes.pop("order")]
+        if self.form.float_inputs:
+            static = planes.pop("input_scales", None)
+            x = rounded_to_float8(x, None if static is None else static.reshape(-1)[0])
+        return x, planes
+
     def product(self, x: Array, products: Products) -> Array:
         """x [T, in] times this weight: [T, out]."""
+        x, planes = self._prepared(x)
         if products.packed is not None:
-            y = products.packed(x, self.form, self.arrays, products.n_tokens)
+            y = products.packed(x, self.form, planes, products.n_tokens)
             if y is not None:
                 return y
-        return product_unpacked(x, self.form, self.arrays, products)
+        return product_unpacked(x, self.form, planes, products)
 
     def by_expert(self, x: Array, sizes: Array, products: Products) -> Array:
         """layers.grouped_matmul with this weight [X, *out, in]."""
+        x, held = self._prepared(x)
         if products.packed_grouped is not None:
-            y = products.packed_grouped(x, self.form, self.arrays, sizes)
+            y = products.packed_grouped(x, self.form, held, sizes)
             if y is not None:
                 return y
         if self.form.integer_inputs:
             x = rounded(x)
 
         def experts(at: Array) -> Array:
-            planes = {name: plane[at] for name, plane in self.arrays.items()}
+            planes = {name: plane[at] for name, plane in held.items()}
             found = unpacked(self.form, planes, x.dtype)
             return found.reshape(*at.shape, -1, found.shape[-1])
 
@@ -174,7 +187,7 @@ class PackedWeight(FormedWeight, form=PackedForm):
     @classmethod
     def drawn(cls, form: Any, parameter: Parameter, key: Array, dense: Callable[[], Array]) -> "PackedWeight":
         """A random weight: rounded dense numbers where the form allows it, else random codes."""
-        if form.fixed is None and form.zero != "zeros":
+        if form.fixed is None:
             return cls.encoded(form, dense(), parameter.n_in)
         return cls(form, random_planes(form, parameter.shape, key))
 

@@ -4,10 +4,11 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from orca_jax.config import EngineConfig, LoadFormat
+from orca_jax.config import EngineConfig, LoadFormat, Rounding
 from orca_jax.errors import LIKELY, BadModelConfig, ConfigError, NotACheckpoint, closest
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
+from orca_jax.families.quantization_config import rounded_forms
 from orca_jax.families.strict_json import shown
 from orca_jax.families.trainers.orca_json import described_model, is_orbax
 from orca_jax.gguf_file import GgufFile, is_gguf
@@ -49,29 +50,36 @@ def find_model(
     load_format: LoadFormat,
     generation_config: str | Path = "none",
     tokenizer: str | Path | None = None,
+    quantization: Rounding | None = None,
 ) -> FoundModel:
     """Find the model that `model` names; None is the demo model.
 
     `generation_config` is "auto" for generation_config.json in the model's directory, "none", or another
     directory with that file. `tokenizer` is a place as in `with_tokenizer`, to use instead of the model's.
+    With `quantization` the matrices of its layers are rounded.
+
     Raises ConfigError or a CheckpointError.
     """
-    found = _found(model, load_format, generation_config, tokenizer is None)
+    found = _found(model, load_format, generation_config, quantization, tokenizer is None)
     return found if tokenizer is None else with_tokenizer(found, tokenizer)
 
 
 def _found(
-    model: str | Path | None, load_format: LoadFormat, generation_config: str | Path, needs_tokenizer: bool
+    model: str | Path | None,
+    load_format: LoadFormat,
+    generation_config: str | Path,
+    quantization: Rounding | None,
+    needs_tokenizer: bool,
 ) -> FoundModel:
     name = "the demo model" if model is None else str(model)
     if load_format == "dummy" and str(model) in PRESETS:
         generation = read_generation_defaults(None, generation_config)
-        config = _with_end_tokens(PRESETS[str(model)], generation, None)
+        config = _with_end_tokens(_held(PRESETS[str(model)], load_format, quantization), generation, None)
         return FoundModel(name, config, None, None, generation)
     directory = _directory(model)
     generation = read_generation_defaults(directory, generation_config)
     described, note = described_model(directory)
-    config = _with_end_tokens(_held(described, load_format), generation, None)
+    config = _with_end_tokens(_held(described, load_format, quantization), generation, None)
     found = FoundModel(name, config, None, directory, generation, directory, note=note)
     if is_gguf(directory):  # whose tokenizer may be of a kind that is not read, and takes a second to make
         has_one = needs_tokenizer and has_tokenizer(GgufFile(directory))
@@ -96,16 +104,18 @@ def with_tokenizer(found: FoundModel, place: str | Path) -> FoundModel:
     return replace(found, config=config, tokenizer=tokenizer, text_directory=directory)
 
 
-def find_config(model: str | Path | None, load_format: LoadFormat = "auto") -> ModelConfig:
+def find_config(
+    model: str | Path | None, load_format: LoadFormat = "auto", quantization: Rounding | None = None
+) -> ModelConfig:
     """Find the config of the model that `model` names, without its weights; None is the demo model.
 
-    With the `load_format` packed its experts are in MXFP4.
+    With the `load_format` packed its experts are in MXFP4; with `quantization` its matrices are rounded.
 
     Raises ConfigError or a CheckpointError.
     """
     if str(model) in PRESETS and not Path(str(model)).is_dir():
-        return _held(PRESETS[str(model)], load_format)
-    return _held(described_model(_directory(model, weights=False))[0], load_format)
+        return _held(PRESETS[str(model)], load_format, quantization)
+    return _held(described_model(_directory(model, weights=False))[0], load_format, quantization)
 
 
 def check_model(engine: EngineConfig, *, weights: bool = True) -> None:
@@ -118,12 +128,14 @@ def check_model(engine: EngineConfig, *, weights: bool = True) -> None:
     if engine.tokenizer is not None:
         _tokenizer_file(engine.tokenizer)
     if is_function(model):
+        check_rounded(engine)
         return
     if load_format == "dummy" and str(model) in PRESETS:
+        _held(PRESETS[str(model)], load_format, engine.quantization)
         read_generation_defaults(None, engine.generation_config)
         return
     directory = _directory(model, weights=False)
-    _held(described_model(directory)[0], load_format)
+    _held(described_model(directory)[0], load_format, engine.quantization)
     read_generation_defaults(directory, engine.generation_config)
     is_here = model is None or Path(model).expanduser() == directory
     of_its_own = is_orbax(directory) or is_gguf(directory)
@@ -163,9 +175,16 @@ def _directory(model: object, *, weights: bool = True) -> Path:
         raise NotACheckpoint(f'{error}; {is_one}: load_format="dummy" runs it with random weights') from error
 
 
-def _held(model: ModelConfig, load_format: LoadFormat) -> ModelConfig:
+def check_rounded(engine: EngineConfig) -> None:
+    """Raise ConfigError if a user's model is to be rounded."""
+    if engine.quantization is not None:
+        raise ConfigError("quantization rounds checkpoints; a model of your own holds its weights itself")
+
+
+def _held(model: ModelConfig, load_format: LoadFormat, quantization: Rounding | None) -> ModelConfig:
     """The model as its devices hold it."""
-    return model.with_packed_experts() if load_format == "packed" else model
+    held = model.with_packed_experts() if load_format == "packed" else model
+    return held if quantization is None else held.with_forms(rounded_forms(held, quantization))
 
 
 def _with_end_tokens(config: ModelConfig, generation: GenerationDefaults, end: int | None) -> ModelConfig:

@@ -5,6 +5,7 @@ from functools import lru_cache
 from orca_jax.config import ParallelConfig
 from orca_jax.errors import ConfigError, UnevenBlocks
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.packed_form import PackedForm
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.planning.expert_exchange import exchangeable
 
@@ -74,6 +75,8 @@ def _uneven_blocks(config: ModelConfig, n_devices: int) -> str | None:
     for one, name in _packed_weights(config).items():
         n_in, multiple = one.shape[-1], one.form.multiple
         is_split = one.split_axis(n_devices) == len(one.shape) - 1
+        if n_devices > 1 and is_split and _is_ordered(one):
+            return f"the inputs of {name} are in an order of their own (GPTQ's act-order), and stay together"
         if is_split and n_in % (n_devices * multiple):
             return (
                 f"the {n_in} inputs of {name} are packed in blocks of {multiple}, of which each device needs "
@@ -84,12 +87,16 @@ def _uneven_blocks(config: ModelConfig, n_devices: int) -> str | None:
 
 @lru_cache(maxsize=64)
 def _packed_weights(config: ModelConfig) -> dict[Parameter, str]:
-    """The distinct weights whose inputs are in blocks, each with the name of the first that equals it."""
+    """The distinct weights with inputs in blocks or in an order of their own, by the first name of each."""
     found: dict[Parameter, str] = {}
     for name, one in parameter_table(config).items() if config.weight_forms else ():
-        if one.form.multiple > 1:
+        if one.form.multiple > 1 or _is_ordered(one):
             found.setdefault(one, name)
     return found
+
+
+def _is_ordered(parameter: Parameter) -> bool:
+    return isinstance(parameter.form, PackedForm) and parameter.form.ordered
 
 
 def split_summary(n_layers: int, parallel: ParallelConfig) -> str:

@@ -16,7 +16,13 @@ from orca_jax.config import EngineConfig
 from orca_jax.errors import ConfigError
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
-from orca_jax.model_files.found_model import FoundModel, find_model, is_function, with_tokenizer
+from orca_jax.model_files.found_model import (
+    FoundModel,
+    check_rounded,
+    find_model,
+    is_function,
+    with_tokenizer,
+)
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.partition import StagePart
@@ -35,8 +41,11 @@ def find_any_model(config: EngineConfig) -> FoundModel:
     if is_function(model):
         model = _make(model)
     if model is None or isinstance(model, str | Path):
-        return find_model(model, config.load_format, config.generation_config, config.tokenizer)
+        return find_model(
+            model, config.load_format, config.generation_config, config.tokenizer, config.quantization
+        )
     _check(model)
+    check_rounded(config)
     found = FoundModel(type(model).__name__, _config(model), None, None, user_model=model)
     tokenizer = config.tokenizer or getattr(model, "tokenizer", None)
     return found if tokenizer is None else with_tokenizer(found, tokenizer)

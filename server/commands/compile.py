@@ -16,7 +16,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
     notes, start = Notes(), time.monotonic()
     config = compile_config(args, os.environ)
-    find_config(config.model, config.load_format)  # a mistake in it is reported before JAX is imported
+    # A mistake in it is reported before JAX is imported.
+    find_config(config.model, config.load_format, config.quantization)
     hold_memory(os.environ, config.memory_fraction or MEMORY_FRACTION)
     with programs_bar(notes) as show:
         compiled = orca_jax.compile_engine(config, on_program=show)

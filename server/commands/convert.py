@@ -17,7 +17,12 @@ def run(args: argparse.Namespace) -> int:
     notes = Notes()
     with bytes_bar(notes, "Converting") as show:
         to = orca_jax.convert_checkpoint(
-            args.source, args.destination, to=args.to, dtype=args.dtype, on_bytes=show
+            args.source,
+            args.destination,
+            to=args.to,
+            dtype=args.dtype,
+            quantization=args.quantization,
+            on_bytes=show,
         )
     made = {"safetensors": "safetensors", "orbax": "an Orbax checkpoint"}.get(
         to, f"an Orbax checkpoint, {to}"

@@ -73,7 +73,9 @@ def _check_answers(
     args: argparse.Namespace, engine: EngineConfig, source: BinaryIO, answers: Answers
 ) -> None:
     """Raise UsageError, before the model is loaded, if it cannot go on with these answers."""
-    found = find_model(engine.model, engine.load_format, engine.generation_config, engine.tokenizer)
+    found = find_model(
+        engine.model, engine.load_format, engine.generation_config, engine.tokenizer, engine.quantization
+    )
     jsonl.check_answers(
         source,
         answers,
@@ -86,6 +88,8 @@ def _check_answers(
 def _model_hash(model: "LLM | FoundModel", args: argparse.Namespace) -> str:
     """The hash of the files and flags that decide what the model answers."""
     settings: dict[str, object] = {"dtype": args.dtype, "load_format": args.load_format}
+    if args.quantization is not None:
+        settings["quantization"] = args.quantization
     if model.directory is None:
         settings["model"] = args.model
     if args.chat_template is not None:

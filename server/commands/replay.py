@@ -38,7 +38,8 @@ def _check_model(recording: Recording, model: str | None) -> None:
     header = recording.header
     if header.get("load_format") in get_args(LoadFormat):
         named = header.get("model") if model is None else model
-        check_model(EngineConfig(model=named, load_format=header["load_format"]))
+        quantization = header.get("quantization")
+        check_model(EngineConfig(model=named, load_format=header["load_format"], quantization=quantization))
 
 
 def _show(report: ReplayReport, notes: Notes) -> None:

@@ -141,10 +141,8 @@ _ADVICE = {
     "--disable-cuda-graph": (
         "XLA records kernels into CUDA graphs; XLA_FLAGS=--xla_gpu_enable_command_buffer= turns that off"
     ),
-    "--quantization -q --quantize": (
-        "weights are not quantised here yet; leave it out. FP8 and MXFP4 "
-        "checkpoints are read as they are, and --load-format packed keeps"
-        " experts in MXFP4"
+    "-q --quantize": (
+        "--quantization int8, int4 or fp8 rounds the weights of any checkpoint; quantized ones need no flag"
     ),
     "--kv-cache-dtype --cache-type-k -ctk --cache-type-v -ctv": (
         "keys and values have the data type of --dtype; leave it out"

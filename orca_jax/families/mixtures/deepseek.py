@@ -221,7 +221,6 @@ def _family(version: int, read: Callable[[ConfigFields], ModelConfig], **other: 
         weights=_WEIGHTS,
         alternatives=experts_in_files.FUSED,
         unread=_UNREAD,
-        quantized=("fp8",),
         **other,
     )
 

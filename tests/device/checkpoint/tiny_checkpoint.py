@@ -15,6 +15,7 @@ DTYPES = {
     "F32": np.dtype("<f4"),
     "F64": np.dtype("<f8"),
     "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
     "I8": np.dtype("i1"),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "U8": np.dtype("u1"),

@@ -177,7 +177,12 @@ def test_defaults_of_missing_fields(tmp_path: Path) -> None:
         (V3, {"num_experts_per_tok": 33}, BadModelConfig, "num_experts_per_tok is 33, but 4 groups have 32"),
         (V3, {"rope_scaling": {"type": "yarn", "factor": 2.0, "alpha": 3}}, UnsupportedModel, "alpha"),
         (V3, {"sliding_window": 7}, UnsupportedModel, "sliding_window"),
-        (V2_LITE, {"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "quant_method"),
+        (
+            V2_LITE,
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            UnsupportedModel,
+            "quant_method",
+        ),
     ],
 )
 def test_unsupported_models_are_refused(

@@ -387,7 +387,7 @@ def test_a_preset_is_what_its_family_reads_from_the_published_config(name: str, 
     if config["model_type"] not in FAMILIES:
         pytest.skip(f"there is no family {config['model_type']}")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_config(tmp_path) == PRESETS[name]
+    assert read_config(tmp_path).with_forms({}) == PRESETS[name]  # some are published quantized
 
 
 def test_every_preset_is_documented() -> None:

@@ -57,11 +57,13 @@ def test_no_family_is_called_unsupported() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quantised by GPTQ in 4 bits (quant_method gptq)"),
-        ({"quant_method": "awq", "bits": 4}, "quantised by AWQ in 4 bits"),
+        (
+            {"quant_method": "auto-round", "bits": 4},
+            "quantised by AutoRound in 4 bits (quant_method auto-round)",
+        ),
+        ({"quant_method": "aqlm", "bits": 2}, "quantised by AQLM in 2 bits"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised by bitsandbytes (quant_method"),
-        ({"quant_method": "compressed-tensors"}, "CompressedTensorsConfig(dequantize=True)"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FineGrainedFP8Config(dequantize=True)"),
+        ({"quant_method": "mxfp4"}, "Mxfp4Config(dequantize=True)"),
         ({"quant_method": "new"}, "quantised by new (quant_method new)"),
         ({"bits": 4}, "a method that it does not name in 4 bits"),
         ({"quant_method": ["x"]}, "a method that it does not name"),

@@ -16,6 +16,7 @@ from orca_jax.workers.worker_options import WorkerOptions
 ENGINE = EngineConfig(
     model="a model",
     load_format="dummy",
+    quantization="int4",
     dtype="bfloat16",
     generation_config="none",
     tokenizer="t",
