@@ -71,6 +71,21 @@ static inline Planes planes_of(const XLA_FFI_CallFrame *frame, int *next, size_t
   return planes;
 }
 
+/* The planes of weight `i` of several, each with n_out rows. */
+static inline Planes nth_weight(const Planes *all, size_t i, size_t n_out) {
+  const size_t first = i * n_out, n_in = all->n_in, n_super = n_in / SUPER;
+  const size_t of_scales = SCALE == SIX_BITS ? n_super * 12 : SCALE == Q6_K ? n_in / 16 : all->n_scales * SCALE_BYTES;
+  Planes one = *all;
+  one.codes += first * (n_in * CODE / 8);
+  one.scales += first * of_scales;
+  if (HIGH) one.high += first * (n_in * HIGH / 8);
+  if (one.super_scales) one.super_scales += first * n_super * 2;
+  if (one.super_mins) one.super_mins += first * n_super * 2;
+  if (one.mins) one.mins += first * of_scales;
+  if (one.zeros) one.zeros += first * all->n_scales;
+  return one;
+}
+
 /* ---- x ---- */
 
 static inline Run *runs_of(const Product *p, size_t token) {

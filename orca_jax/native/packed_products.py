@@ -30,13 +30,39 @@ def native_packed(
     without AVX-512 or AVX2.
     """
     n_out = planes["codes"].size // planes["codes"].shape[-1]
-    assert has_packed_form(x, form, n_out)
     if n_tokens is None:
         n_tokens = jnp.full(1, x.shape[0], jnp.int32)
     assert n_tokens.shape == (1,) and n_tokens.dtype == jnp.int32
+    return _call("packed_linear", x, form, planes, (n_out,), n_tokens)
+
+
+def native_packed_grouped(
+    x: jax.Array, form: PackedForm, planes: Mapping[str, jax.Array], sizes: jax.Array
+) -> jax.Array:
+    """Consecutive groups of rows of x [N, in], each times its own weight of [X, *out, in]: [N, out].
+
+    Group i has sizes[i] rows, [X] int32; rows after the last group give zeros. A row's result is that of
+    native_packed for its group's weight.
+    """
+    codes = planes["codes"]
+    n_experts, n_out = len(codes), codes.size // (len(codes) * codes.shape[-1])
+    assert sizes.shape == (n_experts,) and sizes.dtype == jnp.int32
+    return _call("packed_grouped", x, form, planes, (n_experts, n_out), sizes)
+
+
+def _call(
+    operation: str,
+    x: jax.Array,
+    form: PackedForm,
+    planes: Mapping[str, jax.Array],
+    rows: tuple[int, ...],
+    counts: jax.Array,
+) -> jax.Array:
+    n_tokens, n_in = x.shape
+    assert has_packed_form(x, form, rows[-1])
     sizes = packed_sizes(form, x.dtype.name)
     assert sizes is not None
-    # A scale for a whole row has no axis of inputs.
-    flat = [planes[name].reshape(n_out, -1) for name in form.arrays((n_out, x.shape[1]), 1, x.dtype)]
-    y = jax.ShapeDtypeStruct((x.shape[0], n_out), x.dtype)
-    return jax.ffi.ffi_call(target("packed_linear", **sizes), y)(x, *flat, n_tokens)
+    # A scale for a whole row has no axis of inputs; here it gets one.
+    flat = [planes[name].reshape(*rows, -1) for name in form.arrays((*rows, n_in), 1, x.dtype)]
+    y = jax.ShapeDtypeStruct((n_tokens, rows[-1]), x.dtype)
+    return jax.ffi.ffi_call(target(operation, **sizes), y)(x, *flat, counts)

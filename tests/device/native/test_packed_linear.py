@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from orca_jax.families.packed_form import PackedForm
 from orca_jax.model.packed_weight import unpacked
 from orca_jax.native import packed_products
-from orca_jax.native.packed_products import has_packed_form, native_packed
+from orca_jax.native.packed_products import has_packed_form, native_packed, native_packed_grouped
 from tests.device.native.native_form import needs_native, other_lanes
 from tests.packed_planes import EVERY_FORM, random_planes
 
@@ -227,6 +227,25 @@ def test_weights_of_several_axes_are_flattened() -> None:
     x = inputs(15, 3, 64)
     shaped = {name: plane.reshape(3, 16, *plane.shape[1:]) for name, plane in planes.items()}
     assert np.array_equal(product(x, form, shaped), product(x, form, planes))
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q4_1", "w4-zeros", "w8", "MXFP4"])
+def test_groups_of_rows_have_the_results_of_their_weights(name: str) -> None:
+    form = IN_C[name]
+    n_in = n_inputs(form, 2)
+    planes = random_planes(form, (5, 3, 16, n_in), 16)
+    x = inputs(17, 60, n_in)
+    for sizes in ([13, 0, 1, 30, 2], [0, 0, 0, 0, 0], [0, 60, 0, 0, 0], [-1, 50, 0, 0, 50]):
+        given = np.asarray(native_packed_grouped(jnp.asarray(x), form, planes, jnp.array(sizes, jnp.int32)))
+        first = 0
+        for i, size in enumerate(sizes):
+            end = min(len(x), first + max(0, size))
+            if end > first:
+                of_group = {name: plane[i] for name, plane in planes.items()}
+                assert np.array_equal(given[first:end], product(x[first:end], form, of_group)), (sizes, i)
+            first = end
+        assert not given[first:].any()
 
 
 def test_shapes_and_forms_that_it_does_not_support() -> None:
