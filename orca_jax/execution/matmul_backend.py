@@ -1,10 +1,13 @@
 """Chooses the matrix products of a stage's linear layers, experts and head; nothing else does.
 
-On a CPU with AVX-512 or AVX2 and a C compiler, float32 and bfloat16 weights use the product in C (native/).
+On a CPU with AVX-512 or AVX2 and a C compiler, float32, bfloat16 and packed weights use products in C
+(native/).
 Experts use a kernel on Hopper GPUs (pallas/grouped_product.py). XLA computes all other products
 (model/layers.py).
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,8 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from orca_jax.families.packed_form import PackedForm
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.native.compiler import NotBuilt
+from orca_jax.native.packed_products import has_packed_form, native_packed, native_packed_grouped
 from orca_jax.native.products import (
     DTYPES,
     has_form,
@@ -72,7 +77,21 @@ class Products:
                 return None
             return native_mixture(x, weights, experts, up, down, steady=self.whole)
 
-        return Matmul(product, grouped, mixture, n_tokens=n_tokens)
+        return Matmul(product, grouped, mixture, _packed, _packed_grouped, n_tokens)
+
+
+def _packed(
+    x: jax.Array, form: PackedForm, planes: Mapping[str, jax.Array], n_tokens: jax.Array | None
+) -> jax.Array | None:
+    n_out = math.prod(planes["codes"].shape[:-1])
+    return native_packed(x, form, planes, n_tokens) if has_packed_form(x, form, n_out) else None
+
+
+def _packed_grouped(
+    x: jax.Array, form: PackedForm, planes: Mapping[str, jax.Array], sizes: jax.Array
+) -> jax.Array | None:
+    n_out = math.prod(planes["codes"].shape[1:-1])
+    return native_packed_grouped(x, form, planes, sizes) if has_packed_form(x, form, n_out) else None
 
 
 def _grouped_on_gpu(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, n_cores: int) -> jax.Array:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.families.packed_form import PackedForm
 from orca_jax.model.packed_weight import unpacked
+from orca_jax.model.weight import kind_of
 from orca_jax.native import packed_products
 from orca_jax.native.packed_products import has_packed_form, native_packed, native_packed_grouped
 from tests.device.native.native_form import needs_native, other_lanes
 from tests.packed_planes import EVERY_FORM, random_planes
 
+CPU = jax.devices("cpu")[0]
 BFLOAT16 = ml_dtypes.bfloat16
 RUN = 32
 IN_C = {name: form for name, form in EVERY_FORM.items() if form.code != "fp8"}
@@ -256,6 +260,24 @@ def test_shapes_and_forms_that_it_does_not_support() -> None:
     assert not has_packed_form(jnp.zeros((3, 128)), IN_C["Q4_K"], 16)
     assert not has_packed_form(jnp.zeros((3, 40)), IN_C["w8"], 16)
     assert not has_packed_form(x, EVERY_FORM["fp8"], 16)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_cpu_with_a_compiler_multiplies_packed_weights_with_it(dtype: Any) -> None:
+    form = IN_C["Q4_1"]
+    planes, experts = random_planes(form, (48, 64), 18), random_planes(form, (2, 48, 64), 19)
+    x = jnp.asarray(inputs(20, 5, 64), dtype)
+    for deterministic in (False, True):
+        chosen = choose_products(CPU, dtype, deterministic=deterministic).bind(jnp.array([4], jnp.int32))
+        y = chosen(x, kind_of(form)(form, planes))
+        assert np.array_equal(y, product(np.asarray(x), form, planes, 4))
+        sizes = jnp.array([3, 2], jnp.int32)
+        by_expert = chosen.by_expert(x, kind_of(form)(form, experts), sizes)
+        assert np.array_equal(by_expert, native_packed_grouped(x, form, experts, sizes))
+    small = random_planes(form, (8, 64), 21)  # too few outputs for C
+    true = np.asarray(x, np.float32) @ numbers_of(form, small).T
+    np.testing.assert_allclose(chosen(x, kind_of(form)(form, small)), true, rtol=0.02, atol=0.02)
 
 
 @needs_native
