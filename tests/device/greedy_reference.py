@@ -20,8 +20,10 @@ class GreedyReference:
     def __init__(self, model: ModelConfig, parameters: Mapping[str, jax.Array]) -> None:
         self._model, self._parameters = model, dict(parameters)
 
-    def sure(self, request: Request) -> int:
+    def sure(self, request: Request, margin: float = MARGIN) -> int:
         """The number of output tokens before the first unsure choice; fail unless all are the reference's.
+
+        A choice is unsure if the two best logits are less than `margin` apart.
 
         The model is causal, so one pass over the whole text, padded, gives every choice at once.
         """
@@ -31,7 +33,7 @@ class GreedyReference:
         for i, token in enumerate(request.output_ids):
             row = logits[len(request.prompt_ids) + i - 1]
             best, second = np.sort(row)[:-3:-1]
-            if best - second < MARGIN:
+            if best - second < margin:
                 return i
             assert token == row.argmax(), (request.request_id, i)
         return len(request.output_ids)
