@@ -1,6 +1,6 @@
-"""The native linear layer, products of experts and split attention against XLA's, in one process on the CPU.
+"""The native linear layers, products of experts and split attention against XLA's, in one process on the CPU.
 
-    taskset -c 0 python -m bench.native [--dtype bfloat16] [--rounds 9]
+    taskset -c 0 python -m bench.native [--dtype bfloat16] [--rounds 9] [--only packed]
 
 Times are processor time, which on a shared machine leaves out the time that other programs run. On one core
 it is the duration of the call; XLA starts one thread for each core that it may use.
@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from orca_jax.families.packed_form import GGUF_FORMS, PackedForm
 from orca_jax.model.attention import attention_work
 from orca_jax.model.attention import split_attention as jax_attention
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import grouped_matmul, matmul
+from orca_jax.native.packed_products import native_packed
 from orca_jax.native.products import native_grouped, native_linear
 from orca_jax.native.split_attention import native_split_attention
 
@@ -30,6 +32,10 @@ BLOCK = 16
 LINEAR = [(2304, 768), (768, 3072)]
 EXPERTS = [(8, 2048, 768), (8, 768, 1024)]  # number, and the sizes of each
 TOKENS = [1, 4, 8, 16, 32, 48, 128, 512]
+# Layers and head of SmolLM2-135M, and a layer of Llama 3 8B.
+PACKED = [(576, 576), (1536, 576), (576, 1536), (49152, 576), (4096, 14336)]
+PACKED_TOKENS = [1, 8, 32, 512]
+PACKED_BYTES = 1 << 27  # dense weights of this many bytes in a call
 
 
 class Case(NamedTuple):
@@ -82,6 +88,43 @@ def linear(dtype: Any, rounds: int) -> None:
                 for name, f in (("xla", matmul), ("native", native_linear))
             }
             report({"linear": [n_out, n_in], "tokens": n_tokens}, programs, (x, weights), rounds)
+
+
+def packed(dtype: Any, rounds: int) -> None:
+    """Products with packed weights and with dense ones, and how fast the packed bytes are read."""
+    rng = np.random.default_rng(0)
+    for n_out, n_in in PACKED:
+        layers = max(1, PACKED_BYTES // (4 * n_out * n_in))
+        weights = [jnp.asarray(rng.standard_normal((n_out, n_in)), dtype) for _ in range(layers)]
+        for name in ("Q4_1", "Q8_0", "Q4_K", "Q6_K"):
+            form = GGUF_FORMS[name]
+            if n_in % form.multiple:
+                continue
+            planes = [random_planes(form, n_out, n_in, rng) for _ in range(layers)]
+            n_bytes = sum(plane.nbytes for plane in planes[0].values())
+            for n_tokens in PACKED_TOKENS:
+                x = jnp.asarray(rng.standard_normal((n_tokens, n_in)), dtype)
+                dense = jax.jit(lambda x, weights: sum(native_linear(x, w)[0, 0] for w in weights))
+                product = jax.jit(
+                    lambda x, weights, form=form: sum(native_packed(x, form, w)[0, 0] for w in weights)
+                )
+                calls = {"dense": partial(dense, x, weights), name: partial(product, x, planes)}
+                taken = milliseconds(calls, rounds)
+                speed = round(layers * n_bytes / taken[name] / 1e6, 1)
+                case = {"packed": [n_out, n_in], "tokens": n_tokens, "layers": layers}
+                print(json.dumps(case | taken | {"GB/s": speed}), flush=True)
+
+
+def random_planes(form: PackedForm, n_out: int, n_in: int, rng: np.random.Generator) -> dict[str, jax.Array]:
+    """A packed weight of random bytes, with scales of about 1."""
+    planes: dict[str, jax.Array] = {}
+    for name, array in form.arrays((n_out, n_in), 1, np.float32).items():
+        if array.dtype == np.float16:
+            planes[name] = jnp.asarray(rng.standard_normal(array.shape), jnp.float16)
+        else:
+            some = rng.integers(0, 256, array.shape, np.uint8)
+            planes[name] = jnp.asarray(some.view(array.dtype))
+    return planes
 
 
 def experts(dtype: Any, rounds: int) -> None:
@@ -146,14 +189,16 @@ def report(
 
 
 def main() -> None:
-    """Measure all three."""
+    """Measure all four, or one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=9)
+    parts = {"linear": linear, "packed": packed, "experts": experts, "attention": attention}
+    parser.add_argument("--only", choices=parts)
     options = parser.parse_args()
-    linear(options.dtype, options.rounds)
-    experts(options.dtype, options.rounds)
-    attention(options.dtype, options.rounds)
+    for name, measure in parts.items():
+        if options.only in (None, name):
+            measure(options.dtype, options.rounds)
 
 
 if __name__ == "__main__":
