@@ -238,7 +238,7 @@ def test_weights_of_several_axes_are_flattened() -> None:
 def test_groups_of_rows_have_the_results_of_their_weights(name: str) -> None:
     form = IN_C[name]
     n_in = n_inputs(form, 2)
-    planes = random_planes(form, (5, 3, 16, n_in), 16)
+    planes = {name: jnp.asarray(plane) for name, plane in random_planes(form, (5, 3, 16, n_in), 16).items()}
     x = inputs(17, 60, n_in)
     for sizes in ([13, 0, 1, 30, 2], [0, 0, 0, 0, 0], [0, 60, 0, 0, 0], [-1, 50, 0, 0, 50]):
         given = np.asarray(native_packed_grouped(jnp.asarray(x), form, planes, jnp.array(sizes, jnp.int32)))
@@ -246,7 +246,7 @@ def test_groups_of_rows_have_the_results_of_their_weights(name: str) -> None:
         for i, size in enumerate(sizes):
             end = min(len(x), first + max(0, size))
             if end > first:
-                of_group = {name: plane[i] for name, plane in planes.items()}
+                of_group = {name: np.asarray(plane[i]) for name, plane in planes.items()}
                 assert np.array_equal(given[first:end], product(x[first:end], form, of_group)), (sizes, i)
             first = end
         assert not given[first:].any()
@@ -266,7 +266,8 @@ def test_shapes_and_forms_that_it_does_not_support() -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_cpu_with_a_compiler_multiplies_packed_weights_with_it(dtype: Any) -> None:
     form = IN_C["Q4_1"]
-    planes, experts = random_planes(form, (48, 64), 18), random_planes(form, (2, 48, 64), 19)
+    planes = random_planes(form, (48, 64), 18)
+    experts = {name: jnp.asarray(plane) for name, plane in random_planes(form, (2, 48, 64), 19).items()}
     x = jnp.asarray(inputs(20, 5, 64), dtype)
     for deterministic in (False, True):
         chosen = choose_products(CPU, dtype, deterministic=deterministic).bind(jnp.array([4], jnp.int32))
