@@ -1,21 +1,24 @@
 """GGUF files: each family's weights and shape are its checkpoint's, and each type's numbers are right."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.directory import Checkpoint, load_checkpoint
+from orca_jax.checkpoint.directory import Checkpoint, find_parameters, load_checkpoint
 from orca_jax.checkpoint.gguf_planes import split, unpacked
 from orca_jax.errors import BadModelConfig, CheckpointError, TensorMismatch, UnsupportedModel
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.packed_form import GGUF_FORMS, joined
+from orca_jax.families.parameters import parameter_table, stage_bytes
 from orca_jax.families.weight_form import DENSE
 from orca_jax.model import packed_weight
 from orca_jax.model.weight import JoinedWeight, PackedWeight
@@ -176,6 +179,8 @@ def _assert_same_numbers(path: Path, expected: dict[str, Any], config: ModelConf
     packed, dense = load_checkpoint(path, dtype=np.float32), load_checkpoint(path, dtype=np.float32, forms={})
     assert dense.config == config and packed.config.with_forms({}) == config
     assert dense.parameters.keys() == packed.parameters.keys() == expected.keys()
+    n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(packed.parameters))
+    assert n_bytes == stage_bytes(packed.config, range(config.n_layers), 1, 4)
     for name, values in expected.items():
         np.testing.assert_array_equal(dense.parameters[name], values, err_msg=name)
         found = packed.parameters[name]
@@ -231,6 +236,36 @@ def test_experts(tmp_path: Path, kinds: tuple[str, str, str]) -> None:
     forms = load_checkpoint(path, dtype=np.float32).config.weight_forms
     assert forms["layers.0.experts.down.weight"] == GGUF_FORMS[kinds[2]]
     assert ("layers.0.experts.up.weight" in forms) is (kinds[0] == kinds[1])
+
+
+@pytest.mark.parametrize("kv_repeats", [1, 2])
+def test_any_part_of_a_plane_is_read_by_itself(tmp_path: Path, kv_repeats: int) -> None:
+    """What devices hold of a weight that they share."""
+    dice, tensors = np.random.default_rng(5), small_tensors("Q5_K")
+    tensors["blk.0.attn_v.weight"] = random_tensor(dice, "Q6_K", (128, 256))
+    tensors["blk.0.ffn_up.weight"] = random_tensor(dice, "Q4_1", (256, 256))
+    path = _written(tmp_path / "model.gguf", small_model(), tensors)
+    model, sources = find_parameters(path, kv_repeats)
+    table = parameter_table(model.with_kv_heads(kv_repeats))
+    n_planes = 0
+    for name, source in sources.items():
+        if not isinstance(source, Mapping):
+            continue
+        for plane, array in table[name].held_arrays(np.float32).items():
+            whole = source[plane].read(array.shape, array.dtype, tuple((0, n) for n in array.shape))
+            assert whole.shape == array.shape and whole.dtype == array.dtype
+            for _ in range(4):
+                box = tuple(_range(dice, n) for n in array.shape)
+                part = source[plane].read(array.shape, array.dtype, box)
+                expected = whole[tuple(slice(*each) for each in box)]
+                np.testing.assert_array_equal(part, expected, err_msg=f"{name} {plane} {box}")
+            n_planes += 1
+    assert n_planes == 3 * 5 + (5 + 4) + (5 + 3)
+
+
+def _range(dice: np.random.Generator, n: int) -> tuple[int, int]:
+    first, end = sorted(dice.choice(n + 1, 2, replace=False).tolist())
+    return first, end
 
 
 def _in_float32(

@@ -8,12 +8,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from orca_jax import LLM, SamplingParams
+from orca_jax.checkpoint.directory import find_parameters
+from orca_jax.checkpoint.shard_reader import Box, Parts, Source
 from orca_jax.errors import TokenOutOfRange
 from orca_jax.families.packed_form import PackedForm
+from orca_jax.families.parameters import parameter_table
 from orca_jax.request.chat.template_files import load_chat_template
 
 _PLACE = os.environ.get("ORCA_REAL_MODELS", "")
@@ -57,6 +61,22 @@ def test_a_gguf_file_alone(name: str) -> None:
     else:
         assert templates is not None
         assert templates.choose(None, has_tools=False).render(facts["conversation"]) == facts["chat"]
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
+def test_unpacked_numbers_are_those_of_the_gguf_package(name: str) -> None:
+    """To the bit: transformers unpacked the file with that package."""
+    model, found = find_parameters(Path(_PLACE) / name / "model.gguf", forms={})
+    _, expected = find_parameters(Path(_PLACE) / name)
+    for each, parameter in parameter_table(model).items():
+        whole = tuple((0, n) for n in parameter.shape)
+        mine, right = (_read(sources[each], parameter.shape, whole) for sources in (found, expected))
+        np.testing.assert_array_equal(mine, right, err_msg=each)
+
+
+def _read(source: Source, shape: tuple[int, ...], box: Box) -> np.ndarray:
+    assert isinstance(source, Parts)
+    return source.read(shape, np.dtype(np.float32), box)
 
 
 def _loaded(model: Path) -> LLM:
