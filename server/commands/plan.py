@@ -22,8 +22,7 @@ from orca_jax.planning.stage_layers import split_summary
 from orca_jax.workers.ask_xla import MemoryQuestion, NoAnswer, ask_memory, ask_rates
 from server.commands.notes import Notes
 from server.errors import UsageError
-from server.settings.command_flags import PlanFlags
-from server.settings.flags import engine_config, read_flags
+from server.settings.flags import PlanFlags, engine_config, read_flags
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _DOES_NOT_FIT = 1

@@ -11,9 +11,8 @@ from orca_jax.planning.known_devices import MEMORY_FRACTION
 from orca_jax.workers.environment import hold_memory
 from orca_jax.workers.worker_options import WorkerOptions, check_stages
 from server.commands.notes import Notes, bytes_bar
-from server.settings.command_flags import WorkerFlags
-from server.settings.control_secret import read_secret
-from server.settings.flags import engine_config, read_flags
+from server.settings.api_keys import read_secret
+from server.settings.flags import WorkerFlags, engine_config, read_flags
 
 
 def run(args: argparse.Namespace) -> int:

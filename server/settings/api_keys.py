@@ -173,3 +173,31 @@ def _checked_weight(where: str, text: str) -> float:
     if not low <= weight <= high:
         raise ConfigError(f"{where}: what follows weight= must be a number from {low:g} to {high:g}")
     return weight
+
+
+SECRET_VARIABLE = "ORCA_CONTROL_SECRET"
+
+_MAX_SECRET_BYTES = 10_000
+_LEAST_SECRET = 16
+
+
+def read_secret(path: Path | None, environ: Mapping[str, str]) -> str:
+    """The secret from the file if there is one, else from ORCA_CONTROL_SECRET, stripped; "" if not set.
+
+    Raises ConfigError, which never shows the secret, if it is too short or the file cannot be read.
+    """
+    if path is not None:
+        try:
+            text, source = read_text(path, _MAX_SECRET_BYTES), str(path)
+        except ValueError as error:
+            raise ConfigError(f"the control secret: {error}") from error
+    else:
+        text, source = environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE
+        if not text:
+            return ""
+    secret = text.strip()
+    if len(secret) < _LEAST_SECRET:
+        raise ConfigError(
+            f"{source} holds a control secret of {len(secret)} characters; it needs at least {_LEAST_SECRET}"
+        )
+    return secret

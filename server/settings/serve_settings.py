@@ -16,7 +16,7 @@ from orca_jax.errors import ConfigError, did_you_mean
 from orca_jax.options import Option, build
 from orca_jax.small_files import read_text
 from server.errors import UsageError
-from server.settings import api_keys, control_secret
+from server.settings import api_keys
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions, RouterOptions
 from server.settings.flags import COMPILE_OPTIONS, SERVE_OPTIONS
@@ -57,7 +57,7 @@ def serve_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Serv
     """
     values = ChainMap(layers(args, environ), {option.name: option.default for option in SERVE_OPTIONS})
     endpoint = build(EndpointOptions, values)
-    secret = control_secret.read_secret(endpoint.control_secret_file, environ)
+    secret = api_keys.read_secret(endpoint.control_secret_file, environ)
     engine = build(EngineConfig, values, control_secret=secret)
     keys = ApiKeys.read(endpoint.api_key_file, environ)
     if keys.weights and engine.scheduling_policy != "fair":
@@ -144,7 +144,7 @@ def _read_variables(environ: Mapping[str, str], flags: Mapping[str, Any]) -> dic
 def _unknown_variables(environ: Mapping[str, str]) -> Iterable[str]:
     """A warning for each unknown `ORCA_*` variable, without its value, which may be a secret."""
     known = {option.variable for option in SERVE_OPTIONS}
-    known |= {_CONFIG, api_keys.VARIABLE, api_keys.ADMIN_VARIABLE, control_secret.VARIABLE}
+    known |= {_CONFIG, api_keys.VARIABLE, api_keys.ADMIN_VARIABLE, api_keys.SECRET_VARIABLE}
     for variable in sorted(environ):
         if not variable.startswith("ORCA_") or variable in known or _SERVICE_VARIABLE.fullmatch(variable):
             continue

@@ -22,8 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from server.http.bodies.errors import status_response
-from server.http.connections.listener import Place, response_bytes
-from server.http.connections.turns import Turns
+from server.http.connections.listener import Place, Turns, response_bytes
 from server.settings.endpoint_options import EndpointOptions
 
 _MOST_FIELDS = 256  # header fields of a request: each takes more memory than its bytes

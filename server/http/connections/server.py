@@ -9,8 +9,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from server.http.connections.connection import Connection
-from server.http.connections.listener import Listener, OpenConnections, Place
-from server.http.connections.turns import Turns
+from server.http.connections.listener import Listener, OpenConnections, Place, Turns
 from server.settings.endpoint_options import EndpointOptions
 
 

@@ -14,7 +14,7 @@ from orca_jax.checkpoint.huggingface import find_tensors
 from orca_jax.checkpoint.safetensors_reader import read_header
 from orca_jax.errors import CheckpointError
 from orca_jax.families.hf_config import read_config
-from orca_jax.model_files.generation_config import read_generation_defaults
+from orca_jax.model_files.found_model import read_generation_defaults
 from tests.device.checkpoint.tiny_checkpoint import (
     GPT2,
     OPT,

@@ -9,8 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from orca_jax import SamplingParams
 from orca_jax.errors import BadModelConfig, ConfigError, CorruptFile
-from orca_jax.model_files.found_model import find_model
-from orca_jax.model_files.generation_config import read_generation_defaults
+from orca_jax.model_files.found_model import find_model, read_generation_defaults
 from orca_jax.request.generation_defaults import NO_DEFAULTS
 from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from tests.device.checkpoint.tiny_checkpoint import GPT2, write_json

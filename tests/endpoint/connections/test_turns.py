@@ -9,7 +9,7 @@ import httpx2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.http.connections.turns import Turns
+from server.http.connections.listener import Turns
 from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import serving
 from tests.host.engines import SOON

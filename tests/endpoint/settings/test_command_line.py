@@ -15,8 +15,7 @@ from orca_jax.model_files.found_model import DEMO_MODEL
 from server import cli
 from server.commands import serve
 from server.commands.completion import script
-from server.parser import SHELLS, parser
-from server.settings.command_parser import shown_flags
+from server.parser import SHELLS, parser, shown_flags
 from tests.places import ROOT
 
 COMMANDS = list(parser().commands)

@@ -8,9 +8,8 @@ import pytest
 
 from server import cli
 from server.errors import UsageError
-from server.parser import parser
+from server.parser import parser, shown_flags
 from server.settings import foreign_flags
-from server.settings.command_parser import shown_flags
 from server.settings.foreign_flags import ADVICE, HINTS, MODEL, SAME, SWITCHES, TRANSLATED
 from server.settings.serve_settings import serve_settings
 

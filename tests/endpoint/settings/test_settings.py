@@ -19,7 +19,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.options import options_of, values_of
 from server import cli
 from server.errors import UsageError
-from server.settings.command_parser import CommandParser
+from server.parser import CommandParser
 from server.settings.endpoint_options import EndpointOptions, RouterOptions
 from server.settings.flags import MODEL, SERVE_OPTIONS, add_engine_flags, add_serve_flags
 from server.settings.serve_settings import ServeSettings, layers, serve_settings
@@ -122,7 +122,7 @@ def settings(
 
 
 def parsed(*arguments: str, file: Path | None = None) -> argparse.Namespace:
-    parser = CommandParser(prog="orca serve", allow_abbrev=False)
+    parser = CommandParser(prog="orca serve")
     add_serve_flags(parser)
     config = () if file is None else ("--config", str(file))
     return parser.parse_args([*arguments, *config])

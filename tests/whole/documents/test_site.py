@@ -11,7 +11,7 @@ from scripts.site.http import http_page
 from scripts.site.links import site_links
 from scripts.site.metrics import metrics_page
 from scripts.site.options import options_page
-from server.settings.command_parser import shown_flags
+from server.parser import shown_flags
 from server.settings.flags import ALL_OPTIONS
 
 
