@@ -3,7 +3,7 @@
 On a CPU with AVX-512 or AVX2 and a C compiler, float32, bfloat16 and packed weights use products in C
 (native/).
 Experts use a kernel on Hopper GPUs (pallas/grouped_product.py). XLA computes all other products
-(model/layers.py).
+(model/layers.py), on other GPUs those of few tokens' experts together (model/mixture_at_once.py).
 """
 
 import math
@@ -17,6 +17,7 @@ import numpy as np
 
 from orca_jax.families.packed_form import PackedForm
 from orca_jax.model.layers import Matmul, matmul
+from orca_jax.model.mixture_at_once import mixture_at_once
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.packed_products import has_packed_form, native_packed, native_packed_grouped
 from orca_jax.native.products import (
@@ -40,13 +41,14 @@ class Products:
 
     With `whole`, linear layers compute padding too, so that the order of sums does not depend on the number
     of tokens, and all products are `steady`. `kernel_cores` is the number of cores of a GPU that runs the
-    experts' kernel.
+    experts' kernel; on a GPU without it, `at_once` computes all experts of few tokens together.
     """
 
     native: bool
     description: str = ""
     whole: bool = False
     kernel_cores: int | None = None
+    at_once: bool = False
 
     def describe_with(self, attention: str) -> str:
         """The startup text about attention and products."""
@@ -58,6 +60,8 @@ class Products:
             chosen = matmul
             if self.kernel_cores is not None:
                 chosen = replace(matmul, grouped=partial(_grouped_on_gpu, n_cores=self.kernel_cores))
+            elif self.at_once:
+                chosen = replace(matmul, mixture=mixture_at_once)
             return chosen if n_tokens is None else replace(chosen, n_tokens=n_tokens)
 
         def product(x: jax.Array, weight: jax.Array, n_tokens: jax.Array | None) -> jax.Array:
@@ -104,8 +108,9 @@ def _grouped_on_gpu(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, n_core
 def choose_products(device: Device, dtype: Any, *, deterministic: bool = False) -> Products:
     """Choose the products for weights of `dtype` on a device."""
     if device.platform != "cpu":
-        hopper = str(getattr(device, "compute_capability", None)) == "9.0"
-        return Products(native=False, kernel_cores=getattr(device, "core_count", 2) if hopper else None)
+        if str(getattr(device, "compute_capability", None)) == "9.0":
+            return Products(native=False, kernel_cores=getattr(device, "core_count", 2))
+        return Products(native=False, at_once=device.platform == "gpu")
     name = np.dtype(dtype).name
     if name not in DTYPES:
         allowed = " and ".join(DTYPES)

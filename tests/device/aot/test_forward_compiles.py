@@ -60,11 +60,11 @@ def test_mixtures_copy_no_weights_and_a_token_once_per_chosen_expert(preset: str
 
 @needs_plugin
 @pytest.mark.long
-def test_mixtures_on_gpus_without_the_kernel_copy_one_weight_at_a_time() -> None:
+def test_mixtures_on_gpus_without_the_kernel_have_no_loop_for_few_tokens() -> None:
     flags = ("--preset", "qwen3-30b-a3b", "--layers", "1", "--buckets", "8", "--device", "a100-80gb")
     (program,) = compiled(*flags)
-    assert program["temporaries"] < 8e6  # an expert's first weight has 6.3 MB
-    assert program["static_loops"] == 2 and program["dynamic_loops"] == 0  # the host reads nothing back
+    assert program["temporaries"] < 20e6  # no weight is copied: a layer's are 1.2 GB
+    assert program["static_loops"] == program["dynamic_loops"] == 0
 
 
 @needs_plugin

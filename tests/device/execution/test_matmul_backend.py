@@ -10,6 +10,7 @@ import pytest
 from orca_jax.execution import matmul_backend
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.model.layers import matmul
+from orca_jax.model.mixture_at_once import mixture_at_once
 from orca_jax.pallas.grouped_product_reference import grouped_product_reference
 
 
@@ -33,7 +34,9 @@ def test_only_hopper_gpus_have_the_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked == [(3, 128, 64, 114)]
     assert bound.linear is matmul.linear and bound.n_tokens is tokens
     for capability in ("8.0", "8.9", "10.0"):
-        assert choose_products(gpu(capability), jnp.bfloat16).bind(None) is matmul
+        other = choose_products(gpu(capability), jnp.bfloat16).bind(tokens)
+        assert other == replace(matmul, mixture=mixture_at_once, n_tokens=tokens)
+    assert choose_products(SimpleNamespace(platform="tpu"), jnp.bfloat16).bind(None) is matmul
 
 
 def test_sizes_that_the_kernel_lacks_run_without_it() -> None:
