@@ -53,16 +53,9 @@ def _norm(ours: str, theirs: str) -> dict[str, StoredName]:
     return {f"{ours}.scale": as_it_is(f"{theirs}.weight"), f"{ours}.bias": as_it_is(f"{theirs}.bias")}
 
 
-_EXPERT_PARTS = ("gate", "up", "down")
-# A file has one tensor for all experts of a layer; the first files of Mixtral had one for each.
-_SINGLE_EXPERTS: Mapping[str, StoredName] = {
-    "layers.{i}.experts.up.weight": stacked(*(f"{_LAYER}ffn_{part}.{{x}}.weight" for part in ("gate", "up"))),
-    "layers.{i}.experts.down.weight": stacked(f"{_LAYER}ffn_down.{{x}}.weight"),
-}
-
-
 def _experts(leaf: str) -> dict[str, StoredName]:
-    gate, up, down = (f"{_LAYER}ffn_{part}_exps.{leaf}" for part in _EXPERT_PARTS)
+    """A tensor for each matrix, or bias, of all experts of a layer."""
+    gate, up, down = (f"{_LAYER}ffn_{part}_exps.{leaf}" for part in ("gate", "up", "down"))
     return {
         f"layers.{{i}}.experts.up.{leaf}": replace(all_experts(gate), names=(gate, up)),
         f"layers.{{i}}.experts.down.{leaf}": all_experts(down),
@@ -187,7 +180,7 @@ class Architecture:
             weights={**WEIGHTS, **self.weights},
             renamed=None,
             aliases={},
-            alternatives=_SINGLE_EXPERTS,
+            alternatives={},
             buffers=_BUFFERS,
             copies="",
             further="",
