@@ -9,6 +9,9 @@ from orca_jax.families.packed_form import PackedForm
 from orca_jax.native.custom_call import target
 from orca_jax.native.operations import BITS, PACKED_RUN, PACKED_WIDTH, packed_sizes
 
+# The order of packed_product.h's `planes_of`.
+_PLANES = ("codes", "high", "scales", "super_scales", "super_mins", "mins", "zeros")
+
 
 def has_packed_form(x: jax.Array, form: PackedForm, n_out: int) -> bool:
     """Whether native_packed can multiply x [T, in] by a weight [n_out, in] of this form."""
@@ -24,10 +27,10 @@ def native_packed(
 ) -> jax.Array:
     """x [T, in] times a packed weight [*out, in] whose planes are those of `form`: [T, out] in x's dtype.
 
-    x is float32 or bfloat16, and each 32 inputs of a token are rounded to int8 with a scale of their own;
-    sums are float32. Only the first `n_tokens` [1] int32 rows, by default all, are computed; the others are
-    zero. A token's result depends on nothing else in the batch. Raises NotBuilt without a C compiler, or
-    without AVX-512 or AVX2.
+    x is float32 or bfloat16, its inputs in the order of the planes', and each 32 inputs of a token are
+    rounded to int8 with a scale of their own; sums are float32. Only the first `n_tokens` [1] int32 rows, by
+    default all, are computed; the others are zero. A token's result depends on nothing else in the batch.
+    Raises NotBuilt without a C compiler, or without AVX-512 or AVX2.
     """
     n_out = planes["codes"].size // planes["codes"].shape[-1]
     if n_tokens is None:
@@ -58,11 +61,10 @@ def _call(
     rows: tuple[int, ...],
     counts: jax.Array,
 ) -> jax.Array:
-    n_tokens, n_in = x.shape
     assert has_packed_form(x, form, rows[-1])
     sizes = packed_sizes(form, x.dtype.name)
     assert sizes is not None
     # A scale for a whole row has no axis of inputs; here it gets one.
-    flat = [planes[name].reshape(*rows, -1) for name in form.arrays((*rows, n_in), 1, x.dtype)]
-    y = jax.ShapeDtypeStruct((n_tokens, rows[-1]), x.dtype)
+    flat = [planes[name].reshape(*rows, -1) for name in _PLANES if name in planes]
+    y = jax.ShapeDtypeStruct((x.shape[0], rows[-1]), x.dtype)
     return jax.ffi.ffi_call(target(operation, **sizes), y)(x, *flat, counts)

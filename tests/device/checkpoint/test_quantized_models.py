@@ -27,6 +27,8 @@ from tests.device.harness import harness
 from tests.device.model.golden import DIRECTORY
 from tests.quantized_checkpoints import FORMATS, Format
 
+pytestmark = pytest.mark.usefixtures("whole_activations")
+
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],

@@ -16,7 +16,6 @@ from orca_jax.checkpoint.directory import put_in_form
 from orca_jax.checkpoint.shard_reader import ComputedArray, Parts, Source
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.errors import ConfigError, UnevenBlocks
-from orca_jax.execution import matmul_backend
 from orca_jax.execution.worker import Worker
 from orca_jax.families.config_json import (
     config_from_json,
@@ -60,6 +59,8 @@ from tests.device.model.golden import MARGIN
 from tests.device.native.native_form import needs_native
 from tests.packed_planes import EVERY_FORM, literal_numbers, random_planes
 
+pytestmark = pytest.mark.usefixtures("whole_activations")
+
 SERVING = ServingConfig(max_batch_size=4, n_slots=256, max_batch_tokens=64)
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -80,12 +81,6 @@ MIXTURE: dict[str, Any] = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
-
-
-@pytest.fixture(autouse=True)
-def whole_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiply by unpacked weights: the products in C round activations to eight bits."""
-    monkeypatch.setattr(matmul_backend, "has_packed_form", lambda x, form, n_out: False)
 
 
 @pytest.mark.parametrize("form", EVERY_FORM.values(), ids=EVERY_FORM)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -250,6 +251,17 @@ def test_groups_of_rows_have_the_results_of_their_weights(name: str) -> None:
                 assert np.array_equal(given[first:end], product(x[first:end], form, of_group)), (sizes, i)
             first = end
         assert not given[first:].any()
+
+
+@needs_native
+def test_inputs_in_an_order_of_the_planes() -> None:
+    form = replace(IN_C["w4"], ordered=True)
+    planes, _ = weights(IN_C["w4"], 48, 64, 22)
+    order = np.random.default_rng(23).permutation(64).astype(np.int32)
+    held = {name: jnp.asarray(plane) for name, plane in (planes | {"order": order}).items()}
+    x = inputs(24, 3, 64)
+    found = choose_products(CPU, np.float32).bind(None)(jnp.asarray(x), kind_of(form)(form, held))
+    assert np.array_equal(found, product(x[:, order], IN_C["w4"], planes))
 
 
 def test_shapes_and_forms_that_it_does_not_support() -> None:
