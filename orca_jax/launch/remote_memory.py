@@ -112,7 +112,7 @@ class RemoteMemory:
             up = self._engine.recover(lambda: False)
         except WorkerLost as lost:
             workers.change_orders(before)
-            raise CheckpointError(f"a worker could not {what}, and all go on as before: {lost}") from lost
+            raise CheckpointError(f"a worker could not {what}, and all continue as before: {lost}") from lost
         assert up, "nothing interrupts it"
 
 

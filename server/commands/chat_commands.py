@@ -13,7 +13,7 @@ from server.errors import UsageError
 from server.settings.sampling_flags import CHAT_FIELDS, chat_flags
 
 _HELP = """\
-A line is a message. End it with \\ to go on in the next line, or write several lines
+A line is a message. End it with \\ to continue in the next line, or write several lines
 between triple quotes (\"\"\"). A message that begins with / has it twice.
 """
 
