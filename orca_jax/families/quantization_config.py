@@ -223,13 +223,17 @@ def _compressed_tensors(section: ConfigFields) -> Quantization:
             raise UnsupportedModel(
                 f"{shown(section.path)}: {section.full_name(name)} is set: {what} are not supported"
             )
-    ignored = tuple(_matches(section, "ignore", pattern) for pattern in section.texts("ignore") or ())
+    ignored = section.texts("ignore") or ()
+    names = frozenset(ignored)
+    patterns_to_ignore = [_matches(section, "ignore", each) for each in ignored if each.startswith("re:")]
     groups = section.section("config_groups")
     if groups is None or not groups.names():
         raise BadModelConfig(
             f"{shown(section.path)}: {section.full_name('config_groups')}: expected at least one group"
         )
-    exact: list[tuple[Rule, StoredMatrix | None]] = [(fits, None) for fits in ignored]
+    exact: list[tuple[Rule, StoredMatrix | None]] = [
+        (fits, None) for fits in (names.__contains__, *patterns_to_ignore)
+    ]
     patterns: list[tuple[str, Rule, StoredMatrix]] = []
     classes: list[tuple[Rule, StoredMatrix | None]] = []
     default = section.text("format", "")
