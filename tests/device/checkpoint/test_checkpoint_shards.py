@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from orca_jax.checkpoint import orbax_store, safetensors_reader
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.directory import find_parameters
 from orca_jax.checkpoint.orbax_boxes import runs
-from orca_jax.checkpoint.shard_reader import Box, Parts
+from orca_jax.checkpoint.shard_reader import Box
 from orca_jax.errors import CorruptFile, TensorMismatch
 from orca_jax.families.parameters import parameter_shapes
+from tests.device.checkpoint.dense_parts import dense_parts
 from tests.device.checkpoint.tiny_checkpoint import GPT2, OPT, gpt2_tensors, opt_tensors, write_checkpoint
 from tests.places import ROOT
 from tests.xla_flags import xla_flags
@@ -44,7 +44,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @given(data=st.data())
 def test_any_box_is_that_slice_of_the_whole(sources: list[Path], data: st.DataObject) -> None:
     directory = data.draw(st.sampled_from(sources))
-    config, parts = find_parameters(directory)
+    config, parts = dense_parts(directory)
     name = data.draw(st.sampled_from(sorted(parts)))
     shape = parameter_shapes(config)[name]
     if name == "token_embedding":
@@ -86,7 +86,7 @@ def test_only_a_shards_bytes_are_read(sources: list[Path], monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "preadv", counted)
     for directory in sources[::2]:
-        config, parts = find_parameters(directory)
+        config, parts = dense_parts(directory)
         for name, shape in parameter_shapes(config).items():
             box = (*whole(shape[:-1]), (shape[-1] // 2, shape[-1]))
             read.clear()
@@ -111,7 +111,7 @@ def test_a_part_with_numbers_too_large(tmp_path: Path, stored: str, asked: str) 
     tensors["ln_f.bias"][1] = 1e6
     element = safetensors_reader.FLOAT_DTYPES[stored]
     write_checkpoint(tmp_path, GPT2, {name: value.astype(element) for name, value in tensors.items()})
-    _, parts = find_parameters(tmp_path)
+    _, parts = dense_parts(tmp_path)
     part = parts["final_norm.bias"]
     assert part.read((4,), np.dtype(asked), ((2, 4),)).shape == (2,)  # what is too large is not in it
     if asked == "f2":
@@ -121,8 +121,8 @@ def test_a_part_with_numbers_too_large(tmp_path: Path, stored: str, asked: str) 
 
 def test_a_file_that_ends_early(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, GPT2, gpt2_tensors(prefix=""))
-    _, parts = find_parameters(tmp_path)
+    _, parts = dense_parts(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 2000)
-    late: Parts = parts["final_norm.bias"]
+    late = parts["final_norm.bias"]
     with pytest.raises(CorruptFile, match=r"model\.safetensors: tensor 'ln_f\.bias' cannot be read"):
         late.read((4,), np.dtype("f4"), ((0, 4),))

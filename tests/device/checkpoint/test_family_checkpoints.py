@@ -84,7 +84,7 @@ def _wrong_configs(model_type: str, config: Config) -> Iterator[tuple[Config, ty
     yield {layers: fewer, "layer_types": None}, BadModelConfig, f"layer {fewer}"
     yield {"vocab_size": config["vocab_size"] + 1}, TensorMismatch, "expected shape"
     yield {"architectures": ["StrangeForCausalLM"]}, UnsupportedModel, "StrangeForCausalLM"
-    yield {"quantization_config": {"quant_method": "awq", "bits": 4}}, UnsupportedModel, "quantization_config"
+    yield {"quantization_config": {"quant_method": "hqq", "bits": 4}}, UnsupportedModel, "quantization_config"
     yield {"odd_attention": True}, UnsupportedModel, "odd_attention"
     yield {"odd_scale": 3}, UnsupportedModel, "odd_scale"
     if "rope_parameters" in config:

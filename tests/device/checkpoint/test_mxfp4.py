@@ -15,12 +15,13 @@ from safetensors.numpy import load_file
 
 from orca_jax.checkpoint import safetensors_reader
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.directory import find_parameters, load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.checkpoint.safetensors_reader import StoredTensor
 from orca_jax.errors import CheckpointError, TensorMismatch, UnsupportedModel
 from orca_jax.families.parameters import parameter_table
 from orca_jax.sharding.device_group import DeviceGroup
 from orca_jax.sharding.partition import StagePart
+from tests.device.checkpoint.dense_parts import dense_parts
 from tests.device.checkpoint.tiny_checkpoint import Tensors, write_checkpoint
 from tests.device.model.golden import DIRECTORY
 
@@ -81,7 +82,7 @@ def test_each_device_gets_its_part(
 def test_only_a_parts_bytes_are_read(
     name: str, box: Any, of_blocks: int, of_scales: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, parts = find_parameters(PACKED)
+    model, parts = dense_parts(PACKED)
     read = {"blocks": 0, "scales": 0}
     reading: Callable[..., None] = StoredTensor._read  # pyright: ignore[reportPrivateUsage]
 

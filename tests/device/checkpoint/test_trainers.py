@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from orca_jax.checkpoint.convert import convert_checkpoint
-from orca_jax.checkpoint.directory import find_parameters, load_checkpoint
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.checkpoint.orbax_store import open_arrays, read_tree
 from orca_jax.config import Format, ServingConfig
 from orca_jax.errors import BadModelConfig, CheckpointError, ConfigError, TensorMismatch, UnsupportedModel
@@ -27,6 +27,7 @@ from orca_jax.families.stored_name import StoredName
 from orca_jax.families.trainers.layouts import ITEMS, detect, written_names
 from orca_jax.families.trainers.orca_json import read_description
 from orca_jax.model import reference
+from tests.device.checkpoint.dense_parts import dense_parts
 from tests.device.harness import greedy_request, harness
 from tests.places import DATA
 
@@ -125,7 +126,7 @@ def test_to_safetensors_and_back(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_any_part_is_that_slice_of_the_whole(name: str) -> None:
     generator = np.random.default_rng(1)
-    model, parts = find_parameters(DIRECTORY / name)
+    model, parts = dense_parts(DIRECTORY / name)
     for parameter, shape in parameter_shapes(model).items():
         whole = parts[parameter].read(shape, np.dtype("f4"), tuple((0, n) for n in shape))
         for _ in range(2):
