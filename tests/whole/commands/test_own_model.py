@@ -191,25 +191,43 @@ def test_text_with_a_tokenizer(way: str) -> None:
         assert result.text == tokenizer.decode(result.token_ids) != ""
 
 
-def test_trained_saved_and_served(
+CHAT = [{"role": "user", "content": "The king"}]
+
+
+def test_trained_and_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole example: text and chat over HTTP use the trained weights."""
+    """The example: text and chat come from the weights that training left."""
     monkeypatch.chdir(tmp_path)
     train_own_model.main(["--steps", "2"])
     assert "step 2, loss " in capsys.readouterr().out
     trained, untrained = train_own_model.saved(), train_own_model.new_model()
     assert not np.array_equal(trained.head.kernel[...], untrained.head.kernel[...])
-    with LLM(trained, dtype="float32") as llm:
+    with LLM("examples.train_own_model:saved", dtype="float32") as llm:
+        prompt = Tokenizer.from_file(DEMO_MODEL / "tokenizer.json").encode("In the beginning")
+        (result,) = llm.generate(["In the beginning"], PARAMS)
+        sequence = [*prompt, *result.token_ids]
+        given = as_trained(trained)(sequence)[len(prompt) - 1 : len(sequence) - 1]
+        assert given.argmax(axis=1).tolist() == list(result.token_ids)
+        (reply,) = llm.chat(CHAT, SamplingParams(max_tokens=8))
+        assert reply.text  # the tokenizer's folder has the chat template
+
+
+@pytest.mark.matrix
+def test_trained_saved_and_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same over HTTP."""
+    monkeypatch.chdir(tmp_path)
+    train_own_model.main(["--steps", "2"])
+    with LLM(train_own_model.saved(), dtype="float32") as llm:
         (expected,) = llm.generate(["In the beginning"], SamplingParams(max_tokens=8, temperature=0))
     with serving(["orca", "serve", "examples.train_own_model:saved"], tmp_path) as url:
         body = {"prompt": "In the beginning", "max_tokens": 8, "temperature": 0}
         answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
         assert answer["choices"][0]["text"] == expected.text != ""
-        body = {"messages": [{"role": "user", "content": "The king"}], "max_tokens": 8, "temperature": 0}
+        body = {"messages": CHAT, "max_tokens": 8, "temperature": 0}
         answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         assert answer["choices"][0]["message"]["content"]  # the tokenizer's folder has the chat template
-        body = {"messages": [{"role": "user", "content": "The king"}], "max_tokens": 8}
+        body = {"messages": CHAT, "max_tokens": 8}
         answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         assert answer["choices"][0]["message"]["content"]
 
