@@ -12,7 +12,7 @@ from orca_jax.families.attention_config import Attention, QKNorm, QKNormOver, Sc
 from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields, general_fields
 from orca_jax.families.decoders.rope_fields import read_rotary, rotary_fields
 from orca_jax.families.family import Family
-from orca_jax.families.limits import even_head_size
+from orca_jax.families.limits import check_size, even_head_size
 from orca_jax.families.model_config import (
     LAYER_NORM,
     Activation,
@@ -120,11 +120,13 @@ def read_sizes(fields: ConfigFields, *, head_size: int | None = None) -> Sizes:
                 f"num_attention_heads {shown(n_heads)}, and head_dim is not given"
             )
         head_size = hidden_size // n_heads
+    n_layers = fields.whole("num_hidden_layers")
+    check_size("n_layers", n_layers)  # before a family counts to it
     return Sizes(
         vocab_size=fields.whole("vocab_size"),
         n_positions=fields.whole("max_position_embeddings"),
         hidden_size=hidden_size,
-        n_layers=fields.whole("num_hidden_layers"),
+        n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=fields.whole("num_key_value_heads", default=n_heads),
         head_size=fields.whole("head_dim", default=head_size),

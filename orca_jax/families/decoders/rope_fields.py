@@ -130,6 +130,8 @@ def _scaling(
         if found.raw(number) is not None or number in _NEEDED.get(kind, ()):
             values[number] = found.required_number(number)
     if kind in ("yarn", "longrope"):
+        if original < 1:
+            raise BadModelConfig(f"{shown(fields.path)}: {ORIGINAL}: expected at least 1, found {original}")
         values.setdefault("factor", n_positions / original)
     if kind == "yarn":
         values["truncate"] = found.flag("truncate", True)

@@ -1,6 +1,7 @@
 """GGUF files: each family's weights and shape are its checkpoint's, and each type's numbers are right."""
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import Checkpoint, find_parameters, load_checkpoint
 from orca_jax.checkpoint.gguf_planes import split, unpacked
 from orca_jax.errors import BadModelConfig, CheckpointError, TensorMismatch, UnsupportedModel
+from orca_jax.families.gguf_models import ARCHITECTURES
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.packed_form import GGUF_FORMS, joined
@@ -28,7 +30,10 @@ from tests.device.checkpoint.tiny_checkpoint import write_json
 from tests.device.model.golden import DIRECTORY
 from tests.gguf_bytes import (
     BLOCK_TYPES,
+    I32,
+    U64,
     Tensor,
+    Value,
     as_gguf,
     float_tensor,
     gguf_bytes,
@@ -371,3 +376,51 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     (tmp_path / "b-00002-of-00002.gguf").unlink()
     with pytest.raises(CheckpointError, match=r"b-00002-of-00002.gguf cannot be read"):
         read_config(tmp_path / "b-00001-of-00002.gguf")
+
+
+_ODD = (
+    0,
+    3,
+    1 << 20,
+    (1 << 32) - 1,
+    Value(U64, (1 << 64) - 1),
+    Value(I32, -1),
+    1.5,
+    float("inf"),
+    "x",
+    ["a"],
+    [1, 2],
+)
+_KEYS = (
+    *("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"),
+    *("attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
+    *("attention.key_length", "attention.value_length", "attention.sliding_window", "attention.scale"),
+    *("attention.sliding_window_pattern", "rope.freq_base", "rope.freq_base_swa", "rope.dimension_count"),
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
+    *("expert_count", "expert_used_count", "expert_feed_forward_length", "logit_scale", "embedding_scale"),
+    *("expert_shared_feed_forward_length", "attn_logit_softcapping", "final_logit_softcapping"),
+)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_odd_metadata_is_read_or_refused(tmp_path: Path, architecture: str) -> None:
+    """Never another error than a CheckpointError, and soon."""
+    right = {f"{architecture}.{key}": 2 for key in _KEYS} | {
+        key.replace("llama", architecture): value for key, value in small_model().items()
+    }
+    right |= {"general.architecture": architecture, f"{architecture}.rope.scaling.type": "yarn"}
+    right |= {f"{architecture}.attention.key_length": 64, f"{architecture}.attention.value_length": 64}
+    right |= {f"{architecture}.rope.dimension_count": 64}
+    tensors, path = small_tensors("Q8_0"), tmp_path / "model.gguf"
+    n_refused = 0
+    for key in right.keys() - {"general.architecture"}:
+        for value in (None, *_ODD):
+            changed = {each: one for each, one in (right | {key: value}).items() if one is not None}
+            _written(path, changed, tensors)
+            start = time.process_time()
+            try:
+                find_parameters(path)
+            except CheckpointError:
+                n_refused += 1
+            assert time.process_time() - start < 1, (key, value)
+    assert n_refused > 50
