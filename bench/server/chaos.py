@@ -358,7 +358,7 @@ def judge(chaos: Chaos, report: Report, prompts: Mapping[ChaosRequest, tuple[int
     mixed = list[Sent]()
     for sent in chaos.sent:
         weights = chaos.weights_of[sent.answer.version]
-        differs = difference(weights.alone(sent.request), sent.answer)
+        differs = difference(sent.request, weights.alone(sent.request), sent.answer)
         if differs is None:
             report.verdicts["equal"] += 1
         elif chaos.spans.overlap("continuing", sent.began, sent.ended):

@@ -33,18 +33,20 @@ class KnownWeights(Weights):
         return self._sure
 
 
-def judged(answer: Answer, *, sure: int = 4, continuing: bool = False) -> Report:
+def judged(
+    answer: Answer, *, request: ChaosRequest = REQUEST, sure: int = 4, continuing: bool = False
+) -> Report:
     """The judgement of an answer, with version 1 for other weights than version 0."""
     report = Report()
     weights = [KnownWeights(ALONE, sure), KnownWeights(OTHERS, sure)]
-    chaos = Chaos(cast(Any, None), weights, [REQUEST], random.Random(0), report, print)
+    chaos = Chaos(cast(Any, None), weights, [request], random.Random(0), report, print)
     chaos.weights_of[1] = weights[1]
     began = Spans.now()
     if continuing:
         with chaos.spans.under_way("continuing"):
             pass
-    chaos.sent.append(Sent(REQUEST, answer, began, Spans.now()))
-    judge(chaos, report, {REQUEST: (7,)})
+    chaos.sent.append(Sent(request, answer, began, Spans.now()))
+    judge(chaos, report, {request: (7,)})
     return report
 
 
@@ -71,6 +73,12 @@ def test_the_output_of_the_request_alone_is_equal(answer: Answer):
 def test_any_other_output_is_a_mismatch(answer: Answer):
     report = judged(answer)
     assert not report.passed and len(report.mismatches) == 1 and not report.verdicts
+
+
+def test_tokens_of_a_stop_text_may_lack_log_probabilities():
+    answer = replace(ALONE, logprobs=[-0.5] * 2)
+    assert judged(answer, request=replace(REQUEST, stop=("c",))).passed
+    assert not judged(answer).passed
 
 
 @pytest.mark.parametrize(("sure", "near_tie"), [(2, True), (3, False)])
