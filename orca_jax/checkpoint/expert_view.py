@@ -16,7 +16,8 @@ from orca_jax.checkpoint.orbax_boxes import runs
 from orca_jax.checkpoint.safetensors_reader import StoredTensor
 from orca_jax.checkpoint.shard_reader import Box, MadeOf, Parts, Source, Stored, read_box
 from orca_jax.errors import TensorMismatch
-from orca_jax.families.mixtures.mxfp4 import BLOCK, GREATEST_SCALE, MXFP4, unpack
+from orca_jax.families import packed_form
+from orca_jax.families.mixtures.mxfp4 import BLOCK, GREATEST_SCALE, unpack
 from orca_jax.families.parameters import Parameter
 from orca_jax.families.stored_name import StoredName
 
@@ -33,8 +34,15 @@ def expert_shapes(parameter: Parameter, wanted: StoredName) -> list[tuple[int, .
 def source_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, wanted: StoredName) -> Source:
     """How a parameter is read from tensors with the expected shapes. Raises TensorMismatch."""
     number, n_rows, *columns = _sizes(parameter)
-    if parameter.form == MXFP4 and not wanted.mxfp4:
+    stays_packed = parameter.form == packed_form.MXFP4
+    if stays_packed and not wanted.mxfp4:
         raise TensorMismatch(f"{tensors[0]} is not packed in MXFP4, so it cannot stay packed")
+
+    def viewed(stored: Stored, shape: tuple[int, ...]) -> Parts:
+        if wanted.transpose or wanted.alternating:
+            stored = ExpertView(stored, shape, wanted.transpose, wanted.alternating)
+        return Parts((stored,))
+
     if wanted.mxfp4:
         blocks, scales = tensors
         if columns[0] % BLOCK:
@@ -42,19 +50,15 @@ def source_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, wan
                 f"{blocks}: MXFP4 has blocks of {BLOCK} numbers, and {columns[0]} is no multiple of it"
             )
         n = number * n_rows
-        kind = PackedBytes if parameter.form == MXFP4 else PackedMatrix
-        stored: Stored = kind(
-            replace(blocks, shape=(n, columns[0] // 2)), replace(scales, shape=(n, columns[0] // BLOCK))
-        )
-    else:
-        first, *others = expert_shapes(parameter, wanted)[0][1:]
-        stored = replace(tensors[0], shape=(number * first, *others))
-    shape = parameter.shape
-    if parameter.form == MXFP4:
-        shape = parameter.held_arrays(stored.element)["packed"].shape
-    if wanted.transpose or wanted.alternating:
-        stored = ExpertView(stored, shape, wanted.transpose, wanted.alternating)
-    return {"packed": Parts((stored,))} if parameter.form == MXFP4 else Parts((stored,))
+        blocks = replace(blocks, shape=(n, columns[0] // 2))
+        scales = replace(scales, shape=(n, columns[0] // BLOCK))
+        if not stays_packed:
+            return viewed(PackedMatrix(blocks, scales), parameter.shape)
+        planes: dict[str, Stored] = {"codes": BlockCodes(blocks), "scales": BlockScales(scales)}
+        arrays = parameter.held_arrays(np.float32)
+        return {name: viewed(plane, arrays[name].shape) for name, plane in planes.items()}
+    first, *others = expert_shapes(parameter, wanted)[0][1:]
+    return viewed(replace(tensors[0], shape=(number * first, *others)), parameter.shape)
 
 
 def written_experts(values: np.ndarray, wanted: StoredName) -> np.ndarray:
@@ -73,8 +77,8 @@ def _sizes(parameter: Parameter) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed(MadeOf):
-    """A matrix in MXFP4: `blocks` [rows, columns / 2] and `scales` [rows, columns / 32]."""
+class PackedMatrix(MadeOf):
+    """A matrix in MXFP4, read as bfloat16: `blocks` [rows, columns / 2] and `scales` [rows, columns / 32]."""
 
     blocks: StoredTensor
     scales: StoredTensor
@@ -82,10 +86,6 @@ class _Packed(MadeOf):
     @property
     def sources(self) -> tuple[Stored, ...]:
         return self.blocks, self.scales
-
-
-class PackedMatrix(_Packed):
-    """A matrix in MXFP4, read as bfloat16."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,21 +106,38 @@ class PackedMatrix(_Packed):
             yield row, numbers[:, begin - BLOCK * low : end - BLOCK * low]
 
 
-class PackedBytes(_Packed):
-    """A matrix that stays in MXFP4: a row has the bytes of its blocks, then of its scales."""
+@dataclass(frozen=True, slots=True)
+class _OneTensor(MadeOf):
+    """A plane of a matrix that stays in MXFP4, read from one tensor."""
+
+    tensor: StoredTensor
+
+    @property
+    def sources(self) -> tuple[Stored, ...]:
+        return (self.tensor,)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.blocks.shape[0], self.blocks.shape[1] + self.scales.shape[1]
+        return self.tensor.shape
+
+
+class BlockCodes(_OneTensor):
+    """The plane `codes`: a block's byte has two neighbours in the file, and two that are 16 apart here."""
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the part `box`, which has whole rows. Raises CorruptFile or TensorMismatch."""
-        (first, _), columns = box
-        assert columns == (0, self.shape[1]), "each device has whole experts"
-        for row, blocks in self.blocks.pieces((box[0], (0, self.blocks.shape[1]))):
-            rows = (first + row, first + row + len(blocks))
-            scales = _scales(self.scales, (rows, (0, self.scales.shape[1])))
-            yield row, np.concatenate([blocks, scales], axis=1)
+        """Yield the part `box`, which has whole blocks. Raises CorruptFile."""
+        for row, blocks in self.tensor.pieces(box):
+            pairs = blocks.reshape(len(blocks), -1, 2, BLOCK // 4)  # the first 16 numbers, then the others
+            halves = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:3], BLOCK // 2)
+            yield row, (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(blocks.shape)
+
+
+class BlockScales(_OneTensor):
+    """The plane `scales`, checked."""
+
+    def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the part `box` in one piece. Raises CorruptFile or TensorMismatch."""
+        yield 0, _scales(self.tensor, box)
 
 
 def _scales(stored: StoredTensor, box: Box) -> np.ndarray:

@@ -24,6 +24,10 @@ Activation = Literal["gelu_tanh", "gelu", "relu", "silu"]
 Residual = Literal["pre", "post", "both", "after", "parallel", "parallel_two_norms"]
 
 LAYER_NORM = Norm()
+_FIXED = (
+    "weights cannot be replaced while experts are packed in MXFP4; load the model without "
+    'load_format="packed"'
+)
 _LAYER = re.compile(r"(encoder\.)?layers\.\d+\.")
 # The names of a layer's norms by the form of its residual.
 _NORMS: dict[str, tuple[str, ...]] = {
@@ -351,9 +355,9 @@ class ModelConfig:
     @property
     def fixed_weights(self) -> str | None:
         """Why weights of this model cannot be replaced; None if they can."""
-        forms = {each.experts.form for each in self.feed_forwards if each.experts is not None}
-        forms.update(self.weight_forms.values())
-        return next((form.fixed for form in forms if form.fixed), None)
+        if self.has_packed_experts:
+            return _FIXED
+        return next((form.fixed for form in self.weight_forms.values() if form.fixed), None)
 
     @property
     def weight_forms(self) -> dict[str, WeightForm]:

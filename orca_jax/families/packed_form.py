@@ -110,11 +110,6 @@ class PackedForm:
     @property
     def fixed(self) -> str | None:
         """Why a weight in this form cannot be replaced by new numbers; None if it can."""
-        if self.code == "nibbles" and (self.high or self.superblock or self.table or self.zero == "mins"):
-            return (
-                f"weights cannot be replaced while they are held in {self.name}; load the model from a "
-                "checkpoint that is not quantized, or with --quantization"
-            )
         if self.float_inputs == "static":
             return (
                 "weights cannot be replaced while activations are rounded with the scales of a checkpoint; "

@@ -1,7 +1,4 @@
-"""Products of experts whose weights stay in MXFP4 (families/mixtures/mxfp4.py), unpacked as they are needed.
-
-A row of a packed weight has its numbers, two in a byte, and then one scale byte for every 32 numbers.
-"""
+"""Products of experts whose weights stay packed, and are unpacked as they are needed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,39 +6,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
-
-from orca_jax.families.mixtures.mxfp4 import BLOCK, BLOCK_BYTES
 
 Unpack = Callable[[jax.Array], jax.Array]  # numbers [n] of experts to their dense weights [n, out, in]
 Grouped = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # layers.grouped_matmul
-
-
-def unpacked(packed: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Unpack uint8 [..., 17 n] to numbers [..., 32 n] in `dtype`."""
-    n_blocks = packed.shape[-1] // BLOCK_BYTES
-    both, scales = jnp.split(packed, [n_blocks * BLOCK // 2], axis=-1)
-    codes = jnp.stack([both & 15, both >> 4], axis=-1).reshape(*packed.shape[:-1], n_blocks, BLOCK)
-    numbers = _fp4(codes.astype(jnp.uint32)) * _power(scales.astype(jnp.uint32))[..., None]
-    return numbers.astype(dtype).reshape(*packed.shape[:-1], n_blocks * BLOCK)
-
-
-def _fp4(code: jax.Array) -> jax.Array:
-    """The float32 of an FP4 code: a sign, two bits of exponent and one of mantissa."""
-    exponent, mantissa = code >> 1 & 3, code & 1
-    below_one = jnp.where(mantissa == 1, jnp.uint32(126 << 23), 0)
-    bits = jnp.where(exponent > 0, (exponent + 126) << 23 | mantissa << 22, below_one) | code >> 3 << 31
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _power(scale: jax.Array) -> jax.Array:
-    """2 ** (scale - 127) as float32; for scale 0 that is subnormal, the half of the least normal number."""
-    return lax.bitcast_convert_type(jnp.where(scale > 0, scale << 23, jnp.uint32(1 << 22)), jnp.float32)
-
-
-def packed_grouped(x: jax.Array, weight: jax.Array, sizes: jax.Array, grouped: Grouped) -> jax.Array:
-    """`grouped` with a packed weight, uint8 [X, out, 17 in / 32]."""
-    return grouped_unpacked(x, lambda at: unpacked(weight[at], x.dtype), weight.shape[1], sizes, grouped)
 
 
 def grouped_unpacked(

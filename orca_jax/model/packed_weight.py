@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
@@ -19,6 +18,7 @@ Dense = Callable[[Array, Array], Array]  # x [T, in] times a weight [out, in]: [
 
 # A part of a weight that is unpacked at a time on a CPU, so that it stays in a core's cache.
 _PART_BYTES = 1 << 20
+_OF_BLOCKS = ("scales", "zeros", "mins")  # planes with one element for each block
 
 
 def product_unpacked(x: Array, form: PackedForm, planes: Mapping[str, Array], dense: Dense) -> Array:
@@ -32,7 +32,7 @@ def product_unpacked(x: Array, form: PackedForm, planes: Mapping[str, Array], de
 
 def _as_matrix(form: PackedForm, name: str, plane: Array) -> Array:
     """A plane with all axes of outputs as one."""
-    is_by_row = form.block is None and name in ("scales", "zeros", "mins")
+    is_by_row = form.block is None and name in _OF_BLOCKS
     return plane.reshape(-1) if is_by_row else plane.reshape(-1, plane.shape[-1])
 
 
@@ -73,64 +73,105 @@ def rounded_to_float8(x: Array, scale: Array | None) -> Array:
 
 
 def encoded_planes(form: PackedForm, dense: Array) -> dict[str, Array]:
-    """The planes of a dense weight [*out, in], rounded to nearest. Traced.
+    """Round a dense weight [*out, in] to the nearest numbers of the form: its planes. Traced.
 
-    Zeros are those of a symmetric form, and inputs keep their order.
+    A block's scale fits its greatest number, or where it has a minimum or a zero its range.
     """
-    assert form.fixed is None, form
-    zero = form.zero if isinstance(form.zero, int) else 8 if form.code == "nibbles" else 0
     *out, n_in = dense.shape
-    block = form.block or n_in
-    blocks = dense.astype(jnp.float32).reshape(*out, n_in // block, block)
-    greatest = {"nibbles": 7.0, "int8": 127.0, "fp8": 448.0}[form.code]
-    scales = _narrow(form, jnp.abs(blocks).max(axis=-1) / greatest)
-    wide = _wide(form, scales)[..., None]
-    numbers = blocks / jnp.where(wide > 0, wide, 1)
-    planes = {"scales": scales.reshape(tuple(out)) if form.block is None else scales}
-    if form.zero == "zeros":
-        planes["zeros"] = jnp.full(planes["scales"].shape, zero, jnp.int8)
+    blocks = dense.astype(jnp.float32).reshape(*out, -1, form.block or n_in)
+    size, least, most = jnp.abs(blocks).max(axis=-1), blocks.min(axis=-1), blocks.max(axis=-1)
+    n_steps = 2**form.bits - 1
+    if isinstance(form.zero, str):
+        if form.zero == "zeros" or form.superblock:  # such blocks have the number 0
+            least, most = jnp.minimum(least, 0), jnp.maximum(most, 0)
+        scales = (most - least) / n_steps
+    else:
+        at_most = {"nibbles": n_steps / 2, "int8": 127.0, "fp8": 448.0}[form.code]
+        scales = size / (max(map(abs, form.table)) if form.table else at_most)
+    planes = _scale_planes(form, scales, least)
+    scale, mins = (None if each is None else each.reshape(scales.shape) for each in _scales(form, planes))
+    assert scale is not None
+    divisor = jnp.where(scale == 0, 1, scale)
+    numbers = (blocks if mins is None else blocks - mins[..., None]) / divisor[..., None]
+    first = -128 if form.code == "int8" else 0  # the least code
+    if form.code == "fp8":
+        codes = jnp.clip(numbers, -448, 448).astype(jnp.float8_e4m3fn)
+        codes = lax.bitcast_convert_type(codes, jnp.uint8)
+    elif form.table:
+        codes = _nearest(form.table, numbers)
+    else:
+        zero: Any = form.zero if isinstance(form.zero, int) else 0
+        if form.zero == "zeros":
+            of_block = jnp.clip(jnp.round(first - least / divisor), first, first + n_steps)
+            planes["zeros"] = of_block.astype(jnp.int8)
+            zero = of_block[..., None]
+        codes = jnp.clip(jnp.round(numbers) + zero, first, first + n_steps)
+        codes = codes.astype(jnp.int8 if form.code == "int8" else jnp.uint8)
+    codes = codes.reshape(*out, n_in)
+    if form.code != "nibbles":
+        planes["codes"] = codes
+    else:
+        runs = (codes & 15).reshape(*out, n_in // 32, 2, 16)
+        planes["codes"] = (runs[..., 0, :] | runs[..., 1, :] << 4).reshape(*out, n_in // 2)
+    if form.high == 1:
+        bits = (codes >> 4).reshape(*out, n_in // 8, 8) << jnp.arange(8, dtype=jnp.uint8)
+        planes["high"] = bits.sum(axis=-1, dtype=jnp.uint8)
+    elif form.high == 2:
+        shifts = jnp.array([[0], [2], [4], [6]], jnp.uint8)
+        bits = (codes >> 4).reshape(*out, n_in // 32, 4, 8) << shifts
+        planes["high"] = bits.sum(axis=-2, dtype=jnp.uint8).reshape(*out, n_in // 4)
     if form.ordered:
         planes["order"] = jnp.arange(n_in, dtype=jnp.int32)
-    if form.code == "fp8":
-        codes = jnp.clip(numbers, -greatest, greatest).astype(jnp.float8_e4m3fn)
-        return {"codes": lax.bitcast_convert_type(codes, jnp.uint8).reshape(dense.shape), **planes}
-    rounded = jnp.clip(jnp.round(numbers), -greatest - (form.code == "nibbles"), greatest)
-    if form.code == "int8":
-        return {"codes": rounded.astype(jnp.int8).reshape(dense.shape), **planes}
-    runs = (rounded + zero).astype(jnp.uint8).reshape(*out, n_in // 32, 2, 16)
-    codes = runs[..., 0, :] | runs[..., 1, :] << 4
-    return {"codes": codes.reshape(*out, n_in // 2), **planes}
+    if form.float_inputs == "static":  # of random weights alone
+        planes["input_scales"] = jnp.full(tuple(out), 0.05, jnp.float32)
+    by_row = form.block is None
+    return {
+        name: planes[name].reshape(tuple(out)) if by_row and name in _OF_BLOCKS else planes[name]
+        for name in form.arrays(dense.shape, 1, jnp.float32)
+    }
 
 
-def random_planes(form: PackedForm, shape: tuple[int, ...], key: Array) -> dict[str, Array]:
-    """Planes of a random weight, whose codes are uniform and whose numbers are about 0.02. Traced."""
-    planes: dict[str, Array] = {}
-    greatest = max(map(abs, form.table)) if form.table else 2.0 ** (form.bits - 1)
-    for name, array in form.arrays(shape, 1, jnp.float32).items():
-        if name in ("codes", "high") or (name == "scales" and form.scale == "six_bits"):
-            key, own = jax.random.split(key)
-            planes[name] = lax.bitcast_convert_type(jax.random.bits(own, array.shape, jnp.uint8), array.dtype)
-            continue
-        if name == "order":
-            planes[name] = jnp.arange(array.shape[0], dtype=jnp.int32)
-            continue
-        step = 0.02 / greatest / (32 if name.startswith("super") and form.scale == "six_bits" else 1)
-        if name == "input_scales":
-            value: Any = 0.05
-        elif name == "zeros":
-            value = 8 if form.code == "nibbles" else 0
-        elif name == "super_mins":
-            value = step * 8
-        elif name == "mins":
-            value = _narrow(form, jnp.float32(-step * 8))
-        elif name == "scales" and form.scale == "e8m0":
-            value = 120
-        elif name == "scales" and form.superblock:
-            value = 1
-        else:
-            value = jnp.float16(step) if name == "super_scales" else _narrow(form, jnp.float32(step))
-        planes[name] = jnp.full(array.shape, value, array.dtype)
-    return planes
+def _scale_planes(form: PackedForm, scales: Array, least: Array) -> dict[str, Array]:
+    """The planes of the scales [..., blocks] of a weight, and of its blocks' least numbers."""
+    if form.scale == "six_bits":
+        parts = [each.reshape(*each.shape[:-1], -1, 8) for each in (scales, -least)]
+        supers = [(each.max(axis=-1) / 63).astype(jnp.float16) for each in parts]
+        s, m = (_shares(*each, 0, 63).astype(jnp.uint8) for each in zip(parts, supers, strict=True))
+        packed = jnp.concatenate(
+            [
+                s[..., :4] | s[..., 4:] >> 4 << 6,
+                m[..., :4] | m[..., 4:] >> 4 << 6,
+                s[..., 4:] & 15 | m[..., 4:] << 4,
+            ],
+            axis=-1,
+        )
+        packed = packed.reshape(*packed.shape[:-2], -1)
+        return {"scales": packed, "super_scales": supers[0], "super_mins": supers[1]}
+    if form.scale == "q6_k":
+        parts_of_super = scales.reshape(*scales.shape[:-1], -1, 16)
+        super_scales = (parts_of_super.max(axis=-1) / 127).astype(jnp.float16)
+        shares = _shares(parts_of_super, super_scales, -128, 127).astype(jnp.int8)
+        return {"scales": shares.reshape(scales.shape), "super_scales": super_scales}
+    if form.scale == "e8m0":
+        exponent = jnp.frexp(scales)[1]  # 2 ** exponent is at least the scale
+        return {"scales": jnp.where(scales > 0, jnp.clip(exponent + 128, 2, 254), 0).astype(jnp.uint8)}
+    planes = {"scales": _narrow(form, scales)}
+    return {**planes, "mins": _narrow(form, least)} if form.zero == "mins" else planes
+
+
+def _shares(parts: Array, whole: Array, least: int, most: int) -> Array:
+    """The whole numbers by which `whole` [..., n] is multiplied for `parts` [..., n, k]."""
+    wide = whole.astype(jnp.float32)[..., None]
+    return jnp.clip(jnp.round(parts / jnp.where(wide == 0, 1, wide)), least, most)
+
+
+def _nearest(table: tuple[int, ...], numbers: Array) -> Array:
+    """The code of the table's number that is nearest to each of `numbers`."""
+    codes, distance = jnp.zeros(numbers.shape, jnp.uint8), jnp.full(numbers.shape, jnp.inf)
+    for code, number in enumerate(table):
+        away = jnp.abs(numbers - number)
+        codes, distance = jnp.where(away < distance, jnp.uint8(code), codes), jnp.minimum(away, distance)
+    return codes
 
 
 def _narrow(form: PackedForm, scales: Array) -> Array:

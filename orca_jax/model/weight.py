@@ -6,7 +6,6 @@ is a families.weight_form.WeightForm, which says what is stored, and a subclass 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Protocol, Self
 
 import jax
@@ -14,15 +13,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from orca_jax.families.mixtures.mxfp4 import BIAS, BLOCK, BLOCK_BYTES, Mxfp4
 from orca_jax.families.packed_form import Joined, PackedForm
 from orca_jax.families.parameters import Parameter
 from orca_jax.families.weight_form import Dense, HeldArray, WeightForm
-from orca_jax.model.packed import Grouped, grouped_unpacked, packed_grouped
+from orca_jax.model.packed import Grouped, grouped_unpacked
 from orca_jax.model.packed_weight import (
     encoded_planes,
     product_unpacked,
-    random_planes,
     rounded,
     rounded_to_float8,
     unpacked,
@@ -106,31 +103,6 @@ class FormedWeight:
         """Convert a dense weight, whose last `n_in` axes are inputs, to this form. Traced."""
         raise AssertionError(f"{form} is not made of dense weights")
 
-    @classmethod
-    def drawn(cls, form: WeightForm, parameter: Parameter, key: Array, dense: Callable[[], Array]) -> Any:
-        """A random weight; `dense` draws a dense one. Traced."""
-        return cls.encoded(form, dense(), parameter.n_in)
-
-
-class PackedExperts(FormedWeight, form=Mxfp4):
-    """Experts [X, *out, in] in MXFP4."""
-
-    def by_expert(self, x: Array, sizes: Array, products: Products) -> Array:
-        """Multiply by the experts, unpacked as they are needed."""
-        packed = self.arrays["packed"]
-        packed = packed.reshape(packed.shape[0], -1, packed.shape[-1])
-        return packed_grouped(x, packed, sizes, products.grouped)
-
-    @classmethod
-    def drawn(
-        cls, form: WeightForm, parameter: Parameter, key: Array, dense: Callable[[], Array]
-    ) -> "PackedExperts":
-        """Random bytes, with all scales 2 ** -7."""
-        shape = parameter.held_arrays(jnp.float32)["packed"].shape
-        is_number = jnp.arange(shape[-1]) < shape[-1] // BLOCK_BYTES * (BLOCK // 2)
-        bits = jnp.where(is_number, jax.random.bits(key, shape, jnp.uint8), jnp.uint8(BIAS - 7))
-        return cls(form, {"packed": bits})
-
 
 class PackedWeight(FormedWeight, form=PackedForm):
     """A weight [*out, in] in planes."""
@@ -184,13 +156,6 @@ class PackedWeight(FormedWeight, form=PackedForm):
         """Round a dense weight to the nearest numbers of the form; scales fit the greatest number."""
         return cls(form, encoded_planes(form, dense))
 
-    @classmethod
-    def drawn(cls, form: Any, parameter: Parameter, key: Array, dense: Callable[[], Array]) -> "PackedWeight":
-        """A random weight: rounded dense numbers where the form allows it, else random codes."""
-        if form.fixed is None:
-            return cls.encoded(form, dense(), parameter.n_in)
-        return cls(form, random_planes(form, parameter.shape, key))
-
 
 class JoinedWeight(FormedWeight, form=Joined):
     """A weight whose first axis has parts in several forms."""
@@ -230,21 +195,6 @@ class JoinedWeight(FormedWeight, form=Joined):
             else:
                 encoded = kind_of(own).encoded(own, part, n_in)
                 arrays |= {f"{i}.{name}": array for name, array in encoded.arrays.items()}
-        return cls(form, arrays)
-
-    @classmethod
-    def drawn(cls, form: Any, parameter: Parameter, key: Array, dense: Callable[[], Array]) -> "JoinedWeight":
-        """A random weight of each form."""
-        arrays: dict[str, Array] = {}
-        first, n = 0, parameter.shape[0] - len(form.forms) + 1
-        for i, own in enumerate(form.forms):
-            at, first, n = slice(first, first + n), first + n, 1
-            part = replace(parameter, shape=(at.stop - at.start, *parameter.shape[1:]), form=own)
-            if isinstance(own, Dense):
-                arrays[str(i)] = dense()[at]
-            else:
-                made = kind_of(own).drawn(own, part, jax.random.fold_in(key, i), lambda at=at: dense()[at])
-                arrays |= {f"{i}.{name}": array for name, array in made.arrays.items()}
         return cls(form, arrays)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 from orca_jax.checks import check_whole
 from orca_jax.errors import ConfigError
 from orca_jax.families.limits import check_choice, check_positive, check_size
-from orca_jax.families.mixtures.mxfp4 import MXFP4
+from orca_jax.families.packed_form import MXFP4
 from orca_jax.families.weight_form import DENSE, WeightForm
 
 Scores = Literal["softmax", "softmax_of_chosen", "sigmoid"]

@@ -1,21 +1,17 @@
 """MXFP4 (Open Compute Project, 2023): numbers of four bits, 32 of which share an exponent of one byte.
 
 A number, FP4, has a sign, two bits of exponent and one of mantissa. A byte holds two numbers, the first in
-its lower half. The shared exponent counts from -127.
+its lower half. The shared exponent counts from -127. Experts that stay packed are in the form
+families.packed_form.MXFP4.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.families.weight_form import HeldArray
-
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then their negatives
 BLOCK = 32  # numbers with one scale
-BLOCK_BYTES = BLOCK // 2 + 1  # including the scale
 BIAS = 127
 GREATEST_SCALE = 252  # with a greater scale, 6 times it is no float32
 _STEP_BYTES = 1 << 19  # small, so that intermediate arrays stay in a core's cache
@@ -44,24 +40,3 @@ def _pairs() -> npt.NDArray[np.uint32]:
         numbers = (both * scale).astype("<f4")
     bits = (numbers.view("<u4") >> 16).astype("<u2")  # the bits that bfloat16 omits are zero
     return bits.view("<u4").reshape(-1)
-
-
-@dataclass(frozen=True, slots=True)
-class Mxfp4:
-    """The form of experts that stay in MXFP4: each row has its numbers, two in a byte, then their scales."""
-
-    flat_inputs: bool = False
-    multiple: int = BLOCK
-    fixed: str | None = (
-        "weights cannot be replaced while experts are packed in MXFP4; load the model without "
-        'load_format="packed"'
-    )
-
-    def arrays(self, shape: tuple[int, ...], n_in: int, dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
-        """One array of bytes; rows of 32 n numbers have 17 n."""
-        *others, last = shape
-        held = (*others, last // BLOCK * BLOCK_BYTES)
-        return {"packed": HeldArray(held, np.dtype(np.uint8), tuple(range(len(shape))))}
-
-
-MXFP4 = Mxfp4()

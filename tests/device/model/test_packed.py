@@ -1,6 +1,7 @@
 """Experts in MXFP4 give the same products and tokens as dequantised ones, and take the file's bytes."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from orca_jax.errors import ConfigError, TensorMismatch, UnsupportedModel
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.mixtures.mxfp4 import BIAS, GREATEST_SCALE, unpack
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.packed_form import MXFP4
 from orca_jax.families.parameters import parameter_table, stage_bytes
 from orca_jax.model.layers import grouped_matmul
-from orca_jax.model.packed import unpack_at_once, unpack_one_by_one, unpacked
+from orca_jax.model.packed import unpack_at_once, unpack_one_by_one
+from orca_jax.model.packed_weight import unpacked
 from orca_jax.model.transformer import init_parameters
-from orca_jax.model.weight import PackedExperts
+from orca_jax.model.weight import PackedWeight
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import greedy_request, harness
 from tests.device.model.golden import DIRECTORY, load_golden
@@ -32,32 +35,39 @@ PACKED = "gpt-oss-mxfp4"
 UP = "layers.0.experts.up.weight"
 
 
-def drawn(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Random packed weights [..., 17 n] with numbers of about 1."""
+def drawn(shape: tuple[int, ...], seed: int) -> dict[str, np.ndarray]:
+    """Planes of random packed weights with numbers of about 1."""
     rng = np.random.default_rng(seed)
-    n = shape[-1] // 17
-    numbers = rng.integers(0, 256, (*shape[:-1], 16 * n), np.uint8)
-    scales = rng.integers(BIAS - 3, BIAS + 1, (*shape[:-1], n), np.uint8)
-    return np.concatenate([numbers, scales], axis=-1)
+    codes = rng.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)
+    scales = rng.integers(BIAS - 3, BIAS + 1, (*shape[:-1], shape[-1] // 32), np.uint8)
+    return {"codes": codes, "scales": scales}
 
 
-def by_numpy(packed: np.ndarray) -> np.ndarray:
-    """Unpack to float32 [..., 32 n] with NumPy."""
-    n = packed.shape[-1] // 17
-    rows = packed.reshape(-1, 17 * n)
-    bits = unpack(np.ascontiguousarray(rows[:, : 16 * n]), rows[:, 16 * n :])
-    return bits.view(ml_dtypes.bfloat16).astype(np.float32).reshape(*packed.shape[:-1], 32 * n)
+def by_numpy(planes: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Unpack to float32 with NumPy, from bytes in the file's order."""
+    codes = planes["codes"].reshape(-1, 1, 16)
+    codes = np.concatenate([codes & 15, codes >> 4], axis=1).reshape(-1, 16, 2)
+    rows = (codes[..., 0] | codes[..., 1] << 4).reshape(-1, planes["codes"].shape[-1])
+    bits = unpack(np.ascontiguousarray(rows, np.uint8), planes["scales"].reshape(len(rows), -1))
+    shape = (*planes["codes"].shape[:-1], 2 * planes["codes"].shape[-1])
+    return bits.view(ml_dtypes.bfloat16).astype(np.float32).reshape(shape)
 
 
 def as_dense(value: Any) -> np.ndarray:
     """A parameter as dense numbers."""
-    return by_numpy(np.asarray(value.arrays["packed"])) if isinstance(value, PackedExperts) else value
+    if not isinstance(value, PackedWeight):
+        return value
+    return by_numpy({name: np.asarray(plane) for name, plane in value.arrays.items()})
 
 
-def multiplied(product: Any, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+def multiplied(product: Any, x: jax.Array, planes: Any, sizes: jax.Array) -> jax.Array:
     """A product of rows by experts, which are unpacked as they are needed."""
-    more = {"n_out": weight.shape[1]} if product is unpack_one_by_one else {}
-    return product(x, sizes, experts=lambda at: unpacked(weight[at], x.dtype), grouped=grouped_matmul, **more)
+    more = {"n_out": planes["codes"].shape[1]} if product is unpack_one_by_one else {}
+
+    def experts(at: jax.Array) -> jax.Array:
+        return unpacked(MXFP4, {name: plane[at] for name, plane in planes.items()}, x.dtype)
+
+    return product(x, sizes, experts=experts, grouped=grouped_matmul, **more)
 
 
 def padded(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -68,8 +78,8 @@ def padded(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def test_every_number_and_scale_is_unpacked_exactly(dtype: Any) -> None:
     byte = np.arange(256, dtype=np.uint8).reshape(16, 16)
     scales = np.arange(4, GREATEST_SCALE + 1, dtype=np.uint8)  # below, a CPU may take numbers for zero
-    every = np.concatenate([np.tile(byte, (len(scales), 1)), scales.repeat(16)[:, None]], axis=1)
-    found = jax.jit(unpacked, static_argnums=1)(every, dtype)
+    every = {"codes": np.tile(byte, (len(scales), 1)), "scales": scales.repeat(16)[:, None]}
+    found = jax.jit(unpacked, static_argnums=(0, 2))(MXFP4, every, dtype)
     assert found.dtype == dtype
     assert np.array_equal(np.asarray(found, np.float32), by_numpy(every))
 
@@ -79,7 +89,7 @@ def test_every_number_and_scale_is_unpacked_exactly(dtype: Any) -> None:
     "sizes", [[3, 0, 2, 1], [0, 0, 0, 9], [0, 0, 0, 0], [1, 1, 1, 1], [9, 0, 0, 0]], ids=str
 )
 def test_the_products_equal_those_of_unpacked_weights(product: Any, sizes: list[int]) -> None:
-    weight = drawn((4, 6, 34), 1)
+    weight = drawn((4, 6, 64), 1)
     x = jax.random.normal(jax.random.key(0), (9, 64))
     x = x.at[sum(sizes) :].set(jnp.nan)
     found = jax.jit(lambda *each: multiplied(product, *each))(x, weight, jnp.array(sizes, jnp.int32))
@@ -90,8 +100,15 @@ def test_the_products_equal_those_of_unpacked_weights(product: Any, sizes: list[
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+def described(n_experts: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The planes of experts [6, 64]."""
+    return {
+        name: jax.ShapeDtypeStruct((n_experts, 6, n), jnp.uint8) for name, n in (("codes", 32), ("scales", 2))
+    }
+
+
 def test_few_rows_unpack_few_experts() -> None:
-    weight, sizes = jax.ShapeDtypeStruct((128, 6, 34), jnp.uint8), jax.ShapeDtypeStruct((128,), jnp.int32)
+    weight, sizes = described(128), jax.ShapeDtypeStruct((128,), jnp.int32)
     x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
     text = str(jax.make_jaxpr(lambda *each: multiplied(unpack_at_once, *each))(x, weight, sizes))
     assert "f32[4,6,64]" in text and "f32[128,6,64]" not in text
@@ -107,7 +124,8 @@ def test_the_devices_hold_the_file_s_own_bytes() -> None:
         of_arrays = [(array.shape, array.dtype) for array in arrays]
         assert [(array.shape, array.dtype) for array in jax.tree.leaves(value)] == of_arrays
         assert np.array_equal(as_dense(value), expected), name
-    assert given.parameters[UP].arrays["packed"].shape == (3, 2, 64, 17)
+    shapes = {name: array.shape for name, array in given.parameters[UP].arrays.items()}
+    assert shapes == {"codes": (3, 2, 64, 16), "scales": (3, 2, 64, 1)}
     n_bytes = sum(array.nbytes for array in jax.tree.leaves(given.parameters))
     assert n_bytes == stage_bytes(given.config, range(2), 1, 4)
 
@@ -149,8 +167,8 @@ def test_devices_have_whole_packed_experts() -> None:
     wide = find_config("gpt-oss-20b", "packed")
     table = parameter_table(wide)
     up, down = table[UP], table["layers.0.experts.down.weight"]
-    shapes = [one.held_arrays(np.float32)["packed"].shape for one in (up, down)]
-    assert shapes == [(32, 2, 2880, 1530), (32, 2880, 1530)]
+    shapes = [one.held_arrays(np.float32)["codes"].shape for one in (up, down)]
+    assert shapes == [(32, 2, 2880, 1440), (32, 2880, 1440)]
     assert [each.split_axis(2) for each in (up, down, table["layers.0.experts.up.bias"])] == [0, 0, 0]
 
 
@@ -167,7 +185,7 @@ def test_over_devices_the_tokens_are_the_same() -> None:
     packed_model = model.with_packed_experts()
     packed = init_parameters(packed_model, jax.random.key(1), jnp.dtype("float32"))
     packed = {
-        name: value if isinstance(value, PackedExperts) or value.ndim == 1 else 10 * value
+        name: value if isinstance(value, PackedWeight) or value.ndim == 1 else 10 * value
         for name, value in packed.items()
     }
     dense = {name: jnp.asarray(as_dense(value)) for name, value in packed.items()}
@@ -184,7 +202,7 @@ def test_over_devices_the_tokens_are_the_same() -> None:
         config = config.for_devices(tensor)
         table = parameter_table(config)
         own = {
-            name: value if isinstance(value, PackedExperts) else padded(value, table[name].shape)
+            name: value if isinstance(value, PackedWeight) else padded(value, table[name].shape)
             for name, value in parameters.items()
         }
         parallel = ParallelConfig(tensor_parallel=tensor, expert_exchange=exchange)
@@ -230,12 +248,12 @@ def test_weights_that_cannot_stay_packed_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_products_lower_for_a_gpu() -> None:
-    def product(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    def product(x: jax.Array, weight: Any, sizes: jax.Array) -> jax.Array:
         return multiplied(unpack_at_once, x, weight, sizes)
 
-    arrays = [
+    arrays: list[Any] = [
         jax.ShapeDtypeStruct((8, 64), jnp.bfloat16),
-        jax.ShapeDtypeStruct((16, 6, 34), jnp.uint8),
+        described(16),
         jax.ShapeDtypeStruct((16,), jnp.int32),
     ]
     text = jax.jit(product).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()

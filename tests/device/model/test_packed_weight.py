@@ -29,15 +29,14 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.packed_form import (
     Q4_0,
     Q4_K,
+    Q5_K,
     Q6_K,
     Q8_0,
     Joined,
     PackedForm,
-    fp8,
     joined,
     w4,
     w8,
-    w8a8,
 )
 from orca_jax.families.parameters import packable_weights, parameter_table, stage_bytes
 from orca_jax.families.weight_form import DENSE, WeightForm
@@ -251,28 +250,26 @@ def test_a_product_by_parts_is_the_product_with_the_numbers(
     np.testing.assert_allclose(found, x @ numbers_of(form, planes).reshape(30, 512).T, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    "form", [w4(32), w4(128, scale="bfloat16"), w8(None), w8a8(), Q4_0, Q8_0, fp8(None), fp8(128)], ids=str
-)
+@pytest.mark.parametrize("form", EVERY_FORM.values(), ids=EVERY_FORM)
 def test_dense_weights_are_rounded_to_nearest(form: PackedForm) -> None:
-    dense = np.random.default_rng(0).standard_normal((3, 5, 256)).astype(np.float32)
+    dense = np.random.default_rng(0).standard_normal((3, 5, 512)).astype(np.float32)
     dense[0, 1] = 0
     planes = jax.jit(lambda dense: encoded_planes(form, dense))(dense)
     expected = {name: (array.shape, array.dtype) for name, array in form.arrays(dense.shape, 1, "f4").items()}
     assert {name: (plane.shape, plane.dtype) for name, plane in planes.items()} == expected
-    blocks = dense.reshape(3, 5, -1, form.block or 256)
-    most = np.abs(blocks).max(axis=-1, keepdims=True)
-    step = {"nibbles": most / 7, "int8": most / 127, "fp8": np.maximum(np.abs(blocks), most / 448) / 8}[
-        form.code
-    ]
-    error = np.abs(numbers_of(form, planes).reshape(blocks.shape) - blocks)
-    assert (error <= 0.51 * step + 4e-3 * np.abs(blocks)).all()
-    assert error[0, 1].max() == 0
+    numbers = numbers_of(form, planes)
+    assert not numbers[0, 1].any()
+    most = {4: 0.13, 5: 0.06, 6: 0.03, 8: 0.03 if form.code == "fp8" else 0.012}[form.bits]
+    most = 0.2 if form.scale == "e8m0" else most
+    error = np.sqrt(np.square(numbers - dense).sum() / np.square(dense).sum())
+    assert most / 4 < error < most
+    again = encoded_planes(form, jnp.asarray(numbers))
+    assert np.abs(numbers_of(form, again) - numbers).max() < 0.1 * np.abs(dense).max()
 
 
-@pytest.mark.matrix(but=["fp8-1", "w4-2"])
+@pytest.mark.matrix(but=["Q5_K-1", "w4-2"])
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("form", [w4(32), fp8(None)], ids=["w4", "fp8"])
+@pytest.mark.parametrize("form", [w4(32), Q5_K], ids=["w4", "Q5_K"])
 def test_weights_are_rounded_as_they_arrive_and_sleep(form: PackedForm, tensor: int) -> None:
     dense = model_of({**LLAMA, "num_hidden_layers": 1})
     stored = dense.with_forms(dict.fromkeys(packable_weights(dense), form))
@@ -307,12 +304,6 @@ def test_weights_are_rounded_as_they_arrive_and_sleep(form: PackedForm, tensor: 
     check()
 
 
-def test_weights_that_cannot_be_rounded_are_not_replaced() -> None:
-    model = formed(model_of(LLAMA), Q4_K)
-    assert model.fixed_weights is not None and "Q4_K" in model.fixed_weights
-    assert formed(model_of(LLAMA), Q8_0).fixed_weights is None
-
-
 def test_blocks_that_devices_cannot_share_are_refused() -> None:
     model = formed(model_of({**LLAMA, "intermediate_size": 1536}), Q4_K)
     check_split(model, ParallelConfig(tensor_parallel=2))
@@ -344,11 +335,10 @@ def test_forms_are_of_each_weight_and_equal_layers_stay_equal() -> None:
     assert less == 3 * 2 * 512 * 256 * (4 - 18 / 32) + 211 * 256 * (4 - 210 / 256)
 
 
-@pytest.mark.parametrize("form", EVERY_FORM.values(), ids=EVERY_FORM)
-def test_random_weights_are_small_numbers(form: PackedForm) -> None:
-    model = formed(model_of({**LLAMA, "num_hidden_layers": 1}), form)
+def test_random_weights_are_in_their_form() -> None:
+    model = formed(model_of({**LLAMA, "num_hidden_layers": 1}), Q4_K)
     one = parameter_table(model)["layers.0.qkv.weight"]
     weight = jax.jit(lambda key: init_parameter(one, key, jnp.dtype(jnp.float32)))(jax.random.key(0))
     expected = {name: (array.shape, array.dtype) for name, array in one.held_arrays("f4").items()}
     assert {name: (array.shape, array.dtype) for name, array in weight.arrays.items()} == expected
-    assert 0.002 < np.abs(numbers_of(one.form, weight.arrays)).mean() < 0.1
+    assert 0.015 < numbers_of(one.form, weight.arrays).std() < 0.025

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from orca_jax.config import ParallelConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
-from orca_jax.families.mixtures.mxfp4 import MXFP4
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.packed_form import MXFP4
 from orca_jax.families.parameters import parameter_table, stage_bytes
 from orca_jax.families.presets import PRESETS
 from orca_jax.iteration.shape import EngineShape
