@@ -16,8 +16,8 @@ from orca_jax.checkpoint.orbax_boxes import runs
 from orca_jax.checkpoint.safetensors_reader import StoredTensor
 from orca_jax.checkpoint.shard_reader import Box, MadeOf, Parts, Source, Stored, read_box
 from orca_jax.errors import TensorMismatch
-from orca_jax.families import packed_form
 from orca_jax.families.mixtures.mxfp4 import BLOCK, GREATEST_SCALE, unpack
+from orca_jax.families.packed_form import EXACT_MXFP4
 from orca_jax.families.parameters import Parameter
 from orca_jax.families.stored_name import StoredName
 
@@ -34,7 +34,7 @@ def expert_shapes(parameter: Parameter, wanted: StoredName) -> list[tuple[int, .
 def source_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, wanted: StoredName) -> Source:
     """How a parameter is read from tensors with the expected shapes. Raises TensorMismatch."""
     number, n_rows, *columns = _sizes(parameter)
-    stays_packed = parameter.form == packed_form.MXFP4
+    stays_packed = parameter.form == EXACT_MXFP4
     if stays_packed and not wanted.mxfp4:
         raise TensorMismatch(f"{tensors[0]} is not packed in MXFP4, so it cannot stay packed")
 

@@ -204,10 +204,11 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
 
 
 def hf_config_of(model: ModelConfig) -> dict[str, Any]:
-    """Write `model` as a config.json of the first family that reads it as the same model.
+    """Write `model` with dense weights as a config.json of the first family that reads it as the same model.
 
     Raises UnsupportedModel where no family can describe it.
     """
+    model = model.with_forms({})
     for family in FAMILIES.values():
         written = family.write(model)
         if written is None:

@@ -72,7 +72,8 @@ class PackedForm:
     `block` inputs share a scale, None: all inputs of a row. `zero` is the code that means 0, "zeros" where
     each block has one, "mins" where each block has a minimum. With `integer_inputs` activations are rounded
     to int8 with one scale a token before the product (W8A8), with `float_inputs` to float8_e4m3fn, with one
-    scale a token or the weight's static one. With `ordered` input i of the planes is activation order[i].
+    scale a token or the weight's static one; with `exact` no kernel may round them. With `ordered` input i of
+    the planes is activation order[i].
     """
 
     name: str
@@ -85,6 +86,7 @@ class PackedForm:
     integer_inputs: bool = False
     float_inputs: Literal["", "token", "static"] = ""
     ordered: bool = False
+    exact: bool = False
 
     @property
     def flat_inputs(self) -> bool:
@@ -233,6 +235,7 @@ Q5_K = PackedForm("Q5_K", "nibbles", "six_bits", 32, high=1, zero="mins")
 Q6_K = PackedForm("Q6_K", "nibbles", "q6_k", 16, high=2, zero=32)
 IQ4_NL = PackedForm("IQ4_NL", "nibbles", "float16", 32, table=_IQ4_NL)
 MXFP4 = PackedForm("MXFP4", "nibbles", "e8m0", 32, table=_TWICE_FP4)
+EXACT_MXFP4 = replace(MXFP4, exact=True)  # the experts of gpt-oss, with the tokens of unpacked ones
 
 # GGUF's packed types by their names in files.
 GGUF_FORMS = {form.name: form for form in (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, MXFP4)}

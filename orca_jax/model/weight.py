@@ -122,7 +122,7 @@ class PackedWeight(FormedWeight, form=PackedForm):
     def product(self, x: Array, products: Products) -> Array:
         """x [T, in] times this weight: [T, out]."""
         x, planes = self._prepared(x)
-        if products.packed is not None:
+        if products.packed is not None and not self.form.exact:
             y = products.packed(x, self.form, planes, products.n_tokens)
             if y is not None:
                 return y
@@ -131,7 +131,7 @@ class PackedWeight(FormedWeight, form=PackedForm):
     def by_expert(self, x: Array, sizes: Array, products: Products) -> Array:
         """layers.grouped_matmul with this weight [X, *out, in]."""
         x, held = self._prepared(x)
-        if products.packed_grouped is not None:
+        if products.packed_grouped is not None and not self.form.exact:
             y = products.packed_grouped(x, self.form, held, sizes)
             if y is not None:
                 return y

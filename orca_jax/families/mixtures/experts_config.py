@@ -6,7 +6,7 @@ from typing import Literal
 from orca_jax.checks import check_whole
 from orca_jax.errors import ConfigError
 from orca_jax.families.limits import check_choice, check_positive, check_size
-from orca_jax.families.packed_form import MXFP4
+from orca_jax.families.packed_form import EXACT_MXFP4
 from orca_jax.families.weight_form import DENSE, WeightForm
 
 Scores = Literal["softmax", "softmax_of_chosen", "sigmoid"]
@@ -69,7 +69,7 @@ class Experts:
     @property
     def form(self) -> WeightForm:
         """The form of the experts' matrices."""
-        return MXFP4 if self.packed else DENSE
+        return EXACT_MXFP4 if self.packed else DENSE
 
     @property
     def group_size(self) -> int:

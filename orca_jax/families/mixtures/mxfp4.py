@@ -2,7 +2,7 @@
 
 A number, FP4, has a sign, two bits of exponent and one of mantissa. A byte holds two numbers, the first in
 its lower half. The shared exponent counts from -127. Experts that stay packed are in the form
-families.packed_form.MXFP4.
+families.packed_form.EXACT_MXFP4.
 """
 
 from functools import cache

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from orca_jax.config import ParallelConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.packed_form import MXFP4
+from orca_jax.families.packed_form import EXACT_MXFP4
 from orca_jax.families.parameters import parameter_table, stage_bytes
 from orca_jax.families.presets import PRESETS
 from orca_jax.iteration.shape import EngineShape
@@ -60,7 +60,7 @@ def test_the_stages_hold_every_parameter_once_but_a_tied_table(name: str, n_stag
     stages = [stage_bytes(model, layers, 1, 4) for layers in stage_layers(model.n_layers, n_stages)]
     twice = n_stages > 1 and model.embedding.tied
     table = model.padded_vocab_size * model.embedding.size if twice else 0
-    n_packed = sum(math.prod(one.shape) for one in parameter_table(model).values() if one.form == MXFP4)
+    n_packed = sum(math.prod(one.shape) for one in parameter_table(model).values() if one.form == EXACT_MXFP4)
     assert sum(stages) == 4 * (parameter_count(model) - n_packed + table) + n_packed * 17 // 32
 
 
