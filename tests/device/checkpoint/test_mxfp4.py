@@ -141,7 +141,7 @@ def test_matrices_that_have_no_whole_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quantization", "words"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quantised by GPTQ in 4 bits (quant_method gptq)"),
+        ({"quant_method": "hqq", "bits": 4}, "quantised by HQQ in 4 bits (quant_method hqq)"),
         ({"bits": 4}, "quantised by a method that it does not name in 4 bits"),
         ({"quant_method": "mxfp4", "block_size": 16}, "quantization_config.block_size is 16"),
     ],
