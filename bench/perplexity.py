@@ -1,4 +1,4 @@
-"""How well models predict a text: the perplexity of each, in turn, such as of weights in several forms.
+"""The perplexity of a text for several models in turn, such as one model with weights in several forms.
 
     python -m bench.perplexity model.gguf path/to/dequantised [--text FILE] [--window 512] [--tokens 16384]
 

@@ -78,7 +78,7 @@ _Computation = dict[str, _Instruction]
 
 @dataclass(slots=True)
 class Counts:
-    """What a program does in one iteration.
+    """The launches, trips and bytes of a program in one iteration.
 
     `trips` counts the trips of all loops; `launches` includes launches in loops. `host_led` loops have
     a trip count that only the device knows; they count as one trip. `stated` counts the custom calls by the

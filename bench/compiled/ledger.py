@@ -192,7 +192,7 @@ def _visible_bytes(model: ModelConfig, case: Case) -> float:
 
 
 def _experts_read(model: ModelConfig, case: Case, tensor_parallel: int) -> dict[str, float]:
-    """What the experts' kernel reads of each of its weights, by their dtype and shape on a device."""
+    """The bytes that the experts' kernel reads of each weight, by its dtype and shape on a device."""
     stated: dict[str, float] = {}
     for layer in model.layers:
         feed, experts = layer.feed_forward, layer.feed_forward.experts

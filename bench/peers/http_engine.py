@@ -10,6 +10,7 @@ import json
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -244,6 +245,46 @@ class HttpEngine:
         if not answer:
             raise ConnectionError("it closed the connection without an answer")
         return bytes(answer), first
+
+
+class ServedEngine:
+    """An engine whose server `process` runs; a context manager that ends both.
+
+    A subclass starts the process and then calls `meet`, before the engine plays.
+    """
+
+    def __init__(self, name: str, process: AbstractContextManager[Any], play_seconds: float) -> None:
+        self.name = name
+        self.about: dict[str, Any] = {}
+        self._process = process
+        self._play_seconds = play_seconds
+        self._http: HttpEngine | None = None
+
+    def meet(self, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Find out which fields the server accepts; `about` of the HttpEngine. Raises AddressFailed."""
+        self._http = HttpEngine(self.name, url, body=body, play_seconds=self._play_seconds)
+        self._http.start()
+        return self._http.about
+
+    def play(self, trace: Trace) -> Played:
+        """Like HttpEngine's."""
+        assert self._http is not None, "start was not called"
+        return self._http.play(trace)
+
+    def warm_up(self, trace: Trace) -> Played:
+        """Like HttpEngine's."""
+        assert self._http is not None, "start was not called"
+        return self._http.warm_up(trace)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if self._http is not None:
+                self._http.__exit__(*error)
+        finally:
+            self._process.__exit__(*error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,7 @@ class Weights:
         return prompts
 
     def alone(self, request: ChaosRequest) -> Answer:
-        """What the request alone gives."""
+        """The output of the request when it runs alone."""
         return self._alone[request]
 
     def n_sure(self, request: ChaosRequest, prompt: Sequence[int]) -> int:
@@ -260,7 +260,7 @@ def greedy(llm: LLM, prompt: tuple[int, ...], n: int) -> Continued:
 
 
 def difference(request: ChaosRequest, expected: Answer, answer: Answer) -> str | None:
-    """What differs between an answer and the expected one; None if nothing does.
+    """The difference between an answer and the expected one; None if they agree.
 
     Over HTTP the tokens of a stop text have no log-probabilities.
     """

@@ -13,8 +13,9 @@ import numpy as np
 
 from orca_jax.checkpoint.array_view import ArrayView, changed
 from orca_jax.checkpoint.orbax_boxes import runs
+from orca_jax.checkpoint.packed_safetensors import nibbles
 from orca_jax.checkpoint.safetensors_reader import StoredTensor
-from orca_jax.checkpoint.shard_reader import Box, MadeOf, Parts, Source, Stored, read_box
+from orca_jax.checkpoint.shard_reader import Box, MadeOf, MadeOfOne, Parts, Source, Stored, read_box
 from orca_jax.errors import TensorMismatch
 from orca_jax.families.mixtures.mxfp4 import BLOCK, GREATEST_SCALE, unpack
 from orca_jax.families.packed_form import EXACT_MXFP4
@@ -32,7 +33,7 @@ def expert_shapes(parameter: Parameter, wanted: StoredName) -> list[tuple[int, .
 
 
 def source_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, wanted: StoredName) -> Source:
-    """How a parameter is read from tensors with the expected shapes. Raises TensorMismatch."""
+    """The parts by which a parameter is read, from tensors of the expected shapes. Raises TensorMismatch."""
     number, n_rows, *columns = _sizes(parameter)
     stays_packed = parameter.form == EXACT_MXFP4
     if stays_packed and not wanted.mxfp4:
@@ -106,41 +107,25 @@ class PackedMatrix(MadeOf):
             yield row, numbers[:, begin - BLOCK * low : end - BLOCK * low]
 
 
-@dataclass(frozen=True, slots=True)
-class _OneTensor(MadeOf):
-    """A plane of a matrix that stays in MXFP4, read from one tensor."""
-
-    tensor: StoredTensor
-
-    @property
-    def sources(self) -> tuple[Stored, ...]:
-        return (self.tensor,)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-
-class BlockCodes(_OneTensor):
+class BlockCodes(MadeOfOne):
     """The plane `codes`: a block's byte has two neighbours in the file, and two that are 16 apart here."""
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the part `box`, which has whole blocks. Raises CorruptFile."""
-        for row, blocks in self.tensor.pieces(box):
-            pairs = blocks.reshape(len(blocks), -1, 2, BLOCK // 4)  # the first 16 numbers, then the others
-            halves = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:3], BLOCK // 2)
-            yield row, (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(blocks.shape)
+        for row, blocks in self.stored.pieces(box):
+            codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(len(blocks), -1)
+            yield row, nibbles(codes)
 
 
-class BlockScales(_OneTensor):
+class BlockScales(MadeOfOne):
     """The plane `scales`, checked."""
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the part `box` in one piece. Raises CorruptFile or TensorMismatch."""
-        yield 0, _scales(self.tensor, box)
+        yield 0, _scales(self.stored, box)
 
 
-def _scales(stored: StoredTensor, box: Box) -> np.ndarray:
+def _scales(stored: Stored, box: Box) -> np.ndarray:
     scales = read_box(stored, box)
     if scales.size and scales.max() > GREATEST_SCALE:
         most = f"expected at most {GREATEST_SCALE}, or numbers are infinite"

@@ -71,7 +71,7 @@ class _Tensors:
         self.used: set[str] = set()
 
     def numbers(self, parameter: Parameter, wanted: StoredName) -> Parts:
-        """How the numbers of a parameter are read. Raises TensorMismatch."""
+        """The parts by which a parameter's numbers are read. Raises TensorMismatch."""
         views = self._views(parameter, wanted)
         if self._architecture.shifted and parameter.use == "norm":
             views = [replace(each, add=-1.0) for each in views]
@@ -80,7 +80,7 @@ class _Tensors:
         return self._stacked(views, parameter, wanted)
 
     def planes(self, parameter: Parameter, wanted: StoredName) -> dict[str, Plane]:
-        """How each array of a parameter in the file's form is read. Raises TensorMismatch."""
+        """The parts by which each array of a parameter in the file's form is read. Raises TensorMismatch."""
         views, form, n = self._views(parameter, wanted), parameter.form, parameter.shape[0]
         if not isinstance(form, Joined):
             return self._planes_of(form, slice(0, n), views, parameter, wanted)

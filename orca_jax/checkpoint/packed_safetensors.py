@@ -18,7 +18,7 @@ import numpy as np
 
 from orca_jax.checkpoint.head_view import HeadView
 from orca_jax.checkpoint.safetensors_reader import FLOAT_DTYPES, FP8, INT8, WORDS, StoredTensor
-from orca_jax.checkpoint.shard_reader import Box, MadeOf, Parts, Stored, read_box
+from orca_jax.checkpoint.shard_reader import Box, MadeOf, MadeOfOne, Parts, Stored, read_box
 from orca_jax.errors import TensorMismatch
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.packed_form import Joined, PackedForm, Scale
@@ -135,24 +135,18 @@ class _Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Nibbles(MadeOf):
+class _Nibbles(MadeOfOne):
     """Codes of four bits [rows, n] as a plane [rows, n / 2]."""
-
-    codes: Stored
-
-    @property
-    def sources(self) -> tuple[Stored, ...]:
-        return (self.codes,)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.codes.shape[0], self.codes.shape[1] // 2
+        return self.stored.shape[0], self.stored.shape[1] // 2
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the part `box`, which begins and ends at whole runs of 32 inputs."""
         rows, (low, high) = box
         assert low % 16 == high % 16 == 0, box
-        for row, codes in self.codes.pieces((rows, (2 * low, 2 * high))):
+        for row, codes in self.stored.pieces((rows, (2 * low, 2 * high))):
             yield row, nibbles(codes)
 
 
@@ -184,32 +178,23 @@ class _Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sorted(MadeOf):
+class _Sorted(MadeOfOne):
     """A matrix with its columns sorted by group, or with `ordered` False checked to be so."""
 
-    codes: Stored
     groups: _Groups
     ordered: bool
-
-    @property
-    def sources(self) -> tuple[Stored, ...]:
-        return (self.codes,)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the part `box`. Raises CorruptFile or TensorMismatch."""
         if self.groups.in_order:
-            yield from self.codes.pieces(box)
+            yield from self.stored.pieces(box)
             return
         if not self.ordered:
             raise TensorMismatch(
                 f"{self.groups.g_idx} sorts its inputs in another order, but the config says desc_act false"
             )
         rows, (low, high) = box
-        for row, piece in self.codes.pieces((rows, (0, self.shape[1]))):
+        for row, piece in self.stored.pieces((rows, (0, self.shape[1]))):
             yield row, piece[:, self.groups.order[low:high]]
 
 
@@ -240,39 +225,28 @@ class _Order(MadeOf):
 
 
 @dataclass(frozen=True, slots=True)
-class _Scales(MadeOf):
+class _Scales(MadeOfOne):
     """Scales or zeros [out, groups], each stored one for `rows` outputs, None: for all."""
 
-    scales: Stored
     n_out: int
     rows: int | None
 
     @property
-    def sources(self) -> tuple[Stored, ...]:
-        return (self.scales,)
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        return self.n_out, self.scales.shape[1]
+        return self.n_out, self.stored.shape[1]
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the part `box` in one piece."""
         (first, end), columns = box
         rows = self.rows or self.n_out
         low = first // rows
-        found = read_box(self.scales, ((low, -(-end // rows)), columns))
+        found = read_box(self.stored, ((low, -(-end // rows)), columns))
         yield 0, found[np.arange(first, end) // rows - low]
 
 
 @dataclass(frozen=True, slots=True)
-class _Transposed(MadeOf):
+class _Transposed(MadeOfOne):
     """A stored matrix [in, out] as [out, in]."""
-
-    stored: Stored
-
-    @property
-    def sources(self) -> tuple[Stored, ...]:
-        return (self.stored,)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -284,20 +258,11 @@ class _Transposed(MadeOf):
 
 
 @dataclass(frozen=True, slots=True)
-class _WithZeros(MadeOf):
+class _WithZeros(MadeOfOne):
     """Scales whose zeros are all the one that a symmetric matrix has, which is checked as they are read."""
 
-    scales: Stored
     zeros: Stored
     zero: int
-
-    @property
-    def sources(self) -> tuple[Stored, ...]:
-        return (self.scales,)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.scales.shape
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the part `box`. Raises CorruptFile or TensorMismatch."""
@@ -307,27 +272,18 @@ class _WithZeros(MadeOf):
                 f"{self.zeros}: expected zeros of {self.zero}, because the config says that it is symmetric; "
                 f"found {found[found != self.zero].flat[0]}"
             )
-        yield from self.scales.pieces(box)
+        yield from self.stored.pieces(box)
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers(MadeOf):
+class _Numbers(MadeOfOne):
     """The numbers of a quantized matrix, float32 [out, in]."""
 
-    codes: Stored
     scales: Stored
     zeros: Stored | None
     zero: int
     group: int
     groups: _Groups | None
-
-    @property
-    def sources(self) -> tuple[Stored, ...]:
-        return (self.codes,)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
 
     @property
     def element(self) -> np.dtype:
@@ -341,7 +297,7 @@ class _Numbers(MadeOf):
             of_input[self.groups.order] = np.arange(self.shape[1]) // self.group
         of_input = of_input[low:high]
         every = (0, self.scales.shape[1])
-        for row, codes in self.codes.pieces(box):
+        for row, codes in self.stored.pieces(box):
             rows = (first + row, first + row + len(codes))
             numbers = codes.astype(np.float32)
             if self.zeros is not None:
@@ -353,14 +309,8 @@ class _Numbers(MadeOf):
 
 
 @dataclass(frozen=True, slots=True)
-class _Flat(MadeOf):
+class _Flat(MadeOfOne):
     """A matrix of one column as a vector."""
-
-    stored: Stored
-
-    @property
-    def sources(self) -> tuple[Stored, ...]:
-        return (self.stored,)
 
     @property
     def shape(self) -> tuple[int, ...]:

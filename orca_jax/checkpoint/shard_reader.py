@@ -88,6 +88,21 @@ class MadeOf:
         return all(source.divisible for source in self.sources)
 
 
+@dataclass(frozen=True, slots=True)
+class MadeOfOne(MadeOf):
+    """A Stored that is made of one other, `stored`, with its shape unless a subclass has another."""
+
+    stored: Stored
+
+    @property
+    def sources(self) -> tuple[Stored, ...]:
+        return (self.stored,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+
 def read_box(stored: Stored, box: Box) -> np.ndarray:
     """Read the elements of `box` into one array."""
     out = np.empty([end - first for first, end in box], stored.element)

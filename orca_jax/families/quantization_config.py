@@ -102,7 +102,7 @@ class Quantization:
     scales: Scale = "float32"
 
     def of(self, module: str) -> StoredMatrix | None:
-        """How this module's matrix is stored; None where it is not quantized."""
+        """The storage of this module's matrix; None where it is not quantized."""
         if self.layers_alone and re.search(r"\.\d+\.", module) is None:
             return None
         return next((how for fits, how in self.rules if fits(module)), None)
@@ -353,7 +353,7 @@ def _is_size(n: object) -> bool:
 
 
 def _inputs(section: ConfigFields | None, how: StoredMatrix) -> Inputs:
-    """How activations are rounded. Raises UnsupportedModel for ways that are not computed."""
+    """The rounding of activations. Raises UnsupportedModel for a rounding that is not computed."""
     if section is None:
         return ""
     kind, bits = section.text("type", "int"), section.whole("num_bits", default=8)

@@ -5,28 +5,12 @@
  * once. A token's result is that of linear.c for its group.
  */
 
-#include "product.h"
+#include "product.h" /* before groups.h, which takes Product */
 
-typedef struct {
-  size_t first_item;
-  Product product;
-} Group;
-
-typedef struct {
-  Work work;
-  size_t n_groups;
-  Group groups[]; /* groups with tokens; widened x follows */
-} Grouped;
+#include "groups.h"
 
 static void do_item(Work *work, int item) {
-  const Grouped *all = (const Grouped *)work;
-  size_t low = 0, high = all->n_groups; /* the item's group is in [low, high) */
-  while (high - low > 1) {
-    const size_t middle = (low + high) / 2;
-    if (all->groups[middle].first_item <= (size_t)item) low = middle;
-    else high = middle;
-  }
-  const Group *group = all->groups + low;
+  Group *group = group_of((Grouped *)work, item);
   if (!do_part(&group->product, item - group->first_item)) work->failed = true;
 }
 
@@ -37,7 +21,7 @@ XLA_FFI_Error *grouped(XLA_FFI_CallFrame *frame) {
   const size_t most_tokens = x->dims[0], n_in = x->dims[1], n_experts = weight->dims[0], n_out = weight->dims[1];
   size_t n_groups = 0, n_tokens = 0, n_wide = 0;
   for (size_t i = 0; i < n_experts; i++) {
-    const size_t size = least(sizes[i] < 0 ? 0 : sizes[i], most_tokens - n_tokens);
+    const size_t size = group_size(sizes, i, most_tokens - n_tokens);
     n_groups += size > 0;
     n_tokens += size;
     n_wide += n_widened(size, n_in);
@@ -55,7 +39,7 @@ XLA_FFI_Error *grouped(XLA_FFI_CallFrame *frame) {
   size_t n_items = 0, token = 0;
   double worth = 0;
   for (size_t i = 0; i < n_experts; i++) {
-    const size_t size = least(sizes[i] < 0 ? 0 : sizes[i], most_tokens - token);
+    const size_t size = group_size(sizes, i, most_tokens - token);
     if (!size) continue;
     group->first_item = n_items;
     group->product = (Product){.x = (const x_type *)x->data + token * n_in,

@@ -5,28 +5,12 @@
  * sizes [X] int32; rows after the last group give zeros. A group without tokens does not read its weight.
  */
 
-#include "packed_product.h"
+#include "packed_product.h" /* before groups.h, which takes Product */
 
-typedef struct {
-  size_t first_item;
-  Product product;
-} Group;
-
-typedef struct {
-  Work work;
-  size_t n_groups;
-  Group groups[]; /* groups with tokens; the runs of x follow */
-} Grouped;
+#include "groups.h"
 
 static void do_item(Work *work, int item) {
-  Grouped *all = (Grouped *)work;
-  size_t low = 0, high = all->n_groups; /* the item's group is in [low, high) */
-  while (high - low > 1) {
-    const size_t middle = (low + high) / 2;
-    if (all->groups[middle].first_item <= (size_t)item) low = middle;
-    else high = middle;
-  }
-  Group *group = all->groups + low;
+  Group *group = group_of((Grouped *)work, item);
   do_part(&group->product, item - group->first_item);
 }
 
@@ -40,7 +24,7 @@ XLA_FFI_Error *packed_grouped(XLA_FFI_CallFrame *frame) {
   const size_t n_experts = argument(frame, next)->dims[0];
   size_t n_groups = 0, n_tokens = 0;
   for (size_t i = 0; i < n_experts; i++) {
-    const size_t size = least(sizes[i] < 0 ? 0 : sizes[i], most_tokens - n_tokens);
+    const size_t size = group_size(sizes, i, most_tokens - n_tokens);
     n_groups += size > 0;
     n_tokens += size;
   }
@@ -56,7 +40,7 @@ XLA_FFI_Error *packed_grouped(XLA_FFI_CallFrame *frame) {
   size_t n_items = 0, token = 0;
   double worth = 0;
   for (size_t i = 0; i < n_experts; i++) {
-    const size_t size = least(sizes[i] < 0 ? 0 : sizes[i], most_tokens - token);
+    const size_t size = group_size(sizes, i, most_tokens - token);
     if (!size) continue;
     group->first_item = n_items;
     group->product = (Product){.x = (const x_type *)x->data + token * n_in,

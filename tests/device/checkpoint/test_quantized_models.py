@@ -14,16 +14,16 @@ from safetensors.numpy import load_file
 from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import Checkpoint, load_checkpoint
-from orca_jax.config import ParallelConfig, ServingConfig
+from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError, TensorMismatch, UnsupportedModel
 from orca_jax.families.parameters import stage_bytes
 from orca_jax.families.quantization_config import rounded_forms
 from orca_jax.model.weight import FormedWeight
 from orca_jax.request.request import Request
-from orca_jax.sharding.partition import split_model
 from tests.device.checkpoint.tiny_checkpoint import Tensors, write_checkpoint
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import harness
+from tests.device.model.formed_models import device_bytes, requests, stages
 from tests.device.model.golden import DIRECTORY
 from tests.quantized_checkpoints import FORMATS, Format
 
@@ -103,18 +103,10 @@ def written(directory: Path, form: Format) -> tuple[Path, Path]:
     )
 
 
-def requests() -> list[Request]:
-    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    prompts = [[5 * i % 90 + 1 for i in range(n)] for n in (1, 19, 33)]
-    return [Request(str(n), tuple(ids), len(ids) + 8, sampling, seed=0) for n, ids in enumerate(prompts)]
-
-
 def load(directory: Path, tensor: int = 1, n_stages: int = 1) -> tuple[Checkpoint, Any]:
     """The checkpoint on the devices of its stages, and the stages."""
     found = load_checkpoint(directory, dtype=jnp.float32).config.for_devices(tensor)
-    parts = split_model(
-        found, jax.devices(), ParallelConfig(tensor_parallel=tensor, pipeline_parallel=n_stages)
-    )
+    parts = stages(n_stages, tensor, found)
     loaded = load_checkpoint(
         directory,
         dtype=jnp.float32,
@@ -123,9 +115,7 @@ def load(directory: Path, tensor: int = 1, n_stages: int = 1) -> tuple[Checkpoin
         placements=[part.placement(found) for part in parts],
     )
     for part, stage in zip(parts, loaded.stages, strict=True):
-        arrays = jax.tree.leaves(stage)
-        held = sum(array.addressable_shards[0].data.nbytes for array in arrays)
-        assert held == stage_bytes(loaded.config, part.layers, tensor, 4)
+        assert device_bytes(stage) == stage_bytes(loaded.config, part.layers, tensor, 4)
     return loaded, parts
 
 

@@ -48,12 +48,11 @@ from orca_jax.model.transformer import init_parameter
 from orca_jax.model.weight import PackedWeight
 from orca_jax.planning.sizes import engine_shape
 from orca_jax.planning.stage_layers import check_split
-from orca_jax.request.request import Request
-from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.sharding.partition import StagePart, split_model
+from orca_jax.sharding.partition import StagePart
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import harness
 from tests.device.model.drawn_weights import drawn
+from tests.device.model.formed_models import device_bytes, requests, stages
 from tests.device.model.golden import MARGIN
 from tests.device.native.native_form import needs_native
 from tests.packed_planes import EVERY_FORM, literal_numbers, random_planes
@@ -166,23 +165,6 @@ def loaded(
         }
         for part in parts
     ]
-
-
-def stages(n_stages: int, tensor: int, model: ModelConfig) -> tuple[StagePart, ...]:
-    return split_model(
-        model, jax.devices(), ParallelConfig(tensor_parallel=tensor, pipeline_parallel=n_stages)
-    )
-
-
-def requests() -> list[Request]:
-    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    prompts = [[5 * i % 90 + 1 for i in range(n)] for n in (1, 19, 33)]
-    return [Request(str(n), tuple(ids), len(ids) + 8, sampling, seed=0) for n, ids in enumerate(prompts)]
-
-
-def device_bytes(arrays: Any) -> int:
-    """The bytes on the first device."""
-    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays))
 
 
 def check_tokens(

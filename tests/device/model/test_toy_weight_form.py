@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from orca_jax.checkpoint.directory import load_checkpoint
-from orca_jax.config import ParallelConfig, ServingConfig
+from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
@@ -24,12 +24,10 @@ from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.model.weight import FormedWeight, Products
 from orca_jax.model.weight import held as as_held
 from orca_jax.planning.sizes import engine_shape
-from orca_jax.request.request import Request
-from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.sharding.partition import StagePart, split_model
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import harness
 from tests.device.model.drawn_weights import drawn
+from tests.device.model.formed_models import device_bytes, requests, stages
 from tests.device.model.golden import DIRECTORY
 
 CHECKPOINT = DIRECTORY / "llama-grouped"
@@ -93,24 +91,6 @@ def rounded(model: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, jax.
             numbers, scales = quantised(np.asarray(parameters[name]), one.n_in)
             found[name] = jnp.asarray(numbers * scales.reshape(*scales.shape, *[1] * one.n_in))
     return found
-
-
-def stages(n_stages: int, tensor: int, model: ModelConfig) -> tuple[StagePart, ...]:
-    return split_model(
-        model, jax.devices(), ParallelConfig(tensor_parallel=tensor, pipeline_parallel=n_stages)
-    )
-
-
-def requests() -> list[Request]:
-    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    prompts = [[5 * i % 90 + 1 for i in range(n)] for n in (1, 19, 33)]
-    return [Request(str(n), tuple(ids), len(ids) + 8, sampling, seed=0) for n, ids in enumerate(prompts)]
-
-
-def device_bytes(arrays: Any) -> int:
-    """The bytes on the first device."""
-    leaves = jax.tree.leaves(arrays)
-    return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
 
 
 @pytest.mark.matrix(but=["2-1"])
