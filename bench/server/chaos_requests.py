@@ -53,41 +53,28 @@ class ChaosRequest:
     @property
     def sampling(self) -> SamplingParams:
         """The parameters for an engine in this process."""
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=0.0 if self.seed is None else 1.0,
-            seed=self.seed,
-            stop=self.stop,
-            logprobs=self.logprobs,
-            ignore_eos=True,
-        )
+        return SamplingParams(**self._parameters)
+
+    @property
+    def _parameters(self) -> dict[str, Any]:
+        """The sampling parameters, which an engine and gRPC know by the same names."""
+        return {
+            "max_tokens": self.max_tokens,
+            "temperature": 0.0 if self.seed is None else 1.0,
+            "seed": self.seed,
+            "stop": self.stop,
+            "logprobs": self.logprobs,
+            "ignore_eos": True,
+        }
 
     def body(self, *, stream: bool) -> dict[str, Any]:
         """The body for /v1/completions."""
-        body: dict[str, Any] = {
-            "prompt": self.text,
-            "max_tokens": self.max_tokens,
-            "temperature": 0 if self.seed is None else 1,
-            "seed": self.seed,
-            "stop": list(self.stop),
-            "logprobs": self.logprobs,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "stream": stream,
-        }
+        body = self._parameters | {"prompt": self.text, "return_token_ids": True, "stream": stream}
         return {name: value for name, value in body.items() if value is not None}
 
     def message(self) -> pb.GenerateRequest:
         """The same for gRPC."""
-        sampling = pb.SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=0.0 if self.seed is None else 1.0,
-            seed=self.seed,
-            stop=self.stop,
-            logprobs=self.logprobs,
-            ignore_eos=True,
-        )
-        return pb.GenerateRequest(text=self.text, sampling=sampling)
+        return pb.GenerateRequest(text=self.text, sampling=pb.SamplingParams(**self._parameters))
 
 
 def drawn_requests(n: int, longest: int, rng: random.Random) -> list[ChaosRequest]:

@@ -1,4 +1,4 @@
-"""What a GGUF file says about its model: config.json's fields of its metadata, and our weights by its names.
+"""The model of a GGUF file: config.json's fields from its metadata, and our weights by its tensors' names.
 
 `general.architecture` is one of ARCHITECTURES: the family that computes it, how its metadata becomes the
 family's config.json (so that the family itself reads and checks it), and what its tensors are called. Most

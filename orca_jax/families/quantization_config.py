@@ -33,7 +33,7 @@ _LINEAR = ("Linear", "LinearBase")  # names of the class of linear layers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredMatrix:
-    """How the matrix [out, in] of a linear layer is stored.
+    """The storage of a linear layer's matrix [out, in] in a checkpoint.
 
     `group` inputs share a scale, None: all of them; `rows` outputs do, None: all of them. With `zeros` each
     scale has a code that means 0. With `ordered` input i belongs to group g_idx[i] (GPTQ's act-order).

@@ -131,26 +131,27 @@ INLINE void dwords_to_lanes(const uint8_t *from, size_t stride, size_t n, ivec *
 
 INLINE vec float32_at(const uint8_t *from, size_t left) { return (vec)dwords_at(from, left); }
 
-/* 16-bit numbers, as ints. */
-INLINE ivec halves_at(const uint8_t *from, size_t left) {
 #if LANES == 16
-  return (ivec)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(left < 16 ? (1u << left) - 1 : 0xffff, from));
-#else
-  uint8_t some[16] = {0};
-  return (ivec)_mm256_cvtepu16_epi32(_mm_loadu_si128(left < 8 ? memcpy(some, from, 2 * left) : (const void *)from));
-#endif
+INLINE __m256i words_at(const uint8_t *from, size_t left) {
+  return _mm256_maskz_loadu_epi16(left < 16 ? (1u << left) - 1 : 0xffff, from);
 }
+#define WIDENED_INTS _mm512_cvtepu16_epi32
+#define WIDENED_FLOATS _mm512_cvtph_ps
+#else
+INLINE __m128i words_at(const uint8_t *from, size_t left) {
+  uint8_t some[16] = {0};
+  return _mm_loadu_si128(left < 8 ? memcpy(some, from, 2 * left) : (const void *)from);
+}
+#define WIDENED_INTS _mm256_cvtepu16_epi32
+#define WIDENED_FLOATS _mm256_cvtph_ps
+#endif
+
+/* 16-bit numbers, as ints. */
+INLINE ivec halves_at(const uint8_t *from, size_t left) { return (ivec)WIDENED_INTS(words_at(from, left)); }
 
 INLINE vec bfloat16_at(const uint8_t *from, size_t left) { return (vec)(halves_at(from, left) << 16); }
 
-INLINE vec float16_at(const uint8_t *from, size_t left) {
-#if LANES == 16
-  return (vec)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(left < 16 ? (1u << left) - 1 : 0xffff, from));
-#else
-  uint8_t some[16] = {0};
-  return (vec)_mm256_cvtph_ps(_mm_loadu_si128(left < 8 ? memcpy(some, from, 2 * left) : (const void *)from));
-#endif
-}
+INLINE vec float16_at(const uint8_t *from, size_t left) { return (vec)WIDENED_FLOATS(words_at(from, left)); }
 
 /* Bytes, with their sign. */
 INLINE ivec bytes_at(const uint8_t *from, size_t left) {

@@ -25,28 +25,11 @@ from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import harness
 from tests.device.model.formed_models import device_bytes, requests, stages
 from tests.device.model.golden import DIRECTORY
-from tests.quantized_checkpoints import FORMATS, Format
+from tests.quantized_checkpoints import FORMATS, SMALL_LLAMA, Format
 
 pytestmark = pytest.mark.usefixtures("whole_activations")
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+LLAMA = {**SMALL_LLAMA, "vocab_size": 96, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2}
 SERVING = ServingConfig(max_batch_size=4, n_slots=256, max_batch_tokens=64)
 ROUNDED_INPUTS = {"w8a8", "fp8-dynamic", "fp8-static", "fp8-tensor"}
 

@@ -11,25 +11,9 @@ from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.hf_config import read_hf_config
 from orca_jax.families.packed_form import Joined, PackedForm, fp8, w4, w8, w8a8
 from orca_jax.families.quantization_config import Quantization, StoredMatrix, read_quantization, rounded_forms
-from tests.quantized_checkpoints import FORMATS, rounded_inputs
+from tests.quantized_checkpoints import FORMATS, SMALL_LLAMA, rounded_inputs
 
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
-
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 
 
 def read(section: Any) -> Quantization | None:
@@ -111,7 +95,7 @@ def test_the_numbers_of_each_method() -> None:
     ],
 )
 def test_the_forms_of_a_model(tmp_path: Path, name: str, form: PackedForm) -> None:
-    config = {**LLAMA, "quantization_config": FORMATS[name].section}
+    config = {**SMALL_LLAMA, "quantization_config": FORMATS[name].section}
     (tmp_path / "config.json").write_text(json.dumps(config))
     forms = read_hf_config(tmp_path).model.weight_forms
     assert forms == {
@@ -120,7 +104,7 @@ def test_the_forms_of_a_model(tmp_path: Path, name: str, form: PackedForm) -> No
 
 
 def test_a_fused_weight_of_several_forms(tmp_path: Path) -> None:
-    config = {**LLAMA, "quantization_config": section(ignore=["lm_head", "re:.*v_proj"])}
+    config = {**SMALL_LLAMA, "quantization_config": section(ignore=["lm_head", "re:.*v_proj"])}
     (tmp_path / "config.json").write_text(json.dumps(config))
     form = read_hf_config(tmp_path).model.weight_forms["layers.0.qkv.weight"]
     assert isinstance(form, Joined) and len(form.forms) == 2
@@ -204,12 +188,12 @@ def test_patterns_of_published_checkpoints_are_no_more_complex_than_allowed() ->
 
 
 def test_rounding_at_load(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_LLAMA))
     model = read_hf_config(tmp_path).model
     for to, form in (("int4", w4(32)), ("int8", w8(None, scale="float32")), ("fp8", fp8(None))):
         assert set(rounded_forms(model, to).values()) == {form}  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="quantized already"):
         rounded_forms(model.with_forms(rounded_forms(model, "int8")), "int4")
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "intermediate_size": 90}))
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL_LLAMA, "intermediate_size": 90}))
     with pytest.raises(ConfigError, match=r"multiples of 32 inputs, but layers\.0\.down\.weight has 90"):
         rounded_forms(read_hf_config(tmp_path).model, "int4")
