@@ -38,7 +38,7 @@ def perplexity(scores: Sequence[Sequence[float]]) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Score the text with each model."""
     parser = argparse.ArgumentParser(prog="python -m bench.perplexity", description="Perplexity of a text")
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="the last one is compared with")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="each is compared with the last")
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--window", type=int, default=512, help="tokens (512)")
     parser.add_argument("--tokens", type=int, default=16384, help="at most, of the text (16384)")

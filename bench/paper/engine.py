@@ -6,7 +6,7 @@
 orca(n): this script injects the same batch, of requests with n input tokens, until all of them have their
 output, issuing each iteration while the previous one runs; nothing is scheduled. Each request has slots for
 the tokens it will have. ft(n): the baseline (bench/paper/request_level.py) on the same engine, with slots for
-the model's maximum length for each request; where so many do not fit, its entry is missing. Every batch runs
+the model's maximum length for each request; a batch whose slots do not fit has no entry. Every batch runs
 once before it is measured, then the two in turn.
 """
 
@@ -41,7 +41,7 @@ DEADLINE = 600.0  # seconds for one batch
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One batch on one system: seconds of each run; none where its slots do not fit."""
+    """One batch on one system: the seconds of each run, or no runs if its slots do not fit."""
 
     system: str
     n_input: int

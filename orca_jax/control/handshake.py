@@ -89,7 +89,7 @@ class WorkerAbout:
 
 
 class ControlAddress(NamedTuple):
-    """Where a worker takes calls: a host and a port, or with host "" the path of a unix socket."""
+    """The address where a worker takes calls: host and port, or with host "" the path of a unix socket."""
 
     host: str
     port: int

@@ -113,7 +113,7 @@ class ControlPort:
         self._start()
 
     def data_address_of_previous(self) -> str:
-        """Where the previous stage's worker offers hidden states; "" while it has not joined."""
+        """The address where the previous stage's worker offers hidden states; "" while it has not joined."""
         with self._lock:
             peer = self._peers.get(PREVIOUS)
         return "" if peer is None else peer.data_address

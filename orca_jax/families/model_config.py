@@ -66,7 +66,7 @@ class FeedForward:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is down (silu(gate) * up) without biases and with dense weights."""
+        """Whether it computes down (silu(gate) * up), without biases and with dense weights."""
         packed = self.experts is not None and self.experts.packed
         plain = self.gated and self.activation == "silu" and self.gate_limit is None
         return plain and not self.bias and not packed
@@ -326,7 +326,7 @@ class ModelConfig:
 
     @property
     def kind_of_experts(self) -> Literal["plain", "other"] | None:
-        """Whether all of its experts are plain; None if it has none."""
+        """Whether all experts are plain or some are not; None for a model without experts."""
         plain = [each.is_plain for each in self.feed_forwards if each.experts is not None]
         return None if not plain else "plain" if all(plain) else "other"
 
@@ -349,7 +349,7 @@ class ModelConfig:
 
     @property
     def has_packed_experts(self) -> bool:
-        """Whether its experts stay packed in MXFP4."""
+        """Whether experts stay packed in MXFP4."""
         return any(each.experts is not None and each.experts.packed for each in self.feed_forwards)
 
     @property

@@ -17,7 +17,8 @@ _UNKNOWN = 4 << 20  # assumed if the heap cannot be measured; most grammars need
 _LEAST = 64 << 10
 _MOST = 256 << 20  # the largest allowed grammar takes half; anything above is another thread's memory
 
-# The largest grew by 22 kB a mask at first and by 2 kB later, to 20 to 50 MB; usual ones by 0.2 MB in all.
+# The largest grammars grew by 22 kB a mask at first and by 2 kB later, to 20 to 50 MB in all; usual ones grew
+# by 0.2 MB in all.
 _GROWTH_PER_MASK = 8 << 10
 _MOST_GROWTH = 32 << 20
 

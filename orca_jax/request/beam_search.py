@@ -132,7 +132,7 @@ class BeamSearch:
 
 
 def n_candidates(width: int, end_token_ids: frozenset[int]) -> int:
-    """How many of a beam's top next tokens can matter: `width` to continue with, and all end tokens."""
+    """Number of a beam's top next tokens that can matter: `width` to continue with, and all end tokens."""
     return width + len(end_token_ids)
 
 

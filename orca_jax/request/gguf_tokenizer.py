@@ -40,7 +40,7 @@ def _o200k(contractions: str, digits: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Where a text is cut before its bytes are merged: by each of `patterns`, then by GPT-2's if `gpt2`.
+    """The cuts of a text before its bytes are merged: by each of `patterns`, then by GPT-2's if `gpt2`.
 
     With `digits` each digit stands alone. With `whole_first` a piece that is a token is not merged from its
     bytes. `adds_start` is the default of tokenizer.ggml.add_bos_token.

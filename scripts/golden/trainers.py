@@ -44,7 +44,7 @@ Forward = Callable[[np.ndarray], Any]  # tokens [n, length] to logits [n, length
 
 
 def start(name: str) -> Path:
-    """An empty directory for the model `name`."""
+    """Make an empty directory for the model `name`."""
     directory = OUTPUT / name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -52,7 +52,7 @@ def start(name: str) -> Path:
 
 
 def drawn(tree: Any, seed: int = _SEED) -> Any:
-    """The tree with noise in every array, so that none is all zeros or ones."""
+    """Add noise to every array of the tree, so that none is all zeros or ones."""
     generator = np.random.default_rng(seed)
 
     def draw(values: Any) -> Any:

@@ -61,8 +61,8 @@ class ReplayServer:
     """A ROUTER socket on which subscribers ask for the batches from a sequence number on.
 
     A request is [number]; the answer is messages [topic, number, payload] and at last ["", -1, ""]. A client
-    that does not read is given up after a while and delays no other. After its construction for one thread.
-    Raises zmq.ZMQError if the address cannot be bound.
+    that does not read is given up after a while and delays no other. Once constructed, it belongs to the one
+    thread that calls it. Raises zmq.ZMQError if the address cannot be bound.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, topic: bytes) -> None:
@@ -116,6 +116,6 @@ class ReplayServer:
             self._socket.send_multipart([client, b"", b"", _END, b""], zmq.NOBLOCK)
         except zmq.Again:
             return False
-        except zmq.ZMQError:  # it has gone
+        except zmq.ZMQError:  # the client has gone
             return True
         return True

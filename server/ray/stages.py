@@ -1,4 +1,4 @@
-"""Where an engine's stages run: what they take of the cluster, and an actor of Ray for each stage.
+"""Places an engine's stages on a Ray cluster: the resources that they take, and an actor for each stage.
 
 With `stage_actors` a replica has a placement group: bundle 0 for the engine master, and one for each stage,
 maybe on other nodes. Ray restarts an actor that dies, and each actor its worker. The engine master recovers

@@ -91,7 +91,7 @@ class Calls:
         return self._api_keys.check(_authorization(context.invocation_metadata())) or ""
 
     def party(self, context: Context) -> str:
-        """Who may cancel the call's request: the API key, or the connection on a server without keys."""
+        """The party that may cancel the request: its API key, or without keys its connection."""
         return self.tenant(context) or f"connection {context.peer()}"
 
     @asynccontextmanager

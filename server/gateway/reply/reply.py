@@ -146,7 +146,7 @@ class ReplyParser:
 
     @property
     def reasoning_spans(self) -> list[tuple[int, int | None]]:
-        """Where the output is reasoning, markers included: from and to which character; None: to the end."""
+        """Spans of characters that are reasoning, with markers; an end of None is the end of the output."""
         return self._reply.reasoning_spans
 
     def feed(self, text: str) -> list[ReplyEvent]:

@@ -262,7 +262,7 @@ def fault(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str | None
 
 
 def _field_path(error: Mapping[str, Any], body: object) -> _FieldPath:
-    """Where in the body the error is, without pydantic's own names for the alternatives of a union."""
+    """The path of the error in the body, without pydantic's names for the alternatives of a union."""
     steps = error["loc"][1:]  # after "body" or "query"
     path: list[str | int] = []
     value = body

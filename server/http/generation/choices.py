@@ -27,7 +27,7 @@ from server.http.state import ApiCall
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputExtras:
-    """What a request returns in addition to output text.
+    """The outputs that a request asks for besides text.
 
     `shown` has the special tokens that are part of the output text, with their texts. `write_logprobs` writes
     log-probabilities, None if they were not requested. `prompts` has the prompts' texts if they are to be

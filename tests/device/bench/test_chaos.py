@@ -1,4 +1,4 @@
-"""How `bench.server.chaos` judges answers: by what each request alone gives, with the weights it names."""
+"""`bench.server.chaos` judges an answer by the request run alone, with the weights that the answer names."""
 
 import random
 from collections.abc import Sequence

@@ -245,7 +245,7 @@ def test_experts(tmp_path: Path, kinds: tuple[str, str, str]) -> None:
 
 @pytest.mark.parametrize("kv_repeats", [1, 2])
 def test_any_part_of_a_plane_is_read_by_itself(tmp_path: Path, kv_repeats: int) -> None:
-    """What devices hold of a weight that they share."""
+    """Devices that share a weight read only their parts of its planes."""
     dice, tensors = np.random.default_rng(5), small_tensors("Q5_K")
     tensors["blk.0.attn_v.weight"] = random_tensor(dice, "Q6_K", (128, 256))
     tensors["blk.0.ffn_up.weight"] = random_tensor(dice, "Q4_1", (256, 256))

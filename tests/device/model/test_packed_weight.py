@@ -132,7 +132,7 @@ def in_our_order(model: ModelConfig, name: str, value: np.ndarray) -> np.ndarray
 
 
 def random_weights(model: ModelConfig) -> tuple[dict[str, Source], dict[str, jax.Array]]:
-    """How each weight of a formed model is read, and the same weights for the reference."""
+    """Draw weights: as a formed model reads each of them, and the same weights for the reference."""
     dense = drawn(model.with_forms({}), 1)
     sources: dict[str, Source] = {}
     for i, (name, one) in enumerate(parameter_table(model).items()):

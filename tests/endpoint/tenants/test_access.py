@@ -1,4 +1,4 @@
-"""Who may do what: every HTTP route and gRPC method, by the owner's key, another key, an admin key and none.
+"""Access rights: every HTTP route and gRPC method, by the owner's key, another key, an admin key and none.
 
 A route or a method without a row in the table fails its test.
 """

@@ -40,7 +40,7 @@ SENTENCE_PIECE = ("llama 1 and 2", "mistral", "gemma")
 
 
 def metadata_of(source: tokenizers.Tokenizer, pre: str = "") -> dict[str, Any]:
-    """What llama.cpp's converter writes of a tokenizer.json; `pre` names byte-level BPE's pre-tokenizer."""
+    """The metadata that llama.cpp's converter writes for a tokenizer.json; `pre` names its pre-tokenizer."""
     values = json.loads(source.to_str())
     added = {token["content"]: token for token in values["added_tokens"]}
     ids: dict[str, int] = values["model"]["vocab"] | {name: token["id"] for name, token in added.items()}

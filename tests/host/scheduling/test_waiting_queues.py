@@ -168,7 +168,7 @@ arrivals = st.lists(st.tuples(st.floats(0, 100), st.integers(-3, 3)), max_size=2
 
 @given(arrivals, st.sampled_from((0.5, 10.0, 60.0)))
 def test_a_request_is_overtaken_only_within_its_aging(times: list[tuple[float, int]], aging: float):
-    """Those that overtake it have a higher priority, and arrive within `aging` times the difference."""
+    """A request is overtaken only by higher priorities that arrive within `aging` times the difference."""
     queue = PriorityQueue(aging)
     times = sorted(times, key=lambda pair: pair[0])
     requests = [request(i, priority=priority) for i, (_, priority) in enumerate(times)]

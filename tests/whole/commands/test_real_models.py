@@ -71,7 +71,7 @@ def test_a_gguf_file_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
 def test_a_gguf_file_as_it_is_served(name: str) -> None:
-    """Where a CPU rounds activations, tokens are transformers' wherever the choice is clear."""
+    """Even with rounded activations, tokens are transformers' wherever the choice is clear."""
     with _loaded(Path(_PLACE) / name / "model.gguf") as llm:
         assert _assert_same_tokens(llm, rows_of(name), margin=0.5) >= 50
 

@@ -14,7 +14,7 @@ const REASONS = {
   tool_calls: "calls a tool",
 };
 
-/** A place for one answer after another. `name` is its name for screen readers. */
+/** The place on the page where answers appear, one after another. `name` names it for screen readers. */
 export class Answer {
   #name;
   #display;
