@@ -25,7 +25,7 @@ def random_planes(form: PackedForm, shape: tuple[int, ...], seed: int) -> dict[s
     """Planes of a weight of this shape, with numbers of about 0.05."""
     rng = np.random.default_rng(seed)
     planes: dict[str, np.ndarray] = {}
-    for name, array in form.arrays(shape, 1, np.float32).items():
+    for name, array in form.arrays(shape, np.float32).items():
         if name in ("super_scales", "super_mins"):
             size = 3e-5 if form.scale == "q6_k" else 1e-4
             planes[name] = (size * rng.uniform(0.5, 1.5, array.shape)).astype(np.float16)

@@ -142,7 +142,7 @@ def _arrays(
             yield source[name], array, [None if place is None else place.arrays[name] for place in places]
         return
     dense = form if isinstance(form, Dense) else DENSE
-    (array,) = dense.arrays(parameter.shape, parameter.n_in, dtype).values()
+    (array,) = dense.arrays(parameter.shape, dtype).values()
     if isinstance(form, Dense):
         yield source, array, [*places]
     else:

@@ -585,7 +585,7 @@ def planes(
         else:
             numbers = [*(range(low, high) if len(forms) > 1 else range(len(tensors)))]
         shape = (high - low, *parameter.shape[1:]) if len(forms) > 1 else parameter.shape
-        for plane, array in one.arrays(shape, 1, np.float32).items():
+        for plane, array in one.arrays(shape, np.float32).items():
             views = _views([tensors[number] for number in numbers], plane, one)
             if places is not None and plane != "order":
                 slices = tuple(

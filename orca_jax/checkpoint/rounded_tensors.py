@@ -91,7 +91,7 @@ class _Planes:
 @cache
 def _encoding(form: PackedForm) -> Callable[[jax.Array], Mapping[str, jax.Array]]:
     kind = kind_of(form)
-    return jax.jit(lambda dense: kind.encoded(form, dense, 1).arrays)
+    return jax.jit(lambda dense: kind.encoded(form, dense).arrays)
 
 
 def _words(form: PackedForm, codes: np.ndarray) -> np.ndarray:

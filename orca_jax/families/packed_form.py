@@ -89,11 +89,6 @@ class PackedForm:
     exact: bool = False
 
     @property
-    def flat_inputs(self) -> bool:
-        """True: a block's inputs are neighbours in the checkpoint."""
-        return True
-
-    @property
     def superblock(self) -> int | None:
         """The inputs of a super scale; None without such scales."""
         return SUPERBLOCK if self.scale in ("six_bits", "q6_k") else None
@@ -119,9 +114,9 @@ class PackedForm:
             )
         return None
 
-    def arrays(self, shape: tuple[int, ...], n_in: int, dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
+    def arrays(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
         """The planes of a weight [*out, in]."""
-        assert n_in == 1 and shape[-1] % self.multiple == 0, (self, shape, n_in)
+        assert shape[-1] % self.multiple == 0, (self, shape)
         *out, inputs = shape
         every = tuple(range(len(shape)))
 
@@ -170,11 +165,6 @@ class Joined:
     forms: tuple[WeightForm, ...]
 
     @property
-    def flat_inputs(self) -> bool:
-        """True, as for its parts."""
-        return True
-
-    @property
     def fixed(self) -> str | None:
         """Why the weight cannot be replaced: the first reason of a part."""
         return next((form.fixed for form in self.forms if form.fixed), None)
@@ -184,14 +174,14 @@ class Joined:
         """The number of inputs, on each device, is a multiple of this."""
         return math.lcm(*(form.multiple for form in self.forms))
 
-    def arrays(self, shape: tuple[int, ...], n_in: int, dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
+    def arrays(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
         """The arrays of all parts."""
         n_first = shape[0] - len(self.forms) + 1
         assert n_first > 0, (self, shape)
         return {
             f"{i}.{name}" if name else str(i): array
             for i, form in enumerate(self.forms)
-            for name, array in form.arrays((1 if i else n_first, *shape[1:]), n_in, dtype).items()
+            for name, array in form.arrays((1 if i else n_first, *shape[1:]), dtype).items()
         }
 
 

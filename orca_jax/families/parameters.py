@@ -97,7 +97,7 @@ class Parameter:
 
     def held_arrays(self, dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
         """The arrays that hold it in a model of `dtype`, by their names in the form."""
-        return self.form.arrays(self.shape, self.n_in, dtype)
+        return self.form.arrays(self.shape, dtype)
 
     def dense_dtype(self, dtype: npt.DTypeLike) -> np.dtype[Any]:
         """The dtype of its dense numbers in a model of `dtype`."""
@@ -105,11 +105,11 @@ class Parameter:
 
     def n_bytes(self, n_devices: int, itemsize: int) -> int:
         """The bytes on each of `n_devices`, in a model whose dtype has `itemsize` bytes."""
-        return form_bytes(self.form, self.local_shape(n_devices), self.n_in, itemsize)
+        return form_bytes(self.form, self.local_shape(n_devices), itemsize)
 
     def row_bytes(self, itemsize: int) -> int:
         """The bytes of a row of a table, in a model whose dtype has `itemsize` bytes."""
-        return form_bytes(self.form, (1, *self.shape[1:]), self.n_in, itemsize)
+        return form_bytes(self.form, (1, *self.shape[1:]), itemsize)
 
     @property
     def counting_axes(self) -> tuple[int, ...]:
@@ -268,7 +268,7 @@ def _of_layer(config: ModelConfig, layer: Layer) -> dict[str, Parameter]:
         bias: bool,
     ) -> None:
         form = form_of(layer.forms, f"{name}.weight")
-        if form.flat_inputs and into == ("G", "KD"):
+        if not isinstance(form, Dense) and into == ("G", "KD"):
             into = (FLAT_HEADS,)
         found[f"{name}.weight"] = replace(_parameter((*out, *into), sizes, "normal", "linear"), form=form)
         if bias:

@@ -33,11 +33,6 @@ class WeightForm(Protocol):
     """
 
     @property
-    def flat_inputs(self) -> bool:
-        """Whether inputs are one axis in a checkpoint's order; else heads are in ours (parameters.py)."""
-        ...
-
-    @property
     def multiple(self) -> int:
         """The number of inputs that a device holds is a multiple of this."""
         ...
@@ -47,17 +42,19 @@ class WeightForm(Protocol):
         """Why a weight in this form cannot be replaced by new numbers; None if it can."""
         ...
 
-    def arrays(self, shape: tuple[int, ...], n_in: int, dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
-        """The arrays of a weight of `shape`, or of a device's part, whose last `n_in` axes are inputs.
+    def arrays(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
+        """The arrays of a weight of `shape`, or of a device's part.
 
-        `dtype` is the model's, or where bytes are counted any dtype of that size.
+        Inputs are the last axis, for attention's output projection heads in a checkpoint's order. A dense
+        weight has them as parameters.py says. `dtype` is the model's, or where bytes are counted any dtype of
+        that size.
         """
         ...
 
 
-def form_bytes(form: WeightForm, shape: tuple[int, ...], n_in: int, itemsize: int) -> int:
+def form_bytes(form: WeightForm, shape: tuple[int, ...], itemsize: int) -> int:
     """The bytes of a weight of `shape` in a model whose dtype has `itemsize` bytes."""
-    arrays = form.arrays(shape, n_in, np.dtype((np.void, itemsize)))
+    arrays = form.arrays(shape, np.dtype((np.void, itemsize)))
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays.values())
 
 
@@ -66,7 +63,6 @@ class Dense:
     """One array of the weight's own shape, in the model's dtype; `exact` ones are float32 in every model."""
 
     exact: bool = False
-    flat_inputs: bool = False
     multiple: int = 1
     fixed: str | None = None
 
@@ -74,7 +70,7 @@ class Dense:
         """The dtype of the array in a model of `dtype`."""
         return np.dtype(np.float32 if self.exact else dtype)
 
-    def arrays(self, shape: tuple[int, ...], n_in: int, dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
+    def arrays(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
         """The only array, whose name is empty."""
         return {"": HeldArray(shape, self.dtype(dtype), tuple(range(len(shape))))}
 

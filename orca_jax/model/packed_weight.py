@@ -127,7 +127,7 @@ def encoded_planes(form: PackedForm, dense: Array) -> dict[str, Array]:
     by_row = form.block is None
     return {
         name: planes[name].reshape(tuple(out)) if by_row and name in _OF_BLOCKS else planes[name]
-        for name in form.arrays(dense.shape, 1, jnp.float32)
+        for name in form.arrays(dense.shape, jnp.float32)
     }
 
 

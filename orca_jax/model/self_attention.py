@@ -34,7 +34,7 @@ class SelfAttention(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32).reshape(config.group, -1)
         attended = ctx.queries.attend(queries, ctx.cache, config, self._bias(ctx.shard), sinks)
         weight = self.out.weight.get_value()
-        if isinstance(weight, FormedWeight) and weight.form.flat_inputs:
+        if isinstance(weight, FormedWeight):
             attended = attended.swapaxes(1, 2)  # [R, K, G, D], the checkpoint's order
         return self.out(attended.reshape(attended.shape[0], -1), ctx.queries.product, ctx.shard)
 

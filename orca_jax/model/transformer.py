@@ -56,7 +56,7 @@ def init_parameter(
 
     if isinstance(parameter.form, Dense):
         return dense()
-    return kind_of(parameter.form).encoded(parameter.form, dense(), parameter.n_in)
+    return kind_of(parameter.form).encoded(parameter.form, dense())
 
 
 class LayersOutput(NamedTuple):

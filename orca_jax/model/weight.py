@@ -87,7 +87,7 @@ class FormedWeight:
         return cls(form, dict(zip(names, children, strict=True)))
 
     def product(self, x: Array, products: Products) -> Array:
-        """x [T, in] times this weight [*out, *in]: [T, out]; `products` multiplies by dense weights."""
+        """x [T, in] times this weight [*out, in]: [T, out]; `products` multiplies by dense weights."""
         raise AssertionError(f"{self.form} is not for linear layers")
 
     def by_expert(self, x: Array, sizes: Array, products: Products) -> Array:
@@ -99,8 +99,8 @@ class FormedWeight:
         raise AssertionError(f"{self.form} is not for embeddings")
 
     @classmethod
-    def encoded(cls, form: WeightForm, dense: Array, n_in: int) -> "FormedWeight":
-        """Convert a dense weight, whose last `n_in` axes are inputs, to this form. Traced."""
+    def encoded(cls, form: WeightForm, dense: Array) -> "FormedWeight":
+        """Convert a dense weight [*out, in] to this form. Traced."""
         raise AssertionError(f"{form} is not made of dense weights")
 
 
@@ -152,7 +152,7 @@ class PackedWeight(FormedWeight, form=PackedForm):
         return unpacked(self.form, planes, dtype)
 
     @classmethod
-    def encoded(cls, form: Any, dense: Array, n_in: int) -> "PackedWeight":
+    def encoded(cls, form: Any, dense: Array) -> "PackedWeight":
         """Round a dense weight to the nearest numbers of the form; scales fit the greatest number."""
         return cls(form, encoded_planes(form, dense))
 
@@ -183,7 +183,7 @@ class JoinedWeight(FormedWeight, form=Joined):
         return jnp.concatenate(y, axis=1)
 
     @classmethod
-    def encoded(cls, form: Any, dense: Array, n_in: int) -> "JoinedWeight":
+    def encoded(cls, form: Any, dense: Array) -> "JoinedWeight":
         """Encode each part in its form."""
         arrays: dict[str, Array] = {}
         first, n = 0, dense.shape[0] - len(form.forms) + 1
@@ -193,7 +193,7 @@ class JoinedWeight(FormedWeight, form=Joined):
             if isinstance(own, Dense):
                 arrays[str(i)] = part
             else:
-                encoded = kind_of(own).encoded(own, part, n_in)
+                encoded = kind_of(own).encoded(own, part)
                 arrays |= {f"{i}.{name}": array for name, array in encoded.arrays.items()}
         return cls(form, arrays)
 

@@ -221,7 +221,7 @@ def linear_operation(product: "_Product", n_tokens: int, *, weight_bytes: int) -
         n_read = product.experts.expected_hit(n_tokens) * product.share
     n_activations = n_rows * (product.n_in + product.n_out)
     shape = product.shape
-    n_bytes = form_bytes(product.form, shape, product.n_inner, weight_bytes)
+    n_bytes = form_bytes(product.form, shape, weight_bytes)
     each = n_bytes / math.prod(shape)  # the few biases count alike
     n_bytes = each * n_read * product.n_weights + weight_bytes * n_activations
     return Operation("linear", n_bytes, 2 * n_rows * product.n_in * product.n_out)
@@ -232,7 +232,7 @@ class _Product(NamedTuple):
 
     In latent attention the matrix that makes keys and values (`expands`) multiplies the queries and results,
     or in the plain form all tokens of the context. `share` is the fraction of the experts on the device. The
-    matrix has `shape`, whose last `n_inner` axes are inputs, in `form`.
+    matrix has `shape`, in `form`.
     """
 
     n_in: int
@@ -246,7 +246,6 @@ class _Product(NamedTuple):
     expands: bool = False
     form: WeightForm = DENSE
     shape: tuple[int, ...] = ()
-    n_inner: int = 1
 
 
 class _StageProducts(NamedTuple):
@@ -283,7 +282,6 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
             crosses,
             form=parameter.form,
             shape=parameter.local_shape(n_shards),
-            n_inner=parameter.n_in,
         )
 
     def of_expert(parameter: Parameter, bias: Parameter | None, experts: Experts) -> _Product:

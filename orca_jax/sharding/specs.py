@@ -51,7 +51,5 @@ def in_form(parameter: Parameter, dense: jax.Array, places: Any) -> Any:
 
 @cache
 def _encoding(parameter: Parameter, places: tuple[Sharding, ...], tree: Any) -> Any:
-    kind, form, n_in = kind_of(parameter.form), parameter.form, parameter.n_in
-    return jax.jit(
-        lambda dense: kind.encoded(form, dense, n_in), out_shardings=jax.tree.unflatten(tree, places)
-    )
+    kind, form = kind_of(parameter.form), parameter.form
+    return jax.jit(lambda dense: kind.encoded(form, dense), out_shardings=jax.tree.unflatten(tree, places))

@@ -206,7 +206,7 @@ def test_tokens_with_activations_rounded_in_c(
 
 @pytest.mark.matrix(but=["Q4_K-2-1", "w8-1-2"])
 @pytest.mark.parametrize(("n_stages", "tensor"), [(1, 2), (2, 1)])
-@pytest.mark.parametrize("form", [Q4_K, w8(None)], ids=["Q4_K", "w8"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_stages_and_devices_share_packed_weights(form: PackedForm, n_stages: int, tensor: int) -> None:
     check_tokens({**LLAMA, "tie_word_embeddings": True}, form, n_stages, tensor)
 
@@ -237,7 +237,7 @@ def test_dense_weights_are_rounded_to_nearest(form: PackedForm) -> None:
     dense = np.random.default_rng(0).standard_normal((3, 5, 512)).astype(np.float32)
     dense[0, 1] = 0
     planes = jax.jit(lambda dense: encoded_planes(form, dense))(dense)
-    expected = {name: (array.shape, array.dtype) for name, array in form.arrays(dense.shape, 1, "f4").items()}
+    expected = {name: (array.shape, array.dtype) for name, array in form.arrays(dense.shape, "f4").items()}
     assert {name: (plane.shape, plane.dtype) for name, plane in planes.items()} == expected
     numbers = numbers_of(form, planes)
     assert not numbers[0, 1].any()

@@ -57,10 +57,10 @@ def test_activations_are_taken_in_the_order_of_the_planes() -> None:
 @pytest.mark.parametrize("form", [w4(32, zeros=True), replace(w4(64), ordered=True)])
 def test_weights_are_rounded_in_these_forms_too(form: PackedForm) -> None:
     dense = np.random.default_rng(3).normal(size=(8, 128)).astype(np.float32)
-    arrays = kind_of(form).encoded(form, jnp.asarray(dense), 1).arrays
+    arrays = kind_of(form).encoded(form, jnp.asarray(dense)).arrays
     planes = {name: np.asarray(array) for name, array in arrays.items()}
     assert {name: (one.shape, one.dtype) for name, one in planes.items()} == {
-        name: (one.shape, one.dtype) for name, one in form.arrays((8, 128), 1, np.float32).items()
+        name: (one.shape, one.dtype) for name, one in form.arrays((8, 128), np.float32).items()
     }
     numbers = literal_numbers(form, planes)
     steps = np.repeat(planes["scales"].astype(np.float32), form.block or 128, 1)

@@ -30,7 +30,7 @@ from tests.device.model.drawn_weights import drawn
 from tests.device.model.formed_models import device_bytes, requests, stages
 from tests.device.model.golden import DIRECTORY
 
-CHECKPOINT = DIRECTORY / "llama-grouped"
+CHECKPOINT = DIRECTORY / "llama-biases-yarn"
 SERVING = ServingConfig(max_batch_size=4, n_slots=256, max_batch_tokens=64)
 
 
@@ -38,12 +38,11 @@ SERVING = ServingConfig(max_batch_size=4, n_slots=256, max_batch_tokens=64)
 class Int8:
     """The form: numbers from -64 to 64, and float32 scales, one for all inputs of an output."""
 
-    flat_inputs: bool = False
     multiple: int = 1
     fixed: str | None = None
 
-    def arrays(self, shape: tuple[int, ...], n_in: int, dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
-        out = shape[:-n_in]
+    def arrays(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Mapping[str, HeldArray]:
+        out = shape[:-1]
         return {
             "numbers": HeldArray(shape, np.dtype(np.int8), tuple(range(len(shape)))),
             "scales": HeldArray(out, np.dtype(np.float32), tuple(range(len(out)))),
@@ -58,10 +57,10 @@ class Int8Weight(FormedWeight, form=Int8):
         return (y * self.arrays["scales"].reshape(-1)).astype(x.dtype)
 
     @classmethod
-    def encoded(cls, form: Any, dense: jax.Array, n_in: int) -> "Int8Weight":
+    def encoded(cls, form: Any, dense: jax.Array) -> "Int8Weight":
         # Division by a power of two is exact, whatever XLA makes of it.
-        scales = jnp.abs(dense).max(axis=tuple(range(-n_in, 0))) / 64
-        numbers = jnp.round(dense / scales.reshape(*scales.shape, *[1] * n_in)).astype(jnp.int8)
+        scales = jnp.abs(dense).max(axis=-1) / 64
+        numbers = jnp.round(dense / scales[..., None]).astype(jnp.int8)
         return cls(form, {"numbers": numbers, "scales": scales})
 
 
@@ -75,12 +74,12 @@ def formed(model: ModelConfig) -> ModelConfig:
     )
 
 
-def quantised(dense: np.ndarray, n_in: int) -> tuple[np.ndarray, np.ndarray]:
+def quantised(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Quantise with NumPy, row by row."""
-    rows = dense.reshape(-1, int(np.prod(dense.shape[-n_in:])))
+    rows = dense.reshape(-1, dense.shape[-1])
     scales = np.array([np.abs(row).max() / np.float32(64) for row in rows], np.float32)
     numbers = np.stack([np.rint(row / scale) for row, scale in zip(rows, scales, strict=True)])
-    return numbers.astype(np.int8).reshape(dense.shape), scales.reshape(dense.shape[:-n_in])
+    return numbers.astype(np.int8).reshape(dense.shape), scales.reshape(dense.shape[:-1])
 
 
 def rounded(model: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -88,8 +87,8 @@ def rounded(model: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, jax.
     found = dict(parameters)
     for name, one in parameter_table(model).items():
         if one.form == INT8:
-            numbers, scales = quantised(np.asarray(parameters[name]), one.n_in)
-            found[name] = jnp.asarray(numbers * scales.reshape(*scales.shape, *[1] * one.n_in))
+            numbers, scales = quantised(np.asarray(parameters[name]))
+            found[name] = jnp.asarray(numbers * scales[..., None])
     return found
 
 
@@ -107,14 +106,13 @@ def test_it_is_loaded_split_counted_and_computed(n_stages: int, tensor: int) -> 
         kv_repeats=model.attention.kv_repeats,
         placements=[part.placement(model) for part in parts],
     )
-    table = parameter_table(dense.config)
     n_formed = 0
     for part, own in zip(parts, loaded.stages, strict=True):
         for name, weight in own.items():
             if not isinstance(weight, Int8Weight):
                 continue
             n_formed += 1
-            numbers, scales = quantised(np.asarray(dense.parameters[name]), table[name].n_in)
+            numbers, scales = quantised(np.asarray(dense.parameters[name]))
             np.testing.assert_array_equal(weight.arrays["numbers"], numbers, err_msg=name)
             np.testing.assert_array_equal(weight.arrays["scales"], scales, err_msg=name)
             shards = [one.data.size for one in weight.arrays["numbers"].addressable_shards]
@@ -133,9 +131,7 @@ def test_it_holds_a_quarter_of_the_dense_bytes() -> None:
     model = load_checkpoint(CHECKPOINT, dtype=jnp.float32).config
     with_form = formed(model)
     n = sum(np.prod(one.shape) for one in parameter_table(with_form).values() if one.form == INT8)
-    n_out = sum(
-        np.prod(one.shape[: -one.n_in]) for one in parameter_table(with_form).values() if one.form == INT8
-    )
+    n_out = sum(np.prod(one.shape[:-1]) for one in parameter_table(with_form).values() if one.form == INT8)
     dense, packed = (stage_bytes(one, range(one.n_layers), 1, 4) for one in (model, with_form))
     assert dense - packed == 3 * n - 4 * n_out
 
