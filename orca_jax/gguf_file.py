@@ -12,8 +12,10 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +33,7 @@ _MAX_FILES = 1000
 _FIRST_PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 _MAX_STRINGS = 1 << 21  # in all arrays of a file; the largest vocabularies have 600,000 with their merges
 _MAX_TEXT_BYTES = 1 << 24
+_TIME_STEP = 2.0  # seconds, the longest of file systems
 _MAX_TOKENS_BYTES = 1 << 27
 
 _SCALARS: Mapping[int, str] = {
@@ -88,6 +91,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._stored = {path: _state(path)}
         self._data = _mapped(path)
         header = _Header(path, self._data)
         self._values = header.values
@@ -106,11 +110,17 @@ class GgufFile:
             )
         for i in range(2, n + 1):
             path = self.path.with_name(f"{name[1]}-{i:05}-of-{n:05}{SUFFIX}")
+            self._stored[path] = _state(path)
             more = _Header(path, _mapped(path)).tensors
             if twice := more.keys() & found.keys():
                 raise CorruptFile(f"{path}: tensor '{min(twice)}' is in another file of the model too")
             found |= more
         return found
+
+    @property
+    def is_current(self) -> bool:
+        """Whether none of its files has been replaced or changed since they were read."""
+        return all(state is not None and _state(path) == state for path, state in self._stored.items())
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -172,14 +182,24 @@ class GgufFile:
             raise self.bad(key, "an array of texts")
         if span.end - span.start > _MAX_TOKENS_BYTES:
             raise CorruptFile(f"{self.path}: {key}: expected at most {_MAX_TOKENS_BYTES} bytes")
-        data, at, texts = self._data[span.start : span.end], 0, list[str]()
+        return [self._decoded(key, each) for each in self._encoded_texts(span)]
+
+    def texts_at(self, key: str, places: Collection[int]) -> dict[int, str]:
+        """The texts at these places of an array of texts."""
+        span = self._array(key)
+        if span is None or span.kind != _STRING or not places:
+            return {}
+        some = islice(self._encoded_texts(span), max(places) + 1)
+        return {i: self._decoded(key, each) for i, each in enumerate(some) if i in places}
+
+    def _encoded_texts(self, span: _Span) -> Iterator[bytes]:
+        data, at = self._data[span.start : span.end], 0
         length = struct.Struct("<Q").unpack_from
         for _ in range(span.n):
             (n,) = length(data, at)
             at += 8
-            texts.append(self._decoded(key, data[at : at + n]))
+            yield data[at : at + n]
             at += n
-        return texts
 
     def bad(self, key: str, rule: str) -> BadModelConfig:
         """The error for a value that is missing or of another type."""
@@ -212,6 +232,37 @@ class GgufFile:
 def is_gguf(path: Path) -> bool:
     """Whether this is the path of a GGUF file, by its name."""
     return path.suffix.lower() == SUFFIX and path.is_file()
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """The header of a GGUF file, which is parsed once as long as its files stay as they are.
+
+    Raises what GgufFile does.
+    """
+    last = _last_opened.get(path)
+    if last is not None and last.is_current:
+        return last
+    file = GgufFile(path)
+    _last_opened.clear()  # one model is opened several times while an engine starts
+    _last_opened[path] = file
+    return file
+
+
+_last_opened: dict[Path, GgufFile] = {}
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    """What changes when a file is replaced or written to; None where there is no such file.
+
+    None too where it has just been written to: a second change might leave its time as it is.
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    if abs(time.time() - found.st_mtime) < _TIME_STEP:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _mapped(path: Path) -> mmap.mmap:

@@ -33,7 +33,7 @@ from orca_jax.families.strict_json import shown
 from orca_jax.families.trainers.array_form import EXPERTS, LAYERS, axis_sizes
 from orca_jax.families.trainers.layouts import ITEMS, written_names
 from orca_jax.families.trainers.orca_json import ORCA_JSON, is_orbax, read_description
-from orca_jax.gguf_file import GgufFile, is_gguf
+from orca_jax.gguf_file import GgufFile, is_gguf, open_gguf
 from orca_jax.model_files.locate import check_is_free, find_directory
 from orca_jax.model_files.weight_files import INDEX
 from orca_jax.request.gguf_tokenizer import gguf_tokenizer, has_tokenizer
@@ -315,7 +315,7 @@ def _tensors(
 
 def _copy_other_files(directory: Path, place: Path) -> None:
     if is_gguf(directory):
-        _write_text_files(GgufFile(directory), place)
+        _write_text_files(open_gguf(directory), place)
         return
     for pattern in _OTHER_FILES:
         for path in sorted(directory.glob(pattern)):

@@ -27,7 +27,7 @@ from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.strict_json import shown
 from orca_jax.families.weight_form import Dense, WeightForm
-from orca_jax.gguf_file import BLOCKS, GgufFile, GgufTensor
+from orca_jax.gguf_file import BLOCKS, GgufFile, GgufTensor, open_gguf
 
 _FLOATS = {
     **{"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)},
@@ -43,7 +43,7 @@ def find_parameters(
     weight is read plane by plane where it stays in the file's form. Reads no weight. Raises a
     CheckpointError.
     """
-    file, hf_config = GgufFile(path), read_hf_config(path)
+    file, hf_config = open_gguf(path), read_hf_config(path)
     family, stored = hf_config.family, hf_config.model.weight_forms
     model = hf_config.model if forms is None else hf_config.model.with_forms(forms)
     held = model.with_kv_heads(kv_repeats)
@@ -103,7 +103,7 @@ class _Tensors:
         """The planes of a run of matrices along a parameter's first axis, which have the form `form`."""
         shape = (matrices.stop - matrices.start, *parameter.shape[1:])
         found: dict[str, Plane] = {}
-        for name, array in form.arrays(shape, 1, np.float32).items():
+        for name, array in form.arrays(shape, np.float32).items():
             if wanted.heads is not None and not parameter.takes_attention:
                 whole = HeadView.of(views, parameter, wanted, self._attention)
                 places = whole.places[matrices]

@@ -26,7 +26,7 @@ from orca_jax.families.quantization_config import Quantization, quantized_forms,
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.unsupported import about_model_type, about_quantisation
-from orca_jax.gguf_file import GgufFile, is_gguf
+from orca_jax.gguf_file import is_gguf, open_gguf
 
 _MAX_CONFIG_BYTES = 1_000_000
 _MAX_TOKENIZER_BYTES = 100_000_000
@@ -104,7 +104,7 @@ def _read_model(family: Family, fields: ConfigFields, names: Mapping[str, str]) 
 
 
 def _read_gguf(path: Path) -> HFConfig:
-    file = GgufFile(path)
+    file = open_gguf(path)
     architecture, values = read_architecture(file)
     family, fields = FAMILIES[architecture.model_type], ConfigFields(path, values)
     model = _read_model(family, fields, config_names(file))

@@ -21,7 +21,7 @@ from orca_jax.families.presets import PRESETS
 from orca_jax.families.quantization_config import rounded_forms
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.orca_json import described_model, is_orbax
-from orca_jax.gguf_file import GgufFile, is_gguf
+from orca_jax.gguf_file import GgufFile, is_gguf, open_gguf
 from orca_jax.model_files.locate import find_directory
 from orca_jax.model_files.weight_files import find_weight_files
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
@@ -92,7 +92,7 @@ def _found(
     config = _with_end_tokens(_held(described, load_format, quantization), generation, None)
     found = FoundModel(name, config, None, directory, generation, directory, note=note)
     if is_gguf(directory):  # whose tokenizer may be of a kind that is not read, and takes a second to make
-        has_one = needs_tokenizer and has_tokenizer(GgufFile(directory))
+        has_one = needs_tokenizer and has_tokenizer(open_gguf(directory))
     else:
         has_one = (directory / _TOKENIZER).exists()
     return with_tokenizer(found, directory) if has_one else found
@@ -254,7 +254,7 @@ def read_generation_defaults(directory: Path | None, choice: str | Path) -> Gene
         return NO_DEFAULTS
     if choice == "auto":
         if directory is not None and is_gguf(directory):
-            return _of_gguf(GgufFile(directory))
+            return _of_gguf(open_gguf(directory))
         path = None if directory is None else directory / NAME
         if path is None or not path.exists():
             return NO_DEFAULTS

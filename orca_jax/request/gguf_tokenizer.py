@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -92,6 +94,15 @@ def has_tokenizer(file: GgufFile) -> bool:
     return file.text(f"{_PREFIX}model", "none") not in ("none", "no_vocab")
 
 
+def special_tokens(file: GgufFile) -> dict[str, str]:
+    """The texts of special tokens, by transformers' names. Raises BadModelConfig or CorruptFile."""
+    names = {"unknown": "unk", "seperator": "sep", "padding": "pad"}
+    key = f"{_PREFIX}tokens"
+    ids = {name: i for name, i in _special_ids(file, file.length(key)).items() if name not in ("eot", "eom")}
+    texts = file.texts_at(key, ids.values())
+    return {f"{names.get(name, name)}_token": texts[i] for name, i in ids.items()}
+
+
 def gguf_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
     """Make the tokenizer of a file.
 
@@ -113,6 +124,12 @@ def gguf_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def _special_ids(file: GgufFile, n_tokens: int) -> dict[str, int]:
+    """The ids of special tokens by llama.cpp's names, as far as there are such tokens."""
+    ids = {name: file.whole(f"{_PREFIX}{name}_token_id", -1) for name in _SPECIAL_IDS}
+    return {name: i for name, i in ids.items() if i in range(n_tokens)}
+
+
 class Vocabulary:
     """The tokens of a file, their types, and the ids of special tokens.
 
@@ -130,12 +147,7 @@ class Vocabulary:
                 f"each, found {longest}"
             )
         self.types = [int(one) for one in self._of_each("token_type")]
-        self.ids = {
-            name: i for name in _SPECIAL_IDS if (i := self._special_id(name)) in range(len(self.tokens))
-        }
-
-    def _special_id(self, name: str) -> int:
-        return self.file.whole(f"{_PREFIX}{name}_token_id", -1)
+        self.ids = _special_ids(file, len(self.tokens))
 
     def _of_each(self, key: str) -> Sequence[Any]:
         """A number for each token; empty where the file lacks them."""
@@ -165,15 +177,6 @@ class Vocabulary:
 
     def flag(self, name: str, default: bool) -> bool:
         return self.file.flag(f"{_PREFIX}{name}", default)
-
-    def special_tokens(self) -> dict[str, str]:
-        """The texts of special tokens, by transformers' names."""
-        names = {"unknown": "unk", "seperator": "sep", "padding": "pad"}
-        return {
-            f"{names.get(name, name)}_token": self.tokens[i]
-            for name, i in self.ids.items()
-            if name not in ("eot", "eom")
-        }
 
 
 def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
@@ -218,21 +221,68 @@ def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, in the order in which SentencePiece merges: by its score."""
-    scores, no_parts = vocabulary.scores(), {_UNKNOWN, _CONTROL, _BYTE}
-    parts = {
-        text: i for text, i in ids.items() if not vocabulary.types or vocabulary.types[i] not in no_parts
-    }
-    merges: list[tuple[str, str]] = []
-    for text in sorted(parts, key=lambda text: (-scores[parts[text]], parts[text])):
-        pairs: list[tuple[int, int, str, str]] = []
-        for at in range(1, len(text)):
-            left = text[:at]
-            if left in parts and (right := text[at:]) in parts:
-                pairs.append((parts[left], parts[right], left, right))
-        pairs.sort()
-        merges += [(left, right) for _, _, left, right in pairs]
-    return merges
+    """All pairs of pieces that make a piece, in the order in which SentencePiece merges: by its score.
+
+    Each place in each piece is tried at once, by hashes: Gemma's 260,000 pieces have 1.7 million. Of a pair
+    whose hashes are alike by chance the library finds that it makes no piece.
+    """
+    scores, no_parts = np.array(vocabulary.scores()), {_UNKNOWN, _CONTROL, _BYTE}
+    types = vocabulary.types
+    parts = {text: i for text, i in ids.items() if text and not (types and types[i] in no_parts)}
+    if not parts:
+        return []
+    texts, id_of = [*parts], np.fromiter(parts.values(), np.int64, len(parts))
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    hashes = _SubstringHashes("".join(texts))
+    end = np.cumsum(lengths)
+    start = end - lengths
+    by_hash = _Lookup(hashes.of(start, end))
+
+    whole = np.repeat(np.arange(len(texts)), lengths - 1)  # the piece of each place between two characters
+    at = np.arange(len(whole)) + whole + 1
+    left = by_hash.find(hashes.of(start[whole], at))
+    whole, at, left = (each[left >= 0] for each in (whole, at, left))
+    right = by_hash.find(hashes.of(at, end[whole]))
+    whole, left, right = (each[right >= 0] for each in (whole, left, right))
+    order = np.lexsort((id_of[right], id_of[left], id_of[whole], -scores[id_of[whole]]))
+    pairs = (map(texts.__getitem__, each[order].tolist()) for each in (left, right))
+    return list(zip(*pairs, strict=True))
+
+
+class _SubstringHashes:
+    """Hashes of 64 bits of the substrings of a text: polynomials of their characters, modulo 2 ** 64."""
+
+    _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse
+
+    def __init__(self, text: str) -> None:
+        codes = np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.uint64) + np.uint64(1)
+        self._inverse = _powers(pow(self._BASE, -1, 1 << 64), len(codes))
+        sums = np.cumsum(codes * _powers(self._BASE, len(codes))[:-1], dtype=np.uint64)
+        self._sums = np.concatenate([np.zeros(1, np.uint64), sums])
+
+    def of(self, start: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """The hashes of text[start:end]."""
+        return (self._sums[end] - self._sums[start]) * self._inverse[start]
+
+
+def _powers(base: int, n: int) -> npt.NDArray[np.uint64]:
+    """base ** 0 to base ** n, modulo 2 ** 64."""
+    factors = np.full(n + 1, base, np.uint64)
+    factors[0] = 1
+    return np.cumprod(factors, dtype=np.uint64)
+
+
+class _Lookup:
+    """The places of keys in an array."""
+
+    def __init__(self, keys: npt.NDArray[np.uint64]) -> None:
+        self._order = np.argsort(keys)
+        self._sorted = keys[self._order]
+
+    def find(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """The place of each key; -1 where there is none."""
+        near = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
+        return np.where(self._sorted[near] == keys, self._order[near], -1)
 
 
 def _add_ends(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, *, start: bool) -> None:

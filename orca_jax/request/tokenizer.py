@@ -7,7 +7,7 @@ from pathlib import Path
 import tokenizers
 
 from orca_jax.errors import CorruptFile, InvalidPrompt, NotACheckpoint, UnsupportedModel, is_failure
-from orca_jax.gguf_file import GgufFile, is_gguf
+from orca_jax.gguf_file import is_gguf, open_gguf
 from orca_jax.request.gguf_tokenizer import gguf_tokenizer
 from orca_jax.request.stop_strings import StopSearch, StopStrings
 from orca_jax.request.token_text import TextDecoder, TokenText, UnsupportedDecoder, token_decoder
@@ -38,7 +38,7 @@ class Tokenizer:
         Raises NotACheckpoint (cannot be read), BadModelConfig, CorruptFile or UnsupportedModel, each naming
         the file.
         """
-        made = gguf_tokenizer(GgufFile(path)) if is_gguf(path) else _read_json(path)
+        made = gguf_tokenizer(open_gguf(path)) if is_gguf(path) else _read_json(path)
         try:
             return cls(made)
         except UnsupportedDecoder as error:

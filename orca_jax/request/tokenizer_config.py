@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from orca_jax.errors import CorruptFile
-from orca_jax.gguf_file import GgufFile, is_gguf
-from orca_jax.request.gguf_tokenizer import Vocabulary
+from orca_jax.gguf_file import GgufFile, is_gguf, open_gguf
+from orca_jax.request.gguf_tokenizer import special_tokens
 from orca_jax.small_files import read_text
 
 MORE_TEMPLATES = "additional_chat_templates"  # a folder next to these files, of NAME.jinja
@@ -31,7 +31,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     Raises CorruptFile, for a GGUF file any CheckpointError, which names the file.
     """
     if is_gguf(directory):
-        return _of_gguf(GgufFile(directory))
+        return _of_gguf(open_gguf(directory))
     path = directory / "tokenizer_config.json"
     map_path = directory / "special_tokens_map.json"
     config = _read_object(path)
@@ -47,7 +47,7 @@ def _of_gguf(file: GgufFile) -> TokenizerConfig:
     default = file.text(key) if key in file else None
     if named and default is not None:
         named.append({"name": "default", "template": default})
-    return TokenizerConfig(file.path, Vocabulary(file).special_tokens(), named or default)
+    return TokenizerConfig(file.path, special_tokens(file), named or default)
 
 
 def _special_tokens(config: dict[str, Any], path: Path) -> dict[str, str]:

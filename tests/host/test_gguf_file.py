@@ -1,5 +1,6 @@
 """The header of GGUF files: every kind of value is read, and whatever is wrong is an error that names it."""
 
+import os
 import random
 import resource
 import struct
@@ -12,7 +13,7 @@ import pytest
 
 from orca_jax.errors import BadModelConfig, CheckpointError, CorruptFile, NotACheckpoint, UnsupportedModel
 from orca_jax.families.hf_config import read_config
-from orca_jax.gguf_file import GgufFile
+from orca_jax.gguf_file import GgufFile, open_gguf
 from orca_jax.request.tokenizer import Tokenizer
 from tests.gguf_bytes import (
     ARRAY,
@@ -56,7 +57,33 @@ def test_every_type_of_value(tmp_path: Path) -> None:
     assert (file.flag("yes", False), file.flag("no", True), file.flag("absent", True)) == (True, False, True)
     assert (file.text("text"), file.text("absent", "x")) == ("né 光", "x")
     assert (file.texts("names"), file.length("names"), file.texts("none")) == (["a", "", "光合"], 3, [])
+    assert file.texts_at("names", [2, 0, 9]) == {2: "光合", 0: "a"}
+    assert file.texts_at("names", []) == file.texts_at("absent", [0]) == {}
     assert "text" in file and "absent" not in file
+
+
+def test_a_file_is_parsed_once_while_it_stays_as_it_is(tmp_path: Path) -> None:
+    metadata, tensors = small_model() | {"split.no": 0, "split.count": 2}, small_tensors()
+    names = [*tensors]
+    first, second = (tmp_path / f"model-0000{i}-of-00002.gguf" for i in (1, 2))
+    first.write_bytes(gguf_bytes(metadata, {name: tensors[name] for name in names[:4]}))
+
+    def write_second(seed: int, n: int) -> None:
+        other = small_tensors(seed=seed)
+        second.write_bytes(gguf_bytes({}, {name: other[name] for name in names[4:n]}))
+
+    write_second(0, 6)
+    assert open_gguf(first) is not open_gguf(first)  # written just now: it may change again unseen
+    for i, path in enumerate((first, second)):
+        os.utime(path, (1000 + i, 1000 + i))
+    file = open_gguf(first)
+    assert open_gguf(first) is file and len(file.tensors) == 6
+    write_second(1, 7)
+    os.utime(second, (2000, 2000))
+    assert len(open_gguf(first).tensors) == 7
+    second.unlink()
+    with pytest.raises(NotACheckpoint, match="00002-of-00002"):
+        open_gguf(first)
 
 
 @pytest.mark.parametrize(

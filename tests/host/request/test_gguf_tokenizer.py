@@ -134,6 +134,39 @@ def _added(name: str) -> dict[str, Any]:
     return {token["content"]: token for token in json.loads(LIBRARIES[name].to_str())["added_tokens"]}
 
 
+pieces = st.lists(st.text("abc" + SPACE + "é👩", min_size=1, max_size=7), min_size=1, max_size=40)
+
+
+@settings(max_examples=200)
+@given(pieces, st.data())
+def test_pieces_merge_in_the_order_of_their_scores(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], data: st.DataObject
+) -> None:
+    """Each piece of two others that are not special, the best score first, then by the ids of all three."""
+    tokens = ["<unk>", *texts]
+    n = len(tokens)
+    scores = data.draw(st.lists(st.sampled_from([-3.0, -1.0, 0.0, 2.5]), min_size=n, max_size=n))
+    kinds = st.sampled_from([_NORMAL, _NORMAL, _NORMAL, _USER_DEFINED, _CONTROL, _BYTE])
+    types = [_UNKNOWN, *data.draw(st.lists(kinds, min_size=n - 1, max_size=n - 1))]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types,
+    }
+    ids = {text: i for i, text in reversed([*enumerate(tokens)])}
+    plain = {text for text, i in ids.items() if types[i] in (_NORMAL, _USER_DEFINED)}
+    expected = [
+        (-scores[ids[text]], ids[text], ids[text[:at]], ids[text[at:]], text[:at], text[at:])
+        for text in plain
+        for at in range(1, len(text))
+        if text[:at] in plain and text[at:] in plain
+    ]
+    file = GgufFile(made(tmp_path_factory.getbasetemp(), metadata))
+    merges = json.loads(gguf_tokenizer(file).to_str())["model"]["merges"]
+    assert [tuple(pair) for pair in merges] == [each[4:] for each in sorted(expected)]
+
+
 def test_templates_and_special_tokens(tmp_path: Path) -> None:
     metadata = metadata_of(LIBRARIES["qwen"], "qwen2") | {
         "tokenizer.ggml.eos_token_id": 2,
