@@ -190,6 +190,22 @@ _NAMES = (
     (r"pre_feedforward_layernorm", "ffn_norm"),
     (r"post_feedforward_layernorm", "post_ffw_norm"),
 )
+# The same for the decoders before Llama.
+_OLDER_NAMES = (
+    (r"(attn\.c_attn|(self_)?attention\.query_key_value)", "attn_qkv"),
+    (r"(attn\.c_proj|(self_)?attention\.dense)", "attn_output"),
+    (r"mlp\.(c_fc|dense_h_to_4h)", "ffn_up"),
+    (r"mlp\.(c_proj|dense_4h_to_h)", "ffn_down"),
+    (r"(ln_1|input_layernorm|ln_mlp)\.", "attn_norm."),
+    (r"ln_attn", "attn_norm_2"),
+    (r"(ln_2|post_attention_layernorm)", "ffn_norm"),
+    (r"(wte|word_embeddings|embed_in)\.", "token_embd."),
+    (r"word_embeddings_layernorm", "token_embd_norm"),
+    (r"wpe", "position_embd"),
+    (r"(ln_f|final_layer_norm)", "output_norm"),
+    (r"(lm_head|embed_out)", "output"),
+)
+_OLDER = ("gpt2", "bloom", "gpt_neox", "falcon")
 _OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _AFTER_ATTENTION = {
     "gemma2",
@@ -199,7 +215,7 @@ _AFTER_ATTENTION = {
 }  # whose norm is llama.cpp's post_attention_norm
 _ARCHITECTURES = {
     **{"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"},
-    **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"},
+    **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_neox": "gptneox"},
 }
 _KEYS = {
     "num_hidden_layers": "block_count",
@@ -224,11 +240,19 @@ _KEYS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+    **{"n_layer": "block_count", "n_positions": "context_length", "n_embd": "embedding_length"},
+    **{"n_head": "attention.head_count", "n_inner": "feed_forward_length"},
+    **{"num_kv_heads": "attention.head_count_kv", "ffn_hidden_size": "feed_forward_length"},
+    **{
+        "layer_norm_epsilon": "attention.layer_norm_epsilon",
+        "layer_norm_eps": "attention.layer_norm_epsilon",
+    },
+    "use_parallel_residual": "use_parallel_residual",
 }
 
 
 def as_gguf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> bytes:
-    """The GGUF file in float32 that llama.cpp's converter would make of a Llama-like decoder's checkpoint."""
+    """The GGUF file in float32 that llama.cpp's converter would make of a decoder's checkpoint."""
     kind: str = config["model_type"]
     name: str = _ARCHITECTURES.get(kind, kind)
     metadata: dict[str, Any] = {"general.architecture": name, "general.file_type": 0}
@@ -239,9 +263,13 @@ def as_gguf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> byt
         metadata[f"{name}.expert_feed_forward_length"] = config["intermediate_size"]
     for token in ("bos", "eos"):
         metadata[f"tokenizer.ggml.{token}_token_id"] = config[f"{token}_token_id"]
-    found = {_renamed(each, kind): values.astype(np.float32) for each, values in tensors.items()}
-    found = _changed(config, _with_experts(found, kind), name)
-    metadata |= _rope(config, name, found)
+    if kind in _OLDER:
+        found = _older(config, tensors, metadata)
+    else:
+        found = {_renamed(each, kind): values.astype(np.float32) for each, values in tensors.items()}
+        found = _changed(config, _with_experts(found, kind), name)
+    if "rope_parameters" in config:
+        metadata |= _rope(config, name, found)
     return gguf_bytes(metadata, {each: float_tensor(values) for each, values in found.items()})
 
 
@@ -255,6 +283,39 @@ def _renamed(name: str, kind: str) -> str:
         inner = re.sub(f"^{pattern}", theirs, inner)
     after = "post_attention_norm" if kind in _AFTER_ATTENTION else "ffn_norm"
     return f"blk.{layer[1]}.{inner.replace('post_attention_layernorm', after)}"
+
+
+def _older(
+    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], metadata: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    """The tensors of a decoder before Llama: queries, then keys, then values of all heads, all [out, in]."""
+    kind: str = config["model_type"]
+    n_heads: int = config.get("n_head") or config["num_attention_heads"]
+    hidden: int = config.get("n_embd") or config["hidden_size"]
+    n_kv_heads = n_heads
+    if kind == "falcon":
+        is_single = config["multi_query"] and not config["new_decoder_architecture"]
+        n_kv_heads = metadata["falcon.attention.head_count_kv"] = 1 if is_single else config["num_kv_heads"]
+    if kind in ("gpt2", "bloom") and config.get("n_inner") is None:
+        metadata[f"{kind}.feed_forward_length"] = 4 * hidden
+    found: dict[str, np.ndarray] = {}
+    for name, values in tensors.items():
+        inner = re.sub(r"^(transformer|gpt_neox)\.", "", name)
+        if inner.endswith("attn.bias"):  # the causal mask
+            continue
+        layer = re.fullmatch(r"(?:h|layers)\.(\d+)\.(.*)", inner)
+        inner = layer[2] if layer else inner
+        for pattern, theirs in _OLDER_NAMES:
+            inner = re.sub(f"^{pattern}", theirs, inner)
+        values = values.astype(np.float32)
+        if kind == "gpt2" and layer and values.ndim == 2:
+            values = values.T
+        elif inner.startswith("attn_qkv"):
+            by_group = values.reshape(n_kv_heads, n_heads // n_kv_heads + 2, hidden // n_heads, -1)
+            parts = (by_group[:, :-2], by_group[:, -2:-1], by_group[:, -1:])
+            values = np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
+        found[f"blk.{layer[1]}.{inner}" if layer else inner] = np.ascontiguousarray(values)
+    return found
 
 
 def _with_experts(tensors: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:

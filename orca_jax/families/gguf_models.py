@@ -95,6 +95,12 @@ _WIDE_NORMS: Mapping[str, StoredName] = {
     "layers.{i}.k_norm.scale": key_heads(f"{_LAYER}attn_k_norm.weight"),
 }
 _UNGATED: Mapping[str, StoredName] = _both("layers.{i}.up", "ffn_up")
+_OLDER: Mapping[str, StoredName] = {  # the decoders before Llama
+    **_both("layers.{i}.qkv", "attn_qkv", fused_heads),
+    **_UNGATED,
+    "position_embedding": as_it_is("position_embd.weight"),
+    **_norm("embedding_norm", "token_embd_norm"),
+}
 
 
 class Metadata:
@@ -112,6 +118,9 @@ class Metadata:
 
     def number(self, key: str, default: float | None = None) -> float:
         return self.file.number(self._key(key), default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        return self.file.flag(self._key(key), default)
 
     def text(self, key: str, default: str) -> str:
         return self.file.text(self._key(key), default)
@@ -163,12 +172,15 @@ def _no_more(_: Metadata) -> dict[str, Any]:
 class Architecture:
     """One value of general.architecture: the `model_type` of its family, and what differs from the others.
 
-    `fields` makes the family's own fields of config.json. `weights` has the names that differ from WEIGHTS.
+    `fields` makes the family's own fields of config.json, null for those of `_common` that it lacks.
+    `weights` has the names that differ from WEIGHTS, `alternatives` those of some files
+    (Family.alternatives).
     """
 
     model_type: str
     fields: Callable[[Metadata], dict[str, Any]] = _no_more
     weights: Mapping[str, StoredName] = field(default_factory=dict[str, StoredName])
+    alternatives: Mapping[str, StoredName] = field(default_factory=dict[str, StoredName])
     paired: bool = False
     shifted: bool = False
 
@@ -180,7 +192,7 @@ class Architecture:
             weights={**WEIGHTS, **self.weights},
             renamed=None,
             aliases={},
-            alternatives={},
+            alternatives=self.alternatives,
             buffers=_BUFFERS,
             copies="",
             further="",
@@ -413,6 +425,52 @@ def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
     return fields if scaling is None else fields | {"rope_scaling": scaling | {"truncate": False}}
 
 
+# Fields of `_common` that the decoders before Llama lack.
+_NO_LLAMA = dict.fromkeys(("head_dim", "num_key_value_heads", "intermediate_size"))
+_NO_ROTARY = dict.fromkeys(("rope_theta", "rope_scaling", "partial_rotary_factor"))
+
+
+def _layer_norm_eps(metadata: Metadata) -> float:
+    return metadata.number("attention.layer_norm_epsilon", 1e-5)
+
+
+def _gpt2(metadata: Metadata) -> dict[str, Any]:
+    size = metadata.same_in_layers("feed_forward_length")
+    return _NO_LLAMA | _NO_ROTARY | {"n_inner": size, "layer_norm_epsilon": _layer_norm_eps(metadata)}
+
+
+def _bloom(metadata: Metadata) -> dict[str, Any]:
+    fields = {"seq_length": metadata.whole("context_length"), "layer_norm_epsilon": _layer_norm_eps(metadata)}
+    return _NO_LLAMA | _NO_ROTARY | fields
+
+
+def _gpt_neox(metadata: Metadata) -> dict[str, Any]:
+    head_size = metadata.whole("embedding_length") // max(1, metadata.same_in_layers("attention.head_count"))
+    return {
+        **dict.fromkeys(("head_dim", "num_key_value_heads", "partial_rotary_factor")),
+        "rotary_pct": metadata.whole("rope.dimension_count", head_size) / max(1, head_size),
+        "use_parallel_residual": metadata.flag("use_parallel_residual", True),
+        "attention_bias": metadata.has_tensor("blk.0.attn_qkv.bias"),
+        "layer_norm_eps": _layer_norm_eps(metadata),
+    }
+
+
+def _falcon(metadata: Metadata) -> dict[str, Any]:
+    """Falcon 7B, or the new decoder, whose files have two norms or grouped heads."""
+    n_heads = metadata.same_in_layers("attention.head_count")
+    n_kv_heads = metadata.same_in_layers("attention.head_count_kv", n_heads)
+    two_norms = metadata.has_tensor("blk.0.attn_norm_2.weight")
+    return _NO_LLAMA | {
+        "num_kv_heads": n_kv_heads,
+        "multi_query": n_kv_heads == 1,
+        "new_decoder_architecture": two_norms or n_kv_heads not in (1, n_heads),
+        "num_ln_in_parallel_attn": 2 if two_norms else 1,
+        "ffn_hidden_size": metadata.same_in_layers("feed_forward_length"),
+        "bias": metadata.has_tensor("blk.0.attn_qkv.bias"),
+        "layer_norm_epsilon": _layer_norm_eps(metadata),
+    }
+
+
 _MIXTRAL = Architecture(model_type="mixtral", fields=_mixtral, paired=True)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(model_type="llama", fields=_llama, paired=True),
@@ -439,5 +497,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         model_type="gpt_oss",
         fields=_gpt_oss,
         weights={"layers.{i}.mlp_norm.scale": as_it_is(f"{_LAYER}post_attention_norm.weight")},
+    ),
+    "gpt2": Architecture(model_type="gpt2", fields=_gpt2, weights=_OLDER),
+    "bloom": Architecture(model_type="bloom", fields=_bloom, weights=_OLDER),
+    "gptneox": Architecture(model_type="gpt_neox", fields=_gpt_neox, weights=_OLDER),
+    "falcon": Architecture(
+        model_type="falcon",
+        fields=_falcon,
+        weights={**_OLDER, **_norm("layers.{i}.mlp_norm", f"{_LAYER}attn_norm")},
+        alternatives=_norm("layers.{i}.attn_norm", f"{_LAYER}attn_norm_2"),
     ),
 }

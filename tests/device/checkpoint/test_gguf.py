@@ -65,6 +65,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2-window": {},
     "granite-multipliers": {},
     "gpt-oss-yarn": {},
+    "gpt2-tied-gelu-new": {},
+    "bloom-eps": {},
+    "gpt-neox-partial": {},
+    "gpt-neox-sequential-tied": {"hidden_act": "gelu"},
+    "falcon-multi-query-bias": {"tie_word_embeddings": True},
+    "falcon-new-decoder": {},
 }
 
 
