@@ -177,6 +177,11 @@ def random_tensor(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -
 _NAMES = (
     (r"self_attn\.([qkv])_proj", r"attn_\1"),
     (r"self_attn\.o_proj", "attn_output"),
+    (r"self_attn\.(q_[ab]|kv_b)_proj", r"attn_\1"),
+    (r"self_attn\.(q|kv)_a_layernorm", r"attn_\1_a_norm"),
+    (r"self_attn\.kv_a_proj_with_mqa", "attn_kv_a_mqa"),
+    (r"mlp\.shared_experts\.(gate|up|down)_proj", r"ffn_\1_shexp"),
+    (r"mlp\.gate\.e_score_correction_bias", "exp_probs_b.bias"),
     (r"self_attn\.qkv_proj", "attn_qkv"),
     (r"self_attn\.([qk])_norm", r"attn_\1_norm"),
     (r"self_attn\.sinks", "attn_sinks.weight"),
@@ -216,6 +221,7 @@ _AFTER_ATTENTION = {
 _ARCHITECTURES = {
     **{"mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"},
     **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_neox": "gptneox"},
+    **{"deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2"},
 }
 _KEYS = {
     "num_hidden_layers": "block_count",
@@ -248,11 +254,21 @@ _KEYS = {
         "layer_norm_eps": "attention.layer_norm_epsilon",
     },
     "use_parallel_residual": "use_parallel_residual",
+    **{"kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": "attention.q_lora_rank"},
+    **{"n_routed_experts": "expert_count", "n_shared_experts": "expert_shared_count"},
+    **{"first_k_dense_replace": "leading_dense_block_count", "norm_topk_prob": "expert_weights_norm"},
+    **{"n_group": "expert_group_count", "topk_group": "expert_group_used_count"},
+    "routed_scaling_factor": "expert_weights_scale",
 }
 
 
-def as_gguf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> bytes:
-    """The GGUF file in float32 that llama.cpp's converter would make of a decoder's checkpoint."""
+def as_gguf(
+    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, keys_and_values: bool = False
+) -> bytes:
+    """The GGUF file in float32 that llama.cpp's converter would make of a decoder's checkpoint.
+
+    With `keys_and_values` latent attention is as newer versions write it.
+    """
     kind: str = config["model_type"]
     name: str = _ARCHITECTURES.get(kind, kind)
     metadata: dict[str, Any] = {"general.architecture": name, "general.file_type": 0}
@@ -268,6 +284,8 @@ def as_gguf(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> byt
     else:
         found = {_renamed(each, kind): values.astype(np.float32) for each, values in tensors.items()}
         found = _changed(config, _with_experts(found, kind), name)
+    if name == "deepseek2":
+        _latent(config, found, metadata, keys_and_values=keys_and_values)
     if "rope_parameters" in config:
         metadata |= _rope(config, name, found)
     return gguf_bytes(metadata, {each: float_tensor(values) for each, values in found.items()})
@@ -283,6 +301,28 @@ def _renamed(name: str, kind: str) -> str:
         inner = re.sub(f"^{pattern}", theirs, inner)
     after = "post_attention_norm" if kind in _AFTER_ATTENTION else "ffn_norm"
     return f"blk.{layer[1]}.{inner.replace('post_attention_layernorm', after)}"
+
+
+def _latent(
+    config: Mapping[str, Any],
+    tensors: dict[str, np.ndarray],
+    metadata: dict[str, Any],
+    *,
+    keys_and_values: bool,
+) -> None:
+    """DeepSeek's sizes of heads and way of choosing experts; keys and values as two tensors."""
+    rank, plain, value = (config[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"))
+    rotary, n_heads = config["qk_rope_head_dim"], config["num_attention_heads"]
+    sizes = {"key_length": plain + rotary, "value_length": value}
+    if keys_and_values:
+        sizes = {"key_length_mla": plain + rotary, "value_length_mla": value, "head_count_kv": 1}
+        sizes |= {"key_length": rank + rotary, "value_length": rank}
+        for name in [name for name in tensors if name.endswith("attn_kv_b.weight")]:
+            by_head = tensors.pop(name).reshape(n_heads, plain + value, rank)
+            tensors[name.replace("kv_b", "k_b")] = by_head[:, :plain].swapaxes(1, 2).copy()
+            tensors[name.replace("kv_b", "v_b")] = by_head[:, plain:].copy()
+    metadata |= {f"deepseek2.attention.{key}": size for key, size in sizes.items()}
+    metadata["deepseek2.expert_gating_func"] = 2 if config["model_type"] == "deepseek_v3" else 1
 
 
 def _older(
@@ -301,15 +341,15 @@ def _older(
     found: dict[str, np.ndarray] = {}
     for name, values in tensors.items():
         inner = re.sub(r"^(transformer|gpt_neox)\.", "", name)
-        if inner.endswith("attn.bias"):  # the causal mask
+        if inner.endswith(".attn.bias"):  # the causal mask
             continue
         layer = re.fullmatch(r"(?:h|layers)\.(\d+)\.(.*)", inner)
         inner = layer[2] if layer else inner
         for pattern, theirs in _OLDER_NAMES:
             inner = re.sub(f"^{pattern}", theirs, inner)
         values = values.astype(np.float32)
-        if kind == "gpt2" and layer and values.ndim == 2:
-            values = values.T
+        if kind == "gpt2":
+            values = values.T if layer and values.ndim == 2 else values
         elif inner.startswith("attn_qkv"):
             by_group = values.reshape(n_kv_heads, n_heads // n_kv_heads + 2, hidden // n_heads, -1)
             parts = (by_group[:, :-2], by_group[:, -2:-1], by_group[:, -1:])
@@ -368,12 +408,14 @@ def _rope(config: Mapping[str, Any], name: str, tensors: dict[str, np.ndarray]) 
         found[f"{name}.rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     n_heads = config["num_attention_heads"]
-    size = config.get("head_dim") or config["hidden_size"] // n_heads
+    size = config.get("qk_rope_head_dim") or config.get("head_dim") or config["hidden_size"] // n_heads
     rotated = int(size * rope.get("partial_rotary_factor", 1.0))
     found |= {f"{name}.rope.freq_base": rope["rope_theta"], f"{name}.rope.dimension_count": rotated}
     kind = rope["rope_type"]
     if kind in ("linear", "yarn"):
         found |= {f"{name}.rope.scaling.type": kind, f"{name}.rope.scaling.factor": rope["factor"]}
+    if "mscale_all_dim" in rope:
+        found[f"{name}.rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     if original := rope.get("original_max_position_embeddings"):
         found[f"{name}.rope.scaling.original_context_length"] = original
     if kind == "longrope":

@@ -72,12 +72,25 @@ class _Tensors:
 
     def numbers(self, parameter: Parameter, wanted: StoredName) -> Parts:
         """The parts by which a parameter's numbers are read. Raises TensorMismatch."""
+        if parameter.axes == ("NM", "C") and len(wanted.names) > 1:
+            return Parts((self._keys_and_values(parameter, wanted),))
         views = self._views(parameter, wanted)
         if self._architecture.shifted and parameter.use == "norm":
             views = [replace(each, add=-1.0) for each in views]
         if wanted.heads is not None:
             return Parts((HeadView.of(views, parameter, wanted, self._attention),))
         return self._stacked(views, parameter, wanted)
+
+    def _keys_and_values(self, parameter: Parameter, wanted: StoredName) -> "KeysAndValues":
+        """Latent attention's matrix of two tensors (gguf_models.KEYS_AND_VALUES). Raises TensorMismatch."""
+        latent, rank = self._attention.latent, parameter.shape[1]
+        assert latent is not None
+        n, plain, value = self._attention.n_heads, latent.plain_size, latent.value_size
+        keys, values = (
+            replace(self._view(name, (n, rows, columns)), shape=(n * rows, columns))
+            for name, rows, columns in zip(wanted.names, (rank, value), (plain, rank), strict=True)
+        )
+        return KeysAndValues(keys, values, n)
 
     def planes(self, parameter: Parameter, wanted: StoredName) -> dict[str, Plane]:
         """The parts by which each array of a parameter in the file's form is read. Raises TensorMismatch."""
@@ -221,6 +234,44 @@ class GgufArray:
     def _bytes(self, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
         tensor = self.tensor
         return StoredTensor(tensor.path, tensor.name, dtype, shape, tensor.offset, tensor.n_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class KeysAndValues(MadeOf):
+    """Rows of keys and values for each head, of tensors [heads * rank, keys] and [heads * values, rank]."""
+
+    keys: Stored
+    values: Stored
+    n_heads: int
+
+    @property
+    def sources(self) -> tuple[Stored, ...]:
+        return self.keys, self.values
+
+    @property
+    def _rows(self) -> tuple[int, int]:
+        """A head's rows of keys, and of values."""
+        return self.keys.shape[1], self.values.shape[0] // self.n_heads
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.n_heads * sum(self._rows), self.values.shape[1]
+
+    def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the part `box`, a head's keys or values at a time. Raises CorruptFile."""
+        ((first, end), (low, high)), (n_keys, n_values), rank = box, self._rows, self.shape[1]
+        row = first
+        while row < end:
+            head, within = divmod(row, n_keys + n_values)
+            if within < n_keys:
+                n = min(end - row, n_keys - within)
+                stored = (head * rank + low, head * rank + high), (within, within + n)
+                yield row - first, read_box(self.keys, stored).T
+            else:
+                n = min(end - row, n_keys + n_values - within)
+                at = head * n_values + within - n_keys
+                yield row - first, read_box(self.values, ((at, at + n), (low, high)))
+            row += n
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,11 +96,26 @@ _WIDE_NORMS: Mapping[str, StoredName] = {
 }
 _UNGATED: Mapping[str, StoredName] = _both("layers.{i}.up", "ffn_up")
 _OLDER: Mapping[str, StoredName] = {  # the decoders before Llama
-    **_both("layers.{i}.qkv", "attn_qkv", fused_heads),
+    **linear("layers.{i}.qkv", f"{_LAYER}attn_qkv", fused_heads, fused_heads),
     **_UNGATED,
     "position_embedding": as_it_is("position_embd.weight"),
     **_norm("embedding_norm", "token_embd_norm"),
 }
+
+
+_LATENT: Mapping[str, StoredName] = {
+    "layers.{i}.q.weight": as_it_is(f"{_LAYER}attn_q.weight"),
+    "layers.{i}.q_a.weight": as_it_is(f"{_LAYER}attn_q_a.weight"),
+    "layers.{i}.q_a_norm.scale": as_it_is(f"{_LAYER}attn_q_a_norm.weight"),
+    "layers.{i}.q_b.weight": as_it_is(f"{_LAYER}attn_q_b.weight"),
+    "layers.{i}.kv_a.weight": as_it_is(f"{_LAYER}attn_kv_a_mqa.weight"),
+    "layers.{i}.kv_a_norm.scale": as_it_is(f"{_LAYER}attn_kv_a_norm.weight"),
+    "layers.{i}.kv_b.weight": as_it_is(f"{_LAYER}attn_kv_b.weight"),
+    "layers.{i}.out.weight": as_it_is(f"{_LAYER}attn_output.weight"),
+    "layers.{i}.router.correction": as_it_is(f"{_LAYER}exp_probs_b.bias"),
+}
+# Newer files have keys and values apart, the keys of each head transposed.
+KEYS_AND_VALUES = (f"{_LAYER}attn_k_b.weight", f"{_LAYER}attn_v_b.weight")
 
 
 class Metadata:
@@ -220,6 +235,8 @@ def read_architecture(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
     kind = ARCHITECTURES[name]
     if name == "llama" and metadata.whole("expert_count", 0):
         kind = _MIXTRAL
+    if name == "deepseek2" and metadata.whole("expert_gating_func", 0) == _SIGMOID:
+        kind = _DEEPSEEK_V3
     return kind, {"model_type": kind.model_type, **_common(metadata), **kind.fields(metadata)}
 
 
@@ -272,7 +289,8 @@ def _common(metadata: Metadata) -> dict[str, Any]:
         raise BadModelConfig(f"{file.path} has no matrix 'token_embd.weight', which every model has")
     n_heads, hidden_size = metadata.same_in_layers("attention.head_count"), metadata.whole("embedding_length")
     head_size = metadata.whole("attention.key_length", hidden_size // max(1, n_heads))
-    if metadata.whole("attention.value_length", head_size) != head_size:
+    is_latent = metadata.has("attention.kv_lora_rank")
+    if metadata.whole("attention.value_length", head_size) != head_size and not is_latent:
         raise UnsupportedModel(
             f"{file.path}: attention.value_length: expected attention.key_length, {head_size}, found "
             f"{metadata.whole('attention.value_length')}"
@@ -471,6 +489,46 @@ def _falcon(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _deepseek(metadata: Metadata) -> dict[str, Any]:
+    """What both versions have. Newer files have the sizes of one latent head as key_length."""
+    key = metadata.whole("attention.key_length_mla", metadata.whole("attention.key_length"))
+    value = metadata.whole("attention.value_length_mla", metadata.whole("attention.value_length"))
+    rotary, number = metadata.whole("rope.dimension_count"), metadata.whole("expert_count")
+    groups = (8, 4) if number == 256 else (1, 1)  # older files of DeepSeek-V3 do not state them
+    found = {
+        **dict.fromkeys(("head_dim", "num_key_value_heads", "partial_rotary_factor")),
+        "kv_lora_rank": metadata.whole("attention.kv_lora_rank"),
+        "q_lora_rank": metadata.whole("attention.q_lora_rank", 0) or None,
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": key - rotary,
+        "v_head_dim": value,
+        "n_routed_experts": number,
+        "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "n_shared_experts": metadata.whole("expert_shared_count", 0),
+        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+        "first_k_dense_replace": metadata.whole("leading_dense_block_count", 0),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": metadata.flag("expert_weights_norm", False),
+        "n_group": metadata.whole("expert_group_count", groups[0]),
+        "topk_group": metadata.whole("expert_group_used_count", groups[1]),
+    }
+    scaling = _scaling(metadata, rotary).get("rope_scaling")
+    if scaling is not None and metadata.has("rope.scaling.yarn_log_multiplier"):
+        scale = metadata.number("rope.scaling.yarn_log_multiplier") / 0.1
+        found["rope_scaling"] = scaling | {"mscale": scale, "mscale_all_dim": scale}
+    return found
+
+
+def _deepseek_v2(metadata: Metadata) -> dict[str, Any]:
+    fields = _deepseek(metadata)
+    return fields | {"topk_method": "group_limited_greedy" if fields["n_group"] > 1 else "greedy"}
+
+
+_SIGMOID = 2  # of expert_gating_func
+_ALTERNATIVES = {"layers.{i}.kv_b.weight": StoredName(KEYS_AND_VALUES)}
+_DEEPSEEK_V3 = Architecture(
+    model_type="deepseek_v3", fields=_deepseek, weights=_LATENT, alternatives=_ALTERNATIVES
+)
 _MIXTRAL = Architecture(model_type="mixtral", fields=_mixtral, paired=True)
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(model_type="llama", fields=_llama, paired=True),
@@ -498,6 +556,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         fields=_gpt_oss,
         weights={"layers.{i}.mlp_norm.scale": as_it_is(f"{_LAYER}post_attention_norm.weight")},
     ),
+    "deepseek2": replace(_DEEPSEEK_V3, model_type="deepseek_v2", fields=_deepseek_v2),
     "gpt2": Architecture(model_type="gpt2", fields=_gpt2, weights=_OLDER),
     "bloom": Architecture(model_type="bloom", fields=_bloom, weights=_OLDER),
     "gptneox": Architecture(model_type="gpt_neox", fields=_gpt_neox, weights=_OLDER),
