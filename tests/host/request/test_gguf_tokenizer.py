@@ -134,7 +134,7 @@ def _added(name: str) -> dict[str, Any]:
     return {token["content"]: token for token in json.loads(LIBRARIES[name].to_str())["added_tokens"]}
 
 
-pieces = st.lists(st.text("abc" + SPACE + "é👩", min_size=1, max_size=7), min_size=1, max_size=40)
+pieces = st.lists(st.text("aé👩", min_size=1, max_size=4), min_size=1, max_size=40)
 
 
 @settings(max_examples=200)
@@ -162,8 +162,9 @@ def test_pieces_merge_in_the_order_of_their_scores(
         for at in range(1, len(text))
         if text[:at] in plain and text[at:] in plain
     ]
-    file = GgufFile(made(tmp_path_factory.getbasetemp(), metadata))
-    merges = json.loads(gguf_tokenizer(file).to_str())["model"]["merges"]
+    path = tmp_path_factory.getbasetemp() / "tokenizer.gguf"
+    path.write_bytes(gguf_bytes(metadata, {}))
+    merges = json.loads(gguf_tokenizer(GgufFile(path)).to_str())["model"]["merges"]
     assert [tuple(pair) for pair in merges] == [each[4:] for each in sorted(expected)]
 
 
