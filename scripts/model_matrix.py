@@ -46,18 +46,22 @@ def _every_layer(model: ModelConfig) -> tuple[Layer, ...]:
 
 
 def _positions(model: ModelConfig, layer: Layer) -> Iterator[str]:
-    rotary = layer.attention.rotary
+    rotary, scores = layer.attention.rotary, layer.attention.scores
     if model.positions is not None:
         yield "learned"
-    if layer.attention.scores.alibi is not None:
+    if scores.alibi is not None:
         yield "ALiBi"
-    if layer.attention.scores.relative is not None:
+    if scores.relative is not None:
         yield "relative bias"
+    if rotary is None and model.positions is None and scores.alibi is None and scores.relative is None:
+        yield "layers without"
     if rotary is not None:
         whole = layer.attention.latent is not None or rotary.size == layer.attention.head_size
         yield "rotary" if whole else "partly rotary"
         if rotary.scaling is not None:
             yield rotary.scaling.kind
+    if scores.temperature is not None:
+        yield "queries scaled by position"
 
 
 def _layers(layer: Layer) -> Iterator[str]:
@@ -71,8 +75,8 @@ def _layers(layer: Layer) -> Iterator[str]:
         yield "experts"
         if ffn.experts.shared_size is not None:
             yield "a shared expert"
-    if layer.attention.qk_norm is not None:
-        yield "qk-norm"
+    if (qk_norm := layer.attention.qk_norm) is not None:
+        yield "qk-norm after rotation" if qk_norm.after_rotation else "qk-norm"
 
 
 def _joined(features: Iterator[str]) -> str:

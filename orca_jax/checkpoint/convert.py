@@ -193,6 +193,10 @@ class _Reader:
         """Read a whole vector as a matrix of one row."""
         return self.whole(name)[None]
 
+    def number(self, name: str, index: int) -> np.ndarray:
+        """Read an element of a vector as an array without axes."""
+        return self._counted(name, self._table[name].shape, ((index, index + 1),)).reshape(())
+
     def rows(self, name: str, first: int, end: int, *, transpose: bool) -> np.ndarray:
         """Read rows of a parameter whose leading axes are merged; `transpose` transposes the result."""
         shape = self._table[name].stacked_shape
@@ -306,6 +310,8 @@ def _tensors(
         for i, (tensor, shape) in enumerate(zip(wanted.names, shapes, strict=True)):
             if wanted.one_row:
                 read, shape = partial(reader.row, name), (1, *shape)
+            elif not shape:
+                read = partial(reader.number, name, i)
             elif wanted.heads is None:
                 read = partial(reader.rows, name, i * n_rows, (i + 1) * n_rows, transpose=wanted.transpose)
             else:

@@ -29,6 +29,8 @@ def stored_shapes(parameter: Parameter, wanted: StoredName, attention: Attention
         has_heads = any("K" in axis for axis in parameter.axes)
         assert not has_heads or attention.group == attention.kv_repeats == 1, wanted
         shapes = [(n_rows // len(wanted.names), *columns)] * len(wanted.names)
+        if wanted.n_scalars:
+            shapes[-wanted.n_scalars :] = [()] * wanted.n_scalars
     else:
         size = size_of_heads(parameter, attention)
         widths = [n * size for n in heads_of_tensors(wanted.heads, attention)]

@@ -165,7 +165,8 @@ def _of_shapes(
         if tensor.dtype not in dtypes:
             hint = "; quantized weights are not supported" if tensor.dtype not in FLOAT_DTYPES else ""
             raise TensorMismatch(f"{tensor}: expected dtype {', '.join(dtypes)}, found {tensor.dtype}{hint}")
-        tensors.append(tensor if shape == matrix else replace(tensor, shape=matrix))
+        matrix = matrix or (1,)  # a scalar is read as a vector
+        tensors.append(tensor if tensor.shape == matrix else replace(tensor, shape=matrix))
     return tensors
 
 

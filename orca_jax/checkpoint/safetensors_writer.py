@@ -74,6 +74,6 @@ def _write(path: Path, tensors: Sequence[Tensor]) -> None:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for tensor in tensors:
-            values = np.ascontiguousarray(tensor.read())
+            values = np.asarray(tensor.read(), order="C")
             assert (values.shape, values.dtype) == (tensor.shape, tensor.dtype), tensor.name
             file.write(values.reshape(-1).view(np.uint8).data)

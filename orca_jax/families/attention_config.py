@@ -17,7 +17,7 @@ QKNormOver = Literal["head", "width"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QKNorm:
-    """An RMSNorm of queries and of keys before rotation.
+    """An RMSNorm of queries and of keys before rotation, or with `after_rotation` behind it (HunYuan).
 
     It is over each `head`, with one scale [D] for all (Qwen 3, Gemma 3), or over the full `width` of all
     heads (OLMo 2).
@@ -25,11 +25,14 @@ class QKNorm:
 
     norm: Norm
     over: QKNormOver = "head"
+    after_rotation: bool = False
 
     def __post_init__(self) -> None:
         check_choice("what a qk-norm is over", self.over, QKNormOver)
         if self.norm.kind != "rms_norm":
             raise ConfigError(f"the kind of a qk-norm is {self.norm.kind!r}; only rms_norm is supported")
+        if self.after_rotation and self.over == "width":
+            raise ConfigError("a qk-norm after rotation over the full width is not supported")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,14 +78,29 @@ class RelativeBias:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Temperature:
+    """A factor on queries that grows with their position: 1 + scale * log(1 + floor(position / step)).
+
+    It keeps the softmax sharp over contexts of many times `step` tokens (Ministral 3).
+    """
+
+    scale: float
+    step: int
+
+    def __post_init__(self) -> None:
+        check_positive("temperature_scale", self.scale)
+        check_size("n_positions", self.step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
     """The computation of attention scores from queries and keys.
 
-    The score is scale * q.k (None: head_size ** -0.5), then soft_cap * tanh(score / soft_cap). ALiBi (Press
-    et al., 2021) adds the head's slope times `alibi` times (key position - query position), T5 a `relative`
-    bias. With a `window` a token sees itself and the window - 1 tokens before it, as in transformers. With
-    `sinks` each query head has a learned score that enters its softmax and has no value, so that a token can
-    attend to nothing (gpt-oss).
+    The score is scale * q.k (None: head_size ** -0.5), times the query's `temperature`, then soft_cap *
+    tanh(score / soft_cap). ALiBi (Press et al., 2021) adds the head's slope times `alibi` times (key position
+    - query position), T5 a `relative` bias. With a `window` a token sees itself and the window - 1 tokens
+    before it, as in transformers. With `sinks` each query head has a learned score that enters its softmax
+    and has no value, so that a token can attend to nothing (gpt-oss).
     """
 
     scale: float | None = None
@@ -91,6 +109,7 @@ class Scores:
     alibi: float | None = None
     relative: RelativeBias | None = None
     sinks: bool = False
+    temperature: Temperature | None = None
 
     def __post_init__(self) -> None:
         for name, label in (("scale", "attention_scale"), ("soft_cap", "attention_soft_cap")):

@@ -20,12 +20,15 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",
+    "relu2": "relu2",
 }
 HF_ACTIVATIONS: Mapping[Activation, str] = {
     "gelu_tanh": "gelu_new",
     "gelu": "gelu",
     "relu": "relu",
     "silu": "silu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 
 
@@ -145,7 +148,7 @@ class ConfigFields:
         value = self.raw(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not -1e9 < value < 1e9:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -1e12 < value < 1e12:
             raise self._bad(name, "a number")  # not an infinity, or an integer of 400 digits
         return value
 

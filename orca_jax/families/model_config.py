@@ -20,7 +20,7 @@ from orca_jax.families.mixtures.mxfp4 import BLOCK
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.weight_form import Dense, Forms, WeightForm
 
-Activation = Literal["gelu_tanh", "gelu", "relu", "silu"]
+Activation = Literal["gelu_tanh", "gelu", "relu", "silu", "relu2", "xielu"]
 Residual = Literal["pre", "post", "both", "after", "parallel", "parallel_two_norms"]
 
 LAYER_NORM = Norm()
@@ -47,6 +47,7 @@ class FeedForward:
     With `gated` the first layer has two outputs of that width, and the second takes activation(gate) * up. A
     `gate_limit` clips gate from above and up on both sides, and then the second takes gate * sigmoid(1.702
     gate) * (up + 1), whatever the activation (gpt-oss). With `experts` there are many such pairs of layers.
+    The activation `relu2` is relu(x) ** 2; `xielu` has numbers that are learned (Apertus).
     """
 
     size: int
@@ -63,6 +64,8 @@ class FeedForward:
             check_positive("gate_limit", self.gate_limit)
             if not self.gated:
                 raise ConfigError("gate_limit is set, but the layer is not gated")
+        if self.activation == "xielu" and (self.gated or self.experts is not None):
+            raise ConfigError("the activation xielu in a layer that is gated or has experts is not supported")
 
     @property
     def is_plain(self) -> bool:

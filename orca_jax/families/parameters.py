@@ -10,6 +10,7 @@ An axis is written in letters, and its size is their product; a digit is a size,
     N  query heads of latent attention    Q  size of a head's query      W  size of its value
     A  rank of compressed queries         C  rank of compressed keys and values
     L  C and the rotated part of keys     M  a head's unrotated part of a key, and its value
+    Z  numbers of a learned activation
 
 Matrices are [out, in]. An axis with one of the letters in SPLIT is split over a stage's devices (ORCA 4.1,
 Figure 6): QKV and up projections by their outputs, that is by heads and by feed-forward units; out and down
@@ -71,6 +72,7 @@ Stage = Literal["first", "last", "both"]  # both: the first and the last
 _COUNT = re.compile(r"[GX\d+]+")  # an axis that counts matrices
 _LAYER = re.compile(r"(encoder\.)?layers\.(\d+)\.")
 ENCODER = "encoder."
+_XIELU_NUMBERS = 4  # two alphas before their softplus, beta, and the bound of the exponential's argument
 FLAT_HEADS = "KGD"  # query heads in a checkpoint's order
 _READ_WHOLE = ("kv_b.weight", "router.weight")
 
@@ -257,7 +259,7 @@ def packable_weights(config: ModelConfig) -> dict[str, Parameter]:
 
 def _of_layer(config: ModelConfig, layer: Layer) -> dict[str, Parameter]:
     attention, cross, feed_forward = layer.attention, layer.cross, layer.feed_forward
-    sizes = _sizes(config) | {"F": feed_forward.size} | attention_sizes(attention)
+    sizes = _sizes(config) | {"F": feed_forward.size, "Z": _XIELU_NUMBERS} | attention_sizes(attention)
     heads = ("KD",) if attention.group == 1 else ("G", "KD")
     found: dict[str, Parameter] = {}
 
@@ -293,6 +295,8 @@ def _of_layer(config: ModelConfig, layer: Layer) -> dict[str, Parameter]:
     if feed_forward.experts is None:
         linear("up", ("2", "F") if feed_forward.gated else ("F",), ("H",), feed_forward.bias)
         linear("down", ("H",), ("F",), feed_forward.bias)
+        if feed_forward.activation == "xielu":
+            found["xielu"] = _parameter(("Z",), sizes, "zeros", "bias")
     else:
         found |= _of_experts(layer, feed_forward.experts, sizes)
     if attention.scores.relative is not None:

@@ -182,6 +182,154 @@ PRESETS: dict[str, ModelConfig] = {
             "eos_token_id": 100_257,
         }
     ),
+    "olmo-3-7b": model_of(
+        _sized(
+            {"model_type": "olmo3"},
+            *(4096, 32, 32, 11_008),
+            vocab_size=100_278,
+            max_position_embeddings=65_536,
+            rms_norm_eps=1e-6,
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "attention_factor": 1.2079441541679836,
+            },
+            eos_token_id=100_257,
+        )
+    ),
+    "smollm3-3b": model_of(
+        _sized(
+            {"model_type": "smollm3"},
+            *(2048, 36, 16, 11_008),
+            vocab_size=128_256,
+            max_position_embeddings=65_536,
+            num_key_value_heads=4,
+            rope_theta=5e6,
+            bos_token_id=128_000,
+            eos_token_id=128_012,
+        )
+    ),
+    "seed-oss-36b": model_of(
+        _sized(
+            {"model_type": "seed_oss"},
+            *(5120, 64, 80, 27_648),
+            vocab_size=155_136,
+            max_position_embeddings=524_288,
+            num_key_value_heads=8,
+            rope_theta=1e7,
+            bos_token_id=0,
+            eos_token_id=2,
+        )
+    ),
+    "glm-4-9b": model_of(
+        _sized(
+            {"model_type": "glm4"},
+            *(4096, 40, 32, 13_696),
+            vocab_size=151_552,
+            max_position_embeddings=32_768,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-5,
+            eos_token_id=[151_329, 151_336, 151_338],
+        )
+    ),
+    "command-r7b": model_of(
+        _sized(
+            {"model_type": "cohere2"},
+            *(4096, 32, 32, 14_336),
+            vocab_size=256_000,
+            max_position_embeddings=8192,
+            num_key_value_heads=8,
+            logit_scale=0.25,
+            rope_theta=5e4,
+            bos_token_id=5,
+            eos_token_id=255_001,
+        )
+    ),
+    "exaone-4.0-32b": model_of(
+        _sized(
+            {"model_type": "exaone4"},
+            *(5120, 64, 40, 27_392),
+            vocab_size=102_400,
+            max_position_embeddings=131_072,
+            num_key_value_heads=8,
+            rope_theta=1e6,
+            rope_scaling=_LLAMA3_SCALING | {"factor": 16.0},
+            bos_token_id=1,
+            eos_token_id=361,
+        )
+    ),
+    "ernie-4.5-0.3b": model_of(
+        _sized(
+            {"model_type": "ernie4_5"},
+            *(1024, 18, 16, 3072),
+            vocab_size=103_424,
+            max_position_embeddings=131_072,
+            num_key_value_heads=2,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    ),
+    "mistral-small-3.1-24b": model_of(
+        _MISTRAL
+        | {
+            "model_type": "mistral",
+            "vocab_size": 131_072,
+            "max_position_embeddings": 131_072,
+            "hidden_size": 5120,
+            "num_hidden_layers": 40,
+            "head_dim": 128,
+            "intermediate_size": 32_768,
+            "rope_theta": 1e9,
+            "sliding_window": None,
+        }
+    ),
+    "ministral-3-8b": model_of(
+        _MISTRAL
+        | {
+            "model_type": "ministral3",
+            "vocab_size": 131_072,
+            "max_position_embeddings": 262_144,
+            "num_hidden_layers": 34,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16_384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        }
+    ),
+    "afm-4.5b": model_of(
+        _sized(
+            {"model_type": "arcee"},
+            *(2560, 36, 20, 18_432),
+            vocab_size=128_004,
+            max_position_embeddings=65_536,
+            num_key_value_heads=4,
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 20.0,
+                "original_max_position_embeddings": 4096,
+                "mscale": 1.0,
+            },
+            bos_token_id=128_000,
+            eos_token_id=128_001,
+        )
+    ),
+    "apertus-8b": model_of(
+        _sized(
+            {"model_type": "apertus"},
+            *(4096, 32, 32, 21_504),
+            vocab_size=131_072,
+            max_position_embeddings=65_536,
+            num_key_value_heads=8,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    ),
     "mixtral-8x7b": model_of(
         {
             "model_type": "mixtral",

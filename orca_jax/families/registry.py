@@ -4,18 +4,28 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from orca_jax.errors import ConfigError
+from orca_jax.families.decoders.apertus import APERTUS
+from orca_jax.families.decoders.arcee import ARCEE
 from orca_jax.families.decoders.bloom import BLOOM
+from orca_jax.families.decoders.cohere2 import COHERE2
 from orca_jax.families.decoders.eleuther import GPT_NEOX, GPTJ
+from orca_jax.families.decoders.ernie4_5 import ERNIE4_5
+from orca_jax.families.decoders.exaone4 import EXAONE4
 from orca_jax.families.decoders.falcon import FALCON
 from orca_jax.families.decoders.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_TEXT
+from orca_jax.families.decoders.glm4 import GLM4
 from orca_jax.families.decoders.gpt2 import GPT2
 from orca_jax.families.decoders.granite import GRANITE
+from orca_jax.families.decoders.hunyuan import HUNYUAN_V1_DENSE
 from orca_jax.families.decoders.llama import LLAMA
-from orca_jax.families.decoders.mistral import MISTRAL
+from orca_jax.families.decoders.mistral import MINISTRAL3, MISTRAL, MISTRAL3
 from orca_jax.families.decoders.olmo2 import OLMO2
+from orca_jax.families.decoders.olmo3 import OLMO3
 from orca_jax.families.decoders.opt import OPT
 from orca_jax.families.decoders.phi3 import PHI3
 from orca_jax.families.decoders.qwen import QWEN2, QWEN3
+from orca_jax.families.decoders.seed_oss import SEED_OSS
+from orca_jax.families.decoders.smollm3 import SMOLLM3
 from orca_jax.families.decoders.starcoder2 import STARCODER2
 from orca_jax.families.encoder_decoders.bart import BART, MBART, PEGASUS
 from orca_jax.families.encoder_decoders.t5 import MT5, T5, UMT5
@@ -33,6 +43,8 @@ _families: dict[str, Family] = {
         OPT,
         LLAMA,
         MISTRAL,
+        MINISTRAL3,
+        MISTRAL3,
         GEMMA,
         GEMMA2,
         GEMMA3_TEXT,
@@ -43,6 +55,16 @@ _families: dict[str, Family] = {
         STARCODER2,
         GRANITE,
         OLMO2,
+        OLMO3,
+        SMOLLM3,
+        SEED_OSS,
+        GLM4,
+        COHERE2,
+        EXAONE4,
+        ERNIE4_5,
+        ARCEE,
+        APERTUS,
+        HUNYUAN_V1_DENSE,
         GPT_NEOX,
         GPTJ,
         BLOOM,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from orca_jax.errors import BadModelConfig, UnsupportedModel
+from orca_jax.errors import BadModelConfig
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.family import Family
 from orca_jax.families.model_config import ModelConfig
@@ -29,27 +29,28 @@ def text_part(
     head: str,
     parts: str,
     defaults: Mapping[str, Any],
+    or_texts: tuple[Family, ...] = (),
+    unread: Mapping[str, str] | None = None,
 ) -> Family:
     """Make the family of a whole model, of which the text part, a model of the family `text`, is served.
 
-    `prefixes` are those of the text's tensors, `head` is another name of its head, and `parts` a pattern of
-    all other tensors. `defaults` has the fields that `text_config` may omit.
+    The text part may also be of the families `or_texts`, whose tensors have the same names. `prefixes` are
+    those of the text's tensors, `head` is another name of its head, and `parts` a pattern of
+    all other tensors. `defaults` has the fields that `text_config` may omit, `unread` those outside of it
+    that are of other parts although their names suggest a computation.
     """
+
+    texts = (text, *or_texts)
 
     def read(fields: ConfigFields) -> ModelConfig:
         section = fields.section(_SECTION)
         if section is None:
             raise BadModelConfig(f"{shown(fields.path)}: {_SECTION}: expected an object, found none")
-        found = section.text("model_type", text.model_type)
-        if found != text.model_type:
-            raise UnsupportedModel(
-                f"{shown(fields.path)}: {_SECTION}.model_type: expected {text.model_type}, "
-                f"found '{shown(found)}'"
-            )
+        own = section.choice("model_type", {each.model_type: each for each in texts}, text.model_type)
         whole = {name: fields.raw(name) for name in _OUTER if fields.raw(name) is not None}
         section = section.with_values(defaults, default=True).with_values(whole, default=False)
-        model = text.read(section)
-        section.leave_others(text.unread)
+        model = own.read(section)
+        section.leave_others(own.unread)
         return model
 
     return replace(
@@ -61,7 +62,7 @@ def text_part(
         write=lambda _: None,  # converted models are written as the text's family
         prefixes=prefixes,
         aliases={**text.aliases, text.weights["head.weight"].names[0]: head},
-        unread={},
+        unread=unread or {},
         parts=parts,
         serves="only its text part is served",
     )

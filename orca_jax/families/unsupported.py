@@ -23,7 +23,7 @@ _KINDS: Mapping[str, str] = {
         aya_vision blip-2 chameleon cohere2_vision deepseek_vl deepseek_vl_v2 emu3 ernie4_5_vl_moe
         florence2 fuyu gemma3n glm4v glm4v_moe got_ocr2 idefics idefics2 idefics3 instructblip internvl
         internvl_chat janus kimi_vl kosmos-2 llama4 llava llava_next llava_next_video llava_onevision
-        minicpmo minicpmv mistral3 mllama molmo ovis2 paligemma phi3_v phi4_multimodal pixtral
+        minicpmo minicpmv mllama molmo ovis2 paligemma phi3_v phi4_multimodal pixtral
         qwen2_5_omni qwen2_5_vl qwen2_vl qwen3_omni_moe qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava
     """,
     _ENCODER: """

@@ -113,7 +113,10 @@ class Iteration:
         if exchange is not None and exchange.wanted(layer, x.shape[1] * x.dtype.itemsize, n_queries):
             slices = Slices(shard, exchange, n_queries)
             shard, product = slices.scattering, slices.product(product)
-        return Context(cache, rotation, self.slot_of_token, self.tokens, queries, product, shard, slices)
+        return Context(
+            *(cache, self.positions, rotation, self.slot_of_token, self.tokens),
+            *(queries, product, shard, slices),
+        )
 
 
 @dataclass(slots=True)
@@ -126,6 +129,7 @@ class Context:
     """
 
     cache: LayerCache
+    positions: jax.Array  # [T] int32
     rotation: Rotation | None
     slot_of_token: jax.Array | None
     tokens: Tokens

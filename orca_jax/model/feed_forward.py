@@ -19,10 +19,13 @@ class FeedForward(nnx.Module):
         self.config = config
         self.up = linear_of(p, "up")
         self.down = linear_of(p, "down")
+        self.xielu = nnx.Param(p("xielu")) if config.activation == "xielu" else None
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
         """x [T, H] to [T, H]."""
-        return self.down(between(self.up(x, ctx.product), self.config), ctx.product, ctx.shard)
+        inner = self.up(x, ctx.product)
+        inner = between(inner, self.config) if self.xielu is None else xielu(inner, self.xielu[...])
+        return self.down(inner, ctx.product, ctx.shard)
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -36,6 +39,25 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
             return jax.nn.relu(x)
         case "silu":
             return jax.nn.silu(x)
+        case "relu2":
+            return jnp.square(jax.nn.relu(x))
+        case "xielu":
+            raise AssertionError("xielu has weights")
+
+
+def xielu(x: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Apply xIELU (Huang and Schlag, 2025) with its `numbers` [4], elementwise, in float32.
+
+    The numbers are both alphas before their softplus, beta, and the bound of the exponential's argument.
+    """
+    wide = x.astype(jnp.float32)
+    positive, negative, beta, bound = numbers.astype(jnp.float32)
+    curved = jnp.where(
+        wide > 0,
+        jax.nn.softplus(positive) * wide * wide,
+        (beta + jax.nn.softplus(negative)) * (jnp.expm1(jnp.minimum(wide, bound)) - wide),
+    )
+    return (curved + beta * wide).astype(x.dtype)
 
 
 def between(x: jax.Array, config: model_config.FeedForward) -> jax.Array:

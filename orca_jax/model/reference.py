@@ -63,11 +63,16 @@ def forward(
         # Slice g, position k is query head k G + g.
         q = q.reshape(n_tokens, n_groups, n_kv, size).swapaxes(1, 2).reshape(n_tokens, layer.n_heads, size)
         k, v = k.reshape(n_tokens, n_kv, size), v.reshape(n_tokens, n_kv, size)
+        position = jnp.arange(n_tokens)
+        if layer.rotary is not None and layer.qk_norm is not None and layer.qk_norm.after_rotation:
+            q, k = (_rotated(layer.rotary, each, position, config.n_positions) for each in (q, k))
         if layer.qk_norm is not None and layer.qk_norm.over == "head":
             q, k = (norm(layer.qk_norm.norm, f"{name}.{n}_norm", each) for n, each in (("q", q), ("k", k)))
-        if layer.rotary is not None:
-            position = jnp.arange(n_tokens)
+        if layer.rotary is not None and (layer.qk_norm is None or not layer.qk_norm.after_rotation):
             q, k = (_rotated(layer.rotary, each, position, config.n_positions) for each in (q, k))
+        if layer.scores.temperature is not None:
+            passed = jnp.floor(position / layer.scores.temperature.step)
+            q = q * (1 + layer.scores.temperature.scale * jnp.log(1 + passed))[:, None, None]
         return q, k.repeat(n_groups, axis=1), v.repeat(n_groups, axis=1)
 
     def latent_heads(
@@ -139,7 +144,10 @@ def forward(
     def feed_forward(layer: FeedForward, name: str, value: jax.Array) -> jax.Array:
         if layer.experts is not None:
             return mixture(layer, layer.experts, name, value)
-        return linear(f"{name}.down", _activated(layer, linear(f"{name}.up", value)))
+        inner = linear(f"{name}.up", value)
+        if layer.activation == "xielu":
+            return linear(f"{name}.down", _xielu(inner, *p[f"{name}.xielu"]))
+        return linear(f"{name}.down", _activated(layer, inner))
 
     def mixture(layer: FeedForward, experts: Experts, name: str, value: jax.Array) -> jax.Array:
         """Run each token through its experts, one after the other."""
@@ -237,7 +245,17 @@ _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda u: 0.5 * u * (1 + jax.scipy.special.erf(u / jnp.sqrt(2.0))),
     "relu": lambda u: jnp.maximum(u, 0),
     "silu": lambda u: u / (1 + jnp.exp(-u)),
+    "relu2": lambda u: jnp.maximum(u, 0) ** 2,
 }
+
+
+def _xielu(
+    u: jax.Array, positive: jax.Array, negative: jax.Array, beta: jax.Array, eps: jax.Array
+) -> jax.Array:
+    """Huang and Schlag, 2025: the integral of a linear function for u > 0, and of an exponential one."""
+    alpha_p, alpha_n = jnp.log(1 + jnp.exp(positive)), beta + jnp.log(1 + jnp.exp(negative))
+    below = alpha_n * (jnp.expm1(jnp.minimum(u, eps)) - u) + beta * u
+    return jnp.where(u > 0, alpha_p * u**2 + beta * u, below)
 
 
 def _activated(layer: FeedForward, inner: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Rotary positions applied to queries and keys; families/rotary.py has their frequencies."""
+"""Positions applied to queries and keys: rotations, whose frequencies families/rotary.py has, and factors."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from orca_jax.families.attention_config import Temperature
 from orca_jax.families.rotary import Rotary
 
 
@@ -40,3 +41,9 @@ def rotate(x: jax.Array, by: Rotation, *, interleaved: bool) -> jax.Array:
     turned = jnp.stack(pair, axis=-1).reshape(part.shape) if interleaved else jnp.concatenate(pair, axis=-1)
     turned = turned.astype(x.dtype)
     return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)
+
+
+def query_factors(temperature: Temperature, positions: jax.Array) -> jax.Array:
+    """The factors on the queries of tokens at `positions` [T] int32, [T] float32."""
+    steps = (positions // temperature.step).astype(jnp.float32)
+    return 1 + temperature.scale * jnp.log1p(steps)

@@ -9,7 +9,7 @@ from orca_jax.families.attention_config import Attention
 from orca_jax.model.context import AttendAndPlace, Context
 from orca_jax.model.kv_cache import write
 from orca_jax.model.layers import RMSNorm, Weights, linear_of
-from orca_jax.model.rotation import rotate
+from orca_jax.model.rotation import Rotation, query_factors, rotate
 from orca_jax.model.shard import Shard
 from orca_jax.model.weight import FormedWeight
 
@@ -49,13 +49,21 @@ class SelfAttention(nnx.Module):
         # All tokens have queries, even those that do not attend: leaving them out would copy the weight.
         queries, keys = ctx.queries.of(qkv), qkv[:, group : group + 1]
         heads, key = qkv, group  # an array with the keys, and their slice of it
-        if self.q_norm is not None and self.k_norm is not None and config.qk_norm is not None:
+        qk_norm, temperature = config.qk_norm, config.scores.temperature
+        if rotation is not None and qk_norm is not None and qk_norm.after_rotation:
+            queries, keys = self._rotated(queries[:, :group], keys, rotation, ctx)
+            rotation = None
+        if self.q_norm is not None and self.k_norm is not None and qk_norm is not None:
             queries = queries[:, :group]
-            if config.qk_norm.over == "width":
+            if qk_norm.over == "width":
                 queries = self.q_norm.over_heads(queries, ctx.shard)
                 keys = self.k_norm.over_heads(keys, ctx.shard)
             else:
                 queries, keys = self.q_norm(queries), self.k_norm(keys)
+        if temperature is not None:
+            factors = query_factors(temperature, ctx.queries.of(ctx.positions)).astype(queries.dtype)
+            queries = queries[:, :group] * factors[:, None, None, None]
+        if qk_norm is not None or temperature is not None:
             heads, key = (jnp.concatenate([queries, keys], 1), group) if all_attend else (keys, 0)
         if slots is not None and isinstance(attend, AttendAndPlace):
             n_queries = 0 if rotation is None or not all_attend else group
@@ -73,12 +81,18 @@ class SelfAttention(nnx.Module):
                 return rotated
             slots = None  # keys and values are in the cache now
         if rotation is not None:
-            by = rotation if all_attend else rotation.of(ctx.queries.of)
-            queries = rotate(queries[:, :group], by, interleaved=interleaved)
-            keys = rotate(keys, rotation, interleaved=interleaved)
+            queries, keys = self._rotated(queries[:, :group], keys, rotation, ctx)
         if slots is not None:
             ctx.cache = write(ctx.cache, keys[:, 0], qkv[:, group + 1], slots)
         return queries
+
+    def _rotated(
+        self, queries: jax.Array, keys: jax.Array, rotation: Rotation, ctx: Context
+    ) -> tuple[jax.Array, jax.Array]:
+        """Rotate the queries of the tokens that attend, and the keys of all tokens."""
+        interleaved = self.config.rotary is not None and self.config.rotary.interleaved
+        by = rotation if ctx.queries.at is None else rotation.of(ctx.queries.of)
+        return rotate(queries, by, interleaved=interleaved), rotate(keys, rotation, interleaved=interleaved)
 
     def _bias(self, shard: Shard) -> jax.Array | None:
         """`Attend`'s bias, for this device's heads."""

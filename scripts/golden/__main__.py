@@ -27,7 +27,14 @@ KINDS = {
     "maxtext": "the same for MaxText",
     "gemma": "the same for Google's gemma package",
 }
-BY_NAME = {"decoders", "encoders", "beams", "tunix", "maxtext"}  # kinds that can make some of their models
+BY_NAME = {
+    "decoders",
+    "encoders",
+    "beams",
+    "text_parts",
+    "tunix",
+    "maxtext",
+}  # kinds that can make some of their models
 
 
 def main() -> None:

@@ -128,10 +128,117 @@ def _bart(
 
 
 SHAPES: dict[str, dict[str, Any]] = {
+    # apertus
+    "apertus-llama3": _shape(
+        *("apertus", 101, 20, 2, 4, 2, 30),
+        max_position_embeddings=64,
+        rope_parameters=_rope(1e4, **_LLAMA3, original_max_position_embeddings=24),
+    ),
+    "apertus-biases-head-size": _shape(
+        *("apertus", 83, 24, 2, 3, 3, 26),
+        max_position_embeddings=64,
+        head_dim=10,
+        attention_bias=True,
+        rope_parameters=_rope(5e3),
+    ),
+    "apertus-gelu-tied": _shape(
+        *("apertus", 89, 24, 2, 4, 1, 36),
+        max_position_embeddings=64,
+        hidden_act="gelu",
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+        rope_parameters=_rope(1e4, **_YARN),
+    ),
+    # arcee
+    "arcee-yarn": _shape(
+        *("arcee", 97, 24, 2, 6, 2, 40),
+        max_position_embeddings=64,
+        head_dim=6,
+        rope_parameters=_rope(1e4, **_YARN),
+    ),
+    "arcee-biases-tied": _shape(
+        *("arcee", 79, 20, 3, 5, 5, 26),
+        max_position_embeddings=64,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "arcee-silu-linear": _shape(
+        *("arcee", 93, 24, 2, 3, 1, 38),
+        max_position_embeddings=64,
+        hidden_act="silu",
+        rms_norm_eps=1e-6,
+        rope_parameters=_rope(1e3, rope_type="linear", factor=2.0),
+    ),
     # bloom
     "bloom-six-heads": _bloom(127, 30, 3, 6),
     "bloom-untied-slopes": _bloom(113, 33, 2, 11, tie_word_embeddings=False),
     "bloom-eps": _bloom(131, 32, 3, 4, layer_norm_epsilon=1e-3, tie_word_embeddings=False),
+    # cohere2
+    "cohere2-window": _shape(
+        *("cohere2", 103, 24, 4, 6, 2, 36),
+        max_position_embeddings=64,
+        sliding_window=9,
+        logit_scale=0.5,
+    ),
+    "cohere2-biases-untied": _shape(
+        *("cohere2", 87, 20, 3, 5, 5, 28),
+        max_position_embeddings=64,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        layer_norm_eps=1e-3,
+        sliding_window=14,
+        logit_scale=1.5,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "cohere2-yarn-multi-query": _shape(
+        *("cohere2", 91, 32, 2, 4, 1, 30),
+        max_position_embeddings=64,
+        sliding_window=40,
+        logit_scale=0.25,
+        rope_parameters=_rope(5e4, **_YARN),
+    ),
+    # ernie4_5
+    "ernie4-5-tied": _shape("ernie4_5", 97, 24, 2, 6, 2, 36, max_position_embeddings=64, head_dim=6),
+    "ernie4-5-biases-untied": _shape(
+        *("ernie4_5", 83, 20, 3, 5, 5, 30),
+        max_position_embeddings=64,
+        head_dim=4,
+        use_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters=_rope(1e4),
+    ),
+    "ernie4-5-yarn": _shape(
+        *("ernie4_5", 89, 24, 2, 3, 1, 40),
+        max_position_embeddings=64,
+        head_dim=10,
+        rms_norm_eps=1e-6,
+        rope_parameters=_rope(1e4, **_YARN),
+    ),
+    # exaone4
+    "exaone4-window": _shape(
+        *("exaone4", 95, 24, 4, 6, 2, 36),
+        max_position_embeddings=64,
+        sliding_window=8,
+        rope_parameters=_rope(1e4),
+    ),
+    "exaone4-no-window-llama3-tied": _shape(
+        *("exaone4", 103, 20, 2, 5, 5, 28),
+        max_position_embeddings=64,
+        sliding_window=None,
+        layer_types=["full_attention"] * 2,
+        tie_word_embeddings=True,
+        rope_parameters=_rope(1e4, **_LLAMA3, original_max_position_embeddings=24),
+    ),
+    "exaone4-full-first-head-size": _shape(
+        *("exaone4", 87, 24, 3, 4, 1, 34),
+        max_position_embeddings=64,
+        head_dim=10,
+        sliding_window=13,
+        rms_norm_eps=1e-6,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters=_rope(1e5, rope_type="linear", factor=2.0),
+    ),
     # falcon
     "falcon-multi-query": _falcon(107, 30, 2, 5),
     "falcon-multi-query-bias": _falcon(
@@ -244,6 +351,23 @@ SHAPES: dict[str, dict[str, Any]] = {
             "sliding_attention": _rope(1e4),
         },
     ),
+    # glm4
+    "glm4-half-rotated": _shape("glm4", 101, 24, 2, 6, 2, 34, max_position_embeddings=64, head_dim=8),
+    "glm4-no-bias-tied-all-rotated": _shape(
+        *("glm4", 83, 20, 3, 5, 5, 28),
+        max_position_embeddings=64,
+        head_dim=6,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
+        rope_parameters=_rope(5e3, partial_rotary_factor=1.0),
+    ),
+    "glm4-yarn": _shape(
+        *("glm4", 89, 24, 2, 4, 1, 30),
+        max_position_embeddings=64,
+        head_dim=12,
+        rope_parameters=_rope(1e4, **_YARN, partial_rotary_factor=0.7),
+    ),
     # gpt_neox
     "gpt-neox-partial": _gpt_neox(109, 40, 2, 5, 30),
     "gpt-neox-sequential-tied": _gpt_neox(
@@ -298,6 +422,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         attention_multiplier=0.2,
         rope_parameters=_rope(1e4, rope_type="linear", factor=2.5),
     ),
+    # hunyuan_v1_dense
+    "hunyuan-alpha": _shape(
+        *("hunyuan_v1_dense", 97, 24, 2, 6, 2, 36),
+        max_position_embeddings=64,
+        head_dim=6,
+        tie_word_embeddings=True,
+        rope_parameters=_rope(1e4, rope_type="dynamic", alpha=50.0, factor=1.0),
+    ),
+    "hunyuan-biases": _shape(
+        *("hunyuan_v1_dense", 83, 20, 3, 5, 5, 30),
+        max_position_embeddings=64,
+        head_dim=4,
+        attention_bias=True,
+    ),
+    "hunyuan-yarn": _shape(
+        *("hunyuan_v1_dense", 89, 24, 2, 3, 1, 34),
+        max_position_embeddings=64,
+        head_dim=10,
+        rms_norm_eps=1e-6,
+        rope_parameters=_rope(1e4, **_YARN),
+    ),
     # llama
     "llama-grouped": _shape("llama", 211, 48, 3, 6, 2, 80, head_dim=10, rms_norm_eps=1e-5),
     "llama3-rope-tied": _shape(
@@ -316,6 +461,30 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
     "llama-dynamic": _shape(
         "llama", 101, 24, 2, 3, 1, 36, rope_parameters=_rope(1e4, rope_type="dynamic", factor=3.0)
+    ),
+    # ministral3: queries grow at every fourth to sixteenth position
+    "ministral3-yarn-temperature": _shape(
+        *("ministral3", 101, 24, 2, 6, 2, 36),
+        max_position_embeddings=64,
+        head_dim=6,
+        rope_parameters=_rope(1e4, **_YARN, llama_4_scaling_beta=0.3)
+        | {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "ministral3-window-tied": _shape(
+        *("ministral3", 83, 20, 3, 5, 5, 28),
+        max_position_embeddings=64,
+        head_dim=4,
+        sliding_window=11,
+        tie_word_embeddings=True,
+        rope_parameters=_rope(1e3, original_max_position_embeddings=4, llama_4_scaling_beta=0.5),
+    ),
+    "ministral3-multi-query": _shape(
+        *("ministral3", 89, 24, 2, 4, 1, 34),
+        max_position_embeddings=64,
+        head_dim=10,
+        rms_norm_eps=1e-6,
+        rope_parameters=_rope(1e6, **_YARN, llama_4_scaling_beta=0.1)
+        | {"original_max_position_embeddings": 8, "factor": 8.0},
     ),
     # mistral
     "mistral-window": _shape(
@@ -354,6 +523,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         *("olmo2", 95, 32, 2, 4, 1, 44),
         max_position_embeddings=64,
         rope_parameters=_rope(1e4, **_YARN),
+    ),
+    # olmo3
+    "olmo3-window": _shape("olmo3", 99, 24, 4, 6, 2, 34, max_position_embeddings=64, sliding_window=9),
+    "olmo3-yarn-biases": _shape(
+        *("olmo3", 85, 20, 3, 5, 5, 28),
+        max_position_embeddings=64,
+        attention_bias=True,
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"full_attention": _rope(1e4, **_YARN), "sliding_attention": _rope(1e3)},
+    ),
+    "olmo3-tied": _shape(
+        *("olmo3", 91, 32, 2, 4, 1, 30),
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention"],
     ),
     # phi3
     "phi3-longrope": _shape(  # beyond its original length
@@ -422,6 +609,46 @@ SHAPES: dict[str, dict[str, Any]] = {
         head_dim=16,
         rms_norm_eps=1e-5,
         rope_parameters=_rope(1e4, **_YARN, attention_factor=0.75),
+    ),
+    # seed_oss
+    "seed-oss-head-size": _shape("seed_oss", 97, 24, 2, 6, 2, 36, max_position_embeddings=64, head_dim=6),
+    "seed-oss-all-biases-tied": _shape(
+        *("seed_oss", 83, 20, 3, 5, 5, 28),
+        max_position_embeddings=64,
+        head_dim=8,
+        attention_out_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=_rope(1e7),
+    ),
+    "seed-oss-no-bias-yarn": _shape(
+        *("seed_oss", 89, 24, 2, 4, 1, 34),
+        max_position_embeddings=64,
+        head_dim=10,
+        attention_bias=False,
+        attention_out_bias=True,
+        rms_norm_eps=1e-5,
+        rope_parameters=_rope(1e4, **_YARN),
+    ),
+    # smollm3
+    "smollm3-every-fourth": _shape("smollm3", 103, 20, 4, 4, 2, 30, max_position_embeddings=64),
+    "smollm3-window-biases-untied": _shape(
+        *("smollm3", 83, 24, 3, 6, 2, 28),
+        max_position_embeddings=64,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+        no_rope_layers=[0, 1, 0],
+        use_sliding_window=True,
+        sliding_window=10,
+        rope_parameters=_rope(1e4),
+    ),
+    "smollm3-yarn": _shape(
+        *("smollm3", 91, 32, 2, 4, 1, 34),
+        max_position_embeddings=64,
+        no_rope_layer_interval=2,
+        rms_norm_eps=1e-5,
+        rope_parameters=_rope(1e4, **_YARN),
     ),
     # starcoder2
     "starcoder2-window": _shape(

@@ -27,6 +27,21 @@ VISION = {
     "patch_size": 14,
     "vision_use_head": False,
 }
+MISTRAL3: dict[str, Any] = {
+    "model_type": "mistral3",
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": 10,
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 8,
+        "image_size": 28,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "patch_size": 14,
+    },
+}
 MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "model_type": "gemma3",
@@ -51,13 +66,56 @@ MODELS: dict[str, dict[str, Any]] = {
             "sliding_window": 6,
         },
         "vision_config": VISION,
-    }
+    },
+    "mistral3-mistral": {
+        **MISTRAL3,
+        "text_config": {
+            "model_type": "mistral",
+            "vocab_size": 107,
+            "hidden_size": 24,
+            "intermediate_size": 36,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 128,
+            "rope_theta": 1e9,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+        },
+    },
+    "mistral3-ministral3": {
+        **MISTRAL3,
+        "text_config": {
+            "model_type": "ministral3",
+            "vocab_size": 109,
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+            "tie_word_embeddings": False,
+        },
+    },
 }
 
 
 def make_files(only: Sequence[str]) -> None:
     """Write the directories and print one line for each."""
     for name, fields in MODELS.items():
+        if only and name not in only:
+            continue
         directory = TARGET / name
         shutil.rmtree(directory, ignore_errors=True)
         torch.manual_seed(7)

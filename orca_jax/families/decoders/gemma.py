@@ -13,21 +13,20 @@ from orca_jax.errors import BadModelConfig, UnsupportedModel
 from orca_jax.families.attention_config import Scores
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import (
-    FULL,
     SLIDING,
     Sizes,
     common_fields,
     decoder,
+    read_alternating_kinds,
     read_layer,
-    read_layer_kinds,
+    read_rotaries,
     read_sizes,
     relative,
     window_fields,
     with_windows,
 )
-from orca_jax.families.decoders.rope_fields import read_rotary, rotary_fields
+from orca_jax.families.decoders.rope_fields import rotary_fields
 from orca_jax.families.model_config import Activation, Layer, ModelConfig
-from orca_jax.families.rotary import Rotary
 from orca_jax.families.stored_name import StoredName, as_it_is
 from orca_jax.families.strict_json import shown
 from orca_jax.families.text_part import text_part
@@ -77,7 +76,9 @@ def _read_gemma3(fields: ConfigFields) -> ModelConfig:
             f"{shown(fields.path)}: attn_logit_softcapping: expected null, found {cap}; "
             "transformers does not compute it in Gemma 3"
         )
-    rotary, local_rotary = _rotaries(fields, sizes)
+    rotary, local_rotary = read_rotaries(
+        fields, sizes, base=_GLOBAL_BASE, local_base=_LOCAL_BASE, local_name="rope_local_base_freq"
+    )
     full = _read_layer(
         fields,
         sizes,
@@ -139,43 +140,11 @@ def _scale(fields: ConfigFields) -> float:
     return scalar**-0.5
 
 
-def _rotaries(fields: ConfigFields, sizes: Sizes) -> tuple[Rotary, Rotary]:
-    """Read the rotary positions of layers without a window, and of layers with one."""
-
-    def read(kind: str, base_name: str, base: float) -> Rotary:
-        return read_rotary(
-            fields,
-            head_size=sizes.head_size,
-            n_positions=sizes.n_positions,
-            base_name=base_name,
-            default_base=base,
-            kind_of_layer=kind,
-        )
-
-    nested = fields.section("rope_parameters")
-    if nested is not None:
-        missing = [kind for kind in (FULL, SLIDING) if nested.section(kind) is None]
-        nested.leave_others({})
-        if missing:
-            raise BadModelConfig(f"{shown(fields.path)}: rope_parameters.{missing[0]}: expected an object")
-    full = read(FULL, "rope_theta", _GLOBAL_BASE)
-    if nested is not None:
-        return full, read(SLIDING, "rope_local_base_freq", _LOCAL_BASE)
-    # In the older spelling rope_scaling holds for the layers without a window alone.
-    return full, Rotary(size=sizes.head_size, base=fields.number("rope_local_base_freq", _LOCAL_BASE))
-
-
 def _alternating(
     fields: ConfigFields, n_layers: int, period: int, full: Layer, local: Layer
 ) -> Sequence[Layer]:
     """Arrange layers by `layer_types`, or each `period`-th one `full`; `local` ones get the window."""
-    if period < 1:
-        raise BadModelConfig(
-            f"{shown(fields.path)}: sliding_window_pattern: expected at least 1, found {shown(period)}"
-        )
-    kinds = read_layer_kinds(fields, n_layers) or [
-        SLIDING if (i + 1) % period else FULL for i in range(n_layers)
-    ]
+    kinds = read_alternating_kinds(fields, n_layers, period)
     window = fields.whole_or_null("sliding_window", _WINDOW)
     if fields.raw("sliding_window_size") not in (None, window):  # Gemma 2's first files have both
         window = fields.whole("sliding_window", "sliding_window_size")

@@ -156,13 +156,13 @@ def read_older_sizes(fields: ConfigFields, names: Mapping[str, str], **known: in
 
 
 def read_gated(
-    fields: ConfigFields, *, bias: bool = False, activation: Activation | None = None
+    fields: ConfigFields, *, bias: bool = False, activation: Activation | None = None, gated: bool = True
 ) -> FeedForward:
-    """Read the gated feed-forward layer, SwiGLU unless `hidden_act` or `activation` says otherwise."""
+    """Read the feed-forward layer, SwiGLU unless `hidden_act`, `activation` or `gated` says otherwise."""
     return FeedForward(
         size=fields.whole("intermediate_size"),
         activation=activation or fields.activation("hidden_act", "silu"),
-        gated=True,
+        gated=gated,
         bias=bias,
     )
 
@@ -175,6 +175,7 @@ def read_layer(
     qkv_bias: bool | None = None,
     mlp_bias: bool = False,
     activation: Activation | None = None,
+    gated: bool = True,
     eps: float = 1e-6,
     unit_offset: bool = False,
     qk_norm: QKNormOver | None = None,
@@ -195,7 +196,7 @@ def read_layer(
             rotary=rotary or read_rotary(fields, head_size=sizes.head_size, n_positions=sizes.n_positions),
             scores=scores or Scores(),
         ),
-        feed_forward=read_gated(fields, bias=mlp_bias, activation=activation),
+        feed_forward=read_gated(fields, bias=mlp_bias, activation=activation, gated=gated),
         norm=norm,
     )
 
@@ -209,6 +210,51 @@ def read_layer_kinds(fields: ConfigFields, n_layers: int) -> Sequence[str] | Non
             f"found {shown(list(found))}"
         )
     return found
+
+
+def read_alternating_kinds(fields: ConfigFields, n_layers: int, period: int) -> Sequence[str]:
+    """Read `layer_types`, or make each `period`-th layer FULL and all others SLIDING.
+
+    Raises BadModelConfig.
+    """
+    if period < 1:
+        raise BadModelConfig(
+            f"{shown(fields.path)}: sliding_window_pattern: expected at least 1, found {shown(period)}"
+        )
+    return read_layer_kinds(fields, n_layers) or [
+        SLIDING if (i + 1) % period else FULL for i in range(n_layers)
+    ]
+
+
+def read_rotaries(
+    fields: ConfigFields, sizes: Sizes, *, base: float, local_base: float, local_name: str
+) -> tuple[Rotary, Rotary]:
+    """Read the rotary positions of layers without a window, and of layers with one.
+
+    The bases are the family's defaults. In the older spelling `local_name` is the field with the base of
+    layers with a window, and rope_scaling holds for the others alone.
+    """
+
+    def read(kind: str, base_name: str, default: float) -> Rotary:
+        return read_rotary(
+            fields,
+            head_size=sizes.head_size,
+            n_positions=sizes.n_positions,
+            base_name=base_name,
+            default_base=default,
+            kind_of_layer=kind,
+        )
+
+    nested = fields.section("rope_parameters")
+    if nested is not None:
+        missing = [kind for kind in (FULL, SLIDING) if nested.section(kind) is None]
+        nested.leave_others({})
+        if missing:
+            raise BadModelConfig(f"{shown(fields.path)}: rope_parameters.{missing[0]}: expected an object")
+    full = read(FULL, "rope_theta", base)
+    if nested is not None:
+        return full, read(SLIDING, local_name, local_base)
+    return full, Rotary(size=sizes.head_size, base=fields.number(local_name, local_base))
 
 
 def with_windows(
@@ -281,11 +327,16 @@ def size_fields(model: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
 
 def common_fields(model: ModelConfig) -> dict[str, Any]:
     """The fields that most relatives write in the same way; hf_config.py checks that they are read back."""
-    layer = model.layers[0]
     written = size_fields(model, CONFIG_NAMES)
-    written |= {"hidden_act": HF_ACTIVATIONS[layer.feed_forward.activation]}
-    rotary = layer.attention.rotary
+    written |= {"hidden_act": HF_ACTIVATIONS[model.layers[0].feed_forward.activation]}
+    rotary = any_rotary(model)
     return written if rotary is None else written | rotary_fields(rotary)
+
+
+def any_rotary(model: ModelConfig) -> Rotary | None:
+    """The rotary positions of the first layer that has any."""
+    every = (layer.attention.rotary for layer in model.layers)
+    return next((rotary for rotary in every if rotary is not None), None)
 
 
 def window_fields(model: ModelConfig) -> dict[str, Any]:

@@ -15,6 +15,12 @@ WIDE_NORMS: Mapping[str, StoredName] = {
     "layers.{i}.q_norm.scale": query_heads(f"{_LAYER}self_attn.q_norm.weight"),
     "layers.{i}.k_norm.scale": key_heads(f"{_LAYER}self_attn.k_norm.weight"),
 }
+# The weights of all norms within layers.
+NORMS: Mapping[str, StoredName] = {
+    **WIDE_NORMS,
+    "layers.{i}.attn_out_norm.scale": as_it_is(f"{_LAYER}post_attention_layernorm.weight"),
+    "layers.{i}.mlp_out_norm.scale": as_it_is(f"{_LAYER}post_feedforward_layernorm.weight"),
+}
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
@@ -33,9 +39,5 @@ OLMO2 = relative(
     architectures=("Olmo2ForCausalLM", "Olmo2Model"),
     read=_read,
     write=_write,
-    weights={
-        **WIDE_NORMS,
-        "layers.{i}.attn_out_norm.scale": as_it_is(f"{_LAYER}post_attention_layernorm.weight"),
-        "layers.{i}.mlp_out_norm.scale": as_it_is(f"{_LAYER}post_feedforward_layernorm.weight"),
-    },
+    weights=NORMS,
 )

@@ -51,16 +51,17 @@ def read_rotary(
     kind_of_layer: str | None = None,
     base_name: str = "rope_theta",
     default_original: int | None = None,
+    others: tuple[str, ...] = (),
 ) -> Rotary:
     """Read the rotary positions, where `rope_parameters` is nested those of a `kind_of_layer`.
 
     `base_name` is the field with the base outside of `rope_parameters` (Gemma 3 has two). `partial` is the
     family's default of `partial_rotary_factor`, without which that field is refused. `default_original` is
-    its default of `original_max_position_embeddings`, which is otherwise `n_positions`. Raises
-    BadModelConfig, UnsupportedModel or ConfigError.
+    its default of `original_max_position_embeddings`, which is otherwise `n_positions`. `others` are fields
+    of the object that the family reads itself. Raises BadModelConfig, UnsupportedModel or ConfigError.
     """
     base = fields.number(base_name, 0.0) or None
-    found = _section(fields, kind_of_layer)
+    found = rope_section(fields, kind_of_layer)
     factor = None if partial is None else fields.number("partial_rotary_factor", partial)
     scaling = None
     if found is not None:
@@ -74,6 +75,8 @@ def read_rotary(
         if factor is not None:
             factor = found.number("partial_rotary_factor", factor)
         scaling = _scaling(fields, found, n_positions, default_original)
+        for name in others:
+            found.raw(name)
         found.leave_others({})
     return Rotary(
         size=int(head_size * (1.0 if factor is None else factor)),
@@ -83,7 +86,7 @@ def read_rotary(
     )
 
 
-def _section(fields: ConfigFields, kind_of_layer: str | None) -> ConfigFields | None:
+def rope_section(fields: ConfigFields, kind_of_layer: str | None = None) -> ConfigFields | None:
     """Find the object with the rotary positions. A file may have both objects if they agree."""
     parameters, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     if parameters is not None and kind_of_layer is not None:
@@ -172,3 +175,10 @@ def rotary_fields(rotary: Rotary) -> dict[str, Any]:
     if scaling.kind == "longrope":
         values |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
     return written | {"rope_scaling": values}
+
+
+def rope_parameters(rotary: Rotary, **other: Any) -> dict[str, Any]:
+    """Write rotary positions and `other` fields of theirs in the newer spelling, one for all layers."""
+    older = rotary_fields(rotary)
+    parameters = {"rope_type": "default", **older.get("rope_scaling", {}), **other}
+    return {"rope_parameters": parameters | {"rope_theta": older["rope_theta"]}}

@@ -51,7 +51,7 @@ def _wrong_tensors(tensors: Tensors) -> Iterator[tuple[str, Tensors, str]]:
         rest = {key: value for key, value in tensors.items() if key != name}
         yield "missing", rest, name
         values = tensors[name]
-        longer = np.concatenate([values, values[:1]])
+        longer = np.concatenate([values, values[:1]]) if values.ndim else np.zeros(2, values.dtype)
         yield "one row more", tensors | {name: longer}, name
         yield "of another rank", tensors | {name: values[None]}, name
         yield "of whole numbers", tensors | {name: values.astype("i1")}, name

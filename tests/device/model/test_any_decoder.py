@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orca_jax.config import ParallelConfig
-from orca_jax.families.attention_config import Attention, QKNorm, Scores
+from orca_jax.families.attention_config import Attention, QKNorm, QKNormOver, Scores, Temperature
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, LearnedPositions, ModelConfig
 from orca_jax.families.norm_config import Norm
@@ -71,9 +71,11 @@ def mixtures(draw: st.DrawFn) -> Experts:
 def feed_forwards(draw: st.DrawFn) -> FeedForward:
     maybe = st.booleans()
     gated = draw(maybe)
+    if draw(st.integers(0, 5)) == 0:
+        return FeedForward(size=draw(st.sampled_from([16, 24])), activation="xielu", bias=draw(maybe))
     return FeedForward(
         size=draw(st.sampled_from([16, 24])),
-        activation=draw(st.sampled_from(["gelu_tanh", "gelu", "relu", "silu"])),
+        activation=draw(st.sampled_from(["gelu_tanh", "gelu", "relu", "silu", "relu2"])),
         gated=gated,
         bias=draw(maybe),
         gate_limit=draw(st.sampled_from([None, 0.8])) if gated else None,
@@ -87,21 +89,25 @@ def layers(draw: st.DrawFn, heads: dict[str, int], norm: Norm) -> Layer:
     maybe = st.booleans()
     size = draw(st.sampled_from([4, heads["head_size"]]))
     rotary = Rotary(size=size, base=500.0, interleaved=draw(maybe), scaling=draw(scalings(size)))
-    over = draw(st.sampled_from(["head", "width"]))
+    over: QKNormOver = draw(st.sampled_from(["head", "width"]))
     scores = Scores(
         scale=draw(st.sampled_from([None, 0.5])),
         window=draw(st.sampled_from([None, 1, 5, 100])),
         soft_cap=draw(st.sampled_from([None, 3.0])),
         alibi=draw(st.sampled_from([None, None, 1.0])),
         sinks=draw(maybe),
+        temperature=draw(st.sampled_from([None, Temperature(scale=0.5, step=4)])),
     )
+    after = over == "head" and draw(maybe)
     attention = Attention(
         n_heads=heads["n_heads"],
         n_kv_heads=heads["n_kv_heads"],
         head_size=heads["head_size"],
         qkv_bias=draw(maybe),
         out_bias=draw(maybe),
-        qk_norm=QKNorm(norm=draw(norms(bias=False)), over=over) if draw(maybe) else None,  # pyright: ignore[reportArgumentType]
+        qk_norm=QKNorm(norm=draw(norms(bias=False)), over=over, after_rotation=after)
+        if draw(maybe)
+        else None,
         rotary=rotary if draw(maybe) else None,
         scores=scores,
     )

@@ -11,7 +11,26 @@ from orca_jax.families.hf_config import read_config
 from orca_jax.families.presets import PRESETS
 from orca_jax.families.registry import FAMILIES
 from orca_jax.planning.cost_model import parameter_count
+from tests.host.families.published_checkpoints import PUBLISHED as CHECKPOINTS
 from tests.places import ROOT
+
+# Presets whose published files are in published_checkpoints.py.
+PAGES = {
+    name: CHECKPOINTS[page]
+    for name, page in {
+        "olmo-3-7b": "allenai/Olmo-3-1025-7B",
+        "smollm3-3b": "HuggingFaceTB/SmolLM3-3B",
+        "seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Instruct",
+        "glm-4-9b": "zai-org/GLM-4-9B-0414",
+        "command-r7b": "CohereLabs/c4ai-command-r7b-12-2024",
+        "exaone-4.0-32b": "LGAI-EXAONE/EXAONE-4.0-32B",
+        "ernie-4.5-0.3b": "baidu/ERNIE-4.5-0.3B-PT",
+        "mistral-small-3.1-24b": "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
+        "ministral-3-8b": "mistralai/Ministral-3-8B-Base-2512",
+        "afm-4.5b": "arcee-ai/AFM-4.5B-Base",
+        "apertus-8b": "swiss-ai/Apertus-8B-2509",
+    }.items()
+}
 
 # What the Hugging Face hub counts in the safetensors (8.03B is 8,030,261,248); a tied head counts once.
 # Published for Gemma 3 27B are 27,432,406,640, with the vision tower and its projection, which are not here.
@@ -28,6 +47,7 @@ PUBLISHED = {
     "mistral-7b-v0.1": 7_241_732_096,
     "phi-4": 14_659_507_200,
     "olmo-2-7b": 7_298_617_344,
+    **{name: published.parameters for name, published in PAGES.items()},
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     # 20.91B and 116.83B, as the model card says; the hub counts packed bytes.
@@ -259,6 +279,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vocab_size": 100352,
     },
+    **{name: published.config for name, published in PAGES.items()},
     "mixtral-8x7b": {
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],

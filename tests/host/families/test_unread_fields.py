@@ -135,11 +135,12 @@ _WITHOUT_EFFECT = {
         *("mm_tokens_per_image", "image_token_id", "image_token_index", "boi_token_index", "eoi_token_index"),
         "vision_config",
     },
+    "mistral3": {"image_token_index", "image_token_id", "spatial_merge_size", "vision_config"},
 }
 
 
 def _with(config: dict[str, Any], name: str, value: object) -> dict[str, Any]:
-    if config["model_type"] == "gemma3" and name not in config:
+    if "text_config" in config and name not in config:
         return config | {"text_config": config["text_config"] | {name: value}}
     return config | {name: value}
 
