@@ -31,13 +31,15 @@ def text_part(
     defaults: Mapping[str, Any],
     or_texts: tuple[Family, ...] = (),
     unread: Mapping[str, str] | None = None,
+    inner: tuple[str, ...] = (),
 ) -> Family:
     """Make the family of a whole model, of which the text part, a model of the family `text`, is served.
 
     The text part may also be of the families `or_texts`, whose tensors have the same names. `prefixes` are
     those of the text's tensors, `head` is another name of its head, and `parts` a pattern of
     all other tensors. `defaults` has the fields that `text_config` may omit, `unread` those outside of it
-    that are of other parts although their names suggest a computation.
+    that are of other parts although their names suggest a computation. Fields that may be in both override
+    those of `text_config`, except `inner`.
     """
 
     texts = (text, *or_texts)
@@ -48,6 +50,9 @@ def text_part(
             raise BadModelConfig(f"{shown(fields.path)}: {_SECTION}: expected an object, found none")
         own = section.choice("model_type", {each.model_type: each for each in texts}, text.model_type)
         whole = {name: fields.raw(name) for name in _OUTER if fields.raw(name) is not None}
+        whole = {
+            name: value for name, value in whole.items() if name not in inner or section.raw(name) is None
+        }
         section = section.with_values(defaults, default=True).with_values(whole, default=False)
         model = own.read(section)
         section.leave_others(own.unread)

@@ -27,14 +27,8 @@ KINDS = {
     "maxtext": "the same for MaxText",
     "gemma": "the same for Google's gemma package",
 }
-BY_NAME = {
-    "decoders",
-    "encoders",
-    "beams",
-    "text_parts",
-    "tunix",
-    "maxtext",
-}  # kinds that can make some of their models
+# Kinds that can make some of their models.
+BY_NAME = {"decoders", "encoders", "beams", "hidden", "text_parts", "tunix", "maxtext"}
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from scripts.golden.decoders import switching_length
 from scripts.golden.with_torch import GOLDEN, versions
 
+PATH = GOLDEN / "hidden.npz"
 ROUNDING = 5e-5
 
 
@@ -43,9 +44,14 @@ def hidden_states(model: Any, token_ids: np.ndarray) -> np.ndarray:
 
 
 def make_files(only: Sequence[str]) -> None:
-    """Write the file and print one line a model."""
+    """Write the file and print one line a model; with `only` those of other models stay as they are."""
     arrays: dict[str, np.ndarray] = {}
+    if only:
+        with np.load(PATH) as file:
+            arrays = dict(file)
     for directory in chosen():
+        if only and directory.name not in only:
+            continue
         with np.load(directory / "golden.npz") as golden:
             lengths = golden["prompt_lengths"]
             prompts = np.split(golden["prompt_tokens"], np.cumsum(lengths)[:-1])
@@ -72,4 +78,4 @@ def make_files(only: Sequence[str]) -> None:
         size = arrays[f"{name}.last"].shape[1]
         print(f"{name:30} {len(rows)} prompts, {size} numbers, rounding {worst:.1e}", flush=True)
     arrays["versions"] = np.array([f"{name} {versions()[name]}" for name in ("torch", "transformers")])
-    np.savez_compressed(GOLDEN / "hidden.npz", allow_pickle=False, **arrays)
+    np.savez_compressed(PATH, allow_pickle=False, **arrays)

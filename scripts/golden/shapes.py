@@ -130,7 +130,7 @@ def _bart(
 SHAPES: dict[str, dict[str, Any]] = {
     # apertus
     "apertus-llama3": _shape(
-        *("apertus", 101, 20, 2, 4, 2, 30),
+        *("apertus", 101, 24, 2, 4, 2, 30),
         max_position_embeddings=64,
         rope_parameters=_rope(1e4, **_LLAMA3, original_max_position_embeddings=24),
     ),
@@ -157,7 +157,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_parameters=_rope(1e4, **_YARN),
     ),
     "arcee-biases-tied": _shape(
-        *("arcee", 79, 20, 3, 5, 5, 26),
+        *("arcee", 131, 30, 3, 5, 5, 34),
         max_position_embeddings=64,
         attention_bias=True,
         mlp_bias=True,
@@ -223,7 +223,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_parameters=_rope(1e4),
     ),
     "exaone4-no-window-llama3-tied": _shape(
-        *("exaone4", 103, 20, 2, 5, 5, 28),
+        *("exaone4", 141, 30, 2, 5, 5, 34),
         max_position_embeddings=64,
         sliding_window=None,
         layer_types=["full_attention"] * 2,
@@ -462,7 +462,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-dynamic": _shape(
         "llama", 101, 24, 2, 3, 1, 36, rope_parameters=_rope(1e4, rope_type="dynamic", factor=3.0)
     ),
-    # ministral3: queries grow at every fourth to sixteenth position
+    # ministral3: queries grow at every fourth, eighth or sixteenth position
     "ministral3-yarn-temperature": _shape(
         *("ministral3", 101, 24, 2, 6, 2, 36),
         max_position_embeddings=64,
@@ -471,12 +471,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         | {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
     "ministral3-window-tied": _shape(
-        *("ministral3", 83, 20, 3, 5, 5, 28),
+        *("ministral3", 97, 24, 3, 6, 6, 30),
         max_position_embeddings=64,
         head_dim=4,
         sliding_window=11,
         tie_word_embeddings=True,
-        rope_parameters=_rope(1e3, original_max_position_embeddings=4, llama_4_scaling_beta=0.5),
+        rope_parameters=_rope(1e4, original_max_position_embeddings=4, llama_4_scaling_beta=0.2),
     ),
     "ministral3-multi-query": _shape(
         *("ministral3", 89, 24, 2, 4, 1, 34),
@@ -527,7 +527,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     # olmo3
     "olmo3-window": _shape("olmo3", 99, 24, 4, 6, 2, 34, max_position_embeddings=64, sliding_window=9),
     "olmo3-yarn-biases": _shape(
-        *("olmo3", 85, 20, 3, 5, 5, 28),
+        *("olmo3", 151, 30, 3, 5, 5, 28),
         max_position_embeddings=64,
         attention_bias=True,
         sliding_window=12,
@@ -631,7 +631,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_parameters=_rope(1e4, **_YARN),
     ),
     # smollm3
-    "smollm3-every-fourth": _shape("smollm3", 103, 20, 4, 4, 2, 30, max_position_embeddings=64),
+    "smollm3-every-fourth": _shape("smollm3", 103, 24, 4, 4, 2, 30, max_position_embeddings=64),
     "smollm3-window-biases-untied": _shape(
         *("smollm3", 83, 24, 3, 6, 2, 28),
         max_position_embeddings=64,

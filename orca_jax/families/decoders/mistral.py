@@ -86,5 +86,6 @@ MISTRAL3 = text_part(
     head="language_model.lm_head.weight",
     parts=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
     defaults={"bos_token_id": 1, "eos_token_id": 2},
+    inner=("tie_word_embeddings",),  # outside transformers writes its class's default, true
     unread={"projector_hidden_act": "of the projector", "vision_feature_layer": "of the vision tower"},
 )

@@ -106,6 +106,15 @@ def test_the_temperature_of_ministral_3(tmp_path: Path) -> None:
     assert read(tmp_path, MINISTRAL3, rope_parameters=rope).attention.scores.temperature is None
 
 
+def test_a_head_is_tied_where_the_text_says_so(tmp_path: Path) -> None:
+    """transformers writes true outside of text_config, which is its class's default."""
+    untied, tied = (MISTRAL3["text_config"] | {"tie_word_embeddings": value} for value in (False, True))
+    assert not read(tmp_path, MISTRAL3).embedding.tied
+    assert not read(tmp_path, MISTRAL3, tie_word_embeddings=True, text_config=untied).embedding.tied
+    assert read(tmp_path, MISTRAL3, tie_word_embeddings=False, text_config=tied).embedding.tied
+    assert read(tmp_path, MISTRAL3, tie_word_embeddings=True).embedding.tied
+
+
 def test_the_default_scaling_of_apertus(tmp_path: Path) -> None:
     whole = read(tmp_path, APERTUS)
     assert read(tmp_path, APERTUS, rope_scaling=..., rope_theta=...) == whole
