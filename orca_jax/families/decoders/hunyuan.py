@@ -60,4 +60,5 @@ HUNYUAN_V1_DENSE = relative(
         "layers.{i}.q_norm.scale": as_it_is(f"{_LAYER}self_attn.query_layernorm.weight"),
         "layers.{i}.k_norm.scale": as_it_is(f"{_LAYER}self_attn.key_layernorm.weight"),
     },
+    unread={"eod_token_id": "the end of a document, in training"},
 )
