@@ -88,7 +88,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **MISTRAL3,
         "text_config": {
             "model_type": "ministral3",
-            "vocab_size": 103,
+            "vocab_size": 113,
             "hidden_size": 24,
             "intermediate_size": 40,
             "num_hidden_layers": 2,

@@ -119,6 +119,17 @@ def test_orbax_and_back(tmp_path: Path) -> None:
     assert not (tmp_path / "hf" / "orca.json").exists()
 
 
+def test_numbers_without_an_axis_there_and_back(tmp_path: Path) -> None:
+    first = load_golden("apertus-llama3").directory
+    convert_checkpoint(first, tmp_path / "orbax")
+    convert_checkpoint(tmp_path / "orbax", tmp_path / "back")
+    before, back = read(first), read(tmp_path / "back")
+    assert before.keys() == back.keys()
+    assert {before[f"model.layers.0.mlp.act_fn.{name}"].shape for name in ("beta", "eps")} == {()}
+    for name, value in before.items():
+        assert (back[name].shape, back[name].tobytes()) == (value.shape, value.tobytes()), name
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_written_config_reads_as_the_same_model(tmp_path: Path, name: str) -> None:
     config = read_config(load_golden(name).directory)
