@@ -28,9 +28,9 @@ def stored_shapes(parameter: Parameter, wanted: StoredName, attention: Attention
         # Without the order, grouped heads would be mixed up silently.
         has_heads = any("K" in axis for axis in parameter.axes)
         assert not has_heads or attention.group == attention.kv_repeats == 1, wanted
-        shapes = [(n_rows // len(wanted.names), *columns)] * len(wanted.names)
-        if wanted.n_scalars:
-            shapes[-wanted.n_scalars :] = [()] * wanted.n_scalars
+        shapes: list[tuple[int, ...]] = [(n_rows // len(wanted.names), *columns)] * len(wanted.names)
+        for i in range(len(shapes) - wanted.n_scalars, len(shapes)):
+            shapes[i] = ()
     else:
         size = size_of_heads(parameter, attention)
         widths = [n * size for n in heads_of_tensors(wanted.heads, attention)]
