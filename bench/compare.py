@@ -52,21 +52,20 @@ from bench.peers.rounds import OURS, Engine, play_in_turn, raw, summary, table, 
 from bench.policies.cases import short_conversations
 from bench.policies.traces import as_requests
 from bench.server.server_process import ServerFailed
-from bench.trace import (
-    PAPER_INPUTS,
-    PAPER_OUTPUTS,
-    Trace,
-    TraceError,
-    homogeneous_trace,
-    input_lengths,
-    n_output_tokens,
-    read_trace,
-    uniform_trace,
-)
 from orca_jax.errors import OrcaError
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
+from server.load.trace import (
+    PAPER_INPUTS,
+    PAPER_OUTPUTS,
+    Trace,
+    homogeneous_trace,
+    input_lengths,
+    n_output_tokens,
+    uniform_trace,
+)
+from server.load.trace_files import read_trace
 
 SERVER = "orca_jax over HTTP"
 LLAMA_CPP = "llama.cpp"
@@ -348,7 +347,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
             is_directory and os.listdir(flags.model) == ["config.json"]
         )
         flags.traces = traces_of(flags, flags.config.vocab_size)
-    except (OrcaError, TraceError, OSError) as error:
+    except (OrcaError, OSError) as error:
         parser.error(str(error))
     if not flags.traces:
         parser.error("there is no trace: give --requests, --equal, --rate or --trace")

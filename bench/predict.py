@@ -30,10 +30,10 @@ from bench.paper.serving_load import play_on
 from bench.paper.serving_records import ServingRecords
 from bench.paper.shared_engine import SharedEngine, add_engine_flags, compiling
 from bench.simulate.measured_cost import Measured, MeasuredCost, error_of, fit, measured
-from bench.trace import Trace, uniform_trace
 from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.simulation.simulation import Simulation
+from server.load.trace import Trace, uniform_trace
 
 AIM = 0.15
 LOADS = (0.3, 0.6, 0.9)

@@ -7,6 +7,14 @@ class UsageError(OrcaError):
     """A mistake in a command line, an environment variable or a settings file."""
 
 
+class TraceError(OrcaError, ValueError):
+    """A file is not a valid trace; the message names file, line and field."""
+
+
+class ClientEnded(OrcaError, RuntimeError):
+    """A process of the load client ended before its requests did."""
+
+
 class NotReady(OrcaError):
     """The model is still loading, or the server is shutting down. Retry later, or on another server."""
 

@@ -12,6 +12,7 @@ import orca_jax
 from orca_jax.config import FORMATS, Dtype, Rounding
 from orca_jax.errors import did_you_mean
 from server.errors import UsageError
+from server.settings.bench_flags import add_bench_flags
 from server.settings.flags import (
     COMPILE_OPTIONS,
     PlanFlags,
@@ -94,7 +95,7 @@ def parser() -> CommandParser:
     top.add_argument("--version", action="version", version=f"orca {orca_jax.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    for add in (_generate, _chat, _serve, _compile, _worker, _plan, _replay, _convert, _completion):
+    for add in (_generate, _chat, _serve, _compile, _worker, _plan, _bench, _replay, _convert, _completion):
         add(commands)
     for name, command in commands.choices.items():
         command.set_defaults(run=f"server.commands.{name}:run", quiet=name != "serve")
@@ -230,6 +231,23 @@ def _plan(commands: Commands) -> None:
         config=PlanFlags,
         model_help="a preset's name, a directory or a name on the Hugging Face hub (default: the demo model)",
     )
+
+
+def _bench(commands: Commands) -> None:
+    command = commands.add_parser(
+        "bench",
+        help="measure a running server of OpenAI's protocol under load",
+        usage="orca bench [--url URL] [FLAGS]",
+        description="Send requests to a server and measure its throughput, its latencies and their spread, "
+        "at one load or at several. Works with any server of OpenAI's completions or chat API.",
+        epilog="A closed loop (--concurrency) keeps so many requests running; an open loop (--rate, or the "
+        "arrivals of --trace) sends requests whether or not others have ended. Prompts are random tokens, "
+        "different at each load, so that no prefix cache helps. The variable OPENAI_API_KEY has the server's "
+        "key, if it needs one. Exit status: 0; 1 if a request failed; 2 for a mistake in the flags, or if no "
+        "server answers; 130 after Ctrl-C.",
+        formatter_class=_wide,
+    )
+    add_bench_flags(command)
 
 
 def _replay(commands: Commands) -> None:

@@ -33,19 +33,19 @@ from bench.paper.serving_picture import draw_curves
 from bench.paper.serving_records import as_json
 from bench.paper.serving_table import by_rate, figures_table, honesty_table, points, reasons_table
 from bench.paper.shared_engine import SharedEngine, add_engine_flags, compiling
-from bench.trace import (
+from orca_jax.errors import ConfigError, install_line
+from orca_jax.families.presets import PRESETS
+from server.errors import TraceError
+from server.load.trace import (
     PAPER_INPUTS,
     PAPER_OUTPUTS,
     Trace,
-    TraceError,
     homogeneous_trace,
     mean_lengths,
     mean_rate,
-    read_trace,
     uniform_trace,
 )
-from orca_jax.errors import ConfigError, install_line
-from orca_jax.families.presets import PRESETS
+from server.load.trace_files import read_trace
 
 TRACE_REQUESTS = 2048  # no rate plays more
 TWICE = 2.0  # the paper compares at twice the engine's own execution time

@@ -28,12 +28,12 @@ from bench.paper.play import play, traced_request
 from bench.paper.pyplot import matplotlib_here
 from bench.paper.serving_picture import draw_engine
 from bench.paper.shared_engine import SharedEngine, add_engine_flags, compiling
-from bench.trace import Trace, homogeneous_trace
 from orca_jax.errors import ConfigError, install_line
 from orca_jax.families.presets import PRESETS
 from orca_jax.request.request import Request, begin_iteration
 from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.engine_protocol import Iteration, never
+from server.load.trace import Trace, homogeneous_trace
 
 SYSTEMS = ("orca", "ft")
 DEADLINE = 600.0  # seconds for one batch

@@ -11,11 +11,11 @@ from typing import Protocol
 
 from bench.paper.request_level import RequestLevelScheduler
 from bench.paper.serving_records import ServingRecords
-from bench.trace import Trace, TracedRequest
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.timeline import Timeline
+from server.load.trace import Trace, TracedRequest
 
 _LOOK_SECONDS = 0.05  # seconds between two checks of an idle loop whether to end
 

@@ -8,7 +8,7 @@ from bench.paper.play import MakeScheduler, play
 from bench.paper.serving_curve import Served, served
 from bench.paper.serving_records import ServingRecords
 from bench.paper.shared_engine import SharedEngine
-from bench.trace import Trace, homogeneous_trace, mean_lengths, mean_rate, scaled
+from server.load.trace import Trace, homogeneous_trace, mean_lengths, mean_rate, scaled
 
 PLAY_SECONDS = 900.0  # one play
 ALONE = 5  # requests that are measured alone

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from bench.peers.played import Played
-from bench.trace import Trace
 from orca_jax.workers.json_child import ChildSilent, JsonChild
+from server.load.trace import Trace
 
 START_SECONDS, PLAY_SECONDS = 900.0, 1800.0
 _ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ import uvloop
 
 from bench.peers.played import Played
 from bench.server.http_client import Exchange, body_of, get, post, status_of
-from bench.trace import Trace, TracedRequest
+from server.load.trace import Trace, TracedRequest
 
 PLAY_SECONDS = 1800.0
 _QUESTION_SECONDS = 120.0

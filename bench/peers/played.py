@@ -6,7 +6,7 @@ from statistics import median
 
 import numpy as np
 
-from bench.trace import Trace
+from server.load.trace import Trace
 
 PERCENTILES = (50, 90, 99)
 

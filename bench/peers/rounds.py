@@ -10,7 +10,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.peers.played import Agreement, Played, agreement, ratio
-from bench.trace import Trace, input_lengths
+from server.load.trace import Trace, input_lengths
 
 OURS = "orca_jax"  # the engine that all others are compared with
 

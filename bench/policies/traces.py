@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.simulate.workload import poisson
-from bench.trace import PAPER_INPUTS, PAPER_OUTPUTS, TracedRequest
+from server.load.trace import PAPER_INPUTS, PAPER_OUTPUTS, TracedRequest
 
 VOCABULARY = 50_000
 _PROMPTS = 2  # the third stream of a seed, after lengths and arrivals (bench/trace.py)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.trace import PAPER_INPUTS, PAPER_OUTPUTS
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
+from server.load.trace import PAPER_INPUTS, PAPER_OUTPUTS
 
 Lengths = npt.NDArray[np.int64]
 _ARRIVALS = 1  # as in bench/trace.py: the second stream of a seed

@@ -8,8 +8,8 @@ import pytest
 from bench.paper.engine import fits, inject
 from bench.paper.serving_load import Load, System, honesty, own_execution
 from bench.paper.shared_engine import SharedEngine
-from bench.trace import homogeneous_trace, uniform_trace
 from orca_jax.errors import ConfigError, PromptTooLong
+from server.load.trace import homogeneous_trace, uniform_trace
 
 MAX_BS = 2
 N_SLOTS = 1024  # two requests of the demo model's 512 positions

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bench.peers.child import Asked, Playing, environment_variables
 from bench.peers.played import Agreement, Played, agreement, ratio
 from bench.policies.traces import as_requests, conversations
-from bench.trace import TracedRequest, input_lengths
+from server.load.trace import TracedRequest, input_lengths
 
 
 class Clock:

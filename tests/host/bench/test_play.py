@@ -6,7 +6,6 @@ import pytest
 
 from bench.paper.play import MakeScheduler, NotPlayed, play
 from bench.paper.request_level import RequestLevelScheduler, RowWork
-from bench.trace import TracedRequest
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError, InvalidRequest
 from orca_jax.request.request import Request
@@ -15,6 +14,7 @@ from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock
+from server.load.trace import TracedRequest
 
 SOON = 30.0
 CONFIG = ServingConfig(max_batch_size=4, n_slots=256, max_batch_tokens=64, block_size=8)

@@ -17,7 +17,6 @@ from bench.simulate.places import Partition, Places
 from bench.simulate.replicas import shares
 from bench.simulate.serving import DoesNotFit, System, play, serve
 from bench.simulate.workload import Tails, Workload, paper_workload
-from bench.trace import paper_trace
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import IterationShape, IterationSums
 from orca_jax.planning.known_devices import GPUS, KnownDevice
@@ -25,6 +24,7 @@ from orca_jax.request.request import Request, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.simulation.engine import batch_sums
 from orca_jax.simulation.simulation import Simulation
+from server.load.trace import paper_trace
 from tests.gpt_config import gpt_config
 
 SMALL = gpt_config(vocab_size=10, n_positions=2048, hidden_size=4, n_layers=3, n_heads=2, ffn_size=16)

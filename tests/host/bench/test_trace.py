@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.trace import (
+from server.errors import TraceError
+from server.load.trace import (
     TracedRequest,
-    TraceError,
     homogeneous_trace,
     mean_lengths,
     mean_rate,
     n_output_tokens,
     paper_trace,
-    read_trace,
     scaled,
     uniform_trace,
 )
+from server.load.trace_files import read_trace
 
 
 def test_the_paper_s_trace_reaches_its_bounds_and_no_further() -> None:

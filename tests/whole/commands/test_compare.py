@@ -22,9 +22,9 @@ from bench.peers.llama_cpp import LlamaCpp
 from bench.peers.orca_server import as_flags
 from bench.peers.played import Played
 from bench.peers.rounds import OURS, Rounds, play_in_turn, raw, summary, table, warnings
-from bench.trace import TracedRequest, homogeneous_trace
 from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.families.hf_config import read_config
+from server.load.trace import TracedRequest, homogeneous_trace
 from tests.gpt_config import gpt_config
 from tests.places import DATA
 

@@ -17,7 +17,10 @@ from server.settings.flags import ALL_OPTIONS
 
 def test_a_page_has_every_flag_of_its_command() -> None:
     pages = dict(command_pages())
-    commands = ("generate", "chat", "serve", "compile", "worker", "plan", "replay", "convert", "completion")
+    commands = (
+        *("generate", "chat", "serve", "compile", "worker", "plan", "bench", "replay", "convert"),
+        "completion",
+    )
     assert tuple(pages) == commands
     for name, command in command_parsers().items():
         flags = shown_flags(command) - {"-h", "--help"}
