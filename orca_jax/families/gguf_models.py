@@ -490,7 +490,7 @@ def _falcon(metadata: Metadata) -> dict[str, Any]:
 
 
 def _deepseek(metadata: Metadata) -> dict[str, Any]:
-    """What both versions have. Newer files have the sizes of one latent head as key_length."""
+    """Read what both versions have. Newer files have the sizes of one latent head as key_length."""
     key = metadata.whole("attention.key_length_mla", metadata.whole("attention.key_length"))
     value = metadata.whole("attention.value_length_mla", metadata.whole("attention.value_length"))
     rotary, number = metadata.whole("rope.dimension_count"), metadata.whole("expert_count")

@@ -3,6 +3,7 @@
 import gc
 import json
 import sys
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -45,6 +46,29 @@ def test_a_long_body_is_read_without_a_full_collection(as_before: None) -> None:
     finally:
         gc.callbacks.remove(note)
     assert seen and 2 not in seen
+
+
+def test_what_connections_leave_behind_is_freed_in_service(as_before: None) -> None:
+    """A connection's protocol and transport refer to each other, and live through younger collections."""
+    alive = 0
+
+    class Protocol:
+        def __init__(self) -> None:
+            nonlocal alive
+            alive += 1
+            self.transport = [self]
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    watchdog.settle()
+    open_now = deque[Protocol](maxlen=10_000)
+    most = 0
+    for _ in range(400_000):
+        open_now.append(Protocol())
+        most = max(most, alive)
+    assert most < 150_000  # all 400,000 if full collections are rare
 
 
 def test_a_server_applies_the_settings_when_its_model_is_loaded() -> None:
