@@ -158,19 +158,25 @@ def test_the_tokens_are_the_references_in_many_models(model: ModelConfig, seed: 
     check(model, seed)
 
 
-def test_more_devices_than_kv_heads() -> None:
+@pytest.mark.parametrize("after_rotation", [False, True])
+def test_more_devices_than_kv_heads(after_rotation: bool) -> None:
     """Each device has a copy of its query heads' K/V head; the weights are the same."""
     norm = Norm(kind="rms_norm", eps=1e-5)
+    feed_forward = FeedForward(size=16, gated=True)
+    scores, over = Scores(alibi=1.0, window=7, sinks=True), "width"
+    if after_rotation:
+        feed_forward = FeedForward(size=16, activation="xielu")
+        scores, over = Scores(temperature=Temperature(scale=0.5, step=4)), "head"
     own = Attention(
         n_heads=8,
         n_kv_heads=2,
         head_size=8,
         qkv_bias=True,
-        qk_norm=QKNorm(norm=norm, over="width"),
+        qk_norm=QKNorm(norm=norm, over=over, after_rotation=after_rotation),
         rotary=Rotary(size=8),
-        scores=Scores(alibi=1.0, window=7, sinks=True),
+        scores=scores,
     )
-    layer = Layer(attention=own, feed_forward=FeedForward(size=16, gated=True), norm=norm)
+    layer = Layer(attention=own, feed_forward=feed_forward, norm=norm)
     embedding = Embedding(size=24)
     model = ModelConfig(
         vocab_size=53,
