@@ -19,6 +19,7 @@ KINDS = {
     "routing": "the experts that mixtures choose",
     "mxfp4": "a model with experts packed in MXFP4",
     "fp8": "a matrix in FP8, and dequantised",
+    "linear_attention": "results and states of the gated delta rule and of Mamba-2",
     "compressed": "matrices of compressed-tensors, unpacked by its own package",
     "processors": "results of logits processors on random logits",
     "text_parts": "models of text and images, and their tokens for texts",

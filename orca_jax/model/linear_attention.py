@@ -1,0 +1,264 @@
+"""Linear attention: a state [K, V] for each head instead of a cache, in the two forms that models have.
+
+For each token, with a query q and key k [K], a value v [V] and a decay a <= 0, a head computes
+
+    gated delta rule (Yang et al., 2024):    S <- exp(a) S;  S <- S + k (beta (v - k S));  result q S
+    state space (Mamba-2, Dao & Gu, 2024):   S <- exp(a) S + k v;  result q S
+
+where the keys of a state space are its B, the queries its C, and the values its inputs times their step.
+Everything is float32.
+
+Rows differ in length and phase (selective batching, ORCA 3.2). A batch of one token a row takes one step for
+all rows. Otherwise a row's tokens are taken in chunks, each by a few matrix products: with D[i, j] =
+exp(a_j+1 + ... + a_i), u the values that the state takes in, and exp(A) the decay since the chunk's start,
+
+    results exp(A) (q S) + (q k^T * D) u,    new state exp(A_last) S + (D[last] * k)^T u
+
+In a state space u is v; in the delta rule it solves a triangular system, u_i + sum_j<i beta_i D[i, j] (k_i .
+k_j) u_j = beta_i (v_i - exp(A_i) k_i S).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_LONG, _SHORT = 64, 16  # tokens of a chunk; what is left of a row after long chunks takes short ones
+_EXACT = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+
+
+class Rows(NamedTuple):
+    """The rows of an iteration: neighbouring tokens of one request.
+
+    Tokens from `row_start[-1]` on are padding, and rows without tokens too; neither touches a state.
+    """
+
+    row_start: jax.Array  # [R + 1] int32 index of each row's first token, then the number of tokens
+    row_of_token: jax.Array  # [T] int32; R (out of range) for padding
+    state_of_row: jax.Array  # [R] int32 index of the request's state; n_states (out of range) for padding
+    starts: jax.Array  # [R] bool: the row's first token is its request's first, so its state is all zeros
+    one_each: bool = False  # each row is one token, row r token r, as in decode; the other rows are padding
+
+
+class _Inputs(NamedTuple):
+    """The inputs of tokens, or of one token of each row; each head of queries and keys serves G of values."""
+
+    q: jax.Array  # [T, N, K] float32
+    k: jax.Array  # [T, N, K]
+    v: jax.Array  # [T, N, G, V]
+    decay: jax.Array  # [T, N, G]
+    beta: jax.Array | None  # [T, N, G]; None in a state space
+
+
+def gated_delta_rule(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    rows: Rows,
+) -> tuple[jax.Array, jax.Array]:
+    """Run the gated delta rule over q, k [T, N, K] and v [T, N G, V]; decay and beta are [T, N G].
+
+    `state` [n_states, N G, K, V] float32 has each request's state. Returns the results [T, N G, V] float32,
+    anything for padding tokens, and the new states.
+    """
+    return _over_rows(_inputs(q, k, v, decay, beta), state, rows)
+
+
+def state_space(
+    c: jax.Array, b: jax.Array, x: jax.Array, decay: jax.Array, state: jax.Array, rows: Rows
+) -> tuple[jax.Array, jax.Array]:
+    """Run Mamba-2's recurrence over c, b [T, N, K] and x [T, N G, V], inputs times their steps.
+
+    `decay` is [T, N G]. States and results are as in `gated_delta_rule`.
+    """
+    return _over_rows(_inputs(c, b, x, decay, None), state, rows)
+
+
+def _inputs(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array | None) -> _Inputs:
+    n = q.shape[1]
+
+    def by_group(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32).reshape(len(x), n, x.shape[1] // n, *x.shape[2:])
+
+    of_keys = (each.astype(jnp.float32) for each in (q, k))
+    return _Inputs(*of_keys, by_group(v), by_group(decay), None if beta is None else by_group(beta))
+
+
+def _over_rows(x: _Inputs, state: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    n, group = x.v.shape[1:3]
+    table = _Table(rows.row_start, rows.state_of_row, rows.starts)
+    cpu, default = (_steps_in_place, _steps_at_once) if rows.one_each else (_chunks_in_turn, _chunks_at_once)
+    by_group = state.reshape(len(state), n, group, *state.shape[2:])
+    out, by_group = lax.platform_dependent(x, by_group, table, cpu=cpu, default=default)
+    return out.reshape(len(out), n * group, -1), by_group.reshape(state.shape)
+
+
+def _step(x: _Inputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One token of each of R rows, with states [R, N, G, K, V]: results [R, N, G, V], new states."""
+    decay = jnp.exp(x.decay)[..., None]
+    u = x.v
+    if x.beta is not None:
+        u = x.beta[..., None] * (u - decay * (x.k[:, :, None, :, None] * state).sum(-2))
+    new = decay[..., None] * state + x.k[:, :, None, :, None] * u[..., None, :]
+    return (x.q[:, :, None, :, None] * new).sum(-2), new
+
+
+def _chunk(x: _Inputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The tokens of one chunk, with the row's state [N, G, K, V]: results [C, N, G, V], new state."""
+    place = jnp.arange(len(x.q))
+    up_to = (place[:, None] >= place).astype(jnp.float32)  # [i, l] whether token l is i or before it
+    decay = jnp.moveaxis(x.decay, 0, -1)  # [N, G, C]
+    # Sums of the decays after j up to i. Differences of sums since the chunk's start would lose their digits.
+    after = decay[..., None] * (place[:, None] > place)  # [N, G, l, j]
+    sums = jnp.einsum("il,nglj->ngij", up_to, after, **_EXACT)
+    between = up_to * jnp.exp(sums)  # D
+    since_start = jnp.exp(jnp.cumsum(decay, axis=-1))[..., None]
+    u = jnp.moveaxis(x.v, 0, 2)  # [N, G, C, V]
+    if x.beta is not None:
+        beta = jnp.moveaxis(x.beta, 0, 2)[..., None]
+        of_state = jnp.einsum("cnk,ngkv->ngcv", x.k, state, **_EXACT)
+        alike = jnp.einsum("cnk,dnk->ncd", x.k, x.k, **_EXACT)[:, None]
+        u = lax.linalg.triangular_solve(
+            beta * between * alike,
+            beta * (u - since_start * of_state),
+            left_side=True,
+            lower=True,
+            unit_diagonal=True,
+        )
+    scores = between * jnp.einsum("cnk,dnk->ncd", x.q, x.k, **_EXACT)[:, None]
+    out = since_start * jnp.einsum("cnk,ngkv->ngcv", x.q, state, **_EXACT)
+    out += jnp.einsum("ngcd,ngdv->ngcv", scores, u, **_EXACT)
+    added = jnp.einsum("cnk,ngcv->ngkv", x.k, between[..., -1, :, None] * u, **_EXACT)
+    return jnp.moveaxis(out, 2, 0), since_start[..., -1:, :] * state + added
+
+
+class _Table(NamedTuple):
+    """The arrays of Rows."""
+
+    row_start: jax.Array
+    state_of_row: jax.Array
+    starts: jax.Array
+
+    @property
+    def length(self) -> jax.Array:
+        return self.row_start[1:] - self.row_start[:-1]
+
+    def own(self, state: jax.Array) -> jax.Array:
+        """Each row's state, zeros where its request starts."""
+        found = state.at[self.state_of_row].get(mode="clip")
+        return jnp.where(self.starts.reshape(-1, *(1 for _ in found.shape[1:])), 0, found)
+
+
+def _steps_at_once(x: _Inputs, state: jax.Array, table: _Table) -> tuple[jax.Array, jax.Array]:
+    out, new = _step(x, table.own(state))
+    return out, state.at[table.state_of_row].set(new, mode="drop")
+
+
+def _steps_in_place(x: _Inputs, state: jax.Array, table: _Table) -> tuple[jax.Array, jax.Array]:
+    """_steps_at_once row by row, for CPUs: each row's state is read and written once, in place."""
+    every = jnp.arange(len(x.q))
+    return _walked(x, (jnp.zeros_like(x.v), state), table, size=1, first=every, n_chunks=table.length)
+
+
+def _chunks_in_turn(x: _Inputs, state: jax.Array, table: _Table) -> tuple[jax.Array, jax.Array]:
+    """Each row in long chunks, then short ones, for CPUs: loops whose trip counts the device reads."""
+    length = table.length
+    n_long, rest = length // _LONG, length % _LONG
+    n_single = (rest % _SHORT == 1).astype(jnp.int32)
+    n_short = -(-(rest - n_single) // _SHORT)
+    padded = jax.tree.map(lambda each: jnp.pad(each, [(0, _SHORT)] + [(0, 0)] * (each.ndim - 1)), x)
+    done = (jnp.zeros_like(padded.v), state)
+    first = table.row_start[:-1]
+    if len(x.v) >= _LONG:
+        done = _walked(padded, done, table, size=_LONG, first=first, n_chunks=n_long)
+        first = first + n_long * _LONG
+    done = _walked(padded, done, table, size=_SHORT, first=first, n_chunks=n_short)
+    out, state = _walked(padded, done, table, size=1, first=first + n_short * _SHORT, n_chunks=n_single)
+    return out[: len(x.v)], state
+
+
+def _walked(
+    x: _Inputs,
+    done: tuple[jax.Array, jax.Array],
+    table: _Table,
+    *,
+    size: int,
+    first: jax.Array,
+    n_chunks: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Run `n_chunks` [R] chunks of `size` tokens of each row, from token `first` [R] on, one after the other.
+
+    `done` are the results [T, N, G, V], and the states. Where the row ends inside its last chunk, the
+    tokens after it neither change the state nor get a result.
+    """
+    chunks_until = jnp.cumsum(n_chunks)
+    n_states = len(done[1])
+
+    def run(i: jax.Array, done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out, state = done
+        row = (i >= chunks_until).sum()
+        begin = first[row] + (i - chunks_until[row] + n_chunks[row]) * size
+        at, n_real = table.state_of_row[row], table.row_start[row + 1] - begin
+        found = lax.dynamic_index_in_dim(state, at, keepdims=False)
+        own = jnp.where(table.starts[row] & (begin == table.row_start[row]), 0, found)
+        part = jax.tree.map(lambda each: lax.dynamic_slice_in_dim(each, begin, size), x)
+        if size == 1:
+            result, new = _step(part, own[None])
+            new = new[0]
+        else:
+            result, new = _chunk(_only(part, jnp.arange(size) < n_real), own)
+            before = lax.dynamic_slice_in_dim(out, begin, size)
+            result = jnp.where((jnp.arange(size) < n_real)[:, None, None, None], result, before)
+        new = jnp.where(at < n_states, new, found)
+        out = lax.dynamic_update_slice_in_dim(out, result, begin, 0)
+        return out, lax.dynamic_update_index_in_dim(state, new, at, 0)
+
+    return lax.fori_loop(0, chunks_until[-1], run, done)
+
+
+def _only(x: _Inputs, real: jax.Array) -> _Inputs:
+    """The inputs with zeros in place of tokens that are not `real` [..., C], which then change nothing."""
+
+    def kept(each: jax.Array) -> jax.Array:
+        return jnp.where(real.reshape(*real.shape, *(1 for _ in each.shape[real.ndim :])), each, 0)
+
+    return jax.tree.map(kept, x)
+
+
+def _chunks_at_once(x: _Inputs, state: jax.Array, table: _Table) -> tuple[jax.Array, jax.Array]:
+    """All rows' first chunks at once, then their second ones, and so on: static shapes, for GPUs.
+
+    Rows of one token take a step. The longer a row is, the earlier it comes; so chunk i concerns only the
+    first T / (i C + 1) rows, and a loop over chunks 2^j to 2^(j+1) - 1 computes as many of each.
+    """
+    n_tokens, n_rows = len(x.q), len(table.starts)
+    own, length = table.own(state), table.length
+    last = jnp.maximum(table.row_start[1:] - 1, 0)
+    stepped, after_step = _step(jax.tree.map(lambda each: each.at[last].get(mode="clip"), x), own)
+    out = jnp.zeros_like(x.v).at[jnp.where(length == 1, last, n_tokens)].set(stepped, mode="drop")
+    order = jnp.argsort(-length)
+    first, long, carried = table.row_start[:-1][order], length[order], own[order]
+
+    def run(i: jax.Array | int, done: tuple[jax.Array, jax.Array], n: int) -> tuple[jax.Array, jax.Array]:
+        out, carried = done
+        token = i * _LONG + jnp.arange(_LONG)
+        real = token < long[:n, None]  # [n, C]
+        index = jnp.where(real, first[:n, None] + token, n_tokens)
+        part = jax.tree.map(lambda each: each.at[index].get(mode="clip"), x)
+        result, new = jax.vmap(_chunk)(_only(part, real), carried[:n])
+        return out.at[index].set(result, mode="drop"), carried.at[:n].set(new)
+
+    done, begin, n_chunks = (out, carried), 0, -(-n_tokens // _LONG)
+    while begin < n_chunks:
+        end = min(2 * begin, n_chunks) if begin else 1
+        n = min(n_rows, n_tokens // max(2, begin * _LONG + 1))
+        done = lax.fori_loop(begin, end, lambda i, done, n=n: run(i, done, n), done) if n else done
+        begin = end
+    out, carried = done
+    in_chunks = jnp.zeros_like(own).at[order].set(carried)
+    single = (length == 1).reshape(-1, 1, 1, 1, 1)
+    return out, state.at[table.state_of_row].set(jnp.where(single, after_step, in_chunks), mode="drop")
