@@ -84,8 +84,8 @@ def _inputs(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: ja
     def by_group(x: jax.Array) -> jax.Array:
         return x.astype(jnp.float32).reshape(len(x), n, x.shape[1] // n, *x.shape[2:])
 
-    of_keys = (each.astype(jnp.float32) for each in (q, k))
-    return _Inputs(*of_keys, by_group(v), by_group(decay), None if beta is None else by_group(beta))
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+    return _Inputs(q, k, by_group(v), by_group(decay), None if beta is None else by_group(beta))
 
 
 def _over_rows(x: _Inputs, state: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:

@@ -72,7 +72,7 @@ def rows_of(
 
 @partial(jax.jit, static_argnames=("delta", "one_each", "form"))
 def ran(
-    x: Drawn, state: jax.Array, rows: Any, *, delta: bool, one_each: bool = False, form: str = ""
+    x: Any, state: jax.Array, rows: Any, *, delta: bool, one_each: bool = False, form: str = ""
 ) -> tuple[jax.Array, jax.Array]:
     """The engine's results and states; `form` names one of the functions between which platforms choose."""
     rows = Rows(*rows)._replace(one_each=one_each)
