@@ -18,7 +18,7 @@ from orca_jax.families.parameters import parameter_table
 from orca_jax.families.weight_form import HeldArray
 from orca_jax.iteration.flat_batch import DECODE_CONTEXTS, FlatLayout, decode_tiers
 from orca_jax.iteration.rows.scored import SCORED, scored_layout
-from orca_jax.model.kv_cache import LayerCache, cache_shape, layer_cache
+from orca_jax.model.kv_cache import LayerMemory, cache_shape, layer_cache, layer_state
 from orca_jax.model.weight import held
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
@@ -93,16 +93,19 @@ def compile_stage(
     group = part.group
     encoder_blocks = 0 if model.encoder is None else -(-model.encoder.n_positions // block_size)
     max_blocks = -(-model.n_positions // block_size)
-    layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks, encoder_blocks)
+    states = model.has_state
+    layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks, encoder_blocks, states=states)
     if decode_context is not None:
         contexts = () if deterministic else DECODE_CONTEXTS[chosen.kind]
         tiers = decode_tiers(max_blocks, block_size, contexts)
         holding = [tier for tier in tiers if tier * block_size >= decode_context]
         if holding:
-            layout = FlatLayout(bucket, bucket, holding[0], encoder_blocks, one_each=True)
-    caches = described_caches(model, part, n_blocks, block_size, chosen.stored(part.group.devices[0], dtype))
+            layout = FlatLayout(bucket, bucket, holding[0], encoder_blocks, one_each=True, states=states)
+    stored = chosen.stored(part.group.devices[0], dtype)
+    n_rows = 2 * max_bs if n_rows is None else n_rows
+    caches = described_caches(model, part, n_blocks, block_size, stored, states=(n_rows, dtype))
     hidden = described_array((bucket, model.hidden_size), group.place(), dtype)
-    last_token = described_array((2 * max_bs if n_rows is None else n_rows,), group.place(), jnp.int32)
+    last_token = described_array((n_rows,), group.place(), jnp.int32)
     arrived = last_token if part.first else hidden
     buffer = described_array((stage.host_buffer.size(layout),), group.place(), jnp.int32)
     lowered = stage.forward.lower(stage.weights, caches, arrived, buffer, layout=layout)
@@ -151,12 +154,31 @@ def described_stage(
 
 
 def described_caches(
-    model: ModelConfig, part: StagePart, n_blocks: int, block_size: int, dtype: DTypeLike
-) -> list[LayerCache]:
-    """Placeholders for a stage's caches; `dtype` is the dtype that the device stores."""
+    model: ModelConfig,
+    part: StagePart,
+    n_blocks: int,
+    block_size: int,
+    dtype: DTypeLike,
+    *,
+    states: tuple[int, DTypeLike] = (1, jnp.float32),
+) -> list[LayerMemory]:
+    """Placeholders for a stage's caches; `dtype` is the dtype that the device stores.
+
+    `states` are the number of recurrent layers' states and the model's dtype.
+    """
     shape = cache_shape(model, n_blocks=n_blocks, block_size=block_size)
     cache = described_array(shape, part.group.place(CACHE_SPEC), dtype)
-    return [layer_cache(model, lambda: cache) for _ in part.layers]
+    n_states, of_model = states
+
+    def state(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        return described_array(shape, part.group.place(), dtype)
+
+    return [
+        layer_cache(model, lambda: cache)
+        if (recurrence := model.layers[i].recurrence) is None
+        else layer_state(recurrence, n_states, of_model, state)
+        for i in part.layers
+    ]
 
 
 def device_bytes(arrays: object) -> int:

@@ -22,7 +22,7 @@ from orca_jax.aot.described_gpu import described_devices
 from orca_jax.aot.measured_device import measure_device
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.config_json import config_from_json, plain_error, with_forms_of_json
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.model.sampler import sample
 from orca_jax.planning.known_devices import CPU
 from orca_jax.planning.stage_memory import KEPT_ITERATIONS
@@ -76,11 +76,12 @@ def compiled_memory(
     )
 
 
-def alike_stages(parts: tuple[StagePart, ...]) -> Iterator[tuple[int, int]]:
-    """Each stage's index, and that of the first stage with as many layers that is as much first and last."""
-    seen: dict[tuple[int, bool, bool], int] = {}
+def alike_stages(model: ModelConfig, parts: tuple[StagePart, ...]) -> Iterator[tuple[int, int]]:
+    """Each stage's index, and that of the first stage with equal layers that is as much first and last."""
+    seen: dict[tuple[tuple[Layer, ...], bool, bool], int] = {}
     for i, part in enumerate(parts):
-        yield i, seen.setdefault((len(part.layers), part.first, part.last), i)
+        layers = model.layers[part.layers.start : part.layers.stop]
+        yield i, seen.setdefault((layers, part.first, part.last), i)
 
 
 def _sampler(model: ModelConfig, part: StagePart, n_rows: int) -> jax.stages.Compiled:
@@ -109,7 +110,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     devices = jax.devices() if kind == CPU else described_devices(kind, parallel.n_devices)
     parts = split_model(model, devices, parallel)
     temporaries: list[int] = []
-    for i, like in alike_stages(parts):
+    for i, like in alike_stages(model, parts):
         if like < i:
             temporaries.append(temporaries[like])
             continue

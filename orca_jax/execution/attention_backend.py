@@ -151,7 +151,8 @@ def choose_attention(
             f"{config.n_kv_heads} key/value heads; take the model of `for_devices`"
         )
     heads = (config.head_size, n_heads, n_kv_heads)
-    windows = tuple(dict.fromkeys(layer.attention.scores.window for layer in config.layers))
+    attentions = (layer.attention for layer in config.layers if layer.attention is not None)
+    windows = tuple(dict.fromkeys(each.scores.window for each in attentions))
     sizes = (*heads, block_size, np.dtype(dtype).name, deterministic)
     model = _OnDevice(device, *sizes, features_of(config), windows, config.attention.latent)
     reasons: list[str] = []

@@ -23,7 +23,7 @@ from orca_jax.iteration.message import POOLED, ROUTED, ControlMessage
 from orca_jax.iteration.rows.pooled import pooled_layout, pooled_parts
 from orca_jax.iteration.rows.scored import SCORED, scored_layout, scored_parts
 from orca_jax.iteration.shape import EngineShape
-from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.kv_cache import LayerMemory
 
 
 class PromptReader:
@@ -35,14 +35,14 @@ class PromptReader:
     def read(
         self,
         hidden: jax.Array,
-        cache: LayerCache,
+        cache: LayerMemory,
         message: ControlMessage,
         routed: Sequence[DeviceRouted] = (),
     ) -> PromptReads | None:
         """Start what rows ask for; None if they ask for nothing.
 
-        `hidden` [T, H] is what entered the last layer, and `cache` is that layer's. The next iteration must
-        not have begun.
+        `hidden` [T, H] is what entered the last layer, or with a recurrent one the sum after its mixer, and
+        `cache` is that layer's. The next iteration must not have begun.
         """
         scores: dict[int, list[tuple[jax.Array, int]]] = {
             place: [] for place in np.flatnonzero(message.sampling["prompt_logprobs"] >= 0).tolist()
@@ -61,7 +61,9 @@ class PromptReader:
                 pooled.append((part, places))
         return PromptReads(scores, pooled, routed)
 
-    def route_again(self, hidden: jax.Array, cache: LayerCache, message: ControlMessage) -> list[RoutedAgain]:
+    def route_again(
+        self, hidden: jax.Array, cache: LayerMemory, message: ControlMessage
+    ) -> list[RoutedAgain]:
         """Start the last layer's routing for rows that ask for it and have more than one token."""
         wants = (message.sampling["flags"] & ROUTED > 0) & (message.input_length > 1)
         again = list[RoutedAgain]()
@@ -97,7 +99,7 @@ class PromptReader:
         self,
         program: Program,
         hidden: jax.Array,
-        cache: LayerCache,
+        cache: LayerMemory,
         at: npt.NDArray[np.int32],
         flat: FlatBatch,
     ) -> jax.Array:

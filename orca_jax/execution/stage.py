@@ -34,7 +34,7 @@ from orca_jax.execution.sampling import has_native_choice
 from orca_jax.execution.stage_programs import StageModel
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatLayout
-from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.kv_cache import LayerMemory
 from orca_jax.model.transformer import Parameters, Transformer
 from orca_jax.request.routed_experts import Routing
 from orca_jax.sharding.partition import StagePart
@@ -141,7 +141,9 @@ class Stage:
         """The weights by name, each an array or a FormedWeight."""
         return jax.tree.map(lambda place: self.weights[place], dict(self.places))
 
-    def _forward(self, *arrays: Any, layout: FlatLayout) -> tuple[jax.Array | Last, list[LayerCache], Routed]:
+    def _forward(
+        self, *arrays: Any, layout: FlatLayout
+    ) -> tuple[jax.Array | Last, list[LayerMemory], Routed]:
         """stage_programs.forward on each device; the last stage adds the buffer's SamplerArrays."""
         specs = (_CACHES, _WHOLE, _WHOLE), (_WHOLE, _CACHES, _WHOLE)
         out, caches, routed = self._on_each(stage_programs.forward, *specs)(*arrays, layout=layout)

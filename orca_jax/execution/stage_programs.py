@@ -1,8 +1,9 @@
 """The programs of one stage, each a function of arrays that Stage traces.
 
-In each of them `weights` are the stage's flat weights, `caches` has one LayerCache for each of its layers,
-and `buffer` int32 is the host's buffer for the batch (host_buffer.py), in the form of `layout`. On several
-devices each computes its share: weights are split, caches are split by heads, the rest is the same on all.
+In each of them `weights` are the stage's flat weights, `caches` has a LayerCache for each attention layer
+and a LayerState for each recurrent one, and `buffer` int32 is the host's buffer for the batch
+(host_buffer.py), in the form of `layout`. On several devices each computes its share: weights are split,
+caches are split by heads, the rest is the same on all.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from orca_jax.execution.routed import Routed, packed
 from orca_jax.execution.sampling import packed_logprobs
 from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout, SamplerArrays
 from orca_jax.model.block import LayerOutput
-from orca_jax.model.context import Iteration, Tokens
-from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.context import Iteration, Rows, Tokens
+from orca_jax.model.kv_cache import LayerCache, LayerMemory
 from orca_jax.model.shard import ALONE, Shard
 from orca_jax.model.transformer import Transformer
 from orca_jax.request.routed_experts import Routing
@@ -68,13 +69,13 @@ class StageModel:
 def forward(
     stage: StageModel,
     weights: Weights,
-    caches: list[LayerCache],
+    caches: list[LayerMemory],
     arrived: Array,
     buffer: Array,
     *,
     layout: FlatLayout,
-) -> tuple[Any, list[LayerCache], Routed]:
-    """Run an iteration through the stage's layers (ORCA 3.1); the caches are donated.
+) -> tuple[Any, list[LayerMemory], Routed]:
+    """Run an iteration through the stage's layers (ORCA 3.1); caches and states are donated.
 
     `arrived` is the previous stage's hidden array [T, H] or, on the first stage, each row's newest token,
     last_token [n_rows] int32. Returns the hidden array [T, H] or, from the last stage, the logits [R, V]
@@ -97,7 +98,8 @@ def forward(
         cross_last = stage.host_buffer.bind_last_cross(layout, batch)
         wanted = Tokens(attend_last, stage.products.bind(n_rows), cross_last, last_token_index)
     tokens = Tokens(attend, product, stage.host_buffer.bind_cross(layout, batch))
-    iteration = Iteration(batch.positions, batch.slot_of_token, tokens, wanted, shard)
+    rows = _rows(layout, batch) if layout.states else None
+    iteration = Iteration(batch.positions, batch.slot_of_token, tokens, wanted, shard, rows)
     x, hidden, caches, chosen = model.through(x, caches, iteration)
     routed = packed(chosen, stage.routing, last_apart=stage.last_is_sparse and wanted is not None)
     if not part.last:
@@ -109,6 +111,16 @@ def forward(
     return (model.logits(x, shard, product), hidden), caches, routed
 
 
+def _rows(layout: FlatLayout, batch: FlatArrays) -> Rows:
+    """The rows of recurrent layers' states; a row starts where its first token has position 0."""
+    start = batch.state_start
+    token = jnp.arange(layout.n_tokens)
+    row_of_token = jnp.searchsorted(start[1:], token, side="right").astype(jnp.int32)
+    row_of_token = jnp.where(token < start[-1], row_of_token, layout.n_rows)
+    starts = batch.positions.at[start[:-1]].get(mode="clip") == 0
+    return Rows(start, row_of_token, batch.state_of_row, starts)
+
+
 class _LastLayer(NamedTuple):
     model: Transformer | UserDecoder
     iteration: Iteration
@@ -117,7 +129,12 @@ class _LastLayer(NamedTuple):
 
 
 def _through_last_layer(
-    stage: StageModel, weights: Weights, x: Array, cache: LayerCache, buffer: Array, layout: FlatLayout
+    stage: StageModel,
+    weights: Weights,
+    x: Array,
+    cache: LayerMemory,
+    buffer: Array,
+    layout: FlatLayout,
 ) -> _LastLayer:
     """Run x [S, H] through the last layer, whose cache has the tokens' keys and values already."""
     model, shard = stage.model(weights), stage.shard()
@@ -127,7 +144,7 @@ def _through_last_layer(
 
 
 def score(
-    stage: StageModel, weights: Weights, x: Array, cache: LayerCache, buffer: Array, *, layout: FlatLayout
+    stage: StageModel, weights: Weights, x: Array, cache: LayerMemory, buffer: Array, *, layout: FlatLayout
 ) -> Array:
     """Log-probabilities of a ScoredPart's tokens, LOGPROBS as words [SCORED, LOGPROB_WORDS] int32.
 
@@ -140,7 +157,7 @@ def score(
 
 
 def pool(
-    stage: StageModel, weights: Weights, x: Array, cache: LayerCache, buffer: Array, *, layout: FlatLayout
+    stage: StageModel, weights: Weights, x: Array, cache: LayerMemory, buffer: Array, *, layout: FlatLayout
 ) -> Array:
     """Sums [R, E] float32 of each row's final hidden states in a PooledPart; arguments as in `score`."""
     model, iteration, batch, output = _through_last_layer(stage, weights, x, cache, buffer, layout)
@@ -152,7 +169,7 @@ def pool(
 
 
 def route(
-    stage: StageModel, weights: Weights, x: Array, cache: LayerCache, buffer: Array, *, layout: FlatLayout
+    stage: StageModel, weights: Weights, x: Array, cache: LayerMemory, buffer: Array, *, layout: FlatLayout
 ) -> Array:
     """Experts that a PooledPart's tokens choose in the last layer, [SCORED, 1, k]; see `score`."""
     output = _through_last_layer(stage, weights, x, cache, buffer, layout).output
@@ -161,7 +178,7 @@ def route(
 
 
 def encode(
-    stage: StageModel, weights: Weights, cache: LayerCache, buffer: Array, *, layout: FlatLayout
+    stage: StageModel, weights: Weights, cache: LayerMemory, buffer: Array, *, layout: FlatLayout
 ) -> tuple[Array, LayerCache]:
     """Run the encoder, on the first stage: its output [T, H], and the first layer's cache, which is donated.
 

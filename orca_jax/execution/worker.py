@@ -23,7 +23,14 @@ from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch
 from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.iteration.rows.encoder import lay_out_encoder
 from orca_jax.iteration.shape import EngineShape
-from orca_jax.model.kv_cache import LayerCache, cache_shape, copy_blocks, layer_cache
+from orca_jax.model.kv_cache import (
+    LayerCache,
+    LayerMemory,
+    cache_shape,
+    copy_blocks,
+    layer_cache,
+    layer_state,
+)
 from orca_jax.model.transformer import Parameters
 from orca_jax.model.weight import model_dtype
 from orca_jax.request.sampled import Sampled
@@ -85,9 +92,11 @@ class Worker:
         self._cache_like: Any = jax.ShapeDtypeStruct(cache, stored, sharding=cache_place)
         empty = jax.jit(lambda: jnp.zeros(cache, stored), out_shardings=cache_place)
         self._empty = Program(empty, key=lambda: ())
+        zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=self._place)
+        self._empty_state = Program(zeros, key=lambda *like: like)
         copy = jax.jit(copy_blocks, donate_argnums=0, out_shardings=cache_place)
         self._copy = Program(copy, key=lambda *_: ())
-        self._caches: list[LayerCache] = []
+        self._caches: list[LayerMemory] = []
         self._routed = Routed(None, None)  # from the newest forward pass
         self.chooser = TokenChooser(config.vocab_size, shape.n_rows, self._place) if part.last else None
         self.prompts = None
@@ -100,9 +109,19 @@ class Worker:
     def renew(self) -> None:
         """Replace the caches, whatever state they are in, by empty ones."""
         self._caches = []
-        self._caches = [layer_cache(self._config, self._empty) for _ in self.stage.part.layers]
+        self._caches = self._memory(self._empty, self._empty_state)
         if self.chooser is not None:
             self.chooser.renew()
+
+    def _memory(self, make_cache: Callable[[], Any], make_state: Callable[..., Any]) -> list[Any]:
+        """What each of the stage's layers keeps, made of arrays by `make_cache` and `make_state`."""
+        layers = [self._config.layers[i] for i in self.stage.part.layers]
+        return [
+            layer_cache(self._config, make_cache)
+            if layer.recurrence is None
+            else layer_state(layer.recurrence, self._n_rows, self._dtype, make_state)
+            for layer in layers
+        ]
 
     def release_caches(self) -> None:
         """Free the caches and the rows' tables; `renew` must follow before the next iteration."""
@@ -122,7 +141,10 @@ class Worker:
         if len(message.copies):
             copies = self._no_copies.copy()
             copies[: len(message.copies)] = message.copies
-            self._caches = self._copy(self._caches, jax.device_put(copies, self._place))
+            paged = [i for i, cache in enumerate(self._caches) if isinstance(cache, LayerCache)]
+            copied = self._copy([self._caches[i] for i in paged], jax.device_put(copies, self._place))
+            for i, cache in zip(paged, copied, strict=True):
+                self._caches[i] = cache
 
     def forward(self, flat: FlatBatch, arrived: jax.Array) -> Any:
         """Start this stage's forward pass: the hidden array [T, H], or `stage.Last` from the last stage.
@@ -175,7 +197,13 @@ class Worker:
         """All programs that an iteration may need, those that take longest to compile first."""
         stage, place = self.stage, self._place
         weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in stage.weights]
-        caches = [layer_cache(self._config, lambda: self._cache_like) for _ in stage.part.layers]
+        states: dict[Any, Any] = {}
+
+        def state_like(shape: tuple[int, ...], dtype: Any) -> Any:
+            one = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+            return states.setdefault((shape, dtype), one)
+
+        caches = self._memory(lambda: self._cache_like, state_like)
         layouts = sorted(sizes.layouts, key=lambda layout: -layout.n_tokens)
         for layout in layouts:
             arrived = self.hidden_like(layout.n_tokens)
@@ -198,8 +226,11 @@ class Worker:
         if self.chooser is not None:
             yield from self.chooser.programs(sorted({layout.n_rows for layout in layouts}))
         copies = jax.ShapeDtypeStruct(self._no_copies.shape, jnp.int32, sharding=place)
-        yield ToCompile("copies of blocks", partial(self._copy.compile, caches, copies))
+        paged = [cache for cache in caches if isinstance(cache, LayerCache)]
+        yield ToCompile("copies of blocks", partial(self._copy.compile, paged, copies))
         yield ToCompile("empty caches", self._empty.compile)
+        for shape, dtype in states:
+            yield ToCompile("empty states", partial(self._empty_state.compile, shape, dtype))
 
 
 class LocalIteration:

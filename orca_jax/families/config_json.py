@@ -35,6 +35,8 @@ def _grouped(layers: Iterable[Layer]) -> list[dict[str, Any]]:
     found = [{"count": len([*group]), **asdict(layer)} for layer, group in groupby(layers)]
     for layer in found:
         del layer["forms"]
+        if layer["recurrence"] is None:  # so that programs from before recurrent layers read the others
+            del layer["recurrence"]
     return found
 
 
@@ -113,6 +115,7 @@ def _value(hint: Any, value: object, name: str, bad: Bad) -> object:
     if is_dataclass(kind):
         if not isinstance(value, dict):
             raise bad(name, _expected(hint), value)
+        kind = _chosen(choices, cast("dict[str, Any]", value), name, bad)
         return part_from_json(cast("type[object]", kind), value, name, bad)
     if get_origin(kind) is tuple and isinstance(value, list | tuple):
         return tuple(_value(get_args(kind)[0], item, name, bad) for item in cast("list[object]", value))
@@ -122,6 +125,17 @@ def _value(hint: Any, value: object, name: str, bad: Bad) -> object:
     ):
         raise bad(name, _expected(hint), value)
     return value
+
+
+def _chosen(choices: tuple[Any, ...], value: Mapping[str, Any], name: str, bad: Bad) -> Any:
+    """The dataclass among these whose `kind` the object names, or the only one."""
+    parts = [choice for choice in choices if is_dataclass(choice)]
+    if len(parts) == 1:
+        return parts[0]
+    by_name = {get_args(get_type_hints(part)["kind"])[0]: part for part in parts}
+    if value.get("kind") not in by_name:
+        raise bad(f"{name}.kind", f"one of {', '.join(sorted(by_name))}", value.get("kind"))
+    return by_name[value["kind"]]
 
 
 def _expected(hint: Any) -> str:

@@ -18,6 +18,8 @@ from orca_jax.families.limits import check_choice, check_positive, check_size
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.mixtures.mxfp4 import BLOCK
 from orca_jax.families.norm_config import Norm
+from orca_jax.families.recurrence_config import Recurrence
+from orca_jax.families.rotary import Rotary
 from orca_jax.families.weight_form import Dense, Forms, WeightForm
 
 Activation = Literal["gelu_tanh", "gelu", "relu", "silu", "relu2", "xielu"]
@@ -84,18 +86,28 @@ class Layer:
     result of f is multiplied by `residual_multiplier` before the sum. With `cross`, which pre and post allow,
     attention to the encoder's states comes between the two, with `cross_norm`. `forms` says how devices hold
     its weights.
+
+    With a `recurrence` the layer has no attention: it mixes tokens through a state of fixed size.
     """
 
-    attention: Attention
+    attention: Attention | None
     feed_forward: FeedForward
     norm: Norm = LAYER_NORM
     residual: Residual = "pre"
     residual_multiplier: float = 1.0
     cross: Attention | None = None
     forms: Forms = ()
+    recurrence: Recurrence | None = None
 
     def __post_init__(self) -> None:
         check_choice("residual", self.residual, Residual)
+        if (self.attention is None) is (self.recurrence is None):
+            raise ConfigError("a layer needs attention or a recurrence, and not both")
+        if self.recurrence is not None and (self.residual != "pre" or self.cross is not None):
+            raise ConfigError(
+                f"residual is {self.residual!r} in a layer with a recurrence; only pre is supported, without "
+                "cross attention"
+            )
         check_positive("residual_multiplier", self.residual_multiplier)
         if self.cross is None:
             return
@@ -115,6 +127,11 @@ class Layer:
         return (*_NORMS[self.residual], *(() if self.cross is None else ("cross_norm",)))
 
     @property
+    def rotary(self) -> Rotary | None:
+        """The rotary positions of its attention; None without them, or without attention."""
+        return None if self.attention is None else self.attention.rotary
+
+    @property
     def has_whole_experts(self) -> bool:
         """Whether devices hold whole experts, whatever their size, because an expert is not dense."""
         own = self.feed_forward.experts
@@ -122,14 +139,18 @@ class Layer:
 
     def with_attention(self, **changes: Any) -> "Layer":
         """The same layer with these fields of its attention changed."""
+        assert self.attention is not None
         return replace(self, attention=replace(self.attention, **changes))
 
     def with_window(self, window: int | None) -> "Layer":
         """The same layer whose attention has this window."""
+        assert self.attention is not None
         return self.with_attention(scores=replace(self.attention.scores, window=window))
 
     def with_kv_heads(self, repeats: int) -> "Layer":
         """The same layer with each K/V head of the checkpoint `repeats` times in a row."""
+        if self.attention is None:
+            return self
         cross = None if self.cross is None else self.cross.repeated(repeats)
         return replace(self, attention=self.attention.repeated(repeats), cross=cross)
 
@@ -184,8 +205,11 @@ class Encoder:
     def __post_init__(self) -> None:
         check_size("encoder_positions", self.n_positions)
         check_size("n_layers", len(self.layers))
-        if any(layer.attention.causal or layer.cross is not None for layer in self.layers):
-            raise ConfigError("an encoder's layer that is causal, or has cross attention, is not supported")
+        for layer in self.layers:
+            if layer.attention is None or layer.attention.causal or layer.cross is not None:
+                raise ConfigError(
+                    "an encoder's layer that is causal, recurrent, or has cross attention, is not supported"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,6 +251,8 @@ class ModelConfig:
         for name in ("vocab_size", "n_positions", "hidden_size", "vocab_multiple"):
             check_size(name, getattr(self, name))
         check_size("n_layers", len(self.layers))
+        if all(layer.attention is None for layer in self.layers):
+            raise ConfigError("a model without any attention layer is not supported")
         check_positive("logit_multiplier", self.logit_multiplier)
         if self.logit_soft_cap is not None:
             check_positive("logit_soft_cap", self.logit_soft_cap)
@@ -251,19 +277,22 @@ class ModelConfig:
         if self.encoder is not None:
             every += [(f"encoder layer {i}", layer.attention) for i, layer in enumerate(self.encoder.layers)]
         first = self.attention
+        first_name = next(name for name, attention in every if attention is not None)
         for name, attention in every:
-            if attention is not first and _heads(attention) != _heads(first):
+            if attention is not None and attention is not first and _heads(attention) != _heads(first):
                 raise ConfigError(
-                    f"{name} has {_described_heads(attention)}, layer 0 {_described_heads(first)}; layers "
-                    "whose heads differ are not supported"
+                    f"{name} has {_described_heads(attention)}, {first_name} {_described_heads(first)}; "
+                    "layers whose heads differ are not supported"
                 )
 
     def _check_encoder(self) -> None:
+        if self.encoder is not None and self.has_state:
+            raise ConfigError("recurrent layers in a model with an encoder are not supported")
         if any((layer.cross is None) is not (self.encoder is None) for layer in self.layers):
             raise ConfigError(
                 "cross attention without an encoder, or an encoder without it, is not supported"
             )
-        if not all(layer.attention.causal for layer in self.layers):
+        if not all(layer.attention.causal for layer in self.layers if layer.attention is not None):
             raise ConfigError("a decoder's layer that is not causal is not supported")
         if self.encoder is None:
             return
@@ -293,8 +322,13 @@ class ModelConfig:
 
     @property
     def attention(self) -> Attention:
-        """The first layer's attention; all layers have the same heads."""
-        return self.layers[0].attention
+        """The first attention layer's attention; all attention layers have the same heads."""
+        return next(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether any layer is recurrent, so that each request has a state of fixed size."""
+        return any(layer.recurrence is not None for layer in self.layers)
 
     @property
     def n_heads(self) -> int:
@@ -414,8 +448,13 @@ class ModelConfig:
         """The model as the `n_devices` of a stage hold it, with equal shares of heads and vocabulary.
 
         The vocabulary is padded, and K/V heads are repeated until they are a multiple of the devices. Raises
-        ConfigError unless the devices can share the query heads.
+        ConfigError unless the devices can share the query heads, or where layers are recurrent.
         """
+        if n_devices > 1 and self.has_state:
+            raise ConfigError(
+                f"tensor_parallel is {n_devices}, and the model has recurrent layers, whose states are not "
+                "split over devices yet; use tensor_parallel=1, with pipeline_parallel for more devices"
+            )
         stored = self.n_kv_heads // self.attention.kv_repeats
         n_kv_heads = math.lcm(stored, n_devices)
         if self.n_heads % n_kv_heads:

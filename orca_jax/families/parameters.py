@@ -10,7 +10,7 @@ An axis is written in letters, and its size is their product; a digit is a size,
     N  query heads of latent attention    Q  size of a head's query      W  size of its value
     A  rank of compressed queries         C  rank of compressed keys and values
     L  C and the rotated part of keys     M  a head's unrotated part of a key, and its value
-    Z  numbers of a learned activation
+    Z  numbers of a learned activation    B  channels of a convolution     J  its width in tokens
 
 Matrices are [out, in]. An axis with one of the letters in SPLIT is split over a stage's devices (ORCA 4.1,
 Figure 6): QKV and up projections by their outputs, that is by heads and by feed-forward units; out and down
@@ -49,6 +49,7 @@ from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
+from orca_jax.families.recurrence_config import Recurrence
 from orca_jax.families.weight_form import (
     DENSE,
     EXACT,
@@ -258,10 +259,54 @@ def packable_weights(config: ModelConfig) -> dict[str, Parameter]:
 
 
 def _of_layer(config: ModelConfig, layer: Layer) -> dict[str, Parameter]:
-    attention, cross, feed_forward = layer.attention, layer.cross, layer.feed_forward
-    sizes = _sizes(config) | {"F": feed_forward.size, "Z": _XIELU_NUMBERS} | attention_sizes(attention)
-    heads = ("KD",) if attention.group == 1 else ("G", "KD")
+    feed_forward = layer.feed_forward
+    # The letters of heads are the model's: a recurrent layer has none of its own.
+    sizes = _sizes(config) | {"F": feed_forward.size, "Z": _XIELU_NUMBERS}
+    sizes |= attention_sizes(layer.attention or config.attention)
     found: dict[str, Parameter] = {}
+    if layer.attention is not None:
+        found |= _of_attention(layer, layer.attention, sizes)
+    if layer.recurrence is not None:
+        found |= _of_recurrence(layer, layer.recurrence, sizes)
+    if feed_forward.experts is None:
+        into = ("2", "F") if feed_forward.gated else ("F",)
+        found |= _linear(layer, sizes, "up", into, ("H",), bias=feed_forward.bias)
+        found |= _linear(layer, sizes, "down", ("H",), ("F",), bias=feed_forward.bias)
+        if feed_forward.activation == "xielu":
+            found["xielu"] = _parameter(("Z",), sizes, "zeros", "bias")
+    else:
+        found |= _of_experts(layer, feed_forward.experts, sizes)
+    if layer.attention is not None:
+        found |= _beside_attention(layer.attention, sizes)
+    for name in layer.norms:
+        found |= _norm(name, layer.norm, sizes)
+    return found
+
+
+def _linear(
+    layer: Layer,
+    sizes: Mapping[str, int],
+    name: str,
+    out: tuple[str, ...],
+    into: tuple[str, ...],
+    *,
+    bias: bool,
+) -> dict[str, Parameter]:
+    """The weight of a linear layer in its form, and maybe its bias."""
+    form = form_of(layer.forms, f"{name}.weight")
+    if not isinstance(form, Dense) and into == ("G", "KD"):
+        into = (FLAT_HEADS,)
+    weight = _parameter((*out, *into), sizes, "normal", "linear")
+    found = {f"{name}.weight": replace(weight, form=form)}
+    if bias:
+        found[f"{name}.bias"] = _parameter(out, sizes, "zeros", "bias")
+    return found
+
+
+def _of_attention(layer: Layer, attention: Attention, sizes: Mapping[str, int]) -> dict[str, Parameter]:
+    """The projections of a layer's attention, and of its cross attention."""
+    heads = ("KD",) if attention.group == 1 else ("G", "KD")
+    cross, found = layer.cross, dict[str, Parameter]()
 
     def linear(
         name: str,
@@ -269,12 +314,7 @@ def _of_layer(config: ModelConfig, layer: Layer) -> dict[str, Parameter]:
         into: tuple[str, ...],
         bias: bool,
     ) -> None:
-        form = form_of(layer.forms, f"{name}.weight")
-        if not isinstance(form, Dense) and into == ("G", "KD"):
-            into = (FLAT_HEADS,)
-        found[f"{name}.weight"] = replace(_parameter((*out, *into), sizes, "normal", "linear"), form=form)
-        if bias:
-            found[f"{name}.bias"] = _parameter(out, sizes, "zeros", "bias")
+        found.update(_linear(layer, sizes, name, out, into, bias=bias))
 
     if (latent := attention.latent) is None:
         linear("qkv", ("G+2", "KD"), ("H",), attention.qkv_bias)
@@ -292,15 +332,15 @@ def _of_layer(config: ModelConfig, layer: Layer) -> dict[str, Parameter]:
         linear("cross_q", ("KD",), ("H",), cross.qkv_bias)
         linear("cross_kv", ("2", "KD"), ("H",), cross.qkv_bias)
         linear("cross_out", ("H",), ("KD",), cross.out_bias)
-    if feed_forward.experts is None:
-        linear("up", ("2", "F") if feed_forward.gated else ("F",), ("H",), feed_forward.bias)
-        linear("down", ("H",), ("F",), feed_forward.bias)
-        if feed_forward.activation == "xielu":
-            found["xielu"] = _parameter(("Z",), sizes, "zeros", "bias")
-    else:
-        found |= _of_experts(layer, feed_forward.experts, sizes)
+    return found
+
+
+def _beside_attention(attention: Attention, sizes: Mapping[str, int]) -> dict[str, Parameter]:
+    """The other weights of attention: biases of scores, sinks and norms."""
+    heads = ("KD",) if attention.group == 1 else ("G", "KD")
+    latent, found = attention.latent, dict[str, Parameter]()
     if attention.scores.relative is not None:
-        sizes["U"] = attention.scores.relative.n_buckets
+        sizes = {**sizes, "U": attention.scores.relative.n_buckets}
         found["relative_bias"] = _parameter(("U", "K"), sizes, "normal", "bias")
     if attention.scores.sinks:
         found["sinks"] = _parameter(("K",) if attention.group == 1 else ("G", "K"), sizes, "normal", "bias")
@@ -312,9 +352,17 @@ def _of_layer(config: ModelConfig, layer: Layer) -> dict[str, Parameter]:
         if latent.query_rank is not None:
             found |= _norm("q_a_norm", latent.norm, sizes, axes=("A",))
         found |= _norm("kv_a_norm", latent.norm, sizes, axes=("C",))
-    for name in layer.norms:
-        found |= _norm(name, layer.norm, sizes)
     return found
+
+
+def _of_recurrence(layer: Layer, own: Recurrence, sizes: Mapping[str, int]) -> dict[str, Parameter]:
+    """The weights of a recurrent mixer; a convolution's [B, J] has the newest token's column last."""
+    sizes = {**sizes, "B": own.channels, "J": own.width}
+    found = _linear(layer, sizes, "conv_in", ("3", "B"), ("H",), bias=own.bias)
+    found["conv.weight"] = _parameter(("B", "J"), sizes, "normal", "bias")
+    if own.bias:
+        found["conv.bias"] = _parameter(("B",), sizes, "zeros", "bias")
+    return found | _linear(layer, sizes, "conv_out", ("H",), ("B",), bias=own.bias)
 
 
 def _of_experts(layer: Layer, experts: Experts, sizes: Mapping[str, int]) -> dict[str, Parameter]:

@@ -60,6 +60,9 @@ class FlatArrays(NamedTuple):
     sampler: Any  # [len(SamplerArrays), R]
     encoder_length: Any  # [R] tokens of the encoder's input; this and the next are empty without an encoder
     encoder_table: Any  # [R, max_encoder_blocks]
+    # Empty without recurrent layers. Neighbouring rows of one request are one row to a state.
+    state_start: Any  # [R + 1] as row_start
+    state_of_row: Any  # [R] where the request's state is; n_rows (out of range) for padding
 
 
 class SamplerArrays(NamedTuple):
@@ -96,8 +99,8 @@ class FlatLayout:
 
     A decoder row also has `max_encoder_blocks` blocks of the encoder; 0 without an encoder. In the encoder's
     batches the encoder's blocks are the `max_blocks`. With `one_each`, as in decode, T is R, and row r has
-    token r and no other. Each part begins at a multiple of 64 words, and so does the end of the buffer.
-    Unused words are 0.
+    token r and no other. `states` are the entries for recurrent layers. Each part begins at a multiple of 64
+    words, and so does the end of the buffer. Unused words are 0.
     """
 
     n_tokens: int
@@ -105,6 +108,7 @@ class FlatLayout:
     max_blocks: int
     max_encoder_blocks: int = 0
     one_each: bool = False
+    states: bool = False
 
     def __post_init__(self) -> None:
         assert not self.one_each or self.n_tokens == self.n_rows, "each row has one token"
@@ -118,6 +122,7 @@ class FlatLayout:
             sampler=(len(SamplerArrays._fields), self.n_rows),
             encoder_length=(self.n_rows * (self.max_encoder_blocks > 0),),
             encoder_table=(self.n_rows, self.max_encoder_blocks),
+            state_start=((self.n_rows + 1) * self.states,), state_of_row=(self.n_rows * self.states,),
         )  # fmt: skip
 
     @property
@@ -229,6 +234,7 @@ def flat_batch(
     n_rows: int,
     max_blocks: int | None = None,
     one_each: bool = False,
+    states: bool = False,
 ) -> FlatBatch:
     """Lay out the requests of `message` in a new buffer of `bucket` tokens and min(bucket, max_bs) rows.
 
@@ -244,7 +250,7 @@ def flat_batch(
     encoder = message.encoder
     max_encoder_blocks = 0 if encoder is None else encoder.block_table.shape[1]
     rows_of_bucket = bucket if one_each else min(bucket, max_bs)
-    layout = FlatLayout(bucket, rows_of_bucket, max_blocks or n_blocks, max_encoder_blocks, one_each)
+    layout = FlatLayout(bucket, rows_of_bucket, max_blocks or n_blocks, max_encoder_blocks, one_each, states)
     assert real_rows <= layout.n_rows and real_tokens <= bucket, f"{real_rows} rows, {real_tokens} tokens"
     assert not one_each or real_tokens == real_rows, f"{real_rows} rows, {real_tokens} tokens"
     buffer, arrays = padding(layout, real_tokens, real_rows, n_slots=n_slots, n_rows=n_rows)
@@ -253,6 +259,12 @@ def flat_batch(
     row_start = arrays.row_start
     row_start[1 : real_rows + 1] = np.add.accumulate(message.input_length, dtype=np.int32)
     row_start[real_rows + 1 :] = real_tokens
+    if states:
+        first = np.flatnonzero(np.diff(message.row, prepend=-1))  # each state's first row
+        arrays.state_start[: len(first)] = row_start[first]
+        arrays.state_start[len(first) :] = real_tokens
+        arrays.state_of_row[: len(first)] = message.row[first]
+        arrays.state_of_row[len(first) :] = n_rows
     arrays.kv_length[:real_rows] = message.kv_length
     n_sent = min(n_blocks, layout.max_blocks)  # later blocks of a row hold nothing yet
     arrays.block_table[:real_rows, :n_sent] = message.block_table[:, :n_sent]
@@ -335,12 +347,14 @@ class BatchSizes:
         """A mixed layout per bucket, and a layout per decode bucket and tier of context."""
         shape = self.shape
         mixed = [
-            FlatLayout(n, min(n, shape.max_rows), shape.max_blocks, shape.max_encoder_blocks)
+            FlatLayout(
+                n, min(n, shape.max_rows), shape.max_blocks, shape.max_encoder_blocks, states=shape.states
+            )
             for n in self.buckets
         ]
         of_decodes = bucket_for(min(shape.max_rows, self.buckets[-1]), self.buckets)
         return mixed + [
-            FlatLayout(n, n, tier, shape.max_encoder_blocks, one_each=True)
+            FlatLayout(n, n, tier, shape.max_encoder_blocks, one_each=True, states=shape.states)
             for n in self.buckets
             if n <= of_decodes
             for tier in self.tiers
@@ -381,6 +395,7 @@ class BatchSizes:
             n_rows=shape.n_rows,
             max_blocks=tier or shape.max_blocks,
             one_each=tier is not None,
+            states=shape.states,
         )
         if shape.deterministic and flat.programs.sampler != "greedy":
             flat = replace(flat, programs=replace(flat.programs, sampler="full"))

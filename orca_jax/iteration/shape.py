@@ -41,7 +41,8 @@ class EngineShape:
     `max_blocks` of them, and with an encoder up to `max_encoder_blocks` more for its input. `deterministic`
     and `coarse_buckets` select the buckets, as in ServingConfig. An embedding has `embedding_size` numbers; 0
     if the engine makes none. In each of `sparse_layers` layers a token chooses `top_k` of `n_experts`
-    experts; all three are 0 if no layer has experts, or if layers choose different numbers of them.
+    experts; all three are 0 if no layer has experts, or if layers choose different numbers of them. With
+    `states` each admitted request also has a state of fixed size, which recurrent layers keep at its row.
     """
 
     block_size: int
@@ -58,6 +59,7 @@ class EngineShape:
     sparse_layers: int = 0
     top_k: int = 0
     n_experts: int = 0
+    states: bool = False
 
     def __post_init__(self) -> None:
         for name, limit in _LIMITS.items():
@@ -66,7 +68,7 @@ class EngineShape:
         check_whole("embedding_size", self.embedding_size, 0, _LARGEST_EMBEDDING)
         for name in ("sparse_layers", "top_k", "n_experts"):
             check_whole(name, getattr(self, name), 0, _MOST_EXPERTS)
-        for name in ("deterministic", "coarse_buckets"):
+        for name in ("deterministic", "coarse_buckets", "states"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
 

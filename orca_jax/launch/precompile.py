@@ -20,6 +20,7 @@ from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.compile_counter import CompileCounter
 from orca_jax.execution.programs import OnProgram, ToCompile, compile_all
 from orca_jax.execution.worker import Worker, programs_by_stage
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import batch_sizes
 from orca_jax.launch.local_engine import chosen_sizes
 from orca_jax.model_files.found_model import find_config
@@ -92,7 +93,7 @@ def compile_engine(
     programs = programs_by_stage(workers, batch_sizes(shape, workers[0].attention.kind))
     with closing(CompileCounter()) as counter:
         if engine.worker_processes:
-            _compile_by_stage(parts, programs, cache, on_program)
+            _compile_by_stage(config, parts, programs, cache, on_program)
         else:
             compile_all([program for stage in programs for program in stage], on_program)
         counts = counter.counts()
@@ -106,6 +107,7 @@ def compile_engine(
 
 
 def _compile_by_stage(
+    model: ModelConfig,
     parts: Sequence[StagePart],
     programs: Sequence[Sequence[ToCompile]],
     cache: str | Path,
@@ -117,7 +119,7 @@ def _compile_by_stage(
     """
     folders: list[Path] = []
     done, total = 0, sum(map(len, programs))
-    for i, like in alike_stages(tuple(parts)):
+    for i, like in alike_stages(model, tuple(parts)):
         folder = keep_compiled_programs(cache, stage=(i, len(parts)))
         assert folder is not None
         folders.append(folder)

@@ -1,4 +1,4 @@
-"""One Transformer layer: attention and feed-forward, joined by the residual form that its config names."""
+"""One layer: attention or a recurrent mixer, and feed-forward, in the residual form that its config names."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,15 +9,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from orca_jax.families.model_config import Layer, Residual
+from orca_jax.families.recurrence_config import Recurrence
 from orca_jax.model.context import Context, Iteration
 from orca_jax.model.cross_attention import CrossAttention
 from orca_jax.model.feed_forward import FeedForward
-from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.kv_cache import LayerMemory
 from orca_jax.model.latent import LatentAttention
 from orca_jax.model.layers import LayerNorm, RMSNorm, Weights, norm_of
 from orca_jax.model.mixture import Mixture
 from orca_jax.model.rotation import Rotation
 from orca_jax.model.self_attention import SelfAttention
+from orca_jax.model.short_convolution import ShortConvolutionMixer
 
 Parameters = Mapping[str, Any]  # arrays and FormedWeights by name
 
@@ -40,7 +42,9 @@ class Block(nnx.Module):
         self.config = config
         for name in config.norms:
             setattr(self, name, norm_of(config.norm, p, name))
-        self.attention = (LatentAttention if config.attention.latent else SelfAttention)(config.attention, p)
+        self.recurrence = None if config.recurrence is None else recurrent_mixer(config.recurrence, p)
+        if (attention := config.attention) is not None:
+            self.attention = (LatentAttention if attention.latent else SelfAttention)(attention, p)
         self.cross = None if config.cross is None else CrossAttention(config.cross, p)
         self.feed_forward = (Mixture if config.feed_forward.experts else FeedForward)(config.feed_forward, p)
 
@@ -49,12 +53,32 @@ class Block(nnx.Module):
 
         Keys and values of all tokens are written to `ctx.cache` first, unless there are no slots.
         """
+        if self.recurrence is not None:
+            return ctx.whole(_recurrent(self, self.recurrence, x, ctx))
         return ctx.whole(_RESIDUAL_FORMS[self.config.residual](self, x, ctx))
 
     def scaled(self, x: jax.Array) -> jax.Array:
         """x times the residual multiplier."""
         multiplier = self.config.residual_multiplier
         return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
+
+
+def recurrent_mixer(config: Recurrence, p: Weights) -> ShortConvolutionMixer:
+    """The mixer of a recurrent layer: [T, H] to [T, H], through the context's `rows` and `state`."""
+    return ShortConvolutionMixer(config, p)
+
+
+def _recurrent(block: Block, mixer: ShortConvolutionMixer, x: jax.Array, ctx: Context) -> jax.Array:
+    """The form `pre` with a recurrent mixer, which needs all tokens, also those that do not leave the layer.
+
+    Where there are no slots the tokens have been through the mixer, and x is the sum after it: a state cannot
+    take a token a second time.
+    """
+    if ctx.slot_of_token is not None:
+        x = x + block.scaled(mixer(block.attn_norm(x), ctx))
+        ctx.mixed = x
+    x = ctx.wanted(x)
+    return x + block.scaled(block.feed_forward(block.mlp_norm(x), ctx))
 
 
 def _pre(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
@@ -114,11 +138,13 @@ class LayerOutput(NamedTuple):
     """A layer's outputs: hidden states, updated cache, chosen experts."""
 
     x: jax.Array  # [T, H] or [R, H]
-    cache: LayerCache
+    cache: LayerMemory
     chosen: jax.Array | None  # [T, k] or [R, k] int32; None without experts
+    # [T, H] a recurrent layer's sum after its mixer, if only R tokens leave the layer
+    mixed: jax.Array | None = None
 
 
-RunBlock = Callable[[Block, bool, jax.Array, LayerCache, Rotation | None], LayerOutput]
+RunBlock = Callable[[Block, bool, jax.Array, LayerMemory, Rotation | None], LayerOutput]
 
 
 def run_blocks(iteration: Iteration) -> RunBlock:
@@ -134,15 +160,20 @@ def run_blocks(iteration: Iteration) -> RunBlock:
         only_wanted: bool,
         weights: nnx.State,
         x: jax.Array,
-        cache: LayerCache,
+        cache: LayerMemory,
         rotation: Rotation | None,
     ) -> LayerOutput:
         block = nnx.merge(graph, weights)
         ctx = iteration.context(block.config, x, cache, rotation, only_wanted=only_wanted)
-        return LayerOutput(block(x, ctx), ctx.cache, ctx.chosen)
+        out = block(x, ctx)
+        return LayerOutput(out, ctx.held, ctx.chosen, ctx.mixed if only_wanted else None)
 
     def run(
-        block: Block, only_wanted: bool, x: jax.Array, cache: LayerCache, rotation: Rotation | None
+        block: Block,
+        only_wanted: bool,
+        x: jax.Array,
+        cache: LayerMemory,
+        rotation: Rotation | None,
     ) -> LayerOutput:
         graph, weights = nnx.split(block)
         return layer(graph, only_wanted, weights, x, cache, rotation)

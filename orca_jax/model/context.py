@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Layer
-from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.kv_cache import LayerCache, LayerMemory, LayerState
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.model.rotation import Rotation
 from orca_jax.model.shard import ALONE, Shard
@@ -82,13 +83,35 @@ class Tokens(NamedTuple):
         return x if self.at is None else x.at[self.at].get(mode="clip")
 
 
+class Rows(NamedTuple):
+    """The rows of an iteration as recurrent layers see them: neighbouring tokens of one request are one row.
+
+    Tokens from `row_start[-1]` on are padding, and rows without tokens too; neither may touch a state.
+    """
+
+    row_start: jax.Array  # [R + 1] int32 index of each row's first token, then the number of tokens
+    row_of_token: jax.Array  # [T] int32; R (out of range) for padding
+    state_of_row: jax.Array  # [R] int32 index of the request's state; n_states (out of range) for padding
+    starts: jax.Array  # [R] bool: the row's first token is its request's first, so its state is all zeros
+
+    def carried(self, state: jax.Array) -> jax.Array:
+        """Each row's part of a state array [n_states, ...], zeros where its request starts: [R, ...]."""
+        own = state.at[self.state_of_row].get(mode="clip")
+        return jnp.where(self.starts.reshape(-1, *(1 for _ in own.shape[1:])), 0, own)
+
+    def kept(self, state: jax.Array, new: jax.Array) -> jax.Array:
+        """Write the rows' new states [R, ...] back into the array [n_states, ...]."""
+        return state.at[self.state_of_row].set(new.astype(state.dtype), mode="drop")
+
+
 @dataclass(frozen=True, slots=True)
 class Iteration:
     """The values that all layers of an iteration share.
 
     `positions` and `slot_of_token` are [T] int32; without slots all keys and values are in the cache already.
     With `wanted`, the stage's last layer computes keys and values of all `tokens`, but hidden states of the
-    wanted ones alone.
+    wanted ones alone. `rows` are for recurrent layers; without slots it is None, because states know all
+    tokens already.
     """
 
     positions: jax.Array
@@ -96,12 +119,13 @@ class Iteration:
     tokens: Tokens
     wanted: Tokens | None = None
     shard: Shard = ALONE
+    rows: Rows | None = None
 
     def context(
         self,
         layer: Layer,
         x: jax.Array,
-        cache: LayerCache,
+        cache: LayerMemory,
         rotation: Rotation | None,
         *,
         only_wanted: bool = False,
@@ -115,20 +139,23 @@ class Iteration:
             shard, product = slices.scattering, slices.product(product)
         return Context(
             *(cache, self.positions, rotation, self.slot_of_token, self.tokens),
-            *(queries, product, shard, slices),
+            *(queries, product, shard, slices, self.rows),
         )
 
 
 @dataclass(slots=True)
 class Context:
-    """One layer's surroundings. The layer replaces `cache` by the written one and sets its experts, `chosen`.
+    """One layer's surroundings. The layer replaces `held` by what it wrote, and sets its experts, `chosen`.
 
     Keys and values are computed for all `tokens`. The `queries` among them attend, and only they
     continue after attention, with `product` and `shard`. Where devices exchange tokens, each device
     then has its slice.
+
+    `held` is what the layer keeps between iterations: an attention layer's `cache`, or a recurrent layer's
+    `state`, whose new value is for all tokens. `mixed` [T, H] is a recurrent layer's sum after its mixer.
     """
 
-    cache: LayerCache
+    held: LayerMemory
     positions: jax.Array  # [T] int32
     rotation: Rotation | None
     slot_of_token: jax.Array | None
@@ -137,7 +164,29 @@ class Context:
     product: Matmul
     shard: Shard
     slices: Slices | None
+    rows: Rows | None = None
+    mixed: jax.Array | None = None
     chosen: jax.Array | None = None  # [T, k] or [R, k] int32; None without experts
+
+    @property
+    def cache(self) -> LayerCache:
+        """An attention layer's keys and values."""
+        assert isinstance(self.held, LayerCache)
+        return self.held
+
+    @cache.setter
+    def cache(self, written: LayerCache) -> None:
+        self.held = written
+
+    @property
+    def state(self) -> LayerState:
+        """A recurrent layer's states, by their names in its `state_shapes`."""
+        assert not isinstance(self.held, LayerCache)
+        return self.held
+
+    @state.setter
+    def state(self, new: LayerState) -> None:
+        self.held = new
 
     def wanted(self, x: jax.Array) -> jax.Array:
         """Select the tokens that continue after attention: [T, H] to [R, H], or to this device's slice."""

@@ -1,4 +1,4 @@
-"""The paged K/V cache of each layer, in blocks of slots.
+"""What layers keep between iterations: the paged K/V cache, in blocks of slots, and recurrent layers' states.
 
 A layer's cache is two arrays [n_blocks, K, B, D], head-major: a block of one head is one contiguous tile.
 Latent attention has one array, and a value is the first elements of its key. Caches are arguments of the
@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.recurrence_config import Recurrence
 
 
 class LayerCache(NamedTuple):
@@ -38,6 +39,11 @@ class LayerCache(NamedTuple):
     def dtype(self) -> np.dtype[Any]:
         """The logical dtype: bfloat16 even when stored as uint16."""
         return np.dtype(jnp.bfloat16) if self.keys.dtype == jnp.uint16 else self.keys.dtype
+
+
+# A recurrent layer's states by name, each [n_states, ...]: the shapes of Recurrence.state_shapes.
+LayerState = dict[str, jax.Array]
+LayerMemory = LayerCache | LayerState  # what a layer keeps between iterations
 
 
 def dtype_on_cpu(dtype: Any) -> np.dtype[Any]:
@@ -77,6 +83,16 @@ def write(
         put(cache.keys, keys),
         None if cache.values is None or values is None else put(cache.values, values),
     )
+
+
+def layer_state(
+    recurrence: Recurrence, n_states: int, dtype: Any, make: Callable[[tuple[int, ...], Any], Any]
+) -> dict[str, Any]:
+    """A recurrent layer's states in a model of `dtype`; `make` makes an array of a shape and dtype."""
+    return {
+        name: make((n_states, *shape), dtype if of == "model" else jnp.float32)
+        for name, (shape, of) in recurrence.state_shapes.items()
+    }
 
 
 def copy_blocks(caches: Sequence[LayerCache], copies: jax.Array) -> list[LayerCache]:

@@ -1,7 +1,7 @@
 """The reference: the same model for one request, dense, without cache, padding or batching.
 
 It shares no code with the engine except the parameters' names and the rotary frequencies, and is written to
-be compared with the papers line by line. Everything is float32.
+be compared with the papers line by line. Everything is float32. A recurrence runs a token at a time.
 """
 
 import math
@@ -15,6 +15,7 @@ from orca_jax.families.attention_config import Attention, Latent, RelativeBias
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
+from orca_jax.families.recurrence_config import Recurrence, ShortConvolution
 from orca_jax.families.rotary import Rotary
 
 Parameters = Mapping[str, jax.Array]
@@ -131,6 +132,30 @@ def forward(
         out = p[f"{name}.out.weight"].reshape(config.hidden_size, -1)
         return by_group.reshape(n_tokens, -1) @ out.T + p.get(f"{name}.out.bias", 0)
 
+    def mixed(layer: Layer, name: str, value: jax.Array, real: jax.Array) -> jax.Array:
+        """Mix the tokens of a sequence, by attention or by the layer's recurrence."""
+        if layer.attention is not None:
+            return attention(layer.attention, name, value, real)
+        assert layer.recurrence is not None
+        return recurrence(layer.recurrence, name, value)
+
+    def recurrence(layer: Recurrence, name: str, value: jax.Array) -> jax.Array:
+        """Run a recurrence a token at a time."""
+        return short_convolution(layer, name, value)
+
+    def short_convolution(layer: ShortConvolution, name: str, value: jax.Array) -> jax.Array:
+        """LFM2's mixer: c * convolution(b * x)."""
+
+        def step(before: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+            b, c, x = token
+            window = jnp.concatenate([before, (b * x)[None]])  # [W, C], the newest last
+            summed = (window * p[f"{name}.conv.weight"].T).sum(axis=0) + p.get(f"{name}.conv.bias", 0)
+            return window[1:], c * summed
+
+        empty = jnp.zeros((layer.width - 1, layer.channels))
+        _, out = jax.lax.scan(step, empty, linear(f"{name}.conv_in", value))
+        return linear(f"{name}.conv_out", out)
+
     def cross_attention(layer: Attention, name: str, value: jax.Array, encoded: jax.Array) -> jax.Array:
         """Attention of the decoder's tokens to the encoder's output."""
         q = linear(f"{name}.cross_q", value).reshape(len(value), layer.n_heads, layer.head_size)
@@ -187,33 +212,33 @@ def forward(
 
     def through(layer: Layer, name: str, x: jax.Array, real: jax.Array) -> jax.Array:
         """Run one layer."""
-        m, a, f = layer.residual_multiplier, layer.attention, layer.feed_forward
+        m, f = layer.residual_multiplier, layer.feed_forward
 
         def n(which: str, value: jax.Array) -> jax.Array:
             return norm(layer.norm, f"{name}.{which}", value)
 
         match layer.residual:
             case "pre":
-                x = x + m * attention(a, name, n("attn_norm", x), real)
+                x = x + m * mixed(layer, name, n("attn_norm", x), real)
                 if layer.cross is not None:
                     x = x + m * cross_attention(layer.cross, name, n("cross_norm", x), encoded)
                 x = x + m * feed_forward(f, name, n("mlp_norm", x))
             case "post":
-                x = n("attn_norm", x + m * attention(a, name, x, real))
+                x = n("attn_norm", x + m * mixed(layer, name, x, real))
                 if layer.cross is not None:
                     x = n("cross_norm", x + m * cross_attention(layer.cross, name, x, encoded))
                 x = n("mlp_norm", x + m * feed_forward(f, name, x))
             case "both":
-                x = x + m * n("attn_out_norm", attention(a, name, n("attn_norm", x), real))
+                x = x + m * n("attn_out_norm", mixed(layer, name, n("attn_norm", x), real))
                 x = x + m * n("mlp_out_norm", feed_forward(f, name, n("mlp_norm", x)))
             case "after":
-                x = x + m * n("attn_out_norm", attention(a, name, x, real))
+                x = x + m * n("attn_out_norm", mixed(layer, name, x, real))
                 x = x + m * n("mlp_out_norm", feed_forward(f, name, x))
             case "parallel":
                 y = n("attn_norm", x)
-                x = x + m * (attention(a, name, y, real) + feed_forward(f, name, y))
+                x = x + m * (mixed(layer, name, y, real) + feed_forward(f, name, y))
             case "parallel_two_norms":
-                attended = attention(a, name, n("attn_norm", x), real)
+                attended = mixed(layer, name, n("attn_norm", x), real)
                 x = x + m * (attended + feed_forward(f, name, n("mlp_norm", x)))
         return x
 

@@ -4,7 +4,7 @@ A Transformer holds weights and no state: caches are arguments and results. GPT,
 all of this class: a configuration names the parts of each layer, and block.py puts them together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from orca_jax.families.weight_form import Dense
 from orca_jax.model.block import Block, LayerOutput, Parameters, run_blocks, weights_of_layer
 from orca_jax.model.context import Iteration
 from orca_jax.model.encoder import Encoder
-from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.kv_cache import LayerCache, LayerMemory
 from orca_jax.model.layers import Linear, Matmul, matmul, norm_of, soft_cap
 from orca_jax.model.rotation import Rotation, rotation
 from orca_jax.model.shard import ALONE, Shard
@@ -63,8 +63,8 @@ class LayersOutput(NamedTuple):
     """The outputs of a stage's layers."""
 
     x: jax.Array  # [T, H], or [R, H] if only wanted tokens leave the last layer
-    before_last: jax.Array  # [T, H] the last layer's input, which `last_layer` takes
-    caches: list[LayerCache]
+    before_last: jax.Array  # [T, H] what `last_layer` takes: the last layer's input, or its `mixed`
+    caches: list[LayerMemory]
     chosen: tuple[jax.Array, ...] = ()  # experts in each sparse layer, [T, k]; in the last maybe [R, k]
 
 
@@ -137,27 +137,31 @@ class Transformer(nnx.Module):
             x = x * jnp.asarray(self.config.embedding.multiplier, x.dtype)
         return x
 
-    def through(self, x: jax.Array, caches: list[LayerCache], iteration: Iteration) -> LayersOutput:
+    def through(self, x: jax.Array, caches: Sequence[LayerMemory], iteration: Iteration) -> LayersOutput:
         """Run x [T, H] through the layers, which write the caches; only wanted tokens leave the last one."""
         # Cosine and sine are computed once for all layers with the same rotary positions.
-        kinds = dict.fromkeys(block.config.attention.rotary for block in self.layers)
+        kinds = dict.fromkeys(block.config.rotary for block in self.layers)
         rotations = {kind: self._rotation(kind, iteration.positions) for kind in kinds}
         run = run_blocks(iteration)
-        before_last, written, chosen = x, list[LayerCache](), list[jax.Array]()
+        before_last, written, chosen = x, list[LayerMemory](), list[jax.Array]()
         for i, (block, cache) in enumerate(zip(self.layers, caches, strict=True), 1):
             before_last, only_wanted = x, iteration.wanted is not None and i == len(self.layers)
-            out = run(block, only_wanted, x, cache, rotations[block.config.attention.rotary])
+            out = run(block, only_wanted, x, cache, rotations[block.config.rotary])
+            before_last = before_last if out.mixed is None else out.mixed
             x = out.x
             written.append(out.cache)
             chosen += [] if out.chosen is None else [out.chosen]
         return LayersOutput(x, before_last, written, tuple(chosen))
 
-    def last_layer(self, x: jax.Array, cache: LayerCache, iteration: Iteration) -> LayerOutput:
-        """Run x [T, H] through the last layer alone; the tokens' keys and values are in its cache already."""
+    def last_layer(self, x: jax.Array, cache: LayerMemory, iteration: Iteration) -> LayerOutput:
+        """Run x [T, H] through the last layer alone; the tokens' keys and values are in its cache already.
+
+        Of a recurrent layer only what follows the mixer, which has seen the tokens.
+        """
         block = self.layers[-1]
-        rotation = self._rotation(block.config.attention.rotary, iteration.positions)
+        rotation = self._rotation(block.config.rotary, iteration.positions)
         ctx = iteration.context(block.config, x, cache, rotation)
-        return LayerOutput(block(x, ctx), ctx.cache, ctx.chosen)
+        return LayerOutput(block(x, ctx), ctx.held, ctx.chosen)
 
     def cross_caches(
         self, encoded: jax.Array, caches: list[LayerCache], iteration: Iteration

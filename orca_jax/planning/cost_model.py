@@ -339,7 +339,7 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
         layers=tuple(
             (
                 tuple(product for name, product in products.items() if name != _CROSS_KV),
-                layer.attention.scores.window,
+                None if layer.attention is None else layer.attention.scores.window,
                 count,
             )
             for products, layer, count in alike

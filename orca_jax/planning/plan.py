@@ -90,11 +90,12 @@ class PlanTarget:
     @property
     def _attention(self) -> Attention:
         """The device's kind of attention, or its replacement for a model that no GPU kernel can compute."""
-        forms = (layer.attention.latent or layer.attention.scores.alibi for layer in self.config.layers)
+        attentions = [layer.attention for layer in self.config.layers if layer.attention is not None]
+        forms = (one.latent or one.scores.alibi for one in attentions)
         pure_jax = self.config.encoder is not None or any(forms)
         if pure_jax and self.device.name != CPU:
             return "static"
-        sinks = any(layer.attention.scores.sinks for layer in self.config.layers)
+        sinks = any(one.scores.sinks for one in attentions)
         return "cudnn" if sinks and self.device.attention == "kernel" else self.device.attention
 
     def exchanges(self, layer: Layer, n_tokens: int, *, last: bool) -> bool:

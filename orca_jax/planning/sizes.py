@@ -44,6 +44,13 @@ def serving_config(
                 "encoder's input, so that a prompt's beginning can never be reused; leave it out"
             )
         requested = replace(requested, prefix_caching=False)
+    if config.has_state:
+        if requested.prefix_caching:
+            raise ConfigError(
+                "prefix_caching is on, and the model has recurrent layers: a cached block has keys and values, "
+                "but not the state after its last token; leave it out"
+            )
+        requested = replace(requested, prefix_caching=False)
     longest = config.n_positions
     longest_read = 0 if config.encoder is None else config.encoder.n_positions
     whole_request = request_slots(config, longest, longest_read, block_size=requested.block_size)
@@ -105,6 +112,7 @@ def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) 
         sparse_layers=sparse_layers,
         top_k=top_k,
         n_experts=n_experts,
+        states=model.has_state,
     )
 
 
@@ -124,7 +132,8 @@ def kv_manager(shape: EngineShape, *, prefix_caching: bool = False) -> KVManager
         n_rows=shape.n_rows,
         max_blocks_per_row=shape.max_blocks,
         max_encoder_blocks=shape.max_encoder_blocks,
-        prefix_caching=prefix_caching,
+        # A block that was found would leave recurrent layers without their state.
+        prefix_caching=prefix_caching and not shape.states,
     )
 
 

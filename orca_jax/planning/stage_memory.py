@@ -11,6 +11,7 @@ from typing import Literal
 from orca_jax.config import Attention
 from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.parameters import encoder_layers_of, stage_bytes, whole_experts
+from orca_jax.families.recurrence_config import state_bytes as state_bytes_of_layer
 from orca_jax.families.weight_form import Dense
 from orca_jax.iteration.rows.scored import SCORED
 from orca_jax.iteration.shape import EngineShape
@@ -42,7 +43,8 @@ _CUT_QUERIES, _CUT_HEADS, _CUT_PARTS = 128, 16, 2 * 132
 class StageMemory:
     """Bytes on each of a stage's devices.
 
-    `tables` are the sampler's tables, which have a row per request. `temporaries` are what programs need
+    `tables` are the sampler's tables, which have a row per request, and `states` those of recurrent layers,
+    one for each row. `temporaries` are what programs need
     while they run, including results that later programs read. `slot` is one token's keys and values in the
     stage's layers. `source` says how `temporaries` was determined.
     """
@@ -51,12 +53,13 @@ class StageMemory:
     tables: int
     temporaries: int
     slot: int
+    states: int = 0
     source: Source = "arithmetic"
 
     @property
     def fixed(self) -> int:
         """All memory except the KV cache."""
-        return self.weights + self.tables + self.temporaries
+        return self.weights + self.tables + self.states + self.temporaries
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,23 +95,34 @@ class StageRoom:
             tables=table_bytes(config, layers, shape.n_rows),
             temporaries=temporaries,
             slot=slot_bytes(config, layers, n_devices, itemsize),
+            states=shape.n_rows * state_bytes(config, layers, itemsize),
             source="arithmetic" if self.temporaries is None else "compiled",
         )
 
     def kv_bytes(self, memory: StageMemory) -> int | None:
         """The bytes left for the KV cache; None if the devices do not report their memory."""
-        return None if self.free is None else max(0, self.free - memory.tables - memory.temporaries)
+        return None if self.free is None else max(0, self.free - memory.fixed + memory.weights)
 
     def slots(self, memory: StageMemory) -> int:
         """The number of slots that fit."""
         budgets = [n for n in (self.kv_bytes(memory), self.modest) if n is not None]
         assert budgets, "a device that does not report its memory has a `modest` bound"
-        return min(budgets) // memory.slot
+        return min(budgets) // max(1, memory.slot)
 
 
 def slot_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
-    """Bytes of one slot on each device: keys and values of its heads in these layers (ORCA 4.2)."""
-    return len(layers) * config.attention.cached_width // n_devices * itemsize
+    """Bytes of one slot on each device: keys and values of its heads in these layers (ORCA 4.2).
+
+    Recurrent layers have none. A stage of recurrent layers alone has slots of no size.
+    """
+    n_layers = sum(config.layers[i].attention is not None for i in layers)
+    return n_layers * config.attention.cached_width // n_devices * itemsize
+
+
+def state_bytes(config: ModelConfig, layers: range, itemsize: int) -> int:
+    """Bytes of one request's states in these layers' recurrences, whatever its length."""
+    kinds = [config.layers[i].recurrence for i in layers]
+    return sum(state_bytes_of_layer(kind, itemsize) for kind in kinds if kind is not None)
 
 
 def table_bytes(config: ModelConfig, layers: range, n_rows: int) -> int:
@@ -175,9 +189,12 @@ def _elements_per_token(
     `plain` is the attention that computes the plain form of latent attention; None if no row takes that form.
     """
     feed_forward = _elements_of_feed_forward(hidden, layer, n_devices, cpu=cpu)
-    own, n_heads = layer.attention, layer.attention.n_heads // n_devices
-    if own.latent is None:
+    own = layer.attention
+    if layer.recurrence is not None:
+        return max(feed_forward, hidden + layer.recurrence.elements_per_token)
+    if own is None or own.latent is None:
         return feed_forward
+    n_heads = own.n_heads // n_devices
     if plain is not None:
         # Queries of all heads in two parts and joined, and results alike; pure JAX has sums of values too.
         n_results = 2 if plain == "native" else 4
@@ -242,7 +259,7 @@ def _rotation_bytes(config: ModelConfig, layers: range, n_tokens: int) -> int:
 
     They are computed once for all layers of a kind, and stay for the whole forward pass.
     """
-    kinds = {config.layers[i].attention.rotary for i in layers}
+    kinds = {config.layers[i].rotary for i in layers}
     return sum(n_tokens * kind.size * _ANGLE_BYTES for kind in kinds if kind is not None)
 
 

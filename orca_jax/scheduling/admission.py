@@ -101,13 +101,19 @@ def check_routing(sampling: SamplingParams, model: ModelConfig) -> None:
         raise NotSupported(message, param="return_routed_experts")
 
 
-def check_search(n_input: int, n_encoder: int, sampling: SamplingParams, kv: KVManager) -> None:
+def check_search(
+    n_input: int, n_encoder: int, sampling: SamplingParams, model: ModelConfig, kv: KVManager
+) -> None:
     """Raise RequestTooLarge if the beams of a search could need more blocks than there are.
 
     Beams share the blocks of the `n_input` tokens before the output, and of `n_encoder` encoder tokens.
+    Raises NotSupported where layers are recurrent: beams would have to copy their states.
     """
     if not sampling.use_beam_search:
         return
+    if model.has_state:
+        message = "use_beam_search is not supported for a model with recurrent layers; leave it out"
+        raise NotSupported(message, param="use_beam_search")
     most = most_blocks(n_input, n_input + sampling.max_tokens, sampling.n_beams, kv.block_size)
     most += kv.n_blocks_for(n_encoder)
     if most > kv.n_blocks:

@@ -219,7 +219,7 @@ class Orca:
             limit=self._limit,
             token_name=self.token_name,
         )
-        check_search(len(prompt_ids), len(encoder_ids), rules.sampling, self._kv)
+        check_search(len(prompt_ids), len(encoder_ids), rules.sampling, self.model, self._kv)
         salt = (tenant, scheduling.cache_salt or "")
         hashes = prompt_hashes(checked.token_ids, salt, self._kv)
         return replace(

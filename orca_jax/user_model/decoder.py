@@ -18,7 +18,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.block import LayerOutput
 from orca_jax.model.context import Attend, Iteration
-from orca_jax.model.kv_cache import LayerCache, write
+from orca_jax.model.kv_cache import LayerCache, LayerMemory, write
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.model.shard import ALONE, Shard
 from orca_jax.model.transformer import LayersOutput
@@ -158,7 +158,7 @@ class UserDecoder(nnx.Module):
             assert attention.written is not None, "try_once checked that a layer calls attend"
             return self._whole(out), attention.written
 
-        written: list[LayerCache] = []
+        written: list[LayerMemory] = []
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = run(*nnx.split(layer), x, cache)
             written.append(cache)

@@ -66,13 +66,13 @@ def _read_gpt_neox(fields: ConfigFields) -> ModelConfig:
 
 def _write_gpt_neox(model: ModelConfig) -> dict[str, Any] | None:
     layer = model.layers[0]
-    rotary = layer.attention.rotary
+    rotary = model.attention.rotary
     if rotary is None:
         return None
     positions = rotary_fields(rotary)
     return size_fields(model, _GPT_NEOX_NAMES) | {
         "hidden_act": HF_ACTIVATIONS[layer.feed_forward.activation],
-        "attention_bias": layer.attention.qkv_bias,
+        "attention_bias": model.attention.qkv_bias,
         "use_parallel_residual": layer.residual == "parallel_two_norms",
         "rotary_emb_base": positions.pop("rope_theta"),
         "rotary_pct": rotary.size / model.head_size,
@@ -117,11 +117,11 @@ def _read_gptj(fields: ConfigFields) -> ModelConfig:
 
 
 def _write_gptj(model: ModelConfig) -> dict[str, Any] | None:
-    layer = model.layers[0]
-    if layer.attention.rotary is None:
+    layer, rotary = model.layers[0], model.attention.rotary
+    if rotary is None:
         return None
     return size_fields(model, _GPTJ_NAMES) | {
-        "rotary_dim": layer.attention.rotary.size,
+        "rotary_dim": rotary.size,
         "activation_function": HF_ACTIVATIONS[layer.feed_forward.activation],
     }
 

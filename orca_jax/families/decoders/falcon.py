@@ -90,7 +90,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
 
 def _write(model: ModelConfig) -> dict[str, Any]:
     layer = model.layers[0]
-    attention = layer.attention
+    attention = model.attention
     n_kv_heads = model.n_kv_heads // attention.kv_repeats
     two_norms = layer.residual == "parallel_two_norms"
     new_decoder = two_norms or n_kv_heads not in (1, model.n_heads)

@@ -182,10 +182,11 @@ def _write_gemma3(model: ModelConfig) -> dict[str, Any] | None:
     for name in ("rope_theta", "rope_scaling"):
         written.pop(name, None)
     for layer in model.layers:
-        rotary = layer.attention.rotary
+        attention = layer.attention or model.attention
+        rotary = attention.rotary
         if rotary is None:
             return None
-        local = layer.attention.scores.window is not None
+        local = attention.scores.window is not None
         written |= {"rope_local_base_freq": rotary.base} if local else rotary_fields(rotary)
     return written
 

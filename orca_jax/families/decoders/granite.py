@@ -37,9 +37,9 @@ def _read(fields: ConfigFields) -> ModelConfig:
 def _write(model: ModelConfig) -> dict[str, Any] | None:
     layer = model.layers[0]
     return common_fields(model) | {
-        "attention_bias": layer.attention.qkv_bias,
+        "attention_bias": model.attention.qkv_bias,
         "mlp_bias": layer.feed_forward.bias,
-        "attention_multiplier": layer.attention.scale,
+        "attention_multiplier": model.attention.scale,
         "residual_multiplier": layer.residual_multiplier,
         "embedding_multiplier": model.embedding.multiplier,
         "logits_scaling": 1.0 / model.logit_multiplier,

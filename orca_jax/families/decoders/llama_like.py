@@ -335,13 +335,13 @@ def common_fields(model: ModelConfig) -> dict[str, Any]:
 
 def any_rotary(model: ModelConfig) -> Rotary | None:
     """The rotary positions of the first layer that has any."""
-    every = (layer.attention.rotary for layer in model.layers)
+    every = (layer.rotary for layer in model.layers)
     return next((rotary for rotary in every if rotary is not None), None)
 
 
 def window_fields(model: ModelConfig) -> dict[str, Any]:
     """The fields that say which layers have a window."""
-    windows = [layer.attention.scores.window for layer in model.layers]
+    windows = [layer.attention and layer.attention.scores.window for layer in model.layers]
     return {
         "sliding_window": next((window for window in windows if window is not None), None),
         "layer_types": [FULL if window is None else SLIDING for window in windows],

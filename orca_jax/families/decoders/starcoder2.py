@@ -36,7 +36,7 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     written = common_fields(model) | {
         "norm_epsilon": layer.norm.eps,
         "use_bias": layer.feed_forward.bias,
-        "sliding_window": layer.attention.scores.window,
+        "sliding_window": model.attention.scores.window,
     }
     del written["rms_norm_eps"]
     return written

@@ -131,7 +131,7 @@ def _read_umt5(fields: ConfigFields) -> ModelConfig:
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
     layer = model.layers[0]
-    relative = layer.attention.scores.relative
+    relative = model.attention.scores.relative
     if model.encoder is None or relative is None:
         return None
     activation = HF_ACTIVATIONS[layer.feed_forward.activation]

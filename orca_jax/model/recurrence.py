@@ -1,0 +1,44 @@
+"""Recurrence over a token-major array: rows of different lengths and phases in one iteration.
+
+Selective batching (ORCA 3.2) for layers with a state. The functions are pure, so that a kernel can replace
+them: they take inputs [T, ...], the iteration's Rows and the states [n_states, ...], and return outputs
+[T, ...] and the new states.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from orca_jax.model.context import Rows
+
+
+def causal_convolution(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, state: jax.Array, rows: Rows
+) -> tuple[jax.Array, jax.Array]:
+    """Convolve each channel of x [T, C] over the last W tokens of its request.
+
+    `weight` [C, W] has the newest token's column last; `bias` is [C]. `state` [n_states, W - 1, C] has the
+    inputs before the row's first token, the newest last. Returns the sums [T, C] float32, and the new state.
+    """
+    n_tokens, n_kept = x.shape[0], weight.shape[1] - 1
+    n_rows = rows.state_of_row.shape[0]
+    carried = rows.carried(state)  # [R, W - 1, C]
+    before = carried.reshape(n_rows * n_kept, -1).astype(x.dtype)
+    row = jnp.minimum(rows.row_of_token, n_rows - 1)
+    offset = jnp.arange(n_tokens) - rows.row_start[row]  # of a token in its row
+    wide = weight.astype(jnp.float32)
+    y = x.astype(jnp.float32) * wide[:, n_kept]
+    for back in range(1, n_kept + 1):
+        in_row = jnp.pad(x, ((back, 0), (0, 0)))[:n_tokens]  # the token `back` places earlier
+        in_state = before.at[row * n_kept + jnp.minimum(n_kept + offset - back, n_kept - 1)].get(mode="clip")
+        earlier = jnp.where((offset >= back)[:, None], in_row, in_state)
+        y = y + earlier.astype(jnp.float32) * wide[:, n_kept - back]
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    # Place k of the new state is the row's token at end - (W - 1) + k, or in a shorter row what it carried.
+    length = rows.row_start[1:] - rows.row_start[:-1]  # [R]
+    place = jnp.arange(n_kept)
+    token = rows.row_start[1:, None] - n_kept + place  # [R, W - 1]
+    old = jnp.take_along_axis(carried, jnp.minimum(place + length[:, None], n_kept - 1)[:, :, None], axis=1)
+    new = x.at[token].get(mode="clip").astype(state.dtype)
+    new = jnp.where((token >= rows.row_start[:-1, None])[:, :, None], new, old)
+    return y, rows.kept(state, new)
