@@ -46,9 +46,11 @@ def _every_layer(model: ModelConfig) -> tuple[Layer, ...]:
 
 
 def _positions(model: ModelConfig, layer: Layer) -> Iterator[str]:
-    rotary, scores = layer.attention.rotary, layer.attention.scores
     if model.positions is not None:
         yield "learned"
+    if layer.attention is None:
+        return
+    rotary, scores = layer.attention.rotary, layer.attention.scores
     if scores.alibi is not None:
         yield "ALiBi"
     if scores.relative is not None:
@@ -75,7 +77,9 @@ def _layers(layer: Layer) -> Iterator[str]:
         yield "experts"
         if ffn.experts.shared_size is not None:
             yield "a shared expert"
-    if (qk_norm := layer.attention.qk_norm) is not None:
+    if layer.recurrence is not None:
+        yield layer.recurrence.kind.replace("_", " ")
+    if layer.attention is not None and (qk_norm := layer.attention.qk_norm) is not None:
         yield "qk-norm after rotation" if qk_norm.after_rotation else "qk-norm"
 
 

@@ -188,7 +188,8 @@ def _compiled(model: ModelConfig, device: str, case: Case, tensor_parallel: int,
 def _visible_bytes(model: ModelConfig, case: Case) -> float:
     """Bytes of keys and values that the layers' queries see, each read once."""
     shape, width = case.shape(model), model.attention.cached_width
-    return sum(shape.sums(layer.attention.scores.window).n_keys * width * _ITEM for layer in model.layers)
+    attentions = (layer.attention for layer in model.layers if layer.attention is not None)
+    return sum(shape.sums(each.scores.window).n_keys * width * _ITEM for each in attentions)
 
 
 def _experts_read(model: ModelConfig, case: Case, tensor_parallel: int) -> dict[str, float]:

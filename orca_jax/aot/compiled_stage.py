@@ -170,7 +170,7 @@ def described_caches(
     cache = described_array(shape, part.group.place(CACHE_SPEC), dtype)
     n_states, of_model = states
 
-    def state(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    def state(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         return described_array(shape, part.group.place(), dtype)
 
     return [

@@ -197,6 +197,10 @@ class _Reader:
         """Read an element of a vector as an array without axes."""
         return self._counted(name, self._table[name].shape, ((index, index + 1),)).reshape(())
 
+    def depthwise(self, name: str) -> np.ndarray:
+        """Read a convolution of each channel alone, [C, W], as [C, 1, W]."""
+        return self.whole(name)[:, None]
+
     def rows(self, name: str, first: int, end: int, *, transpose: bool) -> np.ndarray:
         """Read rows of a parameter whose leading axes are merged; `transpose` transposes the result."""
         shape = self._table[name].stacked_shape
@@ -312,6 +316,8 @@ def _tensors(
                 read, shape = partial(reader.row, name), (1, *shape)
             elif not shape:
                 read = partial(reader.number, name, i)
+            elif wanted.depthwise:
+                read, shape = partial(reader.depthwise, name), (shape[0], 1, *shape[1:])
             elif wanted.heads is None:
                 read = partial(reader.rows, name, i * n_rows, (i + 1) * n_rows, transpose=wanted.transpose)
             else:

@@ -157,6 +157,8 @@ def _of_shapes(
         matrix = shape
         if wanted.one_row:
             shape = (1, *shape)
+        if wanted.depthwise:
+            shape = (shape[0], 1, *shape[1:])
         if tensor.shape != shape:
             raise TensorMismatch(
                 f"{tensor}: expected shape {list(shape)} according to {shown(hf_config.path)}, "

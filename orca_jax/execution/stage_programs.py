@@ -191,6 +191,7 @@ def encode(
     assert isinstance(model, Transformer) and model.encoder is not None
     x = model.embed_input(batch.token_ids, batch.positions, shard)
     iteration = Iteration(batch.positions, batch.slot_of_token, tokens, shard=shard)
+    assert isinstance(cache, LayerCache)
     return model.encoder.through(x, cache, iteration)
 
 

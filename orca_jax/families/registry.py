@@ -17,6 +17,7 @@ from orca_jax.families.decoders.glm4 import GLM4
 from orca_jax.families.decoders.gpt2 import GPT2
 from orca_jax.families.decoders.granite import GRANITE
 from orca_jax.families.decoders.hunyuan import HUNYUAN_V1_DENSE
+from orca_jax.families.decoders.lfm2 import LFM2
 from orca_jax.families.decoders.llama import LLAMA
 from orca_jax.families.decoders.mistral import MINISTRAL3, MISTRAL, MISTRAL3
 from orca_jax.families.decoders.olmo2 import OLMO2
@@ -69,6 +70,7 @@ _families: dict[str, Family] = {
         GPTJ,
         BLOOM,
         FALCON,
+        LFM2,
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,

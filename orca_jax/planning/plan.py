@@ -365,9 +365,10 @@ def _stage_plans(target: PlanTarget, serving: ServingConfig) -> list[StagePlan]:
         problem = None
         if slots < needed:
             use = "n_slots" if needed > whole else "one request of the model's full length"
+            states = f"{_gib(memory.states)} of states, " if memory.states else ""
             problem = (
                 f"stage {i + 1} needs {_gib(memory.weights)} of weights, {_gib(memory.tables)} of tables, "
-                f"{_gib(memory.temporaries)} of temporaries and {_gib(needed * memory.slot)} for the "
+                f"{states}{_gib(memory.temporaries)} of temporaries and {_gib(needed * memory.slot)} for the "
                 f"{needed} slots of {use} on each device, and may use {_gib(target.budget)}"
             )
         plans.append(StagePlan(layers=room.layers, memory=memory, slots=slots, problem=problem))

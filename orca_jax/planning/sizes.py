@@ -47,8 +47,8 @@ def serving_config(
     if config.has_state:
         if requested.prefix_caching:
             raise ConfigError(
-                "prefix_caching is on, and the model has recurrent layers: a cached block has keys and values, "
-                "but not the state after its last token; leave it out"
+                "prefix_caching is on, and the model has recurrent layers: a cached block has keys and "
+                "values, but not the state after its last token; leave it out"
             )
         requested = replace(requested, prefix_caching=False)
     longest = config.n_positions

@@ -144,7 +144,7 @@ class UserDecoder(nnx.Module):
         model: Any = self.rest
         return self._whole(model.embed(token_ids, positions))
 
-    def through(self, x: jax.Array, caches: list[LayerCache], iteration: Iteration) -> LayersOutput:
+    def through(self, x: jax.Array, caches: Sequence[LayerMemory], iteration: Iteration) -> LayersOutput:
         """Transformer.through for all tokens, since a user's layer may combine tokens in any way."""
         assert iteration.wanted is None and iteration.tokens.cross is None
         slots = iteration.slot_of_token
@@ -160,12 +160,15 @@ class UserDecoder(nnx.Module):
 
         written: list[LayerMemory] = []
         for layer, cache in zip(self.layers, caches, strict=True):
+            assert isinstance(cache, LayerCache)
             x, cache = run(*nnx.split(layer), x, cache)
             written.append(cache)
-        x = x.astype(caches[0].dtype)
+        cache = caches[0]
+        assert isinstance(cache, LayerCache)
+        x = x.astype(cache.dtype)
         return LayersOutput(x, x, written)
 
-    def last_layer(self, x: jax.Array, cache: LayerCache, iteration: Iteration) -> LayerOutput:
+    def last_layer(self, x: jax.Array, cache: LayerMemory, iteration: Iteration) -> LayerOutput:
         """Transformer.last_layer, which `through` has already run."""
         return LayerOutput(x, cache, None)
 

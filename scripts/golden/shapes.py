@@ -443,6 +443,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         rms_norm_eps=1e-6,
         rope_parameters=_rope(1e4, **_YARN),
     ),
+    # lfm2
+    "lfm2-recurrent-last": _shape(
+        *("lfm2", 101, 24, 4, 4, 2, 36),
+        max_position_embeddings=64,
+        layer_types=["conv", "full_attention", "conv", "conv"],
+        block_auto_adjust_ff_dim=False,
+        rope_parameters=_rope(1e6),
+    ),
+    "lfm2-attending-last-wide-biases": _shape(
+        *("lfm2", 97, 20, 3, 2, 1, 40),
+        max_position_embeddings=64,
+        layer_types=["conv", "conv", "full_attention"],
+        conv_L_cache=5,
+        conv_bias=True,
+        block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=False,
+        rope_parameters=_rope(1e4),
+    ),
+    "lfm2-adjusted-width": _shape(
+        *("lfm2", 107, 28, 2, 2, 2, 50),
+        max_position_embeddings=64,
+        layer_types=["full_attention", "conv"],
+        block_multiple_of=8,
+        block_ffn_dim_multiplier=1.25,
+        rope_parameters=_rope(1e6),
+    ),
     # llama
     "llama-grouped": _shape("llama", 211, 48, 3, 6, 2, 80, head_dim=10, rms_norm_eps=1e-5),
     "llama3-rope-tied": _shape(

@@ -19,6 +19,7 @@ from orca_jax.planning.known_devices import CPU, KnownDevice, cpu_device, gpu_na
 from orca_jax.planning.plan import Plan, PlanTarget, make_plan
 from orca_jax.planning.sizes import n_rows
 from orca_jax.planning.stage_layers import split_summary
+from orca_jax.planning.stage_memory import state_bytes
 from orca_jax.workers.ask_xla import MemoryQuestion, NoAnswer, ask_memory, ask_rates
 from server.commands.notes import Notes
 from server.errors import UsageError
@@ -159,6 +160,7 @@ def as_json(name: str, plan: Plan, why_arithmetic: str) -> dict[str, Any]:
                 "devices": target.parallel.tensor_parallel,
                 "weights": stage.memory.weights,
                 "tables": stage.memory.tables,
+                "states": stage.memory.states,
                 "temporaries": stage.memory.temporaries,
                 "slot": stage.memory.slot,
                 "slots": stage.slots,
@@ -189,6 +191,13 @@ def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
         console.out(
             f"Key/value heads: {stored}, repeated to {attention.n_kv_heads} so that each of the "
             f"{target.parallel.tensor_parallel} devices of a stage has its own"
+        )
+    if target.model.has_state:
+        own = [state_bytes(target.model, stage.layers, target.itemsize) for stage in plan.stages]
+        console.out(
+            f"Recurrent layers: {sum(own) / 1024:,.1f} KiB of states for each request, whatever its length; "
+            f"{sum(stage.memory.states for stage in plan.stages) / _MIB:,.1f} MiB for all rows, besides the "
+            "table below"
         )
     source = "XLA's memory plan" if target.temporaries is not None else f"arithmetic ({why_arithmetic})"
     table = Table(title=escape(f"On each device; temporaries by {source}"), title_justify="left")

@@ -42,7 +42,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
     written = common_fields(model) | window_fields(model)
-    without = any(layer.attention.rotary is None for layer in model.layers)
+    without = any(layer.rotary is None for layer in model.layers)
     if without and written["sliding_window"] is None:  # no layer has a window or rotary positions
         written["sliding_window"] = _WINDOW
     return written

@@ -47,9 +47,9 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     for name in ("rope_theta", "rope_scaling"):
         written.pop(name, None)
     rotaries = {
-        kind: layer.attention.rotary
+        kind: layer.rotary
         for kind, layer in zip(written["layer_types"], model.layers, strict=True)
-        if layer.attention.rotary is not None
+        if layer.rotary is not None
     }
     if not rotaries:
         return None

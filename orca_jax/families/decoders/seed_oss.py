@@ -24,8 +24,8 @@ def _read(fields: ConfigFields) -> ModelConfig:
 def _write(model: ModelConfig) -> dict[str, Any] | None:
     layer = model.layers[0]
     return common_fields(model) | {
-        "attention_bias": layer.attention.qkv_bias,
-        "attention_out_bias": layer.attention.out_bias,
+        "attention_bias": model.attention.qkv_bias,
+        "attention_out_bias": model.attention.out_bias,
         "mlp_bias": layer.feed_forward.bias,
     }
 

@@ -71,8 +71,8 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
         | windows
         | {
             "use_sliding_window": windows["sliding_window"] is not None,
-            "no_rope_layers": [int(each.attention.rotary is not None) for each in model.layers],
-            "attention_bias": layer.attention.qkv_bias,
+            "no_rope_layers": [int(each.rotary is not None) for each in model.layers],
+            "attention_bias": model.attention.qkv_bias,
             "mlp_bias": layer.feed_forward.bias,
         }
     )

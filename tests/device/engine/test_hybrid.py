@@ -1,14 +1,31 @@
 """Models of attention and recurrent layers: whatever the schedule, the tokens are the reference's."""
 
+import jax
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orca_jax.config import ORCA, ParallelConfig, SchedulingConfig, ServingConfig, Sizes
+from orca_jax.errors import ConfigError, NotSupported
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.recurrence_config import ShortConvolution
 from orca_jax.families.rotary import Rotary
+from orca_jax.model import reference
+from orca_jax.model.transformer import Parameters
+from orca_jax.planning.sizes import serving_config
+from orca_jax.planning.stage_memory import StageRoom, slot_bytes, state_bytes
+from orca_jax.request.request import Request
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.admission import check_search
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.sharding.partition import split_model
+from tests.device.greedy_reference import GreedyReference
+from tests.device.harness import greedy_request, harness
 from tests.device.model.any_model import any_model, check
+from tests.device.model.drawn_weights import drawn
 
 NORM = Norm(kind="rms_norm", eps=1e-5)
 ATTENTION = Attention(
@@ -47,3 +64,89 @@ ATTENDING_LAST = hybrid(convolving(), attending())
 @given(model=st.sampled_from([RECURRENT_LAST, ATTENDING_LAST]), seed=st.integers(0, 99))
 def test_the_tokens_are_the_references(model: ModelConfig, seed: int) -> None:
     check(model, seed)
+
+
+ON_DEMAND = SchedulingConfig(prefix_caching=False)
+CHUNKED = ServingConfig(max_batch_size=4, n_slots=4 * 48, max_batch_tokens=11, scheduling=ON_DEMAND)
+# Of few slots, so that requests are preempted.
+FEW_SLOTS = ServingConfig(
+    max_batch_size=4, n_slots=48, block_size=4, max_batch_tokens=11, scheduling=ON_DEMAND
+)
+WHOLE = ServingConfig(max_batch_size=4, n_slots=4 * 48, max_batch_tokens=48, scheduling=ORCA)
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[ModelConfig, Parameters]:
+    return {model: drawn(model, 5) for model in (RECURRENT_LAST, ATTENDING_LAST)}
+
+
+@pytest.mark.parametrize(
+    ("model", "serving", "n_stages"),
+    [
+        (RECURRENT_LAST, FEW_SLOTS, 1),
+        (RECURRENT_LAST, CHUNKED, 3),
+        (ATTENDING_LAST, WHOLE, 2),
+    ],
+    ids=["chunks-preempted", "chunks-stages-of-recurrence-alone", "algorithm-1-two-stages"],
+)
+def test_any_schedule_gives_the_references_tokens(
+    model: ModelConfig,
+    serving: ServingConfig,
+    n_stages: int,
+    weights: dict[ModelConfig, Parameters],
+) -> None:
+    """Prompts in chunks at any border, preemption, rows reused by other requests, overlap, stages."""
+    parts = split_model(model, jax.devices(), ParallelConfig(pipeline_parallel=n_stages))
+    engine = harness(model, weights[model], serving, buckets=(serving.max_batch_tokens,), parts=parts)
+    expected = GreedyReference(model, weights[model])
+    n_preempted = n_sure = 0
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        asked = [
+            greedy_request(
+                str(i), rng.integers(0, 53, rng.integers(1, 30)).tolist(), int(rng.integers(1, 10))
+            )
+            for i in range(9)
+        ]
+        engine.run(asked, sorted(rng.integers(0, 12, len(asked)).tolist()))
+        n_preempted += sum(request.n_preempted for request in asked)
+        n_sure += sum(expected.sure(request) for request in asked)
+    assert n_sure > 100
+    assert (n_preempted > 0) is (serving is FEW_SLOTS)
+
+
+def test_a_prompts_tokens_are_scored_after_a_recurrent_last_layer(
+    weights: dict[ModelConfig, Parameters],
+) -> None:
+    """Log-probabilities of a prompt go on from the sum after the mixer, which must not take a token twice."""
+    prompt = [7 * i % 53 for i in range(25)]
+    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=0)
+    request = Request("scored", tuple(prompt), len(prompt) + 4, sampling, seed=0)
+    harness(RECURRENT_LAST, weights[RECURRENT_LAST], CHUNKED, buckets=(11,)).run([request])
+    logits = reference.forward(RECURRENT_LAST, weights[RECURRENT_LAST], np.array(prompt))
+    wanted = np.asarray(jax.nn.log_softmax(logits))[np.arange(24), prompt[1:]]
+    assert request.prompt_logprobs is not None
+    found = [record.logprob for record in request.prompt_logprobs]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    GreedyReference(RECURRENT_LAST, weights[RECURRENT_LAST]).sure(request)
+
+
+def test_what_recurrent_layers_do_not_support_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel is 2, and the model has recurrent layers"):
+        ATTENDING_LAST.for_devices(2)
+    with pytest.raises(ConfigError, match="a model without any attention layer is not supported"):
+        hybrid(convolving())
+    room = StageRoom(layers=range(2), n_devices=1, itemsize=4, attention="native", free=None, modest=1 << 30)
+    with pytest.raises(ConfigError, match="prefix_caching is on, and the model has recurrent layers"):
+        serving_config(ATTENDING_LAST, Sizes(prefix_caching=True), [room])
+    assert not serving_config(ATTENDING_LAST, Sizes(), [room]).scheduling.prefix_caching
+    sampling = SamplingParams(max_tokens=4, use_beam_search=True, n=2, temperature=0)
+    blocks = KVManager(n_blocks=8, block_size=16, n_rows=4, max_blocks_per_row=4)
+    with pytest.raises(NotSupported, match="use_beam_search is not supported for a model with recurrent"):
+        check_search(4, 0, sampling, ATTENDING_LAST, blocks)
+
+
+def test_a_state_has_the_same_bytes_whatever_the_length() -> None:
+    """Two convolutions of 20 channels, of widths 3 and 4: (2 + 3) * 20 numbers a request."""
+    assert state_bytes(RECURRENT_LAST, range(3), 4) == 5 * 20 * 4
+    assert slot_bytes(RECURRENT_LAST, range(3), 1, 4) == 2 * 2 * 8 * 4  # of the one attention layer

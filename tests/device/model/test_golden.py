@@ -51,6 +51,7 @@ PARTS = {
     "gpt_oss",
     "gptj",
     "granite",
+    "lfm2",
     "llama",
     "mixtral",
     "olmo2",

@@ -135,6 +135,7 @@ _WITHOUT_EFFECT = {
         *("mm_tokens_per_image", "image_token_id", "image_token_index", "boi_token_index", "eoi_token_index"),
         "vision_config",
     },
+    "lfm2": {"full_attn_idxs"},  # layer_types decides where a file has both
     "mistral3": {"image_token_index", "image_token_id", "spatial_merge_size", "vision_config"},
 }
 

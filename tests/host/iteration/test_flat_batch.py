@@ -168,17 +168,23 @@ class OnlySlicesAndReshape:
 
 @settings(deadline=None)
 @given(
-    t=st.integers(1, 40), max_bs=st.integers(1, 20), max_blocks=st.integers(1, 5), encoder=st.integers(0, 3)
+    t=st.integers(1, 40),
+    max_bs=st.integers(1, 20),
+    max_blocks=st.integers(1, 5),
+    encoder=st.integers(0, 3),
+    states=st.booleans(),
 )
 def test_split_goes_through_the_buffer_in_order_from_one_multiple_of_256_bytes_to_the_next(
-    t, max_bs, max_blocks, encoder
+    t, max_bs, max_blocks, encoder, states
 ):
-    layout = FlatLayout(t, min(t, max_bs), max_blocks, encoder)
+    layout = FlatLayout(t, min(t, max_bs), max_blocks, encoder, states=states)
     buffer = np.arange(layout.size, dtype=np.int32)
     views = layout.split(buffer)
     expected = 0
-    assert [view.size for view in views[-2:]] == [layout.n_rows * (encoder > 0), layout.n_rows * encoder]
-    for view in views if encoder else views[:-2]:
+    n = layout.n_rows
+    of_encoder = [n * (encoder > 0), n * encoder]
+    assert [view.size for view in views[-4:]] == [*of_encoder, (n + 1) * states, n * states]
+    for view in filter(np.size, views):
         first = int(view.ravel()[0])
         assert first == expected and first * 4 % 256 == 0
         assert view.ravel().tolist() == list(range(first, first + view.size))
@@ -242,10 +248,10 @@ def batches(draw):
     bucket = sum(input_length) + draw(st.integers(0, 9))
     max_bs = n + draw(st.integers(0, 4))
     sizes = {"bucket": bucket, "max_bs": max_bs, "block_size": block_size, "n_rows": n_rows}
-    return message, sizes | {"n_slots": n_blocks * block_size}
+    return message, sizes | {"n_slots": n_blocks * block_size, "states": draw(st.booleans())}
 
 
-def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
+def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows, states):
     """The same batch, built one token and one row at a time."""
     tokens, rows, row_start = [], [], [0]
     token_ids = iter(message.token_ids.tolist())
@@ -298,7 +304,12 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
     columns = {name: [token[name] for token in tokens] for name in nothing}
     columns |= {name: [row[name] for row in rows] for name in padding}
     without_encoder = {"encoder_length": [], "encoder_table": [[]] * len(rows)}
-    return columns | {"row_start": row_start} | without_encoder
+    n_padding = len(rows) - len(message.row)
+    of_states = {
+        "state_start": row_start if states else [],
+        "state_of_row": [*message.row.tolist(), *[n_rows] * n_padding] if states else [],
+    }
+    return columns | {"row_start": row_start} | without_encoder | of_states
 
 
 REALS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
@@ -325,6 +336,16 @@ def test_every_field_against_a_slow_computation(drawn):
     assert flat.buffer.shape == (flat.layout.size,)
     for array, again in zip(flat.arrays, flat.layout.split(flat.buffer), strict=True):
         assert np.array_equal(array, again)
+
+
+def test_neighbouring_rows_of_one_request_are_one_row_to_its_state():
+    """A scored output has a row for each token; the state takes them one after the other."""
+    two = replace(FIGURE_4, row=FIGURE_4.row[[0, 0, *range(2, len(FIGURE_4.row))]])
+    sizes = {"bucket": 8, "max_bs": 5, "block_size": 2, "n_slots": 16, "n_rows": 10}
+    arrays = flat_batch(two, **sizes, states=True).arrays
+    start = flat_batch(FIGURE_4, **sizes).arrays.row_start.tolist()
+    assert arrays.state_start.tolist() == [0, *start[2:], start[-1]]
+    assert arrays.state_of_row.tolist() == [*two.row[1:].tolist(), 10, 10]
 
 
 def test_a_row_of_the_layout_may_have_more_blocks_than_the_message():
