@@ -176,7 +176,7 @@ def _compiled(model: ModelConfig, device: str, case: Case, tensor_parallel: int,
     )
     text, memory = compiled.program.as_text(), compiled.program.memory_analysis()
     assert text is not None and memory is not None
-    n_kv_heads, *rest = cache_shape(model, n_blocks=n_blocks, block_size=BLOCK_SIZE)[1:]
+    n_kv_heads, *rest = cache_shape(model.attention, n_blocks=n_blocks, block_size=BLOCK_SIZE)[1:]
     shared = tensor_parallel if model.attention.latent is None else 1
     cache = f"bf16[{n_blocks},{n_kv_heads // shared},{','.join(map(str, rest))}]"
     counted = counts(text, {cache: 0.0, **_experts_read(model, case, tensor_parallel)})

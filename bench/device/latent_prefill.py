@@ -32,7 +32,7 @@ from orca_jax.families.norm_config import Norm
 from orca_jax.families.rotary import Rotary
 from orca_jax.host_memory import keep_large_buffers
 from orca_jax.iteration.flat_batch import FlatLayout
-from orca_jax.model.kv_cache import cache_shape, dtype_on_cpu, layer_cache
+from orca_jax.model.kv_cache import dtype_on_cpu, layer_cache
 from orca_jax.sharding.partition import split_model
 from orca_jax.sharding.random_parameters import random_parameters
 
@@ -73,10 +73,13 @@ def prefill(
     batch.row_start[1:] = n_tokens
     batch.kv_length[0] = before + n_tokens
     batch.block_table[0] = np.arange(n_blocks)
-    shape = cache_shape(model, n_blocks=n_blocks, block_size=BLOCK_SIZE)
-    drawn = jax.random.normal(jax.random.key(1), shape, dtype)
-    stored = jax.lax.bitcast_convert_type(drawn, dtype_on_cpu(dtype)) if dtype == jnp.bfloat16 else drawn
-    caches = [layer_cache(model, stored.copy) for _ in model.layers]
+
+    def drawn(shape: tuple[int, ...], stored: np.dtype) -> jax.Array:
+        numbers = jax.random.normal(jax.random.key(1), shape, dtype)
+        return jax.lax.bitcast_convert_type(numbers, stored) if stored != dtype else numbers
+
+    sizes, stored = {"n_blocks": n_blocks, "block_size": BLOCK_SIZE}, dtype_on_cpu(dtype)
+    caches = [layer_cache(layer.attention, **sizes, stored=stored, make=drawn) for layer in model.layers]
     last_token, buffer = jnp.zeros(4, jnp.int32), jnp.asarray(words)
 
     def run() -> tuple[float, float]:

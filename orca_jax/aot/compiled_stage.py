@@ -18,7 +18,7 @@ from orca_jax.families.parameters import parameter_table
 from orca_jax.families.weight_form import HeldArray
 from orca_jax.iteration.flat_batch import DECODE_CONTEXTS, FlatLayout, decode_tiers
 from orca_jax.iteration.rows.scored import SCORED, scored_layout
-from orca_jax.model.kv_cache import LayerMemory, cache_shape, layer_cache, layer_state
+from orca_jax.model.kv_cache import LayerMemory, layer_cache, layer_state
 from orca_jax.model.weight import held
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
@@ -166,19 +166,25 @@ def described_caches(
 
     `states` are the number of recurrent layers' states and the model's dtype.
     """
-    shape = cache_shape(model, n_blocks=n_blocks, block_size=block_size)
-    cache = described_array(shape, part.group.place(CACHE_SPEC), dtype)
+    place = part.group.place(CACHE_SPEC)
     n_states, of_model = states
+
+    def paged(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+        return described_array(shape, place, dtype)
 
     def state(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         return described_array(shape, part.group.place(), dtype)
 
-    return [
-        layer_cache(model, lambda: cache)
-        if (recurrence := model.layers[i].recurrence) is None
-        else layer_state(recurrence, n_states, of_model, state)
-        for i in part.layers
-    ]
+    sizes = {"n_blocks": n_blocks, "block_size": block_size}
+    made: list[LayerMemory] = []
+    for i in part.layers:
+        layer = model.layers[i]
+        if layer.recurrence is not None:
+            made.append(layer_state(layer.recurrence, n_states, of_model, state))
+        else:
+            assert layer.attention is not None
+            made.append(layer_cache(layer.attention, **sizes, stored=dtype, make=paged))
+    return made
 
 
 def device_bytes(arrays: object) -> int:

@@ -22,7 +22,7 @@ from orca_jax.execution.attention_paths import (
     Native,
     PureJax,
 )
-from orca_jax.families.attention_config import Latent
+from orca_jax.families.attention_config import KVCode, Latent
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.kv_cache import dtype_on_cpu
 from orca_jax.native import plain_latent
@@ -76,15 +76,17 @@ Feature = Literal[
     "attention sinks",
     "attention that is not causal",
     "latent keys and values",
+    "keys and values in eight bits",
 ]
 _EVERY_FEATURE = frozenset(get_args(Feature))
 _CAUSAL_AND_UNBIASED = _EVERY_FEATURE - {
-    *("ALiBi", "a relative bias", "attention that is not causal", "latent keys and values")
+    *("ALiBi", "a relative bias", "attention that is not causal", "latent keys and values"),
+    "keys and values in eight bits",
 }
 # The features of each path, beyond causal attention with as many K/V heads as query heads. The kernel's work
 # lists and cuDNN's masks assume causal attention, and neither adds a bias to scores. Neither supports heads
-# as large as a latent key, or values that are read from the keys. The kernel divides the results of unsplit
-# rows by their softmax sums before a sink could be added to these.
+# as large as a latent key, values that are read from the keys, or a scale for each key and value. The kernel
+# divides the results of unsplit rows by their softmax sums before a sink could be added to these.
 KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
     "native": _EVERY_FEATURE,
     "follow_lengths": _EVERY_FEATURE,
@@ -110,6 +112,7 @@ def features_of(config: ModelConfig) -> tuple[Feature, ...]:
         "attention sinks": any(kind.scores.sinks for kind in kinds),
         "attention that is not causal": not all(kind.causal for kind in kinds),
         "latent keys and values": config.attention.latent is not None,
+        "keys and values in eight bits": config.attention.kv_code is not None,
     }
     return tuple(feature for feature, is_asked in asked.items() if is_asked)
 
@@ -154,7 +157,8 @@ def choose_attention(
     attentions = (layer.attention for layer in config.layers if layer.attention is not None)
     windows = tuple(dict.fromkeys(each.scores.window for each in attentions))
     sizes = (*heads, block_size, np.dtype(dtype).name, deterministic)
-    model = _OnDevice(device, *sizes, features_of(config), windows, config.attention.latent)
+    own = config.attention
+    model = _OnDevice(device, *sizes, features_of(config), windows, own.latent, own.kv_code)
     reasons: list[str] = []
     for kind in (forced,) if forced is not None else _preferred(device):
         reason = model.refusal(kind)
@@ -194,6 +198,7 @@ class _OnDevice(NamedTuple):
     features: tuple[Feature, ...]
     windows: tuple[int | None, ...]  # the layers' different windows
     latent: Latent | None = None
+    kv_code: KVCode | None = None
 
     @property
     def value_part(self) -> int | None:
@@ -262,7 +267,7 @@ class _OnDevice(NamedTuple):
         if reason is None:
             try:
                 native.attention_target(
-                    self.head_size, self.block_size, self.dtype, self.dtype, self.value_part
+                    self.head_size, self.block_size, self.dtype, self.kv_code or self.dtype, self.value_part
                 )
             except NotBuilt as error:
                 return str(error)

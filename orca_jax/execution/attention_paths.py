@@ -138,6 +138,8 @@ class _NativeAttend(AttendAndPlace):
             self.batch.block_table,
             self.batch.row_start,
             self.batch.kv_length,
+            key_scales=cache.key_scales,
+            value_scales=cache.value_scales,
             group=layer.group,
             **_options(layer, bias, sinks),
         )
@@ -160,7 +162,7 @@ class _NativeAttend(AttendAndPlace):
             slot_of_token,
             None if rotation is None else rotation.cos,
             None if rotation is None else rotation.sin,
-            *cache.both,
+            *jax.tree.leaves(cache),
             n_queries=n_queries,
             key=key,
             interleaved=interleaved,

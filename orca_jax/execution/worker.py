@@ -26,7 +26,6 @@ from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.kv_cache import (
     LayerCache,
     LayerMemory,
-    cache_shape,
     copy_blocks,
     layer_cache,
     layer_state,
@@ -86,14 +85,10 @@ class Worker:
         self._config = config
         # Caches are made on their devices and committed to them, like the caches that programs return:
         # otherwise each program would be compiled twice.
-        cache = cache_shape(config, n_blocks=shape.n_blocks, block_size=shape.block_size)
         cache_place = group.place(CACHE_SPEC)
-        stored = self.attention.stored(group.devices[0], self._dtype)
-        self._cache_like: Any = jax.ShapeDtypeStruct(cache, stored, sharding=cache_place)
-        empty = jax.jit(lambda: jnp.zeros(cache, stored), out_shardings=cache_place)
-        self._empty = Program(empty, key=lambda: ())
-        zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=self._place)
-        self._empty_state = Program(zeros, key=lambda *like: like)
+        self._stored = self.attention.stored(group.devices[0], self._dtype)
+        self._cache_place = cache_place
+        self._empty, self._empty_state = _zeros(cache_place), _zeros(self._place)
         copy = jax.jit(copy_blocks, donate_argnums=0, out_shardings=cache_place)
         self._copy = Program(copy, key=lambda *_: ())
         self._caches: list[LayerMemory] = []
@@ -109,19 +104,25 @@ class Worker:
     def renew(self) -> None:
         """Replace the caches, whatever state they are in, by empty ones."""
         self._caches = []
-        self._caches = self._memory(self._empty, self._empty_state)
+        self._caches = self._memory(
+            lambda shape, dtype: self._empty(shape=shape, dtype=dtype),
+            lambda shape, dtype: self._empty_state(shape=shape, dtype=np.dtype(dtype)),
+        )
         if self.chooser is not None:
             self.chooser.renew()
 
-    def _memory(self, make_cache: Callable[[], Any], make_state: Callable[..., Any]) -> list[Any]:
+    def _memory(self, make_cache: Callable[..., Any], make_state: Callable[..., Any]) -> list[Any]:
         """What each of the stage's layers keeps, made of arrays by `make_cache` and `make_state`."""
-        layers = [self._config.layers[i] for i in self.stage.part.layers]
-        return [
-            layer_cache(self._config, make_cache)
-            if layer.recurrence is None
-            else layer_state(layer.recurrence, self._n_rows, self._dtype, make_state)
-            for layer in layers
-        ]
+        sizes = {"n_blocks": self._shape.n_blocks, "block_size": self._shape.block_size}
+        made: list[Any] = []
+        for i in self.stage.part.layers:
+            layer = self._config.layers[i]
+            if layer.recurrence is not None:
+                made.append(layer_state(layer.recurrence, self._n_rows, self._dtype, make_state))
+            else:
+                assert layer.attention is not None
+                made.append(layer_cache(layer.attention, **sizes, stored=self._stored, make=make_cache))
+        return made
 
     def release_caches(self) -> None:
         """Free the caches and the rows' tables; `renew` must follow before the next iteration."""
@@ -198,12 +199,17 @@ class Worker:
         stage, place = self.stage, self._place
         weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in stage.weights]
         states: dict[Any, Any] = {}
+        paged_arrays: dict[Any, Any] = {}
+
+        def paged_like(shape: tuple[int, ...], dtype: Any) -> Any:
+            one = jax.ShapeDtypeStruct(shape, dtype, sharding=self._cache_place)
+            return paged_arrays.setdefault((shape, dtype), one)
 
         def state_like(shape: tuple[int, ...], dtype: Any) -> Any:
             one = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
             return states.setdefault((shape, dtype), one)
 
-        caches = self._memory(lambda: self._cache_like, state_like)
+        caches = self._memory(paged_like, state_like)
         layouts = sorted(sizes.layouts, key=lambda layout: -layout.n_tokens)
         for layout in layouts:
             arrived = self.hidden_like(layout.n_tokens)
@@ -228,9 +234,12 @@ class Worker:
         copies = jax.ShapeDtypeStruct(self._no_copies.shape, jnp.int32, sharding=place)
         paged = [cache for cache in caches if isinstance(cache, LayerCache)]
         yield ToCompile("copies of blocks", partial(self._copy.compile, paged, copies))
-        yield ToCompile("empty caches", self._empty.compile)
+        for shape, dtype in paged_arrays:
+            yield ToCompile("empty caches", partial(self._empty.compile, shape=shape, dtype=dtype))
         for shape, dtype in states:
-            yield ToCompile("empty states", partial(self._empty_state.compile, shape, dtype))
+            yield ToCompile(
+                "empty states", partial(self._empty_state.compile, shape=shape, dtype=np.dtype(dtype))
+            )
 
 
 class LocalIteration:
@@ -345,3 +354,13 @@ def programs_by_stage(workers: Sequence[Worker], sizes: BatchSizes) -> list[list
         ]
         for i, worker in enumerate(workers)
     ]
+
+
+def _zeros(place: Any) -> Program:
+    """A program that makes zeros of a shape and dtype."""
+
+    def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jnp.zeros(shape, dtype)
+
+    made = jax.jit(zeros, static_argnames=("shape", "dtype"), out_shardings=place)
+    return Program(made, key=lambda *, shape, dtype: (shape, dtype))

@@ -13,6 +13,9 @@ from orca_jax.families.norm_config import Norm
 from orca_jax.families.rotary import Rotary
 
 QKNormOver = Literal["head", "width"]
+KVCode = Literal["int8", "fp8"]  # numbers of eight bits for cached keys and values; fp8 is e4m3
+
+SCALE_BYTES = 4  # of the float32 scale that a head's key, or its value, has in a cache of eight bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +195,8 @@ class Attention:
     With `causal` a token sees itself and the tokens before it, else all tokens. Each K/V head of the
     checkpoint is held `kv_repeats` times in a row, so that more devices than K/V heads can share a layer
     (`ModelConfig.for_devices`). With `latent` the one K/V head is the compressed vector, and `qkv_bias` is
-    the bias of the projections that compress.
+    the bias of the projections that compress. With a `kv_code` the cache holds keys and values in eight bits:
+    each head's key, and its value, of each token has a scale of its own.
     """
 
     n_heads: int
@@ -206,6 +210,7 @@ class Attention:
     kv_repeats: int = 1
     causal: bool = True
     latent: Latent | None = None
+    kv_code: KVCode | None = None
 
     def __post_init__(self) -> None:
         for name in ("n_heads", "n_kv_heads", "head_size", "kv_repeats"):
@@ -225,6 +230,8 @@ class Attention:
             raise ConfigError("a window, ALiBi or sinks in attention that is not causal are not supported")
         if scores.relative is not None and self.group != 1:
             raise ConfigError("a relative bias with grouped heads is not supported")
+        if self.kv_code is not None:
+            check_choice("kv_cache_dtype", self.kv_code, KVCode)
         if self.latent is not None:
             self._check_latent(self.latent)
 
@@ -244,6 +251,11 @@ class Attention:
             raise ConfigError(
                 "latent attention with a qk-norm, a window, a soft cap, ALiBi or a relative bias, or that is "
                 "not causal, is not supported"
+            )
+        if self.kv_code is not None:
+            raise ConfigError(
+                f"kv_cache_dtype is {self.kv_code!r}, and latent attention keeps one compressed vector for "
+                "all heads, which is not rounded to eight bits; leave it out"
             )
 
     def repeated(self, times: int) -> "Attention":
@@ -270,6 +282,12 @@ class Attention:
     def cached_width(self) -> int:
         """Elements that a layer caches for a token: its keys and values, or its compressed vector."""
         return self.kv_width if self.latent is not None else 2 * self.kv_width
+
+    def cached_bytes(self, itemsize: int) -> int:
+        """Bytes that a layer caches for a token, in a model whose elements have `itemsize` bytes."""
+        if self.kv_code is None:
+            return self.cached_width * itemsize
+        return self.cached_width + 2 * self.n_kv_heads * SCALE_BYTES
 
     @property
     def value_size(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from orca_jax.checks import check_whole
 from orca_jax.errors import ConfigError
-from orca_jax.families.attention_config import Attention, Latent, Scores
+from orca_jax.families.attention_config import Attention, KVCode, Latent, Scores
 from orca_jax.families.limits import check_choice, check_positive, check_size
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.mixtures.mxfp4 import BLOCK
@@ -153,6 +153,13 @@ class Layer:
             return self
         cross = None if self.cross is None else self.cross.repeated(repeats)
         return replace(self, attention=self.attention.repeated(repeats), cross=cross)
+
+    def with_kv_code(self, code: KVCode) -> "Layer":
+        """The same layer whose cache, if it has attention, holds keys and values in eight bits."""
+        if self.attention is None:
+            return self
+        cross = None if self.cross is None else replace(self.cross, kv_code=code)
+        return replace(self.with_attention(kv_code=code), cross=cross)
 
 
 def alike(layer: Layer, n_layers: int) -> tuple[Layer, ...]:
@@ -439,6 +446,17 @@ class ModelConfig:
         if repeats == self.attention.kv_repeats:
             return self
         return self._with_layers(lambda layer: layer.with_kv_heads(repeats))
+
+    def with_kv_code(self, code: KVCode) -> "ModelConfig":
+        """The same model whose caches hold keys and values in eight bits. Raises ConfigError.
+
+        An encoder's tokens attend to one another through the first layer's cache, so theirs are rounded too.
+        """
+        model, encoder = self._with_layers(lambda layer: layer.with_kv_code(code)), self.encoder
+        if encoder is not None:
+            layers = tuple(layer.with_kv_code(code) for layer in encoder.layers)
+            model = replace(model, encoder=replace(encoder, layers=layers))
+        return model
 
     def _with_layers(self, change: Callable[[Layer], Layer]) -> "ModelConfig":
         changed = {layer: change(layer) for layer in dict.fromkeys(self.layers)}

@@ -78,6 +78,7 @@ def loaded_engine(
             found.config.head_size,
             config.block_size,
             dtype,
+            kv_code=found.config.attention.kv_code,
             experts=found.config.kind_of_experts,
             value_size=found.config.attention.value_part,
             steady=config.deterministic,

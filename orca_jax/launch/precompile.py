@@ -65,7 +65,7 @@ def compile_engine(
         )
     if engine.workers is not None:
         raise ConfigError("remote workers compile their own programs; leave workers out")
-    found = find_config(engine.model, engine.load_format, engine.quantization)
+    found = find_config(engine.model, engine.load_format, engine.quantization, engine.kv_cache_dtype)
     folder = keep_compiled_programs(cache)
     assert folder is not None
     devices, n_devices = jax.devices(), engine.n_devices

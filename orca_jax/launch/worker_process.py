@@ -62,7 +62,12 @@ class WorkerProcess:
 
     def __init__(self, options: WorkerOptions, *, on_load: OnLoad) -> None:
         stage, n_stages, engine = options.stage, options.n_stages, options.engine
-        found = find_model(engine.model, engine.load_format, quantization=engine.quantization)
+        found = find_model(
+            engine.model,
+            engine.load_format,
+            quantization=engine.quantization,
+            kv_cache_dtype=engine.kv_cache_dtype,
+        )
         if options.coordinator is not None:
             join_job(options.coordinator, stage=stage, n_stages=n_stages)
         devices = jax.local_devices()

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from orca_jax.model.kv_cache import LayerCache, as_numbers
+from orca_jax.model.kv_cache import LayerCache, as_numbers, code_numbers
 
 _MASKED = -1e30  # a masked key's score; finite, so that inf - inf cannot arise
 
@@ -159,7 +159,8 @@ def split_attention(
     read. `sinks` [G, K] float32 are scores of one more key per head, which has no value. Without `causal` a
     query sees all keys of its row, which may be fewer than its queries, and there are no window and no
     slopes. In a cache without values a value is the first `value_size` elements of its key; the result has
-    that size in place of D.
+    that size in place of D. In a cache of eight bits the codes are multiplied, and scores and weights by
+    their scales.
     """
     n_tokens, n_groups, n_kv_heads, head_size = q.shape
     assert causal or (window is None and slopes is None)
@@ -273,8 +274,14 @@ def _attend(
 
     def fetch(pool: jax.Array, ids: jax.Array) -> jax.Array:
         """Read blocks `ids` [I, blocks] of [n_blocks, K, B, D]: [I, K, C, D]."""
-        found = as_numbers(pool.at[ids].get(mode="clip"))  # [I, blocks, K, B, D]
+        found = pool.at[ids].get(mode="clip")  # [I, blocks, K, B, D]
+        found = as_numbers(found) if cache.code is None else code_numbers(found, queries.dtype)
         return found.swapaxes(1, 2).reshape(n_tiles, n_kv_heads, chunk, head_size)
+
+    def fetch_scales(pool: jax.Array, ids: jax.Array) -> jax.Array:
+        """Read the scales of blocks `ids` [I, blocks] of [n_blocks, K, B]: [I, K, 1, C]."""
+        found = pool.at[ids].get(mode="clip")
+        return found.swapaxes(1, 2).reshape(n_tiles, n_kv_heads, 1, chunk)
 
     def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, sums = carry
@@ -288,6 +295,8 @@ def _attend(
         by_query = key if window is None else key[:, None, None]
         keys = fetch(cache.keys, ids)
         scores = jnp.einsum("ikqd,ikcd->ikqc", queries, keys, preferred_element_type=jnp.float32)
+        if cache.key_scales is not None:
+            scores = scores * fetch_scales(cache.key_scales, ids)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         if slope is not None:
@@ -307,8 +316,11 @@ def _attend(
         exists = (key < n_seen[:, None])[:, None, :, None]
         found = keys[..., :n_values] if cache.values is None else fetch(cache.values, ids)
         values = jnp.where(exists, found, 0)
+        factors = weights
+        if cache.value_scales is not None:
+            factors = weights * jnp.where(exists.swapaxes(2, 3), fetch_scales(cache.value_scales, ids), 0)
         weighted = jnp.einsum(
-            "ikqc,ikcd->ikqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+            "ikqc,ikcd->ikqd", factors.astype(values.dtype), values, preferred_element_type=jnp.float32
         )
         return new_top, total * shrink + weights.sum(axis=-1), sums * shrink[..., None] + weighted
 

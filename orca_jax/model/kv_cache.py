@@ -6,6 +6,12 @@ forward program and come back as donated results.
 
 On a CPU bfloat16 is stored as uint16: XLA scatters bfloat16 there by way of float32, and would convert a
 whole cache for each token that is written.
+
+A cache may hold keys and values in eight bits (`Attention.kv_code`). Each key and each value of a head then
+has a float32 scale, the greatest magnitude of its elements over the code's greatest number. A scale for each
+slot, not for a whole block, keeps what was written before untouched: with a scale for a block, a later token
+with larger elements would round its neighbours again, and a request's tokens would depend on how its prompt
+was cut into iterations.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,18 +22,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.attention_config import Attention, KVCode
 from orca_jax.families.recurrence_config import Recurrence
+
+_STORED: dict[KVCode, np.dtype[Any]] = {  # fp8 is stored as its bits
+    "int8": np.dtype(np.int8),
+    "fp8": np.dtype(np.uint8),
+}
+_GREATEST: dict[KVCode, float] = {"int8": 127, "fp8": 448}  # the greatest number of a code
+_LEAST_SCALE = 2.0**-100  # below it, elements count as 0: their scale's inverse would overflow
 
 
 class LayerCache(NamedTuple):
     """One layer's keys and values, each [n_blocks, K, B, D]; bfloat16 may be stored as uint16.
 
-    Without `values`, a value is the first elements of its key.
+    Without `values`, a value is the first elements of its key. In eight bits, int8 or the bits of e4m3 as
+    uint8, they have scales [n_blocks, K, B] float32.
     """
 
     keys: jax.Array
     values: jax.Array | None
+    key_scales: jax.Array | None = None
+    value_scales: jax.Array | None = None
 
     @property
     def both(self) -> tuple[jax.Array, jax.Array]:
@@ -36,8 +52,16 @@ class LayerCache(NamedTuple):
         return self.keys, self.values
 
     @property
+    def code(self) -> KVCode | None:
+        """The code of keys and values in eight bits; None in the model's dtype."""
+        if self.key_scales is None:
+            return None
+        return next(code for code, dtype in _STORED.items() if dtype == self.keys.dtype)
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """The logical dtype: bfloat16 even when stored as uint16."""
+        assert self.key_scales is None, "a cache of eight bits does not know the model's dtype"
         return np.dtype(jnp.bfloat16) if self.keys.dtype == jnp.uint16 else self.keys.dtype
 
 
@@ -56,14 +80,54 @@ def as_numbers(stored: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(stored, jnp.bfloat16) if stored.dtype == jnp.uint16 else stored
 
 
-def cache_shape(config: ModelConfig, *, n_blocks: int, block_size: int) -> tuple[int, int, int, int]:
+def code_numbers(codes: jax.Array, dtype: Any) -> jax.Array:
+    """The numbers of int8 or fp8 codes, without their scales, exactly: float32 or 16 bits hold each."""
+    if codes.dtype == jnp.uint8:
+        codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    return codes.astype(dtype)
+
+
+def in_eight_bits(code: KVCode, numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Round numbers [..., D] to codes [..., D], as a cache stores them, and scales [...] float32.
+
+    A vector with a NaN or an infinity gets such a scale, and so does not become finite.
+    """
+    numbers = numbers.astype(jnp.float32)
+    # The greatest magnitude by its bits, so that a NaN is the greatest of all: XLA's maximum of floats may
+    # drop one on a CPU. Then products with a constant and with an inverse, which no compiler replaces.
+    bits = (lax.bitcast_convert_type(numbers, jnp.int32) & 0x7FFFFFFF).max(axis=-1)
+    scales = lax.bitcast_convert_type(bits, jnp.float32) * np.float32(1 / _GREATEST[code])
+    inverse = jnp.where(scales >= _LEAST_SCALE, 1 / scales, 0)
+    scaled = numbers * inverse[..., None]
+    if code == "int8":
+        return jnp.round(scaled).astype(jnp.int8), scales
+    return lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8), scales
+
+
+def cache_shape(attention: Attention, *, n_blocks: int, block_size: int) -> tuple[int, int, int, int]:
     """Shape [n_blocks, K, B, D] of one layer's keys, and of its values."""
-    return n_blocks, config.attention.n_kv_heads, block_size, config.head_size
+    return n_blocks, attention.n_kv_heads, block_size, attention.head_size
 
 
-def layer_cache(config: ModelConfig, make: Callable[[], Any]) -> LayerCache:
-    """A layer's cache, each of whose arrays `make` makes."""
-    return LayerCache(make(), None if config.attention.latent is not None else make())
+def layer_cache(
+    attention: Attention,
+    *,
+    n_blocks: int,
+    block_size: int,
+    stored: Any,
+    make: Callable[[tuple[int, ...], np.dtype[Any]], Any],
+) -> LayerCache:
+    """A layer's cache, each of whose arrays `make` makes of a shape and dtype.
+
+    Keys and values have the dtype `stored`, unless they are in eight bits.
+    """
+    shape, code = cache_shape(attention, n_blocks=n_blocks, block_size=block_size), attention.kv_code
+    dtype = np.dtype(stored) if code is None else _STORED[code]
+    keys = make(shape, dtype)
+    values = None if attention.latent is not None else make(shape, dtype)
+    if code is None:
+        return LayerCache(keys, values)
+    return LayerCache(keys, values, *(make(shape[:3], np.dtype(np.float32)) for _ in range(2)))
 
 
 def write(
@@ -75,14 +139,17 @@ def write(
     at = {"mode": "drop", "unique_indices": True, "indices_are_sorted": False}
 
     def put(into: jax.Array, new: jax.Array) -> jax.Array:
-        if cache.dtype != into.dtype:
+        if new.dtype != into.dtype:
             new = lax.bitcast_convert_type(new, into.dtype)
         return into.at[block, :, offset].set(new, **at)
 
-    return LayerCache(
-        put(cache.keys, keys),
-        None if cache.values is None or values is None else put(cache.values, values),
-    )
+    if cache.code is None:
+        new = LayerCache(keys, None if cache.values is None else values)
+    else:
+        assert values is not None
+        codes, scales = zip(*(in_eight_bits(cache.code, each) for each in (keys, values)), strict=True)
+        new = LayerCache(*codes, *scales)
+    return jax.tree.map(put, cache, new)
 
 
 def layer_state(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orca_jax.families.attention_config import Attention, Latent, RelativeBias
+from orca_jax.families.attention_config import Attention, KVCode, Latent, RelativeBias
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
@@ -102,6 +102,7 @@ def forward(
     def attention(layer: Attention, name: str, value: jax.Array, real: jax.Array) -> jax.Array:
         """Attention of tokens to one another; `real` [T] is false for padding, which no token sees."""
         q, k, v = heads(layer, name, value)
+        k, v = (_as_cached(layer.kv_code, each) for each in (k, v))
         n_tokens, position = len(value), jnp.arange(len(value))
         scores = jnp.einsum("qnd,knd->nqk", q, k) * layer.scale
         if layer.scores.soft_cap is not None:
@@ -161,6 +162,7 @@ def forward(
         q = linear(f"{name}.cross_q", value).reshape(len(value), layer.n_heads, layer.head_size)
         keys_values = linear(f"{name}.cross_kv", encoded)  # [S, 2, K D]
         k, v = keys_values.reshape(len(encoded), 2, layer.n_heads, layer.head_size).swapaxes(0, 1)
+        k, v = (_as_cached(layer.kv_code, each) for each in (k, v))
         scores = jnp.einsum("qnd,knd->nqk", q, k) * layer.scale
         weights = jax.nn.softmax(jnp.where(is_input, scores, -jnp.inf), axis=-1)
         merged = jnp.einsum("nqk,knd->qnd", weights, v)
@@ -322,6 +324,16 @@ def _rotated(rotary: Rotary, x: jax.Array, position: jax.Array, n_positions: int
     real, imaginary = (2 * at, 2 * at + 1) if rotary.interleaved else (at, at + half)
     turned = (x[..., real] + 1j * x[..., imaginary]) * turn
     return x.at[..., real].set(turned.real).at[..., imaginary].set(turned.imag)
+
+
+def _as_cached(code: KVCode | None, x: jax.Array) -> jax.Array:
+    """Round each head's x [..., D] to multiples of a scale that makes its greatest the code's greatest."""
+    if code is None:
+        return x
+    scale = jnp.abs(x).max(axis=-1, keepdims=True) / {"int8": 127, "fp8": 448}[code]
+    scale = jnp.where(scale == 0, 1, scale)
+    near = {"int8": jnp.round, "fp8": lambda each: each.astype(jnp.float8_e4m3fn).astype(jnp.float32)}[code]
+    return near(x / scale) * scale
 
 
 def _alibi_slopes(n_heads: int) -> list[float]:

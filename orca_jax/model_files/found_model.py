@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orca_jax.config import EngineConfig, LoadFormat, Rounding
+from orca_jax.config import EngineConfig, KVCacheDtype, LoadFormat, Rounding
 from orca_jax.errors import (
     LIKELY,
     BadModelConfig,
@@ -61,16 +61,18 @@ def find_model(
     generation_config: str | Path = "none",
     tokenizer: str | Path | None = None,
     quantization: Rounding | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> FoundModel:
     """Find the model that `model` names; None is the demo model.
 
     `generation_config` is "auto" for generation_config.json in the model's directory, "none", or another
     directory with that file. `tokenizer` is a place as in `with_tokenizer`, to use instead of the model's.
-    With `quantization` the matrices of its layers are rounded.
+    With `quantization` the matrices of its layers are rounded; its caches hold `kv_cache_dtype`.
 
     Raises ConfigError or a CheckpointError.
     """
     found = _found(model, load_format, generation_config, quantization, tokenizer is None)
+    found = replace(found, config=with_kv_cache(found.config, kv_cache_dtype))
     return found if tokenizer is None else with_tokenizer(found, tokenizer)
 
 
@@ -115,17 +117,28 @@ def with_tokenizer(found: FoundModel, place: str | Path) -> FoundModel:
 
 
 def find_config(
-    model: str | Path | None, load_format: LoadFormat = "auto", quantization: Rounding | None = None
+    model: str | Path | None,
+    load_format: LoadFormat = "auto",
+    quantization: Rounding | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> ModelConfig:
     """Find the config of the model that `model` names, without its weights; None is the demo model.
 
-    With the `load_format` packed its experts are in MXFP4; with `quantization` its matrices are rounded.
+    With the `load_format` packed its experts are in MXFP4; with `quantization` its matrices are rounded; its
+    caches hold `kv_cache_dtype`.
 
     Raises ConfigError or a CheckpointError.
     """
     if str(model) in PRESETS and not Path(str(model)).is_dir():
-        return _held(PRESETS[str(model)], load_format, quantization)
-    return _held(described_model(_directory(model, weights=False))[0], load_format, quantization)
+        found = PRESETS[str(model)]
+    else:
+        found = described_model(_directory(model, weights=False))[0]
+    return with_kv_cache(_held(found, load_format, quantization), kv_cache_dtype)
+
+
+def with_kv_cache(model: ModelConfig, dtype: KVCacheDtype) -> ModelConfig:
+    """The model whose caches hold `dtype`. Raises ConfigError."""
+    return model if dtype == "auto" else model.with_kv_code(dtype)
 
 
 def check_model(engine: EngineConfig, *, weights: bool = True) -> None:
@@ -141,11 +154,12 @@ def check_model(engine: EngineConfig, *, weights: bool = True) -> None:
         check_rounded(engine)
         return
     if load_format == "dummy" and str(model) in PRESETS:
-        _held(PRESETS[str(model)], load_format, engine.quantization)
+        with_kv_cache(_held(PRESETS[str(model)], load_format, engine.quantization), engine.kv_cache_dtype)
         read_generation_defaults(None, engine.generation_config)
         return
     directory = _directory(model, weights=False)
-    _held(described_model(directory)[0], load_format, engine.quantization)
+    held = _held(described_model(directory)[0], load_format, engine.quantization)
+    with_kv_cache(held, engine.kv_cache_dtype)
     read_generation_defaults(directory, engine.generation_config)
     is_here = model is None or Path(model).expanduser() == directory
     of_its_own = is_orbax(directory) or is_gguf(directory)

@@ -23,6 +23,7 @@ typedef struct {
   const q_type *q;
   const kv_type *keys, *values;
   const float *slopes; /* [G, K] ALiBi's, or NULL */
+  const float *key_scales, *value_scales; /* [n_blocks, K, B] of keys and values of eight bits */
   const float *sinks;  /* [G, K] one more score in each head's softmax sum, or NULL */
   float *relative;     /* [K][2 M + 1 + 2 LANES] the relative bias by key position - query position, or NULL */
   const int32_t *block_table, *row_start, *kv_length;
@@ -39,11 +40,16 @@ typedef struct {
 static inline int lesser(int a, int b) { return a < b ? a : b; }
 static inline int greater(int a, int b) { return a > b ? a : b; }
 
+/* The place, in slots of a head, of a row's key and value at `position`. */
+static inline size_t place_of(const Attention *a, const int32_t *table, int head, unsigned position) {
+  const size_t block = (size_t)table[position / BLOCK_SIZE] * a->n_heads + head;
+  return block * BLOCK_SIZE + position % BLOCK_SIZE;
+}
+
 /* A row's key at `position`, or its value, which may be the beginning of a key (VALUE_SIZE). */
 static inline const kv_type *slot(const Attention *a, const kv_type *pool, const int32_t *table, int head,
                                   unsigned position) {
-  const size_t block = (size_t)table[position / BLOCK_SIZE] * a->n_heads + head;
-  return pool + (block * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_SIZE;
+  return pool + place_of(a, table, head, position) * HEAD_SIZE;
 }
 
 /* Finds the slots of `n` positions from `base` on, and fills [CHUNK] up with the last one. */
@@ -51,6 +57,13 @@ static inline void find(const Attention *a, const kv_type *pool, const int32_t *
                         const kv_type **slots) {
   for (int c = 0; c < n; c++) slots[c] = slot(a, pool, table, head, base + c);
   for (int c = n; c < CHUNK; c++) slots[c] = slots[n - 1];
+}
+
+/* Reads the scales of `n` positions from `base` on, and fills [CHUNK] up with 0. */
+static inline void find_scales(const Attention *a, const float *pool, const int32_t *table, int head, int base, int n,
+                               float *scales) {
+  for (int c = 0; c < n; c++) scales[c] = pool[place_of(a, table, head, base + c)] * KV_UNIT;
+  for (int c = n; c < CHUNK; c++) scales[c] = 0;
 }
 
 /* Prefetches a slot into the second-level cache. The next block may be anywhere, so the processor does not prefetch it

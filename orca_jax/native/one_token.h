@@ -45,9 +45,27 @@ INLINE void score_keys(const kv_type *const *keys, const Running *queries, float
     store4(weights + g * CHUNK, sum4(sums[g][0], sums[g][1], sums[g][2], sums[g][3]));
 }
 
+/* The scales of a chunk's keys and values of eight bits. */
+typedef struct {
+#if KV_BITS == 8
+  float keys[CHUNK], values[CHUNK];
+#endif
+} Scales;
+
+static inline void find_chunk_scales(const Attention *a, const int32_t *table, int head, int base, int n, Scales *scales) {
+#if KV_BITS == 8
+  find_scales(a, a->key_scales, table, head, base, n, scales->keys);
+  find_scales(a, a->value_scales, table, head, base, n, scales->values);
+#endif
+}
+
 /* Turns the scores [CHUNK] of `n` keys from `base` on into weights, and updates the query's top and total. Returns
  * the factor for the values summed so far. */
-static inline float soften(const Attention *a, float *weights, int base, int n, int position, Running *running) {
+static inline float soften(const Attention *a, float *weights, int base, int n, int position, const Scales *scales,
+                           Running *running) {
+#if KV_BITS == 8
+  for (int c = 0; c < n; c += LANES) store(weights + c, load(weights + c) * load(scales->keys + c));
+#endif
   if (a->soft_cap)
     for (int c = 0; c < n; c += LANES) store(weights + c, capped(load(weights + c), a->soft_cap));
   if (running->slope)
@@ -57,7 +75,11 @@ static inline float soften(const Attention *a, float *weights, int base, int n, 
     for (int c = 0; c < n; c += LANES)
       store(weights + c, load(weights + c) + relative_bias(running->relative, a->furthest, base + c - position));
   for (int c = n; c % LANES; c++) weights[c] = NOTHING;
-  return as_weights(weights, n, &running->top, &running->total);
+  const float shrink = as_weights(weights, n, &running->top, &running->total);
+#if KV_BITS == 8
+  for (int c = 0; c < n; c += LANES) store(weights + c, load(weights + c) * load(scales->values + c));
+#endif
+  return shrink;
 }
 
 /* Adds the values of `n_keys` keys, times the weights of `n` queries, to `parts` parts of the head from `part` on, and
@@ -92,7 +114,8 @@ INLINE void add_all_values(const kv_type *const *values, int n_keys, const float
 /* Attends to a chunk of a head's keys, `n` from `base` on, for all queries of the group, which are at `position`.
  * Prefetches the values while it computes scores, and the `next` keys while it adds values. */
 static inline void attend_chunk(const Attention *a, const kv_type *const *keys, const kv_type *const *values,
-                                const kv_type *const *next, int base, int n, int position, Running *queries) {
+                                const kv_type *const *next, const Scales *scales, int base, int n, int position,
+                                Running *queries) {
   float weights[MOST_SHARING * CHUNK], shrink[MOST_SHARING]; /* weights [G][CHUNK], at first the scores */
   const int group = a->group;
   for (int c = 0; c < n; c += KEYS_AT_ONCE) {
@@ -108,7 +131,8 @@ static inline void attend_chunk(const Attention *a, const kv_type *const *keys, 
       case 1: score_keys(keys + c, queries + g, weights + g * CHUNK + c, 1); break;
     }
   }
-  for (int g = 0; g < group; g++) shrink[g] = soften(a, weights + g * CHUNK, base, n, position, queries + g);
+  for (int g = 0; g < group; g++)
+    shrink[g] = soften(a, weights + g * CHUNK, base, n, position, scales, queries + g);
   int g = 0;
   for (; g + SCORE_QUERIES <= group; g += SCORE_QUERIES, next = NULL)
     add_all_values(values, n, weights + g * CHUNK, shrink + g, queries + g, next, SCORE_QUERIES);
@@ -138,13 +162,16 @@ static void attend_one(const Attention *a, int row, int first, int n_heads) {
     }
   int base = greater(0, length - a->window), n = lesser(length - base, CHUNK), h = 0;
   const kv_type *values[CHUNK], *keys[2][CHUNK]; /* this step's keys and the next step's */
+  Scales scales;
   find(a, a->keys, table, first, base, n, keys[0]);
   for (int step = 0; n > 0; step++) {
     const int last = h + 1 == n_heads, next_h = last ? 0 : h + 1, next_base = last ? base + n : base;
     const int next_n = lesser(length - next_base, CHUNK);
     find(a, a->values, table, first + h, base, n, values);
+    find_chunk_scales(a, table, first + h, base, n, &scales);
     if (next_n > 0) find(a, a->keys, table, first + next_h, next_base, next_n, keys[(step + 1) % 2]);
-    attend_chunk(a, keys[step % 2], values, next_n > 0 ? keys[(step + 1) % 2] : NULL, base, n, length - 1, heads[h]);
+    attend_chunk(a, keys[step % 2], values, next_n > 0 ? keys[(step + 1) % 2] : NULL, &scales, base, n, length - 1,
+                 heads[h]);
     h = next_h;
     base = next_base;
     n = next_n;

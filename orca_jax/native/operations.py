@@ -7,11 +7,12 @@ from orca_jax.families.packed_form import PackedForm
 from orca_jax.native.compiler import build_ahead
 
 BITS = {"float32": 32, "bfloat16": 16}
+CODES = {"int8": 1, "fp8": 2}  # of a cache of eight bits; the numbers of eight_bits.h's macros
 
 
 def dtype_of_cache(stored: str) -> str:
-    """Dtype of the numbers in a cache: stored as uint16 they are bfloat16."""
-    return "bfloat16" if stored == "uint16" else stored
+    """Dtype, or code of eight bits, of the numbers in a cache that is stored as `stored`."""
+    return {"uint16": "bfloat16", "uint8": "fp8"}.get(stored, stored)
 
 
 def linear_sizes(x_dtype: str, weight_dtype: str, steady: bool = False) -> dict[str, int]:
@@ -51,10 +52,19 @@ def packed_sizes(form: PackedForm, x_dtype: str) -> dict[str, int] | None:
 def attention_sizes(
     head_size: int, block_size: int, q_dtype: str, kv_dtype: str, value_size: int | None = None
 ) -> dict[str, int]:
-    """Macros of split_attention.c; `value_size` is given where values are the first elements of keys."""
-    bits = {"Q_BITS": BITS[q_dtype], "KV_BITS": BITS[kv_dtype]}
+    """Macros of split_attention.c; `value_size` is given where values are the first elements of keys.
+
+    `kv_dtype` is a dtype or one of CODES.
+    """
+    bits = {"Q_BITS": BITS[q_dtype], "KV_BITS": 8 if kv_dtype in CODES else BITS[kv_dtype]}
+    bits |= {"KV_FP8": 1} if kv_dtype == "fp8" else {}
     sizes = {"HEAD_SIZE": head_size, "BLOCK_SIZE": block_size, **bits}
     return sizes if value_size is None else sizes | {"VALUE_SIZE": value_size}
+
+
+def place_sizes(dtype: str, kv_dtype: str) -> dict[str, int]:
+    """Macros of place.c, for heads of `dtype` and a cache of it or of one of CODES."""
+    return {"X_BITS": BITS[dtype]} | ({"CODE": CODES[kv_dtype]} if kv_dtype in CODES else {})
 
 
 def build_all_ahead(
@@ -62,16 +72,21 @@ def build_all_ahead(
     block_size: int,
     dtype: str,
     *,
+    kv_code: str | None = None,
     experts: Literal["plain", "other"] | None,
     value_size: int | None = None,
     steady: bool = False,
 ) -> None:
-    """Start building, in parallel, all operations that a model of this dtype uses on a CPU, if any."""
+    """Start building, in parallel, all operations that a model of this dtype uses on a CPU, if any.
+
+    `kv_code` is the code of a cache of eight bits.
+    """
     if dtype not in BITS:
         return
-    build_ahead("split_attention", **attention_sizes(head_size, block_size, dtype, dtype, value_size))
+    kv_dtype = kv_code or dtype
+    build_ahead("split_attention", **attention_sizes(head_size, block_size, dtype, kv_dtype, value_size))
     if value_size is None:
-        build_ahead("place", X_BITS=BITS[dtype])
+        build_ahead("place", **place_sizes(dtype, kv_dtype))
     elif not steady:
         build_ahead("plain_latent", Q_BITS=BITS[dtype], KV_BITS=BITS[dtype])
     build_ahead("linear", **linear_sizes(dtype, dtype, steady))

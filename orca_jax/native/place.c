@@ -1,10 +1,11 @@
 /* Writes an iteration's keys and values to the cache and rotates queries and keys, as an XLA custom call on a CPU.
  *
  * XLA would write the cache element by element, on one thread, and compute cosine and sine again for each head of each
- * layer. The compiler sets X_BITS, 32 for float32 and 16 for bfloat16. The arguments are those of place.py: heads
- * [T, n, K, D]; values [T, m, K, D], whose last slice is used; slot_of_token [T] int32; cos and sin [T, size / 2]
- * float32 or [T, 0]; and the layer's keys and values [n_blocks, K, B, D], which are changed in place. The result is
- * the queries, [T, G, K, D].
+ * layer. The compiler sets X_BITS, 32 for float32 and 16 for bfloat16, and for a cache of eight bits CODE
+ * (eight_bits.h). The arguments are those of place.py: heads [T, n, K, D]; values [T, m, K, D], whose last slice is
+ * used; slot_of_token [T] int32; cos and sin [T, size / 2] float32 or [T, 0]; and the layer's keys and values
+ * [n_blocks, K, B, D], with CODE followed by their scales [n_blocks, K, B] float32, all of which are changed in place.
+ * The result is the queries, [T, G, K, D].
  *
  * D is a multiple of 16 and 256 at most.
  */
@@ -17,6 +18,12 @@
 #endif
 typedef ELEMENT(X_BITS) x_type;
 
+#ifdef CODE
+#include "eight_bits.h"
+#else
+typedef x_type code_type;
+#endif
+
 #define MOST_ELEMENTS 256 /* in a head */
 #define ITEMS 4           /* per thread */
 
@@ -28,7 +35,9 @@ typedef struct {
   const x_type *heads, *values;
   const float *cos, *sin;
   const int32_t *slots;
-  x_type *queries, *to_keys, *to_values;
+  x_type *queries;
+  code_type *to_keys, *to_values;
+  float *key_scales, *value_scales; /* with CODE */
   size_t n_tokens, n_slices, n_value_slices, n_queries; /* T, n, m, G */
   size_t key;                                           /* the slice of heads with the keys */
   size_t n_heads, head_size, block_size, n_slots;       /* K, D, B, slots of the cache */
@@ -51,9 +60,19 @@ static void rotate(const Place *p, size_t token, const x_type *from, x_type *to)
   for (size_t i = 0; i < p->head_size; i += LANES) store(to + i, load(head + i));
 }
 
+/* Writes a head's key or value to slot `to` of a pool, with the scale if the cache is of eight bits. */
+INLINE void put(const Place *p, const x_type *head, code_type *pool, float *scales, size_t to) {
+#ifdef CODE
+  scales[to] = round_to_eight_bits(head, p->head_size, pool + to * p->head_size);
+#else
+  memcpy(pool + to * p->head_size, head, p->head_size * sizeof *head);
+#endif
+}
+
 static void do_item(Work *work, int item) {
   const Place *p = (const Place *)work;
-  const size_t size = p->head_size, bytes = size * sizeof(x_type);
+  const size_t size = p->head_size;
+  x_type rotated[MOST_ELEMENTS];
   const size_t end = p->n_tokens * (item + 1) / work->n_items;
   for (size_t token = p->n_tokens * item / work->n_items; token < end; token++) {
     const x_type *heads = p->heads + token * p->n_slices * p->n_heads * size;
@@ -64,10 +83,10 @@ static void do_item(Work *work, int item) {
     const x_type *keys = heads + p->key * p->n_heads * size;
     const x_type *values = p->values + ((token + 1) * p->n_value_slices - 1) * p->n_heads * size;
     for (size_t i = 0; i < p->n_heads; i++) {
-      const size_t to = ((slot / p->block_size * p->n_heads + i) * p->block_size + slot % p->block_size) * size;
-      if (p->n_pairs) rotate(p, token, keys + i * size, p->to_keys + to);
-      else memcpy(p->to_keys + to, keys + i * size, bytes);
-      memcpy(p->to_values + to, values + i * size, bytes);
+      const size_t to = (slot / p->block_size * p->n_heads + i) * p->block_size + slot % p->block_size;
+      if (p->n_pairs) rotate(p, token, keys + i * size, rotated);
+      put(p, p->n_pairs ? rotated : keys + i * size, p->to_keys, p->key_scales, to);
+      put(p, values + i * size, p->to_values, p->value_scales, to);
     }
   }
 }
@@ -87,6 +106,10 @@ XLA_FFI_Error *place(XLA_FFI_CallFrame *frame) {
                .queries = queries->data,
                .to_keys = keys->data,
                .to_values = result(frame, 2)->data,
+#ifdef CODE
+               .key_scales = result(frame, 3)->data,
+               .value_scales = result(frame, 4)->data,
+#endif
                .n_tokens = heads->dims[0],
                .n_slices = heads->dims[1],
                .n_value_slices = values->dims[1],

@@ -35,9 +35,9 @@ typedef struct {
 } Seen;
 
 /* Computes the scores of a strip of keys from `position` on, for `vectors` of a tile's queries, a constant to the
- * compiler. */
-INLINE void score_strip(const Attention *a, const float *key, float q[HEAD_SIZE][TILE], const Seen *seen, int position,
-                        float weights[STRIP][TILE], const int vectors) {
+ * compiler. Keys of eight bits have `scales`. */
+INLINE void score_strip(const Attention *a, const float *key, const float *scales, float q[HEAD_SIZE][TILE],
+                        const Seen *seen, int position, float weights[STRIP][TILE], const int vectors) {
   vec scores[STRIP][TILE / LANES];
   UNROLL for (int i = 0; i < STRIP; i++)
     UNROLL for (int g = 0; g < vectors; g++) scores[i][g] = all(0);
@@ -49,6 +49,10 @@ INLINE void score_strip(const Attention *a, const float *key, float q[HEAD_SIZE]
       UNROLL for (int g = 0; g < vectors; g++) scores[i][g] += element * queries[g];
     }
   }
+#if KV_BITS == 8
+  UNROLL for (int i = 0; i < STRIP; i++)
+    UNROLL for (int g = 0; g < vectors; g++) scores[i][g] *= all(scales[i] * KV_UNIT);
+#endif
   UNROLL for (int i = 0; i < STRIP; i++)
     UNROLL for (int g = 0; g < vectors; g++) store(&weights[i][g * LANES], scores[i][g]);
   if (a->soft_cap)
@@ -144,24 +148,36 @@ INLINE void attend_vectors(const Attention *a, Tile tile, int head, const int ve
     const int n = lesser(seen.last_any + 1 - base, CHUNK), skip = greater(0, seen.first_any - base);
     const kv_type *values[CHUNK];
     find(a, a->values, table, head, base + skip, n - skip, values);
+    const float *key_scales = NULL;
+#if KV_BITS == 8
+    float value_scales[CHUNK];
+    find_scales(a, a->value_scales, table, head, base + skip, n - skip, value_scales);
+#endif
     for (int c = skip / STRIP * STRIP; c < n; c += STRIP) { /* a block holds whole strips */
       const kv_type *slots = slot(a, a->keys, table, head, base + c);
       for (int i = 0; i < STRIP; i++) fetch(values[greater(0, c + i - skip)]);
+#if KV_BITS == 8
+      key_scales = a->key_scales + place_of(a, table, head, base + c);
+#endif
 #if KV_BITS == 32
       const float *key = slots;
 #else
       float key[STRIP * HEAD_SIZE];
       for (int i = 0; i < STRIP * HEAD_SIZE; i += LANES) store(key + i, load(slots + i));
 #endif
-      score_strip(a, key, q, &seen, base + c, &weights[c], vectors);
+      score_strip(a, key, key_scales, q, &seen, base + c, &weights[c], vectors);
     }
     for (int g = 0; g < vectors; g++) {
       vec new_top = top[g], sums = all(0);
       for (int c = skip; c < n; c++) new_top = larger(new_top, load(&weights[c][g * LANES]));
       for (int c = skip; c < n; c++) {
         const vec weight = exponential(load(&weights[c][g * LANES]) - new_top);
-        store(&weights[c][g * LANES], weight);
         sums += weight;
+#if KV_BITS == 8
+        store(&weights[c][g * LANES], weight * all(value_scales[c - skip]));
+#else
+        store(&weights[c][g * LANES], weight);
+#endif
       }
       const vec shrunk = exponential(top[g] - new_top);
       store(&shrink[g * LANES], shrunk);

@@ -1,6 +1,6 @@
 /* The types of queries and of the cache, and the running softmax, for all attention.
  *
- * The compiler sets Q_BITS and KV_BITS, 32 for float32 and 16 for bfloat16.
+ * The compiler sets Q_BITS and KV_BITS, 32 for float32 and 16 for bfloat16; KV_BITS 8 for int8, with KV_FP8 for e4m3.
  */
 
 #ifndef ORCA_SOFTMAX_H
@@ -16,7 +16,13 @@
 #endif
 
 typedef ELEMENT(Q_BITS) q_type;
+#ifdef KV_FP8
+typedef fp8 kv_type;
+#define KV_UNIT FP8_UNIT /* of loaded keys and values */
+#else
 typedef ELEMENT(KV_BITS) kv_type;
+#define KV_UNIT 1.0f
+#endif
 
 static const float NOTHING = -1e30f; /* the score of a key that a query does not see */
 

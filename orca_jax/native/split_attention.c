@@ -1,10 +1,11 @@
 /* Split attention of one layer on a CPU, as an XLA custom call (ORCA 3.2 and 5).
  *
  * The compiler sets HEAD_SIZE (D), a multiple of 16; BLOCK_SIZE (B), a multiple of 8; Q_BITS and KV_BITS, 32 for
- * float32 and 16 for bfloat16; and where values are the first elements of the keys VALUE_SIZE, a multiple of 16. All
- * arithmetic is float32. The arguments are those of split_attention.py: q [T, n, K, D], whose first G slices are the
+ * float32 and 16 for bfloat16, KV_BITS 8 for int8 and with KV_FP8 for e4m3; and where values are the first elements of
+ * the keys VALUE_SIZE, a multiple of 16. All arithmetic is float32. The arguments are those of split_attention.py: q [T, n, K, D], whose first G slices are the
  * queries; keys, values [n_blocks, K, B, D]; block_table [R, max_blocks],
- * row_start [R + 1], kv_length [R] int32; slopes [G, K], relative [2 M + 1, K] and sinks [G, K] float32, or empty. The
+ * row_start [R + 1], kv_length [R] int32; slopes [G, K], relative [2 M + 1, K] and sinks [G, K] float32, or empty; with
+ * eight bits the scales of keys and of values [n_blocks, K, B] float32, which multiply scores and weights. The
  * result is [T, G, K, D], or VALUE_SIZE in place of D. Query heads [0..G, k] form a group: all attend to key/value
  * head k.
  *
@@ -91,6 +92,10 @@ XLA_FFI_Error *split_attention(XLA_FFI_CallFrame *frame) {
   a->kv_length = kv_length->data;
   a->slopes = slopes->dims[0] ? slopes->data : NULL;
   a->sinks = sinks->dims[0] ? sinks->data : NULL;
+#if KV_BITS == 8
+  a->key_scales = argument(frame, 9)->data;
+  a->value_scales = argument(frame, 10)->data;
+#endif
   a->out = out->data;
   a->scale = *(const float *)attribute(frame, "scale");
   a->soft_cap = *(const float *)attribute(frame, "soft_cap");

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.native.custom_call import target
-from orca_jax.native.operations import BITS, attention_sizes, dtype_of_cache
+from orca_jax.native.operations import BITS, CODES, attention_sizes, dtype_of_cache
 
 _WIDTH, _STRIP = 16, 8  # sizes of heads and of blocks are multiples of these (split_attention.c)
 _MOST_LATENT = 640  # elements; a thread keeps a tile of queries and one of results on its stack
@@ -40,7 +40,7 @@ def unsupported(
 def attention_target(
     head_size: int, block_size: int, q_dtype: str, kv_dtype: str, value_size: int | None = None
 ) -> str:
-    """Name of the custom call; each dtype is float32 or bfloat16. Raises NotBuilt."""
+    """Name of the custom call for float32 or bfloat16, in the cache also int8 or fp8. Raises NotBuilt."""
     return target("split_attention", **attention_sizes(head_size, block_size, q_dtype, kv_dtype, value_size))
 
 
@@ -52,6 +52,8 @@ def native_split_attention(
     row_start: jax.Array,
     kv_length: jax.Array,
     *,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
     group: int | None = None,
     scale: float | None = None,
     window: int | None = None,
@@ -69,7 +71,8 @@ def native_split_attention(
     [R, max_blocks], row_start [R + 1] and kv_length [R] int32. A row's queries are the last positions of its
     `kv_length`. The result is [T, G, K, D] in q's dtype, with zeros for padding tokens and for rows without a
     key. q and the cache are each float32 or bfloat16, in the cache also stored as uint16; the arithmetic is
-    float32.
+    float32. Keys and values may also be of eight bits, int8 or e4m3 stored as uint8, with `key_scales` and
+    `value_scales` [n_blocks, K, B] float32.
 
     The scores are those of model/attention.py, with the same options; blocks outside the `window` are not
     read. Without `values`, a value is the first `value_size` elements of its key, and the result has that
@@ -81,10 +84,14 @@ def native_split_attention(
     kv_dtype = dtype_of_cache(keys.dtype.name)
     assert (values is None) is (value_size is not None)
     values = keys if values is None else values
-    reason = unsupported(head_size, block_size, kv_dtype, group * n_kv_heads, keys.shape[1], value_size)
+    sizes = (group * n_kv_heads, keys.shape[1], value_size)
+    reason = unsupported(head_size, block_size, q.dtype.name if kv_dtype in CODES else kv_dtype, *sizes)
     assert reason is None, reason
     assert 0 < group <= n_slices and keys.shape == values.shape and keys.shape[1] == n_kv_heads
     assert keys.dtype == values.dtype and q.dtype.name in BITS
+    scales = [each for each in (key_scales, value_scales) if each is not None]
+    assert len(scales) == (2 if kv_dtype in CODES else 0)
+    assert all(each.shape == keys.shape[:3] and each.dtype == jnp.float32 for each in scales)
     assert block_table.dtype == row_start.dtype == kv_length.dtype == jnp.int32
     assert block_table.shape[0] == kv_length.shape[0] == row_start.shape[0] - 1
     assert (window is None or window > 0) and (soft_cap is None or soft_cap > 0)
@@ -110,6 +117,7 @@ def native_split_attention(
         slopes,
         relative,
         sinks,
+        *scales,
         causal=np.int32(causal),
         scale=np.float32(head_size**-0.5 if scale is None else scale),
         soft_cap=np.float32(soft_cap or 0),

@@ -24,20 +24,24 @@
 #endif
 
 typedef uint16_t bfloat16; /* the upper half of a float */
+typedef int8_t int8;
+typedef uint8_t fp8; /* e4m3: a sign, 4 bits of exponent, 3 of mantissa */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef bfloat16 hvec __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef int8 bvec __attribute__((vector_size(LANES), aligned(1)));
 typedef float vec8 __attribute__((vector_size(32), aligned(4)));
 typedef float vec4 __attribute__((vector_size(16), aligned(4)));
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
 
-/* The element type of 16 or 32 bits. */
+/* The element type of 8, 16 or 32 bits. */
 #define ELEMENT(bits) ELEMENT_OF(bits)
 #define ELEMENT_OF(bits) ELEMENT_##bits
+#define ELEMENT_8 int8
 #define ELEMENT_16 bfloat16
 #define ELEMENT_32 float
 
@@ -92,6 +96,37 @@ INLINE vec load_bfloat16(const bfloat16 *from) {
   return (vec)(wide << 16);
 }
 
+INLINE vec load_int8(const int8 *from) {
+#if LANES == 16 && defined(__AVX512F__)
+  return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
+#elif LANES == 8
+  return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from)));
+#else
+  return __builtin_convertvector(*(const bvec *)from, vec);
+#endif
+}
+
+/* 1 / FP8_UNIT of the numbers: a code's bits, with the sign apart, are those of a half float with a larger bias. */
+#define FP8_UNIT 256.0f
+INLINE vec load_fp8(const fp8 *from) {
+#if LANES == 16
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)from));
+  const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbfff));
+#ifdef __AVX512F__
+  return (vec)_mm512_cvtph_ps(halves);
+#else
+  const __m256 parts[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+                           _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+  vec v;
+  memcpy(&v, parts, sizeof v);
+  return v;
+#endif
+#else
+  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const void *)from));
+  return (vec)_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16((short)0xbfff)));
+#endif
+}
+
 INLINE bfloat16 narrowed(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -110,7 +145,8 @@ INLINE void store4_bfloat16(bfloat16 *to, vec4 v) {
   for (int i = 0; i < 4; i++) to[i] = narrowed(v[i]);
 }
 
-#define load(from) _Generic(*(from), float: load_float, bfloat16: load_bfloat16)(from)
+#define load(from) \
+  _Generic(*(from), float: load_float, bfloat16: load_bfloat16, int8: load_int8, fp8: load_fp8)(from)
 #define store(to, v) _Generic(*(to), float: store_float, bfloat16: store_bfloat16)(to, v)
 #define store4(to, v) _Generic(*(to), float: store4_float, bfloat16: store4_bfloat16)(to, v)
 

@@ -146,12 +146,13 @@ def operations(
     """The operations of one iteration in order, on one of the `n_shards` devices of a stage.
 
     `weight_bytes` is the size of an element of weights and activations, `kv_bytes` of an element of the KV
-    cache. Each of the stage's `layers` (default: all) has its linear operations, with attention before the
-    one that consumes its result. The embedding precedes the model's first layer; the head and the sampler
-    follow its last. The last layer computes queries, keys and values of all tokens (in latent attention only
-    keys and values); from its attention on, each request has one token. Sums do not tell how long an
-    encoder's inputs are, so with sums cross attention reads nothing. `in_both_forms`: requests take the plain
-    form of latent attention where the shape says that this is less work, as on CPUs.
+    cache unless the model holds it in eight bits. Each of the stage's `layers` (default: all) has its linear
+    operations, with attention before the one that consumes its result. The embedding precedes the model's
+    first layer; the head and the sampler follow its last. The last layer computes queries, keys and values of
+    all tokens (in latent attention only keys and values); from its attention on, each request has one token.
+    Sums do not tell how long an encoder's inputs are, so with sums cross attention reads nothing.
+    `in_both_forms`: requests take the plain form of latent attention where the shape says that this is less
+    work, as on CPUs.
     """
     layers = range(model.n_layers) if layers is None else layers
     sums = sums_of(shape)
@@ -375,7 +376,7 @@ def attention_operation(
     `sums` count the queries, and `n_written` the tokens whose keys and values are written. `plain` sums over
     the requests whose latent attention takes the plain form.
     """
-    n_kv_bytes = own.cached_width // n_shards * kv_bytes * (n_written + sums.n_keys)
+    n_kv_bytes = own.cached_bytes(kv_bytes) // n_shards * (n_written + sums.n_keys)
     around = (own.width + own.n_heads * own.value_size) // n_shards  # elements of a token: queries, results
     saved = 0  # elements of `around` that the plain form does not have
     if own.latent is not None:

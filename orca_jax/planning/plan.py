@@ -91,7 +91,7 @@ class PlanTarget:
     def _attention(self) -> Attention:
         """The device's kind of attention, or its replacement for a model that no GPU kernel can compute."""
         attentions = [layer.attention for layer in self.config.layers if layer.attention is not None]
-        forms = (one.latent or one.scores.alibi for one in attentions)
+        forms = (one.latent or one.scores.alibi or one.kv_code for one in attentions)
         pure_jax = self.config.encoder is not None or any(forms)
         if pure_jax and self.device.name != CPU:
             return "static"

@@ -115,8 +115,8 @@ def slot_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int
 
     Recurrent layers have none. A stage of recurrent layers alone has slots of no size.
     """
-    n_layers = sum(config.layers[i].attention is not None for i in layers)
-    return n_layers * config.attention.cached_width // n_devices * itemsize
+    kinds = [config.layers[i].attention for i in layers]
+    return sum(kind.cached_bytes(itemsize) // n_devices for kind in kinds if kind is not None)
 
 
 def state_bytes(config: ModelConfig, layers: range, itemsize: int) -> int:

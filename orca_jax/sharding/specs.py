@@ -11,7 +11,8 @@ from orca_jax.families.weight_form import Dense, HeldArray
 from orca_jax.model.weight import held, kind_of
 from orca_jax.sharding.device_group import TENSOR
 
-CACHE_SPEC = PartitionSpec(None, TENSOR, None, None)  # keys or values of a layer, [n_blocks, K, B, D]
+# Keys or values of a layer, [n_blocks, K, B, D], or their scales, [n_blocks, K, B].
+CACHE_SPEC = PartitionSpec(None, TENSOR)
 
 
 def spec(parameter: Parameter, n_devices: int) -> PartitionSpec:

@@ -126,16 +126,22 @@ class UserDecoder(nnx.Module):
     """A stage of a UserModel, with the methods of a Transformer.
 
     `rest` is the model without its layers, on the first and the last stage. `mesh` has the devices over which
-    the layers are split, and is None for one device.
+    the layers are split, and is None for one device. Attention and hidden states have `dtype`.
     """
 
     def __init__(
-        self, config: ModelConfig, layers: Sequence[nnx.Module], rest: nnx.Module | None, mesh: Mesh | None
+        self,
+        config: ModelConfig,
+        layers: Sequence[nnx.Module],
+        rest: nnx.Module | None,
+        mesh: Mesh | None,
+        dtype: jnp.dtype,
     ) -> None:
         self.config = config
         self.layers = nnx.List(layers)
         self.rest = rest
         self.mesh = mesh
+        self.dtype = dtype
 
     def embed(
         self, token_ids: jax.Array, positions: jax.Array, shard: Shard = ALONE, product: Matmul = matmul
@@ -153,7 +159,7 @@ class UserDecoder(nnx.Module):
         # Traced once for all layers of a kind, as in Transformer.
         @partial(jax.jit, static_argnums=0)
         def run(graph: Any, weights: Any, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-            attention = _Attention(self.config, cache, slots, iteration.tokens.attend, self.mesh)
+            attention = _Attention(self.config, cache, slots, iteration.tokens.attend, self.mesh, self.dtype)
             out = nnx.merge(graph, weights)(x, iteration.positions, attention)
             assert attention.written is not None, "try_once checked that a layer calls attend"
             return self._whole(out), attention.written
@@ -163,9 +169,7 @@ class UserDecoder(nnx.Module):
             assert isinstance(cache, LayerCache)
             x, cache = run(*nnx.split(layer), x, cache)
             written.append(cache)
-        cache = caches[0]
-        assert isinstance(cache, LayerCache)
-        x = x.astype(cache.dtype)
+        x = x.astype(self.dtype)
         return LayersOutput(x, x, written)
 
     def last_layer(self, x: jax.Array, cache: LayerMemory, iteration: Iteration) -> LayerOutput:
@@ -199,7 +203,9 @@ class _Attention:
         slot_of_token: jax.Array,
         attend: Attend,
         mesh: Mesh | None,
+        dtype: jnp.dtype,
     ) -> None:
+        self._dtype = dtype
         self._config = config.attention
         self._cache = cache
         self._slot_of_token = slot_of_token
@@ -208,7 +214,7 @@ class _Attention:
         self.written: LayerCache | None = None  # set by the call
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        n_tokens, heads, dtype = self._slot_of_token.shape[0], self._config, self._cache.dtype
+        n_tokens, heads, dtype = self._slot_of_token.shape[0], self._config, self._dtype
         by_group = q.reshape(n_tokens, heads.n_kv_heads, heads.group, heads.head_size).swapaxes(1, 2)
         compute = self._on_device
         if self._mesh is not None:

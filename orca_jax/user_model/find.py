@@ -21,6 +21,7 @@ from orca_jax.model_files.found_model import (
     check_rounded,
     find_model,
     is_function,
+    with_kv_cache,
     with_tokenizer,
 )
 from orca_jax.planning.cost_model import parameter_count
@@ -42,11 +43,17 @@ def find_any_model(config: EngineConfig) -> FoundModel:
         model = _make(model)
     if model is None or isinstance(model, str | Path):
         return find_model(
-            model, config.load_format, config.generation_config, config.tokenizer, config.quantization
+            model,
+            config.load_format,
+            config.generation_config,
+            config.tokenizer,
+            config.quantization,
+            config.kv_cache_dtype,
         )
     _check(model)
     check_rounded(config)
-    found = FoundModel(type(model).__name__, _config(model), None, None, user_model=model)
+    shape = with_kv_cache(_config(model), config.kv_cache_dtype)
+    found = FoundModel(type(model).__name__, shape, None, None, user_model=model)
     tokenizer = config.tokenizer or getattr(model, "tokenizer", None)
     return found if tokenizer is None else with_tokenizer(found, tokenizer)
 
@@ -79,7 +86,7 @@ def _stage(
     group = part.group
     layers = [model.layers[i] for i in part.layers]
     mesh = group.mesh if len(group) > 1 else None
-    decoder = UserDecoder(config, layers, rest if part.first or part.last else None, mesh)
+    decoder = UserDecoder(config, layers, rest if part.first or part.last else None, mesh, dtype)
     graph, state = nnx.split(decoder)
     # Specs are in the module's metadata; a weight without one is whole on every device.
     specs = dict(nnx.to_flat_state(nnx.get_partition_spec(state)))

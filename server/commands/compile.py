@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     notes, start = Notes(), time.monotonic()
     config = compile_config(args, os.environ)
     # A mistake in it is reported before JAX is imported.
-    find_config(config.model, config.load_format, config.quantization)
+    find_config(config.model, config.load_format, config.quantization, config.kv_cache_dtype)
     hold_memory(os.environ, config.memory_fraction or MEMORY_FRACTION)
     with programs_bar(notes) as show:
         compiled = orca_jax.compile_engine(config, on_program=show)

@@ -90,6 +90,8 @@ def _model_hash(model: "LLM | FoundModel", args: argparse.Namespace) -> str:
     settings: dict[str, object] = {"dtype": args.dtype, "load_format": args.load_format}
     if args.quantization is not None:
         settings["quantization"] = args.quantization
+    if args.kv_cache_dtype != "auto":
+        settings["kv_cache_dtype"] = args.kv_cache_dtype
     if model.directory is None:
         settings["model"] = args.model
     if args.chat_template is not None:

@@ -155,4 +155,5 @@ def _begin_operations(config: EngineConfig) -> None:
     keep_libraries(compile_cache_folder(config.compile_cache, os.environ))
     dtype = config.dtype or "float32"
     forms = {"experts": model.kind_of_experts, "value_size": model.attention.value_part}
-    build_all_ahead(model.head_size, config.block_size, dtype, **forms)
+    kv_code = None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    build_all_ahead(model.head_size, config.block_size, dtype, kv_code=kv_code, **forms)

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit status: 0, or 1 if something does not fit."""
     notes, flags, engine = Notes(), read_flags(args, PlanFlags), engine_config("plan", args)
     budget = None if flags.latency_budget is None else seconds_of(flags.latency_budget)
-    config = find_config(args.model, engine.load_format, engine.quantization)
+    config = find_config(args.model, engine.load_format, engine.quantization, engine.kv_cache_dtype)
     target = _target(config, engine, flags, notes)
     plan = make_plan(target, latency_budget=budget)
     why_arithmetic = "XLA was not run" if plan.fits else "XLA is not run for a plan that does not fit"

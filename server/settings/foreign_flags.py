@@ -144,8 +144,9 @@ _ADVICE = {
     "-q --quantize": (
         "--quantization int8, int4 or fp8 rounds the weights of any checkpoint; quantized ones need no flag"
     ),
-    "--kv-cache-dtype --cache-type-k -ctk --cache-type-v -ctv": (
-        "keys and values have the data type of --dtype; leave it out"
+    "--cache-type-k -ctk --cache-type-v -ctv": (
+        "--kv-cache-dtype int8 or fp8 holds keys and values in eight bits; otherwise they have the data type"
+        " of --dtype"
     ),
     "--speculative-config --speculative-model --speculative-algorithm --model-draft -md": (
         "speculative decoding is not built yet; leave it out"

@@ -36,7 +36,7 @@ MODEL = replace(
     encoder=replace(_WHOLE.encoder, layers=_WHOLE.encoder.layers[:1] * N_LAYERS),
 )
 KEPT = {math.prod(shape) for shape in parameter_shapes(MODEL).values() if len(shape) > 1}
-KEPT |= {math.prod(cache_shape(MODEL, n_blocks=N_BLOCKS, block_size=BLOCK_SIZE))}
+KEPT |= {math.prod(cache_shape(MODEL.attention, n_blocks=N_BLOCKS, block_size=BLOCK_SIZE))}
 
 
 def copies_of_kept(text: str) -> list[str]:

@@ -23,7 +23,7 @@ FLOAT32 = jnp.dtype("float32")
 )
 def test_each_part_is_timed(chosen: bool, n_tokens: int) -> None:
     device = jax.devices()[0]
-    shape = cache_shape(MODEL, n_blocks=8, block_size=16)
+    shape = cache_shape(MODEL.attention, n_blocks=8, block_size=16)
     caches = filled([LayerCache(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(MODEL.n_layers)])
     assert len(caches) == MODEL.n_layers
     assert all(array.shape == shape and float(array.std()) > 0.9 for cache in caches for array in cache.both)

@@ -82,6 +82,7 @@ def _model(*, like_t5: bool) -> ModelConfig:
 
 
 MODELS = {"t5": _model(like_t5=True), "bart": _model(like_t5=False)}
+MODELS["t5, int8 cache"] = MODELS["t5"].with_kv_code("int8")
 
 
 @cache
@@ -161,12 +162,13 @@ plans = st.lists(
 LONG_INPUTS = [Planned(0, inputs[3], (0,), 3 + i, 0, 0) for i in range(3)]
 
 
-@pytest.mark.matrix(but=["t5-1-1"])
+@pytest.mark.matrix(but=["t5-1-1", "t5, int8 cache-2-1"])
 @pytest.mark.parametrize(
     ("name", "n_stages", "n_devices"),
     [
         ("t5", 1, 1),
         ("bart", 2, 2),
+        ("t5, int8 cache", 2, 1),
         pytest.param("t5", 2, 2, marks=pytest.mark.long),
         pytest.param("bart", 1, 1, marks=pytest.mark.long),
     ],

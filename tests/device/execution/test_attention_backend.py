@@ -15,7 +15,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.execution import attention_backend
 from orca_jax.execution.attention_backend import GPU_PATHS, choose_attention, features_of
 from orca_jax.execution.attention_paths import Cudnn, Kernel, LatentByRow, Native, PureJax
-from orca_jax.families.attention_config import RelativeBias, Scores
+from orca_jax.families.attention_config import KVCode, RelativeBias, Scores
 from orca_jax.families.model_config import Encoder, ModelConfig
 from orca_jax.families.presets import PRESETS
 from tests.device.execution.interpreted_engine import LENGTHS
@@ -150,6 +150,20 @@ def test_a_model_with_an_encoder_has_static_shapes_on_a_gpu() -> None:
         ConfigError, match="the kernel attention does not compute a relative bias or attention"
     ):
         choose_attention(H200, crossed, n_heads=4, block_size=16, dtype="bfloat16", forced="kernel")
+
+
+@pytest.mark.parametrize("code", ["int8", "fp8"])
+def test_a_cache_of_eight_bits_has_static_shapes_on_a_gpu(code: KVCode) -> None:
+    held = model(64).with_kv_code(code)
+    assert features_of(held) == ("keys and values in eight bits",)
+    for device in (H200, A100):
+        choice = choose_attention(device, held, n_heads=4, block_size=16, dtype="bfloat16")
+        assert choice.path == STATIC and "keys and values in eight bits" in choice.description
+    for kind in ("kernel", "cudnn"):
+        with pytest.raises(
+            ConfigError, match=f"the {kind} attention does not compute keys and values in eig"
+        ):
+            choose_attention(H200, held, n_heads=4, block_size=16, dtype="bfloat16", forced=kind)
 
 
 def test_latent_attention_has_static_shapes_on_a_gpu() -> None:

@@ -42,7 +42,11 @@ def bytes_on(device: Any, arrays: object) -> int:
     )
 
 
-@pytest.mark.parametrize("model", [TIED, UNTIED, PROJECTED], ids=["tied", "untied", "projected"])
+@pytest.mark.parametrize(
+    "model",
+    [TIED, UNTIED, PROJECTED, TIED.with_kv_code("int8"), UNTIED.with_kv_code("fp8")],
+    ids=["tied", "untied", "projected", "int8 cache", "fp8 cache"],
+)
 @pytest.mark.parametrize(("n_stages", "tensor"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_an_engine_allocates_the_planned_memory(model: ModelConfig, n_stages: int, tensor: int) -> None:
     model = model.for_devices(tensor)

@@ -78,7 +78,7 @@ def test_after_keys_and_values_it_computes_one_token_per_row(
     products = RecordedProducts(native=False)
     stage = Stage(MODEL, shapes, part, attention=PureJax(follow_lengths=True), products=products)
     layout = FlatLayout(bucket, 4, 10)
-    cache = like(*cache_shape(MODEL, n_blocks=20, block_size=8))
+    cache = like(*cache_shape(MODEL.attention, n_blocks=20, block_size=8))
     caches = [LayerCache(cache, cache)] * MODEL.n_layers
     buffer = like(stage.host_buffer.size(layout), dtype=jnp.int32)
     traced.clear()
@@ -103,7 +103,7 @@ def test_any_tokens_of_a_row_can_be_evaluated() -> None:
     @jax.jit
     def evaluate() -> tuple[jax.Array, jax.Array]:
         """Score tokens in the forward pass, and afterwards from the last layer's input and cache."""
-        empty = jnp.zeros(cache_shape(MODEL, n_blocks=3, block_size=block_size))
+        empty = jnp.zeros(cache_shape(MODEL.attention, n_blocks=3, block_size=block_size))
         caches = [LayerCache(empty, empty)] * MODEL.n_layers
         position = jnp.arange(n_tokens)
         attend = attend_to([0, n_tokens], [n_tokens], n_tokens)

@@ -132,7 +132,7 @@ def test_padding_writes_nothing(attention: Attention, bucket: int) -> None:
     issue(device, *batch([1, 6], [[0, 9], [4]], [3, 1], [3, 2], bucket=bucket)).fetch()
     written = [(0, 0), (0, 1), (0, 2), (4, 1)]  # block and place in it
     for layer in device._caches:
-        for cache in layer:
+        for cache in layer.both:
             touched = np.asarray((cache != UNTOUCHED).any(axis=(1, 3)))  # [n_blocks, B]
             assert list(zip(*np.nonzero(touched), strict=True)) == written
     last_token = np.asarray(chooser(device).last_token)

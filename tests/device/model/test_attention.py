@@ -215,5 +215,5 @@ def test_a_cpu_writes_bfloat16_without_converting_the_cache() -> None:
     written = compiled(cache, new, -new, slots)
     expected = write(LayerCache(numbers, numbers), new, -new, slots)
     assert written.dtype == expected.dtype == jnp.bfloat16
-    for found, wanted in zip(written, expected, strict=True):
+    for found, wanted in zip(written.both, expected.both, strict=True):
         np.testing.assert_array_equal(as_numbers(found), wanted)

@@ -16,7 +16,7 @@ from orca_jax.families.parameters import parameter_shapes, parameter_table
 from orca_jax.families.presets import PRESETS
 from orca_jax.model import reference
 from orca_jax.model.context import Iteration, Tokens
-from orca_jax.model.kv_cache import LayerCache, cache_shape, layer_cache
+from orca_jax.model.kv_cache import LayerCache, layer_cache
 from orca_jax.model.transformer import Parameters, Transformer, init_parameters
 
 TABLE_1 = {  # the paper's: parameters in billions, layers, hidden size
@@ -84,11 +84,10 @@ def test_shapes_of_init_and_forward(name: str) -> None:
     def iteration(
         parameters: Parameters, tokens: jax.Array, rows: jax.Array
     ) -> tuple[jax.Array, list[LayerCache]]:
-        model, empty = (
-            Transformer(config, parameters),
-            jnp.zeros(cache_shape(config, n_blocks=2, block_size=4), jnp.bfloat16),
-        )
-        caches = [layer_cache(config, lambda: empty)] * config.n_layers
+        model = Transformer(config, parameters)
+        sizes = {"n_blocks": 2, "block_size": 4}
+        empty = layer_cache(config.attention, **sizes, stored=jnp.bfloat16, make=jnp.zeros)
+        caches = [empty] * config.n_layers
 
         def attend(q: jax.Array, cache: LayerCache, attention: Attention, *_: jax.Array | None) -> jax.Array:
             return q[:, : attention.group, :, : attention.value_size]

@@ -40,6 +40,8 @@ def test_weights_of_a_stage_worked_by_hand() -> None:
 def test_slots_and_tables_worked_by_hand() -> None:
     assert slot_bytes(SMALL, range(2), 1, 4) == 2 * 2 * 4 * 4  # a key and a value of 4 elements in 2 layers
     assert slot_bytes(SMALL, range(2), 2, 2) == 2 * 2 * 2 * 2
+    n_heads, in_codes = SMALL.n_kv_heads, SMALL.with_kv_code("int8")
+    assert slot_bytes(in_codes, range(2), 1, 4) == 2 * 2 * (4 + n_heads * 4)  # bytes of elements, and scales
     assert table_bytes(SMALL, range(1, 3), 64) == 64 * (10 * 4 + 10 * 4 + 4)
     assert table_bytes(SMALL, range(2), 64) == 64 * 4
 
