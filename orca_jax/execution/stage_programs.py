@@ -118,7 +118,7 @@ def _rows(layout: FlatLayout, batch: FlatArrays) -> Rows:
     row_of_token = jnp.searchsorted(start[1:], token, side="right").astype(jnp.int32)
     row_of_token = jnp.where(token < start[-1], row_of_token, layout.n_rows)
     starts = batch.positions.at[start[:-1]].get(mode="clip") == 0
-    return Rows(start, row_of_token, batch.state_of_row, starts)
+    return Rows(start, row_of_token, batch.state_of_row, starts, layout.one_each)
 
 
 class _LastLayer(NamedTuple):

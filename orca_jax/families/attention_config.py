@@ -194,9 +194,10 @@ class Attention:
 
     With `causal` a token sees itself and the tokens before it, else all tokens. Each K/V head of the
     checkpoint is held `kv_repeats` times in a row, so that more devices than K/V heads can share a layer
-    (`ModelConfig.for_devices`). With `latent` the one K/V head is the compressed vector, and `qkv_bias` is
-    the bias of the projections that compress. With a `kv_code` the cache holds keys and values in eight bits:
-    each head's key, and its value, of each token has a scale of its own.
+    (`ModelConfig.for_devices`). With an `output_gate` results are multiplied by the sigmoid of one more
+    projection, of the queries' shape (Qwen3-Next). With `latent` the one K/V head is the compressed vector,
+    and `qkv_bias` is the bias of the projections that compress. With a `kv_code` the cache holds keys and
+    values in eight bits: each head's key, and its value, of each token has a scale of its own.
     """
 
     n_heads: int
@@ -211,6 +212,7 @@ class Attention:
     causal: bool = True
     latent: Latent | None = None
     kv_code: KVCode | None = None
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("n_heads", "n_kv_heads", "head_size", "kv_repeats"):
@@ -247,10 +249,15 @@ class Attention:
                 f"{0 if self.rotary is None else self.rotary.size}"
             )
         scores = self.scores
-        if self.qk_norm is not None or not self.causal or scores != Scores(scale=scores.scale):
+        if (
+            self.output_gate
+            or self.qk_norm is not None
+            or not self.causal
+            or scores != Scores(scale=scores.scale)
+        ):
             raise ConfigError(
-                "latent attention with a qk-norm, a window, a soft cap, ALiBi or a relative bias, or that is "
-                "not causal, is not supported"
+                "latent attention with an output gate, a qk-norm, a window, a soft cap, ALiBi or a relative "
+                "bias, or that is not causal, is not supported"
             )
         if self.kv_code is not None:
             raise ConfigError(

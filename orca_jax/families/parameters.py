@@ -11,6 +11,8 @@ An axis is written in letters, and its size is their product; a digit is a size,
     A  rank of compressed queries         C  rank of compressed keys and values
     L  C and the rotated part of keys     M  a head's unrotated part of a key, and its value
     Z  numbers of a learned activation    B  channels of a convolution     J  its width in tokens
+    R  heads of a recurrence              T  elements of a head's result
+    O  elements of all heads' results     I  rows of a recurrence's projections together
 
 Matrices are [out, in]. An axis with one of the letters in SPLIT is split over a stage's devices (ORCA 4.1,
 Figure 6): QKV and up projections by their outputs, that is by heads and by feed-forward units; out and down
@@ -21,8 +23,8 @@ Heads are group-major, so that a device's share of K has each K/V head with its 
 K D, H] slices 0 to G - 1 are queries, slice G keys and slice G + 1 values; head k of slice g is query head k
 * G + g of a checkpoint. The input of `out` [H, G, K D] has the same order, but in a form with flat inputs it
 is [H, K G D], in a checkpoint's order. With one query head for each K/V
-head these are [3, K D, H] and [H, K D]. A gated `up` [2, F, H] has the gate, then up. `cross_kv` [2, K D, H]
-has the keys, then the values.
+head these are [3, K D, H] and [H, K D]. With an output gate `qkv` [2 G + 2, K D, H] begins with the gates'
+slices. A gated `up` [2, F, H] has the gate, then up. `cross_kv` [2, K D, H] has the keys, then the values.
 
 Latent attention keeps a checkpoint's order of heads. `q_b` [N Q, A] (without compression `q` [N Q, H]) has
 for each head its unrotated rows, then its rotated rows; `kv_b` [N M, C] has for each head the rows of its
@@ -49,7 +51,7 @@ from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
-from orca_jax.families.recurrence_config import Recurrence
+from orca_jax.families.recurrence_config import GatedDeltaNet, Mamba2, Recurrence, ShortConvolution
 from orca_jax.families.weight_form import (
     DENSE,
     EXACT,
@@ -317,7 +319,8 @@ def _of_attention(layer: Layer, attention: Attention, sizes: Mapping[str, int]) 
         found.update(_linear(layer, sizes, name, out, into, bias=bias))
 
     if (latent := attention.latent) is None:
-        linear("qkv", ("G+2", "KD"), ("H",), attention.qkv_bias)
+        slices = "G+G+2" if attention.output_gate else "G+2"
+        linear("qkv", (slices, "KD"), ("H",), attention.qkv_bias)
         linear("out", ("H",), heads, attention.out_bias)
     else:
         if latent.query_rank is None:
@@ -358,11 +361,48 @@ def _beside_attention(attention: Attention, sizes: Mapping[str, int]) -> dict[st
 def _of_recurrence(layer: Layer, own: Recurrence, sizes: Mapping[str, int]) -> dict[str, Parameter]:
     """The weights of a recurrent mixer; a convolution's [B, J] has the newest token's column last."""
     sizes = {**sizes, "B": own.channels, "J": own.width}
-    found = _linear(layer, sizes, "conv_in", ("3", "B"), ("H",), bias=own.bias)
-    found["conv.weight"] = _parameter(("B", "J"), sizes, "normal", "bias")
-    if own.bias:
+    match own:
+        case ShortConvolution():
+            into = _linear(layer, sizes, "conv_in", ("3", "B"), ("H",), bias=own.bias)
+            rest = _linear(layer, sizes, "conv_out", ("H",), ("B",), bias=own.bias)
+            conv_bias = own.bias
+        case GatedDeltaNet():
+            into, rest = _of_delta_net(layer, own, sizes)
+            conv_bias = False
+        case Mamba2():
+            into, rest = _of_mamba2(layer, own, sizes)
+            conv_bias = own.conv_bias
+    found = {**into, "conv.weight": _parameter(("B", "J"), sizes, "normal", "bias")}
+    if conv_bias:
         found["conv.bias"] = _parameter(("B",), sizes, "zeros", "bias")
-    return found | _linear(layer, sizes, "conv_out", ("H",), ("B",), bias=own.bias)
+    return found | rest
+
+
+_Parts = tuple[dict[str, Parameter], dict[str, Parameter]]  # before the convolution, and after it
+
+
+def _of_delta_net(layer: Layer, own: GatedDeltaNet, sizes: Mapping[str, int]) -> _Parts:
+    """`delta_in` has rows of queries, keys and values, and by key head also of gates; see GatedDeltaNet."""
+    n = own.n_value_heads
+    rows = own.channels + own.values if own.by_key_head else own.channels
+    sizes = {**sizes, "I": rows, "O": own.values, "R": n, "T": own.value_size}
+    into = _linear(layer, sizes, "delta_in", ("I",), ("H",), bias=False)
+    others = {"delta_gates": "2R"} if own.by_key_head else {"delta_z": "O", "delta_b": "R", "delta_a": "R"}
+    for name, axis in others.items():
+        into |= _linear(layer, sizes, name, (axis,), ("H",), bias=False)
+    rest = {f"delta.{name}": _parameter(("R",), sizes, "normal", "bias") for name in ("decay", "step_bias")}
+    rest |= _norm("delta_norm", own.norm, sizes, axes=("T",))
+    return into, rest | _linear(layer, sizes, "delta_out", ("H",), ("O",), bias=False)
+
+
+def _of_mamba2(layer: Layer, own: Mamba2, sizes: Mapping[str, int]) -> _Parts:
+    """`space_in` has rows of gates, x, B, C and steps."""
+    sizes = {**sizes, "I": own.inner + own.channels + own.n_heads, "O": own.inner, "R": own.n_heads}
+    names = ("decay", "step_bias", "skip")
+    rest = {f"space.{name}": _parameter(("R",), sizes, "normal", "bias") for name in names}
+    rest |= _norm("space_norm", own.norm, sizes, axes=("O",))
+    into = _linear(layer, sizes, "space_in", ("I",), ("H",), bias=own.bias)
+    return into, rest | _linear(layer, sizes, "space_out", ("H",), ("O",), bias=own.bias)
 
 
 def _of_experts(layer: Layer, experts: Experts, sizes: Mapping[str, int]) -> dict[str, Parameter]:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orca_jax.checks import check_whole
+from orca_jax.errors import ConfigError
 from orca_jax.families.limits import check_size
+from orca_jax.families.norm_config import Norm
 
 # "model": the dtype of the model's weights.
 StateDtype = Literal["model", "float32"]
@@ -46,7 +48,129 @@ class ShortConvolution:
         return 6 * self.channels
 
 
-Recurrence = ShortConvolution
+_NORM = Norm(kind="rms_norm", eps=1e-6)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDeltaNet:
+    """Linear attention by the gated delta rule (Yang et al., 2024; Qwen3-Next, Qwen 3.5).
+
+    Projections give queries and keys of `n_key_heads`, values and gates z of `n_value_heads`, and for each
+    value head a decay and a strength. Queries, keys and values pass a causal convolution of `width` tokens
+    and silu. Each head's result is normalised and multiplied by silu(z), then projected back.
+
+    With `by_key_head` two projections have their rows in the order of key heads: a head's query, key, values
+    and gates, and its strengths and decays. Without it there is one projection each for queries, keys and
+    values together, gates, strengths and decays.
+    """
+
+    n_key_heads: int
+    n_value_heads: int
+    key_size: int
+    value_size: int
+    width: int
+    norm: Norm = _NORM
+    by_key_head: bool = False
+    kind: Literal["gated_delta_net"] = "gated_delta_net"
+
+    def __post_init__(self) -> None:
+        for name in ("n_key_heads", "n_value_heads", "key_size", "value_size"):
+            check_size(f"linear_{name}", getattr(self, name))
+        check_whole("conv_width", self.width, 2, 64)
+        if self.n_value_heads % self.n_key_heads:
+            raise ConfigError(
+                f"linear_n_value_heads {self.n_value_heads} is not a multiple of linear_n_key_heads "
+                f"{self.n_key_heads}"
+            )
+
+    @property
+    def keys(self) -> int:
+        """Elements of all key heads."""
+        return self.n_key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Elements of all value heads."""
+        return self.n_value_heads * self.value_size
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def state_shapes(self) -> StateShapes:
+        """The convolution's last inputs, and a matrix for each value head."""
+        return {
+            "conv": ((self.width - 1, self.channels), "model"),
+            "heads": ((self.n_value_heads, self.key_size, self.value_size), "float32"),
+        }
+
+    @property
+    def elements_per_token(self) -> int:
+        """The most elements that the mixer holds at a time, per token: projections, and float32 inputs."""
+        return 5 * self.channels + 3 * self.values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2:
+    """A selective state space (Mamba-2, Dao & Gu, 2024), of `n_heads` heads in `n_groups`.
+
+    One projection gives gates z, inputs x, for each group B and C of `state_size`, and for each head a step.
+    x, B and C pass a causal convolution of `width` tokens and silu. The results, with a share of x, are
+    multiplied by silu(z), normalised over each group, and projected back. Steps are clipped to `least_step`
+    and `most_step`.
+    """
+
+    n_heads: int
+    head_size: int
+    n_groups: int
+    state_size: int
+    width: int
+    norm: Norm = _NORM
+    conv_bias: bool = True
+    bias: bool = False
+    least_step: float = 0.0
+    most_step: float | None = None
+    kind: Literal["mamba2"] = "mamba2"
+
+    def __post_init__(self) -> None:
+        for name in ("n_heads", "head_size", "n_groups", "state_size"):
+            check_size(f"mamba_{name}", getattr(self, name))
+        check_whole("conv_width", self.width, 2, 64)
+        if self.n_heads % self.n_groups:
+            raise ConfigError(
+                f"mamba_n_heads {self.n_heads} is not a multiple of mamba_n_groups {self.n_groups}"
+            )
+        if self.least_step < 0 or (self.most_step is not None and self.most_step < self.least_step):
+            limits = [self.least_step, self.most_step]
+            raise ConfigError(f"time_step_limit is {limits}; it must ascend from 0")
+
+    @property
+    def inner(self) -> int:
+        """Elements of all heads."""
+        return self.n_heads * self.head_size
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: x, B, C."""
+        return self.inner + 2 * self.n_groups * self.state_size
+
+    @property
+    def state_shapes(self) -> StateShapes:
+        """The convolution's last inputs, and a matrix for each head."""
+        return {
+            "conv": ((self.width - 1, self.channels), "model"),
+            "heads": ((self.n_heads, self.state_size, self.head_size), "float32"),
+        }
+
+    @property
+    def elements_per_token(self) -> int:
+        """The most elements that the mixer holds at a time, per token: projections, and float32 inputs."""
+        return 5 * self.channels + 3 * self.inner
+
+
+Recurrence = ShortConvolution | GatedDeltaNet | Mamba2
 
 
 def state_bytes(recurrence: Recurrence, itemsize: int) -> int:

@@ -13,10 +13,13 @@ from orca_jax.families.trainers.array_form import ArrayForm
 #   fused     one tensor: all queries, all keys, all values
 #   by_group  one tensor: for each K/V head its queries, its key, its value
 #   slices    one tensor in our order, for the checkpoint's own number of K/V heads
+#   gated_slices   one tensor in our order, with output gates
 #   queries   one tensor with query heads alone
 #   keys      one tensor with key heads alone
 #   query_slices   one tensor with query heads alone, in our order
-HeadOrder = Literal["separate", "fused", "by_group", "slices", "queries", "keys", "query_slices"]
+HeadOrder = Literal[
+    "separate", "fused", "by_group", "slices", "gated_slices", "queries", "keys", "query_slices"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,12 @@ def head_places(order: HeadOrder, attention: Attention) -> list[list[HeadPlace]]
     repeats, n_heads, n_kv_heads = attention.kv_repeats, attention.n_heads, attention.n_kv_heads
     stored = n_kv_heads // repeats  # K/V heads of the checkpoint
     group = n_heads // stored
+    gated = order == "gated_slices"
 
     def place(slice_: int, k: int) -> HeadPlace:
         key = k // repeats
+        is_gate = gated and slice_ < attention.group  # gates' slices are before those of queries
+        slice_ -= attention.group * (gated and not is_gate)
         if order == "keys":
             return HeadPlace(0, key)
         head = k * attention.group + slice_
@@ -85,6 +91,9 @@ def head_places(order: HeadOrder, attention: Attention) -> list[list[HeadPlace]]
             case "slices" | "query_slices":
                 at = group + kind - 1 if kind else head % group
                 return HeadPlace(0, at * stored + (key if kind else head // group))
+            case "gated_slices":
+                at = 2 * group + kind - 1 if kind else head % group + group * (not is_gate)
+                return HeadPlace(0, at * stored + (key if kind else head // group))
             case "separate":
                 return HeadPlace(kind, key if kind else head)
             case "fused":
@@ -94,7 +103,7 @@ def head_places(order: HeadOrder, attention: Attention) -> list[list[HeadPlace]]
                 return HeadPlace(0, (key if kind else head // group) * (group + 2) + at)
 
     n_queries = {"queries": attention.group, "query_slices": attention.group, "keys": 1}
-    n_slices = n_queries.get(order, attention.group + 2)
+    n_slices = n_queries.get(order, (1 + gated) * attention.group + 2)
     return [[place(slice_, k) for k in range(n_kv_heads)] for slice_ in range(n_slices)]
 
 
@@ -112,6 +121,8 @@ def heads_of_tensors(order: HeadOrder, attention: Attention) -> tuple[int, ...]:
     match order:
         case "separate":
             return n_heads, stored, stored
+        case "gated_slices":
+            return (2 * n_heads + 2 * stored,)
         case "fused" | "by_group" | "slices":
             return (n_heads + 2 * stored,)
         case "queries" | "query_slices":
@@ -126,6 +137,8 @@ def engine_order(parameter: Parameter, attention: Attention) -> HeadOrder | None
         return None
     if parameter.axes[0] == "G+2":
         return "slices"
+    if parameter.axes[0] == "G+G+2":
+        return "gated_slices"
     if parameter.takes_attention or parameter.axes in (("G", "KD"), ("G", "K")):
         return "query_slices"
     return "keys" if parameter.axes == ("KD",) else None

@@ -9,19 +9,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 from orca_jax.families.model_config import Layer, Residual
-from orca_jax.families.recurrence_config import Recurrence
+from orca_jax.families.recurrence_config import GatedDeltaNet, Mamba2, Recurrence, ShortConvolution
 from orca_jax.model.context import Context, Iteration
 from orca_jax.model.cross_attention import CrossAttention
 from orca_jax.model.feed_forward import FeedForward
+from orca_jax.model.gated_delta_net import GatedDeltaNetMixer
 from orca_jax.model.kv_cache import LayerMemory
 from orca_jax.model.latent import LatentAttention
 from orca_jax.model.layers import LayerNorm, RMSNorm, Weights, norm_of
+from orca_jax.model.mamba2 import Mamba2Mixer
 from orca_jax.model.mixture import Mixture
 from orca_jax.model.rotation import Rotation
 from orca_jax.model.self_attention import SelfAttention
 from orca_jax.model.short_convolution import ShortConvolutionMixer
 
 Parameters = Mapping[str, Any]  # arrays and FormedWeights by name
+Mixer = ShortConvolutionMixer | GatedDeltaNetMixer | Mamba2Mixer
 
 
 def weights_of_layer(parameters: Parameters, layer: int) -> Weights:
@@ -63,12 +66,18 @@ class Block(nnx.Module):
         return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
 
 
-def recurrent_mixer(config: Recurrence, p: Weights) -> ShortConvolutionMixer:
+def recurrent_mixer(config: Recurrence, p: Weights) -> Mixer:
     """The mixer of a recurrent layer: [T, H] to [T, H], through the context's `rows` and `state`."""
-    return ShortConvolutionMixer(config, p)
+    match config:
+        case ShortConvolution():
+            return ShortConvolutionMixer(config, p)
+        case GatedDeltaNet():
+            return GatedDeltaNetMixer(config, p)
+        case Mamba2():
+            return Mamba2Mixer(config, p)
 
 
-def _recurrent(block: Block, mixer: ShortConvolutionMixer, x: jax.Array, ctx: Context) -> jax.Array:
+def _recurrent(block: Block, mixer: Mixer, x: jax.Array, ctx: Context) -> jax.Array:
     """The form `pre` with a recurrent mixer, which needs all tokens, also those that do not leave the layer.
 
     Where there are no slots the tokens have been through the mixer, and x is the sum after it: a state cannot

@@ -93,6 +93,7 @@ class Rows(NamedTuple):
     row_of_token: jax.Array  # [T] int32; R (out of range) for padding
     state_of_row: jax.Array  # [R] int32 index of the request's state; n_states (out of range) for padding
     starts: jax.Array  # [R] bool: the row's first token is its request's first, so its state is all zeros
+    one_each: bool = False  # each row is one token, row r token r, as in decode; the other rows are padding
 
     def carried(self, state: jax.Array) -> jax.Array:
         """Each row's part of a state array [n_states, ...], zeros where its request starts: [R, ...]."""

@@ -24,21 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from orca_jax.model.context import Rows
+
 _LONG, _SHORT = 64, 16  # tokens of a chunk; what is left of a row after long chunks takes short ones
 _EXACT = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-
-
-class Rows(NamedTuple):
-    """The rows of an iteration: neighbouring tokens of one request.
-
-    Tokens from `row_start[-1]` on are padding, and rows without tokens too; neither touches a state.
-    """
-
-    row_start: jax.Array  # [R + 1] int32 index of each row's first token, then the number of tokens
-    row_of_token: jax.Array  # [T] int32; R (out of range) for padding
-    state_of_row: jax.Array  # [R] int32 index of the request's state; n_states (out of range) for padding
-    starts: jax.Array  # [R] bool: the row's first token is its request's first, so its state is all zeros
-    one_each: bool = False  # each row is one token, row r token r, as in decode; the other rows are padding
 
 
 class _Inputs(NamedTuple):

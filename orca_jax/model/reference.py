@@ -15,7 +15,7 @@ from orca_jax.families.attention_config import Attention, KVCode, Latent, Relati
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
-from orca_jax.families.recurrence_config import Recurrence, ShortConvolution
+from orca_jax.families.recurrence_config import GatedDeltaNet, Mamba2, Recurrence, ShortConvolution
 from orca_jax.families.rotary import Rotary
 
 Parameters = Mapping[str, jax.Array]
@@ -55,6 +55,8 @@ def forward(
             return latent_heads(layer, layer.latent, name, value)
         n_tokens, n_groups, n_kv, size = len(value), layer.group, layer.n_kv_heads, layer.head_size
         slices = linear(f"{name}.qkv", value)  # [T, G + 2, K D]
+        if layer.output_gate:
+            slices = slices[:, n_groups:]
         q, k, v = slices[:, :n_groups], slices[:, n_groups], slices[:, n_groups + 1]
         if layer.qk_norm is not None and layer.qk_norm.over == "width":
             scale = p[f"{name}.q_norm.scale"] + (1 if layer.qk_norm.norm.unit_offset else 0)
@@ -130,6 +132,10 @@ def forward(
         if layer.latent is not None:
             return linear(f"{name}.out", merged.reshape(n_tokens, -1))
         by_group = merged.reshape(n_tokens, layer.n_kv_heads, layer.group, layer.head_size).swapaxes(1, 2)
+        if layer.output_gate:
+            by_group = by_group / (1 + jnp.exp(-linear(f"{name}.qkv", value)[:, : layer.group])).reshape(
+                by_group.shape
+            )
         out = p[f"{name}.out.weight"].reshape(config.hidden_size, -1)
         return by_group.reshape(n_tokens, -1) @ out.T + p.get(f"{name}.out.bias", 0)
 
@@ -142,7 +148,13 @@ def forward(
 
     def recurrence(layer: Recurrence, name: str, value: jax.Array) -> jax.Array:
         """Run a recurrence a token at a time."""
-        return short_convolution(layer, name, value)
+        match layer:
+            case ShortConvolution():
+                return short_convolution(layer, name, value)
+            case GatedDeltaNet():
+                return gated_delta_net(layer, name, value)
+            case Mamba2():
+                return mamba2(layer, name, value)
 
     def short_convolution(layer: ShortConvolution, name: str, value: jax.Array) -> jax.Array:
         """LFM2's mixer: c * convolution(b * x)."""
@@ -156,6 +168,72 @@ def forward(
         empty = jnp.zeros((layer.width - 1, layer.channels))
         _, out = jax.lax.scan(step, empty, linear(f"{name}.conv_in", value))
         return linear(f"{name}.conv_out", out)
+
+    def convolved(name: str, value: jax.Array) -> jax.Array:
+        """silu of each channel's convolution over the last tokens: [T, C]."""
+        weight = p[f"{name}.conv.weight"]
+        padded = jnp.concatenate([jnp.zeros((weight.shape[1] - 1, value.shape[1])), value])
+        taps = [weight[:, i] * padded[i : i + len(value)] for i in range(weight.shape[1])]
+        return _ACTIVATIONS["silu"](sum(taps, p.get(f"{name}.conv.bias", jnp.zeros(value.shape[1]))))
+
+    def gated_delta_net(layer: GatedDeltaNet, name: str, value: jax.Array) -> jax.Array:
+        """Gated DeltaNet (Yang et al., 2024, equation 10)."""
+        n, n_keys, group = len(value), layer.n_key_heads, layer.n_value_heads // layer.n_key_heads
+        into = linear(f"{name}.delta_in", value)
+        if layer.by_key_head:
+            by_key = into.reshape(n, n_keys, -1)
+            q, k = by_key[..., : layer.key_size], by_key[..., layer.key_size : 2 * layer.key_size]
+            values = by_key[..., 2 * layer.key_size :].reshape(n, n_keys, 2, -1)
+            into = jnp.concatenate([each.reshape(n, -1) for each in (q, k, values[:, :, 0])], axis=1)
+            z = values[:, :, 1]
+            gates = linear(f"{name}.delta_gates", value).reshape(n, n_keys, 2, group)
+            b, a = (gates[:, :, i].reshape(n, -1) for i in range(2))
+        else:
+            z, b, a = (linear(f"{name}.delta_{which}", value) for which in "zba")
+        mixed = convolved(name, into)
+        q, k = (mixed[:, i * layer.keys : (i + 1) * layer.keys].reshape(n, n_keys, -1) for i in range(2))
+        v = mixed[:, 2 * layer.keys :].reshape(n, layer.n_value_heads, -1)
+        q, k = (each / jnp.sqrt((each**2).sum(-1, keepdims=True) + 1e-6) for each in (q, k))
+        q, k = (each.repeat(group, axis=1) for each in (q / jnp.sqrt(layer.key_size), k))
+        beta = 1 / (1 + jnp.exp(-b))
+        alpha = jnp.exp(
+            -jnp.exp(p[f"{name}.delta.decay"]) * jnp.logaddexp(0, a + p[f"{name}.delta.step_bias"])
+        )
+
+        def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            q, k, v, alpha, beta = token
+            state = alpha[:, None, None] * state  # [N, K, V]
+            error = v - jnp.einsum("nk,nkv->nv", k, state)
+            state = state + jnp.einsum("nk,nv->nkv", k, beta[:, None] * error)
+            return state, jnp.einsum("nk,nkv->nv", q, state)
+
+        empty = jnp.zeros((layer.n_value_heads, layer.key_size, layer.value_size))
+        _, out = jax.lax.scan(step, empty, (q, k, v, alpha, beta))
+        out = norm(layer.norm, f"{name}.delta_norm", out).reshape(n, -1)
+        return linear(f"{name}.delta_out", out * _ACTIVATIONS["silu"](z.reshape(n, -1)))
+
+    def mamba2(layer: Mamba2, name: str, value: jax.Array) -> jax.Array:
+        """Mamba-2 (Dao & Gu, 2024, equation 1 with a scalar A for each head)."""
+        n, group = len(value), layer.n_heads // layer.n_groups
+        into = linear(f"{name}.space_in", value)
+        z, dt = into[:, : layer.inner], into[:, -layer.n_heads :]
+        mixed = convolved(name, into[:, layer.inner : -layer.n_heads])
+        x = mixed[:, : layer.inner].reshape(n, layer.n_heads, -1)
+        b, c = mixed[:, layer.inner :].reshape(n, 2, layer.n_groups, -1).repeat(group, axis=2).swapaxes(0, 1)
+        dt = jnp.logaddexp(0, dt + p[f"{name}.space.step_bias"])
+        dt = jnp.minimum(jnp.maximum(dt, layer.least_step), layer.most_step or jnp.inf)
+        alpha = jnp.exp(-dt * jnp.exp(p[f"{name}.space.decay"]))
+
+        def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            x, b, c, dt, alpha = token
+            state = alpha[:, None, None] * state + jnp.einsum("n,nk,nv->nkv", dt, b, x)
+            return state, jnp.einsum("nk,nkv->nv", c, state) + p[f"{name}.space.skip"][:, None] * x
+
+        empty = jnp.zeros((layer.n_heads, layer.state_size, layer.head_size))
+        _, out = jax.lax.scan(step, empty, (x, b, c, dt, alpha))
+        gated = (out.reshape(n, -1) * _ACTIVATIONS["silu"](z)).reshape(n, layer.n_groups, -1)
+        gated = gated / jnp.sqrt((gated**2).mean(axis=-1, keepdims=True) + layer.norm.eps)
+        return linear(f"{name}.space_out", gated.reshape(n, -1) * p[f"{name}.space_norm.scale"])
 
     def cross_attention(layer: Attention, name: str, value: jax.Array, encoded: jax.Array) -> jax.Array:
         """Attention of the decoder's tokens to the encoder's output."""

@@ -29,10 +29,16 @@ class SelfAttention(nnx.Module):
         """x [T, H] to [R, H], the tokens that attend, or to this device's slice of them."""
         config = self.config
         qkv = self.qkv(x, ctx.tokens.product)
-        qkv = qkv.reshape(x.shape[0], config.group + 2, config.n_kv_heads // ctx.shard.n, config.head_size)
+        n_slices = 2 * config.group + 2 if config.output_gate else config.group + 2
+        qkv = qkv.reshape(x.shape[0], n_slices, config.n_kv_heads // ctx.shard.n, config.head_size)
+        gate = None
+        if config.output_gate:
+            gate, qkv = ctx.queries.of(qkv[:, : config.group]), qkv[:, config.group :]
         queries = self._placed(qkv, ctx)
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32).reshape(config.group, -1)
         attended = ctx.queries.attend(queries, ctx.cache, config, self._bias(ctx.shard), sinks)
+        if gate is not None:
+            attended = attended * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(attended.dtype)
         weight = self.out.weight.get_value()
         if isinstance(weight, FormedWeight):
             attended = attended.swapaxes(1, 2)  # [R, K, G, D], the checkpoint's order

@@ -90,7 +90,8 @@ def _read(fields: ConfigFields) -> ModelConfig:
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
-    convolution = next((layer.recurrence for layer in model.layers if layer.recurrence is not None), None)
+    mixers = (layer.recurrence for layer in model.layers)
+    convolution = next((each for each in mixers if isinstance(each, ShortConvolution)), None)
     own: dict[str, Any] = {}
     if convolution is not None:
         own = {"conv_L_cache": convolution.width, "conv_bias": convolution.bias}

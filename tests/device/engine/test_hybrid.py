@@ -1,6 +1,9 @@
 """Models of attention and recurrent layers: whatever the schedule, the tokens are the reference's."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +14,7 @@ from orca_jax.errors import ConfigError, NotSupported
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
-from orca_jax.families.recurrence_config import ShortConvolution
+from orca_jax.families.recurrence_config import GatedDeltaNet, Mamba2, Recurrence, ShortConvolution
 from orca_jax.families.rotary import Rotary
 from orca_jax.model import reference
 from orca_jax.model.transformer import Parameters
@@ -38,9 +41,25 @@ def attending() -> Layer:
     return Layer(attention=ATTENTION, feed_forward=FEED_FORWARD, norm=NORM)
 
 
-def convolving(width: int = 3, *, bias: bool = False) -> Layer:
-    own = ShortConvolution(channels=20, width=width, bias=bias)
+def mixing(own: Recurrence) -> Layer:
     return Layer(attention=None, recurrence=own, feed_forward=FEED_FORWARD, norm=NORM)
+
+
+def convolving(width: int = 3, *, bias: bool = False) -> Layer:
+    return mixing(ShortConvolution(channels=20, width=width, bias=bias))
+
+
+def delta(*, by_key_head: bool) -> Layer:
+    return mixing(
+        GatedDeltaNet(
+            n_key_heads=2, n_value_heads=4, key_size=6, value_size=5, width=4, by_key_head=by_key_head
+        )
+    )
+
+
+def mamba(**other: Any) -> Layer:
+    sizes: dict[str, Any] = {"n_heads": 6, "head_size": 5, "n_groups": 2, "state_size": 7, "width": 3}
+    return mixing(Mamba2(**sizes, conv_bias=not other, bias=bool(other), **other))
 
 
 def hybrid(*layers: Layer) -> ModelConfig:
@@ -58,10 +77,14 @@ def hybrid(*layers: Layer) -> ModelConfig:
 # The last layer is a recurrence, and the last one attends.
 RECURRENT_LAST = hybrid(convolving(), attending(), convolving(4, bias=True))
 ATTENDING_LAST = hybrid(convolving(), attending())
+DELTA = hybrid(
+    delta(by_key_head=True), attending().with_attention(output_gate=True), delta(by_key_head=False)
+)
+MAMBA = hybrid(mamba(), attending(), mamba(least_step=0.6, most_step=0.8))
 
 
 @settings(any_model, max_examples=2)
-@given(model=st.sampled_from([RECURRENT_LAST, ATTENDING_LAST]), seed=st.integers(0, 99))
+@given(model=st.sampled_from([RECURRENT_LAST, ATTENDING_LAST, DELTA, MAMBA]), seed=st.integers(0, 99))
 def test_the_tokens_are_the_references(model: ModelConfig, seed: int) -> None:
     check(model, seed)
 
@@ -77,7 +100,7 @@ WHOLE = ServingConfig(max_batch_size=4, n_slots=4 * 48, max_batch_tokens=48, sch
 
 @pytest.fixture(scope="module")
 def weights() -> dict[ModelConfig, Parameters]:
-    return {model: drawn(model, 5) for model in (RECURRENT_LAST, ATTENDING_LAST)}
+    return {model: drawn(model, 5) for model in (RECURRENT_LAST, ATTENDING_LAST, DELTA, MAMBA)}
 
 
 @pytest.mark.parametrize(
@@ -86,8 +109,16 @@ def weights() -> dict[ModelConfig, Parameters]:
         (RECURRENT_LAST, FEW_SLOTS, 1),
         (RECURRENT_LAST, CHUNKED, 3),
         (ATTENDING_LAST, WHOLE, 2),
+        (DELTA, FEW_SLOTS, 1),
+        (MAMBA, FEW_SLOTS, 1),
     ],
-    ids=["chunks-preempted", "chunks-stages-of-recurrence-alone", "algorithm-1-two-stages"],
+    ids=[
+        "chunks-preempted",
+        "chunks-stages-of-recurrence-alone",
+        "algorithm-1-two-stages",
+        "delta-rule",
+        "mamba-2",
+    ],
 )
 def test_any_schedule_gives_the_references_tokens(
     model: ModelConfig,
@@ -123,7 +154,7 @@ def test_a_prompts_tokens_are_scored_after_a_recurrent_last_layer(
     sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=0)
     request = Request("scored", tuple(prompt), len(prompt) + 4, sampling, seed=0)
     harness(RECURRENT_LAST, weights[RECURRENT_LAST], CHUNKED, buckets=(11,)).run([request])
-    logits = reference.forward(RECURRENT_LAST, weights[RECURRENT_LAST], np.array(prompt))
+    logits = reference.forward(RECURRENT_LAST, weights[RECURRENT_LAST], jnp.array(prompt))
     wanted = np.asarray(jax.nn.log_softmax(logits))[np.arange(24), prompt[1:]]
     assert request.prompt_logprobs is not None
     found = [record.logprob for record in request.prompt_logprobs]

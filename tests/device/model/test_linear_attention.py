@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orca_jax.model import linear_attention
-from orca_jax.model.linear_attention import Rows, gated_delta_rule, state_space
+from orca_jax.model.context import Rows
+from orca_jax.model.linear_attention import gated_delta_rule, state_space
 from tests.device.model.golden import DIRECTORY
 
 N_STATES, BUCKET, N_ROWS = 7, 200, 5

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -338,10 +339,10 @@ def test_every_field_against_a_slow_computation(drawn):
         assert np.array_equal(array, again)
 
 
-def test_neighbouring_rows_of_one_request_are_one_row_to_its_state():
+def test_neighbouring_rows_of_one_request_are_one_row_to_its_state() -> None:
     """A scored output has a row for each token; the state takes them one after the other."""
     two = replace(FIGURE_4, row=FIGURE_4.row[[0, 0, *range(2, len(FIGURE_4.row))]])
-    sizes = {"bucket": 8, "max_bs": 5, "block_size": 2, "n_slots": 16, "n_rows": 10}
+    sizes: dict[str, Any] = {"bucket": 8, "max_bs": 5, "block_size": 2, "n_slots": 16, "n_rows": 10}
     arrays = flat_batch(two, **sizes, states=True).arrays
     start = flat_batch(FIGURE_4, **sizes).arrays.row_start.tolist()
     assert arrays.state_start.tolist() == [0, *start[2:], start[-1]]

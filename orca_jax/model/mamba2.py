@@ -1,0 +1,53 @@
+"""Mamba-2 (Dao & Gu, 2024), the mixer of most layers of Granite 4, Bamba, Nemotron-H and Falcon-H1."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from orca_jax.families.recurrence_config import Mamba2
+from orca_jax.model.context import Context
+from orca_jax.model.layers import Weights, linear_of
+from orca_jax.model.linear_attention import state_space
+from orca_jax.model.recurrence import causal_convolution
+
+
+class Mamba2Mixer(nnx.Module):
+    """The projections, the convolution and the norm around the selective state space."""
+
+    def __init__(self, config: Mamba2, p: Weights) -> None:
+        self.config = config
+        self.into, self.out = linear_of(p, "space_in"), linear_of(p, "space_out")
+        self.conv = nnx.Param(p("conv.weight"))
+        self.conv_bias = nnx.Param(p("conv.bias")) if config.conv_bias else None
+        self.decay, self.step_bias = nnx.Param(p("space.decay")), nnx.Param(p("space.step_bias"))
+        self.skip, self.scale = nnx.Param(p("space.skip")), nnx.Param(p("space_norm.scale"))
+
+    def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
+        """[T, H] to [T, H], for all tokens; replaces the rows' states."""
+        assert ctx.rows is not None
+        config, product, dtype, n = self.config, ctx.tokens.product, x.dtype, len(x)
+        ends = [config.inner, config.inner + config.channels]
+        z, xbc, step = jnp.split(self.into(x, product), ends, axis=1)
+        bias = None if self.conv_bias is None else self.conv_bias[...]
+        xbc, conv = causal_convolution(xbc, self.conv[...], bias, ctx.state["conv"], ctx.rows)
+        of_groups = config.n_groups * config.state_size
+        ends = [config.inner, config.inner + of_groups]
+        inputs, b, c = jnp.split(jax.nn.silu(xbc).astype(dtype).astype(jnp.float32), ends, axis=1)
+        inputs = inputs.reshape(n, config.n_heads, -1)
+        b, c = (each.reshape(n, config.n_groups, -1) for each in (b, c))
+        step = step.astype(jnp.float32) + self.step_bias[...].astype(jnp.float32)
+        step = jnp.clip(jax.nn.softplus(step), config.least_step, config.most_step)  # [T, N]
+        decay = -step * jnp.exp(self.decay[...].astype(jnp.float32))
+        out, heads = state_space(c, b, step[:, :, None] * inputs, decay, ctx.state["heads"], ctx.rows)
+        out = out + self.skip[...].astype(jnp.float32)[:, None] * inputs
+        ctx.state = {"conv": conv, "heads": heads}
+        return self.out(self._normed(out.reshape(n, -1), z).astype(dtype), product)
+
+    def _normed(self, x: jax.Array, z: jax.Array) -> jax.Array:
+        """The RMSNorm of x silu(z) [T, inner] over each group."""
+        gated = x * jax.nn.silu(z.astype(jnp.float32))
+        by_group = gated.reshape(len(x), self.config.n_groups, -1)
+        mean_square = jnp.square(by_group).mean(axis=-1, keepdims=True)
+        normal = by_group * lax.rsqrt(mean_square + self.config.norm.eps)
+        return normal.reshape(x.shape) * self.scale[...].astype(jnp.float32)
