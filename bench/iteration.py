@@ -44,6 +44,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.host_memory import keep_large_buffers
 from orca_jax.launch.local_engine import build_engine
+from orca_jax.model.kv_cache import LayerCache
 from orca_jax.planning.cost_model import Device, IterationShape, floor, operations
 from orca_jax.request.request import FinishReason, Request, Row
 from orca_jax.request.sampling_params import SamplingParams
@@ -114,7 +115,7 @@ class Bench:
         built = build_engine(model, [self.parameters], self.serving, parts)
         self.kv = built.kv
         (self.worker,) = built.workers.workers
-        self.worker._caches = filled(self.worker._caches)
+        self.worker._caches = [*filled(self.caches)]
         self.watched = WatchedWorkers(built.workers)
         self.engine = TimedEngine(EngineMaster(self.watched, self.kv, vocab_size=model.vocab_size))
         self.attention = choose_attention(
@@ -144,6 +145,11 @@ class Bench:
         measured = slice(before, before + n + 1)
         done = self.watched.done[measured]
         return Timed(np.diff(done).tolist(), host, gaps(self.watched.issued[measured], done))
+
+    @property
+    def caches(self) -> list[LayerCache]:
+        """The worker's caches; the benchmark's models have no recurrent layers."""
+        return [cache for cache in self.worker._caches if isinstance(cache, LayerCache)]
 
     def memory(self) -> str:
         """Bytes of weights, keys and values, and the device's peak use if it reports that."""
@@ -216,7 +222,7 @@ class Bench:
         parts = time_parts(
             self.model,
             self.parameters,
-            self.worker._caches,
+            self.caches,
             self.attention.path,
             self.products.bind(None),
             n_tokens=n_tokens,

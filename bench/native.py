@@ -118,7 +118,7 @@ def packed(dtype: Any, rounds: int) -> None:
 def random_planes(form: PackedForm, n_out: int, n_in: int, rng: np.random.Generator) -> dict[str, jax.Array]:
     """A packed weight of random bytes, with scales of about 1."""
     planes: dict[str, jax.Array] = {}
-    for name, array in form.arrays((n_out, n_in), 1, np.float32).items():
+    for name, array in form.arrays((n_out, n_in), np.float32).items():
         if array.dtype == np.float16:
             planes[name] = jnp.asarray(rng.standard_normal(array.shape), jnp.float16)
         else:
@@ -166,8 +166,8 @@ def native_layers(
     q: jax.Array, caches: list[LayerCache], *tables: jax.Array, window: int | None
 ) -> jax.Array:
     """One layer's result is the next one's queries."""
-    for keys, values in caches:
-        q = native_split_attention(q, keys, values, *tables, window=window)
+    for cache in caches:
+        q = native_split_attention(q, *cache.both, *tables, window=window)
     return q
 
 

@@ -79,7 +79,7 @@ def prefill(
         return jax.lax.bitcast_convert_type(numbers, stored) if stored != dtype else numbers
 
     sizes, stored = {"n_blocks": n_blocks, "block_size": BLOCK_SIZE}, dtype_on_cpu(dtype)
-    caches = [layer_cache(layer.attention, **sizes, stored=stored, make=drawn) for layer in model.layers]
+    caches = [layer_cache(each, **sizes, stored=stored, make=drawn) for each in model.attentions]
     last_token, buffer = jnp.zeros(4, jnp.int32), jnp.asarray(words)
 
     def run() -> tuple[float, float]:

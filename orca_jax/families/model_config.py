@@ -330,7 +330,12 @@ class ModelConfig:
     @property
     def attention(self) -> Attention:
         """The first attention layer's attention; all attention layers have the same heads."""
-        return next(layer.attention for layer in self.layers if layer.attention is not None)
+        return self.attentions[0]
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The attention of each layer that has any, in order."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
     def has_state(self) -> bool:

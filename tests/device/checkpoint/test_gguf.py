@@ -118,8 +118,8 @@ def _assert_read_as_its_checkpoint(tmp_path: Path, name: str, *, keys_and_values
 
 def _assert_same_model(found: ModelConfig, expected: ModelConfig) -> None:
     """Equal but for numbers of rotary scalings that give the same frequencies and the same factor."""
-    for mine, right in zip(found.layers, expected.layers, strict=True):
-        one, other = mine.attention.rotary, right.attention.rotary
+    for mine, right in zip(found.attentions, expected.attentions, strict=True):
+        one, other = mine.rotary, right.rotary
         if one is None or other is None:
             assert mine == right
             continue
@@ -128,8 +128,8 @@ def _assert_same_model(found: ModelConfig, expected: ModelConfig) -> None:
         assert one.attention_factor == pytest.approx(other.attention_factor, rel=1e-6)
         assert (one.size, one.interleaved) == (other.size, other.interleaved)
     layers = tuple(
-        mine.with_attention(rotary=right.attention.rotary)
-        for mine, right in zip(found.layers, expected.layers, strict=True)
+        mine.with_attention(rotary=right.rotary)
+        for mine, right in zip(found.layers, expected.attentions, strict=True)
     )
     found = replace(found, layers=layers)
     differing = [one.name for one in fields(found) if getattr(found, one.name) != getattr(expected, one.name)]

@@ -86,10 +86,8 @@ def check(asked: list[Request], model: ModelConfig, parameters: dict[str, jax.Ar
 def test_sinks_matter() -> None:
     """Without sinks the tokens are different, so the tests below would notice their absence."""
     without = tuple(
-        replace(
-            layer, attention=replace(layer.attention, scores=replace(layer.attention.scores, sinks=False))
-        )
-        for layer in MODEL.layers
+        layer.with_attention(scores=replace(attention.scores, sinks=False))
+        for layer, attention in zip(MODEL.layers, MODEL.attentions, strict=True)
     )
     asked = requests()
     harness(replace(MODEL, layers=without), weights(MODEL), SERVING, buckets=(64,)).run(asked)

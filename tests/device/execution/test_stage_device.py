@@ -24,6 +24,7 @@ from orca_jax.iteration.shape import bucket_for, bucket_sizes
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.launch.remote_memory import write_adapters
 from orca_jax.model import reference
+from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.transformer import Parameters, init_parameters
 from orca_jax.planning.sizes import engine_shape, kv_manager
 from orca_jax.request.request import Request
@@ -272,7 +273,9 @@ def test_other_sizes_get_other_programs_and_sizes_that_do_not_fit_are_reported()
             if n_blocks < SERVING.n_blocks:
                 assert again.recover(lambda: False)
                 worker = pipeline.stages[0].device._worker
-                assert worker is not None and worker._caches[0].keys.shape[0] == n_blocks
+                assert worker is not None
+                cache = worker._caches[0]
+                assert isinstance(cache, LayerCache) and cache.keys.shape[0] == n_blocks
             else:
                 with pytest.raises(WorkerLost, match=r"the keys and values of n_slots = 1073741824 take"):
                     again.recover(lambda: False)

@@ -15,6 +15,7 @@ from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.grammar.token_mask import words_of
 from orca_jax.iteration.flat_batch import FlatBatch, batch_sizes, flat_batch
 from orca_jax.iteration.message import BIAS, CONSTRAINED, SAMPLED, ControlMessage, neutral_sampling
+from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.transformer import init_parameters
 from orca_jax.planning.sizes import engine_shape
 from tests.device.harness import greedy_request, harness, single_worker
@@ -132,6 +133,7 @@ def test_padding_writes_nothing(attention: Attention, bucket: int) -> None:
     issue(device, *batch([1, 6], [[0, 9], [4]], [3, 1], [3, 2], bucket=bucket)).fetch()
     written = [(0, 0), (0, 1), (0, 2), (4, 1)]  # block and place in it
     for layer in device._caches:
+        assert isinstance(layer, LayerCache)
         for cache in layer.both:
             touched = np.asarray((cache != UNTOUCHED).any(axis=(1, 3)))  # [n_blocks, B]
             assert list(zip(*np.nonzero(touched), strict=True)) == written

@@ -16,7 +16,7 @@ from orca_jax.families.parameters import parameter_shapes, parameter_table
 from orca_jax.families.presets import PRESETS
 from orca_jax.model import reference
 from orca_jax.model.context import Iteration, Tokens
-from orca_jax.model.kv_cache import LayerCache, layer_cache
+from orca_jax.model.kv_cache import LayerCache, LayerMemory, layer_cache
 from orca_jax.model.transformer import Parameters, Transformer, init_parameters
 
 TABLE_1 = {  # the paper's: parameters in billions, layers, hidden size
@@ -83,7 +83,7 @@ def test_shapes_of_init_and_forward(name: str) -> None:
 
     def iteration(
         parameters: Parameters, tokens: jax.Array, rows: jax.Array
-    ) -> tuple[jax.Array, list[LayerCache]]:
+    ) -> tuple[jax.Array, list[LayerMemory]]:
         model = Transformer(config, parameters)
         sizes = {"n_blocks": 2, "block_size": 4}
         empty = layer_cache(config.attention, **sizes, stored=jnp.bfloat16, make=jnp.zeros)

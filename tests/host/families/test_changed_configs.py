@@ -31,7 +31,7 @@ def read(tmp_path: Path, config: Config, **changes: Any) -> ModelConfig:
 
 
 def windows(model: ModelConfig) -> list[int | None]:
-    return [layer.attention.scores.window for layer in model.layers]
+    return [attention.scores.window for attention in model.attentions]
 
 
 def test_which_layers_have_a_window(tmp_path: Path) -> None:

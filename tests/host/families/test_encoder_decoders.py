@@ -200,10 +200,11 @@ def test_the_shape_of_t5(tmp_path: Path) -> None:
     assert (model.n_layers, len(model.encoder.layers)) == (6, 6)
     assert (model.n_positions, model.encoder.n_positions) == (2048, 2048)
     assert model.embedding.tied and model.logit_multiplier == 512**-0.5
-    assert layer.attention.causal and not encoding.attention.causal
+    assert encoding.attention is not None
+    assert model.attention.causal and not encoding.attention.causal
     assert layer.cross is not None and not layer.cross.causal
-    assert layer.attention.scores.relative == RelativeBias(n_buckets=32, max_distance=128, shared=True)
-    assert layer.cross.scores.relative is None and layer.cross.scale == layer.attention.scale == 1.0
+    assert model.attention.scores.relative == RelativeBias(n_buckets=32, max_distance=128, shared=True)
+    assert layer.cross.scores.relative is None and layer.cross.scale == model.attention.scale == 1.0
     assert layer.feed_forward.activation == "relu" and not layer.feed_forward.gated
     assert (model.decoder_start_token_id, model.eos_token_ids, model.bos_token_id) == (0, (1,), None)
 

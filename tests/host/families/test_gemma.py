@@ -96,9 +96,9 @@ def test_a_written_config_reads_as_the_same_model(tmp_path: Path, config: dict[s
 
 def test_which_layers_of_gemma3_have_a_window(tmp_path: Path) -> None:
     model = read(tmp_path, GEMMA3_1B)
-    windows = [layer.attention.scores.window for layer in model.layers]
+    windows = [attention.scores.window for attention in model.attentions]
     assert windows[:7] == [512] * 5 + [None, 512] and len(windows) == 26
-    rotaries = [layer.attention.rotary for layer in model.layers]
+    rotaries = [attention.rotary for attention in model.attentions]
     assert [rotary.base if rotary else None for rotary in rotaries[4:6]] == [1e4, 1e6]
     kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
     assert read(tmp_path, GEMMA3_1B, sliding_window_pattern=..., layer_types=kinds) == model
@@ -113,7 +113,7 @@ def test_gemma3s_spellings_say_the_same(tmp_path: Path, scaling: dict[str, Any])
     }
     new: dict[str, Any] = {"rope_theta": ..., "rope_scaling": ..., "rope_local_base_freq": ...}
     assert read(tmp_path, GEMMA3_1B, **new, rope_parameters=nested) == old
-    local, full = (old.layers[i].attention.rotary for i in (0, 5))
+    local, full = (old.attentions[i].rotary for i in (0, 5))
     assert local is not None and local.scaling is None
     assert full is not None and (full.scaling is None) == (scaling["rope_type"] == "default")
 

@@ -57,7 +57,7 @@ def test_the_fields_of_gpt_oss(tmp_path: Path) -> None:
     assert feed_forward.experts == Experts(number=6, top_k=3, scores="softmax_of_chosen", router_bias=True)
     assert (feed_forward.gate_limit, feed_forward.bias, feed_forward.gated) == (7.0, True, True)
     assert attention.qkv_bias and attention.out_bias and attention.head_size == 10
-    assert [layer.attention.scores for layer in model.layers] == [
+    assert [each.scores for each in model.attentions] == [
         Scores(window=11, sinks=True),
         Scores(sinks=True),
         Scores(window=11, sinks=True),

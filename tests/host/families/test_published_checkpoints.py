@@ -43,7 +43,7 @@ def count_of(model: ModelConfig) -> int:
 
 
 def windows_of(model: ModelConfig) -> tuple[int, int]:
-    found = [layer.attention.scores.window for layer in model.layers]
+    found = [attention.scores.window for attention in model.attentions]
     sizes = [window for window in found if window is not None]
     assert len(set(sizes)) <= 1
     return len(sizes), sizes[0] if sizes else 0
@@ -53,13 +53,13 @@ def windows_of(model: ModelConfig) -> tuple[int, int]:
 def test_a_published_config_is_read_unchanged(tmp_path: Path, name: str) -> None:
     published = PUBLISHED[name]
     found = read(tmp_path, published)
-    model, full = found.model, found.model.layers[-1].attention.rotary
+    model = found.model
     assert shape_of(model) == published.shape
     assert windows_of(model) == published.windows
     assert model.embedding.tied is published.tied
     assert model.eos_token_ids == published.eos
     assert sorted(found.unread) == sorted(published.unread)
-    rotaries = [layer.attention.rotary for layer in model.layers if layer.attention.scores.window is None]
+    rotaries = [attention.rotary for attention in model.attentions if attention.scores.window is None]
     full = (rotaries or [model.attention.rotary])[0]
     assert (None if full is None else full.base) == published.base
     scaling = None if full is None else full.scaling

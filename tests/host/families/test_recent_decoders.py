@@ -52,11 +52,11 @@ def read(tmp_path: Path, config: Config, **changes: Any) -> ModelConfig:
 
 
 def rotated(model: ModelConfig) -> list[bool]:
-    return [layer.attention.rotary is not None for layer in model.layers]
+    return [attention.rotary is not None for attention in model.attentions]
 
 
 def windows(model: ModelConfig) -> list[int | None]:
-    return [layer.attention.scores.window for layer in model.layers]
+    return [attention.scores.window for attention in model.attentions]
 
 
 def test_which_layers_have_rotary_positions(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_which_layers_have_a_window(tmp_path: Path) -> None:
 
 
 def test_layers_with_a_window_have_no_scaling_in_olmo3(tmp_path: Path) -> None:
-    local, *_, full = (layer.attention.rotary for layer in read(tmp_path, OLMO3).layers)
+    local, *_, full = (attention.rotary for attention in read(tmp_path, OLMO3).attentions)
     assert local is not None and full is not None and full.scaling is not None
     assert local.scaling is None and local.base == full.base == 500_000.0
 
@@ -175,6 +175,6 @@ def test_combinations_that_are_not_computed() -> None:
 def test_the_default_of_a_yarn_factor_is_the_authors(tmp_path: Path) -> None:
     rotary = read(tmp_path, MINISTRAL3).attention.rotary
     assert rotary is not None and rotary.attention_factor == 1.0  # mscale and mscale_all_dim cancel
-    olmo = read(tmp_path, OLMO3).layers[3].attention.rotary
+    olmo = read(tmp_path, OLMO3).attentions[3].rotary
     assert olmo is not None and olmo.attention_factor == pytest.approx(0.1 * math.log(8) + 1)
     assert np.all(np.isfinite(olmo.frequencies(65_536)))

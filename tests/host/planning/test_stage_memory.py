@@ -81,7 +81,7 @@ def test_kept_results_worked_by_hand() -> None:
 def test_each_kind_of_rotary_positions_has_its_cosines_and_sines_once() -> None:
     near, far = Rotary(size=2), Rotary(size=2, base=1e6)
     layers = tuple(
-        replace(layer, attention=replace(layer.attention, rotary=rotary))
+        layer.with_attention(rotary=rotary)
         for layer, rotary in zip(SMALL.layers, (near, far, near), strict=True)
     )
 
