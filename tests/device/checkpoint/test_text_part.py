@@ -86,7 +86,7 @@ def test_a_tensor_of_no_known_part_is_refused(tmp_path: Path) -> None:
         (
             {"text_config": TEXT | {"model_type": "llama"}},
             UnsupportedModel,
-            "expected gemma3_text, found 'llama'",
+            "expected one of gemma3_text, found 'llama'",
         ),
         ({"text_config": TEXT | {"odd_scale": 2}}, UnsupportedModel, "text_config.odd_scale is 2"),
         (

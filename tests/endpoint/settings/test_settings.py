@@ -45,6 +45,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16", "float32"),
     "load_format": ("dummy", "auto", "dummy", "auto"),
     "quantization": ("int8", "int4", "fp8", None),
+    "kv_cache_dtype": ("int8", "fp8", "auto", "auto"),
     "generation_config": ("none", "auto", "some/directory", "auto"),
     "attention": ("kernel", "static", "follow_lengths", "native"),
     "command_buffer_collectives": (True, False, True, False),

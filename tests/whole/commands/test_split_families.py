@@ -56,7 +56,8 @@ def check(name: str, **options: Any) -> None:
 
 
 def test_every_family_is_split() -> None:
-    assert min(n for _, n in CHOSEN.values()) > 1
+    # Recurrent layers are not split over devices yet.
+    assert {family for family, (_, n) in CHOSEN.items() if n == 1} == {"lfm2"}
 
 
 @pytest.mark.parametrize(
