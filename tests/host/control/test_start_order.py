@@ -134,6 +134,7 @@ def test_the_order_has_every_size_of_an_engine():
         "coarse_buckets",
         "max_encoder_blocks",
         "embedding_size",
+        "states",
         *EXPERTS,
     }
     assert names == set(worker_pb2.Shape.DESCRIPTOR.fields_by_name)
