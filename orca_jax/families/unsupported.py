@@ -42,7 +42,7 @@ _KINDS: Mapping[str, str] = {
         siglip siglip2 swin swinv2 trocr vit vit_mae vitdet vitpose yolos
     """,
     _RECURRENT: """
-        bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 mamba mamba2 minimax
+        bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba mamba2 minimax
         nemotron_h qwen3_next recurrent_gemma rwkv xlstm zamba zamba2
     """,
 }
