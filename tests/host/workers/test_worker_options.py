@@ -17,6 +17,7 @@ ENGINE = EngineConfig(
     model="a model",
     load_format="dummy",
     quantization="int4",
+    kv_cache_dtype="fp8",
     dtype="bfloat16",
     generation_config="none",
     tokenizer="t",
