@@ -252,7 +252,7 @@ _last_opened: dict[Path, GgufFile] = {}
 
 
 def _state(path: Path) -> tuple[int, ...] | None:
-    """What changes when a file is replaced or written to; None where there is no such file.
+    """Identify the state of a file: it changes when the file is replaced or written to; None without a file.
 
     None too where it has just been written to: a second change might leave its time as it is.
     """

@@ -18,7 +18,7 @@ from orca_jax.families.parameters import parameter_table
 from orca_jax.families.weight_form import HeldArray
 from orca_jax.iteration.flat_batch import DECODE_CONTEXTS, FlatLayout, decode_tiers
 from orca_jax.iteration.rows.scored import SCORED, scored_layout
-from orca_jax.model.kv_cache import LayerMemory, layer_cache, layer_state
+from orca_jax.model.kv_cache import LayerMemory, layer_memory
 from orca_jax.model.weight import held
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
@@ -175,16 +175,19 @@ def described_caches(
     def state(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         return described_array(shape, part.group.place(), dtype)
 
-    sizes = {"n_blocks": n_blocks, "block_size": block_size}
-    made: list[LayerMemory] = []
-    for i in part.layers:
-        layer = model.layers[i]
-        if layer.recurrence is not None:
-            made.append(layer_state(layer.recurrence, n_states, of_model, state))
-        else:
-            assert layer.attention is not None
-            made.append(layer_cache(layer.attention, **sizes, stored=dtype, make=paged))
-    return made
+    return [
+        layer_memory(
+            model.layers[i],
+            n_blocks=n_blocks,
+            block_size=block_size,
+            stored=dtype,
+            n_states=n_states,
+            dtype=of_model,
+            make_cache=paged,
+            make_state=state,
+        )
+        for i in part.layers
+    ]
 
 
 def device_bytes(arrays: object) -> int:

@@ -27,8 +27,7 @@ from orca_jax.model.kv_cache import (
     LayerCache,
     LayerMemory,
     copy_blocks,
-    layer_cache,
-    layer_state,
+    layer_memory,
 )
 from orca_jax.model.transformer import Parameters
 from orca_jax.model.weight import model_dtype
@@ -112,17 +111,20 @@ class Worker:
             self.chooser.renew()
 
     def _memory(self, make_cache: Callable[..., Any], make_state: Callable[..., Any]) -> list[Any]:
-        """What each of the stage's layers keeps, made of arrays by `make_cache` and `make_state`."""
-        sizes = {"n_blocks": self._shape.n_blocks, "block_size": self._shape.block_size}
-        made: list[Any] = []
-        for i in self.stage.part.layers:
-            layer = self._config.layers[i]
-            if layer.recurrence is not None:
-                made.append(layer_state(layer.recurrence, self._n_rows, self._dtype, make_state))
-            else:
-                assert layer.attention is not None
-                made.append(layer_cache(layer.attention, **sizes, stored=self._stored, make=make_cache))
-        return made
+        """Make what each of the stage's layers keeps, of arrays by `make_cache` and `make_state`."""
+        return [
+            layer_memory(
+                self._config.layers[i],
+                n_blocks=self._shape.n_blocks,
+                block_size=self._shape.block_size,
+                stored=self._stored,
+                n_states=self._n_rows,
+                dtype=self._dtype,
+                make_cache=make_cache,
+                make_state=make_state,
+            )
+            for i in self.stage.part.layers
+        ]
 
     def release_caches(self) -> None:
         """Free the caches and the rows' tables; `renew` must follow before the next iteration."""

@@ -330,7 +330,7 @@ class ModelConfig:
     @property
     def attention(self) -> Attention:
         """The first attention layer's attention; all attention layers have the same heads."""
-        return self.attentions[0]
+        return next(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
     def attentions(self) -> tuple[Attention, ...]:

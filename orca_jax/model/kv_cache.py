@@ -1,4 +1,4 @@
-"""What layers keep between iterations: the paged K/V cache, in blocks of slots, and recurrent layers' states.
+"""The memory of layers: the paged K/V cache, in blocks of slots, and recurrent layers' states.
 
 A layer's cache is two arrays [n_blocks, K, B, D], head-major: a block of one head is one contiguous tile.
 Latent attention has one array, and a value is the first elements of its key. Caches are arguments of the
@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 
 from orca_jax.families.attention_config import Attention, KVCode
+from orca_jax.families.model_config import Layer
 from orca_jax.families.recurrence_config import Recurrence
 
 _STORED: dict[KVCode, np.dtype[Any]] = {  # fp8 is stored as its bits
@@ -160,6 +161,26 @@ def layer_state(
         name: make((n_states, *shape), dtype if of == "model" else jnp.float32)
         for name, (shape, of) in recurrence.state_shapes.items()
     }
+
+
+def layer_memory(
+    layer: Layer,
+    *,
+    n_blocks: int,
+    block_size: int,
+    stored: Any,
+    n_states: int,
+    dtype: Any,
+    make_cache: Callable[[tuple[int, ...], np.dtype[Any]], Any],
+    make_state: Callable[[tuple[int, ...], Any], Any],
+) -> LayerMemory:
+    """Make what a layer keeps: the states of a recurrent one in a model of `dtype`, or its cache."""
+    if layer.recurrence is not None:
+        return layer_state(layer.recurrence, n_states, dtype, make_state)
+    assert layer.attention is not None
+    return layer_cache(
+        layer.attention, n_blocks=n_blocks, block_size=block_size, stored=stored, make=make_cache
+    )
 
 
 def copy_blocks(caches: Sequence[LayerCache], copies: jax.Array) -> list[LayerCache]:

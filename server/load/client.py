@@ -34,7 +34,6 @@ class Target:
     headers: Mapping[str, str]
     extra: Mapping[str, Any]  # further fields of a body
     timeout: float  # seconds for a whole request
-    stream: bool = True
 
     def body(self, prompt: Sequence[int], n_output: int, *, needs_ids: bool) -> dict[str, Any]:
         """The body of a request for exactly `n_output` tokens, on servers that know `ignore_eos`."""
@@ -43,9 +42,9 @@ class Target:
             "max_tokens": n_output,
             "temperature": 0,
             "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
-        if self.stream:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.route == "chat":
             body["messages"] = [{"role": "user", "content": words(prompt)}]
         else:
@@ -178,20 +177,13 @@ async def _send(
             if response.status != 200:
                 text = (await response.content.read(_MAX_ERROR_CHARACTERS)).decode("utf-8", "replace")
                 outcome.error = f"status {response.status}: {text}"
-            elif target.stream:
-                await _read_stream(response, outcome)
             else:
-                _read_answer(await response.read(), outcome)
+                await _read_stream(response, outcome)
     except TimeoutError:
         outcome.error = f"no complete answer within {target.timeout:g} seconds"
     except (aiohttp.ClientError, ConnectionError, ValueError) as error:
         outcome.error = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
     outcome.ended = time.monotonic()
-
-
-def _read_answer(data: bytes, outcome: Outcome) -> None:
-    _take_usage(json.loads(data), outcome)
-    outcome.times.append(time.monotonic())
 
 
 async def _read_stream(response: aiohttp.ClientResponse, outcome: Outcome) -> None:

@@ -30,7 +30,7 @@ BUSY, LATE_SECONDS = 0.9, 0.02  # a client that is busier, or sends later than t
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the clients saw of one play of a trace, in the order of the trace.
+    """One play of a trace as its clients saw it, in the order of the trace.
 
     `cpu` is the processor time of all clients in seconds, `busiest` the largest share of a core that one of
     them used. With a limit of `concurrency` requests wait for others, and so are not sent as planned.

@@ -125,9 +125,7 @@ def _table(columns: tuple[str, str, str], seconds_of: Callable[[str], float]) ->
                 if not all(lengths):
                     continue
                 seconds = seconds_of(at)
-            except (KeyError, TypeError, ValueError) as error:
-                raise TraceError(f"{path}, line {row}: {error}") from error
-            except _FieldError as error:
+            except (_FieldError, TypeError, ValueError) as error:
                 raise TraceError(f"{path}, line {row}: {error}") from error
             start = seconds if start is None else start
             if seconds - start < last:

@@ -5,7 +5,7 @@ from typing import Any
 
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import common_fields, decoder, read_layer, read_sizes, relative
-from orca_jax.families.decoders.rope_fields import read_rotary, rope_parameters
+from orca_jax.families.decoders.rope_fields import read_rotary, rope_parameters, without_rope
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.rotary import Scaling
 from orca_jax.families.stored_name import as_it_is, linear, numbers
@@ -40,9 +40,7 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     written, rotary = common_fields(model), model.attention.rotary
     if rotary is None:
         return None
-    for name in ("rope_theta", "rope_scaling"):
-        written.pop(name, None)
-    return written | rope_parameters(rotary) | {"attention_bias": model.attention.qkv_bias}
+    return without_rope(written) | rope_parameters(rotary) | {"attention_bias": model.attention.qkv_bias}
 
 
 APERTUS = relative(

@@ -25,7 +25,7 @@ from orca_jax.families.decoders.llama_like import (
     window_fields,
     with_windows,
 )
-from orca_jax.families.decoders.rope_fields import rotary_fields
+from orca_jax.families.decoders.rope_fields import rotary_fields, without_rope
 from orca_jax.families.model_config import Activation, Layer, ModelConfig
 from orca_jax.families.stored_name import StoredName, as_it_is
 from orca_jax.families.strict_json import shown
@@ -178,9 +178,7 @@ def _write_gemma2(model: ModelConfig) -> dict[str, Any]:
 
 def _write_gemma3(model: ModelConfig) -> dict[str, Any] | None:
     """Write the older spelling, in which layers with a window have no scaling."""
-    written = _write_gemma2(model)
-    for name in ("rope_theta", "rope_scaling"):
-        written.pop(name, None)
+    written = without_rope(_write_gemma2(model))
     for layer in model.layers:
         attention = layer.attention or model.attention
         rotary = attention.rotary

@@ -6,7 +6,14 @@ from typing import Any
 from orca_jax.errors import BadModelConfig
 from orca_jax.families.attention_config import Scores
 from orca_jax.families.config_fields import ConfigFields
-from orca_jax.families.decoders.llama_like import common_fields, decoder, read_layer, read_sizes, relative
+from orca_jax.families.decoders.llama_like import (
+    bias_fields,
+    common_fields,
+    decoder,
+    read_layer,
+    read_sizes,
+    relative,
+)
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.strict_json import shown
 
@@ -35,12 +42,10 @@ def _read(fields: ConfigFields) -> ModelConfig:
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
-    layer = model.layers[0]
     return common_fields(model) | {
-        "attention_bias": model.attention.qkv_bias,
-        "mlp_bias": layer.feed_forward.bias,
+        **bias_fields(model),
         "attention_multiplier": model.attention.scale,
-        "residual_multiplier": layer.residual_multiplier,
+        "residual_multiplier": model.layers[0].residual_multiplier,
         "embedding_multiplier": model.embedding.multiplier,
         "logits_scaling": 1.0 / model.logit_multiplier,
     }

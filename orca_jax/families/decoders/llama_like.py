@@ -333,6 +333,14 @@ def common_fields(model: ModelConfig) -> dict[str, Any]:
     return written if rotary is None else written | rotary_fields(rotary)
 
 
+def bias_fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields that say which linear layers have biases, where attention and feed-forward each have one."""
+    return {
+        "attention_bias": model.attention.qkv_bias,
+        "mlp_bias": model.layers[0].feed_forward.bias,
+    }
+
+
 def any_rotary(model: ModelConfig) -> Rotary | None:
     """The rotary positions of the first layer that has any."""
     every = (layer.rotary for layer in model.layers)

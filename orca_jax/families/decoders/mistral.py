@@ -10,7 +10,13 @@ from orca_jax.errors import BadModelConfig
 from orca_jax.families.attention_config import Scores, Temperature
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import common_fields, decoder, read_layer, read_sizes, relative
-from orca_jax.families.decoders.rope_fields import ORIGINAL, read_rotary, rope_parameters, rope_section
+from orca_jax.families.decoders.rope_fields import (
+    ORIGINAL,
+    read_rotary,
+    rope_parameters,
+    rope_section,
+    without_rope,
+)
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.strict_json import shown
 from orca_jax.families.text_part import text_part
@@ -54,12 +60,10 @@ def _write_ministral3(model: ModelConfig) -> dict[str, Any] | None:
     written, rotary, scores = common_fields(model), model.attention.rotary, model.attention.scores
     if rotary is None:
         return None
-    for name in ("rope_theta", "rope_scaling"):
-        written.pop(name, None)
     own: dict[str, Any] = {}
     if scores.temperature is not None:
         own = {_BETA: scores.temperature.scale, ORIGINAL: scores.temperature.step}
-    return written | rope_parameters(rotary, **own) | {"sliding_window": scores.window}
+    return without_rope(written) | rope_parameters(rotary, **own) | {"sliding_window": scores.window}
 
 
 MISTRAL = relative(

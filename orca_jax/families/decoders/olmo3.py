@@ -18,7 +18,7 @@ from orca_jax.families.decoders.llama_like import (
     with_windows,
 )
 from orca_jax.families.decoders.olmo2 import NORMS
-from orca_jax.families.decoders.rope_fields import rope_parameters
+from orca_jax.families.decoders.rope_fields import rope_parameters, without_rope
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.strict_json import shown
 
@@ -43,9 +43,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
-    written = common_fields(model) | window_fields(model)
-    for name in ("rope_theta", "rope_scaling"):
-        written.pop(name, None)
+    written = without_rope(common_fields(model) | window_fields(model))
     rotaries = {
         kind: layer.rotary
         for kind, layer in zip(written["layer_types"], model.layers, strict=True)

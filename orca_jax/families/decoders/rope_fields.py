@@ -177,8 +177,13 @@ def rotary_fields(rotary: Rotary) -> dict[str, Any]:
     return written | {"rope_scaling": values}
 
 
+def without_rope(written: Mapping[str, Any]) -> dict[str, Any]:
+    """The written fields but those of the older spelling of rotary positions."""
+    return {name: value for name, value in written.items() if name not in ("rope_theta", "rope_scaling")}
+
+
 def rope_parameters(rotary: Rotary, **other: Any) -> dict[str, Any]:
-    """Write rotary positions and `other` fields of theirs in the newer spelling, one for all layers."""
+    """Write rotary positions and `other` fields beside them in the newer spelling, one for all layers."""
     older = rotary_fields(rotary)
     parameters = {"rope_type": "default", **older.get("rope_scaling", {}), **other}
     return {"rope_parameters": parameters | {"rope_theta": older["rope_theta"]}}

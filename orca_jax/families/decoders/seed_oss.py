@@ -3,7 +3,14 @@
 from typing import Any
 
 from orca_jax.families.config_fields import ConfigFields
-from orca_jax.families.decoders.llama_like import common_fields, decoder, read_layer, read_sizes, relative
+from orca_jax.families.decoders.llama_like import (
+    bias_fields,
+    common_fields,
+    decoder,
+    read_layer,
+    read_sizes,
+    relative,
+)
 from orca_jax.families.model_config import ModelConfig
 
 _HEAD_SIZE = 128  # transformers' default
@@ -22,12 +29,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
-    layer = model.layers[0]
-    return common_fields(model) | {
-        "attention_bias": model.attention.qkv_bias,
-        "attention_out_bias": model.attention.out_bias,
-        "mlp_bias": layer.feed_forward.bias,
-    }
+    return common_fields(model) | bias_fields(model) | {"attention_out_bias": model.attention.out_bias}
 
 
 SEED_OSS = relative(

@@ -8,6 +8,7 @@ from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import (
     FULL,
     SLIDING,
+    bias_fields,
     common_fields,
     decoder,
     read_layer,
@@ -65,15 +66,14 @@ def _rotated(fields: ConfigFields, n_layers: int) -> Sequence[bool]:
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
-    layer, windows = model.layers[0], window_fields(model)
+    windows = window_fields(model)
     return (
         common_fields(model)
+        | bias_fields(model)
         | windows
         | {
             "use_sliding_window": windows["sliding_window"] is not None,
             "no_rope_layers": [int(each.rotary is not None) for each in model.layers],
-            "attention_bias": model.attention.qkv_bias,
-            "mlp_bias": layer.feed_forward.bias,
         }
     )
 

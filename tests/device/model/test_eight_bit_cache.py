@@ -58,7 +58,7 @@ def rounded(code: KVCode, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def numbers(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """What a cache of eight bits holds, in float64."""
+    """The numbers that a cache of eight bits holds, in float64."""
     values = codes if codes.dtype == np.int8 else codes.view(E4M3)
     with np.errstate(invalid="ignore"):  # 0 times infinity
         return values.astype(np.float64) * np.asarray(scales, np.float64)[..., None]
