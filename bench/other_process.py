@@ -25,7 +25,7 @@ class OtherProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         assert self._process.pid is not None
         return self._process.pid
 

@@ -243,7 +243,7 @@ class Sizes(SchedulingOptions, ServingOptions):
         return replace(defaults, **{name: value for name, value in asked.items() if value is not None})
 
     def filled(self, *, n_slots: int, max_batch_tokens: int, coarse_buckets: bool = False) -> ServingConfig:
-        """These sizes, with the arguments in place of None. Raises ConfigError."""
+        """Sizes with the arguments in place of None. Raises ConfigError."""
         asked: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(ServingOptions)}
         sizes = {"n_slots": n_slots, "max_batch_tokens": max_batch_tokens}
         asked |= {name: value for name, value in sizes.items() if asked[name] is None}

@@ -39,7 +39,7 @@ class Slices:
         return replace(self.shard, joined=lambda x: self.exchange.scattered(self._padded(x)))
 
     def own(self, x: jax.Array) -> jax.Array:
-        """This part's slice of x [T, ...], which is equal on all parts."""
+        """Select this part's slice of x [T, ...], which is equal on all parts."""
         return lax.dynamic_slice_in_dim(self._padded(x), self.shard.index * self.size, self.size)
 
     def whole(self, x: jax.Array) -> jax.Array:

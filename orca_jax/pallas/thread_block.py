@@ -125,12 +125,12 @@ class CoreList(NamedTuple):
 
 
 def tiles(here: ThreadBlock) -> CoreList:
-    """This core's tiles."""
+    """Tiles of queries that this core computes."""
     plan = here.shape.plan
     return CoreList(here, here.core, plan.first_tile, plan.n_tile_heads)
 
 
 def entries(here: ThreadBlock) -> CoreList:
-    """This core's entries."""
+    """Entries of the list of work that this core computes."""
     plan = here.shape.plan
     return CoreList(here, plan.n_cores + here.core, plan.first_entry, here.shape.n_kv_heads)

@@ -115,7 +115,7 @@ MODEST_KV_BYTES = 2 << 30
 
 
 def cpu_device(*, memory: int, bandwidth: float, matrix_rate: float) -> KnownDevice:
-    """This machine's CPU with measured rates, used for every dtype.
+    """Describe this machine's CPU by measured rates, used for every dtype.
 
     All stages and shards share its memory and cores, so a link is as fast as the memory.
     """

@@ -59,7 +59,7 @@ def test_documents_say_how_to_install() -> None:
 
 @pytest.mark.parametrize("line", LINES, ids=str)
 def test_a_line_is_well_formed(line: InstallLine) -> None:
-    """It installs this package from files, since no index has it, with extras that exist."""
+    """A line installs this package from files, since no index has it, with extras that exist."""
     *_, last = line.command.split(" && ")
     words = shlex.split(last)
     pip, install, *rest = words

@@ -40,7 +40,7 @@ class ArrayForm:
         return tuple(self.axes.partition("|")[0].split())
 
     def fitting(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> "ArrayForm":
-        """This form with the first order of axes that the shape fits; if none fits, the first order."""
+        """Choose the first order of axes that the shape fits; if none fits, the first of all."""
         forms = [replace(self, axes=axes.strip()) for axes in self.axes.split("|")]
         return next((form for form in forms if form.fits(shape, sizes)), forms[0])
 

@@ -36,7 +36,7 @@ class Plan:
     window: int | None = None
 
     def fixed(self, max_keys: int) -> "Plan":
-        """This plan with rows split at fixed positions, as finely as rows of up to `max_keys` keys allow."""
+        """Split rows at fixed positions, as finely as rows of up to `max_keys` keys allow."""
         keys = -(-max_keys // (self._most_pieces * STEP)) * STEP
         return replace(self, fixed_keys=max(_FIXED_KEYS, keys))
 

@@ -132,7 +132,7 @@ class ChatTemplate:
             self.reading(has_tools=True)
 
     def choose(self, name: str | None = None, *, has_tools: bool = False) -> "ChatTemplate":
-        """This template. Raises UnknownTemplate for a name other than `default`."""
+        """Return this template. Raises UnknownTemplate for a name other than `default`."""
         if name not in (None, "default"):
             raise UnknownTemplate(_no_template(name, ["default"]))
         return self

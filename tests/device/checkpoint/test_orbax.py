@@ -182,7 +182,7 @@ def test_a_map_that_transposes_and_reshapes(tmp_path: Path, parameters: dict[str
 def test_a_checkpoint_of_our_writer_before_orbax_wrote_for_us(
     tmp_path: Path, parameters: dict[str, jax.Array]
 ) -> None:
-    """It has one OCDBT database without parts by process, a tree of flat names, and no commit time."""
+    """The older form: one OCDBT database without parts by process, a tree of flat names, no commit time."""
     place = tmp_path / "model"
     place.mkdir()
     tree: Tree = {}
@@ -300,7 +300,7 @@ def test_writing_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_serving_from_safetensors_loads_neither_orbax_nor_tensorstore() -> None:
-    """Their imports would slow down the start."""
+    """Importing either would slow down the start."""
     code = (
         "import sys; from orca_jax import LLM\n"
         "with LLM() as llm: assert llm.generate(['a'])[0].token_ids\n"

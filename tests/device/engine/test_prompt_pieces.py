@@ -67,7 +67,7 @@ PARAMS = [
 def test_a_prompt_that_continues_blocks_of_another_request(
     mode: Mode, in_pieces: bool, sampling: SamplingParams
 ) -> None:
-    """Its block table names the other's first blocks, and it computes only what comes after them."""
+    """The block table names the other request's first blocks; only what follows them is computed."""
     n_shared_blocks = 4
     n_shared = n_shared_blocks * BLOCK_SIZE
     first = PlannedRequest(0, PROMPT, 12, PLAIN)

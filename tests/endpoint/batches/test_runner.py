@@ -133,7 +133,7 @@ class Gated(ThreadPoolExecutor):
 @pytest.mark.parametrize("is_begun", [True, False])
 @pytest.mark.parametrize("n_held", range(7))
 def test_a_stop_at_any_work_on_the_disk_leaves_no_file_open(disk: Disk, n_held: int, is_begun: bool) -> None:
-    """Its pieces: open, validate twice, read a line, record its result, find no other, finalize, finish."""
+    """Pieces: open, validate twice, read a line, record its result, find no other, finalize, finish."""
 
     async def scenario() -> None:
         with Gated(n_held, is_begun=is_begun) as thread:

@@ -146,7 +146,7 @@ def test_a_thousand_cancelled_calls_are_not_kept() -> None:
 
 
 def test_a_result_is_freed_with_its_last_user() -> None:
-    """It must not wait for a garbage collection, which is rare in a server: results may be megabytes."""
+    """A result may be megabytes, and must not wait for a garbage collection, which is rare in a server."""
 
     class Body:
         pass

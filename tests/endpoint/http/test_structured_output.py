@@ -169,7 +169,7 @@ def test_a_schema_is_followed_at_every_door(server: Server, schema: Any, outputs
 
 
 def test_a_grammar_that_exceeds_its_limits_ends_its_request_alone_with_a_400() -> None:
-    """It is the client's mistake: a retry, as after a 500, would fail again."""
+    """The grammar is the client's mistake: a retry, as after a 500, would fail again."""
     with serving(writing("a")) as server, connected(server) as client:
         body = {"prompt": "?", "max_tokens": 100, "guided_regex": "(a{1,1000}){1,1000}"}
         response = client.post("/v1/completions", json=body)

@@ -326,7 +326,7 @@ def test_there_is_never_a_second_blank(begun: str) -> None:
 
 
 def test_a_special_token_is_never_part_of_the_output() -> None:
-    """It is not allowed where the grammar has its name as text, nor where any text may come."""
+    """Not where the grammar has its name as text, nor where any text may come."""
     text = output(compiled(COMPILER, guided_choice=["<|endoftext|>"]), random_choice(1))
     assert text == b"<|endoftext|>"
     state = compiled(SMALL_COMPILER, guided_regex="(?s).{2,}").start()
@@ -607,7 +607,7 @@ def test_many_threads_may_compile_at_once() -> None:
 
 
 def test_a_compilation_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps its place until it ends, so abandoned compilations cannot occupy more cores than places."""
+    """A compilation keeps its place until it ends, so that abandoned ones hold no more cores than places."""
     monkeypatch.setattr(rooms, "COMPILE_PLACES", 2)
     monkeypatch.setattr(rooms, "COMPILE_PATIENCE", 10**9)
     compiler = GrammarCompiler(SMALL, vocab_size=N_SMALL, eos_token_ids=[END])

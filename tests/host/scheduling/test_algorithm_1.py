@@ -480,7 +480,7 @@ def test_a_free_worker_hears_that_a_waiting_request_is_asked_to_end():
 
 
 def test_an_arrival_while_the_pool_is_looked_at_is_not_missed():
-    """It comes after Select has looked but before the wait, which must notice it."""
+    """A request that comes after Select has looked, but before the wait, is noticed by the wait."""
     house = House(n_workers=2)
     house.add("A")
     house.steps(1)

@@ -381,7 +381,7 @@ def test_what_just_fits_is_taken_and_can_be_selected(request_: Request, serving:
 
 @pytest.mark.parametrize("n_input, n_output", [(4, 8), (11, 1), (31, 1), (1, 31)])
 def test_with_chunked_prefill_a_request_may_exceed_an_iteration(n_input: int, n_output: int):
-    """Its prompt, and all of it after a preemption or a loss, is computed in chunks."""
+    """The prompt, and after a preemption or a loss all tokens, are computed in chunks."""
     serving = config(max_batch_tokens=10, scheduling=SchedulingConfig())
     pool = make_pool(check=partial(admissible, config=serving, model=MODEL))
     pool.add(make_request("A", prompt_ids=ids(n_input), n_output=n_output))

@@ -233,7 +233,7 @@ def test_a_newer_request_of_higher_priority_preempts():
 
 
 def test_an_older_request_is_not_preempted_for_one_that_is_after_it_in_the_order():
-    """Its wait outweighs its lower priority: if it were preempted, it would be admitted first again."""
+    """The wait outweighs the lower priority: a preempted request would be admitted first again."""
     play, _ = two_of_different_priority(aging_seconds=5.0)
     assert play.scheduler.n_preemptions == 0
     assert [record.request_id for record in play.timeline.requests] == ["0", "1"]

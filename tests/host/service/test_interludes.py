@@ -84,7 +84,7 @@ def test_running_requests_finish_and_later_ones_wait():
 
 @pytest.mark.parametrize("on_demand", [True, False])
 def test_running_requests_continue(on_demand: bool):
-    """Their tokens are computed again: the engine checks that each row begins where its cache ends."""
+    """Tokens are computed again: the engine checks that each row begins where its cache ends."""
     scheduling = SchedulingConfig() if on_demand else CONFIG.scheduling
     with serving(PacedEngine(seconds=0.002), replace(CONFIG, scheduling=scheduling)) as parts:
         service, memory, controls = parts

@@ -45,7 +45,7 @@ def nested(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", SOME)
 def test_the_same_bits_as_from_a_checkpoint(name: str):
-    """This holds wherever the arrays are; equal layers share one program per weight."""
+    """Weights are equal wherever the arrays are; equal layers share one program per weight."""
     expected = load_checkpoint(DIRECTORY / name, dtype=FLOAT)
     if name.startswith("gemma") and "flat" in name:
         arrays = arrays_of(read_description(DIRECTORY / name).checkpoint)
