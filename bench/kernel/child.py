@@ -31,7 +31,7 @@ def work_through(
     *,
     task: float = _TASK,
 ) -> None:
-    """Run `python -m module arguments --done N` until all tasks are done; a task that kills it fails."""
+    """Run `python -m module arguments --done N` until all tasks are done; a task that kills it has failed."""
     done = 0
     for _ in range(_MOST_STARTS):
         before, starting = done, None

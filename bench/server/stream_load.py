@@ -43,7 +43,7 @@ class Loaded:
 
 
 def client(connection: Connection) -> None:
-    """For an OtherProcess: answers each Streams with a Loaded."""
+    """Entry point of an OtherProcess: answer each Streams with a Loaded."""
     answer_each(connection, load)
 
 

@@ -16,8 +16,8 @@ ORCA 6).
 - FasterTransformer's control: one more message for each stage but the first, which waits for it before it
   starts, because control goes over NCCL (ORCA 4.1).
 
-A bandwidth is that of the link, which one device has to itself; all times of a device are multiplied by
-`slowness`, which is 1 unless it is fitted.
+Each device has its link's whole bandwidth. All times of a device are multiplied by `slowness`, which is 1
+unless it is fitted.
 """
 
 from dataclasses import dataclass

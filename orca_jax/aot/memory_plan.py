@@ -77,7 +77,10 @@ def compiled_memory(
 
 
 def alike_stages(model: ModelConfig, parts: tuple[StagePart, ...]) -> Iterator[tuple[int, int]]:
-    """Each stage's index, and that of the first stage with equal layers that is as much first and last."""
+    """Yield each stage's index with the index of the first stage that has the same programs.
+
+    Stages have the same programs if their layers are equal and both or neither are first, and last.
+    """
     seen: dict[tuple[tuple[Layer, ...], bool, bool], int] = {}
     for i, part in enumerate(parts):
         layers = model.layers[part.layers.start : part.layers.stop]

@@ -95,7 +95,7 @@ static inline size_t cut(Product *l, size_t n_wanted, size_t n_threads) {
   return n_groups * l->n_chunks;
 }
 
-/* Prepares x, which must be complete by now, before the first item. */
+/* Widens the few tokens of x. Called once x is complete, before the first item. */
 static inline void take_x(Product *l, float *widened) {
   const x_type *x = l->x + n_paneled(l) * l->n_in;
 #if X_BITS == 32 || PAIRS

@@ -33,7 +33,7 @@ from orca_jax.pallas.work_list.group_tiles import (
 def grouped_product(
     x: jax.Array, weight: jax.Array, sizes: jax.Array, *, n_cores: int = 132, interpret: bool = False
 ) -> jax.Array:
-    """Consecutive groups of rows of x [N, in], each times its own weight of [X, out, in]: [N, out].
+    """Multiply consecutive groups of rows of x [N, in] by one weight each of [X, out, in]: [N, out].
 
     Group i has `sizes[i]` rows, [X] int32; rows after the last group give zeros, whatever they hold. x and
     weight are both bfloat16 or both float16; sums are float32, the result has x's dtype. A row's result

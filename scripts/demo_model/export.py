@@ -53,7 +53,7 @@ def tokenizer_config_of(shape: Shape) -> dict[str, object]:
 
 
 def legible(value: object) -> str:
-    """A number as in the model card: with thousands separators, or four significant digits."""
+    """Format a number for the model card: with thousands separators, or four significant digits."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -53,8 +53,8 @@ def create_app(
     """The endpoint as an ASGI application, without ASGI lifespan events.
 
     Without `admin_keys` there are no routes under /admin, and without `live_view` none under /live/. Without
-    `batches`, /v1/files and /v1/batches answer that they are off; with it, its lines are answered by this
-    application.
+    `batches`, /v1/files and /v1/batches answer that they are off; with it, this application answers the
+    batches' lines.
     """
     admin_keys = admin_keys or ApiKeys()
     app = FastAPI(

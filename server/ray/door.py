@@ -31,7 +31,7 @@ from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 
 _LOGGER = logging.getLogger("orca")
-_ALL_SECONDS = 5.0  # for all engines to answer a question of the door
+_ALL_SECONDS = 5.0  # in which all engines must answer what the door asks them
 _SPARE_SECONDS = 30.0  # after request_timeout, at which the engine itself ends a request
 _CLIENT_LEFT = 499
 

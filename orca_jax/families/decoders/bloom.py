@@ -13,7 +13,7 @@ from orca_jax.families.stored_name import StoredName, as_it_is, by_group, layer_
 
 # ALiBi has no last position, and most files state none: BLOOM was trained with this length.
 _N_POSITIONS = 2048
-# Megatron's ways of computing the same; transformers reads none of them.
+# Megatron's choices between equal computations; transformers reads none of them.
 _MEGATRON = ("offset_alibi", "skip_bias_add", "skip_bias_add_qkv")
 _NAMES = {
     "n_positions": "seq_length",

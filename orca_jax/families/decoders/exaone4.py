@@ -1,4 +1,4 @@
-"""EXAONE 4.0 (LG AI Research, 2025): norms after each part and over each head's queries and keys.
+"""EXAONE 4.0 (LG AI Research, 2025): norms after attention and feed-forward, and over heads.
 
 In models with a sliding window the layers without one have no rotary positions.
 """

@@ -1,4 +1,4 @@
-"""OPT (Zhang et al., 2022). OPT-350m has norms after each part, and projections around its layers."""
+"""OPT (Zhang et al., 2022). OPT-350m norms after attention and feed-forward, and projects in and out."""
 
 from typing import Any
 

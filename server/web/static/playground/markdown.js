@@ -8,7 +8,7 @@ import MarkdownIt from "../vendor/markdown-it.js";
 
 const TAGS = new Set("p ul ol li blockquote table thead tbody tr th td em strong s".split(" "));
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
-const REST = 4; // milliseconds of rest for each millisecond of rendering
+const PAUSE = 4; // milliseconds without rendering for each millisecond of it
 const LONGEST_LANGUAGE = 40; // characters of a code block's language that are shown
 
 const parser = new MarkdownIt({ html: false, linkify: true });
@@ -32,7 +32,7 @@ export class MarkdownText {
     this.#rest += added;
     if (this.#isAsked) return;
     this.#isAsked = true;
-    setTimeout(() => requestAnimationFrame(() => this.#frame()), REST * this.#cost);
+    setTimeout(() => requestAnimationFrame(() => this.#frame()), PAUSE * this.#cost);
   }
 
   /** Show the whole text, now that it is complete. */
