@@ -30,8 +30,8 @@ class Family:
     `weights` has the stored name of each of our weights. "{i}" in a name is the layer's number, and
     "{prefix}" one of `prefixes`: a whole model is saved with the first, a bare decoder perhaps with another.
     `renamed` has the entries that differ in some models. `alternatives` has other ways in which a weight may
-    be stored, read where the checkpoint has the first tensor of them. `aliases` has names that other versions
-    of transformers give to tensors.
+    be stored, read where the checkpoint has the first tensor of them. `aliases` has names, or parts of
+    names, that other versions of transformers give to tensors.
 
     Patterns name tensors that are not weights, without the prefix: `buffers`, and `copies` of the token
     embedding. `computed` has weights that a checkpoint may lack, because they follow from the model, as
@@ -75,11 +75,12 @@ class Family:
             stored = other
         experts = layers_with(model, name)[int(layer or 0)].feed_forward.experts
         stored = stored.for_experts(experts.number if experts else 0)
-        names = (
-            self.aliases[name] if name not in tensors and self.aliases.get(name) in tensors else name
-            for name in stored.names
-        )
-        return replace(stored, names=tuple(names))
+        return replace(stored, names=tuple(self._name_in(tensors, name) for name in stored.names))
+
+    def _name_in(self, tensors: Collection[str], name: str) -> str:
+        """The tensor's name or its alias, whichever is among `tensors`; the name if neither is."""
+        every = (name, *(name.replace(part, alias) for part, alias in self.aliases.items()))
+        return next((each for each in every if each in tensors), name)
 
     def is_buffer(self, tensor: str, prefix: str) -> bool:
         """Whether a tensor is known not to be a weight."""

@@ -25,6 +25,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.quantization_config import Quantization, quantized_forms, read_quantization
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.strict_json import read_object, shown
+from orca_jax.families.text_part import SECTION
 from orca_jax.families.unsupported import about_model_type, about_quantisation
 from orca_jax.gguf_file import is_gguf, open_gguf
 
@@ -81,8 +82,9 @@ def read_hf_config(directory: Path) -> HFConfig:
             f"{about_model_type(model_type, values, FAMILIES)}"
         )
     family = FAMILIES[model_type]
-    quantization = read_quantization(fields)
-    _refuse_other_models(fields, family, quantization)
+    quantized = _with_quantization(fields, family)
+    quantization = read_quantization(quantized)
+    _refuse_other_models(fields, family, quantized, quantization)
     if family.has_encoder:
         fields = ConfigFields(path, values | _decoder_ids(directory / "generation_config.json"))
     model = _read_model(family, fields, family.config_names)
@@ -90,6 +92,12 @@ def read_hf_config(directory: Path) -> HFConfig:
     if quantization is not None:
         model = model.with_forms(quantized_forms(model, family, quantization))
     return HFConfig(path, family, model, fields.unread, quantization)
+
+
+def _with_quantization(fields: ConfigFields, family: Family) -> ConfigFields:
+    """The fields that have `quantization_config`: of the file, or of its text part as in Kimi K2.5."""
+    section = fields.section(SECTION) if family.serves and not fields.raw("quantization_config") else None
+    return section if section is not None and section.raw("quantization_config") else fields
 
 
 def _read_model(family: Family, fields: ConfigFields, names: Mapping[str, str]) -> ModelConfig:
@@ -122,7 +130,9 @@ def _decoder_ids(path: Path) -> dict[str, Any]:
     return {name: list(ids) for name, ids in found.items() if ids is not None}
 
 
-def _refuse_other_models(fields: ConfigFields, family: Family, quantization: Quantization | None) -> None:
+def _refuse_other_models(
+    fields: ConfigFields, family: Family, quantized: ConfigFields, quantization: Quantization | None
+) -> None:
     """Refuse a classifier, a quantised model or one with its own code that has the family's model_type."""
     architectures, found = family.architectures, fields.texts("architectures")
     known = {name.casefold() for name in architectures}  # the first Llama files have LLaMAForCausalLM
@@ -132,8 +142,8 @@ def _refuse_other_models(fields: ConfigFields, family: Family, quantization: Qua
             f"found {shown(list(found))}"
         )
     why = ""
-    section = fields.raw("quantization_config")
-    if section and quantization is None and not _is_family_quantization(fields, family):
+    section = quantized.raw("quantization_config")
+    if section and quantization is None and not _is_family_quantization(quantized, family):
         why = about_quantisation(section if isinstance(section, dict) else {})
     elif fields.raw("auto_map") and not _names_known_code(fields, family):
         why = "auto_map is set: a model with code of its own is not supported"

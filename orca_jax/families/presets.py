@@ -109,6 +109,28 @@ def _gpt_oss(n_layers: int, n_experts: int) -> ModelConfig:
     return model_of({**_GPT_OSS, "num_hidden_layers": n_layers, "num_local_experts": n_experts})
 
 
+def _glm45(
+    hidden_size: int, n_layers: int, ffn_size: int, expert_size: int, n_experts: int, **other: Any
+) -> ModelConfig:
+    return model_of(
+        _sized(
+            {"model_type": "glm4_moe"},
+            *(hidden_size, n_layers, 96, ffn_size),
+            vocab_size=151_552,
+            max_position_embeddings=131_072,
+            num_key_value_heads=8,
+            head_dim=128,
+            attention_bias=True,
+            rope_theta=1e6,
+            moe_intermediate_size=expert_size,
+            n_routed_experts=n_experts,
+            num_experts_per_tok=8,
+            eos_token_id=[151_329, 151_336, 151_338],
+            **other,
+        )
+    )
+
+
 def _t5(hidden_size: int, n_layers: int, n_heads: int, ffn_size: int, **other: Any) -> ModelConfig:
     sizes = {"d_model": hidden_size, "num_layers": n_layers, "num_heads": n_heads, "d_ff": ffn_size}
     return model_of({**_T5, **sizes, **other})
@@ -328,6 +350,61 @@ PRESETS: dict[str, ModelConfig] = {
             num_key_value_heads=8,
             bos_token_id=1,
             eos_token_id=2,
+        )
+    ),
+    # The text, 1.03 trillion parameters, 32 billion active; published with experts of four bits.
+    "kimi-k2.5": model_of(
+        {
+            "model_type": "deepseek_v3",
+            "vocab_size": 163_840,
+            "max_position_embeddings": 262_144,
+            "hidden_size": 7168,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 64,
+            "intermediate_size": 18_432,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_routed_experts": 384,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.827,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e4,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 64.0,
+                "original_max_position_embeddings": 4096,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+            "bos_token_id": 163_584,
+            "eos_token_id": 163_585,
+        }
+    ),
+    # 353 billion parameters, 32 active; Air 107, 12 active: without the layers that predict further tokens.
+    "glm-4.5": _glm45(
+        *(5120, 92, 12_288, 1536, 160),
+        first_k_dense_replace=3,
+        routed_scaling_factor=2.5,
+        use_qk_norm=True,
+    ),
+    "glm-4.5-air": _glm45(4096, 46, 10_944, 1408, 128),
+    "minimax-m2": model_of(
+        _sized(
+            {"model_type": "minimax_m2"},
+            *(3072, 62, 48, 1536),
+            vocab_size=200_064,
+            max_position_embeddings=196_608,
+            num_key_value_heads=8,
+            num_local_experts=256,
+            num_experts_per_tok=8,
+            rotary_dim=64,
         )
     ),
     "mixtral-8x7b": model_of(

@@ -497,7 +497,7 @@ def _group_size(section: ConfigFields, default: int) -> int | None:
 
 
 def _fp8(section: ConfigFields) -> Quantization:
-    section.choice("fmt", {"e4m3": None}, "e4m3")
+    section.choice("fmt", dict.fromkeys(("e4m3", "float8_e4m3fn")), "e4m3")
     scheme = section.choice("activation_scheme", {"dynamic": "", "static": "fp8 static"}, "dynamic")
     section.choice("scale_fmt", {"float": None, "ue8m0": None}, "float")
     blocks = section.numbers("weight_block_size")

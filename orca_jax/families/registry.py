@@ -31,8 +31,12 @@ from orca_jax.families.decoders.starcoder2 import STARCODER2
 from orca_jax.families.encoder_decoders.bart import BART, MBART, PEGASUS
 from orca_jax.families.encoder_decoders.t5 import MT5, T5, UMT5
 from orca_jax.families.family import Family
-from orca_jax.families.mixtures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from orca_jax.families.mixtures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25
+from orca_jax.families.mixtures.ernie4_5_moe import ERNIE4_5_MOE
+from orca_jax.families.mixtures.flex_olmo import FLEX_OLMO
+from orca_jax.families.mixtures.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from orca_jax.families.mixtures.gpt_oss import GPT_OSS
+from orca_jax.families.mixtures.minimax_m2 import MINIMAX_M2
 from orca_jax.families.mixtures.mixtral import MIXTRAL
 from orca_jax.families.mixtures.olmoe import OLMOE
 from orca_jax.families.mixtures.qwen_moe import QWEN2_MOE, QWEN3_MOE
@@ -77,6 +81,12 @@ _families: dict[str, Family] = {
         OLMOE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        KIMI_K25,
+        GLM4_MOE,
+        GLM4_MOE_LITE,
+        MINIMAX_M2,
+        ERNIE4_5_MOE,
+        FLEX_OLMO,
         GPT_OSS,
         T5,
         MT5,

@@ -14,7 +14,7 @@ from orca_jax.families.family import Family
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.strict_json import shown
 
-_SECTION = "text_config"
+SECTION = "text_config"
 # Fields that may be outside of `text_config`, where they override its own.
 _OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -32,22 +32,23 @@ def text_part(
     or_texts: tuple[Family, ...] = (),
     unread: Mapping[str, str] | None = None,
     inner: tuple[str, ...] = (),
+    aliases: Mapping[str, str] | None = None,
 ) -> Family:
     """Make the family of a whole model, of which the text part, a model of the family `text`, is served.
 
     The text part may also be of the families `or_texts`, whose tensors have the same names. `prefixes` are
-    those of the text's tensors, `head` is another name of its head, and `parts` a pattern of
-    all other tensors. `defaults` has the fields that `text_config` may omit, `unread` those outside of it
-    that are of other parts although their names suggest a computation. Fields that may be in both override
-    those of `text_config`, except `inner`.
+    those of the text's tensors, `head` is another name of its head, `aliases` are parts of names that some
+    files have otherwise, and `parts` is a pattern of all other tensors. `defaults` has the fields that
+    `text_config` may omit, `unread` those outside of it that are of other parts although their names suggest
+    a computation. Fields that may be in both override those of `text_config`, except `inner`.
     """
 
     texts = (text, *or_texts)
 
     def read(fields: ConfigFields) -> ModelConfig:
-        section = fields.section(_SECTION)
+        section = fields.section(SECTION)
         if section is None:
-            raise BadModelConfig(f"{shown(fields.path)}: {_SECTION}: expected an object, found none")
+            raise BadModelConfig(f"{shown(fields.path)}: {SECTION}: expected an object, found none")
         own = section.choice("model_type", {each.model_type: each for each in texts}, text.model_type)
         whole = {name: fields.raw(name) for name in _OUTER if fields.raw(name) is not None}
         whole = {
@@ -55,6 +56,7 @@ def text_part(
         }
         section = section.with_values(defaults, default=True).with_values(whole, default=False)
         model = own.read(section)
+        section.raw("quantization_config")  # hf_config.py reads it
         section.leave_others(own.unread)
         return model
 
@@ -66,7 +68,7 @@ def text_part(
         read=read,
         write=lambda _: None,  # converted models are written as the text's family
         prefixes=prefixes,
-        aliases={**text.aliases, text.weights["head.weight"].names[0]: head},
+        aliases={**text.aliases, text.weights["head.weight"].names[0]: head, **(aliases or {})},
         unread=unread or {},
         parts=parts,
         serves="only its text part is served",

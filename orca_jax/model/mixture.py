@@ -128,5 +128,6 @@ def choose(experts: Experts, logits: jax.Array, correction: jax.Array | None) ->
     if experts.scores == "softmax_of_chosen":
         weights = jax.nn.softmax(weights, axis=-1)
     if experts.renormalised:
-        weights = weights / weights.sum(axis=-1, keepdims=True)
+        total = weights.sum(axis=-1, keepdims=True)
+        weights = weights / (jnp.maximum(total, experts.least_sum) if experts.least_sum else total)
     return weights * experts.multiplier, chosen

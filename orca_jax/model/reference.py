@@ -389,7 +389,7 @@ def _routed(experts: Experts, logits: jax.Array, correction: jax.Array | None) -
     chosen = jnp.argsort(-jnp.where(kept, rating, -jnp.inf))[:, : experts.top_k]
     weights = jnp.take_along_axis(scores, chosen, axis=1)
     if experts.renormalised or experts.scores == "softmax_of_chosen":
-        weights = weights / weights.sum(axis=1, keepdims=True)
+        weights = weights / weights.sum(axis=1, keepdims=True).clip(experts.least_sum)
     return weights * experts.multiplier, chosen
 
 

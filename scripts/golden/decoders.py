@@ -177,7 +177,9 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
         one_plus = "RMSNorm" in type(model.get_submodule(name.rpartition(".")[0])).__name__ and not (
             model.get_submodule(name.rpartition(".")[0]).weight.any()
         )  # Gemma's norms scale by 1 + weight, and their weights begin at zero
-        if "wpe" in name or "embed_positions" in name:
+        if name.endswith("e_score_correction_bias"):  # as small as the scores that it is added to
+            values *= 0.1
+        elif "wpe" in name or "embed_positions" in name:
             values *= 0.7
         elif any(part in name for part in ("wte", "embed", "lm_head")) and len(shape) == 2:
             values *= 0.35 / np.sqrt(multiplier)

@@ -58,7 +58,7 @@ def make_files(only: Sequence[str]) -> None:
             rows = sorted({*golden["logits_rows"].tolist(), int(lengths.argmin()), int(lengths.argmax())})
         own = json.loads((directory / "config.json").read_text())
         # Only the plain form of experts has float64.
-        experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in own else {}
+        experts = {"experts_implementation": "eager"} if {"num_experts_per_tok", "moe_k"} & own.keys() else {}
         whole = AutoModelForCausalLM.from_pretrained(
             directory,
             attn_implementation="sdpa" if own.get("alibi") else "eager",

@@ -14,6 +14,8 @@ _LONGROPE = {
     "long_factor": [1.5, 2.5, 4.0, 9.0],
 }
 
+_ROUTED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+
 
 def _shape(
     model_type: str, vocab: int, hidden: int, layers: int, heads: int, kv: int, inner: int, **other: Any
@@ -43,6 +45,17 @@ def _mixture(
     return shape | {number: experts[0], "num_experts_per_tok": experts[1]}
 
 
+def _routed(
+    model_type: str,
+    sizes: tuple[int, int, int, int, int, int],
+    experts: tuple[int, int, int, int],
+    **other: Any,
+) -> dict[str, Any]:
+    """`sizes` as of `_shape`; `experts` as `_ROUTED` names them."""
+    shape = _shape(model_type, *sizes, max_position_embeddings=64)
+    return shape | dict(zip(_ROUTED, experts, strict=True)) | other
+
+
 def _deepseek(
     version: str,
     sizes: tuple[int, int, int, int, int],
@@ -50,12 +63,11 @@ def _deepseek(
     experts: tuple[int, int, int, int],
     **other: Any,
 ) -> dict[str, Any]:
-    """`sizes`: vocabulary, hidden, layers, heads, dense width; `heads` and `experts` as their names below."""
+    """`sizes`: vocabulary, hidden, layers, heads, dense width; `heads` as their names below."""
     vocab, hidden, layers, n_heads, inner = sizes
     shape = _shape(version, vocab, hidden, layers, n_heads, n_heads, inner, max_position_embeddings=64)
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    experts_names = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
-    ours = dict(zip(names, heads, strict=True)) | dict(zip(experts_names, experts, strict=True))
+    ours = dict(zip(names, heads, strict=True)) | dict(zip(_ROUTED, experts, strict=True))
     return shape | ours | other
 
 
@@ -795,6 +807,62 @@ SHAPES: dict[str, dict[str, Any]] = {
         *("deepseek_v3", (123, 26, 2, 2, 22), (11, 14, 5, 4, 6), (8, 4, 9, 1)),
         **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "attention_bias": True},
         rope_parameters=_rope(1e3, **_YARN, mscale=1.0, mscale_all_dim=0.5),
+    ),
+    # glm4_moe, glm4_moe_lite
+    "glm4-moe-dense-first": _routed(
+        *("glm4_moe", (101, 24, 3, 4, 2, 30), (8, 3, 10, 1)),
+        **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "head_dim": 8},
+    ),
+    "glm4-moe-norms-biases": _routed(
+        *("glm4_moe", (97, 20, 2, 5, 1, 26), (6, 2, 12, 2)),
+        **{"first_k_dense_replace": 0, "head_dim": 8, "use_qk_norm": True, "attention_bias": True},
+        **{"norm_topk_prob": False, "tie_word_embeddings": True},
+        rope_parameters=_rope(1e4, **_YARN, partial_rotary_factor=1.0),
+    ),
+    "glm4-moe-lite-dense-first": _deepseek(
+        *("glm4_moe_lite", (109, 28, 2, 4, 30), (12, 16, 8, 8, 8), (12, 3, 10, 1)),
+        **{"n_group": 4, "topk_group": 2},
+        rope_parameters=_rope(1e4, **_YARN, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "glm4-moe-lite-dense-last": _deepseek(
+        *("glm4_moe_lite", (101, 20, 2, 4, 26), (None, 9, 7, 6, 10), (6, 2, 12, 2)),
+        **{"mlp_layer_types": ["sparse", "dense"], "rope_interleave": False, "attention_bias": True},
+    ),
+    # minimax_m2
+    "minimax-m2-half-rotated": _mixture(
+        *("minimax_m2", (103, 24, 2, 6, 2, 18), (8, 3)),
+        number="num_local_experts",
+        head_dim=8,
+        rotary_dim=4,
+    ),
+    "minimax-m2-yarn-tied": _mixture(
+        *("minimax_m2", (89, 28, 2, 4, 1, 14), (5, 2)),
+        number="num_local_experts",
+        head_dim=10,
+        tie_word_embeddings=True,
+        rope_parameters=_rope(1e4, **_YARN),
+    ),
+    # ernie4_5_moe
+    "ernie4-5-moe-shared": _mixture(
+        *("ernie4_5_moe", (107, 24, 3, 4, 2, 30), (8, 3)),
+        number="moe_num_experts",
+        moe_k=3,
+        moe_intermediate_size=10,
+    ),
+    "ernie4-5-moe-every-other-untied": _mixture(
+        *("ernie4_5_moe", (95, 20, 4, 5, 5, 26), (6, 2)),
+        **{"number": "moe_num_experts", "moe_k": 2, "moe_intermediate_size": 12},
+        **{"moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2},
+        **{"moe_num_shared_experts": 1, "moe_norm_min": 0.5},
+        tie_word_embeddings=False,
+    ),
+    # flex_olmo
+    "flex-olmo-grouped": _mixture("flex_olmo", (101, 36, 2, 6, 2, 16), (7, 3)),
+    "flex-olmo-biases-yarn": _mixture(
+        *("flex_olmo", (95, 32, 2, 4, 4, 14), (5, 2)),
+        norm_topk_prob=True,
+        attention_bias=True,
+        rope_parameters=_rope(1e4, **_YARN),
     ),
     # gpt_oss: the window and the length before yarn are shorter than most prompts
     "gpt-oss-yarn": _mixture(

@@ -108,6 +108,58 @@ MODELS: dict[str, dict[str, Any]] = {
             "tie_word_embeddings": False,
         },
     },
+    "kimi_k25": {
+        "model_type": "kimi_k25",
+        "architectures": ["Kimi_K25ForConditionalGeneration"],
+        "projection_hidden_size": 8,
+        "image_token_id": 102,
+        "video_token_id": 103,
+        "vision_start_token_id": 104,
+        "vision_end_token_id": 105,
+        "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": "deepseek_v3",
+            "vocab_size": 101,
+            "hidden_size": 24,
+            "intermediate_size": 32,
+            "moe_intermediate_size": 10,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 128,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 2.827,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e4,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+            "tie_word_embeddings": False,
+        },
+        "vision_config": {
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "patch_size": 14,
+            "pos_emb_height": 2,
+            "pos_emb_width": 2,
+        },
+    },
 }
 
 
@@ -120,7 +172,10 @@ def make_files(only: Sequence[str]) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         torch.manual_seed(7)
         config = AutoConfig.for_model(**fields)
-        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
+        # The grouped product of experts needs multiples of 16 bytes.
+        plain = {"experts_implementation": "eager"} if "n_routed_experts" in fields["text_config"] else {}
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", **plain)
+        model = model.float().eval()
         with torch.no_grad():
             for each, parameter in model.named_parameters():
                 spread = 0.1 if parameter.dim() == 1 else 1.5 / parameter.shape[-1] ** 0.5

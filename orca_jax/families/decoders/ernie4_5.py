@@ -3,15 +3,28 @@
 from typing import Any
 
 from orca_jax.families.config_fields import ConfigFields
-from orca_jax.families.decoders.llama_like import common_fields, decoder, read_layer, read_sizes, relative
+from orca_jax.families.decoders.llama_like import (
+    Sizes,
+    common_fields,
+    decoder,
+    read_layer,
+    read_sizes,
+    relative,
+)
 from orca_jax.families.decoders.rope_fields import read_rotary
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.model_config import Layer, ModelConfig
 
 _HEAD_SIZE, _BASE = 128, 500_000.0  # transformers' defaults of fields that a file may lack
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
-    sizes, bias = read_sizes(fields, head_size=_HEAD_SIZE), fields.flag("use_bias", False)
+    sizes = read_sizes(fields, head_size=_HEAD_SIZE)
+    return decoder(fields, sizes, read_ernie_layer(fields, sizes), tied=True)
+
+
+def read_ernie_layer(fields: ConfigFields, sizes: Sizes) -> Layer:
+    """Read a dense layer of any ERNIE 4.5."""
+    bias = fields.flag("use_bias", False)
     rotary = read_rotary(
         fields,
         head_size=sizes.head_size,
@@ -19,8 +32,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
         default_base=_BASE,
         interleaved=True,
     )
-    layer = read_layer(fields, sizes, bias=bias, mlp_bias=bias, eps=1e-5, rotary=rotary)
-    return decoder(fields, sizes, layer, tied=True)
+    return read_layer(fields, sizes, bias=bias, mlp_bias=bias, eps=1e-5, rotary=rotary)
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:

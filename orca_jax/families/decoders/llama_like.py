@@ -120,17 +120,22 @@ def read_sizes(fields: ConfigFields, *, head_size: int | None = None) -> Sizes:
                 f"num_attention_heads {shown(n_heads)}, and head_dim is not given"
             )
         head_size = hidden_size // n_heads
-    n_layers = fields.whole("num_hidden_layers")
-    check_size("n_layers", n_layers)  # before a family counts to it
     return Sizes(
         vocab_size=fields.whole("vocab_size"),
         n_positions=fields.whole("max_position_embeddings"),
         hidden_size=hidden_size,
-        n_layers=n_layers,
+        n_layers=read_n_layers(fields),
         n_heads=n_heads,
         n_kv_heads=fields.whole("num_key_value_heads", default=n_heads),
         head_size=fields.whole("head_dim", default=head_size),
     )
+
+
+def read_n_layers(fields: ConfigFields) -> int:
+    """Read the number of layers, checked before a family counts to it."""
+    n_layers = fields.whole("num_hidden_layers")
+    check_size("n_layers", n_layers)
+    return n_layers
 
 
 def read_older_sizes(fields: ConfigFields, names: Mapping[str, str], **known: int) -> Sizes:

@@ -1,30 +1,43 @@
 """DeepSeek-V2 and -V3 (2024): latent attention, experts in groups, and a shared expert.
 
-A checkpoint of V3 has layers after the last one that predict further tokens; they are not read.
+A checkpoint of V3 has layers after the last one that predict further tokens; they are not read. Of Kimi K2.5
+(Moonshot AI, 2026), which has V3's form and vision, the text part is served.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from orca_jax.errors import BadModelConfig
 from orca_jax.families.attention_config import Attention, Latent, Scores, latent_attention
 from orca_jax.families.config_fields import ConfigFields
-from orca_jax.families.decoders.llama_like import Sizes, common_fields, decoder, read_gated, relative
+from orca_jax.families.decoders.llama_like import (
+    Sizes,
+    common_fields,
+    decoder,
+    read_gated,
+    read_n_layers,
+    relative,
+)
 from orca_jax.families.decoders.rope_fields import read_rotary
 from orca_jax.families.family import Family
 from orca_jax.families.mixtures import experts_in_files
 from orca_jax.families.mixtures.experts_config import Experts
-from orca_jax.families.mixtures.experts_in_files import first_sparse
-from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
+from orca_jax.families.mixtures.experts_in_files import (
+    mixed_fields,
+    read_corrected_experts,
+    read_mixed,
+)
+from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
-from orca_jax.families.stored_name import StoredName, as_it_is, linear, stacked
+from orca_jax.families.stored_name import StoredName, as_it_is, linear
 from orca_jax.families.strict_json import shown
+from orca_jax.families.text_part import text_part
 
-_UNREAD: Mapping[str, str] = dict.fromkeys(
+UNREAD: Mapping[str, str] = dict.fromkeys(
     ("num_nextn_predict_layers", "num_mtp_layers"), "the layers that predict further tokens"
 )
-_CONFIG_NAMES: Mapping[str, str] = {
+CONFIG_NAMES: Mapping[str, str] = {
     "n_experts": "n_routed_experts",
     "top_k": "num_experts_per_tok",
     "n_groups": "n_group",
@@ -39,10 +52,9 @@ _CONFIG_NAMES: Mapping[str, str] = {
     "ffn_size": "intermediate_size or moe_intermediate_size",
 }
 _ATTENTION = "{prefix}layers.{i}.self_attn."
-_MLP = "{prefix}layers.{i}.mlp."
-_SHARED = tuple(f"{_MLP}shared_experts.{part}_proj.weight" for part in ("gate", "up"))
-_WEIGHTS: Mapping[str, StoredName] = {
+WEIGHTS: Mapping[str, StoredName] = {
     **experts_in_files.WEIGHTS,
+    **experts_in_files.SHARED_EXPERTS,
     "layers.{i}.q.weight": as_it_is(f"{_ATTENTION}q_proj.weight"),
     **linear("layers.{i}.q_a", f"{_ATTENTION}q_a_proj"),
     "layers.{i}.q_a_norm.scale": as_it_is(f"{_ATTENTION}q_a_layernorm.weight"),
@@ -51,30 +63,17 @@ _WEIGHTS: Mapping[str, StoredName] = {
     "layers.{i}.kv_a_norm.scale": as_it_is(f"{_ATTENTION}kv_a_layernorm.weight"),
     "layers.{i}.kv_b.weight": as_it_is(f"{_ATTENTION}kv_b_proj.weight"),
     "layers.{i}.out.weight": as_it_is(f"{_ATTENTION}o_proj.weight"),
-    "layers.{i}.router.correction": as_it_is(f"{_MLP}gate.e_score_correction_bias"),
-    "layers.{i}.shared.up.weight": stacked(*_SHARED),
-    "layers.{i}.shared.down.weight": as_it_is(f"{_MLP}shared_experts.down_proj.weight"),
 }
 
 
 def _read_v3(fields: ConfigFields) -> ModelConfig:
-    _only(fields, "scoring_func", "sigmoid")
-    _only(fields, "topk_method", "noaux_tc")
-    experts = Experts(
-        number=fields.whole("n_routed_experts", "num_local_experts"),
-        top_k=fields.whole("num_experts_per_tok"),
-        scores="sigmoid",
-        renormalised=fields.flag("norm_topk_prob", True),
-        multiplier=fields.number("routed_scaling_factor", 2.5),
-        correction_bias=True,
-        n_groups=fields.whole("n_group", default=8),
-        top_groups=fields.whole("topk_group", default=4),
-    )
-    return _read(fields, experts, interleaved=fields.flag("rope_interleave", True), n_dense=3)
+    experts = read_corrected_experts(fields, multiplier=2.5, n_groups=8, top_groups=4)
+    sparse = _sparse_layers(fields, n_dense=3)
+    return read_latent_decoder(fields, experts, sparse, interleaved=fields.flag("rope_interleave", True))
 
 
 def _read_v2(fields: ConfigFields) -> ModelConfig:
-    _only(fields, "scoring_func", "softmax")
+    fields.choice("scoring_func", {"softmax": None}, "softmax")
     # transformers ignores norm_topk_prob, the authors' code does not.
     fields.must_be("norm_topk_prob", False, "a sum of 1 of the chosen experts' weights in this family")
     fields.must_be("mlp_bias", False, "a bias in feed-forward layers")
@@ -87,54 +86,61 @@ def _read_v2(fields: ConfigFields) -> ModelConfig:
         n_groups=n_groups if grouped else 1,
         top_groups=top_groups if grouped else 1,
     )
-    return _read(fields, experts, interleaved=True, n_dense=0)
+    return read_latent_decoder(fields, experts, _sparse_layers(fields, n_dense=0), interleaved=True)
 
 
-def _only(fields: ConfigFields, name: str, value: str) -> None:
-    """Refuse any other text than `value`; a file may lack the field."""
-    fields.choice(name, {value: value}, value)
-
-
-def _read(fields: ConfigFields, experts: Experts, *, interleaved: bool, n_dense: int) -> ModelConfig:
-    """Read what both versions have; `n_dense` is the default of first_k_dense_replace."""
-    n_heads = fields.whole("num_attention_heads")
-    attention = _read_attention(fields, n_heads, interleaved=interleaved)
-    sizes = Sizes(
-        vocab_size=fields.whole("vocab_size"),
-        n_positions=fields.whole("max_position_embeddings"),
-        hidden_size=fields.whole("hidden_size"),
-        n_layers=fields.whole("num_hidden_layers"),
-        n_heads=n_heads,
-        n_kv_heads=1,
-        head_size=attention.head_size,
-    )
-    size = fields.whole("moe_intermediate_size")
-    shared = fields.whole("n_shared_experts", default=0) * size
-    dense = read_gated(fields)
-    mixed = replace(dense, size=size, experts=replace(experts, shared_size=shared or None))
-    norm = Norm(kind="rms_norm", eps=fields.number("rms_norm_eps", 1e-6))
+def _sparse_layers(fields: ConfigFields, *, n_dense: int) -> list[bool]:
+    """Read which layers have experts; `n_dense` is the default of first_k_dense_replace."""
     first = fields.whole("first_k_dense_replace", default=n_dense)
     every = fields.whole("moe_layer_freq", default=1)
     if every < 1:
         raise BadModelConfig(f"{shown(fields.path)}: moe_layer_freq: expected at least 1, found {every}")
+    return [i >= first and i % every == 0 for i in range(read_n_layers(fields))]
+
+
+def read_latent_decoder(
+    fields: ConfigFields,
+    experts: Experts,
+    sparse: Sequence[bool],
+    *,
+    interleaved: bool,
+    eps: float = 1e-6,
+    query_rank: int = 1536,
+    n_shared: int = 0,
+) -> ModelConfig:
+    """Read a decoder with latent attention, and `experts` in the layers that are `sparse`.
+
+    `eps`, `query_rank` and `n_shared` are the family's defaults of rms_norm_eps, q_lora_rank and
+    n_shared_experts.
+    """
+    n_heads = fields.whole("num_attention_heads")
+    attention = _read_attention(fields, n_heads, interleaved=interleaved, query_rank=query_rank)
+    sizes = Sizes(
+        vocab_size=fields.whole("vocab_size"),
+        n_positions=fields.whole("max_position_embeddings"),
+        hidden_size=fields.whole("hidden_size"),
+        n_layers=len(sparse),
+        n_heads=n_heads,
+        n_kv_heads=1,
+        head_size=attention.head_size,
+    )
+    dense = read_gated(fields)
+    mixed = read_mixed(fields, dense, experts, n_shared=n_shared)
+    norm = Norm(kind="rms_norm", eps=fields.number("rms_norm_eps", eps))
     layers = [
-        Layer(
-            attention=attention,
-            feed_forward=mixed if i >= first and i % every == 0 else dense,
-            norm=norm,
-        )
-        for i in range(sizes.n_layers)
+        Layer(attention=attention, feed_forward=mixed if has_experts else dense, norm=norm)
+        for has_experts in sparse
     ]
     return decoder(fields, sizes, layers)
 
 
-def _read_attention(fields: ConfigFields, n_heads: int, *, interleaved: bool) -> Attention:
+def _read_attention(fields: ConfigFields, n_heads: int, *, interleaved: bool, query_rank: int) -> Attention:
     latent = Latent(
         rank=fields.whole("kv_lora_rank"),
         rotary_size=fields.whole("qk_rope_head_dim"),
         plain_size=fields.whole("qk_nope_head_dim"),
         value_size=fields.whole("v_head_dim"),
-        query_rank=fields.whole_or_null("q_lora_rank", 1536),
+        query_rank=fields.whole_or_null("q_lora_rank", query_rank),
     )
     rotary = read_rotary(
         fields,
@@ -162,10 +168,8 @@ def _read_attention(fields: ConfigFields, n_heads: int, *, interleaved: bool) ->
 
 
 def _write_v3(model: ModelConfig) -> dict[str, Any] | None:
-    written, attention = _written(model), model.attention
-    if written is None or attention.rotary is None:
-        return None
-    return written | {"rope_interleave": attention.rotary.interleaved}
+    written, rotary = _written(model), model.attention.rotary
+    return None if written is None or rotary is None else written | {"rope_interleave": rotary.interleaved}
 
 
 def _write_v2(model: ModelConfig) -> dict[str, Any] | None:
@@ -178,27 +182,23 @@ def _write_v2(model: ModelConfig) -> dict[str, Any] | None:
 
 def _written(model: ModelConfig) -> dict[str, Any] | None:
     """The fields that both versions write; None without latent attention or experts."""
-    attention, sparse = model.attention, first_sparse(model)
-    latent = attention.latent
-    if latent is None or sparse is None or sparse.experts is None:
-        return None
-    kinds: list[FeedForward] = [layer.feed_forward for layer in model.layers]
-    mixed = [i for i, kind in enumerate(kinds) if kind.experts is not None]
-    dense = next((kind for kind in kinds if kind.experts is None), sparse)
-    experts = sparse.experts
-    fields = common_fields(model) | {
-        "num_key_value_heads": attention.n_heads,
-        "intermediate_size": dense.size,
-        "moe_intermediate_size": sparse.size,
+    written = latent_fields(model)
+    mixed = [i for i, layer in enumerate(model.layers) if layer.feed_forward.experts is not None]
+    return written and written | {
         "first_k_dense_replace": mixed[0],
         "moe_layer_freq": mixed[1] - mixed[0] if len(mixed) > 1 else 1,
-        "n_routed_experts": experts.number,
-        "num_experts_per_tok": experts.top_k,
-        "n_shared_experts": (experts.shared_size or 0) // sparse.size,
-        "norm_topk_prob": experts.renormalised,
-        "routed_scaling_factor": experts.multiplier,
-        "n_group": experts.n_groups,
-        "topk_group": experts.top_groups,
+    }
+
+
+def latent_fields(model: ModelConfig) -> dict[str, Any] | None:
+    """The fields that `read_latent_decoder` reads; None without latent attention or experts."""
+    attention, mixed = model.attention, mixed_fields(model)
+    latent = attention.latent
+    if latent is None or mixed is None:
+        return None
+    fields = common_fields(model) | mixed
+    fields |= {
+        "num_key_value_heads": attention.n_heads,
         "attention_bias": attention.qkv_bias,
         "kv_lora_rank": latent.rank,
         "q_lora_rank": latent.query_rank,
@@ -216,14 +216,32 @@ def _family(version: int, read: Callable[[ConfigFields], ModelConfig], **other: 
         model_type=f"deepseek_v{version}",
         title=f"DeepSeek-V{version}",
         architectures=(f"{classes}ForCausalLM", f"{classes}Model"),
-        config_names=_CONFIG_NAMES,
+        config_names=CONFIG_NAMES,
         read=read,
-        weights=_WEIGHTS,
+        weights=WEIGHTS,
         alternatives=experts_in_files.FUSED,
-        unread=_UNREAD,
+        unread=UNREAD,
         **other,
     )
 
 
 DEEPSEEK_V2 = _family(2, _read_v2, write=_write_v2)
 DEEPSEEK_V3 = _family(3, _read_v3, write=_write_v3, further="eh_proj.weight")
+KIMI_K25 = text_part(
+    DEEPSEEK_V3,
+    or_texts=(replace(DEEPSEEK_V3, model_type="kimi_k2"),),  # as published
+    model_type="kimi_k25",
+    title="Kimi K2.5 with vision",
+    architectures=("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration", "Kimi_K25Model"),
+    prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
+    head="language_model.lm_head.weight",
+    parts=r"(model\.)?(vision_tower|mm_projector)\..*",
+    defaults={},
+    inner=("tie_word_embeddings",),
+    aliases={".layers.": ".blocks."},  # transformers 5 saves the text with the vision tower's word
+    unread={
+        "ignore_index": "of training",
+        "use_unified_vision_chunk": "of the vision tower",
+        "projection_layer_norm_eps": "of the projector",
+    },
+)

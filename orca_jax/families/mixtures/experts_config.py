@@ -18,7 +18,8 @@ class Experts:
 
     The router, a linear layer, gives a token a logit for each expert. In float32, scores are the logits'
     softmax or sigmoid, or with `softmax_of_chosen` a softmax over the chosen experts' logits alone. The
-    weights are the chosen scores, with `renormalised` divided by their sum, times `multiplier`.
+    weights are the chosen scores, with `renormalised` divided by their sum, or by `least_sum` if that is
+    more, times `multiplier`.
 
     A `correction_bias` adds a number for each expert to its score, for the choice alone. With `n_groups` the
     experts form groups of neighbours, and only the `top_groups` best groups take part in the choice: those
@@ -34,6 +35,7 @@ class Experts:
     top_k: int
     scores: Scores = "softmax"
     renormalised: bool = False
+    least_sum: float = 0.0
     multiplier: float = 1.0
     router_bias: bool = False
     correction_bias: bool = False
@@ -48,6 +50,8 @@ class Experts:
         check_whole("top_k", self.top_k, 1, self.number)
         check_choice("the scores of experts", self.scores, Scores)
         check_positive("experts_multiplier", self.multiplier)
+        if self.least_sum:
+            check_positive("least_sum", self.least_sum)
         check_whole("n_groups", self.n_groups, 1, self.number)
         check_whole("top_groups", self.top_groups, 1, self.n_groups)
         if self.shared_size is not None:

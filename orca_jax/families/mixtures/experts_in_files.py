@@ -4,6 +4,7 @@ A checkpoint has one tensor for each expert's matrix, or, saved by transformers 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from orca_jax.errors import BadModelConfig
@@ -19,6 +20,8 @@ EXPERT_NAMES: Mapping[str, str] = {
     "top_k": "num_experts_per_tok",
     "shared_size": "shared_expert_intermediate_size",
 }
+
+LEAST_SUM = 1e-20  # what transformers adds to the sum of chosen scores, so that it is not zero
 
 _MLP = "{prefix}layers.{i}.mlp."
 
@@ -43,6 +46,14 @@ WEIGHTS: Mapping[str, StoredName] = {
     "layers.{i}.shared.down.weight": as_it_is(f"{_MLP}shared_expert.down_proj.weight"),
     "layers.{i}.shared.gate": one_row(f"{_MLP}shared_expert_gate.weight"),
 }
+# A shared expert without a gate, and the correction of the choice, in DeepSeek-V3 and later mixtures.
+SHARED_EXPERTS: Mapping[str, StoredName] = {
+    "layers.{i}.shared.up.weight": stacked(
+        *(f"{_MLP}shared_experts.{part}_proj.weight" for part in ("gate", "up"))
+    ),
+    "layers.{i}.shared.down.weight": as_it_is(f"{_MLP}shared_experts.down_proj.weight"),
+    "layers.{i}.router.correction": as_it_is(f"{_MLP}gate.e_score_correction_bias"),
+}
 # Names that transformers 5 saves with save_original_format=False: gate and up [X, 2 F, H], down [X, H, F].
 FUSED: Mapping[str, StoredName] = {
     "layers.{i}.router.weight": as_it_is(f"{_MLP}gate.weight"),
@@ -65,6 +76,55 @@ def read_experts(
         renormalised=fields.flag("norm_topk_prob", False) if renormalised is None else renormalised,
         **other,
     )
+
+
+def read_corrected_experts(
+    fields: ConfigFields, *, multiplier: float, n_groups: int = 1, top_groups: int = 1
+) -> Experts:
+    """Read experts chosen by sigmoid and a correction, as in DeepSeek-V3; arguments are the defaults.
+
+    Raises UnsupportedModel for another way to choose.
+    """
+    fields.choice("scoring_func", {"sigmoid": None}, "sigmoid")
+    fields.choice("topk_method", {"noaux_tc": None}, "noaux_tc")
+    return Experts(
+        number=fields.whole("n_routed_experts", "num_local_experts"),
+        top_k=fields.whole("num_experts_per_tok"),
+        scores="sigmoid",
+        renormalised=fields.flag("norm_topk_prob", True),
+        least_sum=LEAST_SUM,
+        multiplier=fields.number("routed_scaling_factor", multiplier),
+        correction_bias=True,
+        n_groups=fields.whole("n_group", default=n_groups),
+        top_groups=fields.whole("topk_group", default=top_groups),
+    )
+
+
+def read_mixed(fields: ConfigFields, dense: FeedForward, experts: Experts, *, n_shared: int) -> FeedForward:
+    """Read the widths of experts and of the shared one; `n_shared` is the default of n_shared_experts."""
+    size = fields.whole("moe_intermediate_size")
+    shared = fields.whole("n_shared_experts", default=n_shared) * size
+    return replace(dense, size=size, experts=replace(experts, shared_size=shared or None))
+
+
+def mixed_fields(model: ModelConfig) -> dict[str, Any] | None:
+    """The fields that `read_corrected_experts` and `read_mixed` read; None without experts."""
+    sparse = first_sparse(model)
+    if sparse is None or sparse.experts is None:
+        return None
+    kinds = (layer.feed_forward for layer in model.layers)
+    dense, experts = next((kind for kind in kinds if kind.experts is None), sparse), sparse.experts
+    return {
+        "intermediate_size": dense.size,
+        "moe_intermediate_size": sparse.size,
+        "n_routed_experts": experts.number,
+        "num_experts_per_tok": experts.top_k,
+        "n_shared_experts": (experts.shared_size or 0) // sparse.size,
+        "norm_topk_prob": experts.renormalised,
+        "routed_scaling_factor": experts.multiplier,
+        "n_group": experts.n_groups,
+        "topk_group": experts.top_groups,
+    }
 
 
 def sparse_layers(fields: ConfigFields, n_layers: int) -> list[bool]:

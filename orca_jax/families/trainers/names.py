@@ -101,5 +101,5 @@ def _weights_of(kind: Mixture, experts: Experts) -> bool:
                 return not experts.renormalised and one_group
             return experts.scores == "sigmoid" and experts.renormalised and experts.correction_bias
         case _:
-            plain = experts.scores == "softmax" and experts.renormalised
+            plain = experts.scores == "softmax" and experts.renormalised and not experts.correction_bias
             return plain and experts.multiplier == 1 and one_group

@@ -59,6 +59,15 @@ def test_a_correction_changes_the_choice_and_not_the_weights() -> None:
     close(routed(own, [0, 0, 1, 0]), [{2: 2.5 * sigmoid(0)}, {2: 2.5 * sigmoid(1)}])
 
 
+def test_a_sum_of_weights_counts_for_at_least_the_least() -> None:
+    own = Experts(number=4, top_k=1, scores="sigmoid", renormalised=True)
+    close(routed(own), [{0: 1.0}, {1: 1.0}])
+    close(routed(replace(own, least_sum=0.9)), [{0: sigmoid(2) / 0.9}, {1: 1.0}])
+    nothing = jnp.full((1, 4), -200.0)  # whose sigmoids are zero in float32
+    weights, _ = choose(replace(own, least_sum=1e-20), nothing, None)
+    assert weights.tolist() == [[0.0]]
+
+
 def test_groups_are_chosen_by_their_best_scores() -> None:
     # Groups are experts 0 and 1, and 2 and 3. Of the second token each has one that is high.
     own = Experts(number=4, top_k=2, scores="sigmoid", n_groups=2, top_groups=1)

@@ -123,6 +123,7 @@ def test_groups_and_corrections(tmp_path: Path) -> None:
         top_k=6,
         scores="sigmoid",
         renormalised=True,
+        least_sum=1e-20,
         multiplier=2.5,
         correction_bias=True,
         n_groups=8,

@@ -29,6 +29,10 @@ PAGES = {
         "ministral-3-8b": "mistralai/Ministral-3-8B-Base-2512",
         "afm-4.5b": "arcee-ai/AFM-4.5B-Base",
         "apertus-8b": "swiss-ai/Apertus-8B-2509",
+        "kimi-k2.5": "moonshotai/Kimi-K2.5",
+        "glm-4.5": "zai-org/GLM-4.5",
+        "glm-4.5-air": "zai-org/GLM-4.5-Air",
+        "minimax-m2": "MiniMaxAI/MiniMax-M2",
     }.items()
 }
 

@@ -135,6 +135,11 @@ _WITHOUT_EFFECT = {
         *("mm_tokens_per_image", "image_token_id", "image_token_index", "boi_token_index", "eoi_token_index"),
         "vision_config",
     },
+    "kimi_k25": {
+        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+        *("merge_kernel_size", "patch_size", "projection_hidden_size", "vision_config"),
+        "tie_word_embeddings",  # outside of text_config, which has its own
+    },
     "lfm2": {"full_attn_idxs"},  # layer_types decides where a file has both
     "mistral3": {"image_token_index", "image_token_id", "spatial_merge_size", "vision_config"},
 }

@@ -1,0 +1,46 @@
+"""FlexOlmo (Shi et al., 2025): OLMo 2 with experts in all layers."""
+
+from dataclasses import replace
+from typing import Any
+
+from orca_jax.families.config_fields import ConfigFields
+from orca_jax.families.decoders.llama_like import common_fields, decoder, read_layer, read_sizes, relative
+from orca_jax.families.decoders.olmo2 import NORMS
+from orca_jax.families.decoders.rope_fields import read_rotary
+from orca_jax.families.mixtures.experts_in_files import EXPERT_NAMES, FUSED, WEIGHTS, read_experts
+from orca_jax.families.model_config import ModelConfig
+
+_BASE = 500_000.0  # transformers' default of a field that a file may lack
+
+
+def _read(fields: ConfigFields) -> ModelConfig:
+    sizes, bias = read_sizes(fields), fields.flag("attention_bias", False)
+    rotary = read_rotary(fields, head_size=sizes.head_size, n_positions=sizes.n_positions, default_base=_BASE)
+    layer = read_layer(fields, sizes, bias=bias, qk_norm="width", rotary=rotary)
+    experts = read_experts(fields, "num_experts", alias="num_local_experts")
+    feed_forward = replace(layer.feed_forward, experts=experts)
+    return decoder(fields, sizes, replace(layer, residual="after", feed_forward=feed_forward))
+
+
+def _write(model: ModelConfig) -> dict[str, Any] | None:
+    experts = model.layers[0].feed_forward.experts
+    if experts is None:
+        return None
+    return common_fields(model) | {
+        "attention_bias": model.attention.qkv_bias,
+        "num_experts": experts.number,
+        "num_experts_per_tok": experts.top_k,
+        "norm_topk_prob": experts.renormalised,
+    }
+
+
+FLEX_OLMO = relative(
+    model_type="flex_olmo",
+    title="FlexOlmo",
+    architectures=("FlexOlmoForCausalLM", "FlexOlmoModel"),
+    config_names=EXPERT_NAMES,
+    read=_read,
+    write=_write,
+    weights={**WEIGHTS, **NORMS},
+    alternatives=FUSED,
+)
