@@ -217,7 +217,7 @@ def test_scales_that_are_missing_or_of_another_form(tmp_path: Path) -> None:
         ({"quant_method": "hqq"}, "its weights are quantised by HQQ (quant_method hqq)"),
         ({"weight_block_size": [128]}, "weight_block_size: expected two whole numbers"),
         ({"activation_scheme": "static"}, "expected dynamic, with weight_block_size, found static"),
-        ({"fmt": "e5m2"}, "fmt: expected one of e4m3, found 'e5m2'"),
+        ({"fmt": "e5m2"}, "fmt: expected one of e4m3, float8_e4m3fn, found 'e5m2'"),
         ({"odd": 3}, "odd is 3"),
     ],
 )
