@@ -77,9 +77,14 @@ class ConfigFields:
         return ConfigFields(self.path, cast("dict[str, Any]", value), f"{self._within}{name}.", self._unread)
 
     def with_values(self, values: Mapping[str, Any], *, default: bool) -> "ConfigFields":
-        """The same section with `values` added, as defaults or in place of the section's own."""
+        """The same section with `values` added, as defaults or in place of the section's own.
+
+        A field that is read of the one counts as read of the other.
+        """
         both = {**values, **self._values} if default else {**self._values, **values}
-        return ConfigFields(self.path, both, self._within, self._unread)
+        found = ConfigFields(self.path, both, self._within, self._unread)
+        found._read = self._read
+        return found
 
     @property
     def unread(self) -> tuple[str, ...]:

@@ -46,6 +46,26 @@ _QWEN3: _Fields = {
     "bos_token_id": 151_643,
     "eos_token_id": 151_645,
 }
+_QWEN3_5: _Fields = {
+    "vocab_size": 248_320,
+    "max_position_embeddings": 262_144,
+    "eos_token_id": 248_044,
+    "rope_theta": 1e7,
+}
+_GRANITE4: _Fields = {
+    "model_type": "granitemoehybrid",
+    "vocab_size": 100_352,
+    "max_position_embeddings": 131_072,
+    "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+    "mamba_d_state": 128,
+    "rms_norm_eps": 1e-5,
+    "attention_multiplier": 1 / 128,
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.22,
+    "tie_word_embeddings": True,
+    "bos_token_id": 100_257,
+    "eos_token_id": 100_257,
+}
 _GEMMA3: _Fields = {"model_type": "gemma3_text", "bos_token_id": 2, "eos_token_id": 1}
 _MISTRAL: _Fields = {
     "vocab_size": 32_000,
@@ -103,6 +123,17 @@ def _llama3(*sizes: int, factor: float = 8.0, **other: Any) -> ModelConfig:
 
 def _qwen3(*sizes: int, **other: Any) -> ModelConfig:
     return model_of(_sized(_QWEN3, *sizes, **other))
+
+
+def _qwen3_5_moe(hidden_size: int, n_layers: int, n_heads: int, inner: int, **other: Any) -> ModelConfig:
+    """A mixture of Qwen 3.5 whose shared expert is as wide as the others, `inner`."""
+    inners = {"moe_intermediate_size": inner, "shared_expert_intermediate_size": inner}
+    fields = _sized(_QWEN3_5, hidden_size, n_layers, n_heads, inner, num_key_value_heads=2)
+    return model_of({"model_type": "qwen3_5_moe_text", **fields, **inners, **other})
+
+
+def _granite4(*sizes: int, **other: Any) -> ModelConfig:
+    return model_of(_sized(_GRANITE4, *sizes, **other))
 
 
 def _gpt_oss(n_layers: int, n_experts: int) -> ModelConfig:
@@ -405,6 +436,59 @@ PRESETS: dict[str, ModelConfig] = {
             num_local_experts=256,
             num_experts_per_tok=8,
             rotary_dim=64,
+        )
+    ),
+    # Hybrids of Qwen without the layer that predicts further tokens, and without vision.
+    "qwen3-next-80b-a3b": _qwen3(
+        *(2048, 48, 16, 5120),
+        model_type="qwen3_next",
+        max_position_embeddings=262_144,
+        num_key_value_heads=2,
+        head_dim=256,
+        rope_theta=1e7,
+        num_experts=512,
+        num_experts_per_tok=10,
+    ),
+    "qwen3.5-27b": model_of(
+        _sized(
+            {"model_type": "qwen3_5_text", **_QWEN3_5},
+            *(5120, 64, 24, 17_408),
+            num_key_value_heads=4,
+            linear_num_value_heads=48,
+        )
+    ),
+    "qwen3.5-35b-a3b": _qwen3_5_moe(2048, 40, 16, 512, num_experts=256, num_experts_per_tok=8),
+    "qwen3.5-397b-a17b": _qwen3_5_moe(
+        *(4096, 60, 32, 1024), num_experts=512, num_experts_per_tok=10, linear_num_value_heads=64
+    ),
+    "granite-4.0-h-tiny": _granite4(
+        *(1536, 40, 12, 512),
+        num_key_value_heads=4,
+        shared_intermediate_size=1024,
+        num_local_experts=64,
+        num_experts_per_tok=6,
+        mamba_n_heads=48,
+        logits_scaling=6,
+    ),
+    "granite-4.0-h-small": _granite4(
+        *(4096, 40, 32, 768),
+        num_key_value_heads=8,
+        shared_intermediate_size=1536,
+        num_local_experts=72,
+        num_experts_per_tok=10,
+        logits_scaling=16,
+    ),
+    "bamba-9b": model_of(
+        _sized(
+            {"model_type": "bamba"},
+            *(4096, 32, 32, 14_336),
+            vocab_size=128_256,
+            max_position_embeddings=262_144,
+            num_key_value_heads=8,
+            attn_layer_indices=[9, 18, 27],
+            mamba_d_state=128,
+            bos_token_id=128_000,
+            eos_token_id=128_001,
         )
     ),
     "mixtral-8x7b": model_of(

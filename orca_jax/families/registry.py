@@ -6,6 +6,7 @@ from types import MappingProxyType
 from orca_jax.errors import ConfigError
 from orca_jax.families.decoders.apertus import APERTUS
 from orca_jax.families.decoders.arcee import ARCEE
+from orca_jax.families.decoders.bamba import BAMBA
 from orca_jax.families.decoders.bloom import BLOOM
 from orca_jax.families.decoders.cohere2 import COHERE2
 from orca_jax.families.decoders.eleuther import GPT_NEOX, GPTJ
@@ -36,9 +37,12 @@ from orca_jax.families.mixtures.ernie4_5_moe import ERNIE4_5_MOE
 from orca_jax.families.mixtures.flex_olmo import FLEX_OLMO
 from orca_jax.families.mixtures.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from orca_jax.families.mixtures.gpt_oss import GPT_OSS
+from orca_jax.families.mixtures.granite_hybrid import GRANITE_HYBRID
 from orca_jax.families.mixtures.minimax_m2 import MINIMAX_M2
 from orca_jax.families.mixtures.mixtral import MIXTRAL
 from orca_jax.families.mixtures.olmoe import OLMOE
+from orca_jax.families.mixtures.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
+from orca_jax.families.mixtures.qwen3_next import QWEN3_NEXT
 from orca_jax.families.mixtures.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
 _families: dict[str, Family] = {
@@ -75,9 +79,16 @@ _families: dict[str, Family] = {
         BLOOM,
         FALCON,
         LFM2,
+        BAMBA,
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,
+        QWEN3_NEXT,
+        QWEN3_5_TEXT,
+        QWEN3_5,
+        QWEN3_5_MOE_TEXT,
+        QWEN3_5_MOE,
+        GRANITE_HYBRID,
         OLMOE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,

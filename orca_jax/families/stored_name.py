@@ -13,12 +13,13 @@ from orca_jax.families.trainers.array_form import ArrayForm
 #   fused     one tensor: all queries, all keys, all values
 #   by_group  one tensor: for each K/V head its queries, its key, its value
 #   slices    one tensor in our order, for the checkpoint's own number of K/V heads
+#   gated     separate, with each query followed by its output gate
 #   gated_slices   one tensor in our order, with output gates
 #   queries   one tensor with query heads alone
 #   keys      one tensor with key heads alone
 #   query_slices   one tensor with query heads alone, in our order
 HeadOrder = Literal[
-    "separate", "fused", "by_group", "slices", "gated_slices", "queries", "keys", "query_slices"
+    "separate", "fused", "by_group", "slices", "gated", "gated_slices", "queries", "keys", "query_slices"
 ]
 
 
@@ -75,7 +76,7 @@ def head_places(order: HeadOrder, attention: Attention) -> list[list[HeadPlace]]
     repeats, n_heads, n_kv_heads = attention.kv_repeats, attention.n_heads, attention.n_kv_heads
     stored = n_kv_heads // repeats  # K/V heads of the checkpoint
     group = n_heads // stored
-    gated = order == "gated_slices"
+    gated = order in ("gated", "gated_slices")
 
     def place(slice_: int, k: int) -> HeadPlace:
         key = k // repeats
@@ -94,6 +95,8 @@ def head_places(order: HeadOrder, attention: Attention) -> list[list[HeadPlace]]
             case "gated_slices":
                 at = 2 * group + kind - 1 if kind else head % group + group * (not is_gate)
                 return HeadPlace(0, at * stored + (key if kind else head // group))
+            case "gated":
+                return HeadPlace(kind, key) if kind else HeadPlace(0, 2 * head + is_gate)
             case "separate":
                 return HeadPlace(kind, key if kind else head)
             case "fused":
@@ -121,6 +124,8 @@ def heads_of_tensors(order: HeadOrder, attention: Attention) -> tuple[int, ...]:
     match order:
         case "separate":
             return n_heads, stored, stored
+        case "gated":
+            return 2 * n_heads, stored, stored
         case "gated_slices":
             return (2 * n_heads + 2 * stored,)
         case "fused" | "by_group" | "slices":
@@ -193,6 +198,11 @@ def mxfp4_experts(name: str, *, alternating: bool = False) -> StoredName:
 def separate_heads(queries: str, keys: str, values: str) -> StoredName:
     """`qkv` as three tensors [N D, H], [K D, H] and [K D, H], or its bias as three vectors."""
     return StoredName((queries, keys, values), heads="separate")
+
+
+def gated_heads(queries: str, keys: str, values: str) -> StoredName:
+    """`qkv` with output gates: [2 N D, H] with each head's query and gate, [K D, H] and [K D, H]."""
+    return StoredName((queries, keys, values), heads="gated")
 
 
 def fused_heads(name: str) -> StoredName:

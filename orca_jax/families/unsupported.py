@@ -42,8 +42,8 @@ _KINDS: Mapping[str, str] = {
         siglip siglip2 swin swinv2 trocr vit vit_mae vitdet vitpose yolos
     """,
     _RECURRENT: """
-        bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba mamba2 minimax
-        nemotron_h qwen3_next recurrent_gemma rwkv xlstm zamba zamba2
+        falcon_h1 falcon_mamba jamba kimi_linear lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid
+        recurrent_gemma rwkv xlstm zamba zamba2
     """,
 }
 _KIND_OF = {model_type: kind for kind, types in _KINDS.items() for model_type in types.split()}
@@ -73,7 +73,8 @@ def about_model_type(model_type: str, values: Mapping[str, Any], known: Collecti
     """The end of an error about an unknown model_type; empty if nothing is known about it."""
     kind = _KIND_OF.get(model_type)
     if kind is None:
-        name = closest(model_type, known, at_least=LIKELY)
+        begins = [each for each in known if model_type.startswith(each)]  # qwen2_5 is nearer to qwen2
+        name = closest(model_type, begins, at_least=LIKELY) or closest(model_type, known, at_least=LIKELY)
         return f"; the closest of these is {name}" if name else ""
     section = values.get("text_config")
     text = section.get("model_type") if isinstance(section, dict) else None

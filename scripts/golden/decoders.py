@@ -170,6 +170,8 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
     # Gemma and Granite multiply embeddings, which would outweigh the layers.
     multiplier = getattr(model.get_input_embeddings(), "scalar_embed_scale", None)
     multiplier = multiplier or getattr(model.config, "embedding_multiplier", 1.0)
+    # Gated recurrences enlarge rounding, so what a layer adds is weaker.
+    recurrent = any(name.endswith("A_log") for name, _ in model.named_parameters())
     without_final_norm = getattr(model.config, "_remove_final_layer_norm", False)
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
         shape = tuple(parameter.shape)
@@ -188,6 +190,8 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
             if any(part in name for part in ("mlp.c_proj", "fc2", "down_proj", "4h_to_h", "fc_out")):
                 values -= values.mean(axis=fan_in, keepdims=True)
             values *= 1.5 / np.sqrt(shape[fan_in])
+            if recurrent and ("o_proj" in name or "out_proj" in name or "down_proj" in name):
+                values *= 0.3
             if without_final_norm and "project_out" in name:
                 values *= 0.25
         elif len(shape) == 3:  # a tensor of all experts; gpt-oss stores them [in, out]
@@ -195,10 +199,14 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
             if "down_proj" in name:
                 values -= values.mean(axis=fan_in, keepdims=True)
             values *= 1.5 / np.sqrt(shape[fan_in])
+            if recurrent and "down_proj" in name:
+                values *= 0.3
         elif "ln_" in name or "norm" in name:
             values = values * 0.1 + (1.0 if name.endswith("weight") and not one_plus else 0.0)
             if "embeddings_layernorm" in name:  # smaller, because of the tied head
                 values *= 0.3
+        elif name.endswith("A_log"):  # decays that leave something of the first tokens
+            values = values * 0.5 - 2.5
         elif not name.endswith("sinks"):  # sinks stay as spread as scores
             values *= 0.1
         with torch.no_grad():

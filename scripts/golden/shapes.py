@@ -56,6 +56,39 @@ def _routed(
     return shape | dict(zip(_ROUTED, experts, strict=True)) | other
 
 
+def _delta_net(
+    model_type: str,
+    sizes: tuple[int, int, int, int, int, int],
+    heads: tuple[int, int, int, int, int],
+    experts: tuple[int, int, int, int] | None = None,
+    **other: Any,
+) -> dict[str, Any]:
+    """`sizes` as of `_shape`; `heads`: linear key and value heads, their sizes, the convolution's width.
+
+    `experts` are their number, the number that a token takes, their width and the shared expert's. The eps
+    keeps a head's norm from enlarging the rounding of a query that hardly meets the state.
+    """
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    ours = {f"linear_{name}": size for name, size in zip(names, heads, strict=True)}
+    if experts is not None:
+        more = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        ours |= dict(zip((*more, "shared_expert_intermediate_size"), experts, strict=True))
+    return _shape(model_type, *sizes, **{"rms_norm_eps": 1e-2, **ours, **other})
+
+
+def _mamba(
+    model_type: str,
+    sizes: tuple[int, int, int, int, int, int],
+    mixer: tuple[int, int, int, int, int],
+    **other: Any,
+) -> dict[str, Any]:
+    """`sizes` as of `_shape`; `mixer`: its heads, groups, state's size, convolution's width, expansion."""
+    names = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand")
+    return _shape(
+        model_type, *sizes, **{"rms_norm_eps": 1e-2, **dict(zip(names, mixer, strict=True)), **other}
+    )
+
+
 def _deepseek(
     version: str,
     sizes: tuple[int, int, int, int, int],
@@ -767,6 +800,88 @@ SHAPES: dict[str, dict[str, Any]] = {
         moe_intermediate_size=22,
         use_sliding_window=True,
         sliding_window=13,
+        rope_parameters=_rope(1e4, **_YARN),
+    ),
+    # qwen3_next
+    "qwen3-next-grouped": _delta_net(
+        *("qwen3_next", (107, 24, 3, 4, 2, 36), (2, 6, 8, 6, 4), (6, 3, 14, 10)),
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        max_position_embeddings=80,
+    ),
+    "qwen3-next-dense-among-sparse-tied": _delta_net(
+        *("qwen3_next", (113, 28, 3, 4, 4, 32), (3, 3, 6, 10, 3), (5, 2, 18, 12)),
+        head_dim=8,
+        max_position_embeddings=64,
+        mlp_only_layers=[1],
+        norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        rope_parameters=_rope(1e4, partial_rotary_factor=0.5, **_YARN),
+    ),
+    # qwen3_5_text, qwen3_5_moe_text
+    "qwen3-5-grouped": _delta_net(
+        *("qwen3_5_text", (103, 24, 3, 4, 2, 36), (2, 4, 8, 6, 4)),
+        head_dim=16,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+        max_position_embeddings=80,
+        rope_parameters=_rope(1e7, partial_rotary_factor=0.25)
+        | {"mrope_section": [1, 1, 0], "mrope_interleaved": True},
+    ),
+    "qwen3-5-biases": _delta_net(
+        *("qwen3_5_text", (113, 20, 3, 2, 1, 30), (3, 3, 6, 10, 2)),
+        head_dim=12,
+        max_position_embeddings=64,
+        attention_bias=True,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        rope_parameters=_rope(1e4, partial_rotary_factor=0.5),
+    ),
+    "qwen3-5-moe-grouped": _delta_net(
+        *("qwen3_5_moe_text", (109, 24, 3, 4, 1, 36), (2, 4, 6, 8, 4), (6, 3, 14, 10)),
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        max_position_embeddings=64,
+        rope_parameters=_rope(1e6, partial_rotary_factor=0.5),
+    ),
+    # granitemoehybrid
+    "granite-hybrid-experts": _mamba(
+        *("granitemoehybrid", (173, 24, 3, 4, 2, 14), (6, 2, 7, 4, 2)),
+        **{"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 20},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        max_position_embeddings=64,
+        attention_bias=True,
+        attention_multiplier=0.3,
+        residual_multiplier=0.6,
+        logits_scaling=0.5,
+        embedding_multiplier=3.0,
+        tie_word_embeddings=True,
+    ),
+    "granite-hybrid-dense-rope": _mamba(
+        *("granitemoehybrid", (115, 30, 3, 5, 5, 33), (4, 1, 9, 3, 2)),
+        **{"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 34},
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        max_position_embeddings=64,
+        position_embedding_type="rope",
+        attention_multiplier=0.4,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+    ),
+    # bamba
+    "bamba-grouped": _mamba(
+        *("bamba", (111, 32, 2, 4, 2, 40), (8, 2, 6, 4, 2)),
+        attn_layer_indices=[0],
+        max_position_embeddings=64,
+    ),
+    "bamba-biases-tied": _mamba(
+        *("bamba", (197, 24, 3, 3, 3, 30), (3, 1, 10, 3, 1)),
+        attn_layer_indices=[0, 2],
+        max_position_embeddings=64,
+        attention_bias=True,
+        mlp_bias=True,
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        tie_word_embeddings=True,
         rope_parameters=_rope(1e4, **_YARN),
     ),
     # olmoe

@@ -42,6 +42,33 @@ MISTRAL3: dict[str, Any] = {
         "patch_size": 14,
     },
 }
+QWEN3_5: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_heads": 2,
+        "num_position_embeddings": 4,
+        "out_hidden_size": 24,
+        "patch_size": 4,
+    },
+}
+QWEN3_5_TEXT: dict[str, Any] = {
+    "vocab_size": 109,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+    "rms_norm_eps": 1e-2,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "model_type": "gemma3",
@@ -158,6 +185,23 @@ MODELS: dict[str, dict[str, Any]] = {
             "patch_size": 14,
             "pos_emb_height": 2,
             "pos_emb_width": 2,
+        },
+    },
+    "qwen3-5": QWEN3_5
+    | {
+        "model_type": "qwen3_5",
+        "text_config": {"model_type": "qwen3_5_text", "intermediate_size": 40, **QWEN3_5_TEXT},
+    },
+    "qwen3-5-moe": QWEN3_5
+    | {
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            "model_type": "qwen3_5_moe_text",
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 16,
+            **QWEN3_5_TEXT,
         },
     },
 }

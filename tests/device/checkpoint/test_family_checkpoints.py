@@ -81,7 +81,9 @@ def _wrong_configs(model_type: str, config: Config) -> Iterator[tuple[Config, ty
             yield {kv_heads: wrong}, BadModelConfig, kv_heads
     layers = family.config_names["n_layers"]
     fewer = config[layers] - 1
-    yield {layers: fewer, "layer_types": None, "mlp_layer_types": None}, BadModelConfig, f"layer {fewer}"
+    of_layers = ("layer_types", "mlp_layer_types")  # which have an entry for each layer
+    kinds = {name: config[name][:fewer] for name in of_layers if config.get(name)}
+    yield {layers: fewer, **kinds}, BadModelConfig, f"layer {fewer}"
     yield {"vocab_size": config["vocab_size"] + 1}, TensorMismatch, "expected shape"
     yield {"architectures": ["StrangeForCausalLM"]}, UnsupportedModel, "StrangeForCausalLM"
     yield {"quantization_config": {"quant_method": "hqq", "bits": 4}}, UnsupportedModel, "quantization_config"

@@ -33,6 +33,13 @@ PAGES = {
         "glm-4.5": "zai-org/GLM-4.5",
         "glm-4.5-air": "zai-org/GLM-4.5-Air",
         "minimax-m2": "MiniMaxAI/MiniMax-M2",
+        "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        "qwen3.5-27b": "Qwen/Qwen3.5-27B",
+        "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B",
+        "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B",
+        "granite-4.0-h-tiny": "ibm-granite/granite-4.0-h-tiny",
+        "granite-4.0-h-small": "ibm-granite/granite-4.0-h-small",
+        "bamba-9b": "ibm-ai-platform/Bamba-9B-v1",
     }.items()
 }
 

@@ -126,6 +126,10 @@ def test_fields_that_the_familys_reference_reads_are_read_refused_or_listed(mode
     assert set(unexplained) <= _WITHOUT_EFFECT.get(model_type, set())
 
 
+_QWEN3_5_IMAGES = {
+    *("image_token_id", "video_token_id", "vision_config", "in_channels", "out_hidden_size", "patch_size"),
+    *("spatial_merge_size", "temporal_patch_size"),
+}
 # What a reference names and does not compute with here.
 _WITHOUT_EFFECT = {
     "falcon": {"_is_quantized"},
@@ -140,6 +144,12 @@ _WITHOUT_EFFECT = {
         *("merge_kernel_size", "patch_size", "projection_hidden_size", "vision_config"),
         "tie_word_embeddings",  # outside of text_config, which has its own
     },
+    "bamba": {"mamba_chunk_size"},
+    "granitemoehybrid": {"mamba_chunk_size"},
+    "qwen3_5_text": _QWEN3_5_IMAGES,
+    "qwen3_5": _QWEN3_5_IMAGES | {"vision_start_token_id", "vision_end_token_id"},
+    "qwen3_5_moe_text": _QWEN3_5_IMAGES | {"intermediate_size"},
+    "qwen3_5_moe": _QWEN3_5_IMAGES | {"intermediate_size", "vision_start_token_id", "vision_end_token_id"},
     "lfm2": {"full_attn_idxs"},  # layer_types decides where a file has both
     "mistral3": {"image_token_index", "image_token_id", "spatial_merge_size", "vision_config"},
 }
