@@ -29,6 +29,8 @@ PolicyName = Literal["default", "orca"]
 Reservation = Literal["full", "on-demand"]
 # How waiting requests are ordered.
 QueueOrder = Literal["fcfs", "priority", "fair", "longest-prefix"]
+# Who drafts tokens that an iteration verifies. Others are the names of users' classes.
+DrafterName = Literal["off", "ngram"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)  # only a base: quicker to make
@@ -64,6 +66,15 @@ class SchedulingOptions(Options):
         "shares of tokens for each API key; longest-prefix: among the first 16, the longest cached prefix "
         "first",
     ] = "fcfs"
+    speculative: Annotated[
+        DrafterName | str,
+        "speculative decoding, which changes no token; ngram: drafts from the prompt and the output so far; "
+        "package.file:Class: a drafter of your own (docs/speculation.md)",
+        *(Or("package.file:Class"), check_place),
+    ] = "off"
+    speculative_tokens: Annotated[
+        int, "maximum number of draft tokens of a request in an iteration", Whole(1, 64)
+    ] = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +103,11 @@ class SchedulingConfig(SchedulingOptions):
         """Whether requests grow block by block."""
         return self.reservation == "on-demand"
 
+    @property
+    def speculates(self) -> bool:
+        """Whether outputs are drafted."""
+        return self.speculative != "off"
+
     def check_deterministic(self) -> None:
         """Raises ConfigError for what makes an output's bits depend on other requests."""
         self._refuse("deterministic computes each prompt whole and once", order=False)
@@ -103,6 +119,7 @@ class SchedulingConfig(SchedulingOptions):
             "prefix_caching": self.prefix_caching,
             "reservation 'on-demand'": self.on_demand,
             f"scheduling_policy {self.scheduling_policy!r}": order and self.scheduling_policy != "fcfs",
+            f"speculative {self.speculative!r}": order and self.speculates,
         }
         refused = [name for name, is_asked in asked.items() if is_asked]
         if refused:
@@ -489,12 +506,29 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             raise ConfigError(
                 f"generation_config is {self.generation_config!r}; it must be 'auto', 'none' or a directory"
             )
+        if self.speculative != "off":
+            self._check_speculation()
         if self.workers is not None:
             self._refuse_worker_options()
         elif self.on_compile == "error" and self.in_this_process and not self.compile_ahead:
             raise ConfigError(
                 'on_compile="error" needs compile_ahead, without which no program could be compiled; set '
                 "compile_ahead, or leave on_compile out"
+            )
+
+    def _check_speculation(self) -> None:
+        """Refuse what drafts do not work with yet. Raises ConfigError."""
+        asked = {
+            "workers": self.workers is not None,
+            "worker_processes": self.worker_processes,
+            "pipeline_parallel": self.pipeline_parallel > 1,
+            "record": self.record is not None,
+        }
+        refused = [name for name, is_asked in asked.items() if is_asked]
+        if refused:
+            raise ConfigError(
+                f"speculative is {self.speculative!r}, which does not work with {', '.join(refused)} yet; "
+                "leave one of the two out"
             )
 
     def _refuse_worker_options(self) -> None:

@@ -51,6 +51,12 @@ def serving_config(
                 "values, but not the state after its last token; leave it out"
             )
         requested = replace(requested, prefix_caching=False)
+    if requested.speculative != "off" and (config.encoder is not None or config.has_state):
+        part = "an encoder" if config.encoder is not None else "recurrent layers"
+        raise ConfigError(
+            f"speculative is {requested.speculative!r}, which does not work yet with a model with {part}; "
+            "leave it out"
+        )
     longest = config.n_positions
     longest_read = 0 if config.encoder is None else config.encoder.n_positions
     whole_request = request_slots(config, longest, longest_read, block_size=requested.block_size)

@@ -33,7 +33,7 @@ def fill_places(rows: list[Row], max_bs: int) -> None:
     """Let increments that can compute several tokens use the places left in a batch of increments."""
     free = max_bs - sum(max(req.kind.n_rows, n_tokens) for req, n_tokens in rows)
     for i, (req, n_tokens) in enumerate(rows):
-        if req.kind is not PLAIN and not req.in_initiation:
+        if free > 0 and req.kind is not PLAIN and not req.in_initiation:
             n_more = max(0, min(free, req.kind.most_tokens(req) - n_tokens))
             rows[i] = req, n_tokens + n_more
             free -= n_more

@@ -64,7 +64,9 @@ class Scheduler:
         self.in_flight: deque[Iteration] = deque()  # line 1
         self.n_rsrv = 0  # line 2
         self.held: Held | None = None  # the request that the last iteration left waiting, and why
-        self.overlaps = config.overlap and engine.keeps_tokens
+        # What is kept of an iteration's drafts decides the next one's rows, so nothing may run ahead of them.
+        speculates = config.scheduling.speculates
+        self.overlaps = config.overlap and engine.keeps_tokens and not speculates
         self._most_in_flight = engine.n_workers + self.overlaps
         self.leaving: list[Request] = []  # ended, but still in a batch in flight
         self.gate: Gate = "open"

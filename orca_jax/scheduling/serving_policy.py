@@ -199,8 +199,10 @@ class ServingPolicy:
         kv, size = self._kv, self._kv.block_size
         n_left = min(self._max_bs - plan.n_places, self._max_tokens - sum(n for _, n in plan.rows))
         for i, (req, n_tokens) in enumerate(plan.rows):
+            if n_left <= 0:
+                return
             n_more = 0 if req.kind is PLAIN or req.in_initiation else req.kind.most_tokens(req) - n_tokens
-            if min(n_more, n_left) <= 0:
+            if n_more <= 0:
                 continue
             end, n_held = req.n_computed + n_tokens, kv.slots_of[req.row]
             n_slots = max(n_held, round_up(end, size))  # once the row has what it needs

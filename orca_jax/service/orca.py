@@ -46,6 +46,7 @@ from orca_jax.service.interludes import Interludes
 from orca_jax.service.output import LOOK_SECONDS, Output, RequestHandle, no_stream
 from orca_jax.service.prepared_params import OutputRules, RuleMaker
 from orca_jax.service.recorder import RecordedPool, Recorder, TimelineRecorder
+from orca_jax.speculation.drafter import configured_speculation
 
 SCHEDULER_THREAD = "orca-scheduler"  # the thread's name
 _SEED_BITS = 48  # JSON readers that have only doubles still read the seed exactly
@@ -112,7 +113,10 @@ class Orca:
         self._limit = longest_request(config=config, model=model)
         self.token_name: TokenName = unnamed if tokenizer is None else tokenizer.token_name
         self._inputs = EncoderInputs(config, model, self.token_name)
-        self._rules = RuleMaker(model, tokenizer, max_batch_size=config.max_batch_size)
+        self.speculation = configured_speculation(config.scheduling, vocab_size=model.vocab_size)
+        self._rules = RuleMaker(
+            model, tokenizer, max_batch_size=config.max_batch_size, speculation=self.speculation
+        )
         self._thread = threading.Thread(target=self._run, name=SCHEDULER_THREAD, daemon=True)
         self._stopping = False
         self._ended = False  # the thread ended normally; set on that thread alone

@@ -9,6 +9,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.constraint import BadWords, Constraint, ConstraintRules
 from orca_jax.grammar.grammar import GrammarCompiler
 from orca_jax.iteration.rows.beams import Beams
+from orca_jax.iteration.rows.drafted import Drafted, takes_drafts
 from orca_jax.iteration.rows.scored import ScoredOutput
 from orca_jax.request.beam_search import begin_search, check_beams
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
@@ -18,6 +19,7 @@ from orca_jax.request.stop_strings import StopStrings
 from orca_jax.request.token_text import TextDecoder, TokenText
 from orca_jax.request.tokenizer import TextStream, Tokenizer
 from orca_jax.scheduling.admission import check_routing
+from orca_jax.speculation.drafter import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class OutputRules:
     _tokenizer: Tokenizer | None
     _forced: Mapping[int, int]  # the model's forced tokens by index in the output
     shown: Mapping[int, TokenText]  # special tokens that belong to the text
+    _speculation: Speculation | None  # the engine's, if outputs by these rules are drafted
 
     def choices(self, *, prompt_once: bool = False) -> "list[OutputRules]":
         """The rules of each of the `n` outputs requested; see `SamplingParams.choices`."""
@@ -69,7 +72,9 @@ class OutputRules:
         """The row kind of a new request; `scored_ids` is its output if that is only scored."""
         if self.sampling.use_beam_search:
             return Beams(begin_search(self.sampling, self.end_token_ids, self._forced))
-        return ScoredOutput(scored_ids) if scored_ids else PLAIN
+        if scored_ids:
+            return ScoredOutput(scored_ids)
+        return PLAIN if self._speculation is None else Drafted(self._speculation)
 
     def constraint(self) -> Constraint | None:
         """The constraint of a new output; None if every token is always allowed."""
@@ -77,12 +82,18 @@ class OutputRules:
 
 
 class RuleMaker:
-    """Makes OutputRules for one model. Safe to use from many threads."""
+    """Makes OutputRules for one model, whose engine may draft outputs. Safe to use from many threads."""
 
     def __init__(
-        self, model: ModelConfig, tokenizer: Tokenizer | None, *, max_batch_size: int = 1 << 20
+        self,
+        model: ModelConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        max_batch_size: int = 1 << 20,
+        speculation: Speculation | None = None,
     ) -> None:
         self._model = model
+        self._speculation = speculation
         self._max_batch_size = max_batch_size
         self._tokenizer = tokenizer
 
@@ -109,7 +120,11 @@ class RuleMaker:
         stops = StopStrings(sampling.stop) if sampling.stop else None
         forced = self._forced(sampling.max_tokens)
         shown = {} if self._tokenizer is None else self._tokenizer.special_texts(form.shown)
-        return OutputRules(sampling, end_token_ids, constraints, stops, self._tokenizer, forced, shown)
+        # A constraint allows the next token once it knows all tokens before it.
+        speculation = self._speculation if constraints is None and takes_drafts(sampling) else None
+        return OutputRules(
+            sampling, end_token_ids, constraints, stops, self._tokenizer, forced, shown, speculation
+        )
 
     def _constraints(
         self, sampling: SamplingParams, end_token_ids: frozenset[int], form: OutputForm

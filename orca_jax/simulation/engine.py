@@ -9,6 +9,7 @@ import numpy as np
 
 from orca_jax.errors import EngineError
 from orca_jax.iteration.rows.beams import Beams
+from orca_jax.iteration.rows.drafted import Drafted
 from orca_jax.planning.cost_model import IterationShape, IterationSums, keys_seen
 from orca_jax.request.beam_search import BeamSearch
 from orca_jax.request.pooled_vector import Vector
@@ -74,15 +75,20 @@ def simulated_candidates(beams: BeamSearch, seed: int) -> list[TokenLogprobs]:
     return candidates
 
 
-def returned(rows: Sequence[Row], token_ids: list[int], starts: Sequence[int] = ()) -> Returned:
+def returned(
+    rows: Sequence[Row],
+    token_ids: list[int],
+    starts: Sequence[int] = (),
+    token: Callable[[Request, int], int] | None = None,
+) -> Returned:
     """The results of an iteration with these tokens, and with the requested log-probabilities.
 
     A prompt's log-probabilities come all at once. `starts` has the index of each row's first token; with it
-    the requested experts are returned too.
+    the requested experts are returned too. `token` gives the tokens after drafts (0 without it).
     """
     answers = dict[int, RowAnswer]()
     for i, (req, _) in enumerate(rows):
-        answer = simulated_answer(req, token_ids[i])
+        answer = simulated_answer(req, token_ids[i], token)
         if answer is not None:
             answers[i] = answer
     return Returned(
@@ -107,7 +113,9 @@ def returned(rows: Sequence[Row], token_ids: list[int], starts: Sequence[int] = 
     )
 
 
-def simulated_answer(req: Request, token_id: int) -> RowAnswer | None:
+def simulated_answer(
+    req: Request, token_id: int, token: Callable[[Request, int], int] | None = None
+) -> RowAnswer | None:
     """The answer for a request that gets more than a plain row's token; otherwise None."""
     if isinstance(req.kind, Beams):
         if req.state is RequestState.FINISHED:
@@ -119,7 +127,25 @@ def simulated_answer(req: Request, token_id: int) -> RowAnswer | None:
         scored = req.kind.scored_ids[first:end]
         return RowAnswer(scored, [simulated_logprobs(one, 0) for one in scored])
     n_top = req.sampling.logprobs
-    return None if n_top is None else RowAnswer([token_id], [simulated_logprobs(token_id, n_top)])
+    sampled = [token_id]
+    if isinstance(req.kind, Drafted):
+        sampled += _after_drafts(req, req.kind.sent, token_id, token)
+    elif n_top is None:
+        return None
+    return RowAnswer(sampled, () if n_top is None else [simulated_logprobs(one, n_top) for one in sampled])
+
+
+def _after_drafts(
+    req: Request, drafts: Sequence[int], token_id: int, token: Callable[[Request, int], int] | None
+) -> list[int]:
+    """The token after each draft. After a wrong one it is the next draft, which must not be kept."""
+    sampled = list[int]()
+    for i, draft in enumerate(drafts):
+        if draft != token_id:
+            return [*sampled, *drafts[i + 1 :], 0]
+        token_id = token(req, len(req.output_ids) + i + 1) if token else 0
+        sampled.append(token_id)
+    return sampled
 
 
 def simulated_experts(start: int, n_tokens: int) -> ExpertIds:
@@ -189,6 +215,9 @@ class SimulatedEngine:
         for place, needed in enumerate(seconds):
             done_at = max(done_at, self._free_at[place]) + needed
             self._free_at[place] = done_at
+        for req, n_tokens in rows:
+            if isinstance(req.kind, Drafted):
+                req.kind.rows(req, n_tokens, (req.row,))  # as it enters a message, it notes its drafts
         return Iteration(rows, (done_at, [req.n_computed for req, _ in rows]))
 
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
@@ -201,7 +230,7 @@ class SimulatedEngine:
         while not interrupted():
             if self.clock.next_event() > done_at:
                 self.clock.advance_to(done_at)
-                return returned(iteration.rows, self._next_tokens(iteration.rows), starts)
+                return returned(iteration.rows, self._next_tokens(iteration.rows), starts, self._token)
             self.clock.run_next()
         return None
 

@@ -113,7 +113,7 @@ _SAME_IN_VLLM = frozenset(
         *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens"),
         *("generation_tokens", "request_success", "request_prompt_tokens", "request_generation_tokens"),
         *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
-        "request_queue_time_seconds",
+        *("request_queue_time_seconds", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
     )
 )
 _ENGINE = "0"  # vLLM numbers the engines of a server; ours has one
@@ -335,12 +335,20 @@ class EngineMetrics(TimelineObserver):
         n_queries, n_hits, n_evictions = (
             (0, 0, 0) if prefixes is None else (prefixes.n_queries, prefixes.n_hits, prefixes.n_evictions)
         )
-        return (
+        counts = (
             ("num_preemptions", "Requests preempted for others.", scheduler.n_preemptions),
             ("recomputed_tokens", "Tokens computed again after preemptions.", scheduler.n_recomputed),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", n_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", n_hits),
             ("prefix_cache_evictions", "Blocks evicted from the prefix cache.", n_evictions),
+        )
+        made = self._model.service.speculation
+        if made is None:
+            return counts
+        return (
+            *counts,
+            ("spec_decode_num_draft_tokens", "Draft tokens verified.", made.n_drafted),
+            ("spec_decode_num_accepted_tokens", "Draft tokens that became output.", made.n_accepted),
         )
 
     def _compile_counts(self) -> Iterator[tuple[str, str, float]]:

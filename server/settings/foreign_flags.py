@@ -149,7 +149,8 @@ _ADVICE = {
         " of --dtype"
     ),
     "--speculative-config --speculative-model --speculative-algorithm --model-draft -md": (
-        "speculative decoding is not built yet; leave it out"
+        "--speculative ngram drafts from prompt and output, at most --speculative-tokens at a time; draft "
+        "models are not built yet"
     ),
     "--enable-lora --lora-modules --lora-paths --lora": (
         "adapters are not applied yet; merge them into the model (peft's merge_and_unload)"

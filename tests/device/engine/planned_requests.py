@@ -1,9 +1,10 @@
 """Random requests for one small engine of one or more stages, shared by several tests."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 from typing import Literal
 
 import jax
@@ -16,7 +17,7 @@ from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.grammar.constraint import BadWords, ConstraintRules
 from orca_jax.model.transformer import init_parameters
-from orca_jax.request.request import Request
+from orca_jax.request.request import PLAIN, Request, RowKind
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.restart import run_again
@@ -75,7 +76,8 @@ def built(n_stages: int, mode: Mode, scheduling: SchedulingConfig = ORCA) -> Har
     return ran
 
 
-def request(name: str, planned: PlannedRequest) -> Request:
+def request(name: str, planned: PlannedRequest, kind: RowKind = PLAIN) -> Request:
+    """The request; one of another kind than the plain one has no constraint."""
     rules = ConstraintRules(vocab_size=MODEL.vocab_size, bad_words=BadWords((i,) for i in planned.banned))
     return Request(
         name,
@@ -84,7 +86,8 @@ def request(name: str, planned: PlannedRequest) -> Request:
         planned.sampling,
         seed=int(name),
         end_token_ids=frozenset({5}),
-        constraint=rules.begin(),
+        kind=kind,
+        constraint=rules.begin() if kind is PLAIN else None,
         priority=planned.priority,
         owner=planned.owner,
     )
@@ -98,10 +101,11 @@ def play(
     pieces: random.Random | None = None,
     lost_before: int = -1,
     scheduling: SchedulingConfig = ORCA,
+    kinds: Mapping[int, RowKind] = MappingProxyType({}),
 ) -> tuple[list[Request], Scheduler]:
     """Play the requests; return them with their scheduler. Before step `lost_before` all caches are lost."""
     ran = built(n_stages, mode, scheduling)
-    requests = [request(str(i), planned) for i, planned in enumerate(all_planned)]
+    requests = [request(str(i), planned, kinds.get(i, PLAIN)) for i, planned in enumerate(all_planned)]
     if pieces is not None:
         ran.scheduler.policy = RandomPieces(ran.scheduler.policy, pieces)
 

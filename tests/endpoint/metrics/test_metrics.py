@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,7 +25,7 @@ from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
 from server.metrics.engine_metrics import Workers
 from server.metrics.metrics import Metrics
-from tests.host.engines import CONFIG, EOS, MODEL, SOON, GatedEngine, at_rest, simulated
+from tests.host.engines import CONFIG, EOS, MODEL, SOON, GatedEngine, at_rest, simulated, writing
 from tests.host.fragile_engine import LOST, FragileEngine
 
 Scrape = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -296,6 +296,16 @@ def test_prompt_tokens_looked_up_found_and_evicted() -> None:
             seen.append(tuple(of_engine(samples, f"prefix_cache_{name}") for name in names))
     assert seen == [(17, 0, 0, 2), (34, 16, 0, 2), (51, 16, 0, 4), (68, 16, 1, 5)]
     assert of_engine(samples, "num_preemptions_total") == of_engine(samples, "recomputed_tokens_total") == 0
+
+
+def test_drafts_and_those_that_became_output() -> None:
+    scheduling = SchedulingConfig(speculative="ngram", speculative_tokens=2)
+    service, metrics = observed(simulated(writing("ab")), config=replace(CONFIG, scheduling=scheduling))
+    with service:  # three tokens have come before from the fifth on: 5, 8, 11, 13
+        service.submit([1], SamplingParams(max_tokens=13)).result(SOON)
+        samples = scrape(metrics)
+    assert of_engine(samples, "spec_decode_num_draft_tokens_total") == 5
+    assert of_engine(samples, "spec_decode_num_accepted_tokens_total") == 5
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])

@@ -42,6 +42,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "prefix_caching": (True, False, True, False),
     "reservation": ("full", "on-demand", "full", None),
     "scheduling_policy": ("priority", "fair", "fcfs", "priority"),
+    "speculative": ("ngram", "off", "package.file:Class", "off"),
+    "speculative_tokens": (1, 2, 3, 5),
     "dtype": ("float32", "bfloat16", "float16", "float32"),
     "load_format": ("dummy", "auto", "dummy", "auto"),
     "quantization": ("int8", "int4", "fp8", None),

@@ -1,0 +1,64 @@
+"""Drafters: what guesses the next tokens of an output, and the one that the user chose."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from orca_jax.checks import named_object
+from orca_jax.config import SchedulingConfig
+from orca_jax.errors import ConfigError
+from orca_jax.speculation.ngram import NgramDrafter
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of one request. Its class is called with the prompt, a list of token ids.
+
+    A wrong guess costs time, and never changes a token. All calls are on the scheduler's thread, so they must
+    be short.
+    """
+
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        """Up to `n` tokens that may follow the prompt and `output_ids`, in order; none if nothing is likely.
+
+        It is called at most once for each length of the output, which begins with the output of the call
+        before. `output_ids` must be copied if it is kept, and never changed.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Speculation:
+    """The drafts of an engine's requests: who makes them, at most how many, and what became of them.
+
+    `n_drafted` counts the drafts that were verified, `n_accepted` those that became output tokens.
+    """
+
+    make: Callable[[Sequence[int]], Drafter]
+    n_tokens: int  # the most drafts of a request in an iteration
+    vocab_size: int
+    n_drafted: int = 0
+    n_accepted: int = 0
+
+
+def configured_speculation(config: SchedulingConfig, *, vocab_size: int) -> Speculation | None:
+    """The configured drafts of an engine; None if it makes none. Raises ConfigError."""
+    if not config.speculates:
+        return None
+    make = NgramDrafter if config.speculative == "ngram" else _users_drafter(config.speculative)
+    return Speculation(make, config.speculative_tokens, vocab_size)
+
+
+def _users_drafter(name: str) -> Callable[[Sequence[int]], Drafter]:
+    """The class named "package.file:Class". Raises ConfigError."""
+    made: Any = named_object("speculative", name)
+    if not callable(made) or not callable(getattr(made, "draft", None)):
+        raise ConfigError(
+            f"speculative is {name!r}, which is no class with a method draft; see docs/speculation.md"
+        )
+    try:
+        inspect.signature(made).bind(None)
+    except TypeError as error:
+        message = f"speculative is {name!r}, which cannot be made from a prompt's token ids: {error}"
+        raise ConfigError(message) from error
+    return made

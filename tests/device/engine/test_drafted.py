@@ -1,0 +1,133 @@
+"""Speculative decoding on the real engine: the tokens are those of the same requests without it."""
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from orca_jax import LLM, SamplingParams
+from orca_jax.config import SchedulingConfig
+from orca_jax.iteration.rows.drafted import Drafted, takes_drafts
+from orca_jax.request.request import Request
+from orca_jax.service.generation import GenerationResult
+from orca_jax.speculation.drafter import Speculation
+from tests.device.engine.planned_requests import (
+    MODEL,
+    PlannedRequest,
+    assert_same,
+    assert_same_logprobs,
+    planned_requests,
+    play,
+)
+
+# Seeds differ from request to request, and each is drawn with other parameters.
+CROWD = [
+    PlannedRequest(0, tuple(range(17)), 28, SamplingParams(temperature=0.0, logprobs=2)),
+    PlannedRequest(0, tuple(range(17)), 28, SamplingParams(temperature=1.3)),
+    PlannedRequest(1, (*range(17), 3, 4), 28, SamplingParams(temperature=0.8, top_k=7, logprobs=0)),
+    PlannedRequest(5, tuple(range(25)), 12, SamplingParams(temperature=1.0, top_p=0.8, min_p=0.02)),
+    PlannedRequest(9, (1, 2), 20, SamplingParams(temperature=1.0, frequency_penalty=1.5)),
+    PlannedRequest(40, (4, 5, 6), 30, SamplingParams(temperature=0.7, prompt_logprobs=1)),
+]
+
+
+class Oracle:
+    """Drafts the output that came without speculation, each token wrong with a probability of a quarter."""
+
+    def __init__(self, output_ids: Sequence[int]) -> None:
+        self._output_ids = output_ids
+        self._random = random.Random(len(output_ids))
+
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        right = self._output_ids[len(output_ids) :][:n]
+        return [(token_id + (self._random.random() < 0.25)) % MODEL.vocab_size for token_id in right]
+
+
+def drafted(all_planned: Sequence[PlannedRequest], expected: Sequence[Request]) -> Mapping[int, Drafted]:
+    """A kind for each request whose outputs can be drafted."""
+    return {
+        i: Drafted(Speculation(lambda _, known=req.output_ids: Oracle(known), 4, MODEL.vocab_size))
+        for i, (planned, req) in enumerate(zip(all_planned, expected, strict=True))
+        if takes_drafts(replace(planned.sampling, max_tokens=planned.n_output)) and not planned.banned
+    }
+
+
+def test_streams_are_those_without_speculation() -> None:
+    seen = Counter[str]()
+
+    @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @example(all_planned=CROWD, prefill_tokens=5, full=False, prefixes=True, lost_before=-1)
+    @example(all_planned=CROWD, prefill_tokens=None, full=True, prefixes=False, lost_before=12)
+    @given(
+        all_planned=planned_requests,
+        prefill_tokens=st.none() | st.integers(1, 12),
+        full=st.booleans(),
+        prefixes=st.booleans(),
+        lost_before=st.integers(-1, 20),
+    )
+    def streams_are_equal(
+        all_planned: list[PlannedRequest],
+        prefill_tokens: int | None,
+        full: bool,
+        prefixes: bool,
+        lost_before: int,
+    ) -> None:
+        expected, _ = play(all_planned, 1, "no overlap")
+        kinds = drafted(all_planned, expected)
+        scheduling = SchedulingConfig(
+            chunked_prefill=prefill_tokens is not None,
+            prefill_tokens=prefill_tokens,
+            prefix_caching=prefixes,
+            reservation="full" if full else "on-demand",
+            speculative="ngram",
+        )
+        requests, scheduler = play(
+            all_planned, 1, "overlap", lost_before=lost_before, scheduling=scheduling, kinds=kinds
+        )
+        for ours, theirs in zip(requests, expected, strict=True):
+            assert_same(ours, theirs)
+        seen["preempted"] += scheduler.n_preemptions
+        seen["accepted"] += sum(kind.n_accepted for kind in kinds.values())
+        seen["rejected"] += sum(kind.n_drafted - kind.n_accepted for kind in kinds.values())
+
+    streams_are_equal()
+    assert seen["preempted"] and seen["accepted"] > 30 and seen["rejected"] > 10, seen
+
+
+# From the engine's options to text: the demo model repeats itself, so that n-grams find drafts.
+PROMPTS = ["one two three one two three one two", "the cat sat on the mat, and the cat sat on the"]
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 1},
+    {"temperature": 0.0, "stop": ("e",)},
+    {"temperature": 0.6, "seed": 3, "top_k": 4},
+    {"temperature": 0.5, "seed": 1, "n": 2},
+    # Without drafts, in the same iterations:
+    {"temperature": 0.0, "guided_regex": "(ab)*c"},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "use_beam_search": True, "n": 2},
+]
+
+
+def results(speculative: str) -> tuple[list[GenerationResult], Speculation | None]:
+    """All outputs, of requests that run together."""
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, **asked) for asked in ASKED]
+    sizes: dict[str, Any] = {"max_batch_size": 24, "n_slots": 2048, "max_batch_tokens": 64}
+    with LLM(speculative=speculative, speculative_tokens=3, seed=0, **sizes) as llm:
+        each = [(prompt, one) for one in params for prompt in PROMPTS]
+        return llm.generate([prompt for prompt, _ in each], [one for _, one in each]), llm.service.speculation
+
+
+def test_an_engine_with_ngram_drafts_gives_the_same_results() -> None:
+    (plain, none), (with_drafts, made) = results("off"), results("ngram")
+    assert none is None and made is not None and made.n_drafted > made.n_accepted > 40
+    for theirs, ours in zip(plain, with_drafts, strict=True):
+        assert (ours.text, ours.token_ids, ours.finish_reason) == (
+            theirs.text,
+            theirs.token_ids,
+            theirs.finish_reason,
+        )
+        assert_same_logprobs(ours.logprobs or [], theirs.logprobs or [])

@@ -1,0 +1,187 @@
+"""Drafted requests on a checked engine, over random traces with cancellations, losses and preemptions.
+
+The checked engine keeps, for each slot, the tokens that its key and value depend on, drafts included. A row
+may only read slots of its request's tokens, and a block in the prefix cache only has tokens that were kept.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from orca_jax.config import SchedulingConfig, ServingConfig
+from orca_jax.errors import EngineError
+from orca_jax.iteration.rows.drafted import Drafted
+from orca_jax.request.request import PLAIN, FinishReason, Request, Row
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.engine_protocol import Iteration, Returned
+from orca_jax.scheduling.prefix_cache import chain_hashes, root_hash
+from orca_jax.scheduling.restart import run_again
+from orca_jax.simulation.simulation import Simulation
+from orca_jax.speculation.drafter import Speculation
+
+END = 9  # the end-of-sequence token
+
+
+def token_of(req: Request, index: int) -> int:
+    """Two tokens, as in the prompts, so that outputs meet prompts; now and then the end."""
+    number = req.seed * 7919 + index * 104_729
+    return END if number % 23 == 0 else 7 + number // 3 % 2
+
+
+def whole_output(req: Request) -> list[int]:
+    """The output as it is without speculation."""
+    tokens = [token_of(req, i) for i in range(req.most_output)]
+    return tokens[: tokens.index(END) + 1] if END in tokens else tokens
+
+
+class Oracle:
+    """Knows the output, and is wrong with a given probability."""
+
+    def __init__(self, seed: int, wrong: float, right: Callable[[int], int]) -> None:
+        self._random = random.Random(seed)
+        self._wrong = wrong
+        self._right = right
+
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        first = len(output_ids)
+        drafts = [self._right(i) for i in range(first, first + self._random.randint(0, n))]
+        return [15 - t if self._random.random() < self._wrong else t for t in drafts]
+
+
+class CheckedEngine:
+    """Checks what each row reads, and passes the batch to the simulated engine."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.engine, self.kv, self.pool = simulation.engine, simulation.kv, simulation.pool
+        self.n_workers = self.engine.n_workers
+        self.keeps_tokens = True
+        self.content: dict[int, tuple[int, ...]] = {}
+
+    def issue(self, rows: Sequence[Row]) -> Iteration:
+        iteration = self.engine.issue(rows)  # the rows note their drafts
+        for req, n in rows:
+            drafts = req.kind.sent if isinstance(req.kind, Drafted) else ()
+            tokens = (*req.prompt_ids, *req.output_ids, *drafts)
+            assert req.n_computed + n <= len(tokens)
+            slots = self.slots(req.row)
+            for position in range(req.n_computed):
+                assert self.content[slots[position]] == tokens[: position + 1]
+            for position in range(req.n_computed, req.n_computed + n):
+                self.content[slots[position]] = tokens[: position + 1]
+        return iteration
+
+    def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
+        return self.engine.wait(iteration, interrupted)
+
+    def slots(self, row: int) -> list[int]:
+        size = self.kv.block_size
+        return [block * size + i for block in self.kv.blocks_of(row).tolist() for i in range(size)]
+
+    def check_cache(self) -> None:
+        """Every block that can be found has the tokens that its hash says."""
+        assert self.kv.prefixes is not None
+        size, root = self.kv.block_size, root_hash(self.kv.hash_seed, self.kv.namespace)
+        for block_hash, block in self.kv.prefixes._block_of.items():  # pyright: ignore[reportPrivateUsage]
+            tokens = self.content[block * size + size - 1]
+            assert chain_hashes(root, tokens, size)[-1] == block_hash, "a block with a rejected draft"
+
+
+def play(seed: int) -> Counter[str]:
+    rng = random.Random(seed)
+    block_size, max_bs = rng.randint(1, 4), rng.randint(2, 6)
+    stems = [tuple(rng.choices((7, 8), k=rng.randint(1, 14))) for _ in range(2)]
+    prompts = [
+        rng.choice(stems) + tuple(rng.choices((7, 8), k=rng.randint(0, 3))) for _ in range(rng.randint(1, 9))
+    ]
+    n_outputs = [rng.randint(1, 24) for _ in prompts]
+    longest = max(len(prompt) + n for prompt, n in zip(prompts, n_outputs, strict=True))
+    chunked = rng.random() < 0.5
+    config = ServingConfig(
+        max_batch_size=max_bs,
+        n_slots=-(-longest // block_size) * block_size + rng.choice((0, longest, 4 * longest)),
+        block_size=block_size,
+        max_batch_tokens=max_bs + rng.choice((0, 5)) if chunked else longest + max_bs,
+        scheduling=SchedulingConfig(
+            chunked_prefill=chunked,
+            reservation=rng.choice(("full", "on-demand")),
+            scheduling_policy=rng.choice(("fcfs", "priority", "longest-prefix")),
+            speculative="ngram",
+        ),
+    )
+    simulation = Simulation(config, n_workers=rng.choice((1, 1, 2)), token=token_of)
+    scheduler = simulation.scheduler
+    engine = scheduler.engine = CheckedEngine(simulation)
+    speculations = list[Speculation]()
+    requests = list[Request]()
+    for i, (prompt, n_output) in enumerate(zip(prompts, n_outputs, strict=True)):
+        req = Request(
+            str(i), prompt, len(prompt) + n_output, SamplingParams(max_tokens=n_output), seed=seed + 31 * i,
+            end_token_ids=frozenset({END}), priority=rng.choice((0, 0, 1)),
+        )  # fmt: skip
+        if rng.random() < 0.8:
+            right, wrong = (lambda index, req=req: token_of(req, index)), rng.choice((0.0, 0.2, 1.0))
+            one = Speculation(lambda _, i=i, w=wrong, r=right: Oracle(i, w, r), rng.randint(1, 6), 50)
+            speculations.append(one)
+            req.kind = Drafted(one)
+        requests.append(req)
+        simulation.add_at(rng.choice((0.0, 0.0, 2.0, 7.0)), req)
+        if rng.random() < 0.15:
+            simulation.end_at(rng.choice((3.0, 9.0, 15.0)), str(i))
+    loss = rng.randrange(40) if rng.random() < 0.3 else -1
+    turns, n_turns = simulation.steps(), 0
+    while True:
+        if n_turns == loss:
+            simulation.engine.fail(rng.choice(("issue", "wait")))
+        try:
+            next(turns)
+        except StopIteration:
+            break
+        except EngineError:
+            run_again(scheduler)
+            engine.content.clear()
+            turns = simulation.steps()
+        engine.check_cache()
+        n_turns += 1
+        assert n_turns < 2000, "no end in sight"
+    kv = simulation.kv
+    assert (len(simulation.pool), scheduler.n_rsrv, scheduler.n_scheduled) == (0, 0, 0)
+    assert (kv.n_free_blocks, kv.n_free_rows) == (kv.n_blocks, kv.n_rows)
+    for req in requests:
+        whole = whole_output(req)
+        own = [token for one, token, _ in simulation.deliveries if one is req and token is not None]
+        assert own == req.output_ids
+        if req.finish_reason is FinishReason.CANCELLED:
+            assert own == whole[: len(own)]
+            continue
+        assert own == whole
+        assert req.finish_reason is (FinishReason.STOP if whole[-1] == END else FinishReason.LENGTH)
+    n_drafted = sum(one.n_drafted for one in speculations)
+    n_accepted = sum(one.n_accepted for one in speculations)
+    assert 0 <= n_accepted <= n_drafted
+    return Counter(
+        {
+            "accepted": n_accepted,
+            "rejected": n_drafted - n_accepted,
+            "preempted": scheduler.n_preemptions,
+            "cancelled": sum(req.finish_reason is FinishReason.CANCELLED for req in requests),
+            "stopped": sum(req.output_ids[-1:] == [END] for req in requests if req.kind is not PLAIN),
+            "losses": sum(req.n_losses > 0 for req in requests),
+            "cached": sum(req.n_cached for req in requests),
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "n_traces", [80, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(1200)])]
+)
+def test_outputs_are_those_without_drafts_and_nothing_is_lost(n_traces: int) -> None:
+    seen = Counter[str]()
+    for seed in range(n_traces):
+        try:
+            seen += play(seed)
+        except BaseException as error:
+            error.add_note(f"play({seed})")
+            raise
+    assert len(seen) == 7 and min(seen.values()) >= 10, seen

@@ -1,0 +1,119 @@
+"""Which requests are drafted, a user's drafter, and every way to get the options wrong."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from orca_jax.config import EngineConfig, SchedulingConfig, Sizes
+from orca_jax.errors import ConfigError
+from orca_jax.families.presets import PRESETS
+from orca_jax.families.recurrence_config import ShortConvolution
+from orca_jax.iteration.rows.drafted import Drafted
+from orca_jax.planning.sizes import serving_config
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.service.prepared_params import RuleMaker
+from orca_jax.speculation.drafter import Speculation, configured_speculation
+from orca_jax.speculation.ngram import NgramDrafter
+from tests.host.engines import CONFIG, LETTERS, MODEL, SOON, orca, simulated, writing
+
+SPECULATION = Speculation(NgramDrafter, 4, MODEL.vocab_size)
+
+
+@pytest.mark.parametrize(
+    "asked, is_drafted",
+    [
+        ({}, True),
+        ({"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 0, "stop": ("x",), "top_k": 3}, True),
+        ({"max_tokens": 2}, False),
+        ({"guided_regex": "a*"}, False),
+        ({"min_tokens": 1}, False),
+        ({"bad_words": ("x",)}, False),
+        ({"allowed_token_ids": (1, 2)}, False),
+        ({"repetition_penalty": 1.1}, False),
+        ({"frequency_penalty": 0.1}, False),
+        ({"presence_penalty": 0.1}, False),
+        ({"logit_bias": {3: 1.0}}, False),
+        ({"use_beam_search": True, "n": 2}, False),
+    ],
+)
+def test_which_requests_are_drafted(asked: dict[str, Any], is_drafted: bool) -> None:
+    rules = RuleMaker(MODEL, LETTERS, speculation=SPECULATION).rules(SamplingParams(**asked))
+    assert isinstance(rules.kind(), Drafted) is is_drafted
+    assert not isinstance(rules.kind((1, 2, 3)), Drafted), "a scored output"
+
+
+class Repeat:
+    """Knows that the output is "abab...", and ends with ids that no model has."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        assert list(prompt_ids) == [1, 2]
+
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        return [ord("ab"[(len(output_ids) + i) % 2]) for i in range(n - 1)] + [MODEL.vocab_size, -1]
+
+
+class Fails(Repeat):
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        if len(output_ids) < 5:
+            return super().draft(output_ids, n)
+        raise RuntimeError("out of ideas")
+
+
+def output(drafter: type) -> tuple[list[int], int, int]:
+    scheduling = SchedulingConfig(speculative=f"{__name__}:{drafter.__name__}")
+    with orca(simulated(writing("ab")), config=replace(CONFIG, scheduling=scheduling)) as service:
+        token_ids = service.submit([1, 2], SamplingParams(max_tokens=21)).result(SOON).token_ids
+    assert service.speculation is not None
+    return token_ids, service.speculation.n_drafted, service.speculation.n_accepted
+
+
+def test_a_user_s_drafter_and_one_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    whole = [ord(letter) for letter in "ab" * 10 + "a"]
+    # Four iterations keep three drafts each, and the next one two, because three tokens are left to draft.
+    assert output(Repeat) == (whole, 14, 14)
+    assert not caplog.records
+    assert output(Fails) == (whole, 3, 3)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the drafter failed; request request-0 goes on without drafts"
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("suffix", "speculative is 'suffix'; it must be one of off, ngram, package.file:Class"),
+        ("no.such:Thing", "speculative is 'no.such:Thing', which cannot be imported"),
+        (f"{__name__}:MODEL", "is no class with a method draft"),
+        ("orca_jax.simulation.simulation:Simulation", "is no class with a method draft"),
+        (f"{__name__}:Wants", "cannot be made from a prompt's token ids: missing a required argument: 'n'"),
+    ],
+)
+def test_a_drafter_that_is_none(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        configured_speculation(SchedulingConfig(speculative=name), vocab_size=9)
+
+
+class Wants(Repeat):
+    def __init__(self, prompt_ids: Sequence[int], n: int) -> None: ...
+
+
+def test_what_does_not_work_with_drafts_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"policy 'orca' .* excludes speculative 'ngram'"):
+        Sizes(policy="orca", speculative="ngram")
+    for name, asked in {
+        "worker_processes": {"worker_processes": True},
+        "workers, pipeline_parallel": {"workers": ["127.0.0.1:1", "127.0.0.1:2"]},
+        "pipeline_parallel": {"pipeline_parallel": 2},
+        "record": {"record": "some.jsonl"},
+    }.items():
+        with pytest.raises(ConfigError, match=f"'ngram', which does not work with {name} yet"):
+            EngineConfig(speculative="ngram", **asked)
+    convolution = ShortConvolution(channels=MODEL.hidden_size, width=3, bias=False)
+    hybrid = replace(
+        MODEL, layers=(replace(MODEL.layers[0], attention=None, recurrence=convolution), *MODEL.layers)
+    )
+    for part, model in {"recurrent layers": hybrid, "an encoder": PRESETS["t5-small"]}.items():
+        with pytest.raises(ConfigError, match=f"does not work yet with a model with {part}"):
+            serving_config(model, Sizes(speculative="ngram"), [])
