@@ -62,5 +62,7 @@ def test_recorded_sizes_have_the_names_of_earlier_recordings() -> None:
         "reservation": "on-demand",
         "order": "priority",
         "aging_seconds": 3,
+        "speculative": "off",
+        "speculative_tokens": 4,
     }
     assert ServingConfig.from_dict(recorded) == ServingConfig.from_dict(asdict(serving)) == serving
