@@ -49,9 +49,9 @@ def configured_speculation(config: SchedulingConfig, *, vocab_size: int) -> Spec
     return Speculation(make, config.speculative_tokens, vocab_size)
 
 
-def _users_drafter(name: str) -> Callable[[Sequence[int]], Drafter]:
+def _users_drafter(name: str) -> Any:
     """The class named "package.file:Class". Raises ConfigError."""
-    made: Any = named_object("speculative", name)
+    made = named_object("speculative", name)
     if not callable(made) or not callable(getattr(made, "draft", None)):
         raise ConfigError(
             f"speculative is {name!r}, which is no class with a method draft; see docs/speculation.md"
