@@ -7,7 +7,7 @@ lookup decoding (Saxena, 2023).
 from collections.abc import Sequence
 
 _N = 3  # tokens that must agree; shorter sequences recur by chance
-_INDEXED = 1 << 15  # the last tokens of a prompt, which bounds the time and memory of the index
+_INDEXED = 1 << 14  # the last tokens of a prompt, which bounds the time and memory of the index
 
 
 class NgramDrafter:
