@@ -54,8 +54,8 @@ PYTEST_LONG := -m pytest --numprocesses=3 --dist=worksteal
 # Where `make test` looks; the slowest folder first.
 TESTS ?= tests/whole tests/endpoint tests/device tests/host
 
-test: $(VENV)/.dev ## run the tests: each behaviour once (ALL=1: and in further combinations of families, partitions, processes)
-	$(BIN)/python $(PYTEST) $(if $(ALL),-m "not long",--fewer-examples -m "not long and not matrix") $(TESTS)
+test: $(VENV)/.dev ## run the tests: each behaviour once (ALL=1: all examples, and further combinations; FEWER=1: a third of the examples)
+	$(BIN)/python $(PYTEST) $(if $(ALL),-m "not long",--fewer-examples -m "not long and not matrix") $(if $(FEWER),--fewer-examples) $(TESTS)
 
 test-long: $(VENV)/.dev ## run the long tests (PART=1/10: a tenth of them): soaks, thousands of seeds, killed processes
 	$(BIN)/python $(PYTEST_LONG) -m long $(if $(PART),--part $(PART)) tests/whole tests/endpoint tests/device tests/host

@@ -1,8 +1,15 @@
 """Fixtures of tests with devices."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from orca_jax.execution import matmul_backend
+from orca_jax.native.compiler import keep_libraries
+
+# As compiled programs, libraries in C are built once in a run, whichever process needs them first.
+keep_libraries(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))
 
 
 @pytest.fixture

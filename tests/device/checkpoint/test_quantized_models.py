@@ -241,7 +241,9 @@ def test_a_mixture_whose_experts_stay_packed(tmp_path: Path) -> None:
     assert sum(truth.sure(request) for request in tokens_of(loaded, parts)) > 12
 
 
-@pytest.mark.parametrize("to", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize(
+    "to", ["int4", *(pytest.param(to, marks=pytest.mark.long) for to in ("int8", "fp8"))]
+)
 def test_what_is_rounded_at_load_is_what_convert_writes(tmp_path: Path, to: Any) -> None:
     _, dense = written(tmp_path, FORMATS["fp8-channel"])
     assert convert_checkpoint(dense, tmp_path / "rounded", quantization=to) == "safetensors"

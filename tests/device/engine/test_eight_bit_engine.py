@@ -91,7 +91,10 @@ def outputs_are_sure(
         GreedyReference(model, parameters()).sure(request, MARGIN)
 
 
-@pytest.mark.parametrize(("code", "attention"), KINDS)
+@pytest.mark.parametrize(
+    ("code", "attention"),
+    [pytest.param(*kind, marks=pytest.mark.long if kind[0] == "int8" else ()) for kind in KINDS],
+)
 def test_tokens_are_the_references_whatever_the_schedule(code: KVCode, attention: Attention) -> None:
     @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(asked=requests(), scheduling=st.integers(0, len(SCHEDULES) - 1))
@@ -119,7 +122,13 @@ def test_rounding_changes_logits_and_not_by_much() -> None:
         assert most / 50 < error < most, (code, error)
 
 
-@pytest.mark.parametrize("attention", ["follow_lengths", *(["native"] if has_native() else [])])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        *(["native"] if has_native() else []),
+        pytest.param("follow_lengths", marks=pytest.mark.long if has_native() else ()),
+    ],
+)
 def test_a_deterministic_engine_gives_the_same_bits_alone_and_among_others(attention: Attention) -> None:
     model = MODEL.with_kv_code("int8")
     scheduling = SchedulingConfig(chunked_prefill=False, prefix_caching=False, reservation="full")

@@ -112,8 +112,7 @@ def fuzz_http(server: Server, n: int) -> Calls:
     return calls
 
 
-@pytest.mark.matrix(but=["1"])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_requests_from_the_document_touch_no_other_tenant(llm: LLM, tmp_path: Path, n: int) -> None:
     with watched(llm, tmp_path) as (server, (watcher,)):
         calls = fuzz_http(server, n)

@@ -9,22 +9,23 @@ import pytest
 
 from orca_jax import LLM, SamplingParams
 from tests.device.checkpoint.test_quantized_models import written
-from tests.gguf_bytes import BLOCK_TYPES, gguf_bytes, random_tensor, small_model, small_tensors
+from tests.gguf_bytes import gguf_bytes, random_tensor, small_model, small_tensors
 from tests.quantized_checkpoints import FORMATS
 
 SIZES: dict[str, Any] = {"max_batch_size": 4, "max_batch_tokens": 16, "n_slots": 256, "dtype": "float32"}
 ASK = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5], [*range(1, 31)], [7, 8, 9]]
+TYPES = ("Q4_K", "Q6_K", "Q4_1")
 
 
 def gguf(folder: Path) -> Path:
-    """A file of two layers whose matrices have all types in turn."""
+    """A file of two layers whose matrices have three types in turn; each type is a program to build in C."""
     dice, tensors = np.random.default_rng(2), small_tensors()
     layer = {name: one for name, one in tensors.items() if name.startswith("blk.0.")}
     tensors |= {name.replace("blk.0.", "blk.1."): one for name, one in layer.items()}
     matrices = [name for name, one in tensors.items() if len(one.shape) == 2]
     for i, name in enumerate(matrices):
-        tensors[name] = random_tensor(dice, BLOCK_TYPES[i % len(BLOCK_TYPES)], tensors[name].shape)
+        tensors[name] = random_tensor(dice, TYPES[i % len(TYPES)], tensors[name].shape)
     path = folder / "model.gguf"
     path.write_bytes(gguf_bytes(small_model(llama__block_count=2), tensors))
     return path
@@ -37,9 +38,14 @@ def checkpoint(name: str) -> Callable[[Path], Path]:
 MODELS = {"gguf": gguf} | {name: checkpoint(name) for name in ("w4a16", "awq", "gptq-8", "w8a8", "fp8-block")}
 
 
-@pytest.mark.matrix(but=["gguf"])
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=() if name == "gguf" else pytest.mark.long)
+        for name, make in MODELS.items()
+    ],
+)
 def test_two_processes_have_the_tokens_of_one(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     """To the token, since stages compute what one process computes, with activations rounded in C."""
     model = make(tmp_path)
