@@ -378,12 +378,17 @@ class Orca:
     def _publish_all(self, deliveries: Sequence[Delivery]) -> None:
         for request, _, reason in deliveries:
             output = request.sink
+            if output is None:  # its end has been published
+                continue
             assert isinstance(output, Output)
             failure = None
             if reason is FinishReason.ERROR:
                 cause = request.failure
                 failure = self.failure if cause is None else request.failure_kind(cause)
             output.publish(reason, failure)
+            if reason is not None:
+                # The two refer to each other, and only a garbage collection would free them.
+                request.sink = None
         if self.on_delivered is not None:
             self.on_delivered(deliveries)
 

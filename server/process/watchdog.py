@@ -22,7 +22,7 @@ LONG = 0.05  # seconds of a hold that is counted and logged
 _LOG_SECONDS = 10.0  # between two log lines, so that a slow machine does not fill its log
 _MOST_STACK = 12  # innermost calls in a log line
 _SWITCH_SECONDS = 0.001  # Python's default is 0.005
-_COLLECTIONS = (700, 10, 20)  # a collection of a generation after so many allocations, or younger ones
+_COLLECTIONS = (700, 10, 50)  # a collection of a generation after so many allocations, or younger ones
 _MOST_RECENT = 64  # long holds that `since` still knows
 
 
@@ -31,9 +31,10 @@ def settle() -> None:
 
     Large bodies trigger full garbage collections, which visit every object and take 0.2 s with JAX loaded.
     Freezing the objects that exist now exempts them. Those of a large body take 33 ms more (a conversation of
-    5,000 tool turns), so full collections come half as often as by Python's default. Rarer ones would let
-    memory grow: every connection leaves a cycle, and those that a younger collection finds still in use wait
-    for a full one (bench.hostile: 35 MB a round with one in a thousand). A thread that waits for the GIL now
+    5,000 tool turns), so full collections come a fifth as often as by Python's default. Requests and
+    connections leave no cycles, but a client that leaves in the middle of a stream does: an exception and its
+    frames, which wait for a full collection if a younger one finds them in use. So full collections must not
+    be rare either (bench.hostile: 35 MB a round with one in a thousand). A thread that waits for the GIL now
     gets it after 1 ms: the event loop waits for it several times per request while another thread computes.
     """
     gc.collect()

@@ -93,6 +93,8 @@ class Connection(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             _disconnect(self._running)
         super().connection_lost(exc)
+        # asyncio's transport refers to its own method, and only a garbage collection would free the two.
+        getattr(self.transport, "__dict__", {}).pop("_read_ready_cb", None)  # uvloop's has neither
 
     def data_received(self, data: bytes) -> None:
         """Parse the data in chunks that the limits allow."""

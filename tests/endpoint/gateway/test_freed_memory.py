@@ -61,6 +61,48 @@ def test_a_long_body_is_freed_at_once(path: str, body: Any) -> None:
             gc.enable()
 
 
+CALLS: dict[str, tuple[str, Any]] = {
+    "choices": ("/v1/completions", {"prompt": "a", "max_tokens": 4, "n": 4}),
+    "log-probabilities": ("/v1/completions", {"prompt": "a", "max_tokens": 4, "logprobs": 1, "stream": True}),
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES[:2], "max_tokens": 4}),
+    "a chat stream": ("/v1/chat/completions", {"messages": MESSAGES[:2], "max_tokens": 4, "stream": True}),
+    "responses": ("/v1/responses", {"input": "a", "max_output_tokens": 4}),
+    "messages": ("/v1/messages", {"messages": MESSAGES[:2], "max_tokens": 4, "stream": True}),
+    "a wrong body": ("/v1/completions", {"prompt": "a", "max_tokens": -1}),
+    "no such route": ("/v1/nothing", {}),
+}
+
+
+def test_requests_and_connections_leave_no_cycles() -> None:
+    """Only a garbage collection would free them, which holds all threads, and longer the more there are."""
+    options = EndpointOptions(port=0, grpc_port=None, access_log="off", max_stored_responses=0)
+    with serving(options=options) as server:
+
+        def call(path: str, body: Any) -> None:
+            with httpx2.Client(base_url=server.url, timeout=SOON) as client:  # a connection each
+                client.post(path, json=body)
+
+        for path, body in CALLS.values():
+            call(path, body)
+        until(server.at_rest, "the end of all requests")
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for _ in range(3):
+                for path, body in CALLS.values():
+                    call(path, body)
+            until(server.at_rest, "the end of all requests")
+            gc.collect()
+            names = {f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert not names & {"orca_jax.request.request.Request", "orca_jax.service.output.Output"}, names
+    assert not any("Transport" in name for name in names), names
+
+
 def n_models() -> int:
     """The number of parts of request bodies in memory."""
     return sum(isinstance(each, Strict) for each in gc.get_objects())

@@ -48,8 +48,8 @@ def test_a_long_body_is_read_without_a_full_collection(as_before: None) -> None:
     assert seen and 2 not in seen
 
 
-def test_what_connections_leave_behind_is_freed_in_service(as_before: None) -> None:
-    """A connection's protocol and transport refer to each other, and live through younger collections."""
+def test_cycles_are_freed_in_service(as_before: None) -> None:
+    """Cycles that were in use during younger collections wait for a full one."""
     alive = 0
 
     class Protocol:
@@ -68,7 +68,7 @@ def test_what_connections_leave_behind_is_freed_in_service(as_before: None) -> N
     for _ in range(400_000):
         open_now.append(Protocol())
         most = max(most, alive)
-    assert most < 150_000  # all 400,000 if full collections are rare
+    assert most < 250_000, most  # all 400,000 if full collections are rare
 
 
 def test_a_server_applies_the_settings_when_its_model_is_loaded() -> None:
