@@ -16,6 +16,10 @@ from orca_jax.speculation.drafter import Drafter, Speculation
 
 _log = logging.getLogger(__name__)
 
+# Output tokens for which no drafts are made, by the number of iterations in a row that kept none of theirs.
+# Drafts that are always wrong then cost little, and a text that begins to repeat itself is found soon.
+_PAUSES = (0, 0, 2, 6, 14, 30)
+
 
 def takes_drafts(sampling: SamplingParams) -> bool:
     """Whether drafts of an output with these parameters can be verified.
@@ -43,6 +47,8 @@ class Drafted(RowKind):
         self._failed = False
         self._drafts: Sequence[int] = ()  # after the first `_n_output` output tokens
         self._n_output = 0
+        self._n_in_vain = 0  # iterations in a row that kept none of their drafts
+        self._paused_until = 0  # the length of the output from which drafts are made again
         self.sent: Sequence[int] = ()  # the drafts of the iteration in flight
         self.n_drafted = self.n_accepted = 0
 
@@ -51,7 +57,7 @@ class Drafted(RowKind):
         if n_output != self._n_output:
             self._n_output = n_output
             n = min(self._speculation.n_tokens, req.most_output - n_output - 1)
-            self._drafts = self._draft(req, n) if n > 0 else ()
+            self._drafts = self._draft(req, n) if n > 0 and n_output >= self._paused_until else ()
         return 1 + len(self._drafts)
 
     def rows(self, req: Request, n_tokens: int, places: Sequence[int]) -> list[InputRow]:
@@ -68,6 +74,9 @@ class Drafted(RowKind):
         while n_right < len(sent) and sent[n_right] == sampled[n_right]:
             n_right += 1
         req.n_computed -= len(sent) - n_right
+        if sent:
+            self._n_in_vain = 0 if n_right else min(self._n_in_vain + 1, len(_PAUSES) - 1)
+            self._paused_until = len(req.output_ids) + 1 + _PAUSES[self._n_in_vain]
         self.n_drafted += len(sent)
         speculation.n_drafted += len(sent)
         for i in range(n_right + 1):

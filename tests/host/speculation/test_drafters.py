@@ -54,6 +54,11 @@ class Repeat:
         return [ord("ab"[(len(output_ids) + i) % 2]) for i in range(n - 1)] + [MODEL.vocab_size, -1]
 
 
+class Wrong(Repeat):
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        return [0]
+
+
 class Fails(Repeat):
     def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
         if len(output_ids) < 5:
@@ -61,10 +66,10 @@ class Fails(Repeat):
         raise RuntimeError("out of ideas")
 
 
-def output(drafter: type) -> tuple[list[int], int, int]:
+def output(drafter: type, n: int = 21) -> tuple[list[int], int, int]:
     scheduling = SchedulingConfig(speculative=f"{__name__}:{drafter.__name__}")
     with orca(simulated(writing("ab")), config=replace(CONFIG, scheduling=scheduling)) as service:
-        token_ids = service.submit([1, 2], SamplingParams(max_tokens=21)).result(SOON).token_ids
+        token_ids = service.submit([1, 2], SamplingParams(max_tokens=n)).result(SOON).token_ids
     assert service.speculation is not None
     return token_ids, service.speculation.n_drafted, service.speculation.n_accepted
 
@@ -78,6 +83,12 @@ def test_a_user_s_drafter_and_one_that_fails(caplog: pytest.LogCaptureFixture) -
     assert [record.getMessage() for record in caplog.records] == [
         "the drafter failed; request request-0 goes on without drafts"
     ]
+
+
+def test_drafts_that_are_always_wrong_become_rare() -> None:
+    """After 1, 2, 5, 12, 27 and 58 tokens: from the second iteration in vain on, a pause that grows."""
+    token_ids, n_drafted, n_accepted = output(Wrong, 60)
+    assert (len(token_ids), n_drafted, n_accepted) == (60, 6, 0)
 
 
 @pytest.mark.parametrize(
