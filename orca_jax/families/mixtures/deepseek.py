@@ -132,16 +132,6 @@ def read_latent_decoder(
         interleaved=interleaved,
         others=rope_others,
     )
-    for name, expected in (
-        ("num_key_value_heads", n_heads),
-        ("head_dim", latent.query_size if whole_heads else latent.rotary_size),
-        ("qk_head_dim", latent.query_size),
-    ):
-        if (found := fields.whole(name, default=expected)) != expected:
-            raise BadModelConfig(
-                f"{shown(fields.path)} disagrees with itself: {name} is {found}, and by the other sizes it "
-                f"must be {expected}"
-            )
     bias, factor = fields.flag("attention_bias", False), rotary.score_factor
     scale = None if factor == 1.0 else latent.query_size**-0.5 * factor
     attention = latent_attention(
@@ -152,6 +142,16 @@ def read_latent_decoder(
         qkv_bias=bias,
         out_bias=bias,
     )
+    for name, expected in (
+        ("num_key_value_heads", n_heads),
+        ("head_dim", latent.query_size if whole_heads else latent.rotary_size),
+        ("qk_head_dim", latent.query_size),
+    ):
+        if (found := fields.whole(name, default=expected)) != expected:
+            raise BadModelConfig(
+                f"{shown(fields.path)} disagrees with itself: {name} is {found}, and by the other sizes it "
+                f"must be {expected}"
+            )
     sizes = Sizes(
         vocab_size=fields.whole("vocab_size"),
         n_positions=fields.whole("max_position_embeddings"),

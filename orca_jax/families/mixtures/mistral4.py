@@ -87,8 +87,7 @@ MISTRAL4 = relative(
     config_names=deepseek.CONFIG_NAMES,
     read=_read,
     write=_write,
-    weights=deepseek.WEIGHTS,
-    alternatives=FUSED,
+    weights={**deepseek.WEIGHTS, **FUSED},  # transformers knows no other layout
 )
 MISTRAL3 = replace(
     text_part(
@@ -107,5 +106,4 @@ MISTRAL3 = replace(
     config_names={**MISTRAL4.config_names, **MISTRAL.config_names},
     weights={**MISTRAL4.weights, **MISTRAL.weights},
     renamed=lambda model: {} if model.attention.latent is None else MISTRAL4.weights,
-    alternatives=FUSED,
 )
