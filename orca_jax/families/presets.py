@@ -461,6 +461,21 @@ PRESETS: dict[str, ModelConfig] = {
     "qwen3.5-397b-a17b": _qwen3_5_moe(
         *(4096, 60, 32, 1024), num_experts=512, num_experts_per_tok=10, linear_num_value_heads=64
     ),
+    "lfm2-8b-a1b": model_of(
+        _sized(
+            {"model_type": "lfm2_moe"},
+            *(2048, 24, 32, 7168),
+            vocab_size=65_536,
+            max_position_embeddings=128_000,
+            num_key_value_heads=8,
+            layer_types=["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+            moe_intermediate_size=1792,
+            num_experts=32,
+            num_experts_per_tok=4,
+            bos_token_id=1,
+            eos_token_id=7,
+        )
+    ),
     "granite-4.0-h-tiny": _granite4(
         *(1536, 40, 12, 512),
         num_key_value_heads=4,

@@ -42,7 +42,7 @@ _KINDS: Mapping[str, str] = {
         siglip siglip2 swin swinv2 trocr vit vit_mae vitdet vitpose yolos
     """,
     _RECURRENT: """
-        falcon_h1 falcon_mamba jamba kimi_linear lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid
+        falcon_h1 falcon_mamba jamba kimi_linear mamba mamba2 minimax nemotron_h olmo_hybrid
         recurrent_gemma rwkv xlstm zamba zamba2
     """,
 }

@@ -30,7 +30,6 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    Mistral4ForCausalLM,
     OPTConfig,
 )
 
@@ -160,11 +159,6 @@ def _of_shape(name: str, shape: dict[str, Any]) -> Golden:
     return Golden(name, AutoConfig.for_model(**sizes), n_prompts=32, attention=attention)
 
 
-def class_of(model_type: str) -> Any:
-    """The class whose `from_pretrained` loads a decoder; transformers 5.24 does not map Mistral 4."""
-    return Mistral4ForCausalLM if model_type == "mistral4" else AutoModelForCausalLM
-
-
 def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
     """Fill a model so that its logits are well spread and its greedy text does not collapse to a few tokens.
 
@@ -218,7 +212,7 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(values.astype(np.float32)))
     for name, buffer in sorted(model.named_buffers(), key=lambda item: item[0]):
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             values = 0.2 * rng.standard_normal(tuple(buffer.shape), dtype=np.float32)
             buffer.copy_(torch.from_numpy(values))
 
@@ -327,13 +321,11 @@ def make(golden: Golden, directory: Path, rng: np.random.Generator) -> str:
     golden.config._attn_implementation = golden.attention
     # Only the plain form of experts has float64.
     experts = {"experts_implementation": "eager"} if hasattr(golden.config, "num_experts_per_tok") else {}
-    automatic = class_of(golden.config.model_type)
-    from_config = automatic if automatic is Mistral4ForCausalLM else automatic.from_config
-    model = from_config(golden.config).eval().float()
+    model = AutoModelForCausalLM.from_config(golden.config).eval().float()
     draw_weights(model, rng)
     save(golden, model, directory)
     # Compute with the written weights.
-    model = automatic.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation=golden.attention, dtype=torch.float32, **experts
     ).eval()
     return compute(golden, model, directory, rng)

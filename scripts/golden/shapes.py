@@ -884,6 +884,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         rope_parameters=_rope(1e4, **_YARN),
     ),
+    # lfm2_moe
+    "lfm2-moe-dense-first": _mixture(
+        *("lfm2_moe", (103, 24, 3, 4, 2, 30), (6, 3)),
+        moe_intermediate_size=14,
+        num_dense_layers=1,
+        routed_scaling_factor=1.5,
+        layer_types=["conv", "full_attention", "conv"],
+        rope_parameters=_rope(1e6),
+    ),
+    "lfm2-moe-no-bias-untied": _mixture(
+        *("lfm2_moe", (97, 20, 3, 2, 1, 28), (5, 2)),
+        moe_intermediate_size=16,
+        num_dense_layers=0,
+        norm_topk_prob=False,
+        use_expert_bias=False,
+        conv_bias=True,
+        conv_L_cache=4,
+        tie_word_embeddings=False,
+        layer_types=["full_attention", "conv", "conv"],
+        rope_parameters=_rope(1e4),
+    ),
     # olmoe
     "olmoe-grouped": _mixture("olmoe", (101, 36, 2, 6, 2, 16), (7, 3)),
     "olmoe-biases-yarn": _mixture(
@@ -942,21 +963,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm4-moe-lite-dense-last": _deepseek(
         *("glm4_moe_lite", (101, 20, 2, 4, 26), (None, 9, 7, 6, 10), (6, 2, 12, 2)),
         **{"mlp_layer_types": ["sparse", "dense"], "rope_interleave": False, "attention_bias": True},
-    ),
-    # mistral4: the length before yarn, and of a temperature, is shorter than most prompts
-    "mistral4-temperature": _deepseek(
-        *("mistral4", (103, 24, 2, 4, 28), (12, 10, 6, 4, 8), (8, 3, 10, 1)),
-        rope_parameters=_rope(
-            1e4,
-            **_YARN | {"original_max_position_embeddings": 8},
-            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
-        ),
-    ),
-    "mistral4-without-query-rank": _deepseek(
-        *("mistral4", (97, 20, 2, 2, 26), (None, 9, 4, 4, 6), (5, 2, 12, 2)),
-        **{"first_k_dense_replace": 1, "rope_interleave": False, "norm_topk_prob": False},
-        **{"routed_scaling_factor": 1.5, "tie_word_embeddings": True},
-        rope_parameters=_rope(1e3, **_YARN, llama_4_scaling_beta=0.0),
     ),
     # minimax_m2
     "minimax-m2-half-rotated": _mixture(

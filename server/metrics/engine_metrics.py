@@ -393,6 +393,9 @@ class EngineMetrics(TimelineObserver):
         yield "slots_total", "Slots: tokens whose keys and values fit.", kv.n_blocks * kv.block_size
         yield "slots_reserved", "Slots reserved for requests (n_rsrv).", n_reserved
         yield "slots_used", "Slots that hold a token's keys and values.", used
+        recurrent = self._model.config.has_state  # each reserved row has a state
+        yield "states_total", "Recurrent layers' states; 0 without such layers.", recurrent * kv.n_rows
+        yield "states_used", "States that requests hold.", recurrent * sum(map(bool, kv.slots_of))
         n_cached = 0 if kv.prefixes is None else len(kv.prefixes)
         yield "prefix_cache_blocks", "Blocks that the prefix cache can find.", n_cached
 

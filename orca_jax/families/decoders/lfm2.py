@@ -24,7 +24,7 @@ from orca_jax.families.strict_json import shown
 
 CONVOLUTION = "conv"  # a layer's kind in `layer_types`; the other is FULL
 _BASE = 1_000_000.0
-_LAYER = "{prefix}layers.{i}."
+LFM2_LAYER = "{prefix}layers.{i}."
 # In Liquid AI's own files; sizes follow from hidden_size, and the code in transformers reads none of them.
 _UNREAD = {
     **dict.fromkeys(
@@ -89,7 +89,8 @@ def _read(fields: ConfigFields) -> ModelConfig:
     return decoder(fields, sizes, layers, tied=fields.flag("tie_embedding", True))
 
 
-def _write(model: ModelConfig) -> dict[str, Any] | None:
+def hybrid_fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields of sizes and of kinds of layers, without those of the feed-forward parts."""
     mixers = (layer.recurrence for layer in model.layers)
     convolution = next((each for each in mixers if isinstance(each, ShortConvolution)), None)
     own: dict[str, Any] = {}
@@ -99,11 +100,12 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
         size_fields(model, _SIZE_NAMES)
         | ({} if model.attention.rotary is None else rotary_fields(model.attention.rotary))
         | own
-        | {
-            "layer_types": [FULL if layer.attention is not None else CONVOLUTION for layer in model.layers],
-            "block_auto_adjust_ff_dim": False,
-        }
+        | {"layer_types": [FULL if layer.attention is not None else CONVOLUTION for layer in model.layers]}
     )
+
+
+def _write(model: ModelConfig) -> dict[str, Any] | None:
+    return hybrid_fields(model) | {"block_auto_adjust_ff_dim": False}
 
 
 LFM2 = relative(
@@ -115,17 +117,19 @@ LFM2 = relative(
     write=_write,
     unread=_UNREAD,
     weights={
-        "layers.{i}.q_norm.scale": as_it_is(f"{_LAYER}self_attn.q_layernorm.weight"),
-        "layers.{i}.k_norm.scale": as_it_is(f"{_LAYER}self_attn.k_layernorm.weight"),
-        **linear("layers.{i}.out", f"{_LAYER}self_attn.out_proj", query_heads),
-        **linear("layers.{i}.conv_in", f"{_LAYER}conv.in_proj"),
-        "layers.{i}.conv.weight": depthwise(f"{_LAYER}conv.conv.weight"),
-        "layers.{i}.conv.bias": as_it_is(f"{_LAYER}conv.conv.bias"),
-        **linear("layers.{i}.conv_out", f"{_LAYER}conv.out_proj"),
-        "layers.{i}.up.weight": stacked(*(f"{_LAYER}feed_forward.{part}.weight" for part in ("w1", "w3"))),
-        "layers.{i}.down.weight": as_it_is(f"{_LAYER}feed_forward.w2.weight"),
-        "layers.{i}.attn_norm.scale": as_it_is(f"{_LAYER}operator_norm.weight"),
-        "layers.{i}.mlp_norm.scale": as_it_is(f"{_LAYER}ffn_norm.weight"),
+        "layers.{i}.q_norm.scale": as_it_is(f"{LFM2_LAYER}self_attn.q_layernorm.weight"),
+        "layers.{i}.k_norm.scale": as_it_is(f"{LFM2_LAYER}self_attn.k_layernorm.weight"),
+        **linear("layers.{i}.out", f"{LFM2_LAYER}self_attn.out_proj", query_heads),
+        **linear("layers.{i}.conv_in", f"{LFM2_LAYER}conv.in_proj"),
+        "layers.{i}.conv.weight": depthwise(f"{LFM2_LAYER}conv.conv.weight"),
+        "layers.{i}.conv.bias": as_it_is(f"{LFM2_LAYER}conv.conv.bias"),
+        **linear("layers.{i}.conv_out", f"{LFM2_LAYER}conv.out_proj"),
+        "layers.{i}.up.weight": stacked(
+            *(f"{LFM2_LAYER}feed_forward.{part}.weight" for part in ("w1", "w3"))
+        ),
+        "layers.{i}.down.weight": as_it_is(f"{LFM2_LAYER}feed_forward.w2.weight"),
+        "layers.{i}.attn_norm.scale": as_it_is(f"{LFM2_LAYER}operator_norm.weight"),
+        "layers.{i}.mlp_norm.scale": as_it_is(f"{LFM2_LAYER}ffn_norm.weight"),
         "final_norm.scale": as_it_is("{prefix}embedding_norm.weight"),
     },
 )

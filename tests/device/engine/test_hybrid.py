@@ -1,17 +1,23 @@
 """Models of attention and recurrent layers: whatever the schedule, the tokens are the reference's."""
 
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import ORCA, ParallelConfig, SchedulingConfig, ServingConfig, Sizes
+from orca_jax.config import ParallelConfig, Reservation, SchedulingConfig, ServingConfig, Sizes
+from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.errors import ConfigError, NotSupported
+from orca_jax.execution.worker import LocalWorkers
 from orca_jax.families.attention_config import Attention
+from orca_jax.families.config_json import config_from_json, config_to_json, plain_error
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.recurrence_config import GatedDeltaNet, Mamba2, Recurrence, ShortConvolution
@@ -24,11 +30,13 @@ from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import check_search
 from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.restart import run_again
 from orca_jax.sharding.partition import split_model
 from tests.device.greedy_reference import GreedyReference
-from tests.device.harness import greedy_request, harness
+from tests.device.harness import Harness, greedy_request, harness
 from tests.device.model.any_model import any_model, check
 from tests.device.model.drawn_weights import drawn
+from tests.random_pieces import RandomPieces
 
 NORM = Norm(kind="rms_norm", eps=1e-5)
 ATTENTION = Attention(
@@ -83,67 +91,115 @@ DELTA = hybrid(
 MAMBA = hybrid(mamba(), attending(), mamba(least_step=0.6, most_step=0.8))
 
 
+@pytest.mark.matrix
 @settings(any_model, max_examples=2)
 @given(model=st.sampled_from([RECURRENT_LAST, ATTENDING_LAST, DELTA, MAMBA]), seed=st.integers(0, 99))
 def test_the_tokens_are_the_references(model: ModelConfig, seed: int) -> None:
     check(model, seed)
 
 
+# A layer of each kind, and the last one recurrent.
+EVERY = hybrid(
+    delta(by_key_head=True),
+    mamba(),
+    attending().with_attention(output_gate=True),
+    delta(by_key_head=False),
+    mamba(least_step=0.6, most_step=0.8),
+    convolving(4, bias=True),
+)
 ON_DEMAND = SchedulingConfig(prefix_caching=False)
 CHUNKED = ServingConfig(max_batch_size=4, n_slots=4 * 48, max_batch_tokens=11, scheduling=ON_DEMAND)
 # Of few slots, so that requests are preempted.
-FEW_SLOTS = ServingConfig(
-    max_batch_size=4, n_slots=48, block_size=4, max_batch_tokens=11, scheduling=ON_DEMAND
-)
-WHOLE = ServingConfig(max_batch_size=4, n_slots=4 * 48, max_batch_tokens=48, scheduling=ORCA)
+FEW_SLOTS = replace(CHUNKED, n_slots=48, block_size=4)
 
 
 @pytest.fixture(scope="module")
 def weights() -> dict[ModelConfig, Parameters]:
-    return {model: drawn(model, 5) for model in (RECURRENT_LAST, ATTENDING_LAST, DELTA, MAMBA)}
+    return {model: drawn(model, 5) for model in (RECURRENT_LAST, EVERY)}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Prompts' lengths, outputs' lengths and arrivals; and what happens while they run."""
+
+    requests: tuple[tuple[int, int, int], ...]
+    overlap: bool = True
+    reservation: Reservation = "on-demand"
+    pieces: int | None = None  # the seed of prompts' random pieces
+    lost_before: int = -1  # the step before which all workers lose what they hold
+
+
+schedules = st.builds(
+    Schedule,
+    requests=st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=9
+    ).map(tuple),
+    overlap=st.booleans(),
+    reservation=st.sampled_from(["full", "on-demand"]),
+    pieces=st.none() | st.integers(0, 2**20),
+    lost_before=st.integers(-1, 20),
+)
+CROWD = tuple((1 + 7 * i % 30, 9, i) for i in range(9))
 
 
 @pytest.mark.parametrize(
-    ("model", "serving", "n_stages"),
+    ("n_stages", "n_examples"),
     [
-        (RECURRENT_LAST, FEW_SLOTS, 1),
-        (RECURRENT_LAST, CHUNKED, 3),
-        (ATTENDING_LAST, WHOLE, 2),
-        (DELTA, FEW_SLOTS, 1),
-        (MAMBA, FEW_SLOTS, 1),
-    ],
-    ids=[
-        "chunks-preempted",
-        "chunks-stages-of-recurrence-alone",
-        "algorithm-1-two-stages",
-        "delta-rule",
-        "mamba-2",
+        (1, 12),
+        pytest.param(1, 400, marks=pytest.mark.long),
+        pytest.param(3, 100, marks=pytest.mark.long),
     ],
 )
 def test_any_schedule_gives_the_references_tokens(
-    model: ModelConfig,
-    serving: ServingConfig,
-    n_stages: int,
-    weights: dict[ModelConfig, Parameters],
+    n_stages: int, n_examples: int, weights: dict[ModelConfig, Parameters]
 ) -> None:
-    """Prompts in chunks at any border, preemption, rows reused by other requests, overlap, stages."""
-    parts = split_model(model, jax.devices(), ParallelConfig(pipeline_parallel=n_stages))
-    engine = harness(model, weights[model], serving, buckets=(serving.max_batch_tokens,), parts=parts)
-    expected = GreedyReference(model, weights[model])
-    n_preempted = n_sure = 0
-    for seed in range(4):
-        rng = np.random.default_rng(seed)
+    """Prompts in pieces at any border, preemption, rows reused by other requests, overlap, lost workers.
+
+    Rows keep the states of earlier examples, which no request may see.
+    """
+    parts = split_model(EVERY, jax.devices(), ParallelConfig(pipeline_parallel=n_stages))
+    first = harness(EVERY, weights[EVERY], FEW_SLOTS, buckets=(11,), parts=parts)
+    workers = local_workers(first).workers
+    expected = GreedyReference(EVERY, weights[EVERY])
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=n_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @example(Schedule(CROWD))
+    @example(Schedule(CROWD, pieces=1, lost_before=7))
+    @given(schedules)
+    def tokens_are_the_references(schedule: Schedule) -> None:
+        scheduling = SchedulingConfig(prefix_caching=False, reservation=schedule.reservation)
+        serving = replace(FEW_SLOTS, overlap=schedule.overlap, scheduling=scheduling)
+        ran = harness(EVERY, {}, serving, buckets=(11,), parts=parts, workers=workers)
+        if schedule.pieces is not None:
+            ran.scheduler.policy = RandomPieces(ran.scheduler.policy, random.Random(schedule.pieces))
+
+        def before_step(step: int) -> None:
+            if step == schedule.lost_before:
+                for worker in workers:
+                    worker.renew()
+                local_workers(ran)._to_do.clear()
+                run_again(ran.scheduler)
+                seen["lost"] += 1
+
+        rng = np.random.default_rng(len(schedule.requests))
         asked = [
-            greedy_request(
-                str(i), rng.integers(0, 53, rng.integers(1, 30)).tolist(), int(rng.integers(1, 10))
-            )
-            for i in range(9)
+            greedy_request(str(i), rng.integers(0, 53, n_input).tolist(), n_output)
+            for i, (n_input, n_output, _) in enumerate(schedule.requests)
         ]
-        engine.run(asked, sorted(rng.integers(0, 12, len(asked)).tolist()))
-        n_preempted += sum(request.n_preempted for request in asked)
-        n_sure += sum(expected.sure(request) for request in asked)
-    assert n_sure > 100
-    assert (n_preempted > 0) is (serving is FEW_SLOTS)
+        ran.run(asked, [arrival for *_, arrival in schedule.requests], before_step)
+        seen["preempted"] += ran.scheduler.n_preemptions
+        seen["sure"] += sum(expected.sure(request) for request in asked)
+
+    tokens_are_the_references()
+    assert seen["preempted"] > 0 and seen["lost"] > 0 and seen["sure"] > 100, seen
+
+
+def local_workers(ran: Harness) -> LocalWorkers:
+    """The workers of an engine in this process."""
+    assert isinstance(ran.scheduler.engine, EngineMaster)
+    assert isinstance(ran.scheduler.engine._workers, LocalWorkers)
+    return ran.scheduler.engine._workers
 
 
 def test_a_prompts_tokens_are_scored_after_a_recurrent_last_layer(
@@ -175,6 +231,10 @@ def test_what_recurrent_layers_do_not_support_is_refused_by_name() -> None:
     blocks = KVManager(n_blocks=8, block_size=16, n_rows=4, max_blocks_per_row=4)
     with pytest.raises(NotSupported, match="use_beam_search is not supported for a model with recurrent"):
         check_search(4, 0, sampling, ATTENDING_LAST, blocks)
+
+
+def test_json_has_every_kind_of_recurrence() -> None:
+    assert config_from_json(config_to_json(EVERY), plain_error) == EVERY
 
 
 def test_a_state_has_the_same_bytes_whatever_the_length() -> None:

@@ -25,7 +25,10 @@ OF_PROMETHEUS = frozenset(("instance", "job"))  # labels that it gives each samp
 ROWS = ["Traffic", "Latency", "Scheduler", "Keys and values", "Workers", "Host"]
 # Metrics that no panel shows: the creation times of two counters. Metrics that need a flag or a known device
 # (docs/observability.md, docs/kubernetes.md) or Ray Serve's door are not on this page.
-NOT_SHOWN = {"orca_grpc_requests_created", "orca_http_requests_created"}
+NOT_SHOWN = {
+    *("orca_grpc_requests_created", "orca_http_requests_created"),
+    *("orca_states_total", "orca_states_used"),  # of hybrids alone
+}
 # How Grafana fills in its variables.
 FILLED = {"$__rate_interval": "5m", "$model": ".*", "$instance": ".*"}
 

@@ -16,6 +16,8 @@ from orca_jax.config import RestartBound, SchedulingConfig, ServingConfig
 from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.engine.stage_counters import RemoteCounters, StageCounters
 from orca_jax.errors import EngineError, WorkerLost
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.recurrence_config import ShortConvolution
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Engine
@@ -41,6 +43,8 @@ ENGINE = {
     "orca_slots_total": "gauge",
     "orca_slots_reserved": "gauge",
     "orca_slots_used": "gauge",
+    "orca_states_total": "gauge",
+    "orca_states_used": "gauge",
     "orca_prefix_cache_blocks": "gauge",
     "orca_prefix_cache_queries": "counter",
     "orca_prefix_cache_hits": "counter",
@@ -103,6 +107,7 @@ def observed(
     bucket_sizes: Sequence[int] = (),
     clock: Callable[[], float] = time.monotonic,
     restarts: RestartBound | None = None,
+    model: ModelConfig = MODEL,
 ) -> tuple[Orca, Metrics]:
     """A service that is not started, with metrics attached."""
     kv = KVManager(
@@ -113,10 +118,10 @@ def observed(
         prefix_caching=config.scheduling.prefix_caching,
     )
     service = Orca(
-        engine, kv, config=config, model=MODEL, bucket_sizes=bucket_sizes, clock=clock, restarts=restarts
+        engine, kv, config=config, model=model, bucket_sizes=bucket_sizes, clock=clock, restarts=restarts
     )
     _, metrics = asyncio.run(_metrics())
-    metrics.attach(ServedModel(name="test", service=service, config=MODEL, serving=config))
+    metrics.attach(ServedModel(name="test", service=service, config=model, serving=config))
     return service, metrics
 
 
@@ -257,6 +262,33 @@ def test_gauges_show_the_current_state(gated: GatedEngine) -> None:
         assert len(b.result(SOON).token_ids) == 2
         until(lambda: at_rest(service), "rest")
         assert now() == [0, 0, 0, 256, 0, 0]
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_states_are_those_of_admitted_requests(gated: GatedEngine, recurrent: bool) -> None:
+    (layer, *_) = MODEL.layers
+    mixing = replace(layer, attention=None, recurrence=ShortConvolution(channels=MODEL.hidden_size, width=3))
+    hybrid = replace(MODEL, layers=(mixing, *MODEL.layers))
+    config = ServingConfig(max_batch_size=2, n_slots=256, max_batch_tokens=64, block_size=8)
+    service, metrics = observed(gated, config=config, model=hybrid if recurrent else MODEL)
+
+    def now() -> tuple[float, ...]:
+        samples = scrape(metrics)
+        return tuple(of_engine(samples, name) for name in ("states_total", "states_used"))
+
+    with service:
+        assert now() == (4 * recurrent, 0)
+        three = [service.submit([5] * 3, SamplingParams(max_tokens=9)) for _ in range(3)]  # the third waits
+        for _ in range(2):  # the first iteration may have begun before the second request came
+            assert gated.waited_for.wait(SOON)
+            gated.waited_for.clear()
+            gated.let(1)
+        assert gated.waited_for.wait(SOON)
+        assert now() == (4 * recurrent, 2 * recurrent)
+        gated.let(1000)
+        assert all(len(each.result(SOON).token_ids) == 9 for each in three)
+        until(lambda: at_rest(service), "rest")
+        assert now() == (4 * recurrent, 0)
 
 
 def test_shared_slots_are_used_once(gated: GatedEngine) -> None:

@@ -68,6 +68,7 @@ def test_the_lines_equal_the_timeline() -> None:
         assert name == "hello"
         assert (hello["orca_live"], hello["model"], hello["status"]) == (1, "test", "ready")
         assert (hello["max_batch_size"], hello["n_slots"], hello["block_size"]) == (8, 8192, 16)
+        assert hello["n_states"] == 0
         assert hello["requests"] == []
         complete(server, "abcde", 3, n=2, priority=0)
         lines = until_finished(events, 2)

@@ -37,6 +37,7 @@ PAGES = {
         "qwen3.5-27b": "Qwen/Qwen3.5-27B",
         "qwen3.5-35b-a3b": "Qwen/Qwen3.5-35B-A3B",
         "qwen3.5-397b-a17b": "Qwen/Qwen3.5-397B-A17B",
+        "lfm2-8b-a1b": "LiquidAI/LFM2-8B-A1B",
         "granite-4.0-h-tiny": "ibm-granite/granite-4.0-h-tiny",
         "granite-4.0-h-small": "ibm-granite/granite-4.0-h-small",
         "bamba-9b": "ibm-ai-platform/Bamba-9B-v1",

@@ -58,7 +58,7 @@ def check(name: str, **options: Any) -> None:
 def test_every_family_is_split() -> None:
     # Recurrent layers are not split over devices yet.
     assert {family for family, (_, n) in CHOSEN.items() if n == 1} == {
-        *("bamba", "granitemoehybrid", "lfm2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+        *("bamba", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
     }
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import pytest
 
-from orca_jax import LLM
+from orca_jax import LLM, SamplingParams
 from orca_jax.errors import ConfigError, EngineAsleep, ServiceClosed
+from tests.device.model.golden import load_golden
 from tests.whole.training.weights import GREEDY, LONG, PROMPTS, SIZES, arrays, reference_tokens, tokens
 
 
@@ -113,3 +114,22 @@ def test_closing_a_paused_engine_ends_its_requests(old: Path):
     for call in (llm.pause, llm.resume, llm.sleep, llm.wake_up, lambda: llm.update_weights({})):
         with pytest.raises(ServiceClosed):
             call()
+
+
+def test_a_hybrids_states_are_given_back_and_come_back():
+    """Bamba's matrices and convolutions, for eight rows: two batches of four."""
+    golden = load_golden("bamba-grouped")
+    states = 8 * 4 * (8 * 6 * 8 + 3 * (64 + 2 * 2 * 6))  # of the one recurrent layer, float32
+    numbers = [i for i, prompt in enumerate(golden.prompts) if len(prompt) + 16 <= 64][:6]
+    params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    with LLM(golden.directory, dtype="float32", **SIZES) as llm:
+        for _ in range(2):
+            results = llm.generate([golden.prompts[i] for i in numbers], params)
+            for i, result in zip(numbers, results, strict=True):
+                sure = golden.sure(i)
+                assert tuple(result.token_ids[: len(sure)]) == sure
+            awake = live()
+            llm.sleep()
+            assert awake - live() >= 0.95 * (states + 2 * 2 * 8 * 4 * SIZES["n_slots"])
+            llm.wake_up()
+            assert live() == awake
