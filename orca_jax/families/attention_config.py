@@ -253,7 +253,7 @@ class Attention:
             self.output_gate
             or self.qk_norm is not None
             or not self.causal
-            or scores != Scores(scale=scores.scale)
+            or scores != Scores(scale=scores.scale, temperature=scores.temperature)
         ):
             raise ConfigError(
                 "latent attention with an output gate, a qk-norm, a window, a soft cap, ALiBi or a relative "

@@ -20,7 +20,7 @@ from orca_jax.families.decoders.granite import GRANITE
 from orca_jax.families.decoders.hunyuan import HUNYUAN_V1_DENSE
 from orca_jax.families.decoders.lfm2 import LFM2
 from orca_jax.families.decoders.llama import LLAMA
-from orca_jax.families.decoders.mistral import MINISTRAL3, MISTRAL, MISTRAL3
+from orca_jax.families.decoders.mistral import MINISTRAL3, MISTRAL
 from orca_jax.families.decoders.olmo2 import OLMO2
 from orca_jax.families.decoders.olmo3 import OLMO3
 from orca_jax.families.decoders.opt import OPT
@@ -40,6 +40,7 @@ from orca_jax.families.mixtures.gpt_oss import GPT_OSS
 from orca_jax.families.mixtures.granite_hybrid import GRANITE_HYBRID
 from orca_jax.families.mixtures.lfm2_moe import LFM2_MOE
 from orca_jax.families.mixtures.minimax_m2 import MINIMAX_M2
+from orca_jax.families.mixtures.mistral4 import MISTRAL3, MISTRAL4
 from orca_jax.families.mixtures.mixtral import MIXTRAL
 from orca_jax.families.mixtures.olmoe import OLMOE
 from orca_jax.families.mixtures.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
@@ -95,6 +96,7 @@ _families: dict[str, Family] = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         KIMI_K25,
+        MISTRAL4,
         GLM4_MOE,
         GLM4_MOE_LITE,
         MINIMAX_M2,

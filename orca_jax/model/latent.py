@@ -22,7 +22,7 @@ from orca_jax.families.attention_config import Attention
 from orca_jax.model.context import Attend, Context
 from orca_jax.model.kv_cache import LayerCache, as_numbers, write
 from orca_jax.model.layers import Linear, Matmul, RMSNorm, Weights, linear_of
-from orca_jax.model.rotation import Rotation, rotate
+from orca_jax.model.rotation import Rotation, query_factors, rotate
 
 _MASKED = -1e30  # a masked key's score; finite, so that inf - inf cannot arise
 _QUERIES, _KEYS = 128, 256  # the plain form's queries of a tile, and keys of a chunk
@@ -98,7 +98,8 @@ class LatentAttention(nnx.Module):
             keys = self._keys(x, rotation, ctx.tokens.product)
             ctx.cache = write(ctx.cache, keys, None, ctx.slot_of_token)
         x, rotation = queries.of(x), rotation.of(queries.of)
-        attended = self._attended(x, rotation, queries.product, ctx.cache, queries.attend)
+        made = self._queries(x, rotation, queries.product, queries.of(ctx.positions))
+        attended = self._attended(made, ctx.cache, queries.attend)
         return self.out(attended, queries.product, ctx.shard)
 
     def _keys(self, x: jax.Array, rotation: Rotation, product: Matmul) -> jax.Array:
@@ -107,13 +108,11 @@ class LatentAttention(nnx.Module):
         turned = self._rotated(compressed[:, None, rank:], rotation)
         return jnp.concatenate([self.kv_a_norm(compressed[:, None, :rank]), turned], axis=-1)
 
-    def _attended(
-        self, x: jax.Array, rotation: Rotation, product: Matmul, cache: LayerCache, attend: Attend
-    ) -> jax.Array:
-        """Attend from x [T, H] to the cache, all heads side by side: [T, N W]."""
-        queries = self._queries(x, rotation, product)
+    def _attended(self, queries: Queries, cache: LayerCache, attend: Attend) -> jax.Array:
+        """Attend to the cache, all heads side by side: [T, N W]."""
+        n_tokens = len(queries.plain)
         if not isinstance(attend, ByRow):
-            return self._absorbed(queries, cache, attend).reshape(len(x), -1)
+            return self._absorbed(queries, cache, attend).reshape(n_tokens, -1)
 
         def add_slab(i: jax.Array, out: jax.Array) -> jax.Array:
             tokens, absorbed = attend.slab(i)
@@ -122,13 +121,16 @@ class LatentAttention(nnx.Module):
 
         whole = jnp.concatenate(queries, axis=-1)
         out = attend.plain(whole, cache, self._kv_weight(), self.attention)
-        return lax.fori_loop(0, attend.n_slabs, add_slab, out).reshape(len(x), -1)
+        return lax.fori_loop(0, attend.n_slabs, add_slab, out).reshape(n_tokens, -1)
 
-    def _queries(self, x: jax.Array, rotation: Rotation, product: Matmul) -> Queries:
-        latent = self.config
+    def _queries(self, x: jax.Array, rotation: Rotation, product: Matmul, positions: jax.Array) -> Queries:
+        """The queries of x [T, H]."""
+        latent, temperature = self.config, self.attention.scores.temperature
         if self.q_a is not None and self.q_a_norm is not None:
             x = self.q_a_norm(self.q_a(x, product))
         q = self.q(x, product).reshape(x.shape[0], -1, latent.query_size)
+        if temperature is not None:
+            q = q * query_factors(temperature, positions).astype(q.dtype)[:, None, None]
         return Queries(q[..., : latent.plain_size], self._rotated(q[..., latent.plain_size :], rotation))
 
     def _absorbed(self, queries: Queries, cache: LayerCache, attend: Attend) -> jax.Array:

@@ -73,10 +73,7 @@ def forward(
             q, k = (norm(layer.qk_norm.norm, f"{name}.{n}_norm", each) for n, each in (("q", q), ("k", k)))
         if layer.rotary is not None and (layer.qk_norm is None or not layer.qk_norm.after_rotation):
             q, k = (_rotated(layer.rotary, each, position, config.n_positions) for each in (q, k))
-        if layer.scores.temperature is not None:
-            passed = jnp.floor(position / layer.scores.temperature.step)
-            q = q * (1 + layer.scores.temperature.scale * jnp.log(1 + passed))[:, None, None]
-        return q, k.repeat(n_groups, axis=1), v.repeat(n_groups, axis=1)
+        return scaled(layer, q, position), k.repeat(n_groups, axis=1), v.repeat(n_groups, axis=1)
 
     def latent_heads(
         layer: Attention, latent: Latent, name: str, value: jax.Array
@@ -99,7 +96,14 @@ def forward(
         kv = linear(f"{name}.kv_b", c).reshape(n_tokens, n, -1)
         keys, values = kv[..., : latent.plain_size], kv[..., latent.plain_size :]
         q = jnp.concatenate([q[..., : latent.plain_size], turned(q[..., latent.plain_size :])], axis=-1)
-        return q, jnp.concatenate([keys, of_all], axis=-1), values
+        return scaled(layer, q, position), jnp.concatenate([keys, of_all], axis=-1), values
+
+    def scaled(layer: Attention, q: jax.Array, position: jax.Array) -> jax.Array:
+        """Queries times their temperatures."""
+        if layer.scores.temperature is None:
+            return q
+        passed = jnp.floor(position / layer.scores.temperature.step)
+        return q * (1 + layer.scores.temperature.scale * jnp.log(1 + passed))[:, None, None]
 
     def attention(layer: Attention, name: str, value: jax.Array, real: jax.Array) -> jax.Array:
         """Attention of tokens to one another; `real` [T] is false for padding, which no token sees."""

@@ -30,6 +30,7 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    Mistral4ForCausalLM,
     OPTConfig,
 )
 
@@ -157,6 +158,11 @@ def _of_shape(name: str, shape: dict[str, Any]) -> Golden:
     # Falcon's eager attention adds ALiBi twice, because its mask has it too.
     attention = "sdpa" if shape.get("alibi") else "eager"
     return Golden(name, AutoConfig.for_model(**sizes), n_prompts=32, attention=attention)
+
+
+def class_of(model_type: str) -> Any:
+    """The class whose `from_pretrained` loads a decoder; transformers 5.24 does not map Mistral 4."""
+    return Mistral4ForCausalLM if model_type == "mistral4" else AutoModelForCausalLM
 
 
 def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
@@ -321,11 +327,13 @@ def make(golden: Golden, directory: Path, rng: np.random.Generator) -> str:
     golden.config._attn_implementation = golden.attention
     # Only the plain form of experts has float64.
     experts = {"experts_implementation": "eager"} if hasattr(golden.config, "num_experts_per_tok") else {}
-    model = AutoModelForCausalLM.from_config(golden.config).eval().float()
+    automatic = class_of(golden.config.model_type)
+    from_config = automatic if automatic is Mistral4ForCausalLM else automatic.from_config
+    model = from_config(golden.config).eval().float()
     draw_weights(model, rng)
     save(golden, model, directory)
     # Compute with the written weights.
-    model = AutoModelForCausalLM.from_pretrained(
+    model = automatic.from_pretrained(
         directory, attn_implementation=golden.attention, dtype=torch.float32, **experts
     ).eval()
     return compute(golden, model, directory, rng)

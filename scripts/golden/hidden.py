@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
-from scripts.golden.decoders import switching_length
+from scripts.golden.decoders import class_of, switching_length
 from scripts.golden.with_torch import GOLDEN, versions
 
 PATH = GOLDEN / "hidden.npz"
@@ -59,7 +58,7 @@ def make_files(only: Sequence[str]) -> None:
         own = json.loads((directory / "config.json").read_text())
         # Only the plain form of experts has float64.
         experts = {"experts_implementation": "eager"} if {"num_experts_per_tok", "moe_k"} & own.keys() else {}
-        whole = AutoModelForCausalLM.from_pretrained(
+        whole = class_of(own["model_type"]).from_pretrained(
             directory,
             attn_implementation="sdpa" if own.get("alibi") else "eager",
             dtype=torch.float32,

@@ -964,6 +964,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         *("glm4_moe_lite", (101, 20, 2, 4, 26), (None, 9, 7, 6, 10), (6, 2, 12, 2)),
         **{"mlp_layer_types": ["sparse", "dense"], "rope_interleave": False, "attention_bias": True},
     ),
+    # mistral4: the length before yarn, and of a temperature, is shorter than most prompts
+    "mistral4-temperature": _deepseek(
+        *("mistral4", (103, 24, 2, 4, 28), (12, 10, 6, 4, 8), (8, 3, 10, 1)),
+        rope_parameters=_rope(
+            1e4,
+            **_YARN | {"original_max_position_embeddings": 8},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        ),
+    ),
+    "mistral4-without-query-rank": _deepseek(
+        *("mistral4", (97, 20, 2, 2, 26), (None, 9, 4, 4, 6), (5, 2, 12, 2)),
+        **{"first_k_dense_replace": 1, "rope_interleave": False, "norm_topk_prob": False},
+        **{"routed_scaling_factor": 1.5, "tie_word_embeddings": True},
+        rope_parameters=_rope(1e3, **_YARN, llama_4_scaling_beta=0.0),
+    ),
     # minimax_m2
     "minimax-m2-half-rotated": _mixture(
         *("minimax_m2", (103, 24, 2, 6, 2, 18), (8, 3)),

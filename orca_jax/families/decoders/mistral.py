@@ -1,7 +1,7 @@
 """Mistral (Jiang et al., 2023): Llama with a sliding window in all layers; and Mistral's later dense models.
 
-Ministral 3 (Mistral AI, 2025) multiplies queries by a temperature that grows with their position. Of the
-models with vision, Mistral Small 3.1 and Ministral 3, the text part is served.
+Ministral 3 (Mistral AI, 2025) multiplies queries by a temperature that grows with their position. Models
+with vision are in mixtures/mistral4.py.
 """
 
 from typing import Any
@@ -19,11 +19,11 @@ from orca_jax.families.decoders.rope_fields import (
 )
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.strict_json import shown
-from orca_jax.families.text_part import text_part
 
 _DEFAULT_WINDOW = 4096  # without the field; null means no window, as in Mistral 7B v0.2 and later
 _HEAD_SIZE = 128  # transformers' default in Ministral 3
 _BETA = "llama_4_scaling_beta"
+ROPE_OTHERS = (_BETA, ORIGINAL, "max_position_embeddings")  # of rope_parameters, besides the rotation's
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
@@ -42,13 +42,14 @@ def _read_ministral3(fields: ConfigFields) -> ModelConfig:
         fields,
         head_size=sizes.head_size,
         n_positions=sizes.n_positions,
-        others=(_BETA, ORIGINAL, "max_position_embeddings"),
+        others=ROPE_OTHERS,
     )
-    scores = Scores(window=fields.whole_or_null("sliding_window", None), temperature=_temperature(fields))
+    scores = Scores(window=fields.whole_or_null("sliding_window", None), temperature=read_temperature(fields))
     return decoder(fields, sizes, read_layer(fields, sizes, eps=1e-5, rotary=rotary, scores=scores))
 
 
-def _temperature(fields: ConfigFields) -> Temperature | None:
+def read_temperature(fields: ConfigFields) -> Temperature | None:
+    """Read the factor on queries by their position. Raises BadModelConfig without rope_parameters."""
     found = rope_section(fields)
     if found is None:
         raise BadModelConfig(f"{shown(fields.path)}: rope_parameters: expected an object, found none")
@@ -57,13 +58,19 @@ def _temperature(fields: ConfigFields) -> Temperature | None:
 
 
 def _write_ministral3(model: ModelConfig) -> dict[str, Any] | None:
-    written, rotary, scores = common_fields(model), model.attention.rotary, model.attention.scores
+    written = with_temperature(model, common_fields(model))
+    return written and written | {"sliding_window": model.attention.scores.window}
+
+
+def with_temperature(model: ModelConfig, written: dict[str, Any]) -> dict[str, Any] | None:
+    """The written fields with rotary positions as `read_temperature` reads them; None without rotation."""
+    rotary, temperature = model.attention.rotary, model.attention.scores.temperature
     if rotary is None:
         return None
     own: dict[str, Any] = {}
-    if scores.temperature is not None:
-        own = {_BETA: scores.temperature.scale, ORIGINAL: scores.temperature.step}
-    return without_rope(written) | rope_parameters(rotary, **own) | {"sliding_window": scores.window}
+    if temperature is not None:
+        own = {_BETA: temperature.scale, ORIGINAL: temperature.step}
+    return without_rope(written) | rope_parameters(rotary, **own)
 
 
 MISTRAL = relative(
@@ -79,17 +86,4 @@ MINISTRAL3 = relative(
     architectures=("Ministral3ForCausalLM", "Ministral3Model"),
     read=_read_ministral3,
     write=_write_ministral3,
-)
-MISTRAL3 = text_part(
-    MISTRAL,
-    or_texts=(MINISTRAL3,),
-    model_type="mistral3",
-    title="Mistral Small 3.1 and Ministral 3 with vision",
-    architectures=("Mistral3ForConditionalGeneration", "Mistral3Model"),
-    prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
-    head="language_model.lm_head.weight",
-    parts=r"(model\.)?(vision_tower|multi_modal_projector)\..*",
-    defaults={"bos_token_id": 1, "eos_token_id": 2},
-    inner=("tie_word_embeddings",),  # outside transformers writes its class's default, true
-    unread={"projector_hidden_act": "of the projector", "vision_feature_layer": "of the vision tower"},
 )

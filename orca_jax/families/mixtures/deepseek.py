@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from orca_jax.errors import BadModelConfig
-from orca_jax.families.attention_config import Attention, Latent, Scores, latent_attention
+from orca_jax.families.attention_config import Latent, Scores, Temperature, latent_attention
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import (
     Sizes,
@@ -107,14 +107,51 @@ def read_latent_decoder(
     eps: float = 1e-6,
     query_rank: int = 1536,
     n_shared: int = 0,
+    temperature: Temperature | None = None,
+    rope_others: tuple[str, ...] = (),
+    whole_heads: bool = False,
 ) -> ModelConfig:
     """Read a decoder with latent attention, and `experts` in the layers that are `sparse`.
 
     `eps`, `query_rank` and `n_shared` are the family's defaults of rms_norm_eps, q_lora_rank and
-    n_shared_experts.
+    n_shared_experts. `rope_others` are fields of rope_parameters that the family reads itself. With
+    `whole_heads` the file's head_dim counts the unrotated part of a key too.
     """
     n_heads = fields.whole("num_attention_heads")
-    attention = _read_attention(fields, n_heads, interleaved=interleaved, query_rank=query_rank)
+    latent = Latent(
+        rank=fields.whole("kv_lora_rank"),
+        rotary_size=fields.whole("qk_rope_head_dim"),
+        plain_size=fields.whole("qk_nope_head_dim"),
+        value_size=fields.whole("v_head_dim"),
+        query_rank=fields.whole_or_null("q_lora_rank", query_rank),
+    )
+    rotary = read_rotary(
+        fields,
+        head_size=latent.rotary_size,
+        n_positions=fields.whole("max_position_embeddings"),
+        interleaved=interleaved,
+        others=rope_others,
+    )
+    bias, factor = fields.flag("attention_bias", False), rotary.score_factor
+    scale = None if factor == 1.0 else latent.query_size**-0.5 * factor
+    attention = latent_attention(
+        latent,
+        n_heads=n_heads,
+        rotary=rotary,
+        scores=Scores(scale=scale, temperature=temperature),
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    for name, expected in (
+        ("num_key_value_heads", n_heads),
+        ("head_dim", latent.query_size if whole_heads else latent.rotary_size),
+        ("qk_head_dim", latent.query_size),
+    ):
+        if (found := fields.whole(name, default=expected)) != expected:
+            raise BadModelConfig(
+                f"{shown(fields.path)} disagrees with itself: {name} is {found}, and by the other sizes it "
+                f"must be {expected}"
+            )
     sizes = Sizes(
         vocab_size=fields.whole("vocab_size"),
         n_positions=fields.whole("max_position_embeddings"),
@@ -132,39 +169,6 @@ def read_latent_decoder(
         for has_experts in sparse
     ]
     return decoder(fields, sizes, layers)
-
-
-def _read_attention(fields: ConfigFields, n_heads: int, *, interleaved: bool, query_rank: int) -> Attention:
-    latent = Latent(
-        rank=fields.whole("kv_lora_rank"),
-        rotary_size=fields.whole("qk_rope_head_dim"),
-        plain_size=fields.whole("qk_nope_head_dim"),
-        value_size=fields.whole("v_head_dim"),
-        query_rank=fields.whole_or_null("q_lora_rank", query_rank),
-    )
-    rotary = read_rotary(
-        fields,
-        head_size=latent.rotary_size,
-        n_positions=fields.whole("max_position_embeddings"),
-        interleaved=interleaved,
-    )
-    bias = fields.flag("attention_bias", False)
-    factor = rotary.score_factor
-    scores = Scores() if factor == 1.0 else Scores(scale=latent.query_size**-0.5 * factor)
-    attention = latent_attention(
-        latent, n_heads=n_heads, rotary=rotary, scores=scores, qkv_bias=bias, out_bias=bias
-    )
-    for name, expected in (
-        ("num_key_value_heads", n_heads),
-        ("head_dim", latent.rotary_size),
-        ("qk_head_dim", latent.query_size),
-    ):
-        if (found := fields.whole(name, default=expected)) != expected:
-            raise BadModelConfig(
-                f"{shown(fields.path)} disagrees with itself: {name} is {found}, and by the other sizes it "
-                f"must be {expected}"
-            )
-    return attention
 
 
 def _write_v3(model: ModelConfig) -> dict[str, Any] | None:

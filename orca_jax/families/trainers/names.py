@@ -78,6 +78,7 @@ def mixture_of(model: ModelConfig, layout: str) -> Mixture | None:
         (attention.qkv_bias and kind in ("mixtral", "deepseek"), "biases of queries, keys and values"),
         (attention.qk_norm is not None and attention.qk_norm.over == "width", "a qk-norm over all heads"),
         (has_experts != sorted(has_experts), "a layer without experts after one with some"),
+        (attention.scores.temperature is not None, "queries scaled by their position"),
         (model.layers[0].norm.unit_offset, "norms with 1 + w"),
         (not all(has_experts) and kind != "deepseek", "a layer without experts"),
         (not _weights_of(kind, experts), "another way from scores to the experts' weights"),

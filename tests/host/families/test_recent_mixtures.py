@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from orca_jax.errors import BadModelConfig, CheckpointError, UnsupportedModel
+from orca_jax.families.attention_config import Temperature
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import ModelConfig
@@ -64,6 +65,34 @@ ERNIE: Config = {
     "num_nextn_predict_layers": 1,
     "use_bias": False,
     "vocab_size": 103424,
+}
+MISTRAL4: Config = {
+    "model_type": "mistral4",
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 256,
+    "max_position_embeddings": 1048576,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 128,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 32,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "rope_parameters": {
+        "type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+        "partial_rotary_factor": 0.5,
+    },
+    "v_head_dim": 128,
+    "vocab_size": 131072,
 }
 FLEX: Config = {
     "model_type": "flex_olmo",
@@ -137,6 +166,21 @@ def test_ernie(tmp_path: Path) -> None:
     assert sum(math.prod(shape) for shape in parameter_shapes(model).values()) == 21_825_437_888  # "21B"
 
 
+def test_mistral4_with_and_without_vision(tmp_path: Path) -> None:
+    model = read(tmp_path, MISTRAL4)
+    assert experts(model) == Experts(
+        number=128, top_k=4, renormalised=True, least_sum=1e-20, shared_size=2048
+    )
+    assert sparse(model) == [*range(36)]
+    assert model.attention.latent is not None and model.attention.latent.query_rank == 1024
+    assert model.attention.scores.temperature == Temperature(scale=0.1, step=8192)
+    assert model.attention.scale == pytest.approx(128**-0.5 * (0.1 * math.log(128) + 1) ** 2)
+    count = sum(math.prod(shape) for shape in parameter_shapes(model).values())
+    assert 118e9 < count < 120e9  # "119B"
+    whole: Config = {"model_type": "mistral3", "text_config": MISTRAL4, "vision_config": {}}
+    assert read(tmp_path, whole, bos_token_id=..., eos_token_id=...).layers == model.layers
+
+
 def test_kimis_experts_alone_are_packed(tmp_path: Path) -> None:
     model = read(tmp_path, KIMI, text_config=KIMI["text_config"] | {"num_hidden_layers": 2})
     packed = dict.fromkeys(("experts.up.weight", "experts.down.weight"), w4(32, scale="bfloat16"))
@@ -170,6 +214,10 @@ def test_flex_olmo_norms_after_each_part(tmp_path: Path) -> None:
         (ERNIE, {"moe_gate": "hash"}, UnsupportedModel, "moe_gate: expected one of topk"),
         (ERNIE, {"moe_layer_interval": 0}, BadModelConfig, "moe_layer_interval: expected at least 1"),
         (ERNIE, {"moe_norm_min": -1.0}, BadModelConfig, "moe_norm_min is -1"),
+        (MISTRAL4, {"n_group": 4}, UnsupportedModel, "n_group is 4; groups of experts are not supported"),
+        (MISTRAL4, {"head_dim": 64}, BadModelConfig, "head_dim is 64"),
+        (MISTRAL4, {"qk_rope_head_dim": 32, "head_dim": 96}, BadModelConfig, "qk_rope_head_dim is 32"),
+        (MISTRAL4, {"rope_parameters": ...}, BadModelConfig, "rope_parameters: expected an object"),
         (FLEX, {"num_experts_per_tok": 8}, BadModelConfig, "num_experts_per_tok is 8"),
         (KIMI, {"quantization_config": {"quant_method": "hqq"}}, UnsupportedModel, "quantised by HQQ"),
         (KIMI, {"text_config": KIMI["text_config"] | {"quantization_config": {"quant_method": "hqq"}}},
