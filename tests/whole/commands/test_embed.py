@@ -24,7 +24,7 @@ from orca_jax.scheduling.engine_protocol import Iteration
 from tests.device.model.golden import DIRECTORY
 from tests.device.model.golden_hidden import load_hidden
 from tests.whole.commands.test_llm import at_rest
-from tests.whole.workers.test_lost_encoder import STARTED
+from tests.whole.workers.test_lost_caches import STARTED
 
 NAME = "gpt2-sharded-relu"
 SIZES: dict[str, Any] = {"max_batch_size": 4, "n_slots": 1024, "max_batch_tokens": 64, "dtype": "float32"}

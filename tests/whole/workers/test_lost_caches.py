@@ -1,9 +1,10 @@
-"""If a worker process is lost during a request with an encoder's input, no token is lost."""
+"""If a worker process is lost, an encoder's input and recurrent states are computed again."""
 
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from orca_jax import LLM, SamplingParams
 from orca_jax.config import Deadlines
 from orca_jax.request.request import Row
 from orca_jax.scheduling.engine_protocol import Iteration
+from tests.device.model.golden import load_golden
 from tests.device.model.golden_encoders import load_golden_encoder
 from tests.whole.workers.worker_harness import SOON
 
@@ -20,12 +22,24 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 STARTED = re.compile(r"stage (\d): its process \(pid (\d+)\) was started")
 
 
-@pytest.mark.long
-def test_an_encoder_s_requests_lose_nothing_with_a_worker() -> None:
-    """One stage dies while the encoder's input is in flight, the other when the decoder has begun."""
+def of_an_encoder() -> tuple[Path, list[list[int]]]:
     golden = load_golden_encoder("t5-gated")
-    prompts = [list(ids) for ids in golden.inputs]
-    with LLM(golden.directory, **SIZES) as llm:
+    return golden.directory, [list(ids) for ids in golden.inputs]
+
+
+def of_a_hybrid() -> tuple[Path, list[list[int]]]:
+    golden = load_golden("bamba-grouped")
+    return golden.directory, [list(prompt) for prompt in golden.prompts if len(prompt) < 50]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("of_model", [of_an_encoder, of_a_hybrid])
+def test_requests_lose_nothing_with_a_worker(
+    of_model: Callable[[], tuple[Path, list[list[int]]]],
+) -> None:
+    """One stage dies while prompts are in flight, the other when outputs have begun."""
+    directory, prompts = of_model()
+    with LLM(directory, **SIZES) as llm:
         right = [result.token_ids for result in llm.generate(prompts, PARAMS)]
     pids: dict[int, int] = {}
     to_kill = [(1, 0), (2, 5)]  # the stage, and how many tokens a request has by then
@@ -37,7 +51,7 @@ def test_an_encoder_s_requests_lose_nothing_with_a_worker() -> None:
             pids[int(started[1])] = int(started[2])
 
     with LLM(
-        golden.directory,
+        directory,
         **SIZES,
         pipeline_parallel=2,
         worker_processes=True,
