@@ -103,3 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Console().print(table)
     print(json.dumps({"benchmark": "speculation", "tokens": args.tokens, "cases": cases}))
     return 0 if all(case["same_tokens"] for case in cases) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
