@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orca_jax.families.packed_form import GGUF_FORMS, PackedForm
+from orca_jax.families.packed_form import Q4_1, Q4_K, Q6_K, Q8_0, fp8, w8a8
 from orca_jax.model.attention import attention_work
 from orca_jax.model.attention import split_attention as jax_attention
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import grouped_matmul, matmul
+from orca_jax.model.packed_weight import encoded_planes
 from orca_jax.native.packed_products import native_packed
 from orca_jax.native.products import native_grouped, native_linear
 from orca_jax.native.split_attention import native_split_attention
@@ -34,6 +35,7 @@ EXPERTS = [(8, 2048, 768), (8, 768, 1024)]  # number, and the sizes of each
 TOKENS = [1, 4, 8, 16, 32, 48, 128, 512]
 # Layers and head of SmolLM2-135M, and a layer of Llama 3 8B.
 PACKED = [(576, 576), (1536, 576), (576, 1536), (49152, 576), (4096, 14336)]
+PACKED_FORMS = {"Q4_1": Q4_1, "Q8_0": Q8_0, "Q4_K": Q4_K, "Q6_K": Q6_K, "W8A8": w8a8(), "FP8": fp8(None)}
 PACKED_TOKENS = [1, 8, 32, 512]
 PACKED_BYTES = 1 << 27  # dense weights of this many bytes in a call
 
@@ -96,11 +98,11 @@ def packed(dtype: Any, rounds: int) -> None:
     for n_out, n_in in PACKED:
         layers = max(1, PACKED_BYTES // (4 * n_out * n_in))
         weights = [jnp.asarray(rng.standard_normal((n_out, n_in)), dtype) for _ in range(layers)]
-        for name in ("Q4_1", "Q8_0", "Q4_K", "Q6_K"):
-            form = GGUF_FORMS[name]
+        for name, form in PACKED_FORMS.items():
             if n_in % form.multiple:
                 continue
-            planes = [random_planes(form, n_out, n_in, rng) for _ in range(layers)]
+            encode = jax.jit(partial(encoded_planes, form))
+            planes = [encode(weight) for weight in weights]
             n_bytes = sum(plane.nbytes for plane in planes[0].values())
             for n_tokens in PACKED_TOKENS:
                 x = jnp.asarray(rng.standard_normal((n_tokens, n_in)), dtype)
@@ -113,18 +115,6 @@ def packed(dtype: Any, rounds: int) -> None:
                 speed = round(layers * n_bytes / taken[name] / 1e6, 1)
                 case = {"packed": [n_out, n_in], "tokens": n_tokens, "layers": layers}
                 print(json.dumps(case | taken | {"GB/s": speed}), flush=True)
-
-
-def random_planes(form: PackedForm, n_out: int, n_in: int, rng: np.random.Generator) -> dict[str, jax.Array]:
-    """A packed weight of random bytes, with scales of about 1."""
-    planes: dict[str, jax.Array] = {}
-    for name, array in form.arrays((n_out, n_in), np.float32).items():
-        if array.dtype == np.float16:
-            planes[name] = jnp.asarray(rng.standard_normal(array.shape), jnp.float16)
-        else:
-            some = rng.integers(0, 256, array.shape, np.uint8)
-            planes[name] = jnp.asarray(some.view(array.dtype))
-    return planes
 
 
 def experts(dtype: Any, rounds: int) -> None:

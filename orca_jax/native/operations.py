@@ -33,10 +33,8 @@ PACKED_RUN = 32  # the inputs of a packed product are a multiple of this, and so
 PACKED_WIDTH = 16  # the least outputs of a packed product
 
 
-def packed_sizes(form: PackedForm, x_dtype: str) -> dict[str, int] | None:
-    """Macros of packed_linear.c; None if it does not support the form."""
-    if form.code == "fp8":
-        return None
+def packed_sizes(form: PackedForm, x_dtype: str) -> dict[str, int]:
+    """Macros of packed_linear.c."""
     words = struct.unpack("<4i", bytes(number & 0xFF for number in form.table)) if form.table else ()
     return {
         "X_BITS": BITS[x_dtype],
@@ -46,6 +44,8 @@ def packed_sizes(form: PackedForm, x_dtype: str) -> dict[str, int] | None:
         "MINIMA": _MINIMA.get(str(form.zero), 0),
         "ZERO": form.zero if isinstance(form.zero, int) else 0,
         "TABLE": int(bool(form.table)),
+        "FLOATS": int(form.code == "fp8"),
+        "TOKEN_SCALE": int(form.integer_inputs),
     } | {f"TABLE_{i}": word for i, word in enumerate(words)}
 
 

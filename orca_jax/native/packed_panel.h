@@ -5,7 +5,8 @@
  *
  * Macros say what the planes hold:
  *
- *   CODE    4: two codes in a byte; 8: int8
+ *   CODE    4: two codes in a byte; 8: int8, or FP8
+ *   FLOATS  1: codes are FP8, e4m3; 0: they are integers
  *   HIGH    further bits of a code: 0, 1 or 2
  *   SCALE   FLOAT16, BFLOAT16, FLOAT32, E8M0, SIX_BITS or Q6_K
  *   MINIMA  what is added to a block's numbers: FIXED: -scale * ZERO; MINS: a plane; ZEROS: -scale * a plane's zero
@@ -56,7 +57,7 @@
 #endif
 
 /* Codes that may be negative: int8, and a table's numbers. VNNI takes them as unsigned, with 128 added. */
-#define SIGNED (CODE == 8 || TABLE)
+#define SIGNED ((CODE == 8 && !FLOATS) || TABLE)
 /* What an integer product has too much, in sums of x. */
 #define EXCESS ((SIGNED && VNNI ? 128 : 0) + (MINIMA == FIXED ? ZERO : 0))
 #define HAS_MINS (MINIMA != FIXED)
@@ -226,7 +227,7 @@ INLINE void unpack_codes(const Planes *from, size_t out, size_t k, size_t n, Pan
     vec tile[LANES];
     dwords_of_rows(from->codes + out * from->n_in + k, from->n_in, j, n_dwords, tile);
     UNROLL for (int i = 0; i < LANES; i++)
-      panel->codes[j + i] = VNNI ? (ivec)tile[i] ^ (ivec)all_ints(0x80808080) : (ivec)tile[i];
+      panel->codes[j + i] = SIGNED && VNNI ? (ivec)tile[i] ^ (ivec)all_ints(0x80808080) : (ivec)tile[i];
   }
 #else
   const size_t stride = from->n_in / 2, n_dwords = n / 8;
@@ -311,10 +312,5 @@ INLINE void unpack_scales(const Planes *from, size_t out, size_t k, size_t n, Pa
   }
 }
 #endif
-
-static void unpack(const Planes *from, size_t out, size_t k, size_t n, Panel *panel) {
-  unpack_codes(from, out, k, n, panel);
-  unpack_scales(from, out, k, n, panel);
-}
 
 #endif

@@ -1,17 +1,14 @@
-/* The product y [T, O] = x [T, I] times a packed weight [O, I], in integers (packed_panel.h).
+/* The product y [T, O] = x [T, I] times a packed weight [O, I] (packed_panel.h).
  *
- * Each run of 32 of a token's x is rounded to int8 with a scale of its own. LANES outputs at a time, one a lane, the
- * weight is unpacked to a panel in the first cache, which all tokens of an item are multiplied by. Integer products of
- * a run are exact; scaled, they are added up in float32, in the order of inputs. Every token takes this form, so its
- * result depends on nothing else in the batch, and on no thread.
+ * LANES outputs at a time, one a lane, the weight is unpacked to a panel in the first cache, by which all tokens of an
+ * item are multiplied: in integers, with x rounded to int8 (packed_integers.h), or FP8 in float32 (packed_floats.h).
+ * Sums have one order, so a token's result depends on nothing else in the batch, and on no thread.
  *
  * I is a multiple of RUN, or of SUPER with super scales, and O is at least LANES.
  */
 
 #ifndef ORCA_PACKED_PRODUCT_H
 #define ORCA_PACKED_PRODUCT_H
-
-#include <float.h>
 
 #include "packed_panel.h"
 #include "xla_call.h"
@@ -21,11 +18,37 @@
 #endif
 typedef ELEMENT(X_BITS) x_type;
 
-/* Tokens whose sums stay in registers, with as many integer sums and the factors. */
-#define AT_ONCE (LANES == 16 ? 12 : 4)
+INLINE ivec larger_ints(ivec a, ivec b) {
+#if LANES == 16
+  return (ivec)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+  return (ivec)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#endif
+}
 
+/* The greatest magnitude of n numbers, a multiple of LANES. By their bits, so that a NaN is greater than all. */
+INLINE float greatest(const x_type *x, size_t n) {
+  ivec most = all_ints(0);
+  for (size_t i = 0; i < n; i += LANES) most = larger_ints(most, (ivec)load(x + i) & INT32_MAX);
+  int32_t lanes[LANES], top = 0;
+  memcpy(lanes, &most, sizeof lanes);
+  for (int i = 0; i < LANES; i++) top = lanes[i] > top ? lanes[i] : top;
+  float value;
+  memcpy(&value, &top, sizeof value);
+  return value;
+}
+
+#if FLOATS
+#include "packed_floats.h"
+#else
+#include "packed_integers.h"
+#endif
+
+#define WIDTH (STRIPS * LANES) /* outputs that are computed together */
+
+/* The most tokens of an item, a multiple of AT_ONCE, so that their sums, or with FP8 their x, stay in a cache. */
 #ifndef ITEM_TOKENS
-#define ITEM_TOKENS 252 /* the most tokens of an item, whose sums for LANES outputs stay in the first cache */
+#define ITEM_TOKENS (FLOATS ? 96 : 252)
 #endif
 
 #define CHUNK 64 /* the least outputs of an item */
@@ -34,13 +57,6 @@ typedef ELEMENT(X_BITS) x_type;
 /* Work below which another thread costs more than it saves: bytes of codes, and multiply-adds. */
 #define BYTES_WORTH_A_THREAD (1 << 17)
 #define PRODUCTS_WORTH_A_THREAD (1 << 21)
-
-/* A token's run, rounded. `excess` is what the integer products of its halves have too much. */
-typedef struct {
-  int8_t rounded[RUN];
-  float scale, sum;
-  int32_t excess[2];
-} Run;
 
 typedef struct {
   const x_type *x;
@@ -92,129 +108,14 @@ static inline Run *runs_of(const Product *p, size_t token) {
   return p->runs + token / AT_ONCE * AT_ONCE * (p->n_in / RUN);
 }
 
-INLINE ivec larger_ints(ivec a, ivec b) {
-#if LANES == 16
-  return (ivec)_mm512_max_epi32((__m512i)a, (__m512i)b);
-#else
-  return (ivec)_mm256_max_epi32((__m256i)a, (__m256i)b);
-#endif
-}
-
-INLINE float largest_lane(ivec v) {
-  int32_t lanes[LANES], most = 0;
-  memcpy(lanes, &v, sizeof lanes);
-  for (int i = 0; i < LANES; i++) most = lanes[i] > most ? lanes[i] : most;
-  float value;
-  memcpy(&value, &most, sizeof value);
-  return value;
-}
-
-/* Rounds to the nearest, ties to even. */
-INLINE ivec rounded_ints(vec v) {
-#if LANES == 16
-  return (ivec)_mm512_cvtps_epi32((__m512)v);
-#else
-  return (ivec)_mm256_cvtps_epi32((__m256)v);
-#endif
-}
-
-INLINE void store_bytes(int8_t *to, ivec v) {
-#if LANES == 16
-  _mm_storeu_si128((void *)to, _mm512_cvtsepi32_epi8((__m512i)v));
-#else
-  for (int i = 0; i < LANES; i++) to[i] = v[i];
-#endif
-}
-
-INLINE int32_t sum_of_ints(ivec v) {
-  int32_t lanes[LANES], total = 0;
-  memcpy(lanes, &v, sizeof lanes);
-  for (int i = 0; i < LANES; i++) total += lanes[i];
-  return total;
-}
-
-/* Numbers as large as NaN or infinity give a scale that is neither, and so no token a wrong result without one. */
-static void round_run(const x_type *x, Run *run) {
-  const int n_parts = RUN / LANES;
-  vec parts[RUN / LANES];
-  ivec most = all_ints(0); /* as bits, where NaN is larger than all numbers */
-  UNROLL for (int i = 0; i < n_parts; i++) {
-    parts[i] = load(x + i * LANES);
-    most = larger_ints(most, (ivec)parts[i] & INT32_MAX);
-  }
-  const float scale = largest_lane(most) / 127;
-  const vec inverse = all(scale >= FLT_MIN ? 1 / scale : 0);
-  run->scale = scale < FLT_MIN ? 0 : scale;
-  int32_t sums[2] = {0, 0};
-  UNROLL for (int i = 0; i < n_parts; i++) {
-    const ivec ints = rounded_ints(parts[i] * inverse);
-    store_bytes(run->rounded + i * LANES, ints);
-    sums[i * 2 / n_parts] += sum_of_ints(ints);
-  }
-  run->sum = run->scale * (sums[0] + sums[1]);
-  run->excess[0] = SCALED == RUN ? EXCESS * (sums[0] + sums[1]) : EXCESS * sums[0];
-  run->excess[1] = EXCESS * sums[1];
-}
-
 /* Rounds x of the tokens of a group of AT_ONCE. */
 static void round_group(const Product *p, size_t group) {
   const size_t first = group * AT_ONCE, n = least(AT_ONCE, p->n_tokens - first);
-  for (size_t t = 0; t < n; t++) {
-    Run *to = runs_of(p, first) + t;
-    for (size_t run = 0; run < p->n_in / RUN; run++) round_run(p->x + (first + t) * p->n_in + run * RUN, to + run * n);
-  }
+  for (size_t t = 0; t < n; t++)
+    round_token(p->x + (first + t) * p->n_in, p->n_in / RUN, n, runs_of(p, first) + t);
 }
 
 /* ---- products ---- */
-
-/* The sums of four products each of `codes` and x. */
-INLINE ivec add_fours(ivec sums, ivec codes, ivec x) {
-#if VNNI && LANES == 16
-  return (ivec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)x);
-#elif VNNI
-  return (ivec)_mm256_dpbusd_epi32((__m256i)sums, (__m256i)codes, (__m256i)x);
-#elif LANES == 16
-  const __m512i pairs = SIGNED
-      ? _mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)codes),
-                             _mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)codes),
-                                                  _mm512_setzero_si512(), (__m512i)x))
-      : _mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
-  return sums + (ivec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#else
-  const __m256i pairs = SIGNED ? _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)codes),
-                                                      _mm256_sign_epi8((__m256i)x, (__m256i)codes))
-                               : _mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
-  return sums + (ivec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#endif
-}
-
-/* Adds a panel's n_runs runs to the sums of n tokens, a constant to the compiler. */
-INLINE void multiply(const Panel *panel, const Run *runs, size_t n_runs, vec *sums, const int n) {
-  vec totals[AT_ONCE];
-  UNROLL for (int t = 0; t < n; t++) totals[t] = sums[t];
-  for (size_t run = 0; run < n_runs; run++, runs += n) {
-    UNROLL for (int part = 0; part < RUN / SCALED; part++) {
-      const ivec *codes = panel->codes + (run * (RUN / SCALED) + part) * (SCALED / 4);
-      ivec ints[AT_ONCE];
-      UNROLL for (int t = 0; t < n; t++) ints[t] = all_ints(EXCESS ? -runs[t].excess[part] : 0);
-      UNROLL for (int i = 0; i < SCALED / 4; i++) {
-        const ivec four = codes[i];
-        UNROLL for (int t = 0; t < n; t++) {
-          int32_t x;
-          memcpy(&x, runs[t].rounded + part * SCALED + 4 * i, sizeof x);
-          ints[t] = add_fours(ints[t], four, all_ints(x));
-        }
-      }
-      const vec scale = panel->scales[run * (RUN / SCALED) + part];
-      UNROLL for (int t = 0; t < n; t++) totals[t] += as_floats(ints[t]) * (scale * all(runs[t].scale));
-    }
-#if HAS_MINS
-    const vec mins = panel->mins[run];
-    UNROLL for (int t = 0; t < n; t++) totals[t] += mins * all(runs[t].sum);
-#endif
-  }
-  UNROLL for (int t = 0; t < n; t++) sums[t] = totals[t];
-}
 
 #define MULTIPLY(N)                                                                                              \
   static __attribute__((noinline)) void multiply_##N(const Panel *panel, const Run *runs, size_t n, vec *sums) { \
@@ -222,31 +123,50 @@ INLINE void multiply(const Panel *panel, const Run *runs, size_t n_runs, vec *su
   }
 MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4)
 #if AT_ONCE > 4
-MULTIPLY(5) MULTIPLY(6) MULTIPLY(7) MULTIPLY(8) MULTIPLY(9) MULTIPLY(10) MULTIPLY(11) MULTIPLY(12)
+MULTIPLY(5) MULTIPLY(6)
+#endif
+#if AT_ONCE > 6
+MULTIPLY(7) MULTIPLY(8) MULTIPLY(9) MULTIPLY(10) MULTIPLY(11) MULTIPLY(12)
 #endif
 
 static void (*const multiply_by[])(const Panel *, const Run *, size_t, vec *) = {
     NULL, multiply_1, multiply_2, multiply_3, multiply_4,
 #if AT_ONCE > 4
-    multiply_5, multiply_6, multiply_7, multiply_8, multiply_9, multiply_10, multiply_11, multiply_12,
+    multiply_5, multiply_6,
+#endif
+#if AT_ONCE > 6
+    multiply_7, multiply_8, multiply_9, multiply_10, multiply_11, multiply_12,
 #endif
 };
 
-/* Computes outputs [out, out + LANES) of tokens [first, end); `first` starts a group. */
+/* Computes outputs [out, out + WIDTH) of tokens [first, end); `first` starts a group. */
 static void strip(const Product *p, size_t out, size_t first, size_t end) {
   const size_t n_runs = p->n_in / RUN;
-  vec sums[ITEM_TOKENS] __attribute__((aligned(64)));
-  Panel panel;
-  memset(sums, 0, (end - first) * sizeof *sums);
+  vec sums[ITEM_TOKENS * STRIPS] __attribute__((aligned(64)));
+  Panel panels[STRIPS];
+  memset(sums, 0, (end - first) * STRIPS * sizeof *sums);
   for (size_t k = 0, n; k < p->n_in; k += n) {
     n = least(PANEL_INPUTS, p->n_in - k);
-    unpack(&p->weight, out, k, n, &panel);
+    for (int i = 0; i < STRIPS; i++) unpack_scales(&p->weight, out + i * LANES, k, n, panels + i);
+#if BY_ROWS
+    if (end - first == 1) {
+      multiply_rows(&p->weight, out, k, n, panels, p->runs + first * n_runs + k / RUN, sums);
+      continue;
+    }
+#endif
+    for (int i = 0; i < STRIPS; i++) unpack_codes(&p->weight, out + i * LANES, k, n, panels + i);
     for (size_t token = first, some; token < end; token += some) {
       some = least(AT_ONCE, end - token);
-      multiply_by[some](&panel, p->runs + token * n_runs + k / RUN * some, n / RUN, sums + (token - first));
+      multiply_by[some](panels, p->runs + token * n_runs + k / RUN * some, n / RUN, sums + (token - first) * STRIPS);
     }
   }
-  for (size_t token = first; token < end; token++) store(p->y + token * p->n_out + out, sums[token - first]);
+  for (size_t token = first, some; token < end; token += some) {
+    some = least(AT_ONCE, end - token);
+    for (size_t t = 0; t < some; t++)
+      for (int i = 0; i < STRIPS; i++)
+        store(p->y + (token + t) * p->n_out + out + i * LANES,
+              finished(sums[(token + t - first) * STRIPS + i], p->runs + token * n_runs + t));
+  }
 }
 
 /* ---- items ---- */
@@ -264,19 +184,29 @@ static inline size_t cut(Product *p, size_t n_wanted) {
 }
 
 /* The last strip starts early enough to be whole, so that some outputs are computed twice, to the same bits. */
+static void multiply_part(const Product *p, size_t item) {
+  const size_t chunk = item % p->n_chunks, group = item / p->n_chunks, n_strips = p->n_out / WIDTH;
+  const size_t start = n_strips * chunk / p->n_chunks * WIDTH;
+  const size_t end = chunk + 1 < p->n_chunks ? n_strips * (chunk + 1) / p->n_chunks * WIDTH : p->n_out;
+  for (size_t out = start; out < end; out += WIDTH)
+    strip(p, least(out, end - WIDTH), group * ITEM_TOKENS, least(p->n_tokens, (group + 1) * ITEM_TOKENS));
+}
+
 static void do_part(Product *p, size_t item) {
   if (item < p->n_rounding) {
     round_group(p, item);
     atomic_fetch_add(&p->rounded, 1);
     return;
   }
-  item -= p->n_rounding;
   while (atomic_load(&p->rounded) < p->n_rounding) sched_yield(); /* other threads round the last groups */
-  const size_t chunk = item % p->n_chunks, group = item / p->n_chunks, n_strips = p->n_out / LANES;
-  const size_t start = n_strips * chunk / p->n_chunks * LANES;
-  const size_t end = chunk + 1 < p->n_chunks ? n_strips * (chunk + 1) / p->n_chunks * LANES : p->n_out;
-  for (size_t out = start; out < end; out += LANES)
-    strip(p, least(out, end - LANES), group * ITEM_TOKENS, least(p->n_tokens, (group + 1) * ITEM_TOKENS));
+#if FLOATS
+  const unsigned mode = _mm_getcsr(); /* in XLA's threads subnormal numbers count as zero, which FP8's must not */
+  _mm_setcsr(mode & ~(_MM_DENORMALS_ZERO_MASK | _MM_FLUSH_ZERO_MASK));
+#endif
+  multiply_part(p, item - p->n_rounding);
+#if FLOATS
+  _mm_setcsr(mode);
+#endif
 }
 
 /* The number of threads that the product is worth. */

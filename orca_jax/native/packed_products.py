@@ -15,7 +15,7 @@ _PLANES = ("codes", "high", "scales", "super_scales", "super_mins", "mins", "zer
 
 def has_packed_form(x: jax.Array, form: PackedForm, n_out: int) -> bool:
     """Whether native_packed can multiply x [T, in] by a weight [n_out, in] of this form."""
-    if x.dtype.name not in BITS or packed_sizes(form, x.dtype.name) is None:
+    if x.dtype.name not in BITS:
         return False
     whole = form.superblock or PACKED_RUN
     blocks = form.block is None or form.block % PACKED_RUN == 0 or form.superblock is not None
@@ -27,10 +27,11 @@ def native_packed(
 ) -> jax.Array:
     """x [T, in] times a packed weight [*out, in] whose planes are those of `form`: [T, out] in x's dtype.
 
-    x is float32 or bfloat16, its inputs in the order of the planes', and each 32 inputs of a token are
-    rounded to int8 with a scale of their own; sums are float32. Only the first `n_tokens` [1] int32 rows, by
-    default all, are computed; the others are zero. A token's result depends on nothing else in the batch.
-    Raises NotBuilt without a C compiler, or without AVX-512 or AVX2.
+    x is float32 or bfloat16, its inputs in the order of the planes'. With FP8 codes it is taken as it is.
+    With others it is rounded to int8, each 32 inputs of a token with a scale of their own, or with one scale
+    for the token if the form has `integer_inputs`. Sums are float32. Only the first `n_tokens` [1] int32
+    rows, by default all, are computed; the others are zero. A token's result depends on nothing else in the
+    batch. An FP8 code of NaN counts as 480. Raises NotBuilt without a C compiler, or without AVX-512 or AVX2.
     """
     n_out = planes["codes"].size // planes["codes"].shape[-1]
     if n_tokens is None:
@@ -62,9 +63,7 @@ def _call(
     counts: jax.Array,
 ) -> jax.Array:
     assert has_packed_form(x, form, rows[-1])
-    sizes = packed_sizes(form, x.dtype.name)
-    assert sizes is not None
     # A scale for a whole row has no axis of inputs; here it gets one.
     flat = [planes[name].reshape(*rows, -1) for name in _PLANES if name in planes]
     y = jax.ShapeDtypeStruct((x.shape[0], rows[-1]), x.dtype)
-    return jax.ffi.ffi_call(target(operation, **sizes), y)(x, *flat, counts)
+    return jax.ffi.ffi_call(target(operation, **packed_sizes(form, x.dtype.name)), y)(x, *flat, counts)

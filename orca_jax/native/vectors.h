@@ -230,6 +230,25 @@ INLINE void transpose(vec tile[LANES]) {
     tile[12 + i] = (vec)_mm512_shuffle_f32x4(odd[0], odd[1], 0xdd);
   }
 }
+#elif LANES == 8
+/* Transposes a square of lanes: squares of 4 within halves, then the halves. */
+INLINE void transpose(vec tile[LANES]) {
+  __m256 pairs[LANES], fours[LANES];
+  UNROLL for (int i = 0; i < LANES; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps((__m256)tile[i], (__m256)tile[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps((__m256)tile[i], (__m256)tile[i + 1]);
+  }
+  UNROLL for (int i = 0; i < LANES; i += 4)
+    UNROLL for (int half = 0; half < 2; half++) {
+      const __m256d a = (__m256d)pairs[i + half], b = (__m256d)pairs[i + 2 + half];
+      fours[i + 2 * half] = (__m256)_mm256_unpacklo_pd(a, b);
+      fours[i + 2 * half + 1] = (__m256)_mm256_unpackhi_pd(a, b);
+    }
+  UNROLL for (int i = 0; i < 4; i++) { /* fours[4 * r + i] has lanes i and 4 + i of rows 4 r to 4 r + 3 */
+    tile[i] = (vec)_mm256_permute2f128_ps(fours[i], fours[4 + i], 0x20);
+    tile[4 + i] = (vec)_mm256_permute2f128_ps(fours[i], fours[4 + i], 0x31);
+  }
+}
 #else
 /* Transposes a square of lanes. Each round interleaves rows i and i + LANES / 2. */
 INLINE void transpose(vec tile[LANES]) {

@@ -26,9 +26,9 @@ from tests.packed_planes import EVERY_FORM, random_planes
 CPU = jax.devices("cpu")[0]
 BFLOAT16 = ml_dtypes.bfloat16
 RUN = 32
-IN_C = {name: form for name, form in EVERY_FORM.items() if form.code != "fp8"}
-EVERY = pytest.mark.parametrize("name", IN_C)
-EACH_KIND = ["Q4_1", "Q6_K", "Q8_0", "IQ4_NL"]  # codes of four bits, of six, signed ones and a table's
+EVERY = pytest.mark.parametrize("name", EVERY_FORM)
+# Codes of four bits, of six, signed ones, a table's, signed ones with a scale for a token, and FP8.
+EACH_KIND = ["Q4_1", "Q6_K", "Q8_0", "IQ4_NL", "w8a8", "fp8-blocks"]
 
 # The product as other processors compute it: AVX2, AVX2 with VNNI, AVX-512 without; or in many small pieces.
 BUILDS = {
@@ -54,20 +54,23 @@ def product(x: np.ndarray, form: PackedForm, planes: Planes, n_tokens: int | Non
     )
 
 
-def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """x [T, in] as whole numbers, and the scale of each run [T, in / 32]."""
-    runs = x.astype(np.float32).reshape(len(x), x.shape[1] // RUN, RUN)
-    scale = np.abs(runs).max(-1) / np.float32(127)
+def as_taken(x: np.ndarray, form: PackedForm) -> np.ndarray:
+    """x [T, in] as the product takes it, in float64: rounded, unless codes are FP8."""
+    wide = x.astype(np.float32)
+    if form.code == "fp8":
+        return wide.astype(np.float64)
+    run = x.shape[1] if form.integer_inputs else RUN
+    runs = wide.reshape(len(x), x.shape[1] // run, run)
+    scale = np.abs(runs).max(-1, keepdims=True) / np.float32(127)
     scale[scale < np.finfo(np.float32).tiny] = 0
     inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-    return np.rint(runs * inverse[..., None]).reshape(x.shape), scale
+    return (np.rint(runs * inverse) * scale).reshape(x.shape).astype(np.float64)
 
 
-def as_stated(x: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The product with x rounded, in float64, and by how much float32 sums may differ from it."""
-    whole, scale = rounded(x)
-    x = (whole * np.repeat(scale, RUN, 1)).astype(np.float64)
-    return x @ weight.T.astype(np.float64), np.abs(x) @ np.abs(weight.T.astype(np.float64))
+def as_stated(x: np.ndarray, form: PackedForm, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The product in float64, and the sum of its terms' magnitudes, by which float32 sums may differ."""
+    taken, wide = as_taken(x, form), weight.T.astype(np.float64)
+    return taken @ wide, np.abs(taken) @ np.abs(wide)
 
 
 def weights(form: PackedForm, n_out: int, n_in: int, seed: int) -> tuple[Planes, np.ndarray]:
@@ -105,13 +108,13 @@ TERMS = 8e-6
 def test_equals_the_statement_and_is_zero_after_the_real_tokens(
     name: str, units: int, n_out: int, n_tokens: int, share: float, seed: int
 ) -> None:
-    form = IN_C[name]
+    form = EVERY_FORM[name]
     n_in = n_inputs(form, units)
     planes, weight = weights(form, n_out, n_in, seed)
     x, n_real = inputs(seed, n_tokens, n_in), round(share * n_tokens)
     x[n_real:] = np.nan  # as what was never written may be
     given = product(x, form, planes, n_real)
-    true, terms = as_stated(x[:n_real], weight)
+    true, terms = as_stated(x[:n_real], form, weight)
     assert (np.abs(given[:n_real] - true) <= TERMS * terms + 1e-12).all()
     assert not given[n_real:].any()
 
@@ -119,29 +122,31 @@ def test_equals_the_statement_and_is_zero_after_the_real_tokens(
 @needs_native
 @EVERY
 def test_is_near_the_product_of_the_numbers(name: str) -> None:
-    form = IN_C[name]
+    form = EVERY_FORM[name]
     n_in = n_inputs(form, 8)
     planes, weight = weights(form, 100, n_in, 1)
     x = inputs(2, 70, n_in)
     true = x.astype(np.float64) @ weight.T.astype(np.float64)
     given = product(x, form, planes)
-    # Each input is off by at most half of its run's scale.
-    bound = np.repeat(np.abs(x.reshape(len(x), -1, RUN)).max(-1) / 254, RUN, 1) @ np.abs(weight.T)
+    # Each input is off by at most half of its run's or token's scale.
+    run = n_in if form.integer_inputs else RUN
+    bound = np.repeat(np.abs(x.reshape(len(x), -1, run)).max(-1) / 254, run, 1) @ np.abs(weight.T)
     assert (np.abs(given - true) <= 1.001 * bound).all()
     assert np.sqrt(np.mean((given - true) ** 2)) < 0.01 * np.sqrt(np.mean(true**2))
 
 
 @needs_native
 @pytest.mark.parametrize(
-    "name", [name if name in EACH_KIND else pytest.param(name, marks=pytest.mark.matrix) for name in IN_C]
+    "name",
+    [name if name in EACH_KIND else pytest.param(name, marks=pytest.mark.matrix) for name in EVERY_FORM],
 )
 @pytest.mark.parametrize("build", BUILDS)
 def test_on_other_processors(name: str, build: str) -> None:
-    form = IN_C[name]
+    form = EVERY_FORM[name]
     n_in = n_inputs(form, 4) + max(RUN, form.multiple)
     planes, weight = weights(form, 37, n_in, 3)
     x = inputs(4, 27, n_in)
-    true, terms = as_stated(x, weight)
+    true, terms = as_stated(x, form, weight)
     with built_with(**BUILDS[build]):
         assert (np.abs(product(x, form, planes) - true) <= TERMS * terms).all()
 
@@ -149,11 +154,12 @@ def test_on_other_processors(name: str, build: str) -> None:
 @needs_native
 @pytest.mark.parametrize("name", EACH_KIND)
 def test_integers_do_not_overflow(name: str) -> None:
-    form = IN_C[name]
+    form = EVERY_FORM[name]
     n_in = n_inputs(form, 2)
     planes, _ = weights(form, 32, n_in, 5)
     codes = planes["codes"].view(np.uint8)
-    codes[:8], codes[8:16], codes[16:24] = 0xFF, 0x00, 0x80
+    greatest = 0xFE if form.code == "fp8" else 0xFF  # 0xFF is NaN there
+    codes[:8], codes[8:16], codes[16:24] = greatest, 0x00, 0x80
     if codes.dtype != planes["codes"].dtype:
         codes[24:] = 0x7F
     if "high" in planes:
@@ -162,16 +168,16 @@ def test_integers_do_not_overflow(name: str) -> None:
     x = np.full((3, n_in), 3.0, np.float32)
     x[1] = -3
     x[2, ::2] = -3
-    true, terms = as_stated(x, weight)
+    true, terms = as_stated(x, form, weight)
     for macros in ({}, *BUILDS.values()):
         with built_with(**macros):
             assert (np.abs(product(x, form, planes) - true) <= TERMS * terms).all(), macros
 
 
 @needs_native
-@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "Q6_K", "w4-zeros"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "Q6_K", "w4-zeros", "w8-zeros", "w8a8", "fp8"])
 def test_a_token_has_the_same_bits_whatever_the_others(name: str) -> None:
-    form = IN_C[name]
+    form = EVERY_FORM[name]
     n_in = n_inputs(form, 4)
     planes, _ = weights(form, 75, n_in, 6)
     x = inputs(7, 300, n_in)
@@ -184,21 +190,22 @@ def test_a_token_has_the_same_bits_whatever_the_others(name: str) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "w8"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "w8", "fp8"])
 def test_bfloat16_tokens(name: str) -> None:
-    form = IN_C[name]
+    form = EVERY_FORM[name]
     n_in = n_inputs(form, 4)
     planes, weight = weights(form, 44, n_in, 8)
     x = inputs(9, 20, n_in).astype(BFLOAT16)
     given = product(x, form, planes)
-    true, terms = as_stated(x.astype(np.float32), weight)
+    true, terms = as_stated(x, form, weight)
     assert given.dtype == BFLOAT16
     assert (np.abs(given.astype(np.float64) - true) <= TERMS * terms + 2.0**-8 * np.abs(true)).all()
 
 
 @needs_native
-def test_tokens_of_zeros_tiny_huge_and_no_numbers() -> None:
-    form = IN_C["Q4_1"]
+@pytest.mark.parametrize("name", ["Q4_1", "w8a8", "fp8"])
+def test_tokens_of_zeros_tiny_huge_and_no_numbers(name: str) -> None:
+    form = EVERY_FORM[name]
     planes, weight = weights(form, 32, 128, 10)
     x = inputs(11, 7, 128)
     x[0] = 0
@@ -207,27 +214,46 @@ def test_tokens_of_zeros_tiny_huge_and_no_numbers() -> None:
     x[3] *= 1e30
     x[4, 5], x[5, 40] = np.nan, np.inf
     given = product(x, form, planes)
-    assert not given[0].any() and not given[2].any()
+    assert not given[0].any() and np.abs(given[2]).max() < 1e-36
     assert not np.isfinite(given[4:6]).any()
     for t in (1, 3, 6):
-        true, terms = as_stated(x[t : t + 1], weight)
+        true, terms = as_stated(x[t : t + 1], form, weight)
         assert (np.abs(given[t] - true) <= TERMS * terms).all(), t
 
 
 @needs_native
+@pytest.mark.parametrize("macros", [{}, {"LANES": other_lanes()}] if other_lanes() == 8 else [{}])
+def test_every_number_of_fp8_counts_the_smallest_too(macros: dict[str, int]) -> None:
+    form = EVERY_FORM["fp8-blocks"]
+    numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    x = np.eye(256, dtype=np.float32) * np.float32(1.5)
+    planes = {
+        "codes": np.tile(np.arange(256, dtype=np.uint8), (16, 1)),
+        "scales": np.ones((16, 2), np.float32),
+    }
+    planes["scales"][3] = 1e-30
+    with built_with(**macros):
+        every = product(x, form, planes)
+    is_number = np.isfinite(numbers)
+    np.testing.assert_array_equal(every[is_number, 0], 1.5 * numbers[is_number])
+    np.testing.assert_allclose(every[is_number, 3], 1.5e-30 * numbers[is_number], rtol=1e-6)
+    assert (np.abs(every[~is_number, 0]) == 720).all()  # NaN
+
+
+@needs_native
 def test_large_products_are_split_over_threads() -> None:
-    form = IN_C["Q8_0"]
+    form = EVERY_FORM["Q8_0"]
     planes = random_planes(form, (2305, 1056), 12)
     weight = planes["codes"] * np.repeat(planes["scales"].astype(np.float32), RUN, 1)
     x = inputs(13, 600, 1056)
     for some in (x, x[:5]):
-        true, terms = as_stated(some, weight)
+        true, terms = as_stated(some, form, weight)
         assert (np.abs(product(some, form, planes) - true) <= TERMS * terms).all()
 
 
 @needs_native
 def test_weights_of_several_axes_are_flattened() -> None:
-    form = IN_C["w8"]
+    form = EVERY_FORM["w8"]
     planes, _ = weights(form, 48, 64, 14)
     x = inputs(15, 3, 64)
     shaped = {name: plane.reshape(3, 16, *plane.shape[1:]) for name, plane in planes.items()}
@@ -235,9 +261,9 @@ def test_weights_of_several_axes_are_flattened() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q4_1", "w4-zeros", "w8", "MXFP4"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q4_1", "w4-zeros", "w8", "MXFP4", "fp8-blocks"])
 def test_groups_of_rows_have_the_results_of_their_weights(name: str) -> None:
-    form = IN_C[name]
+    form = EVERY_FORM[name]
     n_in = n_inputs(form, 2)
     planes = {name: jnp.asarray(plane) for name, plane in random_planes(form, (5, 3, 16, n_in), 16).items()}
     x = inputs(17, 60, n_in)
@@ -255,29 +281,28 @@ def test_groups_of_rows_have_the_results_of_their_weights(name: str) -> None:
 
 @needs_native
 def test_inputs_in_an_order_of_the_planes() -> None:
-    form = replace(IN_C["w4"], ordered=True)
-    planes, _ = weights(IN_C["w4"], 48, 64, 22)
+    form = replace(EVERY_FORM["w4"], ordered=True)
+    planes, _ = weights(EVERY_FORM["w4"], 48, 64, 22)
     order = np.random.default_rng(23).permutation(64).astype(np.int32)
     held = {name: jnp.asarray(plane) for name, plane in (planes | {"order": order}).items()}
     x = inputs(24, 3, 64)
     found = choose_products(CPU, np.float32).bind(None)(jnp.asarray(x), kind_of(form)(form, held))
-    assert np.array_equal(found, product(x[:, order], IN_C["w4"], planes))
+    assert np.array_equal(found, product(x[:, order], EVERY_FORM["w4"], planes))
 
 
 def test_shapes_and_forms_that_it_does_not_support() -> None:
     x = jnp.zeros((3, 256))
-    assert all(has_packed_form(x, form, 16) for form in IN_C.values())
-    assert not has_packed_form(x, IN_C["Q4_0"], 15)
-    assert not has_packed_form(x.astype(jnp.float16), IN_C["Q4_0"], 16)
-    assert not has_packed_form(jnp.zeros((3, 128)), IN_C["Q4_K"], 16)
-    assert not has_packed_form(jnp.zeros((3, 40)), IN_C["w8"], 16)
-    assert not has_packed_form(x, EVERY_FORM["fp8"], 16)
+    assert all(has_packed_form(x, form, 16) for form in EVERY_FORM.values())
+    assert not has_packed_form(x, EVERY_FORM["Q4_0"], 15)
+    assert not has_packed_form(x.astype(jnp.float16), EVERY_FORM["Q4_0"], 16)
+    assert not has_packed_form(jnp.zeros((3, 128)), EVERY_FORM["Q4_K"], 16)
+    assert not has_packed_form(jnp.zeros((3, 40)), EVERY_FORM["w8"], 16)
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_cpu_with_a_compiler_multiplies_packed_weights_with_it(dtype: Any) -> None:
-    form = IN_C["Q4_1"]
+    form = EVERY_FORM["Q4_1"]
     planes = random_planes(form, (48, 64), 18)
     experts = {name: jnp.asarray(plane) for name, plane in random_planes(form, (2, 48, 64), 19).items()}
     x = jnp.asarray(inputs(20, 5, 64), dtype)
@@ -295,7 +320,7 @@ def test_a_cpu_with_a_compiler_multiplies_packed_weights_with_it(dtype: Any) -> 
 
 @needs_native
 def test_is_compiled_as_one_call() -> None:
-    form = IN_C["Q4_K"]
+    form = EVERY_FORM["Q4_K"]
     planes = {name: jnp.asarray(plane) for name, plane in random_planes(form, (64, 512), 0).items()}
     compiled = jax.jit(partial(native_packed, form=form)).lower(jnp.zeros((4, 512)), planes=planes).compile()
     memory = compiled.memory_analysis()
