@@ -81,21 +81,31 @@ class Products:
                 return None
             return native_mixture(x, weights, experts, up, down, steady=self.whole)
 
-        return Matmul(product, grouped, mixture, _packed, _packed_grouped, n_tokens)
+        packed, by_group = partial(_packed, steady=self.whole), partial(_packed_grouped, steady=self.whole)
+        return Matmul(product, grouped, mixture, packed, by_group, n_tokens)
 
 
 def _packed(
-    x: jax.Array, form: PackedForm, planes: Mapping[str, jax.Array], n_tokens: jax.Array | None
+    x: jax.Array,
+    form: PackedForm,
+    planes: Mapping[str, jax.Array],
+    n_tokens: jax.Array | None,
+    *,
+    steady: bool,
 ) -> jax.Array | None:
     n_out = math.prod(planes["codes"].shape[:-1])
-    return native_packed(x, form, planes, n_tokens) if has_packed_form(x, form, n_out) else None
+    if not has_packed_form(x, form, n_out):
+        return None
+    return native_packed(x, form, planes, n_tokens, steady=steady)
 
 
 def _packed_grouped(
-    x: jax.Array, form: PackedForm, planes: Mapping[str, jax.Array], sizes: jax.Array
+    x: jax.Array, form: PackedForm, planes: Mapping[str, jax.Array], sizes: jax.Array, *, steady: bool
 ) -> jax.Array | None:
     n_out = math.prod(planes["codes"].shape[1:-1])
-    return native_packed_grouped(x, form, planes, sizes) if has_packed_form(x, form, n_out) else None
+    if not has_packed_form(x, form, n_out):
+        return None
+    return native_packed_grouped(x, form, planes, sizes, steady=steady)
 
 
 def _grouped_on_gpu(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, n_cores: int) -> jax.Array:

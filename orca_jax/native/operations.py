@@ -33,10 +33,10 @@ PACKED_RUN = 32  # the inputs of a packed product are a multiple of this, and so
 PACKED_WIDTH = 16  # the least outputs of a packed product
 
 
-def packed_sizes(form: PackedForm, x_dtype: str) -> dict[str, int]:
-    """Macros of packed_linear.c."""
+def packed_sizes(form: PackedForm, x_dtype: str, steady: bool = False) -> dict[str, int]:
+    """Macros of packed_linear.c. With `steady` one token alone is computed as it is among others."""
     words = struct.unpack("<4i", bytes(number & 0xFF for number in form.table)) if form.table else ()
-    return {
+    sizes = {
         "X_BITS": BITS[x_dtype],
         "CODE": 4 if form.code == "nibbles" else 8,
         "HIGH": form.high,
@@ -47,6 +47,7 @@ def packed_sizes(form: PackedForm, x_dtype: str) -> dict[str, int]:
         "FLOATS": int(form.code == "fp8"),
         "TOKEN_SCALE": int(form.integer_inputs),
     } | {f"TABLE_{i}": word for i, word in enumerate(words)}
+    return sizes | ({"BY_ROWS": 0} if steady and form.code == "fp8" else {})
 
 
 def attention_sizes(

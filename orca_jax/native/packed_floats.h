@@ -2,7 +2,8 @@
  *
  * A code's bits, moved to where a float has them, are its number times 2^-120: a subnormal float, if it is a subnormal
  * number of FP8. So that no product is too small for a float, x is multiplied by a power of two for each token. The
- * products of a run of 32 are added up, then, scaled, the runs, both in the order of inputs. A NaN counts as 480.
+ * products of a run of 32 are added up, then, scaled, the runs, both in the order of inputs; of one token alone, first
+ * those of every eighth four inputs. A NaN counts as 480.
  */
 
 #ifndef ORCA_PACKED_FLOATS_H
@@ -13,11 +14,16 @@
 /* Vectors of outputs that are computed together, and tokens whose sums for them stay in registers. */
 #define STRIPS (LANES == 16 ? 1 : 2)
 #define AT_ONCE (12 / STRIPS)
-#define BY_ROWS 0
+
+/* Whether one token alone takes codes from their rows (multiply_rows): another order of sums, and no panel. */
+#ifndef BY_ROWS
+#define BY_ROWS 1
+#endif
 
 #define MOVED 120 /* a code's bits are those of its number times 2^-MOVED */
 
-/* A token's run of x, times 2^MOVED / `power`, a power of two that is near its greatest number. */
+/* A token's run of x, times 2^MOVED / `power`, a power of two that is near its greatest number. For multiply_rows the
+ * first of every four numbers stand first, then the second. */
 typedef struct {
   float x[RUN];
   float power;
@@ -32,7 +38,7 @@ INLINE float power_of_two(uint32_t exponent) {
 }
 
 /* Widens a token's n_runs runs, and stores each `stride` runs after the one before it. */
-static void round_token(const x_type *x, size_t n_runs, size_t stride, Run *to) {
+static void take_token(const x_type *x, size_t n_runs, size_t stride, bool is_alone, Run *to) {
   const float most = greatest(x, n_runs * RUN);
   uint32_t exponent;
   memcpy(&exponent, &most, sizeof exponent);
@@ -40,7 +46,9 @@ static void round_token(const x_type *x, size_t n_runs, size_t stride, Run *to) 
   exponent = exponent < MOVED ? MOVED : exponent > 254 ? 254 : exponent; /* both powers are normal numbers */
   const float power = power_of_two(exponent), factor = power_of_two(2 * 127 + MOVED - exponent);
   for (size_t run = 0; run < n_runs; run++, x += RUN, to += stride) {
-    UNROLL for (int i = 0; i < RUN; i += LANES) store(to->x + i, load(x + i) * all(factor));
+    float numbers[RUN];
+    UNROLL for (int i = 0; i < RUN; i += LANES) store(numbers + i, load(x + i) * all(factor));
+    for (int i = 0; i < RUN; i++) to->x[BY_ROWS && is_alone ? i % 4 * (RUN / 4) + i / 4 : i] = numbers[i];
     to->power = power;
   }
 }
@@ -84,6 +92,49 @@ INLINE void multiply(const Panel *panels, const Run *runs, size_t n_runs, vec *s
     for (; run < n_runs; run++) add_runs(panels, run, runs + run * n, totals, 1, n);
   UNROLL for (int i = 0; i < n * STRIPS; i++) sums[i] = totals[i];
 }
+
+#if BY_ROWS
+
+#define ROWS 4 /* rows whose sums stay in registers, with x of a run */
+
+/* Adds a run of ROWS rows, `stride` apart, to their sums of lanes. A row's scale is LANES scales after that of the run
+ * before it. */
+INLINE void add_run_of_rows(const uint8_t *codes, size_t stride, const float *scales, const Run *x, vec8 *totals) {
+  vec8 numbers[4];
+  UNROLL for (int j = 0; j < 4; j++) numbers[j] = *(const vec8 *)(x->x + j * (RUN / 4));
+  UNROLL for (int row = 0; row < ROWS; row++) {
+    const __m256i run = _mm256_loadu_si256((const void *)(codes + row * stride));
+    vec8 sum = {0};
+    UNROLL for (int j = 0; j < 4; j++) {
+      const __m256i moved = _mm256_srai_epi32(_mm256_slli_epi32(run, 24 - 8 * j), 4);
+      sum += (vec8)_mm256_and_si256(moved, _mm256_set1_epi32((int32_t)0x87f00000)) * numbers[j];
+    }
+    totals[row] += sum * (vec8)_mm256_broadcast_ss(scales + row);
+  }
+}
+
+/* Adds to one token's sums the products with inputs [k, k + n) of LANES rows. Of the panel only scales are there. */
+static void multiply_rows(const Planes *from, size_t out, size_t k, size_t n, const Panel *panel, const Run *runs,
+                          vec *sums) {
+  for (size_t row = 0; row < LANES; row += ROWS) {
+    const uint8_t *codes = from->codes + (out + row) * from->n_in + k;
+    vec8 totals[ROWS] = {{0}};
+    for (size_t run = 0; run < n / RUN; run++) {
+      if (run % 2 == 0)
+        UNROLL for (int i = 0; i < ROWS; i++) __builtin_prefetch(codes + run * RUN + (ROWS + i) * from->n_in, 0, 2);
+      add_run_of_rows(codes + run * RUN, from->n_in, (const float *)(panel->scales + run) + row, runs + run, totals);
+    }
+    UNROLL for (int i = 0; i < ROWS; i++) {
+      float lanes[8];
+      memcpy(lanes, totals + i, sizeof lanes);
+      UNROLL for (int half = 4; half > 0; half /= 2)
+        UNROLL for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
+      sums[0][row + i] += lanes[0];
+    }
+  }
+}
+
+#endif
 
 INLINE vec finished(vec sums, const Run *token) { return sums * all(token->power); }
 

@@ -16,7 +16,7 @@
 
 #define STRIPS 1 /* vectors of outputs that are computed together */
 
-/* Whether the product with one token takes codes from their rows (multiply_rows). Nibbles alone gain nothing. */
+/* Whether one token alone takes codes from their rows (multiply_rows). Codes of four or five bits gain nothing. */
 #define BY_ROWS (CODE == 8 || HIGH == 2)
 
 /* A token's run, rounded. `excess` is what the integer products of its halves have too much. */
@@ -70,7 +70,8 @@ INLINE void round_run(const x_type *x, float scale, Run *run) {
 
 /* Rounds a token's n_runs runs, and stores each `stride` runs after the one before it. Numbers as large as NaN or
  * infinity give a scale that is neither, and so no token a wrong result without one. */
-static void round_token(const x_type *x, size_t n_runs, size_t stride, Run *to) {
+static void take_token(const x_type *x, size_t n_runs, size_t stride, bool is_alone, Run *to) {
+  (void)is_alone;
   const float scale = TOKEN_SCALE ? greatest(x, n_runs * RUN) / 127 : 0;
   for (size_t run = 0; run < n_runs; run++, x += RUN, to += stride)
     round_run(x, TOKEN_SCALE ? scale : greatest(x, RUN) / 127, to);

@@ -1,7 +1,7 @@
 /* The product of a linear layer with a packed weight on a CPU, as an XLA custom call (packed_product.h).
  *
  * y [T, O] = x [T, I] times a weight [O, I], whose planes follow x, for the first n_tokens [1] int32 tokens; the rest
- * of y is zero. XLA's threads take items: first groups of tokens to round, then ranges of outputs.
+ * of y is zero. XLA's threads take items: first groups of tokens, whose x is taken, then ranges of outputs.
  */
 
 #include "packed_product.h"

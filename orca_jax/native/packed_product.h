@@ -2,7 +2,8 @@
  *
  * LANES outputs at a time, one a lane, the weight is unpacked to a panel in the first cache, by which all tokens of an
  * item are multiplied: in integers, with x rounded to int8 (packed_integers.h), or FP8 in float32 (packed_floats.h).
- * Sums have one order, so a token's result depends on nothing else in the batch, and on no thread.
+ * Sums have one order, but with FP8 and BY_ROWS one token alone another; so a token's result depends on nothing else in
+ * the batch, and on no thread.
  *
  * I is a multiple of RUN, or of SUPER with super scales, and O is at least LANES.
  */
@@ -66,8 +67,8 @@ typedef struct {
   size_t n_tokens, n_in, n_out;
   size_t n_chunks; /* items that share a group of tokens */
   size_t n_groups;
-  size_t n_rounding; /* the first items, which round x */
-  atomic_size_t rounded; /* how many of them are done */
+  size_t n_taking; /* the first items, which take x */
+  atomic_size_t taken; /* how many of them are done */
 } Product;
 
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
@@ -108,11 +109,11 @@ static inline Run *runs_of(const Product *p, size_t token) {
   return p->runs + token / AT_ONCE * AT_ONCE * (p->n_in / RUN);
 }
 
-/* Rounds x of the tokens of a group of AT_ONCE. */
-static void round_group(const Product *p, size_t group) {
+/* Takes x of the tokens of a group of AT_ONCE. */
+static void take_group(const Product *p, size_t group) {
   const size_t first = group * AT_ONCE, n = least(AT_ONCE, p->n_tokens - first);
   for (size_t t = 0; t < n; t++)
-    round_token(p->x + (first + t) * p->n_in, p->n_in / RUN, n, runs_of(p, first) + t);
+    take_token(p->x + (first + t) * p->n_in, p->n_in / RUN, n, p->n_tokens == 1, runs_of(p, first) + t);
 }
 
 /* ---- products ---- */
@@ -149,8 +150,9 @@ static void strip(const Product *p, size_t out, size_t first, size_t end) {
     n = least(PANEL_INPUTS, p->n_in - k);
     for (int i = 0; i < STRIPS; i++) unpack_scales(&p->weight, out + i * LANES, k, n, panels + i);
 #if BY_ROWS
-    if (end - first == 1) {
-      multiply_rows(&p->weight, out, k, n, panels, p->runs + first * n_runs + k / RUN, sums);
+    if (p->n_tokens == 1) {
+      for (int i = 0; i < STRIPS; i++)
+        multiply_rows(&p->weight, out + i * LANES, k, n, panels + i, p->runs + k / RUN, sums + i);
       continue;
     }
 #endif
@@ -178,9 +180,9 @@ static inline size_t cut(Product *p, size_t n_wanted) {
   p->n_groups = (p->n_tokens + ITEM_TOKENS - 1) / ITEM_TOKENS;
   const size_t most = p->n_out < CHUNK ? 1 : p->n_out / CHUNK;
   p->n_chunks = least(most, (n_wanted + p->n_groups - 1) / p->n_groups);
-  p->n_rounding = n_groups(p->n_tokens);
-  atomic_init(&p->rounded, 0);
-  return p->n_rounding + p->n_groups * p->n_chunks;
+  p->n_taking = n_groups(p->n_tokens);
+  atomic_init(&p->taken, 0);
+  return p->n_taking + p->n_groups * p->n_chunks;
 }
 
 /* The last strip starts early enough to be whole, so that some outputs are computed twice, to the same bits. */
@@ -193,17 +195,17 @@ static void multiply_part(const Product *p, size_t item) {
 }
 
 static void do_part(Product *p, size_t item) {
-  if (item < p->n_rounding) {
-    round_group(p, item);
-    atomic_fetch_add(&p->rounded, 1);
+  if (item < p->n_taking) {
+    take_group(p, item);
+    atomic_fetch_add(&p->taken, 1);
     return;
   }
-  while (atomic_load(&p->rounded) < p->n_rounding) sched_yield(); /* other threads round the last groups */
+  while (atomic_load(&p->taken) < p->n_taking) sched_yield(); /* other threads take the last groups */
 #if FLOATS
   const unsigned mode = _mm_getcsr(); /* in XLA's threads subnormal numbers count as zero, which FP8's must not */
   _mm_setcsr(mode & ~(_MM_DENORMALS_ZERO_MASK | _MM_FLUSH_ZERO_MASK));
 #endif
-  multiply_part(p, item - p->n_rounding);
+  multiply_part(p, item - p->n_taking);
 #if FLOATS
   _mm_setcsr(mode);
 #endif

@@ -23,7 +23,12 @@ def has_packed_form(x: jax.Array, form: PackedForm, n_out: int) -> bool:
 
 
 def native_packed(
-    x: jax.Array, form: PackedForm, planes: Mapping[str, jax.Array], n_tokens: jax.Array | None = None
+    x: jax.Array,
+    form: PackedForm,
+    planes: Mapping[str, jax.Array],
+    n_tokens: jax.Array | None = None,
+    *,
+    steady: bool = False,
 ) -> jax.Array:
     """x [T, in] times a packed weight [*out, in] whose planes are those of `form`: [T, out] in x's dtype.
 
@@ -31,17 +36,23 @@ def native_packed(
     With others it is rounded to int8, each 32 inputs of a token with a scale of their own, or with one scale
     for the token if the form has `integer_inputs`. Sums are float32. Only the first `n_tokens` [1] int32
     rows, by default all, are computed; the others are zero. A token's result depends on nothing else in the
-    batch. An FP8 code of NaN counts as 480. Raises NotBuilt without a C compiler, or without AVX-512 or AVX2.
+    batch; with FP8 codes it may depend on whether it is alone, unless `steady`. An FP8 code of NaN counts
+    as 480. Raises NotBuilt without a C compiler, or without AVX-512 or AVX2.
     """
     n_out = planes["codes"].size // planes["codes"].shape[-1]
     if n_tokens is None:
         n_tokens = jnp.full(1, x.shape[0], jnp.int32)
     assert n_tokens.shape == (1,) and n_tokens.dtype == jnp.int32
-    return _call("packed_linear", x, form, planes, (n_out,), n_tokens)
+    return _call("packed_linear", x, form, planes, (n_out,), n_tokens, steady)
 
 
 def native_packed_grouped(
-    x: jax.Array, form: PackedForm, planes: Mapping[str, jax.Array], sizes: jax.Array
+    x: jax.Array,
+    form: PackedForm,
+    planes: Mapping[str, jax.Array],
+    sizes: jax.Array,
+    *,
+    steady: bool = False,
 ) -> jax.Array:
     """Consecutive groups of rows of x [N, in], each times its own weight of [X, *out, in]: [N, out].
 
@@ -51,7 +62,7 @@ def native_packed_grouped(
     codes = planes["codes"]
     n_experts, n_out = len(codes), codes.size // (len(codes) * codes.shape[-1])
     assert sizes.shape == (n_experts,) and sizes.dtype == jnp.int32
-    return _call("packed_grouped", x, form, planes, (n_experts, n_out), sizes)
+    return _call("packed_grouped", x, form, planes, (n_experts, n_out), sizes, steady)
 
 
 def _call(
@@ -61,9 +72,11 @@ def _call(
     planes: Mapping[str, jax.Array],
     rows: tuple[int, ...],
     counts: jax.Array,
+    steady: bool,
 ) -> jax.Array:
     assert has_packed_form(x, form, rows[-1])
     # A scale for a whole row has no axis of inputs; here it gets one.
     flat = [planes[name].reshape(*rows, -1) for name in _PLANES if name in planes]
     y = jax.ShapeDtypeStruct((x.shape[0], rows[-1]), x.dtype)
-    return jax.ffi.ffi_call(target(operation, **packed_sizes(form, x.dtype.name)), y)(x, *flat, counts)
+    name = target(operation, **packed_sizes(form, x.dtype.name, steady))
+    return jax.ffi.ffi_call(name, y)(x, *flat, counts)

@@ -256,13 +256,8 @@ INLINE void transpose(vec tile[LANES]) {
     vec mixed[LANES];
     UNROLL for (int i = 0; i < LANES / 2; i++) {
       vec a = tile[i], b = tile[i + LANES / 2];
-#if LANES == 16
       mixed[2 * i] = LANES_OF(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
       mixed[2 * i + 1] = LANES_OF(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#else
-      mixed[2 * i] = LANES_OF(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-      mixed[2 * i + 1] = LANES_OF(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-#endif
     }
     UNROLL for (int i = 0; i < LANES; i++) tile[i] = mixed[i];
   }
