@@ -135,7 +135,10 @@ class LiveRequest(RequestHandle):
                 if piece.token_ids:
                     return replace(piece, finish_reason=None)
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback refers to this object
         raise StopAsyncIteration
 
     def end(self, reason: FinishReason) -> None:

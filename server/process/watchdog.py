@@ -31,11 +31,11 @@ def settle() -> None:
 
     Large bodies trigger full garbage collections, which visit every object and take 0.2 s with JAX loaded.
     Freezing the objects that exist now exempts them. Those of a large body take 33 ms more (a conversation of
-    5,000 tool turns), so full collections come a fifth as often as by Python's default. Requests and
-    connections leave no cycles, but a client that leaves in the middle of a stream does: an exception and its
-    frames, which wait for a full collection if a younger one finds them in use. So full collections must not
-    be rare either (bench.hostile: 35 MB a round with one in a thousand). A thread that waits for the GIL now
-    gets it after 1 ms: the event loop waits for it several times per request while another thread computes.
+    5,000 tool turns), so full collections come a fifth as often as by Python's default. Our requests and
+    connections leave no reference cycles, but libraries do (gRPC: one a call), and those that a younger
+    collection finds in use wait for a full one, which therefore must not be rare either. A thread that waits
+    for the GIL now gets it after 1 ms: the event loop waits for it several times per request while another
+    thread computes.
     """
     gc.collect()
     gc.freeze()

@@ -116,19 +116,27 @@ class ReplyStream(Response):
 
         tasks = [asyncio.create_task(enqueue(i, request)) for i, request in enumerate(requests)]
         n_open = len(tasks)
+        items: list[bytes | Exception | None] = []
+        errors: list[Exception] = []
         try:
             while n_open:
-                items = [await ready.get()]
+                items.append(await ready.get())
                 while not ready.empty():
                     items.append(ready.get_nowait())
                 events = b"".join(item for item in items if isinstance(item, bytes))
                 if events:
                     await write(events)
-                for error in items:
-                    if isinstance(error, Exception):
-                        raise error
+                errors += [item for item in items if isinstance(item, Exception)]
+                if errors:
+                    raise errors.pop(0)
                 n_open -= items.count(None)
+                items.clear()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            # Errors' tracebacks refer to this frame and the queue; neither may refer to the errors.
+            items.clear()
+            errors.clear()
+            while not ready.empty():
+                ready.get_nowait()

@@ -11,7 +11,7 @@ from server.commands import endpoints
 from server.gateway import side_threads
 from server.http.fields.strict import Strict
 from server.settings.endpoint_options import EndpointOptions
-from tests.endpoint.harness import serving, until
+from tests.endpoint.harness import Server, serving, until
 from tests.host.engines import SOON
 
 LONG = {"prompt": [1] * 200_000}
@@ -73,6 +73,16 @@ CALLS: dict[str, tuple[str, Any]] = {
 }
 
 
+def leave_a_stream(server: Server, n: int) -> None:
+    """Ask for `n` choices as a stream, and leave when the first is under way."""
+    body = {"prompt": "a", "max_tokens": 400, "n": n, "ignore_eos": True, "stream": True}
+    with (
+        httpx2.Client(base_url=server.url, timeout=SOON) as client,
+        client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        next(response.iter_bytes())
+
+
 def test_requests_and_connections_leave_no_cycles() -> None:
     """Only a garbage collection would free them, which holds all threads, and longer the more there are."""
     options = EndpointOptions(port=0, grpc_port=None, access_log="off", max_stored_responses=0)
@@ -82,16 +92,20 @@ def test_requests_and_connections_leave_no_cycles() -> None:
             with httpx2.Client(base_url=server.url, timeout=SOON) as client:  # a connection each
                 client.post(path, json=body)
 
-        for path, body in CALLS.values():
-            call(path, body)
+        def call_all() -> None:
+            for path, body in CALLS.values():
+                call(path, body)
+            leave_a_stream(server, 1)
+            leave_a_stream(server, 3)
+
+        call_all()
         until(server.at_rest, "the end of all requests")
         gc.collect()
         gc.disable()
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
             for _ in range(3):
-                for path, body in CALLS.values():
-                    call(path, body)
+                call_all()
             until(server.at_rest, "the end of all requests")
             gc.collect()
             names = {f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.garbage}
