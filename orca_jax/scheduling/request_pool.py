@@ -296,6 +296,18 @@ class RequestPool:
             self._notify()
         return True
 
+    def check_room(self, n: int, owner: str) -> None:
+        """Raise QueueFull unless `n` more requests of this owner, which come together, may wait.
+
+        Otherwise most would be accepted and then cancelled, which costs more than all the rest of a refusal.
+        """
+        with self._lock:
+            free = self._limit.n - self._usage.n
+            if owner:
+                free = min(free, self._owner_limit.n - self._usage_of.get(owner, _Usage()).n)
+        if n > free:
+            raise QueueFull(f"the queue has room for {free} more requests, not for {n}; try again later")
+
     def _check_limits(self, request: Request) -> None:
         """Raise QueueFull if no more requests may wait, or no more of this owner."""
         excess = self._limit.excess(self._usage, request)

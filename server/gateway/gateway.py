@@ -8,7 +8,7 @@ not read stays there, bounded by the request's whole output, so a slow client de
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from enum import StrEnum
@@ -387,7 +387,7 @@ class Submission(NamedTuple):
 @asynccontextmanager
 async def submitted(
     gateway: Gateway,
-    submissions: Iterable[Submission],
+    submissions: Sequence[Submission],
     *,
     owner: str,
     party: str | None = None,
@@ -397,6 +397,8 @@ async def submitted(
 
     The requests end when the context exits. Raises what `Gateway.submit` raises.
     """
+    if len(submissions) > _SUBMITTED_AT_ONCE:
+        gateway.model().service.pool.check_room(len(submissions), owner)
     with ExitStack() as stack:
         requests = list[LiveRequest]()
         for i, (prompt, rules, request_id) in enumerate(submissions):

@@ -127,3 +127,21 @@ def test_a_key_is_identified_only_by_its_number() -> None:
     keys = ApiKeys(KEYS)
     assert [keys.check(f"Bearer {key}") for key in KEYS] == ["key 1", "key 2"]
     assert ApiKeys().check(None) is None
+
+
+def test_many_choices_are_refused_before_any_is_submitted(engine: GatedEngine) -> None:
+    """A client that asks again and again would have most accepted and cancelled each time."""
+    config = replace(CONFIG, max_batch_size=1, max_queue=40, max_queue_share=1.0)
+    with serving(engine=engine, config=config) as server, client(server) as user:
+        streams = [fill(server, user, 1)]
+        assert engine.waited_for.wait(SOON)
+        streams.append(fill(server, user, 25))
+        before = server.service.timeline.n_arrived
+        refused = user.post("/v1/completions", json=completion(16))
+        assert refused.status_code == 429
+        assert "the queue has room for 15 more requests, not for 16" in refused.text
+        assert server.service.timeline.n_arrived == before
+        streams.append(fill(server, user, 15))
+        engine.let(1_000)
+        for stream in streams:
+            stream.__exit__(None, None, None)
