@@ -42,10 +42,10 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     if not isinstance(mixer, Mamba2) or rotary is None or rotary.size != model.head_size // 2:
         return None
     own = mamba2_fields(mixer, model.hidden_size)
+    if own is None:
+        return None
     return (
-        None
-        if own is None
-        else common_fields(model)
+        common_fields(model)
         | own
         | {
             "attention_bias": model.attention.qkv_bias,

@@ -14,12 +14,9 @@ from orca_jax.families.stored_name import one_row
 from orca_jax.families.strict_json import shown
 
 _MLP = "{prefix}layers.{i}.mlp."
-_LEAST_SUM, _N_SHARED, _FIRST, _LAST = (
-    1e-12,
-    2,
-    1,
-    -1,
-)  # transformers' defaults of fields that a file may lack
+# transformers' defaults of fields that a file may lack.
+_LEAST_SUM, _N_SHARED = 1e-12, 2
+_FIRST, _LAST = 1, -1
 _TRAINING = "of training"
 
 
