@@ -455,7 +455,8 @@ class ModelConfig:
     def with_kv_code(self, code: KVCode) -> "ModelConfig":
         """The same model whose caches hold keys and values in eight bits. Raises ConfigError.
 
-        An encoder's tokens attend to one another through the first layer's cache, so theirs are rounded too.
+        An encoder's tokens attend to one another through the first layer's cache, so its keys and values are
+        rounded too.
         """
         model, encoder = self._with_layers(lambda layer: layer.with_kv_code(code)), self.encoder
         if encoder is not None:

@@ -16,7 +16,7 @@ from orca_jax.speculation.drafter import Drafter, Speculation
 
 _log = logging.getLogger(__name__)
 
-# Output tokens for which no drafts are made, by the number of iterations in a row that kept none of theirs.
+# Output tokens for which no drafts are made, by the number of iterations in a row that kept no draft.
 # Drafts that are always wrong then cost little, and a text that begins to repeat itself is found soon.
 _PAUSES = (0, 0, 2, 6, 14, 30)
 

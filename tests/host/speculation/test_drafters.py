@@ -1,4 +1,4 @@
-"""Which requests are drafted, a user's drafter, and every way to get the options wrong."""
+"""Requests that are drafted, a user's drafter, and every way to get the options wrong."""
 
 from collections.abc import Sequence
 from dataclasses import replace

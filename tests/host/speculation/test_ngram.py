@@ -9,7 +9,7 @@ TOKENS = st.lists(st.integers(0, 2), max_size=24)
 
 
 def searched(ids: list[int], n: int) -> list[int]:
-    """What followed the newest earlier place with the last three tokens, copied token by token."""
+    """Find the newest earlier place of the last three tokens, and copy from there token by token."""
     for end in range(len(ids) - 1, 2, -1):
         if ids[end - 3 : end] == ids[-3:]:
             copied = list(ids)
