@@ -54,11 +54,11 @@ PYTEST_LONG := -m pytest --numprocesses=3 --dist=worksteal
 # Where `make test` looks; the slowest folder first.
 TESTS ?= tests/whole tests/endpoint tests/device tests/host
 
-test: $(VENV)/.dev ## run the tests: each behaviour once (ALL=1: all examples, and further combinations; FEWER=1: a third of the examples)
-	$(BIN)/python $(PYTEST) $(if $(ALL),-m "not long",--fewer-examples -m "not long and not matrix") $(if $(FEWER),--fewer-examples) $(TESTS)
+test: $(VENV)/.dev ## run the tests: each behaviour once (ALL=1: all examples, and further combinations of families, partitions, processes)
+	$(BIN)/python $(PYTEST) $(if $(ALL),-m "not long",--fewer-examples -m "not long and not matrix") $(TESTS)
 
-test-long: $(VENV)/.dev ## run the long tests (PART=1/10: a tenth of them): soaks, thousands of seeds, killed processes
-	$(BIN)/python $(PYTEST_LONG) -m long $(if $(PART),--part $(PART)) tests/whole tests/endpoint tests/device tests/host
+test-long: $(VENV)/.dev ## run the long tests and the further combinations (PART=1/10: a tenth of them): soaks, thousands of seeds, killed processes
+	$(BIN)/python $(PYTEST_LONG) -m "long or matrix" $(if $(PART),--part $(PART)) tests/whole tests/endpoint tests/device tests/host
 
 host-test: $(HOST_VENV)/.host ## run the tests of the folders without JAX where it is not installed
 	@$(HOST_BIN)/python -c 'import importlib.util as u, sys; sys.exit("jax is installed in $(HOST_VENV)" if u.find_spec("jax") else 0)'
