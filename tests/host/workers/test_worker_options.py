@@ -22,6 +22,7 @@ ENGINE = EngineConfig(
     generation_config="none",
     tokenizer="t",
     seed=3,
+    speculative_tokens=7,
     attention="static",
     max_batch_size=2,
     n_slots=64,
@@ -79,7 +80,7 @@ def defaults(config: Any, but: Collection[str]) -> list[str]:
 
 def test_the_child_reads_what_the_parent_writes() -> None:
     # These exclude other fields that OPTIONS gives.
-    assert defaults(OPTIONS, but=("workers", "deterministic", "policy")) == []
+    assert defaults(OPTIONS, but=("workers", "deterministic", "policy", "speculative")) == []
     assert WorkerOptions.from_json(OPTIONS.as_json()) == OPTIONS
     orca = replace(OPTIONS, engine=EngineConfig(deterministic=True, policy="orca", pipeline_parallel=2))
     assert WorkerOptions.from_json(orca.as_json()) == orca
