@@ -15,7 +15,7 @@ from tests.quantized_checkpoints import FORMATS
 SIZES: dict[str, Any] = {"max_batch_size": 4, "max_batch_tokens": 16, "n_slots": 256, "dtype": "float32"}
 ASK = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5], [*range(1, 31)], [7, 8, 9]]
-TYPES = ("Q4_K", "Q6_K", "Q4_1")
+TYPES = ("Q4_K", "Q8_0", "Q4_1")
 
 
 def gguf(folder: Path) -> Path:
