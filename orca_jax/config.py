@@ -76,6 +76,11 @@ class SchedulingOptions(Options):
         int, "maximum number of draft tokens of a request in an iteration", Whole(1, 64)
     ] = 4
 
+    @property
+    def speculates(self) -> bool:
+        """Whether outputs are drafted."""
+        return self.speculative != "off"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulingConfig(SchedulingOptions):
@@ -102,11 +107,6 @@ class SchedulingConfig(SchedulingOptions):
     def on_demand(self) -> bool:
         """Whether requests grow block by block."""
         return self.reservation == "on-demand"
-
-    @property
-    def speculates(self) -> bool:
-        """Whether outputs are drafted."""
-        return self.speculative != "off"
 
     def check_deterministic(self) -> None:
         """Raises ConfigError for what makes an output's bits depend on other requests."""
@@ -506,7 +506,7 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             raise ConfigError(
                 f"generation_config is {self.generation_config!r}; it must be 'auto', 'none' or a directory"
             )
-        if self.speculative != "off":
+        if self.speculates:
             self._check_speculation()
         if self.workers is not None:
             self._refuse_worker_options()

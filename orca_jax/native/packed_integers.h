@@ -1,6 +1,6 @@
 /* The integer products of a panel (packed_panel.h) with x, of which each run of 32 is rounded to int8.
  *
- * A run has a scale of its own; with TOKEN_SCALE all runs of a token have one. Integer products of a run are exact;
+ * A scale belongs to a run, or with TOKEN_SCALE to all runs of a token. Integer products of a run are exact;
  * scaled, they are added up in float32, in the order of inputs.
  */
 

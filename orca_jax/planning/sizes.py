@@ -51,7 +51,7 @@ def serving_config(
                 "values, but not the state after its last token; leave it out"
             )
         requested = replace(requested, prefix_caching=False)
-    if requested.speculative != "off" and (config.encoder is not None or config.has_state):
+    if requested.speculates and (config.encoder is not None or config.has_state):
         part = "an encoder" if config.encoder is not None else "recurrent layers"
         raise ConfigError(
             f"speculative is {requested.speculative!r}, which does not work yet with a model with {part}; "

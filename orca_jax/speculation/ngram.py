@@ -30,7 +30,7 @@ class NgramDrafter:
                 self._after[ids[-3], ids[-2], ids[-1]] = len(ids)
             ids.append(token_id)
         self._n_output = len(output_ids)
-        start = self._after.get(tuple(ids[-_N:]))  # pyright: ignore[reportArgumentType]
+        start = self._after.get((ids[-3], ids[-2], ids[-1])) if len(ids) >= _N else None
         if start is None:
             return ()
         # Past the end the copy goes on with what it has copied: a text that repeats itself keeps doing so.

@@ -1,13 +1,13 @@
 """FlexOlmo (Shi et al., 2025): OLMo 2 with experts in all layers."""
 
 from dataclasses import replace
-from typing import Any
 
 from orca_jax.families.config_fields import ConfigFields
-from orca_jax.families.decoders.llama_like import common_fields, decoder, read_layer, read_sizes, relative
+from orca_jax.families.decoders.llama_like import decoder, read_layer, read_sizes, relative
 from orca_jax.families.decoders.olmo2 import NORMS
 from orca_jax.families.decoders.rope_fields import read_rotary
 from orca_jax.families.mixtures.experts_in_files import EXPERT_NAMES, FUSED, WEIGHTS, read_experts
+from orca_jax.families.mixtures.olmoe import write_olmoe
 from orca_jax.families.model_config import ModelConfig
 
 _BASE = 500_000.0  # transformers' default of a field that a file may lack
@@ -22,25 +22,13 @@ def _read(fields: ConfigFields) -> ModelConfig:
     return decoder(fields, sizes, replace(layer, residual="after", feed_forward=feed_forward))
 
 
-def _write(model: ModelConfig) -> dict[str, Any] | None:
-    experts = model.layers[0].feed_forward.experts
-    if experts is None:
-        return None
-    return common_fields(model) | {
-        "attention_bias": model.attention.qkv_bias,
-        "num_experts": experts.number,
-        "num_experts_per_tok": experts.top_k,
-        "norm_topk_prob": experts.renormalised,
-    }
-
-
 FLEX_OLMO = relative(
     model_type="flex_olmo",
     title="FlexOlmo",
     architectures=("FlexOlmoForCausalLM", "FlexOlmoModel"),
     config_names=EXPERT_NAMES,
     read=_read,
-    write=_write,
+    write=write_olmoe,
     weights={**WEIGHTS, **NORMS},
     alternatives=FUSED,
 )

@@ -23,7 +23,8 @@ def _read(fields: ConfigFields) -> ModelConfig:
     return decoder(fields, sizes, replace(layer, feed_forward=replace(layer.feed_forward, experts=experts)))
 
 
-def _write(model: ModelConfig) -> dict[str, Any] | None:
+def write_olmoe(model: ModelConfig) -> dict[str, Any] | None:
+    """Write the fields of a model with experts in all layers; None without experts."""
     experts = model.layers[0].feed_forward.experts
     if experts is None:
         return None
@@ -41,7 +42,7 @@ OLMOE = relative(
     architectures=("OlmoeForCausalLM", "OlmoeModel"),
     config_names=EXPERT_NAMES,
     read=_read,
-    write=_write,
+    write=write_olmoe,
     weights={**WEIGHTS, **WIDE_NORMS},
     alternatives=FUSED,
 )

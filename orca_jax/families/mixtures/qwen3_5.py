@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from orca_jax.families.config_fields import ConfigFields
@@ -107,23 +108,23 @@ QWEN3_5_MOE_TEXT = relative(
     parts=_FURTHER,
     serves=_SERVES,
 )
-QWEN3_5 = text_part(
+_with_vision = partial(
+    text_part,
+    prefixes=(_TEXT_PREFIX, *PREFIXES),
+    head="lm_head.weight",
+    parts=rf"model\.visual\..*|{_FURTHER}",
+)
+QWEN3_5 = _with_vision(
     QWEN3_5_TEXT,
     model_type="qwen3_5",
     title="Qwen 3.5 with vision",
     architectures=("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
-    prefixes=(_TEXT_PREFIX, *PREFIXES),
-    head="lm_head.weight",
-    parts=rf"model\.visual\..*|{_FURTHER}",
     defaults=_DEFAULTS,
 )
-QWEN3_5_MOE = text_part(
+QWEN3_5_MOE = _with_vision(
     QWEN3_5_MOE_TEXT,
     model_type="qwen3_5_moe",
     title="Qwen 3.5 MoE with vision",
     architectures=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
-    prefixes=(_TEXT_PREFIX, *PREFIXES),
-    head="lm_head.weight",
-    parts=rf"model\.visual\..*|{_FURTHER}",
     defaults=_MOE_DEFAULTS,
 )

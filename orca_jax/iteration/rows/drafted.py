@@ -33,16 +33,13 @@ def takes_drafts(sampling: SamplingParams) -> bool:
 
 
 class Drafted(RowKind):
-    """The row kind of one request whose output is drafted. `speculation` is the engine's.
-
-    `n_drafted` and `n_accepted` are this request's share of its counts.
-    """
+    """The row kind of one request whose output is drafted. `speculation` is the engine's."""
 
     # The next rows depend on which drafts are kept.
     runs_ahead = False
 
     def __init__(self, speculation: Speculation) -> None:
-        self._speculation = speculation
+        self.speculation = speculation
         self._drafter: Drafter | None = None
         self._failed = False
         self._drafts: Sequence[int] = ()  # after the first `_n_output` output tokens
@@ -50,13 +47,12 @@ class Drafted(RowKind):
         self._n_in_vain = 0  # iterations in a row that kept none of their drafts
         self._paused_until = 0  # the length of the output from which drafts are made again
         self.sent: Sequence[int] = ()  # the drafts of the iteration in flight
-        self.n_drafted = self.n_accepted = 0
 
     def most_tokens(self, req: Request) -> int:
         n_output = len(req.output_ids)
         if n_output != self._n_output:
             self._n_output = n_output
-            n = min(self._speculation.n_tokens, req.most_output - n_output - 1)
+            n = min(self.speculation.n_tokens, req.most_output - n_output - 1)
             self._drafts = self._draft(req, n) if n > 0 and n_output >= self._paused_until else ()
         return 1 + len(self._drafts)
 
@@ -69,7 +65,7 @@ class Drafted(RowKind):
         return [InputRow(req.row, req.n_computed + i, (token_id,)) for i, token_id in enumerate(known)]
 
     def accept(self, req: Request, answer: RowAnswer) -> Iterator[tuple[int, FinishReason | None]]:
-        sent, sampled, speculation = self.sent, answer.token_ids, self._speculation
+        sent, sampled, speculation = self.sent, answer.token_ids, self.speculation
         n_right = 0
         while n_right < len(sent) and sent[n_right] == sampled[n_right]:
             n_right += 1
@@ -77,13 +73,11 @@ class Drafted(RowKind):
         if sent:
             self._n_in_vain = 0 if n_right else min(self._n_in_vain + 1, len(_PAUSES) - 1)
             self._paused_until = len(req.output_ids) + 1 + _PAUSES[self._n_in_vain]
-        self.n_drafted += len(sent)
         speculation.n_drafted += len(sent)
         for i in range(n_right + 1):
             req.logprobs += answer.logprobs[i : i + 1]
             reason = req.accept(sampled[i])
             if i < n_right:
-                self.n_accepted += 1
                 speculation.n_accepted += 1
             yield sampled[i], reason
             if reason is not None:
@@ -95,12 +89,12 @@ class Drafted(RowKind):
             return ()
         try:
             if self._drafter is None:
-                self._drafter = self._speculation.make(list(req.prompt_ids))
+                self._drafter = self.speculation.make(list(req.prompt_ids))
             drafts = [int(token_id) for token_id in self._drafter.draft(req.output_ids, n)[:n]]
         except Exception:
             self._failed, self._drafter = True, None
             _log.exception("the drafter failed; request %s goes on without drafts", req.request_id)
             return ()
-        vocab_size = self._speculation.vocab_size
+        vocab_size = self.speculation.vocab_size
         wrong = next((i for i, token_id in enumerate(drafts) if not 0 <= token_id < vocab_size), len(drafts))
         return drafts[:wrong]
