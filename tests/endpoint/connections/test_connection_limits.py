@@ -25,6 +25,7 @@ from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import DATA, Server, serving, until
 from tests.endpoint.http_client import raw, received, received_until
 from tests.host.engines import SOON
+from tests.log_records import messages_of, records_of
 
 GET = b"GET /version HTTP/1.1\r\nHost: here\r\n\r\n"
 LAST = b"GET /version HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
@@ -139,7 +140,7 @@ def test_refusals_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) 
                 refused(received(connection), b"503 Service Unavailable")
         figures = client.get("/metrics").text
     assert '{method="other",path="other",status="503"} 5.0' in figures
-    assert [record.getMessage() for record in caplog.records] == [
+    assert messages_of(caplog, "orca.http") == [
         "a connection limit is reached (--max-connections, --max-connections-per-address)"
     ]
 
@@ -237,9 +238,7 @@ def test_out_of_file_descriptors_clients_wait(
     monkeypatch.setattr(endpoints, "bound_socket", scarce)
     with limited() as server:
         assert is_served(server)
-    assert [record.getMessage() for record in caplog.records] == [
-        "no connection can be accepted: Too many open files"
-    ]
+    assert messages_of(caplog, "orca.http") == ["no connection can be accepted: Too many open files"]
 
 
 class Limits:
@@ -279,6 +278,6 @@ def test_the_descriptor_limit_is_raised_or_fewer_connections_allowed(
     assert with_room(EndpointOptions(max_connections=1000)).max_connections == most
     assert limits.now[0] == soft
     if most == 1000:
-        assert not caplog.records
+        assert not records_of(caplog, "orca.limits")
     else:
         assert f"max_connections is {most}, not 1000" in caplog.text and "ulimit -n" in caplog.text

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import logging
 import re
 import socket
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from tests.endpoint.harness import END, Server, serving, until
 from tests.endpoint.http_client import connected, post_head, raw
 from tests.endpoint.openai_client import async_client_of, by_seed, client_of, letters_by_seed
 from tests.host.engines import SOON, GatedEngine, PacedEngine, writing
+from tests.log_records import warnings_of
 
 USER: Any = {"role": "user", "content": "Hi"}
 USAGE: Any = {"include_usage": True}
@@ -315,7 +315,7 @@ def test_a_client_that_disconnects_ends_its_requests(
         records = list(server.service.timeline.requests)
         assert [record.finish_reason for record in records] == [FinishReason.CANCELLED] * n
         assert all(record.n_output < 500 for record in records)
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert not warnings_of(caplog, "asyncio", "uvicorn", "orca.http")
 
 
 def test_a_client_that_resets_its_connection_ends_its_requests(
@@ -326,7 +326,7 @@ def test_a_client_that_resets_its_connection_ends_its_requests(
             until(lambda: server.service.pool.n_running == 2, "the requests' turn")
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
         until(server.at_rest, "the slots that it held")
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert not warnings_of(caplog, "asyncio", "uvicorn", "orca.http")
 
 
 @pytest.mark.parametrize("n", [1, 3])

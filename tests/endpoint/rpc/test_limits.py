@@ -21,6 +21,7 @@ from tests.endpoint.harness import Server, serving, until
 from tests.endpoint.http_client import received
 from tests.endpoint.rpc_client import answer, asking, refusal
 from tests.host.engines import SOON
+from tests.log_records import records_of
 
 KEY = "a-key-that-is-long"
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
@@ -37,6 +38,21 @@ def limited(seconds: float = 0.0, keys: ApiKeys | None = None, **limits: Any) ->
 def channel(server: Server, *options: tuple[str, int]) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(server.grpc_address, options=(*OWN_CONNECTION, *options)) as connection:
         yield connection
+
+
+@contextmanager
+def held_open(*messages: Any) -> Iterator[Iterator[Any]]:
+    """Requests of a call: the messages, and the end only when the block ends.
+
+    Without an end gRPC's thread waits on, and logs the timeout in the middle of another test.
+    """
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for message in messages:
+        requests.put(message)
+    try:
+        yield iter(lambda: requests.get(timeout=SOON), None)
+    finally:
+        requests.put(None)
 
 
 def watch(connection: grpc.Channel) -> Any:
@@ -121,7 +137,8 @@ def test_watch_streams_are_limited() -> None:
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert message == ("3 streams without a key are open, the limit (orca serve --max-watch-streams)")
         assert check(connection).status, "a probe is no stream"
-        assert error_of(reflect(connection, queue.Queue()))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with held_open() as requests:
+            assert error_of(reflect(connection, requests))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert answer(GenerationStub(connection), asking(max_tokens=2)).messages, "nor is a request"
         held[0].cancel()
 
@@ -142,21 +159,18 @@ def test_a_limit_of_no_watch_streams() -> None:
         assert error_of(watch(connection))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def reflect(connection: grpc.Channel, requests: "queue.Queue[Any]") -> Any:
-    """The responses to requests put into `requests`, as long as the stream is open."""
+def reflect(connection: grpc.Channel, requests: Iterator[Any]) -> Any:
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(connection)
-    return stub.ServerReflectionInfo(iter(lambda: requests.get(timeout=SOON), None), timeout=SOON)
+    return stub.ServerReflectionInfo(requests, timeout=SOON)
 
 
 def test_an_idle_reflection_stream_is_ended() -> None:
-    requests: queue.Queue[Any] = queue.Queue()
-    with limited(body_timeout=0.3) as server, channel(server) as connection:
+    first = reflection_pb2.ServerReflectionRequest(list_services="")
+    with limited(body_timeout=0.3) as server, channel(server) as connection, held_open(first) as requests:
         start = time.monotonic()
-        requests.put(reflection_pb2.ServerReflectionRequest(list_services=""))
         answers = reflect(connection, requests)
         assert next(answers).list_services_response.service
         code, message = error_of(answers)
-        requests.put(None)
         assert (code, message) == (
             grpc.StatusCode.DEADLINE_EXCEEDED,
             "no message came within 0.3 seconds (orca serve --body-timeout)",
@@ -169,13 +183,11 @@ def test_an_idle_reflection_stream_is_ended() -> None:
 )
 def test_a_call_whose_message_never_arrives(path: str) -> None:
     """gRPC itself would wait forever."""
-    requests: queue.Queue[Any] = queue.Queue()
-    with limited(body_timeout=0.3) as server, channel(server) as connection:
+    with limited(body_timeout=0.3) as server, channel(server) as connection, held_open() as requests:
         start = time.monotonic()
-        call = connection.stream_stream(path)(iter(lambda: requests.get(timeout=SOON), None), timeout=SOON)
+        call = connection.stream_stream(path)(requests, timeout=SOON)
         assert error_of(call)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
         assert 0.29 < time.monotonic() - start < SOON / 2
-        requests.put(None)
 
 
 def test_a_call_that_ends_without_a_message() -> None:
@@ -185,15 +197,12 @@ def test_a_call_that_ends_without_a_message() -> None:
 
 
 def test_the_key_is_checked_before_the_message_is_read() -> None:
-    requests: queue.Queue[Any] = queue.Queue()
-    with limited(keys=ApiKeys([KEY])) as server, channel(server) as connection:
+    keys = ApiKeys([KEY])
+    with limited(keys=keys) as server, channel(server) as connection, held_open() as requests:
         start = time.monotonic()
-        call = connection.stream_stream("/orca.v1.Generation/Generate")(
-            iter(lambda: requests.get(timeout=SOON), None), timeout=SOON
-        )
+        call = connection.stream_stream("/orca.v1.Generation/Generate")(requests, timeout=SOON)
         assert error_of(call)[0] is grpc.StatusCode.UNAUTHENTICATED
         assert time.monotonic() - start < SOON / 2
-        requests.put(None)
 
 
 def test_hundreds_of_calls_on_one_connection() -> None:
@@ -243,7 +252,7 @@ def test_a_malformed_message_without_a_key_is_the_client_s_mistake(
         begin: Any = connection.stream_stream(f"/{method}")
         code, details = error_of(begin(iter([b"\x0a\xff"]), timeout=SOON))
     assert code is grpc.StatusCode.INVALID_ARGUMENT and details.startswith("the message is malformed: ")
-    assert not caplog.records
+    assert not records_of(caplog, "grpc", "server.rpc")
 
 
 def test_the_statuses_of_all_services(caplog: pytest.LogCaptureFixture) -> None:
@@ -255,4 +264,4 @@ def test_the_statuses_of_all_services(caplog: pytest.LogCaptureFixture) -> None:
         "": serving,
         "orca.v1.Generation": serving,
     }
-    assert not caplog.records
+    assert not records_of(caplog, "grpc", "server.rpc")

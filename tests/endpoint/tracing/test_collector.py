@@ -139,14 +139,18 @@ def served(endpoint: str, protocol: str = "http/protobuf") -> Iterator[Server]:
 
 
 @contextmanager
-def log(name: str = "") -> Iterator[list[str]]:
+def log() -> Iterator[list[str]]:
+    """Warnings about traces, ours and OpenTelemetry's."""
     handler = Lines()
     handler.setLevel(logging.WARNING)
-    logging.getLogger(name).addHandler(handler)
+    loggers = [logging.getLogger(name) for name in ("orca.traces", "opentelemetry")]
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         yield handler.lines
     finally:
-        logging.getLogger(name).removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 def ask(server: Server, **headers: str) -> float:
@@ -275,7 +279,7 @@ def test_calls_that_come_faster_than_their_spans_are_made_are_counted_out(monkey
         def close(self, seconds: float) -> None:
             pass
 
-    with log("orca.traces") as lines, serving() as server:
+    with log() as lines, serving() as server:
         kept = tracing.Tracing(Kept())
         for _ in range(10):  # its thread has not begun
             kept.end(kept.begin([]), operation="chat", error=None, attributes={})

@@ -17,6 +17,7 @@ from orca_jax.service.prepared_params import RuleMaker
 from orca_jax.speculation.drafter import Speculation, configured_speculation
 from orca_jax.speculation.ngram import NgramDrafter
 from tests.host.engines import CONFIG, LETTERS, MODEL, SOON, orca, simulated, writing
+from tests.log_records import messages_of, records_of
 
 SPECULATION = Speculation(NgramDrafter, 4, MODEL.vocab_size)
 
@@ -78,9 +79,9 @@ def test_a_user_s_drafter_and_one_that_fails(caplog: pytest.LogCaptureFixture) -
     whole = [ord(letter) for letter in "ab" * 10 + "a"]
     # Four iterations keep three drafts each, and the next one two, because three tokens are left to draft.
     assert output(Repeat) == (whole, 14, 14)
-    assert not caplog.records
+    assert not records_of(caplog, "orca_jax.iteration")
     assert output(Fails) == (whole, 3, 3)
-    assert [record.getMessage() for record in caplog.records] == [
+    assert messages_of(caplog, "orca_jax.iteration") == [
         "the drafter failed; request request-0 goes on without drafts"
     ]
 

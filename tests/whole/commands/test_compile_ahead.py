@@ -22,6 +22,7 @@ from orca_jax.execution.programs import ToCompile
 from orca_jax.execution.worker import Worker
 from tests.device.checkpoint.tiny_checkpoint import gpt2_tensors, write_checkpoint
 from tests.device.model.golden import DIRECTORY
+from tests.log_records import records_of
 from tests.whole.conftest import CONFIG
 from tests.xla_flags import xla_flags
 
@@ -156,7 +157,7 @@ def test_without_any_one_program_it_shows(
         ready = llm.compiles.programs
         ask_everything(llm)
         assert llm.compiles.programs == ready + 1
-    (warning,) = [record for record in caplog.records if record.name == "orca_jax.compile"]
+    (warning,) = records_of(caplog, "orca_jax.compile")
     assert "compiled after ready" in warning.getMessage()
     jax.clear_caches()
     with LLM(two_layers, compile_ahead=True, on_compile="error", **SIZES) as llm:
