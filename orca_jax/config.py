@@ -55,6 +55,12 @@ class SchedulingOptions(Options):
     prefix_caching: Annotated[
         bool | None, "reuse the keys and values of equal prompt beginnings (default: on)"
     ] = None
+    snapshot_blocks: Annotated[
+        int,
+        "hybrid models: number of blocks of a prompt after which the prefix cache keeps another copy of its "
+        "recurrent states",
+        Whole(1, 1 << 20),
+    ] = 64
     reservation: Annotated[
         Reservation | None,
         "full: keep room in the KV cache for the longest possible output; on-demand: block by block, and "
@@ -188,18 +194,21 @@ class ServingOptions(Options):
 class ServingConfig(ServingOptions):
     """The resolved sizes of an engine.
 
-    `coarse_buckets` pads iterations to fewer sizes, for GPUs (orca_jax/iteration/shape.py). `scheduling` says
-    what the scheduler does beyond Algorithm 1.
+    `coarse_buckets` pads iterations to fewer sizes, for GPUs (orca_jax/iteration/shape.py). `n_snapshots` of
+    recurrent layers' states are kept for the prefix cache; 0 without such layers or without the cache.
+    `scheduling` says what the scheduler does beyond Algorithm 1.
     """
 
     n_slots: int = 16384
     max_batch_tokens: int = 2048
     coarse_buckets: Annotated[bool, "pad iterations to fewer sizes", In()] = False
+    n_snapshots: Annotated[int, "recurrent states that the prefix cache keeps", In()] = 0
     scheduling: SchedulingConfig = ORCA
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("n_slots", self.n_slots, self.block_size, 1 << 31)
+        check_whole("n_snapshots", self.n_snapshots, 0, 1 << 22)
         if self.deterministic:
             self.scheduling.check_deterministic()
         if self.max_batch_size > self.max_batch_tokens:
@@ -247,6 +256,14 @@ class Sizes(SchedulingOptions, ServingOptions):
         "CPU, 2 GiB for keys and values)",
         *(check_fraction, Also("worker", "plan")),
     ] = None
+    snapshot_bytes: Annotated[
+        int | None,
+        "hybrid models: maximum bytes on each device of recurrent states that the prefix cache keeps; 0: no "
+        "prefix cache (default: a quarter of the memory for keys and values, and at most 8 states for each "
+        "place of a batch)",
+        Whole(0, 1 << 50),
+        Also("plan"),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -259,12 +276,15 @@ class Sizes(SchedulingOptions, ServingOptions):
         asked = {each.name: getattr(self, each.name) for each in fields(SchedulingOptions)}
         return replace(defaults, **{name: value for name, value in asked.items() if value is not None})
 
-    def filled(self, *, n_slots: int, max_batch_tokens: int, coarse_buckets: bool = False) -> ServingConfig:
+    def filled(
+        self, *, n_slots: int, max_batch_tokens: int, coarse_buckets: bool = False, n_snapshots: int = 0
+    ) -> ServingConfig:
         """Sizes with the arguments in place of None. Raises ConfigError."""
         asked: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(ServingOptions)}
         sizes = {"n_slots": n_slots, "max_batch_tokens": max_batch_tokens}
         asked |= {name: value for name, value in sizes.items() if asked[name] is None}
-        return ServingConfig(**asked, coarse_buckets=coarse_buckets, scheduling=self.scheduling)
+        given: dict[str, Any] = {"coarse_buckets": coarse_buckets, "n_snapshots": n_snapshots}
+        return ServingConfig(**asked, **given, scheduling=self.scheduling)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 def most_bytes(shape: EngineShape) -> int:
     """An upper bound on a frame's bytes: a control message, words, or tokens and log-probabilities."""
-    message = shape.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize + _COPY_BYTES)
+    message = shape.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize + 3 * _COPY_BYTES)
     message += 4 * (shape.max_tokens + shape.n_blocks + shape.n_slots)
     message += 4 * (shape.max_rows + shape.max_tokens) * (shape.max_encoder_blocks > 0)
     words = 4 * shape.max_rows * n_words(shape.vocab_size)
@@ -80,6 +80,8 @@ def encode_message(message: ControlMessage, shape: EngineShape) -> worker_pb2.It
         bias=message.bias.tobytes(),
         **({} if encoder is None else _encode_encoder(encoder, shape)),
         copies=_ints(message.copies),
+        states_before=_ints(message.states_before),
+        states_after=_ints(message.states_after),
     )
 
 
@@ -101,9 +103,18 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     n_earlier = len(payload.earlier_ids) // 4
     earlier_ids = _array("earlier_ids", payload.earlier_ids, _INT, n_earlier)
     bias = _array("bias", payload.bias, BIAS, len(payload.bias) // BIAS.itemsize)
-    copies = _array("copies", payload.copies, _INT, len(payload.copies) // 8 * 2).reshape(-1, 2)
+    copies, before, after = (
+        _array(name, data, _INT, len(data) // _COPY_BYTES * 2).reshape(-1, 2)
+        for name, data in (
+            ("copies", payload.copies),
+            ("states_before", payload.states_before),
+            ("states_after", payload.states_after),
+        )
+    )
     _check(integers, token_ids, shape)
     _check_copies(copies, shape)
+    _check_state_copies(before, row=before[:, 1], snapshot=before[:, 0], rows=integers[0], shape=shape)
+    _check_state_copies(after, row=after[:, 0], snapshot=after[:, 1], rows=integers[0], shape=shape)
     _check_sampling(sampling, bias, shape.vocab_size)
     row, token_index, input_length, kv_length, n_prompt, next_token = integers
     block_table = _block_table(payload.blocks, kv_length, shape.max_blocks, shape)
@@ -139,6 +150,8 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
         bias=bias,
         encoder=_decode_encoder(payload, n, shape),
         copies=copies,
+        states_before=before,
+        states_after=after,
     )
     if message.encoder is not None:
         n_read = int(message.encoder.length[message.encodes].sum(dtype=np.int64))
@@ -250,6 +263,25 @@ def _check_copies(copies: npt.NDArray[np.int32], shape: EngineShape) -> None:
             f"{len(copies)} copies of blocks came; at most {shape.max_rows} are allowed, each to a block "
         )
         raise BadFrame(message + "of its own that is not copied itself")
+
+
+def _check_state_copies(
+    copies: npt.NDArray[np.int32],
+    *,
+    row: npt.NDArray[np.int32],
+    snapshot: npt.NDArray[np.int32],
+    rows: npt.NDArray[np.int32],
+    shape: EngineShape,
+) -> None:
+    """Check copies of states between rows of the iteration and snapshots, each to a state of its own."""
+    if not len(copies):
+        return
+    _within("a snapshot", snapshot, shape.n_rows, shape.n_states - 1)
+    if not np.isin(row, rows).all() or np.unique(copies[:, 1]).size < len(copies):
+        raise BadFrame(
+            f"{len(copies)} copies of states came; each must be between a row of the iteration and a "
+            "snapshot, and to a state of its own"
+        )
 
 
 def _within(name: str, values: npt.NDArray[Any], low: int, high: int) -> None:

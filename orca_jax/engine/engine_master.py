@@ -106,7 +106,7 @@ class EngineMaster:
         """Start one iteration; never blocks on the device. Raises EngineError."""
         try:
             sent = self._builder.rows(rows)
-            message = self._builder.message(sent, self._kv.copies)
+            message = self._builder.message(sent, self._kv.copies, self._kv.state_copies)
             pending = self._workers.issue(message, partial(self._words, sent.requests, message))
         except EngineError:
             raise

@@ -125,7 +125,7 @@ def _pipeline(
         first_epoch=time.time_ns(),  # above every epoch of an earlier engine master
         supervision=workers,
     )
-    kv = kv_manager(shape, prefix_caching=serving.scheduling.prefix_caching)
+    kv = kv_manager(shape, serving.scheduling)
     engine = RemoteEngine(remote, kv, vocab_size=model.vocab_size, n_workers=n_stages)
     up = engine.recover(lambda: False)
     assert up, "nothing interrupts it"

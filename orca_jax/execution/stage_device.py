@@ -265,6 +265,7 @@ class JaxStageDevice:
             worker.prepare(message)
             out = worker.forward(flat, arrived)
             routed = worker.routed(out, message)
+            worker.conclude(message)
             if part.last:
                 assert worker.chooser is not None
                 words = None

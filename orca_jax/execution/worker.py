@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from orca_jax.config import Attention
 from orca_jax.execution.attention_backend import choose_attention
@@ -27,6 +28,7 @@ from orca_jax.model.kv_cache import (
     LayerCache,
     LayerMemory,
     copy_blocks,
+    copy_state,
     layer_memory,
 )
 from orca_jax.model.transformer import Parameters
@@ -59,6 +61,7 @@ class Worker:
     ) -> None:
         group, self._dtype = part.group, model_dtype(parameters)
         self._n_rows = shape.n_rows
+        self._n_states = shape.n_states
         self._shape = shape
         self._no_copies = np.full((shape.max_rows, 2), shape.n_blocks, np.int32)  # out of range
         self.attention = choose_attention(
@@ -90,6 +93,11 @@ class Worker:
         self._empty, self._empty_state = _zeros(cache_place), _zeros(self._place)
         copy = jax.jit(copy_blocks, donate_argnums=0, out_shardings=cache_place)
         self._copy = Program(copy, key=lambda *_: ())
+        self._recurrent = [
+            at for at, i in enumerate(part.layers) if config.layers[i].recurrence is not None
+        ]  # the places in `_caches` that have states
+        copy = jax.jit(copy_state, donate_argnums=0, out_shardings=self._place)
+        self._copy_state = Program(copy, key=lambda *_: ())
         self._caches: list[LayerMemory] = []
         self._routed = Routed(None, None)  # from the newest forward pass
         self.chooser = TokenChooser(config.vocab_size, shape.n_rows, self._place) if part.last else None
@@ -118,7 +126,7 @@ class Worker:
                 n_blocks=self._shape.n_blocks,
                 block_size=self._shape.block_size,
                 stored=self._stored,
-                n_states=self._n_rows,
+                n_states=self._n_states,
                 dtype=self._dtype,
                 make_cache=make_cache,
                 make_state=make_state,
@@ -138,7 +146,7 @@ class Worker:
         return self._no_tokens if self.chooser is None else self.chooser.last_token
 
     def prepare(self, message: ControlMessage) -> None:
-        """Start the work before a forward pass: block copies and, on the last stage, new rows' tables."""
+        """Start the work before a forward pass: copies and, on the last stage, new rows' tables."""
         if self.chooser is not None:
             self.chooser.begin_rows(message)
         if len(message.copies):
@@ -148,6 +156,21 @@ class Worker:
             copied = self._copy([self._caches[i] for i in paged], jax.device_put(copies, self._place))
             for i, cache in zip(paged, copied, strict=True):
                 self._caches[i] = cache
+        self._copy_states(message.states_before)
+
+    def conclude(self, message: ControlMessage) -> None:
+        """Start the work after a forward pass: snapshots of recurrent layers' states."""
+        self._copy_states(message.states_after)
+
+    def _copy_states(self, copies: npt.NDArray[np.int32]) -> None:
+        """Copy states one by one: an iteration has few copies, and a state may be large."""
+        if not self._recurrent:
+            return
+        for copy in copies:
+            states = [self._caches[i] for i in self._recurrent]
+            copied = self._copy_state(states, jax.device_put(copy, self._place))
+            for i, state in zip(self._recurrent, copied, strict=True):
+                self._caches[i] = state
 
     def forward(self, flat: FlatBatch, arrived: jax.Array) -> Any:
         """Start this stage's forward pass: the hidden array [T, H], or `stage.Last` from the last stage.
@@ -236,6 +259,10 @@ class Worker:
         copies = jax.ShapeDtypeStruct(self._no_copies.shape, jnp.int32, sharding=place)
         paged = [cache for cache in caches if isinstance(cache, LayerCache)]
         yield ToCompile("copies of blocks", partial(self._copy.compile, paged, copies))
+        if self._recurrent and self._shape.n_snapshots:
+            pair = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=place)
+            of_states = [caches[i] for i in self._recurrent]
+            yield ToCompile("copies of states", partial(self._copy_state.compile, of_states, pair))
         for shape, dtype in paged_arrays:
             yield ToCompile("empty caches", partial(self._empty.compile, shape=shape, dtype=dtype))
         for shape, dtype in states:
@@ -339,6 +366,7 @@ class LocalWorkers:
                 arrived = worker.stage.part.group.receive(arrived)
             arrived = worker.forward(iteration.flat, arrived)
             iteration.routed += worker.routed(arrived, iteration.message)
+            worker.conclude(iteration.message)
         return arrived
 
 

@@ -62,7 +62,7 @@ class FlatArrays(NamedTuple):
     encoder_table: Any  # [R, max_encoder_blocks]
     # Empty without recurrent layers. Neighbouring rows of one request are one row to a state.
     state_start: Any  # [R + 1] as row_start
-    state_of_row: Any  # [R] where the request's state is; n_rows (out of range) for padding
+    state_of_row: Any  # [R] where the request's state is; n_states (out of range) for padding
 
 
 class SamplerArrays(NamedTuple):
@@ -235,12 +235,14 @@ def flat_batch(
     max_blocks: int | None = None,
     one_each: bool = False,
     states: bool = False,
+    n_snapshots: int = 0,
 ) -> FlatBatch:
     """Lay out the requests of `message` in a new buffer of `bucket` tokens and min(bucket, max_bs) rows.
 
     Rows are in batch order, each with its tokens contiguous. `n_slots` is the number of slots in whole
     blocks, and serves as the slot of padding tokens: it is out of range, so their writes are dropped.
-    Likewise `n_rows`, the size of `last_token`, is the row of padding rows. Padding tokens have id 0 and
+    Likewise `n_rows`, the size of `last_token`, is the row of padding rows, and their state comes after the
+    `n_snapshots` snapshots. Padding tokens have id 0 and
     position 0; padding rows have no tokens, kv_length 0, temperature 0 and top_p 1. Each row of the block
     table has `max_blocks` blocks; None: as many as in the message. With `one_each`, which needs a message of
     one token a row, there are `bucket` rows, and `max_blocks` need only hold what the rows have so far.
@@ -264,7 +266,7 @@ def flat_batch(
         arrays.state_start[: len(first)] = row_start[first]
         arrays.state_start[len(first) :] = real_tokens
         arrays.state_of_row[: len(first)] = message.row[first]
-        arrays.state_of_row[len(first) :] = n_rows
+        arrays.state_of_row[len(first) :] = n_rows + n_snapshots
     arrays.kv_length[:real_rows] = message.kv_length
     n_sent = min(n_blocks, layout.max_blocks)  # later blocks of a row hold nothing yet
     arrays.block_table[:real_rows, :n_sent] = message.block_table[:, :n_sent]
@@ -396,6 +398,7 @@ class BatchSizes:
             max_blocks=tier or shape.max_blocks,
             one_each=tier is not None,
             states=shape.states,
+            n_snapshots=shape.n_snapshots,
         )
         if shape.deterministic and flat.programs.sampler != "greedy":
             flat = replace(flat, programs=replace(flat.programs, sampler="full"))

@@ -49,7 +49,7 @@ BIAS = np.dtype([("index", "<i4"), ("token_id", "<i4"), ("value", "<f4")])
 
 
 def no_copies() -> npt.NDArray[np.int32]:
-    """An empty list of block copies, `[0, 2]`."""
+    """An empty list of copies, `[0, 2]`."""
     return np.zeros((0, 2), np.int32)
 
 
@@ -108,6 +108,10 @@ class ControlMessage:
     encoder: EncoderInputs | None = None
     # [any number, 2] blocks to copy before the iteration: from, to
     copies: npt.NDArray[np.int32] = field(default_factory=no_copies)
+    # [any number, 2] recurrent layers' states to copy, from and to: before the iteration snapshots that new
+    # rows go on from, and after it rows of which snapshots are made. Snapshot s is state n_rows + s.
+    states_before: npt.NDArray[np.int32] = field(default_factory=no_copies)
+    states_after: npt.NDArray[np.int32] = field(default_factory=no_copies)
 
     @property
     def samples(self) -> npt.NDArray[np.bool_]:

@@ -42,7 +42,8 @@ class EngineShape:
     and `coarse_buckets` select the buckets, as in ServingConfig. An embedding has `embedding_size` numbers; 0
     if the engine makes none. In each of `sparse_layers` layers a token chooses `top_k` of `n_experts`
     experts; all three are 0 if no layer has experts, or if layers choose different numbers of them. With
-    `states` each admitted request also has a state of fixed size, which recurrent layers keep at its row.
+    `states` each admitted request also has a state of fixed size, which recurrent layers keep at its row,
+    and the prefix cache has `n_snapshots` more of them.
     """
 
     block_size: int
@@ -60,6 +61,7 @@ class EngineShape:
     top_k: int = 0
     n_experts: int = 0
     states: bool = False
+    n_snapshots: int = 0
 
     def __post_init__(self) -> None:
         for name, limit in _LIMITS.items():
@@ -68,6 +70,7 @@ class EngineShape:
         check_whole("embedding_size", self.embedding_size, 0, _LARGEST_EMBEDDING)
         for name in ("sparse_layers", "top_k", "n_experts"):
             check_whole(name, getattr(self, name), 0, _MOST_EXPERTS)
+        check_whole("n_snapshots", self.n_snapshots, 0, _LIMITS["n_rows"] if self.states else 0)
         for name in ("deterministic", "coarse_buckets", "states"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -76,6 +79,11 @@ class EngineShape:
     def routing(self) -> Routing:
         """The form in which a token's chosen experts are returned."""
         return Routing(self.sparse_layers, self.top_k, self.n_experts)
+
+    @property
+    def n_states(self) -> int:
+        """The states that recurrent layers keep: one for each row, then the snapshots."""
+        return self.n_rows + self.n_snapshots
 
     @property
     def n_slots(self) -> int:

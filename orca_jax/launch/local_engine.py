@@ -172,7 +172,7 @@ def build_engine(
     """
     n_workers = len(parts)
     shape = engine_shape(model, serving, n_workers=n_workers)
-    kv = kv_manager(shape, prefix_caching=serving.scheduling.prefix_caching)
+    kv = kv_manager(shape, serving.scheduling)
     if workers is None:
         workers = [
             Worker(

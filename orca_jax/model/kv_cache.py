@@ -194,3 +194,13 @@ def copy_blocks(caches: Sequence[LayerCache], copies: jax.Array) -> list[LayerCa
         return array.at[into].set(array.at[source].get(mode="clip"), mode="drop")
 
     return jax.tree.map(copied, list(caches))
+
+
+def copy_state(states: Sequence[LayerState], copy: jax.Array) -> list[LayerState]:
+    """Copy one request's state in every recurrent layer: copy [2] int32, source and target."""
+
+    def copied(array: jax.Array) -> jax.Array:
+        own = lax.dynamic_index_in_dim(array, copy[0], keepdims=True)
+        return lax.dynamic_update_slice_in_dim(array, own, copy[1], 0)
+
+    return jax.tree.map(copied, list(states))

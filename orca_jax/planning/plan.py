@@ -366,6 +366,7 @@ def _stage_plans(target: PlanTarget, serving: ServingConfig) -> list[StagePlan]:
         if slots < needed:
             use = "n_slots" if needed > whole else "one request of the model's full length"
             states = f"{_gib(memory.states)} of states, " if memory.states else ""
+            states += f"{_gib(memory.snapshots)} of their snapshots, " if memory.snapshots else ""
             problem = (
                 f"stage {i + 1} needs {_gib(memory.weights)} of weights, {_gib(memory.tables)} of tables, "
                 f"{states}{_gib(memory.temporaries)} of temporaries and {_gib(needed * memory.slot)} for the "

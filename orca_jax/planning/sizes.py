@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from orca_jax.config import Dtype, ServingConfig, Sizes
+from orca_jax.config import ORCA, Dtype, SchedulingConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.shape import EngineShape
@@ -17,6 +17,8 @@ from orca_jax.scheduling.kv_manager import KVManager
 # Tokens of an iteration by default where prompts come in chunks: enough to use a GPU's arithmetic, and few
 # enough that the temporaries of models with long contexts leave memory for keys and values.
 CHUNKED_TOKENS = 8192
+# By default, snapshots of recurrent layers' states for each place of a batch, and their most of the memory.
+_SNAPSHOTS_EACH, _SNAPSHOT_SHARE = 8, 0.25
 
 
 def serving_config(
@@ -33,7 +35,8 @@ def serving_config(
     with the least room decides (`rooms` has one entry per stage). `n_slots` is at most what all admitted
     requests can reserve, or, if the engine shares its memory with others, a full batch of the longest
     requests. Models with an encoder have no prefix cache, because the decoder's keys and values depend on the
-    encoder's input. `coarse_buckets` are for GPUs (iteration/shape.py). The default of `prefill_tokens`
+    encoder's input. Models with recurrent layers have one as far as there is memory for snapshots of their
+    states. `coarse_buckets` are for GPUs (iteration/shape.py). The default of `prefill_tokens`
     follows from `device`, the name of the stages' devices; without it that setting stays as given. Raises
     ConfigError.
     """
@@ -42,13 +45,6 @@ def serving_config(
             raise ConfigError(
                 "prefix_caching is on, and the model has an encoder: what its decoder keeps depends on the "
                 "encoder's input, so that a prompt's beginning can never be reused; leave it out"
-            )
-        requested = replace(requested, prefix_caching=False)
-    if config.has_state:
-        if requested.prefix_caching:
-            raise ConfigError(
-                "prefix_caching is on, and the model has recurrent layers: a cached block has keys and "
-                "values, but not the state after its last token; leave it out"
             )
         requested = replace(requested, prefix_caching=False)
     if requested.speculates and (config.encoder is not None or config.has_state):
@@ -66,6 +62,14 @@ def serving_config(
             f"max_batch_tokens is {sizes.max_batch_tokens}; without chunked_prefill it must be at least the "
             f"model's {longest} positions, so that the longest prompt fits into one iteration"
         )
+    n_snapshots = 0
+    if config.has_state and sizes.scheduling.prefix_caching:
+        n_snapshots = _n_snapshots(
+            config, requested, sizes, rooms, max(whole_request, requested.n_slots or 0)
+        )
+        if not n_snapshots:  # a cached block has keys and values, but not the state after its last token
+            requested = replace(requested, prefix_caching=False)
+    sizes = replace(sizes, n_snapshots=n_snapshots)
     shape = engine_shape(config, sizes, n_workers=len(rooms))
     fitting = [room.slots(room.memory(config, shape)) for room in rooms]
     modest = any(room.modest is not None for room in rooms)
@@ -74,8 +78,36 @@ def serving_config(
         n_slots=max(whole_request, min(n_requests * whole_request, *fitting)),
         max_batch_tokens=sizes.max_batch_tokens,
         coarse_buckets=coarse_buckets,
+        n_snapshots=n_snapshots,
     )
     return serving if device is None else with_prefill_tokens(serving, config, rooms, device=device)
+
+
+def _n_snapshots(
+    config: ModelConfig, requested: Sizes, sizes: ServingConfig, rooms: Sequence[StageRoom], needed: int
+) -> int:
+    """The snapshots of recurrent layers' states that fit on every stage's devices.
+
+    By default they take a part of the memory for keys and values, of which `needed` slots must remain. Raises
+    ConfigError where a prefix cache is asked for and no snapshot fits.
+    """
+    shape = engine_shape(config, sizes, n_workers=len(rooms))
+    asked, n = requested.snapshot_bytes, _SNAPSHOTS_EACH * sizes.max_batch_size
+    fitting: list[int] = []
+    for room in rooms:
+        memory = room.memory(config, shape)
+        each, budget = memory.states // shape.n_rows, room.budget(memory)
+        if each:
+            most = min(int(_SNAPSHOT_SHARE * budget), budget - needed * memory.slot)
+            fitting.append(max(0, most if asked is None else asked) // each)
+    found = min(fitting if asked is not None else [n, *fitting])
+    if requested.prefix_caching and not found:
+        why = "no memory is left for them" if asked is None else f"snapshot_bytes {asked} holds none"
+        raise ConfigError(
+            "prefix_caching is on, and the model has recurrent layers: a cached block is of use only with a "
+            f"snapshot of their states, and {why}; leave it out, or raise snapshot_bytes"
+        )
+    return found
 
 
 def batch_tokens(config: ModelConfig, requested: Sizes) -> int:
@@ -119,6 +151,7 @@ def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) 
         top_k=top_k,
         n_experts=n_experts,
         states=model.has_state,
+        n_snapshots=serving.n_snapshots if model.has_state else 0,
     )
 
 
@@ -130,16 +163,17 @@ def longest_input(model: ModelConfig, serving: ServingConfig) -> int:
     return max(1, min(model.encoder.n_positions, serving.max_batch_tokens - 1))
 
 
-def kv_manager(shape: EngineShape, *, prefix_caching: bool = False) -> KVManager:
-    """A K/V manager for an engine of this shape."""
+def kv_manager(shape: EngineShape, scheduling: SchedulingConfig = ORCA) -> KVManager:
+    """A K/V manager for an engine of this shape. Without snapshots a hybrid has no prefix cache."""
     return KVManager(
         n_blocks=shape.n_blocks,
         block_size=shape.block_size,
         n_rows=shape.n_rows,
         max_blocks_per_row=shape.max_blocks,
         max_encoder_blocks=shape.max_encoder_blocks,
-        # A block that was found would leave recurrent layers without their state.
-        prefix_caching=prefix_caching and not shape.states,
+        prefix_caching=scheduling.prefix_caching and (not shape.states or shape.n_snapshots > 0),
+        n_snapshots=shape.n_snapshots if scheduling.prefix_caching else 0,
+        snapshot_blocks=scheduling.snapshot_blocks,
     )
 
 

@@ -43,9 +43,9 @@ _CUT_QUERIES, _CUT_HEADS, _CUT_PARTS = 128, 16, 2 * 132
 class StageMemory:
     """Bytes on each of a stage's devices.
 
-    `tables` are the sampler's tables, which have a row per request, and `states` those of recurrent layers,
-    one for each row. `temporaries` are what programs need
-    while they run, including results that later programs read. `slot` is one token's keys and values in the
+    `tables` are the sampler's tables, which have a row per request, `states` those of recurrent layers, one
+    for each row, and `snapshots` those of the prefix cache. `temporaries` are what programs need while they
+    run, including results that later programs read. `slot` is one token's keys and values in the
     stage's layers. `source` says how `temporaries` was determined.
     """
 
@@ -54,12 +54,13 @@ class StageMemory:
     temporaries: int
     slot: int
     states: int = 0
+    snapshots: int = 0
     source: Source = "arithmetic"
 
     @property
     def fixed(self) -> int:
         """All memory except the KV cache."""
-        return self.weights + self.tables + self.states + self.temporaries
+        return self.weights + self.tables + self.states + self.snapshots + self.temporaries
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,12 +91,14 @@ class StageRoom:
             temporaries = temporary_bytes(
                 config, layers, n_devices, shape, itemsize=itemsize, attention=self.attention
             )
+        state = state_bytes(config, layers, itemsize)
         return StageMemory(
             weights=stage_bytes(config, layers, n_devices, itemsize),
             tables=table_bytes(config, layers, shape.n_rows),
             temporaries=temporaries,
             slot=slot_bytes(config, layers, n_devices, itemsize),
-            states=shape.n_rows * state_bytes(config, layers, itemsize),
+            states=shape.n_rows * state,
+            snapshots=shape.n_snapshots * state,
             source="arithmetic" if self.temporaries is None else "compiled",
         )
 
@@ -103,11 +106,15 @@ class StageRoom:
         """The bytes left for the KV cache; None if the devices do not report their memory."""
         return None if self.free is None else max(0, self.free - memory.fixed + memory.weights)
 
-    def slots(self, memory: StageMemory) -> int:
-        """The number of slots that fit."""
+    def budget(self, memory: StageMemory) -> int:
+        """The bytes that the KV cache may take."""
         budgets = [n for n in (self.kv_bytes(memory), self.modest) if n is not None]
         assert budgets, "a device that does not report its memory has a `modest` bound"
-        return min(budgets) // max(1, memory.slot)
+        return min(budgets)
+
+    def slots(self, memory: StageMemory) -> int:
+        """The number of slots that fit."""
+        return self.budget(memory) // max(1, memory.slot)
 
 
 def slot_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:

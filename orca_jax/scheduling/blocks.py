@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.scheduling.prefix_cache import PrefixCache
+from orca_jax.scheduling.snapshots import Snapshots
 
 
 def round_up(n_tokens: int, block_size: int) -> int:
@@ -26,7 +27,9 @@ class Blocks:
     blocks; `slots_of` does not count them. Now they hold what cross attention reads of an encoder.
 
     With `prefix_caching`, `prefixes` keeps full blocks after the request that computed them has ended, until
-    they are evicted. `n_promised` counts free blocks that are promised to running beam searches.
+    they are evicted. For a model with recurrent layers it has `n_snapshots` of their states, one every
+    `snapshot_blocks` blocks of a prompt. `n_promised` counts free blocks that are promised to running beam
+    searches.
     """
 
     def __init__(
@@ -38,6 +41,8 @@ class Blocks:
         max_blocks_per_row: int,
         max_encoder_blocks: int = 0,
         prefix_caching: bool = False,
+        n_snapshots: int = 0,
+        snapshot_blocks: int = 64,
     ) -> None:
         assert min(n_blocks, block_size, n_rows, max_blocks_per_row) >= 1
         self.n_blocks = n_blocks
@@ -50,7 +55,13 @@ class Blocks:
         self.n_reserved: npt.NDArray[np.int64] = np.zeros(n_rows, np.int64)
         self.slots_of = [0] * (n_rows + 1)
         self.encoder_blocks: npt.NDArray[np.int32] = np.zeros(n_rows, np.int32)
-        self.prefixes = PrefixCache() if prefix_caching else None
+        self.snapshots: Snapshots | None = None
+        if n_snapshots:
+            assert prefix_caching, "snapshots are a part of the prefix cache"
+            self.snapshots = Snapshots(
+                n_snapshots, n_rows=n_rows, block_size=block_size, every=snapshot_blocks
+            )
+        self.prefixes = PrefixCache(self.snapshots) if prefix_caching else None
         self.n_promised = 0
         # A stack. Block 0 starts on top and is allocated first.
         self._free_blocks = list(range(n_blocks - 1, -1, -1))
@@ -105,6 +116,8 @@ class Blocks:
     def end_row(self, row: int) -> None:
         self.block_table[row, : len(self.blocks_of(row))] = 0
         self.slots_of[row] = self.encoder_blocks[row] = 0
+        if self.snapshots is not None:
+            self.snapshots.release(row)
         self._free_rows.append(row)
 
     def allocate(self, row: int, first: int, end: int) -> None:

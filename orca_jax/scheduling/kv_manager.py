@@ -13,6 +13,7 @@ from functools import cached_property
 
 from orca_jax.scheduling.beam_blocks import BeamBlocks
 from orca_jax.scheduling.blocks import Blocks
+from orca_jax.scheduling.snapshots import NO_STATE_COPIES, StateCopies
 
 
 class KVManager(Blocks):
@@ -25,6 +26,11 @@ class KVManager(Blocks):
     namespace = ""
     hash_seed = ""
     copies: Sequence[tuple[int, int]] = ()  # blocks (from, to) to copy before the next issued iteration
+
+    @property
+    def state_copies(self) -> StateCopies:
+        """Recurrent layers' states to copy before and after the next issued iteration."""
+        return NO_STATE_COPIES if self.snapshots is None else self.snapshots.copies
 
     @cached_property
     def beams(self) -> BeamBlocks:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from struct import pack
 from typing import Protocol
 
+from orca_jax.scheduling.snapshots import Snapshots
+
 _Hash = bytes
 
 
@@ -61,10 +63,12 @@ class PrefixCache:
     """The blocks that have a hash. Those that no request holds can be evicted, least recently used first.
 
     `n_queries` and `n_hits` count prompt tokens that were looked up and found, `n_evictions` the evicted
-    blocks. All methods are O(1) per block. `listener` receives changes; see `tell`.
+    blocks. All methods are O(1) per block. `listener` receives changes; see `tell`. With recurrent layers a
+    prefix ends where their `snapshots` has a state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, snapshots: Snapshots | None = None) -> None:
+        self.snapshots = snapshots
         self.n_queries = 0
         self.n_hits = 0
         self.n_evictions = 0
@@ -85,6 +89,15 @@ class PrefixCache:
 
     def find(self, hashes: Sequence[_Hash], limit: int) -> list[int]:
         """The blocks of the longest cached prefix of `hashes`, at most `limit` blocks."""
+        blocks = self._found(hashes, limit)
+        if self.snapshots is not None:
+            del blocks[self.snapshots.longest(hashes, len(blocks)) :]
+        return blocks
+
+    def __contains__(self, block_hash: _Hash) -> bool:
+        return block_hash in self._block_of
+
+    def _found(self, hashes: Sequence[_Hash], limit: int) -> list[int]:
         blocks: list[int] = []
         for i in range(min(limit, len(hashes))):
             block = self._block_of.get(hashes[i])
@@ -137,6 +150,8 @@ class PrefixCache:
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]
         self.n_evictions += 1
+        if self.snapshots is not None:
+            self.snapshots.drop(block_hash)
         if self.listener is not None and block_hash in self._announced:
             self._announced.remove(block_hash)
             self.listener.removed(block_hash)
@@ -148,6 +163,8 @@ class PrefixCache:
         self._idle.clear()
         self._block_of.clear()
         self._hash_of.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
         if self.listener is not None:
             self._announced.clear()
             self.listener.cleared()

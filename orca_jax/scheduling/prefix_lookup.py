@@ -1,8 +1,9 @@
 """Requests and the prefix cache: the blocks a request can begin with, and those it publishes for others."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
-from orca_jax.request.request import Request
+from orca_jax.request.request import Request, Row
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_cache import chain_hashes, next_hash, root_hash
 
@@ -43,6 +44,39 @@ def next_block_hash(req: Request, n_blocks: int, kv: KVManager) -> bytes | None:
         return None
     hashes = hash_prompt(req, kv)
     return hashes[n_blocks] if n_blocks < len(hashes) else None
+
+
+def next_border(req: Request, n_computed: int, kv: KVManager) -> int | None:
+    """The number of tokens at which a prompt's next piece must end, for a snapshot; None: anywhere."""
+    prefixes, snapshots = kv.prefixes, kv.snapshots
+    if prefixes is None or snapshots is None:
+        return None
+    hashes = hash_prompt(req, kv)
+    n_cached = n_computed // kv.block_size
+    while n_cached < len(hashes) and hashes[n_cached] in prefixes:
+        n_cached += 1
+    return snapshots.next_border(n_computed, req.n_tokens, n_cached * kv.block_size, req.row)
+
+
+def coming_hash(req: Request, n_computed: int, kv: KVManager) -> bytes | None:
+    """The hash of the block that others can begin after once this prompt's next piece is computed.
+
+    Without recurrent layers it is the next block, with them the one before the next snapshot.
+    """
+    if kv.snapshots is None:
+        return next_block_hash(req, n_computed // kv.block_size, kv)
+    border = next_border(req, n_computed, kv)
+    return None if border is None else next_block_hash(req, border // kv.block_size - 1, kv)
+
+
+def is_coming(req: Request, n_cached: int, coming: Collection[bytes | None], kv: KVManager) -> bool:
+    """Whether a waiting request that finds `n_cached` blocks would find more of them `coming`."""
+    if kv.snapshots is None:
+        block_hash = next_block_hash(req, n_cached, kv)
+        return block_hash is not None and block_hash in coming
+    if _needs_whole_prompt(req):
+        return False
+    return any(block_hash in coming for block_hash in islice(hash_prompt(req, kv), n_cached, None))
 
 
 class LongestPrefixFirst:
@@ -93,10 +127,25 @@ def reserve_sharing(
         req.n_found = len(blocks)
         req.n_computed = len(blocks) * kv.block_size
         req.full_at = req.n_computed + kv.block_size
+        if kv.snapshots is not None and blocks:
+            kv.snapshots.use(hash_prompt(req, kv)[len(blocks) - 1], row, req.n_computed)
         if not req.n_preempted:
             req.n_cached = req.n_computed
             prefixes.n_queries += len(req.prompt_ids)
             prefixes.n_hits += req.n_cached
+
+
+def make_snapshots(rows: Iterable[Row], kv: KVManager) -> None:
+    """Make the snapshots of the next iteration, which has these rows and is not issued yet."""
+    prefixes, snapshots, size = kv.prefixes, kv.snapshots, kv.block_size
+    if prefixes is None or snapshots is None:
+        return
+    for req, n_tokens in rows:
+        end = req.n_computed + n_tokens
+        if end % size == 0:
+            known = next_block_hash(req, end // size - 1, kv)
+            shared = known is not None and known in prefixes
+            snapshots.make(req.row, end, prompt=len(req.prompt_ids), known=known, shared=shared)
 
 
 def publish_full_blocks(requests: Iterable[Request], kv: KVManager) -> None:
@@ -120,6 +169,8 @@ def publish_full_blocks(requests: Iterable[Request], kv: KVManager) -> None:
                     previous = hashes[-1] if hashes else _root(req.cache_salt, kv)
                     hashes.append(next_hash(previous, req.known_ids(i * size, (i + 1) * size)))
                 added = prefixes.add(kv.block_table.item(req.row, i), hashes[i])
+                if kv.snapshots is not None:
+                    kv.snapshots.name(req.row, i + 1, hashes[i])
                 if prefixes.listener is not None and added and not any(req.cache_salt):
                     tokens = req.known_ids(i * size, (i + 1) * size)
                     prefixes.announce(hashes[i], hashes[i - 1] if i else None, tokens)

@@ -19,7 +19,7 @@ from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policies import configured_policy
 from orca_jax.scheduling.policy import Choice, Policy, one_phase
-from orca_jax.scheduling.prefix_lookup import publish_full_blocks
+from orca_jax.scheduling.prefix_lookup import make_snapshots, publish_full_blocks
 from orca_jax.scheduling.quarantine import Quarantine
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.select import Held, running_ahead
@@ -161,6 +161,8 @@ class Scheduler:
         short = rows_without_slots(rows, self.kv) if choice.short is None else choice.short
         new = [req for req, _ in short if req.row < 0]
         self.pool.admit(new)
+        if self.kv.snapshots is not None:
+            self.kv.snapshots.begin()
         allocate(new, choice.cached, self.kv, on_demand=self._on_demand)
         for req in new:
             self._count_admission(req)
@@ -170,6 +172,8 @@ class Scheduler:
         if self.kv.beams:
             self.kv.copies = continue_beams(rows, self.kv)
             self.n_rsrv = (self.kv.n_blocks - self.kv.n_free_blocks) * self.config.block_size
+        if self.kv.snapshots is not None:
+            make_snapshots(rows, self.kv)
         record = self.timeline.issued(rows)
         iteration = self.engine.issue(rows)  # line 5
         iteration.record = record

@@ -18,7 +18,13 @@ from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.cache_kinds import blocks_at_first, slots_to_reserve
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import Choice
-from orca_jax.scheduling.prefix_lookup import LongestPrefixFirst, cached_blocks, next_block_hash
+from orca_jax.scheduling.prefix_lookup import (
+    LongestPrefixFirst,
+    cached_blocks,
+    coming_hash,
+    is_coming,
+    next_border,
+)
 from orca_jax.scheduling.request_pool import InArrivalOrder, split
 from orca_jax.scheduling.select import Held, Why
 
@@ -292,7 +298,7 @@ class ServingPolicy:
                 plan.hold(req, "batch")
                 return True
             room -= req.n_to_encode
-            n_tokens = self._n_tokens(req.n_to_compute, room)
+            n_tokens = self._n_tokens(req, req.n_computed, req.n_to_compute, room)
             if not n_tokens:
                 plan.hold(req, "tokens")
                 return False
@@ -317,7 +323,7 @@ class ServingPolicy:
     def _admit(self, plan: _Plan, room: int, admitted: Sequence[Request], waiting: Iterable[Request]) -> bool:
         """Admit waiting requests in order; False if the next one has more tokens than fit."""
         kv = self._kv
-        computing: set[bytes | None] | None = None
+        coming: set[bytes | None] | None = None
         n_admitted, n_free_rows = self._n_places(admitted), kv.n_free_rows
         for req in waiting:
             most = min(self._max_bs - plan.n_places, self._max_admitted - n_admitted, n_free_rows)
@@ -325,18 +331,18 @@ class ServingPolicy:
                 plan.hold(req, "batch")
                 return True
             cached = cached_blocks(req, kv)
-            if computing is None:
+            if coming is None:
                 # Request.in_initiation, inlined for speed.
-                computing = {
-                    next_block_hash(other, other.n_computed // kv.block_size, kv)
+                coming = {
+                    self._coming(other, other.n_computed)
                     for other in (() if plan.all_decode else admitted)
                     if other.state is not _INCREMENT and other.n_in_flight == other.n_partial
                 }
-            next_hash = next_block_hash(req, len(cached), kv)
-            if next_hash is not None and next_hash in computing:
+            if is_coming(req, len(cached), coming, kv):
                 plan.hold(req, "prefix")
                 return True  # another request computes this block now; in the next iteration it is cached
-            n_tokens = self._n_tokens(req.n_tokens - len(cached) * kv.block_size, room - req.n_to_encode)
+            n_cached = len(cached) * kv.block_size
+            n_tokens = self._n_tokens(req, n_cached, req.n_tokens - n_cached, room - req.n_to_encode)
             if not n_tokens:
                 plan.hold(req, "tokens")
                 return not room
@@ -351,11 +357,17 @@ class ServingPolicy:
             plan.add(req, n_tokens)
             if plan.short is not None:
                 plan.short.append((req, n_tokens))
-            computing.add(next_hash)
+            coming.add(self._coming(req, n_cached))
             room -= n_tokens + req.n_to_encode
             n_admitted += req.kind.n_rows
             n_free_rows -= req.kind.n_rows
         return True
+
+    def _coming(self, req: Request, n_computed: int) -> bytes | None:
+        """The hash of the block that others can begin after once this prompt's next piece is computed."""
+        if self._kv.snapshots is not None and not self._chunked:  # no piece ends at a border
+            return None
+        return coming_hash(req, n_computed, self._kv)
 
     def _preempt_lower(self, plan: _Plan, req: Request, admitted: Sequence[Request]) -> None:
         """Let admitted requests of lower priority make room for a waiting one, if they hold enough.
@@ -394,11 +406,14 @@ class ServingPolicy:
             return blocks_at_first(req, self._kv.block_size)
         return slots_to_reserve(req, self._kv.block_size) // self._kv.block_size
 
-    def _n_tokens(self, n_to_compute: int, room: int) -> int:
-        """The number of a prompt's tokens that run in this iteration."""
-        if n_to_compute <= room:
-            return n_to_compute
-        return max(0, room) if self._chunked else 0
+    def _n_tokens(self, req: Request, n_computed: int, n_to_compute: int, room: int) -> int:
+        """The number of a prompt's tokens that run in this iteration, after those computed before."""
+        if not self._chunked:
+            return n_to_compute if n_to_compute <= room else 0
+        border = next_border(req, n_computed, self._kv)
+        if border is not None:
+            n_to_compute = min(n_to_compute, border - n_computed)
+        return max(0, min(n_to_compute, room))
 
 
 def _service_order(req: Request) -> tuple[float, int]:

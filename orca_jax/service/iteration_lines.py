@@ -38,6 +38,8 @@ class IterationLines:
             "held": _held(scheduler),
             "preempted": [req.arrival for req in scheduler.waiting_again],
         }
+        if scheduler.kv.snapshots is not None:
+            line["snapshots"] = len(scheduler.kv.snapshots)
         self._in_flight[record.number] = line
         return line
 

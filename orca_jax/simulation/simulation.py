@@ -107,6 +107,8 @@ class Simulation:
             n_rows=(n_workers + config.overlap) * config.max_batch_size,
             max_blocks_per_row=config.n_blocks,
             prefix_caching=config.scheduling.prefix_caching,
+            n_snapshots=config.n_snapshots,
+            snapshot_blocks=config.scheduling.snapshot_blocks,
         )
         self.scheduler = Scheduler(self.pool, self.engine, self.kv, config=config, timeline=self.timeline)
 
@@ -156,6 +158,8 @@ def simulated_replay(recording: Recording) -> ReplayReport:
         n_rows=n_rows(serving.max_batch_size, n_workers=n_workers),
         max_blocks_per_row=-(-n_positions // serving.block_size),
         prefix_caching=serving.scheduling.prefix_caching,
+        n_snapshots=serving.n_snapshots,
+        snapshot_blocks=serving.scheduling.snapshot_blocks,
     )
 
     def token(request: Request, index: int) -> int:

@@ -161,6 +161,7 @@ def as_json(name: str, plan: Plan, why_arithmetic: str) -> dict[str, Any]:
                 "weights": stage.memory.weights,
                 "tables": stage.memory.tables,
                 "states": stage.memory.states,
+                "snapshots": stage.memory.snapshots,
                 "temporaries": stage.memory.temporaries,
                 "slot": stage.memory.slot,
                 "slots": stage.slots,
@@ -196,8 +197,9 @@ def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
         own = [state_bytes(target.model, stage.layers, target.itemsize) for stage in plan.stages]
         console.out(
             f"Recurrent layers: {sum(own) / 1024:,.1f} KiB of states for each request, whatever its length; "
-            f"{sum(stage.memory.states for stage in plan.stages) / _MIB:,.1f} MiB for all rows, besides the "
-            "table below"
+            f"{sum(stage.memory.states for stage in plan.stages) / _MIB:,.1f} MiB for all rows and "
+            f"{sum(stage.memory.snapshots for stage in plan.stages) / _MIB:,.1f} MiB for "
+            f"{plan.serving.n_snapshots:,} snapshots in the prefix cache, besides the table below"
         )
     source = "XLA's memory plan" if target.temporaries is not None else f"arithmetic ({why_arithmetic})"
     table = Table(title=escape(f"On each device; temporaries by {source}"), title_justify="left")

@@ -335,12 +335,17 @@ class EngineMetrics(TimelineObserver):
         n_queries, n_hits, n_evictions = (
             (0, 0, 0) if prefixes is None else (prefixes.n_queries, prefixes.n_hits, prefixes.n_evictions)
         )
+        kept = scheduler.kv.snapshots
+        n_made, n_used, n_dropped = (0, 0, 0) if kept is None else (kept.n_made, kept.n_used, kept.n_evicted)
         counts = (
             ("num_preemptions", "Requests preempted for others.", scheduler.n_preemptions),
             ("recomputed_tokens", "Tokens computed again after preemptions.", scheduler.n_recomputed),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", n_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", n_hits),
             ("prefix_cache_evictions", "Blocks evicted from the prefix cache.", n_evictions),
+            ("state_snapshots_made", "Snapshots of recurrent layers' states.", n_made),
+            ("state_snapshots_used", "Requests that began with a snapshot.", n_used),
+            ("state_snapshots_evicted", "Snapshots dropped to make room for others.", n_dropped),
         )
         made = self._model.service.speculation
         if made is None:
@@ -396,6 +401,9 @@ class EngineMetrics(TimelineObserver):
         recurrent = self._model.config.has_state  # each reserved row has a state
         yield "states_total", "Recurrent layers' states; 0 without such layers.", recurrent * kv.n_rows
         yield "states_used", "States that requests hold.", recurrent * sum(map(bool, kv.slots_of))
+        n_kept, n_snapshots = (0, 0) if kv.snapshots is None else (len(kv.snapshots), kv.snapshots.n)
+        yield "state_snapshots_most", "Snapshots of states that fit.", n_snapshots
+        yield "state_snapshots", "Snapshots of states in the prefix cache.", n_kept
         n_cached = 0 if kv.prefixes is None else len(kv.prefixes)
         yield "prefix_cache_blocks", "Blocks that the prefix cache can find.", n_cached
 

@@ -59,6 +59,7 @@ def test_recorded_sizes_have_the_names_of_earlier_recordings() -> None:
         "chunked_prefill": True,
         "prefill_tokens": 7,
         "prefix_caching": True,
+        "snapshot_blocks": 64,
         "reservation": "on-demand",
         "order": "priority",
         "aging_seconds": 3,

@@ -90,8 +90,16 @@ class MessageBuilder:
                 places.append(row.place)
         return SentRows(requests, lengths, packed(places, np.intp), inputs, first)
 
-    def message(self, sent: SentRows, copies: Sequence[tuple[int, int]] = ()) -> ControlMessage:
-        """The message, with the `copies` of blocks to make before its iteration."""
+    def message(
+        self,
+        sent: SentRows,
+        copies: Sequence[tuple[int, int]] = (),
+        states: tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]] = ((), ()),
+    ) -> ControlMessage:
+        """The message, with the `copies` of blocks to make before its iteration.
+
+        `states` are the copies of recurrent layers' states before it, and after it.
+        """
         requests, lengths, row, inputs, _ = sent
         plain, n = self._plain, len(requests)
         start = packed([request.n_computed for request in requests], np.int32)
@@ -165,7 +173,9 @@ class MessageBuilder:
             sampling=sampling,
             bias=np.array(biases, BIAS) if biases else _NO_BIASES,
             encoder=encoder,
-            copies=np.array(copies, np.int32) if copies else no_copies(),
+            copies=_pairs(copies),
+            states_before=_pairs(states[0]),
+            states_after=_pairs(states[1]),
         )
 
     def _block_table(
@@ -177,3 +187,7 @@ class MessageBuilder:
             return tables.block_table[row, : -(-int(kv_length.max()) // tables.block_size)], None
         table = tables.block_table.take(row, axis=0)
         return encoder_inputs(requests, table, tables.encoder_blocks[row], tables.max_encoder_blocks)
+
+
+def _pairs(copies: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
+    return np.array(copies, np.int32) if copies else no_copies()

@@ -24,8 +24,8 @@ from orca_jax.families.recurrence_config import GatedDeltaNet, Mamba2, Recurrenc
 from orca_jax.families.rotary import Rotary
 from orca_jax.model import reference
 from orca_jax.model.transformer import Parameters
-from orca_jax.planning.sizes import serving_config
-from orca_jax.planning.stage_memory import StageRoom, slot_bytes, state_bytes
+from orca_jax.planning.sizes import engine_shape, serving_config
+from orca_jax.planning.stage_memory import StageMemory, StageRoom, slot_bytes, state_bytes
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import check_search
@@ -110,7 +110,7 @@ EVERY = hybrid(
 ON_DEMAND = SchedulingConfig(prefix_caching=False)
 CHUNKED = ServingConfig(max_batch_size=4, n_slots=4 * 48, max_batch_tokens=11, scheduling=ON_DEMAND)
 # Of few slots, so that requests are preempted.
-FEW_SLOTS = replace(CHUNKED, n_slots=48, block_size=4)
+FEW_SLOTS = replace(CHUNKED, n_slots=48, block_size=4, n_snapshots=3)
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +127,7 @@ class Schedule:
     reservation: Reservation = "on-demand"
     pieces: int | None = None  # the seed of prompts' random pieces
     lost_before: int = -1  # the step before which all workers lose what they hold
+    snapshot_blocks: int | None = None  # with a prefix cache: the blocks between two snapshots
 
 
 schedules = st.builds(
@@ -138,6 +139,7 @@ schedules = st.builds(
     reservation=st.sampled_from(["full", "on-demand"]),
     pieces=st.none() | st.integers(0, 2**20),
     lost_before=st.integers(-1, 20),
+    snapshot_blocks=st.none() | st.integers(1, 3),
 )
 CROWD = tuple((1 + 7 * i % 30, 9, i) for i in range(9))
 
@@ -155,7 +157,8 @@ def test_any_schedule_gives_the_references_tokens(
 ) -> None:
     """Prompts in pieces at any border, preemption, rows reused by other requests, overlap, lost workers.
 
-    Rows keep the states of earlier examples, which no request may see.
+    With a prefix cache prompts begin alike, and go on from snapshots of states. Rows and snapshots keep the
+    states of earlier examples, which no request may see.
     """
     parts = split_model(EVERY, jax.devices(), ParallelConfig(pipeline_parallel=n_stages))
     first = harness(EVERY, weights[EVERY], FEW_SLOTS, buckets=(11,), parts=parts)
@@ -166,9 +169,14 @@ def test_any_schedule_gives_the_references_tokens(
     @settings(max_examples=n_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @example(Schedule(CROWD))
     @example(Schedule(CROWD, pieces=1, lost_before=7))
+    @example(Schedule(CROWD, snapshot_blocks=1))
+    @example(Schedule(CROWD, snapshot_blocks=2, pieces=2, lost_before=12, overlap=False))
     @given(schedules)
     def tokens_are_the_references(schedule: Schedule) -> None:
-        scheduling = SchedulingConfig(prefix_caching=False, reservation=schedule.reservation)
+        every = schedule.snapshot_blocks
+        scheduling = SchedulingConfig(
+            prefix_caching=every is not None, snapshot_blocks=every or 1, reservation=schedule.reservation
+        )
         serving = replace(FEW_SLOTS, overlap=schedule.overlap, scheduling=scheduling)
         ran = harness(EVERY, {}, serving, buckets=(11,), parts=parts, workers=workers)
         if schedule.pieces is not None:
@@ -183,16 +191,26 @@ def test_any_schedule_gives_the_references_tokens(
                 seen["lost"] += 1
 
         rng = np.random.default_rng(len(schedule.requests))
+        beginning = rng.integers(0, 53, 30).tolist()
+
+        def prompt(i: int, n_input: int) -> list[int]:
+            n_shared = n_input * (i % 3 + 1) // 3 if every else 0
+            return beginning[:n_shared] + rng.integers(0, 53, n_input - n_shared).tolist()
+
         asked = [
-            greedy_request(str(i), rng.integers(0, 53, n_input).tolist(), n_output)
+            greedy_request(str(i), prompt(i, n_input), n_output)
             for i, (n_input, n_output, _) in enumerate(schedule.requests)
         ]
         ran.run(asked, [arrival for *_, arrival in schedule.requests], before_step)
         seen["preempted"] += ran.scheduler.n_preemptions
+        if ran.kv.snapshots is not None:
+            seen["used"] += ran.kv.snapshots.n_used
+            seen["evicted"] += ran.kv.snapshots.n_evicted
         seen["sure"] += sum(expected.sure(request) for request in asked)
 
     tokens_are_the_references()
     assert seen["preempted"] > 0 and seen["lost"] > 0 and seen["sure"] > 100, seen
+    assert seen["used"] > 3 and seen["evicted"] > 3, seen
 
 
 def local_workers(ran: Harness) -> LocalWorkers:
@@ -224,13 +242,33 @@ def test_what_recurrent_layers_do_not_support_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="a model without any attention layer is not supported"):
         hybrid(convolving())
     room = StageRoom(layers=range(2), n_devices=1, itemsize=4, attention="native", free=None, modest=1 << 30)
-    with pytest.raises(ConfigError, match="prefix_caching is on, and the model has recurrent layers"):
-        serving_config(ATTENDING_LAST, Sizes(prefix_caching=True), [room])
-    assert not serving_config(ATTENDING_LAST, Sizes(), [room]).scheduling.prefix_caching
+    with pytest.raises(ConfigError, match=r"prefix_caching is on, .* and snapshot_bytes 7 holds none"):
+        serving_config(ATTENDING_LAST, Sizes(prefix_caching=True, snapshot_bytes=7), [room])
+    assert not serving_config(ATTENDING_LAST, Sizes(snapshot_bytes=7), [room]).scheduling.prefix_caching
     sampling = SamplingParams(max_tokens=4, use_beam_search=True, n=2, temperature=0)
     blocks = KVManager(n_blocks=8, block_size=16, n_rows=4, max_blocks_per_row=4)
     with pytest.raises(NotSupported, match="use_beam_search is not supported for a model with recurrent"):
         check_search(4, 0, sampling, ATTENDING_LAST, blocks)
+
+
+def test_snapshots_take_the_bytes_asked_for_or_a_part_of_the_caches() -> None:
+    """A state takes 2 x 20 numbers. The longest request needs 48 slots of 2 x 2 x 8 numbers."""
+
+    def sized(free: int, asked: int | None = None) -> tuple[ServingConfig, StageMemory]:
+        room = StageRoom(layers=range(2), n_devices=1, itemsize=4, attention="native", free=free)
+        serving = serving_config(ATTENDING_LAST, Sizes(snapshot_bytes=asked), [room])
+        memory = room.memory(ATTENDING_LAST, engine_shape(ATTENDING_LAST, serving, n_workers=1))
+        assert memory.snapshots == serving.n_snapshots * 160
+        assert memory.fixed - memory.weights + serving.n_slots * memory.slot <= free
+        return serving, memory
+
+    assert sized(1 << 30)[0].n_snapshots == 8 * 32, "of each place of a batch"
+    assert sized(1 << 30, 5 * 160 + 159)[0].n_snapshots == 5
+    serving, memory = sized(1 << 30, 0)
+    assert serving.n_snapshots == 0 and not serving.scheduling.prefix_caching
+    fixed = memory.fixed - memory.weights
+    assert sized(fixed + 80 * 128)[0].n_snapshots == 20 * 128 // 160, "a quarter"
+    assert sized(fixed + 50 * 128)[0].n_snapshots == 2 * 128 // 160, "what the longest request leaves"
 
 
 def test_json_has_every_kind_of_recurrence() -> None:

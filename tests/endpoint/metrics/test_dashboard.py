@@ -27,7 +27,9 @@ ROWS = ["Traffic", "Latency", "Scheduler", "Keys and values", "Workers", "Host"]
 # (docs/observability.md, docs/kubernetes.md) or Ray Serve's door are not on this page.
 NOT_SHOWN = {
     *("orca_grpc_requests_created", "orca_http_requests_created"),
-    *("orca_states_total", "orca_states_used"),  # of hybrids alone
+    # Of hybrids alone.
+    *("orca_states_total", "orca_states_used", "orca_state_snapshots_most", "orca_state_snapshots"),
+    *(f"orca_state_snapshots_{what}" for what in ("made", "used", "evicted")),
 }
 # How Grafana fills in its variables.
 FILLED = {"$__rate_interval": "5m", "$model": ".*", "$instance": ".*"}

@@ -39,6 +39,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "policy": ("default", "orca", "default", "orca"),
     "chunked_prefill": (True, False, True, False),
     "prefill_tokens": (1, 2, 3, None),
+    "snapshot_blocks": (1, 2, 3, 64),
+    "snapshot_bytes": (0, 1, 2, None),
     "prefix_caching": (True, False, True, False),
     "reservation": ("full", "on-demand", "full", None),
     "scheduling_policy": ("priority", "fair", "fcfs", "priority"),

@@ -368,3 +368,40 @@ def test_copies_that_no_engine_master_sends_are_refused(copies: list[list[int]],
     sent = replace(message_of([ONE]), copies=np.array(copies, np.int32))
     with pytest.raises(BadFrame, match=message):
         decode_message(encode_message(sent, SHAPE), SHAPE)
+
+
+HYBRID = replace(SHAPE, states=True, n_snapshots=3)  # the snapshots are states 12 to 14
+
+
+def test_copies_of_states_go_over_the_wire() -> None:
+    before, after = np.array([[12, 1], [12, 2]], np.int32), np.array([[1, 14]], np.int32)
+    rows = [ONE | {"row": row} for row in (1, 2)]
+    message = replace(message_of(rows), states_before=before, states_after=after)
+    decoded = decode_message(encode_message(message, HYBRID), HYBRID)
+    np.testing.assert_array_equal(decoded.states_before, before)
+    np.testing.assert_array_equal(decoded.states_after, after)
+    with pytest.raises(BadFrame, match="a snapshot 12; it must be 12 to 11"):
+        decode_message(encode_message(message, SHAPE), SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ([[15, 1]], [], "a snapshot 15; it must be 12 to 14"),
+        ([[12, 3]], [], "each must be between a row of the iteration and a snapshot"),
+        ([[12, 1], [13, 1]], [], "2 copies of states came; .* to a state of its own"),
+        ([], [[1, 2]], "a snapshot 2; it must be 12 to 14"),
+        ([], [[1, 13], [2, 13]], "2 copies of states came; .* to a state of its own"),
+    ],
+)
+def test_copies_of_states_that_no_engine_master_sends_are_refused(
+    before: list[list[int]], after: list[list[int]], message: str
+) -> None:
+    rows = [ONE | {"row": row} for row in (1, 2)]
+    pairs = {
+        name: np.array(copies, np.int32).reshape(-1, 2)
+        for name, copies in (("states_before", before), ("states_after", after))
+    }
+    sent = replace(message_of(rows), **pairs)
+    with pytest.raises(BadFrame, match=message):
+        decode_message(encode_message(sent, HYBRID), HYBRID)

@@ -135,6 +135,7 @@ def test_the_order_has_every_size_of_an_engine():
         "max_encoder_blocks",
         "embedding_size",
         "states",
+        "n_snapshots",
         *EXPERTS,
     }
     assert names == set(worker_pb2.Shape.DESCRIPTOR.fields_by_name)

@@ -21,7 +21,7 @@ SIZES = [field.name for field in fields(EngineShape) if field.type in (int, "int
 SIZES.remove(WITHOUT_ENCODER)
 SIZES.remove(WITHOUT_EMBEDDINGS)
 EXPERTS = ("sparse_layers", "top_k", "n_experts")  # may be 0 too
-SIZES = [name for name in SIZES if name not in EXPERTS]
+SIZES = [name for name in SIZES if name not in (*EXPERTS, "n_snapshots")]
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None, (1 << 31) + 1])
@@ -41,6 +41,15 @@ def test_the_encoder_s_blocks_are_a_whole_number_within_bounds(value: Any) -> No
 def test_the_size_of_an_embedding_is_a_whole_number_within_bounds(value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{WITHOUT_EMBEDDINGS} is .*; it must be .* from 0 to 1048576$"):
         replace(SHAPE, embedding_size=value)
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_snapshots_are_of_states(states: bool) -> None:
+    most = (1 << 22) * states
+    assert replace(SHAPE, states=states, n_snapshots=most).n_states == SHAPE.n_rows + most
+    for value in (-1, most + 1, True):
+        with pytest.raises(ConfigError, match=f"^n_snapshots is {value}; it must be .* from 0 to {most}$"):
+            replace(SHAPE, states=states, n_snapshots=value)
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, (1 << 16) + 1])

@@ -2,6 +2,7 @@
 
 The checked engine keeps a model of the cache: for each slot, the tokens that its key and value depend on. A
 row may only read slots that hold exactly its own tokens, and only write to blocks that no other row holds.
+With snapshots it keeps the same of each state of recurrent layers: a row goes on from exactly its own tokens.
 """
 
 import itertools
@@ -20,6 +21,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling import serving_policy
 from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
+from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.scheduling.restart import fail_all
 from orca_jax.simulation.simulation import Simulation
@@ -83,6 +85,8 @@ def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
     max_batch_tokens = max(max_bs, largest) + rng.choice((0, 5, 100))
     if chunked and rng.random() < 0.5:
         max_batch_tokens = max_bs + rng.choice((0, 1, 3))
+    # Of a model with recurrent layers, or of one without.
+    n_snapshots, snapshot_blocks = rng.choice((0, 1, 2, 6)) if prefixes else 0, rng.choice((1, 2, 5))
     return Trace(
         ServingConfig(
             max_batch_size=max_bs,
@@ -90,10 +94,12 @@ def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
             block_size=block_size,
             max_batch_tokens=max_batch_tokens,
             overlap=rng.random() < 0.7,
+            n_snapshots=n_snapshots,
             scheduling=SchedulingConfig(
                 chunked_prefill=chunked,
                 prefill_tokens=rng.choice((None, 1, 3, 8)),
                 prefix_caching=prefixes,
+                snapshot_blocks=snapshot_blocks,
                 reservation=reservation,  # pyright: ignore[reportArgumentType]
                 scheduling_policy=order,  # pyright: ignore[reportArgumentType]
                 aging_seconds=rng.choice((0.5, 5.0)),
@@ -132,6 +138,7 @@ class CheckedEngine:
         self.keeps_tokens = True
         self.in_flight: deque[Sequence[Row]] = deque()
         self.content: dict[int, tuple[object, ...]] = {}  # by slot: salt, and tokens up to this one
+        self.states: dict[int, tuple[object, ...]] = {}  # likewise, of recurrent layers: rows, then snapshots
 
     def issue(self, rows: Sequence[Row]) -> Iteration:
         serving, kv = self.player.trace.serving, self.player.simulation.kv
@@ -166,11 +173,33 @@ class CheckedEngine:
             for position in range(req.n_computed, req.n_computed + n):
                 assert holders[blocks[position // serving.block_size]] == 1, "a block with two writers"
                 self.content[slots[position]] = (req.cache_salt, *tokens[: position + 1])
+        if kv.snapshots is not None:
+            self.run_states(rows, kv)
         self.player.issued(rows)
         self.player.moment()
         iteration = self._call(lambda: self.engine.issue(rows))
         self.in_flight.append(rows)
         return iteration
+
+    def run_states(self, rows: Sequence[Row], kv: KVManager) -> None:
+        """Copy states, let each row take its tokens, and copy states again."""
+        assert kv.snapshots is not None
+        before, after = kv.state_copies
+        in_rows, snapshots = {req.row for req, _ in rows}, range(kv.n_rows, kv.n_rows + kv.snapshots.n)
+        assert all(source in snapshots and into in in_rows for source, into in before)
+        assert all(source in in_rows and into in snapshots for source, into in after)
+        for copies in (before, after):
+            assert len({into for _, into in copies}) == len(copies), "a state with two writers"
+        self.copy_states(before)
+        for req, n in rows:
+            tokens = [*req.prompt_ids, *(token_of(req, i) for i in range(req.max_tokens))]
+            if req.n_computed:
+                assert self.states[req.row] == (req.cache_salt, *tokens[: req.n_computed])
+            self.states[req.row] = (req.cache_salt, *tokens[: req.n_computed + n])
+        self.copy_states(after)
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        self.states |= {into: self.states[source] for source, into in copies}
 
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
         self.player.moment()
@@ -186,6 +215,7 @@ class CheckedEngine:
         except EngineError:
             self.in_flight.clear()
             self.content.clear()
+            self.states.clear()
             raise
 
 
@@ -296,6 +326,10 @@ class Player:
         assert (len(self.simulation.pool), self.scheduler.n_rsrv, self.scheduler.n_scheduled) == (0, 0, 0)
         assert (kv.n_free_blocks, kv.n_free_rows) == (kv.n_blocks, kv.n_rows)
         assert not self.simulation.refused
+        if kv.snapshots is not None:
+            assert len(kv.snapshots) == len(kv.snapshots._named), "a snapshot that nobody can find"
+            kv.forget()
+            assert sorted(kv.snapshots._free) == list(range(kv.n_rows, kv.n_rows + kv.snapshots.n))
         by_request: dict[str, list[Delivery]] = {req.request_id: [] for req in self.requests}
         for delivery in self.simulation.deliveries:
             by_request[delivery[0].request_id].append(delivery)
@@ -331,6 +365,9 @@ def play_all(switches: tuple[bool, bool, str, str], n_traces: int) -> Counter[st
         seen["overtaken"] += sum(map(len, player.overtaken.values()))
         seen["preemptions"] += player.scheduler.n_preemptions
         seen["cached"] += sum(req.n_cached for req in player.requests)
+        snapshots = player.simulation.kv.snapshots
+        seen["snapshots used"] += 0 if snapshots is None else snapshots.n_used
+        seen["snapshots evicted"] += 0 if snapshots is None else snapshots.n_evicted
         seen["evictions"] += prefixes.n_evictions if prefixes is not None else 0
         limit = player.trace.serving.max_batch_tokens
         seen["prompts longer than an iteration"] += sum(len(a.prompt) > limit for a in player.trace.arrivals)
@@ -346,6 +383,7 @@ def test_random_traces_keep_every_invariant(switches: tuple[bool, bool, str, str
     assert (seen["overtaken"] > 50) == (order == "longest-prefix")
     # The traces have seen what they are for.
     assert (seen["cached"] > 100 and seen["evictions"] > 100) == prefixes
+    assert (seen["snapshots used"] > 100 and seen["snapshots evicted"] > 100) == prefixes
     assert (seen["preemptions"] > 50) == (reservation == "on-demand")
     assert not chunked or seen["chunks"] > 50
     assert (seen["prompts longer than an iteration"] > 50) == chunked

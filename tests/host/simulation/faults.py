@@ -65,7 +65,7 @@ class FaultSimulation:
             n_blocks=config.n_blocks,
             vocab_size=VOCAB_SIZE,
         )
-        self.kv = kv_manager(shape, prefix_caching=config.scheduling.prefix_caching)
+        self.kv = kv_manager(shape, config.scheduling)
         self.lines = SimulatedLines(
             self.clock, seconds=trace.timing.line, longest_wait=DEADLINES.look_seconds
         )

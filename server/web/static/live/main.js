@@ -81,7 +81,10 @@ function labelOf(name) {
   const one = model.iterations.last();
   if (!one) return `${name}: none yet`;
   const [held, used, cached] = one.slots;
-  if (name === "slots") return `Slots: ${used} used, ${held} reserved, ${cached} cached, ${model.sizes.n_slots ?? "?"} in all`;
+  if (name === "slots") {
+    const snapshots = one.snapshots === null ? "" : `; ${one.snapshots} snapshots of states, of ${model.sizes.n_snapshots ?? "?"}`;
+    return `Slots: ${used} used, ${held} reserved, ${cached} cached, ${model.sizes.n_slots ?? "?"} in all${snapshots}`;
+  }
   if (name === "stages") return `Stages, busy in view: ${(charts.stages.shares ?? []).join(", ") || "unknown"}`;
   return summaryOf(model);
 }

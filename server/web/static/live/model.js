@@ -273,11 +273,11 @@ export class LiveModel {
 
   #iteration(line) {
     const { iteration: number, issued, returned, bucket, slots, waiting, rows, prefill } = line;
-    const { held = null, starts = [], partial = [], preempted = [] } = line;
+    const { held = null, starts = [], partial = [], preempted = [], snapshots = null } = line;
     const isWhole = Array.isArray(rows) && Array.isArray(prefill) && slots?.length === 3;
     if (!isWhole || ![number, issued, returned, bucket].every(Number.isFinite)) throw new Error("it lacks fields");
     const n = rows.length;
-    const made = { number, issued, returned, bucket, slots, waiting, held, starts, partial, preempted, nTokens: 0 };
+    const made = { number, issued, returned, bucket, slots, snapshots, waiting, held, starts, partial, preempted, nTokens: 0 };
     made.requests = new Array(n);
     made.tokens = new Array(n);
     made.phases = new Array(n);

@@ -66,6 +66,8 @@ function engineOf(sizes) {
     sizes.policy && `policy ${sizes.policy}${order}`,
     sizes.max_batch_size && `batches of ${count(sizes.max_batch_size)}`,
     sizes.n_slots && `${count(sizes.n_slots)} slots`,
+    sizes.n_states && plural(sizes.n_states, "state"),
+    sizes.n_snapshots && plural(sizes.n_snapshots, "snapshot"),
     sizes.n_workers > 1 && plural(sizes.n_workers, "stage"),
   ]
     .filter(Boolean)
