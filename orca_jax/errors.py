@@ -81,6 +81,18 @@ class WorkerLost(EngineError):
         self.cause = cause
 
 
+class BadPolicy(OrcaError, RuntimeError):
+    """A scheduling policy broke an invariant in a simulation.
+
+    `turn` is the number of the call of `choose`, from 1; `why` names what it returned and what is allowed.
+    """
+
+    def __init__(self, turn: int, why: str) -> None:
+        super().__init__(f"turn {turn} of the policy: {why}")
+        self.turn = turn
+        self.why = why
+
+
 class BadFrame(OrcaError, ValueError):
     """Bytes on the control plane that are not a valid message, or not one for this engine."""
 

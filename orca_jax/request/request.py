@@ -160,14 +160,14 @@ class Request:
     """One request in the pool. Only the scheduler changes `state` and the fields after it.
 
     `max_tokens` counts input plus output tokens; that many slots are reserved (Algorithm 1, line 24). The
-    pool sets `arrival`. `row` is the request's row in the block table and in per-row state on the device,
-    from admission to end; otherwise -1. Any of `end_token_ids` ends the output. `failure` is why the request
-    ended with the reason `error`, if the cause concerns only this request, and `failure_kind` the class of
-    that error. `owner` is the client whose share of the queue the request uses ("": no share applies), and
-    `weight` its memory in bytes. `n_losses` counts the losses of a worker while the request was in flight,
-    `n_faults` those that a request may have caused, and `n_stuck` those at which it ran alone and had
-    `lost_at` tokens, as at the last loss. After a loss the request runs alone until it has `alone_until`
-    tokens (scheduling/quarantine.py).
+    pool sets `arrival`, a number, and `arrived`, the seconds of its clock. `row` is the request's row in the
+    block table and in per-row state on the device, from admission to end; otherwise -1. Any of
+    `end_token_ids` ends the output. `failure` is why the request ended with the reason `error`, if the cause
+    concerns only this request, and `failure_kind` the class of that error. `owner` is the client whose share
+    of the queue the request uses ("": no share applies), and `weight` its memory in bytes. `n_losses` counts
+    the losses of a worker while the request was in flight, `n_faults` those that a request may have caused,
+    and `n_stuck` those at which it ran alone and had `lost_at` tokens, as at the last loss. After a loss the
+    request runs alone until it has `alone_until` tokens (scheduling/quarantine.py).
 
     An iteration computes a number of tokens from `n_computed` on. If that includes the last known token, it
     samples the next one. So a prompt can be computed in chunks, or start after cached tokens, or be
@@ -207,6 +207,7 @@ class Request:
     priority: int = 0
     cache_salt: tuple[str, ...] = ()
     arrival: int = -1
+    arrived: float = 0.0
     rank: float = 0.0
     state: RequestState = RequestState.INITIATION
     row: int = -1

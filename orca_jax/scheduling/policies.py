@@ -15,7 +15,7 @@ def configured_policy(config: ServingConfig, kv: KVManager, *, n_workers: int) -
     """The configured policy of an engine with `n_workers` workers. Raises ConfigError."""
     name = config.scheduling.policy
     if name == "orca":
-        return OrcaPolicy.of(config)
+        return OrcaPolicy(config, kv, n_workers=n_workers)
     if name == "default":
         return ServingPolicy(config, kv, n_workers=n_workers)
     return users_policy(name)(config, kv, n_workers=n_workers)

@@ -1,12 +1,13 @@
 """Policies choose the rows of the next iteration; the scheduler's loop is the same for all of them."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from orca_jax.config import ServingConfig
+from orca_jax.errors import ConfigError
 from orca_jax.request.request import PLAIN, Request, Row
+from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.select import Held, select_rows
 
 _NONE: Mapping[Request, list[int]] = MappingProxyType({})
@@ -70,18 +71,26 @@ class Policy(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class OrcaPolicy:
-    """Algorithm 1: first come, first served, with each prompt in a single iteration."""
+    """Algorithm 1: each prompt in a single iteration, and slots reserved for whole requests.
 
-    max_bs: int
-    n_slots: int
-    max_batch_tokens: int
-    block_size: int
+    Requests are taken in the order of the pool: first come, first served, unless a subclass reorders it.
+    Admitted requests must stay before waiting ones, because the loop stops at the first that does not fit.
+    Raises ConfigError for chunked prefill and for reservation on demand.
+    """
 
-    @classmethod
-    def of(cls, config: ServingConfig) -> "OrcaPolicy":
-        return cls(config.max_batch_size, config.n_slots, config.max_batch_tokens, config.block_size)
+    def __init__(self, config: ServingConfig, kv: KVManager, *, n_workers: int) -> None:
+        scheduling = config.scheduling
+        if scheduling.chunked_prefill or scheduling.on_demand:
+            raise ConfigError(
+                f"policy {scheduling.policy!r} is an OrcaPolicy, which computes each prompt whole and "
+                "reserves slots for whole requests; add chunked_prefill=False and reservation='full' "
+                "(--no-chunked-prefill --reservation full)"
+            )
+        self.max_bs = config.max_batch_size
+        self.n_slots = config.n_slots
+        self.max_batch_tokens = config.max_batch_tokens
+        self.block_size = config.block_size
 
     def choose(
         self, pool: Iterable[Request], n_rsrv: int, ahead: Collection[Request], alone: Request | None = None

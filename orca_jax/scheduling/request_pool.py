@@ -179,7 +179,8 @@ class RequestPool:
             self._on_arrival(request)
             self._n_arrivals += 1
             self._waiting[request.request_id] = request
-            self._enter(request, self._clock())
+            request.arrived = self._clock()
+            self._enter(request, request.arrived)
             self._count(request, 1)
             self._notify()
 

@@ -56,6 +56,8 @@ def select(
 
     With the defaults it is exactly the paper's function; `select_rows` describes the parameters.
     """
+    if not isinstance(pool, InArrivalOrder):  # that one is sorted; sorting it would read the whole queue
+        pool = sorted(pool, key=lambda req: req.arrival)  # line 20
     rows, n_rsrv, _ = select_rows(
         pool,
         n_rsrv,
@@ -80,15 +82,14 @@ def select_rows(
 ) -> tuple[list[Row], int, Held | None]:
     """The rows of the next iteration, and the new `n_rsrv` (Algorithm 1, lines 17 to 28). Changes nothing.
 
-    Each row computes all tokens that its request has left to compute. Requests in `ahead` may be selected
-    although they are RUNNING. `max_batch_tokens` limits the tokens of the batch, including encoder tokens.
-    Reservations are rounded up to blocks of `block_size` slots, so that they can be allocated; `n_rsrv` is
-    then a multiple of `block_size`, and `n_slots` is in effect rounded down to one. The third result is the
-    request at which the loop stopped, and why; None if it reached the pool's end.
+    Requests are taken in the order of `pool`, so that a policy may have another one; `select` sorts by
+    arrival (line 20). Each row computes all tokens that its request has left to compute. Requests in `ahead`
+    may be selected although they are RUNNING. `max_batch_tokens` limits the tokens of the batch, including
+    encoder tokens. Reservations are rounded up to blocks of `block_size` slots, so that they can be
+    allocated; `n_rsrv` is then a multiple of `block_size`, and `n_slots` is in effect rounded down to one.
+    The third result is the request at which the loop stopped, and why; None if it reached the pool's end.
     """
     batch: list[Row] = []  # line 18
-    if not isinstance(pool, InArrivalOrder):  # that one is sorted; sorting it would read the whole queue
-        pool = sorted(pool, key=lambda req: req.arrival)  # line 20
     batch_tokens = n_places = 0
     token_limit = math.inf if max_batch_tokens is None else max_batch_tokens
     held: Held | None = None

@@ -119,6 +119,8 @@ class ServingPolicy:
     The first request in order always advances, because later ones make room for it. A waiting request is
     admitted only after all before it. At most `max_batch_size` requests are admitted for each of the
     `n_workers` batches that may be in flight. For the scheduler's thread.
+
+    A subclass may override `order`, and `gives_way` so that waiting requests preempt admitted ones.
     """
 
     def __init__(self, config: ServingConfig, kv: KVManager, *, n_workers: int) -> None:
@@ -132,12 +134,31 @@ class ServingPolicy:
         self._buckets = serving_buckets(config)
         self._on_demand = scheduling.on_demand
         self._fills = not config.deterministic  # else `one_phase` fills the places, once it knows the rows
-        self._by_priority = scheduling.scheduling_policy == "priority"
+        cls = type(self)
+        self._reorders = cls.order is not ServingPolicy.order
+        self._preempts = scheduling.on_demand and (
+            scheduling.scheduling_policy == "priority" or cls.gives_way is not ServingPolicy.gives_way
+        )
         self._by_prefix = (
             LongestPrefixFirst(_WINDOW, kv) if scheduling.scheduling_policy == "longest-prefix" else None
         )
         self._watermark = math.ceil(_WATERMARK * kv.n_blocks) if scheduling.on_demand else 0
         self._were_prompts_alone = False  # the last batch had only prompts although others could decode
+
+    def order(self, req: Request) -> tuple[float, ...]:
+        """The place of a request among others, smaller first: by its rank in the queue, then by arrival.
+
+        A subclass's order also replaces the queue's. It may change from turn to turn; no two requests may be
+        equal, so end it with `req.arrival`. All waiting requests are then sorted in every turn.
+        """
+        return req.rank, req.arrival
+
+    def gives_way(self, admitted: Request, waiting: Request) -> bool:
+        """Whether an admitted request is preempted for a waiting one that goes before it in order.
+
+        That happens only with blocks on demand, if the waiting one could not be admitted otherwise.
+        """
+        return admitted.priority > waiting.priority
 
     def choose(
         self, pool: Iterable[Request], n_rsrv: int, ahead: Collection[Request], alone: Request | None = None
@@ -146,13 +167,17 @@ class ServingPolicy:
         decodes, prompts = [req for req in admitted if req.state is _INCREMENT], list[Request]()
         if len(decodes) < len(admitted):
             decodes, prompts = _by_phase(admitted, ahead)
-        waiting = _Waiting(unread if self._by_prefix is None else self._by_prefix.order(unread))
+        if self._reorders:
+            unread = iter(sorted(unread, key=self.order))
+        elif self._by_prefix is not None:
+            unread = self._by_prefix.order(unread)
+        waiting = _Waiting(unread)
         if alone is not None:
             return self._choice(self._plan_alone(alone, admitted))
         plan = _Plan(self._kv.n_free_blocks, all_decode=len(decodes) == len(admitted))
-        if self._by_priority and self._on_demand:
+        if self._preempts:
             for first in waiting:
-                self._preempt_lower(plan, first, admitted)
+                self._make_way(plan, first, admitted)
                 break
             decodes = [req for req in decodes if not plan.gives_up(req)]
         self._add_decodes(plan, decodes, admitted)
@@ -234,7 +259,7 @@ class ServingPolicy:
             n_new = sum(map(self._n_to_grow, decodes))
         else:
             if len(decodes) > self._max_bs:
-                decodes = sorted(decodes, key=_service_order)[: self._max_bs]
+                decodes = sorted(decodes, key=self.order)[: self._max_bs]
             short = [(req, 1) for req in decodes if req.n_computed >= slots_of[req.row]]
             n_new = len(short)
         if n_new <= plan.free:
@@ -244,9 +269,9 @@ class ServingPolicy:
             plan.rows = list(zip(decodes, repeat(1)))
             plan.n_places = self._n_places(decodes)
             return
-        order = sorted(admitted, key=_service_order)
+        order = sorted(admitted, key=self.order)
         place = {req: i for i, req in enumerate(order)}
-        for req in sorted(decodes, key=_service_order):
+        for req in sorted(decodes, key=self.order):
             if plan.gives_up(req):
                 continue
             n_new = self._n_to_grow(req)
@@ -261,7 +286,7 @@ class ServingPolicy:
         """The first decodes in order that fit in the batch. Later requests may go past a beam search."""
         fitting: list[Request] = []
         n_left = self._max_bs
-        for req in sorted(decodes, key=_service_order):
+        for req in sorted(decodes, key=self.order):
             if req.kind.n_rows <= n_left:
                 fitting.append(req)
                 n_left -= req.kind.n_rows
@@ -291,7 +316,7 @@ class ServingPolicy:
         room = self._max_tokens - plan.n_places
         if self._chunked and others_decode:
             room = self._without_padding(plan.n_places, min(room, self._prefill_tokens))
-        for req in sorted(begun, key=_service_order):
+        for req in sorted(begun, key=self.order):
             if plan.gives_up(req):
                 continue
             if plan.n_places + req.kind.n_rows > self._max_bs:
@@ -369,14 +394,14 @@ class ServingPolicy:
             return None
         return coming_hash(req, n_computed, self._kv)
 
-    def _preempt_lower(self, plan: _Plan, req: Request, admitted: Sequence[Request]) -> None:
-        """Let admitted requests of lower priority make room for a waiting one, if they hold enough.
+    def _make_way(self, plan: _Plan, req: Request, admitted: Sequence[Request]) -> None:
+        """Let admitted requests that give way make room for a waiting one, if they hold enough.
 
         Requests that precede it in order because they waited longer are spared: they would be admitted again
         before it.
         """
-        after = [other for other in admitted if _service_order(other) > _service_order(req)]
-        lower = sorted((other for other in after if other.priority > req.priority), key=_service_order)
+        after = [other for other in admitted if self.order(other) > self.order(req)]
+        lower = sorted((other for other in after if self.gives_way(other, req)), key=self.order)
         if not lower:
             return
         n_new = self._n_new_blocks(req, cached_blocks(req, self._kv), ()) + self._watermark
@@ -414,10 +439,6 @@ class ServingPolicy:
         if border is not None:
             n_to_compute = min(n_to_compute, border - n_computed)
         return max(0, min(n_to_compute, room))
-
-
-def _service_order(req: Request) -> tuple[float, int]:
-    return req.rank, req.arrival
 
 
 def _by_phase(admitted: Iterable[Request], ahead: Collection[Request]) -> tuple[list[Request], list[Request]]:

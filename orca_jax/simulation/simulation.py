@@ -17,6 +17,7 @@ from orca_jax.scheduling.timeline import Timeline
 from orca_jax.scheduling.waiting_queue import waiting_queue
 from orca_jax.service.recording import Recording
 from orca_jax.service.replay import Replay, ReplayReport, recorded_serving
+from orca_jax.simulation.checked_policy import PATIENCE, watch
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, hashed_token
 
 
@@ -69,7 +70,8 @@ class Simulation:
     Schedule events with `add_at`, `add_each` and `end_at`, then `run`. `deliveries` collects the tokens and
     ends that users would see, `refused` the rejected requests with their errors, and `timeline` every record.
     With `max_records` the timeline keeps only that many records and deliveries are dropped: observe the
-    timeline for the figures of a long run.
+    timeline for the figures of a long run. A user's policy that breaks an invariant raises BadPolicy; one of
+    them is that no request waits for `patience` turns while later ones run.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Simulation:
         check: Callable[[Request], None] = lambda _: None,
         bucket_sizes: Sequence[int] = (),
         max_records: int | None = None,
+        patience: int = PATIENCE,
     ) -> None:
         self.deliveries: list[Delivery] = []
         self.refused: list[tuple[Request, OrcaError]] = []
@@ -111,6 +114,7 @@ class Simulation:
             snapshot_blocks=config.scheduling.snapshot_blocks,
         )
         self.scheduler = Scheduler(self.pool, self.engine, self.kv, config=config, timeline=self.timeline)
+        watch(self.scheduler, patience)
 
     def add_at(self, time: float, request: Request) -> None:
         """Schedule the arrival of `request` at `time`."""
