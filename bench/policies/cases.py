@@ -5,8 +5,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from bench.policies.limits import Limits
-from bench.policies.policies import BASELINE
-from bench.policies.traces import MakeTrace, Trace, conversations, single, with_flood, with_long_prompts
+from bench.policies.policies import BASELINE, EIGHT
+from bench.policies.traces import (
+    MakeTrace,
+    Trace,
+    conversations,
+    from_requests,
+    longest,
+    n_requests,
+    single,
+    with_flood,
+    with_long_prompts,
+)
+from server.load.workload import Load, Requests
 
 _SIX = (BASELINE, "orca", "orca + on-demand", "orca + chunked", "orca + prefix cache", "all")
 
@@ -81,6 +92,20 @@ def simulated_cases(share: float = 1.0) -> Mapping[str, Case]:
             references=(("all, fair, alone", "all, fair", lambda: tenant(40.0)),),
         ),
     }
+
+
+def file_case(requests: Requests, *, max_batch_size: int, n_slots: int | None = None) -> Case:
+    """A file's requests at their own arrivals. Raises TraceError, and OSError if it cannot be read."""
+    assert requests.file is not None
+    trace = from_requests(requests.trace(Load(), 0))
+    seconds = trace[-1].arrival - trace[0].arrival
+    return Case(
+        title=f"{requests.file.name}, {n_requests(trace):,} requests",
+        make=lambda _: trace,
+        rate=len(trace) / seconds if seconds > 0 else float("inf"),
+        limits=Limits(n_positions=longest(trace), max_batch_size=max_batch_size, n_slots=n_slots),
+        policies=EIGHT,
+    )
 
 
 def short_conversations(n: int, rate: float) -> Trace:

@@ -11,14 +11,17 @@ import numpy as np
 class Figures:
     """Times are in seconds and, like the normalized latency, of the requests that count (traces.py).
 
-    `first_*` is from arrival to the first token, `between_*` between two tokens of a request. `slots_in_use`
-    is the fraction of the slots held by the requests of a batch that have a key and value. `n_recomputed`
-    counts tokens computed again after preemptions, and `cached_share` is the fraction of all prompt tokens
-    that came from the prefix cache. `tokens_s` counts output tokens from the first arrival to the last end.
+    `latency_*` is from arrival to the end, and normalized that over the output's tokens. `first_*` is from
+    arrival to the first token, `between_*` between two tokens of a request. `slots_in_use` is the fraction of
+    the slots held by the requests of a batch that have a key and value. `n_recomputed` counts tokens computed
+    again after preemptions, and `cached_share` is the fraction of all prompt tokens that came from the prefix
+    cache. `tokens_s` counts output tokens from the first arrival to the last end.
     """
 
     n_requests: int
     tokens_s: float
+    latency_mean: float
+    latency_p99: float
     normalized_p50: float
     normalized_p90: float
     normalized_p99: float

@@ -96,6 +96,7 @@ class _Seen:
     first: "array[float]" = field(default_factory=lambda: array("d"))
     gaps: "array[float]" = field(default_factory=lambda: array("d"))
     normalized: "array[float]" = field(default_factory=lambda: array("d"))
+    latency: "array[float]" = field(default_factory=lambda: array("d"))
     n_tokens: int = 0
     n_prompt: int = 0
     n_cached: int = 0
@@ -167,12 +168,12 @@ def play(
         seen.n_cached += request.n_cached
         seen.ends.append(now)
         if conversation.counts:
+            seen.latency.append(now - one.arrival)
             seen.normalized.append((now - one.arrival) / n_output)
-        following = one.turn + 1
-        if following < len(conversation.turns):
-            at = now + conversation.turns[following].think
+        for turn in conversation.following(one.turn):
+            at = now + conversation.turns[turn].think
             history = request.prompt_ids + tuple(request.output_ids)
-            clock.call_at(at, partial(add, conversation, following, history, at))
+            clock.call_at(at, partial(add, conversation, turn, history, at))
 
     pool = RequestPool(
         max_waiting=1 << 30,
@@ -195,6 +196,8 @@ def _figures(trace: Trace, seen: _Seen, engine: WatchedEngine, scheduler: Steps)
     return Figures(
         n_requests=len(seen.ends),
         tokens_s=seen.n_tokens / (seen.ends[-1] - trace[0].arrival),
+        latency_mean=sum(seen.latency) / max(1, len(seen.latency)),
+        latency_p99=quantile(seen.latency, 0.99),
         normalized_p50=quantile(seen.normalized, 0.5),
         normalized_p90=quantile(seen.normalized, 0.9),
         normalized_p99=quantile(seen.normalized, 0.99),

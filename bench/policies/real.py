@@ -8,7 +8,7 @@ from bench.device.bare_engine import BareEngine
 from bench.policies.figures import Figures
 from bench.policies.limits import Limits
 from bench.policies.play import RealClock, play
-from bench.policies.policies import BASELINE, POLICIES
+from bench.policies.policies import BASELINE, sizes_of
 from bench.policies.simulated import make_scheduler
 from bench.policies.traces import Trace
 from orca_jax.config import ServingConfig, Sizes
@@ -23,16 +23,16 @@ MAX_BATCH_SIZE = 16
 class RealMachine:
     """One engine, compiled ahead, for all plays; each has its own scheduler, blocks and prefix cache."""
 
-    def __init__(self) -> None:
-        self.model = PRESETS["gpt2"]
+    def __init__(self, preset: str = "gpt2", max_batch_size: int = MAX_BATCH_SIZE) -> None:
+        self.model = PRESETS[preset]
         self._bare = BareEngine(
-            self.model, Sizes(max_batch_size=MAX_BATCH_SIZE), compile_ahead=True, on_program=_compiled
+            self.model, Sizes(max_batch_size=max_batch_size), compile_ahead=True, on_program=_compiled
         )
 
     def serving(self, policy: str, limits: Limits) -> ServingConfig:
         """The compiled engine's sizes with the policy's switches."""
         built = self._bare.serving
-        scheduling = POLICIES[policy].scheduling
+        scheduling = sizes_of(policy).scheduling
         if scheduling.chunked_prefill:
             scheduling = replace(scheduling, prefill_tokens=built.scheduling.prefill_tokens)
         n_slots = built.n_slots if limits.n_slots is None else min(limits.n_slots, built.n_slots)

@@ -6,7 +6,7 @@ from bench.paper.request_level import RequestLevelScheduler
 from bench.policies.figures import Figures
 from bench.policies.limits import Limits
 from bench.policies.play import play
-from bench.policies.policies import BASELINE, POLICIES
+from bench.policies.policies import BASELINE, sizes_of
 from bench.policies.traces import Trace
 from bench.simulate.cluster import Cluster
 from bench.simulate.places import Partition, Places
@@ -20,6 +20,7 @@ from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
+from orca_jax.simulation.checked_policy import watch
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, hashed_token
 from orca_jax.simulation.simulation import Steps
 
@@ -35,7 +36,7 @@ class SimulatedMachine:
 
     def serving(self, policy: str, limits: Limits) -> ServingConfig:
         """The sizes that `orca serve` would choose."""
-        asked: Sizes = replace(POLICIES[policy], max_batch_size=limits.max_batch_size, n_slots=limits.n_slots)
+        asked: Sizes = replace(sizes_of(policy), max_batch_size=limits.max_batch_size, n_slots=limits.n_slots)
         target = PlanTarget(
             config=self._limited(limits),
             device=self.device,
@@ -60,11 +61,16 @@ class SimulatedMachine:
             max_blocks_per_row=-(-limits.n_positions // serving.block_size),
             prefix_caching=serving.scheduling.prefix_caching,
         )
+
+        def watched(pool: RequestPool, engine: Engine, timeline: Timeline) -> Steps:
+            made = make_scheduler(policy, serving, limits, pool, engine, kv, timeline)
+            if isinstance(made, Scheduler):
+                watch(made)
+            return made
+
         return play(
             trace,
-            lambda pool, engine, timeline: make_scheduler(
-                policy, serving, limits, pool, engine, kv, timeline
-            ),
+            watched,
             clock=clock,
             engine=SimulatedEngine(clock, places=places, token=hashed_token),
             kv=kv,

@@ -32,7 +32,7 @@ class Row:
 
 
 HEADER = (
-    *("policy", "tok/s in bound", "req/s", "tok/s", "norm. p50", "p99", "first p50", "p99"),
+    *("policy", "tok/s in bound", "req/s", "tok/s", "latency", "norm. p50", "p99", "first p50", "p99"),
     *("between p50", "p99", "most", "in use", "twice", "cached", "preempted"),
 )
 
@@ -47,6 +47,7 @@ def cells(row: Row) -> list[str]:
         "" if row.highest is None else f"{row.highest[1]:,.0f}",
         f"{row.rate:.3g}",
         f"{f.tokens_s:,.0f}",
+        _ms(f.latency_mean),
         *(_ms(seconds) for seconds in (f.normalized_p50, f.normalized_p99, f.first_p50, f.first_p99)),
         *("-" if row.policy == BASELINE else _ms(seconds) for seconds in between),
         f"{f.slots_in_use:.0%}",

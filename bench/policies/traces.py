@@ -5,7 +5,7 @@ therefore finds as much as in a real conversation. A turn asks for up to `limit`
 `n_output`: a stop token, which the scheduler cannot foresee, ends it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,12 +20,17 @@ Range = tuple[int, int]  # both included
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """New tokens of a prompt, the output's real and its longest length, and seconds after the last answer."""
+    """New tokens of a prompt, the output's real and its longest length, and seconds after an answer.
+
+    That answer is of turn `after` of the conversation, whose prompt and answer come before the new tokens;
+    None: of the turn before.
+    """
 
     new_ids: tuple[int, ...]
     n_output: int
     limit: int
     think: float = 0.0
+    after: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,15 @@ class Conversation:
     owner: str = ""
     counts: bool = True
 
+    def before(self, turn: int) -> int | None:
+        """The turn that this one continues; None for the first."""
+        after = self.turns[turn].after
+        return after if after is not None else turn - 1 if turn else None
+
+    def following(self, turn: int) -> list[int]:
+        """The turns that continue this one."""
+        return [i for i in range(turn + 1, len(self.turns)) if self.before(i) == turn]
+
 
 Trace = tuple[Conversation, ...]  # in order of arrival
 MakeTrace = Callable[[float], Trace]  # from the rate, in conversations a second
@@ -46,11 +60,31 @@ def as_requests(trace: Trace, vocab_size: int) -> tuple[TracedRequest, ...]:
     """The turns of all conversations as the requests of a plain trace, with ids below `vocab_size`."""
     requests: list[TracedRequest] = []
     for conversation in trace:
+        first = len(requests)
         for i, turn in enumerate(conversation.turns):
             ids = tuple(token_id % vocab_size for token_id in turn.new_ids)
-            arrival, after = (turn.think, len(requests) - 1) if i else (conversation.arrival, None)
+            before = conversation.before(i)
+            after = None if before is None else first + before
+            arrival = conversation.arrival if before is None else turn.think
             requests.append(TracedRequest(ids, turn.n_output, arrival, after))
     return tuple(requests)
+
+
+def from_requests(requests: Sequence[TracedRequest]) -> Trace:
+    """A plain trace, such as a file's, as conversations; limits are the outputs' lengths."""
+    place: list[tuple[int, int]] = []  # of each request: its conversation, and its turn there
+    begun: list[tuple[float, list[Turn]]] = []
+    for request in requests:
+        ids, n = request.prompt_ids, request.n_output
+        if request.after is None:
+            place.append((len(begun), 0))
+            begun.append((request.arrival, [Turn(ids, n, n)]))
+        else:
+            number, before = place[request.after]
+            turns = begun[number][1]
+            place.append((number, len(turns)))
+            turns.append(Turn(ids, n, n, request.arrival, before))
+    return tuple(Conversation(arrival, tuple(turns)) for arrival, turns in begun)
 
 
 def n_requests(trace: Trace) -> int:
@@ -136,11 +170,13 @@ def _merged(*traces: Trace) -> Trace:
 
 
 def _most_tokens(conversation: Conversation) -> int:
-    n = most = 0
-    for turn in conversation.turns:
-        n += len(turn.new_ids)
+    ends: list[int] = []  # tokens of each turn with its answer
+    most = 0
+    for i, turn in enumerate(conversation.turns):
+        before = conversation.before(i)
+        n = len(turn.new_ids) + (0 if before is None else ends[before])
         most = max(most, n + turn.limit)
-        n += turn.n_output
+        ends.append(n + turn.n_output)
     return most
 
 

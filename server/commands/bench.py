@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         file=args.trace,
         speed=args.speed,
+        shrink=args.shrink,
     )
     loads = _loads(args)
     traces = _traces(requests, loads, args.burstiness)

@@ -86,6 +86,16 @@ def scaled(trace: Trace, factor: float) -> Trace:
     return tuple(replace(request, arrival=request.arrival * factor) for request in trace)
 
 
+def shrunk(trace: Trace, factor: int) -> Trace:
+    """Keep one in `factor` tokens, for small models; lengths are rounded up, and shared prefixes stay so."""
+    if factor == 1:
+        return trace
+    return tuple(
+        replace(request, prompt_ids=request.prompt_ids[::factor], n_output=-(-request.n_output // factor))
+        for request in trace
+    )
+
+
 def mean_rate(trace: Trace) -> float:
     """Requests per second from the first arrival to the last; infinity if all arrive at once."""
     seconds = trace[-1].arrival - trace[0].arrival

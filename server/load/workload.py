@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from server.load.trace import Trace, scaled, uniform_trace
+from server.load.trace import Trace, scaled, shrunk, uniform_trace
 from server.load.trace_files import read_trace
 
 _GAPS = 2  # the stream of a seed for the times between arrivals; the others are the trace's
@@ -41,6 +41,7 @@ class Requests:
     seed: int
     file: Path | None = None
     speed: float = 1.0
+    shrink: int = 1
 
     def trace(self, load: Load, number: int, burstiness: float = 1.0) -> Trace:
         """The requests of load `number`, whose prompts differ from those of every other load.
@@ -50,6 +51,7 @@ class Requests:
         seed = self.seed * 1000 + number
         if self.file is not None:
             trace = read_trace(self.file, vocab_size=self.vocab_size, seed=seed, most=self.number)
+            trace = shrunk(trace, self.shrink)
             if load.rate is None and load.concurrency is None:
                 return scaled(trace, 1 / self.speed)
         else:

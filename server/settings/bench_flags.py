@@ -104,6 +104,13 @@ def add_bench_flags(command: argparse.ArgumentParser) -> None:
         default=1.0,
         help="how much faster than recorded the requests of --trace arrive (default: 1)",
     )
+    requests.add_argument(
+        "--shrink",
+        metavar="N",
+        type=argparse_type(_count),
+        default=1,
+        help="keep one in N tokens of the requests of --trace, for a small model (default: 1)",
+    )
     requests.add_argument("--seed", type=argparse_type(_count_or_none), default=0, help="(default: 0)")
     requests.add_argument(
         "--vocab-size",

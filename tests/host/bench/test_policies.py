@@ -33,6 +33,8 @@ LIMITS = Limits(n_positions=512, max_batch_size=8)
 FIGURES = Figures(
     n_requests=1,
     tokens_s=1.0,
+    latency_mean=1.5,
+    latency_p99=2.5,
     normalized_p50=0.1,
     normalized_p90=0.2,
     normalized_p99=0.3,
