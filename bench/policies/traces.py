@@ -73,18 +73,18 @@ def as_requests(trace: Trace, vocab_size: int) -> tuple[TracedRequest, ...]:
 def from_requests(requests: Sequence[TracedRequest]) -> Trace:
     """A plain trace, such as a file's, as conversations; limits are the outputs' lengths."""
     place: list[tuple[int, int]] = []  # of each request: its conversation, and its turn there
-    begun: list[tuple[float, list[Turn]]] = []
+    begun: list[tuple[TracedRequest, list[Turn]]] = []
     for request in requests:
         ids, n = request.prompt_ids, request.n_output
         if request.after is None:
             place.append((len(begun), 0))
-            begun.append((request.arrival, [Turn(ids, n, n)]))
+            begun.append((request, [Turn(ids, n, n)]))
         else:
             number, before = place[request.after]
             turns = begun[number][1]
             place.append((number, len(turns)))
             turns.append(Turn(ids, n, n, request.arrival, before))
-    return tuple(Conversation(arrival, tuple(turns)) for arrival, turns in begun)
+    return tuple(Conversation(first.arrival, tuple(turns), first.owner) for first, turns in begun)
 
 
 def n_requests(trace: Trace) -> int:

@@ -22,13 +22,15 @@ class TracedRequest:
 
     `arrival` is in seconds after the trace's start. The next turn of a conversation has the index of the turn
     before, which is smaller than its own, in `after`; its `arrival` is in seconds after that turn's answer,
-    and its prompt is that turn's prompt, the answer, and `prompt_ids`.
+    and its prompt is that turn's prompt, the answer, and `prompt_ids`. `owner` is the client that sent it, if
+    the trace says so; policies that share between clients need it.
     """
 
     prompt_ids: tuple[int, ...]
     n_output: int
     arrival: float = 0.0
     after: int | None = None
+    owner: str = ""
 
 
 Trace = tuple[TracedRequest, ...]  # in the order of arrival, or conversation by conversation

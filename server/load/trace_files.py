@@ -9,25 +9,33 @@ The format is found by the file's first line:
 - Mooncake (Qin et al., FAST 2025): lines of JSON with `timestamp` in milliseconds, `input_length`,
   `output_length`, and `hash_ids`, a number for each block of 512 prompt tokens and what comes before it.
 
-The public traces have lengths and no text. Prompts are random tokens; Mooncake's are made block by block from
-the hashes, so that requests share the prefixes that they shared when the trace was taken.
+- AgentX, ServeGen's clients, conversations as text and fitted traces: agentx.py, servegen.py, sharegpt.py and
+  fitted.py. The first two may be directories.
+
+A file whose name ends in .gz is unpacked. The public traces have lengths and no text. Prompts are random
+tokens; those of Mooncake and AgentX are made block by block from the hashes, so that requests share the
+prefixes that they shared when the trace was taken.
 """
 
 import csv
+import gzip
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from orca_jax.errors import BadRecording
 from orca_jax.service.recording import read_recording
 from server.errors import TraceError
-from server.load.trace import Trace, TracedRequest, random_prompt
+from server.load import agentx, fitted, servegen, sharegpt
+from server.load.drawn_prompts import Blocks, Draw
+from server.load.trace import Trace, TracedRequest
+from server.load.trace_fields import FieldError, count, hashes, seconds
 
 MOONCAKE_BLOCK = 512  # tokens of one hash
 _FIELDS = {"arrival", "n_input", "prompt_ids", "n_output", "after"}
@@ -45,41 +53,26 @@ def read_trace(path: Path, *, vocab_size: int, seed: int = 0, most: int | None =
 
     Raises TraceError, and OSError for a file that cannot be read.
     """
-    draw = _Draw(np.random.default_rng(seed), seed, vocab_size)
+    draw = Draw(np.random.default_rng(seed), seed, vocab_size, most)
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            first = file.readline()
-            file.seek(0)
-            if '"orca_recording"' in first:
-                return _recorded(path, most)
-            read = _read_lines
-            if first.lstrip()[:1] not in ("", "{"):
-                read = _reader_of_table(path, first)
-            requests = tuple(islice(read(path, file, draw), most))
-    except UnicodeDecodeError as error:
+        if path.is_dir():
+            requests = tuple(islice(_read_folder(path, draw), most))
+        else:
+            unpack = gzip.open if path.suffix == ".gz" else open
+            with unpack(path, "rt", encoding="utf-8-sig", newline="") as file:
+                first = file.readline()
+                file.seek(0)
+                if '"orca_recording"' in first:
+                    return _recorded(path, most)
+                requests = tuple(islice(_reader(path, first)(path, file, draw), most))
+    except (UnicodeDecodeError, gzip.BadGzipFile) as error:
         raise TraceError(f"{path} is not UTF-8: {error}") from error
     if not requests:
         raise TraceError(f"{path} has no request; it needs a line of JSON, or a row, for each")
     return requests
 
 
-class _Draw(NamedTuple):
-    rng: np.random.Generator
-    seed: int
-    vocab_size: int
-
-    def prompt(self, n_input: int) -> tuple[int, ...]:
-        return random_prompt(self.rng, n_input, self.vocab_size)
-
-
-class _FieldError(Exception):
-    """An invalid field of a line; the message says why."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field} {message}")
-
-
-_Reader = Callable[[Path, Iterable[str], _Draw], Iterator[TracedRequest]]
+_Reader = Callable[[Path, Iterable[str], Draw], Iterator[TracedRequest]]
 
 
 def _recorded(path: Path, most: int | None) -> Trace:
@@ -102,6 +95,72 @@ def _recorded(path: Path, most: int | None) -> Trace:
     )
 
 
+def _reader(path: Path, first: str) -> _Reader:
+    """What reads a file with this first line. Raises TraceError."""
+    begin = first.lstrip()[:1]
+    if begin not in ("", "{", "["):
+        return _reader_of_table(path, first)
+    try:
+        fields: Any = json.loads(first)
+    except (ValueError, RecursionError):
+        fields = None
+    if begin == "[" or fields is None or sharegpt.is_conversation(fields):
+        return _read_objects
+    if agentx.is_conversation(fields) or "fitted" in fields:
+        return _read_objects
+    return _read_lines
+
+
+def _read_folder(folder: Path, draw: Draw) -> Iterator[TracedRequest]:
+    """ServeGen's clients, or AgentX's conversations, one in each file."""
+    if servegen.is_servegen(folder):
+        yield from servegen.servegen_requests(folder, draw)
+        return
+    paths = sorted(folder.glob("*.json"))
+    if not paths:
+        raise TraceError(
+            f"{folder} is no trace; a directory has ServeGen's chunk-*-trace.csv, or AgentX's *.json"
+        )
+    found: list[dict[str, Any]] = []
+    for path in paths:
+        try:
+            found.append(_object(path.read_text(encoding="utf-8")))
+        except FieldError as error:
+            raise TraceError(f"{path}: {error}") from error
+    try:
+        yield from agentx.agentx_requests(found, draw)
+    except FieldError as error:
+        raise TraceError(f"{folder}: {error}") from error
+
+
+def _read_objects(path: Path, lines: Iterable[str], draw: Draw) -> Iterator[TracedRequest]:
+    """Conversations, as one list, one object, or an object in each line; or a fitted trace."""
+    text = "".join(lines)
+    try:
+        objects = _objects(text)
+        first = objects[0] if objects and isinstance(objects[0], dict) else {}
+        if "fitted" in first:
+            yield from fitted.fitted_requests(first, draw)
+        elif agentx.is_conversation(first):
+            yield from agentx.agentx_requests(objects, draw)
+        elif sharegpt.is_conversation(first):
+            yield from sharegpt.sharegpt_requests(objects, draw.vocab_size)
+        elif objects:  # one request over several lines
+            yield from _read_lines(path, [json.dumps(one) for one in objects], draw)
+    except FieldError as error:
+        raise TraceError(f"{path}: {error}") from error
+
+
+def _objects(text: str) -> list[Any]:
+    try:
+        whole: Any = json.loads(text)
+    except RecursionError as error:
+        raise FieldError("the file", "is nested too deeply") from error
+    except ValueError:
+        return [_object(line) for line in text.splitlines() if line.strip()]
+    return whole if isinstance(whole, list) else [whole]
+
+
 def _reader_of_table(path: Path, header: str) -> _Reader:
     columns = next(csv.reader([header]))
     if all(name in columns for name in _AZURE):
@@ -115,7 +174,7 @@ def _reader_of_table(path: Path, header: str) -> _Reader:
 
 
 def _table(columns: tuple[str, str, str], seconds_of: Callable[[str], float]) -> _Reader:
-    def read(path: Path, lines: Iterable[str], draw: _Draw) -> Iterator[TracedRequest]:
+    def read(path: Path, lines: Iterable[str], draw: Draw) -> Iterator[TracedRequest]:
         start: float | None = None
         last = 0.0
         for row, fields in enumerate(csv.DictReader(lines), 2):
@@ -124,15 +183,15 @@ def _table(columns: tuple[str, str, str], seconds_of: Callable[[str], float]) ->
                 lengths = _cell(columns[1], n_input), _cell(columns[2], n_output)
                 if not all(lengths):
                     continue
-                seconds = seconds_of(at)
-            except (_FieldError, TypeError, ValueError) as error:
+                time = seconds_of(at)
+            except (FieldError, TypeError, ValueError) as error:
                 raise TraceError(f"{path}, line {row}: {error}") from error
-            start = seconds if start is None else start
-            if seconds - start < last:
+            start = time if start is None else start
+            if time - start < last:
                 raise TraceError(
                     f"{path}, line {row}: {columns[0]} is before that of the row above; sort them"
                 )
-            last = seconds - start
+            last = time - start
             yield TracedRequest(draw.prompt(lengths[0]), lengths[1], last)
 
     return read
@@ -140,7 +199,7 @@ def _table(columns: tuple[str, str, str], seconds_of: Callable[[str], float]) ->
 
 def _cell(name: str, text: str | None) -> int:
     if text is None or not text.isascii() or not text.isdigit():
-        raise _FieldError(name, f"is {text!r}; it must be a number of tokens, 0 or more")
+        raise FieldError(name, f"is {text!r}; it must be a number of tokens, 0 or more")
     return int(text)
 
 
@@ -150,14 +209,14 @@ def _azure_seconds(text: str) -> float:
 
 
 def _number_of_seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < math.inf:
+    number = float(text)
+    if not 0 <= number < math.inf:
         raise ValueError(f"Timestamp is {text}; it must be seconds, 0 or more")
-    return seconds
+    return number
 
 
-def _read_lines(path: Path, lines: Iterable[str], draw: _Draw) -> Iterator[TracedRequest]:
-    blocks = _Blocks(draw)
+def _read_lines(path: Path, lines: Iterable[str], draw: Draw) -> Iterator[TracedRequest]:
+    blocks = Blocks(draw, MOONCAKE_BLOCK)
     start: float | None = None
     last, n = 0.0, 0
     for number, line in enumerate(lines, 1):
@@ -176,9 +235,9 @@ def _read_lines(path: Path, lines: Iterable[str], draw: _Draw) -> Iterator[Trace
                     message = (
                         f"is {request.arrival:g}, before that of the request above; sort the lines by it"
                     )
-                    raise _FieldError("arrival", message)
+                    raise FieldError("arrival", message)
                 last = request.arrival
-        except _FieldError as error:
+        except FieldError as error:
             raise TraceError(f"{path}, line {number}: {error}") from error
         n += 1
         yield request
@@ -188,59 +247,33 @@ def _object(line: str) -> dict[str, Any]:
     try:
         fields: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise _FieldError("the line", f"is not JSON: {error}") from error
+        raise FieldError("the line", f"is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise _FieldError("the line", "is not a JSON object")
+        raise FieldError("the line", "is not a JSON object")
     return fields
 
 
-class _Blocks:
-    """Prompt tokens by hash: the same block for the same hash and seed."""
-
-    def __init__(self, draw: _Draw) -> None:
-        self._draw = draw
-        self._known = dict[int, tuple[int, ...]]()
-
-    def __getitem__(self, hash_id: int) -> tuple[int, ...]:
-        if hash_id not in self._known:
-            rng = np.random.default_rng([self._draw.seed, hash_id])
-            self._known[hash_id] = random_prompt(rng, MOONCAKE_BLOCK, self._draw.vocab_size)
-        return self._known[hash_id]
+def _mooncake(fields: dict[str, Any], blocks: Blocks) -> TracedRequest:
+    n_input, n_output = count(fields, "input_length"), count(fields, "output_length")
+    known = hashes(fields, -(-n_input // MOONCAKE_BLOCK), MOONCAKE_BLOCK)
+    milliseconds = seconds(fields, "timestamp", "milliseconds")
+    return TracedRequest(blocks.prompt(known, n_input), n_output, milliseconds / 1000)
 
 
-def _mooncake(fields: dict[str, Any], blocks: _Blocks) -> TracedRequest:
-    n_input, n_output = _count(fields, "input_length"), _count(fields, "output_length")
-    hashes: Any = fields["hash_ids"]
-    n_blocks = -(-n_input // MOONCAKE_BLOCK)
-    if (
-        not isinstance(hashes, list)
-        or any(not isinstance(one, int) or isinstance(one, bool) or one < 0 for one in hashes)
-        or len(hashes) != n_blocks
-    ):
-        raise _FieldError("hash_ids", f"must be {n_blocks} numbers, one for each {MOONCAKE_BLOCK} tokens")
-    prompt = tuple(token for one in hashes for token in blocks[one])[:n_input]
-    milliseconds = fields.get("timestamp")
-    if not isinstance(milliseconds, int | float) or not 0 <= milliseconds < math.inf:
-        raise _FieldError("timestamp", f"is {milliseconds!r}; it must be milliseconds, 0 or more")
-    return TracedRequest(prompt, n_output, milliseconds / 1000)
-
-
-def _request(fields: dict[str, Any], draw: _Draw, n_before: int) -> TracedRequest:
-    """Make a request of one line of our own format, after `n_before` requests. Raises _FieldError."""
+def _request(fields: dict[str, Any], draw: Draw, n_before: int) -> TracedRequest:
+    """Make a request of one line of our own format, after `n_before` requests. Raises FieldError."""
     for field in fields:
         if field not in _FIELDS:
-            raise _FieldError(repr(field), f"is not known; there are {', '.join(sorted(_FIELDS))}")
-    arrival = fields.get("arrival")
-    if not isinstance(arrival, int | float) or isinstance(arrival, bool) or not 0 <= arrival < math.inf:
-        raise _FieldError("arrival", f"is {arrival!r}; it must be seconds, 0 or more")
-    n_output = _count(fields, "n_output")
+            raise FieldError(repr(field), f"is not known; there are {', '.join(sorted(_FIELDS))}")
+    arrival = seconds(fields, "arrival")
+    n_output = count(fields, "n_output")
     if ("n_input" in fields) == ("prompt_ids" in fields):
-        raise _FieldError("n_input", "or prompt_ids must be there, and one of them alone")
+        raise FieldError("n_input", "or prompt_ids must be there, and one of them alone")
     if "n_input" in fields:
-        prompt_ids = draw.prompt(_count(fields, "n_input"))
+        prompt_ids = draw.prompt(count(fields, "n_input"))
     else:
         prompt_ids = _prompt_ids(fields["prompt_ids"], draw.vocab_size)
-    return TracedRequest(prompt_ids, n_output, float(arrival), _after(fields, n_before))
+    return TracedRequest(prompt_ids, n_output, arrival, _after(fields, n_before))
 
 
 def _after(fields: dict[str, Any], n_before: int) -> int | None:
@@ -248,24 +281,17 @@ def _after(fields: dict[str, Any], n_before: int) -> int | None:
     if value is not None and (
         not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < n_before
     ):
-        raise _FieldError(
+        raise FieldError(
             "after", f"is {value!r}; it must be the number of a request above, 0 to {n_before - 1}"
         )
-    return value
-
-
-def _count(fields: dict[str, Any], field: str) -> int:
-    value = fields.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _FieldError(field, f"is {value!r}; it must be a number of tokens, 1 or more")
     return value
 
 
 def _prompt_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
     ids: list[Any] = value if isinstance(value, list) else []
     if not ids or any(not isinstance(one, int) or isinstance(one, bool) for one in ids):
-        raise _FieldError("prompt_ids", "must be a list of token ids, with one at least")
+        raise FieldError("prompt_ids", "must be a list of token ids, with one at least")
     for one in ids:
         if not 0 <= one < vocab_size:
-            raise _FieldError("prompt_ids", f"has {one}; the vocabulary has 0 to {vocab_size - 1}")
+            raise FieldError("prompt_ids", f"has {one}; the vocabulary has 0 to {vocab_size - 1}")
     return tuple(ids)

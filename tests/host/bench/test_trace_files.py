@@ -1,17 +1,25 @@
 """Traces from files: public ones, whose samples are in tests/data/traces, and recordings."""
 
+import ast
 import csv
+import gzip
 import hashlib
+import itertools
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from server.errors import TraceError
+from server.load.fitted import fit
+from server.load.trace import Trace, TracedRequest, mean_rate, shrunk
 from server.load.trace_files import MOONCAKE_BLOCK, read_trace
 from tests.places import ROOT
 
 SAMPLES = ROOT / "tests/data/traces"
+STUDY = ROOT / "bench/traces"
 
 
 def test_azure_s_lengths_and_times_are_those_of_the_file() -> None:
@@ -111,3 +119,159 @@ def test_a_wrong_row_is_named(tmp_path: Path, text: str, message: str) -> None:
     path.write_text(text)
     with pytest.raises(TraceError, match=f"trace\\.any.*{message}"):
         read_trace(path, vocab_size=9)
+
+
+# AgentX, ServeGen, texts, and fitted traces; the samples are those of the study.
+
+
+def test_agentx_s_requests_have_the_times_lengths_and_prefixes_of_the_file() -> None:
+    path = STUDY / "agentx.jsonl.gz"
+    with gzip.open(path, "rt") as file:
+        conversations = [json.loads(line) for line in file]
+    trace = read_trace(path, vocab_size=50_000, seed=5)
+    expected: list[tuple[float, int, int, list[tuple[int, int]]]] = []
+    n_nested = 0
+    for number, conversation in enumerate(conversations):
+        for each in conversation["requests"]:
+            nested = each.get("requests", [each])
+            n_nested += each["type"] == "subagent" and len(nested)
+            for one in nested:
+                at = one["t"] + (each["t"] if each["type"] == "subagent" else 0.0)
+                known = [(number, hash_id) for hash_id in one["hash_ids"]]
+                expected.append((at, one["in"], one["out"], known))
+    expected.sort(key=lambda one: one[0])
+    assert n_nested == 12
+    assert [each.arrival for each in trace] == pytest.approx([one[0] for one in expected])
+    assert [(len(each.prompt_ids), each.n_output) for each in trace] == [one[1:3] for one in expected]
+    blocks = dict[tuple[int, int], set[tuple[int, ...]]]()
+    hashes = dict[tuple[int, ...], set[tuple[int, int]]]()
+    for (*_, known), request in zip(expected, trace, strict=True):
+        for i, hash_id in enumerate(known):
+            block = request.prompt_ids[i * 64 : (i + 1) * 64]
+            blocks.setdefault(hash_id, set()).add(block)
+            hashes.setdefault(block, set()).add(hash_id)
+    assert all(len(each) == 1 for each in blocks.values())
+    assert all(len(each) == 1 for each in hashes.values())
+    assert sum(len(known) for *_, known in expected) > 2 * len(blocks)  # most blocks are shared
+
+
+def test_servegen_s_clients_send_at_their_rates_with_their_lengths() -> None:
+    trace = read_trace(STUDY / "servegen_deepseek_r1", vocab_size=9, seed=1)
+    for number in (18, 30, 48):
+        path = STUDY / f"servegen_deepseek_r1/chunk-{number}-trace.csv"
+        rates = [float(row[1]) for row in csv.reader(path.read_text().splitlines())]
+        mine = [each for each in trace if each.owner == f"client {number}"]
+        # In each window the last of ceil(600 r) requests falls on its end, which belongs to the next.
+        assert len(mine) == sum(math.ceil(600 * rate) - 1 for rate in rates)
+        (lengths,) = json.loads(path.with_name(f"chunk-{number}-dataset.json").read_text()).values()
+        for name, drawn in (
+            ("input_tokens", [len(each.prompt_ids) for each in mine]),
+            ("output_tokens", [each.n_output for each in mine]),
+        ):
+            shares: dict[int, float] = ast.literal_eval(lengths[name])
+            mean = sum(n * share for n, share in shares.items())
+            deviation = math.sqrt(sum((n - mean) ** 2 * share for n, share in shares.items()) / len(mine))
+            assert abs(sum(drawn) / len(drawn) - mean) < 4 * deviation, (number, name)
+            assert set(drawn) <= {max(1, n) for n in shares}
+    arrivals = [each.arrival for each in trace]
+    assert arrivals[0] == 0.0 and arrivals == sorted(arrivals) and 1190 < arrivals[-1] < 1200
+
+
+def test_texts_become_turns_that_share_what_they_share(tmp_path: Path) -> None:
+    path = tmp_path / "sharegpt.json"  # made here in the form of the published files
+    system = {"from": "system", "value": "You are brief."}
+    path.write_text(
+        json.dumps(
+            [
+                {
+                    "id": "a",
+                    "conversations": [
+                        {"from": "gpt", "value": "An answer to nothing."},
+                        system,
+                        {"from": "human", "value": "Translate: good morning"},
+                        {"from": "gpt", "value": "Bonjour."},
+                        {"from": "human", "value": "And goodbye?"},
+                        {"from": "gpt", "value": "Au revoir!"},
+                        {"from": "human", "value": "Unanswered."},
+                    ],
+                },
+                {"messages": [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "Yes"}]},
+                {"conversations": [system, {"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]},
+            ]
+        )
+    )
+    trace = read_trace(path, vocab_size=1 << 30)
+    # You are brie f . Tran slat e : good morn ing -> Bonj our . And good bye ? -> Au revo ir !
+    assert [(len(one.prompt_ids), one.n_output, one.after) for one in trace] == [
+        (5 + 7, 3, None),
+        (4, 4, 0),
+        (2, 1, None),
+        (5 + 1, 1, None),
+    ]
+    assert trace[3].prompt_ids[:5] == trace[0].prompt_ids[:5]
+    assert {one.arrival for one in trace} == {0.0}
+
+
+def test_a_fitted_trace_has_the_distributions_of_the_real_one(tmp_path: Path) -> None:
+    real = read_trace(STUDY / "azure_2023_conv.csv.gz", vocab_size=2)
+    path = tmp_path / "fitted.json"
+    path.write_text(json.dumps(fit(real, "azure")))
+    made = read_trace(path, vocab_size=2, seed=7, most=2000)
+    assert len(read_trace(path, vocab_size=2)) == len(real) == 1000
+    assert made[:50] == read_trace(path, vocab_size=2, seed=7, most=50)
+
+    def shape(trace: Trace) -> list[float]:
+        inputs, outputs = [len(one.prompt_ids) for one in trace], [one.n_output for one in trace]
+        deciles = [float(np.quantile(each, share)) for each in (inputs, outputs) for share in (0.1, 0.5, 0.9)]
+        return [*deciles, sum(inputs) / len(trace), sum(outputs) / len(trace), mean_rate(trace)]
+
+    assert shape(made) == pytest.approx(shape(real), rel=0.1)
+    ranks = [np.argsort(np.argsort([value(one) for one in made])) for value in (_n_input, _n_output)]
+    known = json.loads(path.read_text())["fitted"]["rank_correlation"]
+    assert np.corrcoef(ranks[0], ranks[1])[0, 1] == pytest.approx(known, abs=0.05)
+
+
+def _n_input(request: TracedRequest) -> int:
+    return len(request.prompt_ids)
+
+
+def _n_output(request: TracedRequest) -> int:
+    return request.n_output
+
+
+def test_shrunk_requests_share_the_same_prefixes() -> None:
+    trace = read_trace(STUDY / "mooncake_conversation.jsonl.gz", vocab_size=1 << 30, most=60)
+    small = shrunk(trace, 32)
+    assert [_n_input(one) for one in small] == [-(-_n_input(one) // 32) for one in trace]
+    assert [one.n_output for one in small] == [-(-one.n_output // 32) for one in trace]
+
+    def shared(requests: Trace) -> list[int]:
+        pairs = itertools.pairwise(sorted(one.prompt_ids for one in requests))
+        same = ((a == b for a, b in zip(*pair, strict=False)) for pair in pairs)
+        return [sum(itertools.takewhile(bool, each)) for each in same]
+
+    assert [-(-n // 32) for n in shared(trace)] == shared(small)
+    assert max(shared(small)) >= 16
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.json",
+            '{"block_size": 64, "requests": [{"t": 0, "in": 65, "out": 1, "hash_ids": []}]}',
+            "hash_ids must be 1",
+        ),
+        ("a.json", '{"block_size": 64,\n "requests": 3}', "requests must be a list"),
+        ("a.json", '[{"conversations": [{"from": "human"}]}]', "a message must have from and value"),
+        ("a.json", '{"fitted": {"gaps": [1]}}', "gaps must be 23 ascending numbers"),
+        ("chunk-1-trace.csv", "0,1,1,Pareto,1,1\n", "line 1: pattern is 'Pareto'"),
+        ("chunk-1-trace.csv", "0,1\n", "is no client of ServeGen"),
+        ("notes.txt", "", "is no trace; a directory has"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(TraceError, match=message):
+        read_trace(path if name == "a.json" else tmp_path, vocab_size=9)
