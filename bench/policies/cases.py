@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from bench.policies.limits import Limits
-from bench.policies.policies import BASELINE, EIGHT
+from bench.policies.policies import BASELINE, COMPARED
 from bench.policies.traces import (
     MakeTrace,
     Trace,
@@ -104,7 +104,7 @@ def file_case(requests: Requests, *, max_batch_size: int, n_slots: int | None = 
         make=lambda _: trace,
         rate=len(trace) / seconds if seconds > 0 else float("inf"),
         limits=Limits(n_positions=longest(trace), max_batch_size=max_batch_size, n_slots=n_slots),
-        policies=EIGHT,
+        policies=COMPARED,
     )
 
 

@@ -28,9 +28,9 @@ POLICIES: Mapping[str, Sizes] = {
     "token deadline": Sizes(policy="examples.policies.earliest_deadline:TokenDeadline"),
 }
 # What a trace from a file is played with, unless --policy names others.
-EIGHT = (
+COMPARED = (
     *("orca", "all", "longest prefix", "shortest remaining", "shortest, roughly", "skip-join MLFQ"),
-    *("first-token deadline", "token deadline"),
+    *("first-token deadline", "token deadline", "all, fair"),
 )
 
 

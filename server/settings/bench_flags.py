@@ -95,7 +95,8 @@ def add_bench_flags(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         help="a file's requests, and without --rate or --concurrency their arrivals: lines of JSON, a "
-        "recording of `orca serve --record`, or a trace of Azure, BurstGPT or Mooncake",
+        "recording of `orca serve --record`, or a trace of Azure, BurstGPT, Mooncake, AgentX, ServeGen "
+        "(a directory) or ShareGPT's form",
     )
     requests.add_argument(
         "--speed",
