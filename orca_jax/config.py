@@ -30,7 +30,7 @@ Reservation = Literal["full", "on-demand"]
 # How waiting requests are ordered.
 QueueOrder = Literal["fcfs", "priority", "fair", "longest-prefix"]
 # Who drafts tokens that an iteration verifies. Others are the names of users' classes.
-DrafterName = Literal["off", "ngram"]
+DrafterName = Literal["off", "ngram", "suffix"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)  # only a base: quicker to make
@@ -75,6 +75,7 @@ class SchedulingOptions(Options):
     speculative: Annotated[
         DrafterName | str,
         "speculative decoding, which changes no token; ngram: drafts from the prompt and the output so far; "
+        "suffix: from earlier outputs too; "
         "package.file:Class: a drafter of your own (docs/speculation.md)",
         *(Or("package.file:Class"), check_place),
     ] = "off"

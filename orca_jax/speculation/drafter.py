@@ -3,12 +3,13 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, get_args
 
 from orca_jax.checks import named_object
-from orca_jax.config import SchedulingConfig
+from orca_jax.config import DrafterName, SchedulingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.speculation.ngram import NgramDrafter
+from orca_jax.speculation.suffix import SuffixMemory
 
 
 class Drafter(Protocol):
@@ -16,6 +17,10 @@ class Drafter(Protocol):
 
     A wrong guess costs time, and never changes a token. All calls are on the scheduler's thread, so they must
     be short.
+
+    A drafter that learns from one request for later ones has a method `end(output_ids)`, which is called when
+    its output is complete. Its class is also called with `salt` if it has an argument of that name: what it
+    has learnt must serve only requests of the same salt, since others may be another tenant's.
     """
 
     def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
@@ -27,6 +32,10 @@ class Drafter(Protocol):
         ...
 
 
+# Makes the drafter of a request from its prompt and its salt.
+Make = Callable[[Sequence[int], tuple[str, ...]], Drafter]
+
+
 @dataclass(slots=True, eq=False)
 class Speculation:
     """The drafts of an engine's requests: who makes them, at most how many, and what became of them.
@@ -34,7 +43,7 @@ class Speculation:
     `n_drafted` counts the drafts that were verified, `n_accepted` those that became output tokens.
     """
 
-    make: Callable[[Sequence[int]], Drafter]
+    make: Make
     n_tokens: int  # the most drafts of a request in an iteration
     vocab_size: int
     n_drafted: int = 0
@@ -45,20 +54,29 @@ def configured_speculation(config: SchedulingConfig, *, vocab_size: int) -> Spec
     """The configured drafts of an engine; None if it makes none. Raises ConfigError."""
     if not config.speculates:
         return None
-    make = NgramDrafter if config.speculative == "ngram" else _users_drafter(config.speculative)
+    name = config.speculative
+    make = SuffixMemory() if name == "suffix" else _without_salt(NgramDrafter)
+    if name not in get_args(DrafterName):
+        make = _users_drafter(name)
     return Speculation(make, config.speculative_tokens, vocab_size)
 
 
-def _users_drafter(name: str) -> Any:
+def _without_salt(make: Callable[[Sequence[int]], Drafter]) -> Make:
+    return lambda prompt_ids, _: make(prompt_ids)
+
+
+def _users_drafter(name: str) -> Make:
     """The class named "package.file:Class". Raises ConfigError."""
     made = named_object("speculative", name)
     if not callable(made) or not callable(getattr(made, "draft", None)):
         raise ConfigError(
             f"speculative is {name!r}, which is no class with a method draft; see docs/speculation.md"
         )
+    signature = inspect.signature(made)
+    takes_salt = "salt" in signature.parameters
     try:
-        inspect.signature(made).bind(None)
+        signature.bind(None, **({"salt": ()} if takes_salt else {}))
     except TypeError as error:
         message = f"speculative is {name!r}, which cannot be made from a prompt's token ids: {error}"
         raise ConfigError(message) from error
-    return made
+    return (lambda prompt_ids, salt: made(prompt_ids, salt=salt)) if takes_salt else _without_salt(made)

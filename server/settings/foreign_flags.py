@@ -149,8 +149,8 @@ _ADVICE = {
         " of --dtype"
     ),
     "--speculative-config --speculative-model --speculative-algorithm --model-draft -md": (
-        "--speculative ngram drafts from prompt and output, at most --speculative-tokens at a time; draft "
-        "models are not built yet"
+        "--speculative ngram drafts from prompt and output, suffix from earlier outputs too, at most "
+        "--speculative-tokens at a time; draft models are not built yet"
     ),
     "--enable-lora --lora-modules --lora-paths --lora": (
         "adapters are not applied yet; merge them into the model (peft's merge_and_unload)"

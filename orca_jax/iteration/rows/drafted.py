@@ -79,9 +79,20 @@ class Drafted(RowKind):
             reason = req.accept(sampled[i])
             if i < n_right:
                 speculation.n_accepted += 1
+            if reason is not None:
+                self._end(req)
             yield sampled[i], reason
             if reason is not None:
                 return
+
+    def _end(self, req: Request) -> None:
+        """Tell a drafter that learns from outputs that this one is complete."""
+        end = getattr(self._drafter, "end", None)
+        try:
+            if end is not None:
+                end(req.output_ids)
+        except Exception:
+            _log.exception("the drafter failed at the end of request %s", req.request_id)
 
     def _draft(self, req: Request, n: int) -> Sequence[int]:
         """Ask the drafter for up to `n` drafts. One that fails is not asked again, and costs no output."""
@@ -89,7 +100,7 @@ class Drafted(RowKind):
             return ()
         try:
             if self._drafter is None:
-                self._drafter = self.speculation.make(list(req.prompt_ids))
+                self._drafter = self.speculation.make(list(req.prompt_ids), req.cache_salt)
             drafts = [int(token_id) for token_id in self._drafter.draft(req.output_ids, n)[:n]]
         except Exception:
             self._failed, self._drafter = True, None

@@ -50,7 +50,7 @@ class Oracle:
 def drafted(all_planned: Sequence[PlannedRequest], expected: Sequence[Request]) -> Mapping[int, Drafted]:
     """A kind for each request whose outputs can be drafted."""
     return {
-        i: Drafted(Speculation(lambda _, known=req.output_ids: Oracle(known), 4, MODEL.vocab_size))
+        i: Drafted(Speculation(lambda *_, known=req.output_ids: Oracle(known), 4, MODEL.vocab_size))
         for i, (planned, req) in enumerate(zip(all_planned, expected, strict=True))
         if takes_drafts(replace(planned.sampling, max_tokens=planned.n_output)) and not planned.banned
     }
@@ -122,13 +122,16 @@ def results(speculative: str) -> tuple[list[GenerationResult], Speculation | Non
         return llm.generate([prompt for prompt, _ in each], [one for _, one in each]), llm.service.speculation
 
 
-def test_an_engine_with_ngram_drafts_gives_the_same_results() -> None:
-    (plain, none), (with_drafts, made) = results("off"), results("ngram")
-    assert none is None and made is not None and made.n_drafted > made.n_accepted > 40
-    for theirs, ours in zip(plain, with_drafts, strict=True):
-        assert (ours.text, ours.token_ids, ours.finish_reason) == (
-            theirs.text,
-            theirs.token_ids,
-            theirs.finish_reason,
-        )
-        assert_same_logprobs(ours.logprobs or [], theirs.logprobs or [])
+def test_an_engine_with_drafts_gives_the_same_results() -> None:
+    plain, none = results("off")
+    assert none is None
+    for name in ("ngram", "suffix"):
+        with_drafts, made = results(name)
+        assert made is not None and made.n_drafted > made.n_accepted > 40
+        for theirs, ours in zip(plain, with_drafts, strict=True):
+            assert (ours.text, ours.token_ids, ours.finish_reason) == (
+                theirs.text,
+                theirs.token_ids,
+                theirs.finish_reason,
+            )
+            assert_same_logprobs(ours.logprobs or [], theirs.logprobs or [])

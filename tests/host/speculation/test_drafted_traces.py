@@ -122,7 +122,7 @@ def play(seed: int) -> Counter[str]:
         )  # fmt: skip
         if rng.random() < 0.8:
             right, wrong = (lambda index, req=req: token_of(req, index)), rng.choice((0.0, 0.2, 1.0))
-            one = Speculation(lambda _, i=i, w=wrong, r=right: Oracle(i, w, r), rng.randint(1, 6), 50)
+            one = Speculation(lambda *_, i=i, w=wrong, r=right: Oracle(i, w, r), rng.randint(1, 6), 50)
             speculations.append(one)
             req.kind = Drafted(one)
         requests.append(req)

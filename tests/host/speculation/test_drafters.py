@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -13,13 +13,14 @@ from orca_jax.families.recurrence_config import ShortConvolution
 from orca_jax.iteration.rows.drafted import Drafted
 from orca_jax.planning.sizes import serving_config
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.prepared_params import RuleMaker
 from orca_jax.speculation.drafter import Speculation, configured_speculation
 from orca_jax.speculation.ngram import NgramDrafter
 from tests.host.engines import CONFIG, LETTERS, MODEL, SOON, orca, simulated, writing
 from tests.log_records import messages_of, records_of
 
-SPECULATION = Speculation(NgramDrafter, 4, MODEL.vocab_size)
+SPECULATION = Speculation(lambda prompt_ids, _: NgramDrafter(prompt_ids), 4, MODEL.vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,23 @@ class Fails(Repeat):
         raise RuntimeError("out of ideas")
 
 
+class Learns(Repeat):
+    """Drafts the last output of the same salt, and fails at the end of an output of the letter b alone."""
+
+    known: ClassVar = dict[object, list[int]]()
+
+    def __init__(self, prompt_ids: Sequence[int], *, salt: tuple[str, ...]) -> None:
+        self.salt = salt
+
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        return self.known.get(self.salt, [])[len(output_ids) :][:n]
+
+    def end(self, output_ids: Sequence[int]) -> None:
+        self.known[self.salt] = list(output_ids)
+        if output_ids[0] == ord("b"):
+            raise RuntimeError("nothing to learn")
+
+
 def output(drafter: type, n: int = 21) -> tuple[list[int], int, int]:
     scheduling = SchedulingConfig(speculative=f"{__name__}:{drafter.__name__}")
     with orca(simulated(writing("ab")), config=replace(CONFIG, scheduling=scheduling)) as service:
@@ -86,6 +104,24 @@ def test_a_user_s_drafter_and_one_that_fails(caplog: pytest.LogCaptureFixture) -
     ]
 
 
+def test_a_user_s_drafter_that_learns_from_outputs_of_the_same_salt(caplog: pytest.LogCaptureFixture) -> None:
+    scheduling = SchedulingConfig(speculative=f"{__name__}:Learns")
+    with orca(simulated(writing("ab")), config=replace(CONFIG, scheduling=scheduling)) as service:
+        assert (speculation := service.speculation) is not None
+        for salt, n_accepted in (("x", 0), ("y", 0), ("x", 4)):
+            params = SchedulingParams(cache_salt=salt)
+            one = service.submit([1, 2], SamplingParams(max_tokens=7), scheduling=params).result(SOON)
+            assert (bytes(one.token_ids), speculation.n_accepted) == (b"abababa", n_accepted)
+    assert not caplog.records
+    with orca(simulated(writing("b")), config=replace(CONFIG, scheduling=scheduling)) as service:
+        assert (
+            bytes(service.submit([1, 2], SamplingParams(max_tokens=7)).result(SOON).token_ids) == b"bbbbbbb"
+        )
+    assert [record.getMessage() for record in caplog.records] == [
+        "the drafter failed at the end of request request-0"
+    ]
+
+
 def test_drafts_that_are_always_wrong_become_rare() -> None:
     """After 1, 2, 5, 12, 27 and 58 tokens: from the second iteration in vain on, a pause that grows."""
     token_ids, n_drafted, n_accepted = output(Wrong, 60)
@@ -95,7 +131,7 @@ def test_drafts_that_are_always_wrong_become_rare() -> None:
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("suffix", "speculative is 'suffix'; it must be one of off, ngram, package.file:Class"),
+        ("prefix", "speculative is 'prefix'; it must be one of off, ngram, suffix, package.file:Class"),
         ("no.such:Thing", "speculative is 'no.such:Thing', which cannot be imported"),
         (f"{__name__}:MODEL", "is no class with a method draft"),
         ("orca_jax.simulation.simulation:Simulation", "is no class with a method draft"),
