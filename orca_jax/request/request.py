@@ -128,6 +128,11 @@ class RowKind:
         """The outputs of a search, best first: empty before its end. None if the request has one output."""
         return None
 
+    @property
+    def predicted(self) -> tuple[int, int] | None:
+        """How many tokens of a predicted output are in the output and how many not; None if none is used."""
+        return None
+
     def n_logprobs(self, req: "Request") -> int | None:
         """The number of top log-probabilities to return; None: none, not even the token's."""
         return req.sampling.logprobs

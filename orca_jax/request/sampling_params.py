@@ -66,6 +66,9 @@ class SamplingParams:
     `return_routed_experts` returns the experts that every token of prompt and output, but the last, chose in
     a mixture of experts; such a request does not begin with cached tokens, whose experts are not known.
 
+    Speculation changes no token (docs/speculation.md): with `speculative` "off" the engine drafts nothing of
+    this output, and `prediction` is a text that the output is expected to follow, which is drafted first.
+
     `n` outputs are generated from one prompt; output i has the seed `seed + i`.
 
     With `use_beam_search` they are the `n` best of a search with `best_of` beams (None: `n`; at most 16), as
@@ -104,6 +107,8 @@ class SamplingParams:
     best_of: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    speculative: Literal["off"] | None = None
+    prediction: str | None = None
 
     def __post_init__(self) -> None:
         self._integer("n", 1, 1 << 16)
@@ -138,6 +143,10 @@ class SamplingParams:
         self._check_grammar()
         if self.seed is not None:
             self._integer("seed", -(1 << 63), (1 << 63) - self.n)
+        if self.speculative not in (None, "off"):
+            self._refuse("speculative", "must be 'off', or left out; the engine's options name the drafter")
+        if not isinstance(self.prediction, str | None):
+            self._refuse("prediction", "must be a text")
         if self.min_tokens > self.max_tokens:
             self._refuse("min_tokens", f"must be at most max_tokens, which is {self.max_tokens}")
         self._check_beams()

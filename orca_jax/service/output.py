@@ -231,6 +231,11 @@ class RequestHandle:
         return self._request.n_cached
 
     @property
+    def predicted(self) -> tuple[int, int] | None:
+        """How many tokens of the prediction are in the output and how many not; None if none is used."""
+        return self._request.kind.predicted
+
+    @property
     def weights_version(self) -> int:
         """The version of the weights that computed the newest token, or will compute the first one."""
         return self._request.weights_version

@@ -20,6 +20,7 @@ from orca_jax.request.token_text import TextDecoder, TokenText
 from orca_jax.request.tokenizer import TextStream, Tokenizer
 from orca_jax.scheduling.admission import check_routing
 from orca_jax.speculation.drafter import Speculation
+from orca_jax.speculation.prediction import MOST_PREDICTED, Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class OutputRules:
     _forced: Mapping[int, int]  # the model's forced tokens by index in the output
     shown: Mapping[int, TokenText]  # special tokens that belong to the text
     _speculation: Speculation | None  # the engine's, if outputs by these rules are drafted
+    prediction: Prediction | None = None  # if it is drafted
 
     def choices(self, *, prompt_once: bool = False) -> "list[OutputRules]":
         """The rules of each of the `n` outputs requested; see `SamplingParams.choices`."""
@@ -74,7 +76,7 @@ class OutputRules:
             return Beams(begin_search(self.sampling, self.end_token_ids, self._forced))
         if scored_ids:
             return ScoredOutput(scored_ids)
-        return PLAIN if self._speculation is None else Drafted(self._speculation)
+        return PLAIN if self._speculation is None else Drafted(self._speculation, self.prediction)
 
     def constraint(self) -> Constraint | None:
         """The constraint of a new output; None if every token is always allowed."""
@@ -121,10 +123,27 @@ class RuleMaker:
         forced = self._forced(sampling.max_tokens)
         shown = {} if self._tokenizer is None else self._tokenizer.special_texts(form.shown)
         # A constraint allows the next token once it knows all tokens before it.
-        speculation = self._speculation if constraints is None and takes_drafts(sampling) else None
+        drafts = constraints is None and not beams and takes_drafts(sampling)
+        speculation = self._speculation if drafts else None
+        prediction = None if speculation is None else self._prediction(sampling.prediction)
         return OutputRules(
-            sampling, end_token_ids, constraints, stops, self._tokenizer, forced, shown, speculation
+            sampling,
+            end_token_ids,
+            constraints,
+            stops,
+            self._tokenizer,
+            forced,
+            shown,
+            speculation,
+            prediction,
         )
+
+    def _prediction(self, text: str | None) -> Prediction | None:
+        """A predicted output in tokens, as far as it is drafted."""
+        if not text or self._tokenizer is None:
+            return None
+        beginning = text[: MOST_PREDICTED * self._tokenizer.max_token_length]
+        return Prediction(self._tokenizer.encode(beginning, add_special_tokens=False))
 
     def _constraints(
         self, sampling: SamplingParams, end_token_ids: frozenset[int], form: OutputForm

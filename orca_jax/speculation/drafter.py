@@ -3,10 +3,10 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, get_args
+from typing import Any, Protocol
 
 from orca_jax.checks import named_object
-from orca_jax.config import DrafterName, SchedulingConfig
+from orca_jax.config import SchedulingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.speculation.ngram import NgramDrafter
 from orca_jax.speculation.suffix import SuffixMemory
@@ -54,29 +54,36 @@ def configured_speculation(config: SchedulingConfig, *, vocab_size: int) -> Spec
     """The configured drafts of an engine; None if it makes none. Raises ConfigError."""
     if not config.speculates:
         return None
-    name = config.speculative
-    make = SuffixMemory() if name == "suffix" else _without_salt(NgramDrafter)
-    if name not in get_args(DrafterName):
-        make = _users_drafter(name)
+    if config.speculative == "suffix":
+        make = SuffixMemory()
+    else:
+        made = NgramDrafter if config.speculative == "ngram" else _users_drafter(config.speculative)
+        make = _with_salt(made) if _takes_salt(made) else _without_salt(made)
     return Speculation(make, config.speculative_tokens, vocab_size)
 
 
-def _without_salt(make: Callable[[Sequence[int]], Drafter]) -> Make:
-    return lambda prompt_ids, _: make(prompt_ids)
-
-
-def _users_drafter(name: str) -> Make:
+def _users_drafter(name: str) -> Any:
     """The class named "package.file:Class". Raises ConfigError."""
     made = named_object("speculative", name)
     if not callable(made) or not callable(getattr(made, "draft", None)):
         raise ConfigError(
             f"speculative is {name!r}, which is no class with a method draft; see docs/speculation.md"
         )
-    signature = inspect.signature(made)
-    takes_salt = "salt" in signature.parameters
     try:
-        signature.bind(None, **({"salt": ()} if takes_salt else {}))
+        inspect.signature(made).bind(None, **({"salt": ()} if _takes_salt(made) else {}))
     except TypeError as error:
         message = f"speculative is {name!r}, which cannot be made from a prompt's token ids: {error}"
         raise ConfigError(message) from error
-    return (lambda prompt_ids, salt: made(prompt_ids, salt=salt)) if takes_salt else _without_salt(made)
+    return made
+
+
+def _takes_salt(made: Any) -> bool:
+    return "salt" in inspect.signature(made).parameters
+
+
+def _with_salt(made: Any) -> Make:
+    return lambda prompt_ids, salt: made(prompt_ids, salt=salt)
+
+
+def _without_salt(made: Any) -> Make:
+    return lambda prompt_ids, _: made(prompt_ids)

@@ -59,6 +59,7 @@ class SuffixAutomaton:
         ids.append(token_id)
         following[state] = new  # the whole sequence ended at its first place
         state = link[state]
+        to = -1
         while state >= 0 and (to := self.successor(state, token_id)) < 0:
             self._add(state, token_id, new)
             state = link[state]

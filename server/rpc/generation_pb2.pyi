@@ -87,7 +87,7 @@ class Texts(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos", "stop", "min_tokens", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "stop_token_ids", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "n", "guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search", "best_of", "length_penalty", "early_stopping", "return_routed_experts")
+    __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos", "stop", "min_tokens", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "stop_token_ids", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "n", "guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search", "best_of", "length_penalty", "early_stopping", "return_routed_experts", "speculative", "prediction")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,8 @@ class SamplingParams(_message.Message):
     LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
     EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
     RETURN_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATIVE_FIELD_NUMBER: _ClassVar[int]
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     temperature: float
     top_p: float
@@ -153,7 +155,9 @@ class SamplingParams(_message.Message):
     length_penalty: float
     early_stopping: str
     return_routed_experts: bool
-    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop: _Optional[_Iterable[str]] = ..., min_tokens: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., allowed_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., bad_words: _Optional[_Iterable[str]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., guided_json: _Optional[str] = ..., guided_json_object: _Optional[bool] = ..., guided_regex: _Optional[str] = ..., guided_choice: _Optional[_Union[Texts, _Mapping]] = ..., guided_grammar: _Optional[str] = ..., use_beam_search: _Optional[bool] = ..., best_of: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[str] = ..., return_routed_experts: _Optional[bool] = ...) -> None: ...
+    speculative: str
+    prediction: str
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop: _Optional[_Iterable[str]] = ..., min_tokens: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., allowed_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., bad_words: _Optional[_Iterable[str]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., guided_json: _Optional[str] = ..., guided_json_object: _Optional[bool] = ..., guided_regex: _Optional[str] = ..., guided_choice: _Optional[_Union[Texts, _Mapping]] = ..., guided_grammar: _Optional[str] = ..., use_beam_search: _Optional[bool] = ..., best_of: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[str] = ..., return_routed_experts: _Optional[bool] = ..., speculative: _Optional[str] = ..., prediction: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "finish_reason", "usage", "weights_version", "seed", "index", "logprobs", "prompt_logprobs", "score", "routed_experts")

@@ -15,12 +15,13 @@ from server.settings.flags import add_flag, argparse_type, escaped
 
 # Where the command line's defaults differ from SamplingParams', to suit a person who reads the output.
 GENERATE_DEFAULTS = {"max_tokens": 128, "temperature": 0.8}
+_FIELDS = tuple(field for field in fields(SamplingParams) if field.name != "speculative")  # the engine's flag
 # One reply is a conversation's next message: it has one text, which is as long as it needs to be.
 CHAT_FIELDS = tuple(
     field.name
-    for field in fields(SamplingParams)
+    for field in _FIELDS
     if field.name not in {"n", "logprobs", "prompt_logprobs", "return_routed_experts", "use_beam_search"}
-    and field.name not in {"best_of", "length_penalty", "early_stopping"}
+    and field.name not in {"best_of", "length_penalty", "early_stopping", "prediction"}
 )
 # A model may recommend other defaults for these.
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -57,6 +58,7 @@ _HELP = {
     "early_stopping": "end a beam search once as many outputs as beams are complete: true, false or never "
     "(default: false)",
     "guided_grammar": "make the output follow this grammar in Lark syntax; @FILE reads it from a file",
+    "prediction": "text that the output may follow, which --speculative drafts; @FILE reads it from a file",
 }
 _UNLIMITED = 1 << 30  # tokens; SamplingParams' limit
 _TYPES = get_type_hints(SamplingParams)
@@ -108,19 +110,20 @@ _FORMS = {
     "guided_regex": _Form(str, "REGEX"),
     "guided_choice": _Form(str, "TEXT", repeatable=True),
     "guided_grammar": _Form(text_or_file, "GRAMMAR"),
+    "prediction": _Form(text_or_file, "TEXT"),
     "early_stopping": _Form(_early_stopping, "WHEN"),
 }
 
 
 def add_sampling_flags(parser: argparse._ArgumentGroup) -> None:
     """Add a flag for each field of SamplingParams."""
-    for field in fields(SamplingParams):
+    for field in _FIELDS:
         _add(parser, field)
 
 
 def add_chat_sampling_flags(parser: argparse._ActionsContainer) -> None:
     """Add a flag for each of CHAT_FIELDS. Without `--max-tokens` the namespace lacks it."""
-    for field in fields(SamplingParams):
+    for field in _FIELDS:
         if field.name == "max_tokens":
             most = option(
                 "max_tokens", int, None, "maximum number of tokens of a reply (default: as many as fit)"
@@ -164,8 +167,7 @@ def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None
         {"use_beam_search": getattr(args, "use_beam_search", False)},
     )
     values = {
-        field.name: getattr(args, field.name, defaults.get(field.name, field.default))
-        for field in fields(SamplingParams)
+        field.name: getattr(args, field.name, defaults.get(field.name, field.default)) for field in _FIELDS
     }
     for name in ("stop_token_ids", "allowed_token_ids"):
         if values[name] is not None:

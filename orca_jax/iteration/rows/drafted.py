@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from orca_jax.request.request import FinishReason, InputRow, Request, RowAnswer, RowKind
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.speculation.drafter import Drafter, Speculation
+from orca_jax.speculation.prediction import PredictedOutput, Prediction
 
 _log = logging.getLogger(__name__)
 
@@ -29,17 +30,21 @@ def takes_drafts(sampling: SamplingParams) -> bool:
     """
     penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
     changes = sampling.logit_bias or penalties != (1, 0, 0) or sampling.return_routed_experts
-    return not changes and sampling.max_tokens > 2
+    return not changes and sampling.max_tokens > 2 and sampling.speculative != "off"
 
 
 class Drafted(RowKind):
-    """The row kind of one request whose output is drafted. `speculation` is the engine's."""
+    """The row kind of one request whose output is drafted, first from its `prediction`.
+
+    `speculation` is the engine's.
+    """
 
     # The next rows depend on which drafts are kept.
     runs_ahead = False
 
-    def __init__(self, speculation: Speculation) -> None:
+    def __init__(self, speculation: Speculation, prediction: Prediction | None = None) -> None:
         self.speculation = speculation
+        self._predicted = None if prediction is None else PredictedOutput(prediction)
         self._drafter: Drafter | None = None
         self._failed = False
         self._drafts: Sequence[int] = ()  # after the first `_n_output` output tokens
@@ -47,6 +52,10 @@ class Drafted(RowKind):
         self._n_in_vain = 0  # iterations in a row that kept none of their drafts
         self._paused_until = 0  # the length of the output from which drafts are made again
         self.sent: Sequence[int] = ()  # the drafts of the iteration in flight
+
+    @property
+    def predicted(self) -> tuple[int, int] | None:
+        return None if self._predicted is None else (self._predicted.n_accepted, self._predicted.n_rejected)
 
     def most_tokens(self, req: Request) -> int:
         n_output = len(req.output_ids)
@@ -87,6 +96,8 @@ class Drafted(RowKind):
 
     def _end(self, req: Request) -> None:
         """Tell a drafter that learns from outputs that this one is complete."""
+        if self._predicted is not None:
+            self._predicted.read(req.output_ids)
         end = getattr(self._drafter, "end", None)
         try:
             if end is not None:
@@ -101,7 +112,8 @@ class Drafted(RowKind):
         try:
             if self._drafter is None:
                 self._drafter = self.speculation.make(list(req.prompt_ids), req.cache_salt)
-            drafts = [int(token_id) for token_id in self._drafter.draft(req.output_ids, n)[:n]]
+            drafts = () if self._predicted is None else self._predicted.draft(req.output_ids, n)
+            drafts = drafts or [int(token_id) for token_id in self._drafter.draft(req.output_ids, n)[:n]]
         except Exception:
             self._failed, self._drafter = True, None
             _log.exception("the drafter failed; request %s goes on without drafts", req.request_id)

@@ -140,6 +140,10 @@ class SharedSamplingFields(Strict):
     allowed_token_ids: Annotated[
         TokenIds | None, listed("an extension: only these tokens can be generated", 1, 1 << 22)
     ] = None
+    speculative: Annotated[
+        Literal["off"] | None,
+        Field(description="an extension: draft nothing of this output; drafts change no token"),
+    ] = None
     bad_words: Annotated[
         Texts | None,
         listed(f"an extension: texts never generated; at most {MAX_BAD_WORDS} characters in total", 0, 256),
@@ -375,9 +379,17 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """Output tokens that are reasoning or its markers."""
+    """Output tokens that are reasoning or its markers, and the tokens of a prediction."""
 
-    reasoning_tokens: int
+    reasoning_tokens: Annotated[
+        int | None, Field(description="only for a model whose reasoning format is known")
+    ] = None
+    accepted_prediction_tokens: Annotated[
+        int | None, Field(description="tokens of the prediction that are in the completion")
+    ] = None
+    rejected_prediction_tokens: Annotated[
+        int | None, Field(description="tokens of the prediction that are not in the completion")
+    ] = None
 
 
 class Usage(BaseModel):
@@ -387,9 +399,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: Annotated[
-        CompletionTokensDetails | None, Field(description="only for a model whose reasoning format is known")
-    ] = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class GeneratedChoice(BaseModel):

@@ -54,7 +54,6 @@ HINTS: Mapping[str, Mapping[str, Hint]] = {
         **_OPENAI,
         "store": Hint("chat completions are not stored; /v1/responses are", (False,)),
         "metadata": Hint(_METADATA, ({},)),
-        "prediction": Hint("it can only make a reply faster"),
         "verbosity": Hint("no chat template reads it", ("medium",)),
     },
     "reasoning of chat": {

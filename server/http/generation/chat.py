@@ -14,7 +14,7 @@ from server.http.bodies.json_body import JsonRoute
 from server.http.fields.conversation import ConversationFields
 from server.http.fields.generation import GeneratedChoice, GeneratedResponse, GenerationRequest, ranged
 from server.http.fields.logprobs import ChatLogprobs, TokenNames, chat_logprobs
-from server.http.fields.strict import NotBuilt, Strict
+from server.http.fields.strict import NotBuilt, Strict, text_or
 from server.http.fields.tools import ToolChoice, tool_wish
 from server.http.generation.answer import GENERATION_ERRORS, answer, check_number, new_response_id
 from server.http.generation.choices import Choices, OutputExtras
@@ -34,6 +34,26 @@ class ReasoningWish(Strict):
     exclude: Annotated[bool | None, NotBuilt(False, why="the reply would have its reasoning")] = None
 
 
+class PredictedPart(Strict):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class PredictedReply(Strict):
+    """`prediction`: a text that the reply is expected to follow."""
+
+    type: Literal["content"]
+    content: Annotated[list[PredictedPart], text_or(list[PredictedPart])]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatCompletionRequest(GenerationRequest, ConversationFields):
     """POST /v1/chat/completions. Without `max_tokens`, a choice may be as long as the model allows."""
 
@@ -45,6 +65,13 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
         ranged("with logprobs: also return this many of the most likely tokens", 0, MAX_TOP_LOGPROBS),
     ] = None
 
+    prediction: Annotated[
+        PredictedReply | None,
+        Field(
+            description="a text that the reply is expected to follow, which makes it faster on a server with "
+            "--speculative and changes no token"
+        ),
+    ] = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | ToolChoice | None,
         Field(description="auto (default): the model may call tools; required: it must; or the tool to call"),
@@ -92,7 +119,10 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
             raise InvalidRequest(message, param="top_logprobs")
         most = self.most_tokens(self.wanted_tokens, defaults.max_tokens, longest)
         logprobs = (n_top or 0) if self.logprobs else None
-        return self.sampling_params(defaults.sampling, max_tokens=most, logprobs=logprobs)
+        prediction = None if self.prediction is None else self.prediction.text
+        return self.sampling_params(
+            defaults.sampling, max_tokens=most, logprobs=logprobs, prediction=prediction
+        )
 
 
 class AnswerFunction(BaseModel):
@@ -154,6 +184,8 @@ async def create_chat_completion(body: ChatCompletionRequest, call: CallOf) -> R
 
     ready = await prepared(call, model, body, conversation)
     model.check_routed([ready.prompt], ready.rules.sampling)
+    if body.prediction is not None and ready.rules.prediction is None:
+        call.unused.note("prediction", "nothing of this reply is drafted (docs/speculation.md)")
     extras = None
     if body.logprobs or body.return_routed_experts or body.return_token_ids:
         extras = OutputExtras(

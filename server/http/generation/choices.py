@@ -93,6 +93,7 @@ class Tally:
     def __init__(self, n_input: int, n_choices: int) -> None:
         self.n_input = n_input
         self.n_output = 0
+        self.requests: Sequence[LiveRequest] = ()
         self.first_choices: Sequence[LiveRequest] = ()  # the first choice of each prompt
         self.finish_reasons: list[FinishReason | None] = [None] * n_choices
         self.weights_versions: list[int | None] = [None] * n_choices
@@ -121,16 +122,19 @@ class Tally:
     def usage(self) -> Usage:
         """The token counts so far, in OpenAI's form."""
         n_input, n_output = self.n_input, self.n_output
-        details = None
+        details = dict[str, int]()
         if self.readers:
-            n_reasoning = sum(reader.n_reasoning_tokens for reader in self.readers)
-            details = CompletionTokensDetails(reasoning_tokens=n_reasoning)
+            details["reasoning_tokens"] = sum(reader.n_reasoning_tokens for reader in self.readers)
+        predicted = [one for request in self.requests if (one := request.predicted) is not None]
+        if predicted:
+            details["accepted_prediction_tokens"] = sum(n_accepted for n_accepted, _ in predicted)
+            details["rejected_prediction_tokens"] = sum(n_rejected for _, n_rejected in predicted)
         return Usage(
             prompt_tokens=n_input,
             completion_tokens=n_output,
             total_tokens=n_input + n_output,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self.n_cached),
-            completion_tokens_details=details,
+            completion_tokens_details=CompletionTokensDetails(**details) if details else None,
         )
 
     def finish_reason(self, index: int) -> Literal["stop", "length", "tool_calls"]:
@@ -230,6 +234,7 @@ class Choices:
         async with submitted(self._call.gateway, self._submissions, owner=self._call.owner) as requests:
             self._outputs = self._new_outputs(requests)
             self._requests = requests
+            self.tally.requests = requests
             self.tally.first_choices = requests[:: self._n_requests]
             watch = asyncio.create_task(end_if_client_leaves(receive, requests, self._call.facts))
             try:

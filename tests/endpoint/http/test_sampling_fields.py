@@ -108,6 +108,11 @@ REACHES: dict[str, list[tuple[str, dict[str, Any], Any]]] = {
     "guided_regex": [("", {"guided_regex": "[a-z]+"}, "[a-z]+")],
     "guided_choice": [("", {"guided_choice": ["abc", "b"]}, ("abc", "b"))],
     "guided_grammar": [("", {"guided_grammar": 'start: "abc"'}, 'start: "abc"')],
+    "speculative": [("", {"speculative": "off"}, "off")],
+    "prediction": [
+        (CHAT, {"prediction": {"type": "content", "content": "ab"}}, "ab"),
+        (CHAT, {"prediction": {"type": "content", "content": [{"type": "text", "text": "é"}] * 2}}, "éé"),
+    ],
 }
 
 
@@ -236,6 +241,8 @@ ELSEWHERE = {
     "return_routed_experts": "its type is all its range",
     "prompt_logprobs": "is logprobs, with echo",
     "guided_json_object": "is a type of response_format",
+    "speculative": "its type is all its range",
+    "prediction": "is the content of an object",
 }
 
 

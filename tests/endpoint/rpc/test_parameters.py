@@ -42,6 +42,8 @@ GIVEN: dict[str, Any] = {
     "bad_words": ["no", "never"],
     "logprobs": 2,
     "prompt_logprobs": 0,
+    "speculative": "off",
+    "prediction": "A text",
 }
 GRAMMARS: dict[str, Any] = {
     "guided_json": '{"type": "object"}',
@@ -161,13 +163,15 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("length_penalty", {"length_penalty": 2.0}),
     ("early_stopping", {"early_stopping": "sometimes"}),
     ("temperature", {"use_beam_search": True, "temperature": 0.5}),
+    ("speculative", {"speculative": "on"}),
     ("guided_grammar", {"guided_grammar": "start: nowhere"}),
     ("guided_grammar", {"guided_grammar": 'start: "a"', "guided_choice": pb.Texts(texts=["a"])}),
 ]  # fmt: skip
 
 
 def test_every_parameter_is_tried_with_an_invalid_value() -> None:
-    can_have_none = {"ignore_eos", "use_beam_search", "return_routed_experts"}  # both of its values are valid
+    # All values of these are valid.
+    can_have_none = {"ignore_eos", "use_beam_search", "return_routed_experts", "prediction"}
     assert {param for param, _ in BAD} == {field.name for field in fields(SamplingParams)} - can_have_none
 
 

@@ -59,7 +59,9 @@ def test_the_flags_are_those_of_the_dataclasses() -> None:
     engine = {option.name for option in options_of(EngineConfig)}
     for option in (each for each in GENERATE_OPTIONS if each.name in engine):
         assert parameters[option.name].default == option.default, option.name
-    assert FLAGS.keys() | BEAM_FLAGS.keys() == {field.name for field in fields(SamplingParams)}
+    assert FLAGS.keys() | BEAM_FLAGS.keys() == {field.name for field in fields(SamplingParams)} - {
+        "speculative"
+    }
 
 
 # A flag or two for each field, and what it must become.
@@ -89,6 +91,7 @@ FLAGS: dict[str, tuple[list[str], Any]] = {
     "guided_choice": (["--guided-choice", "yes", "--guided-choice", "no,never"], ("yes", "no,never")),
     "guided_grammar": (["--guided-grammar", 'start: "a"'], 'start: "a"'),
     "return_routed_experts": (["--return-routed-experts"], True),
+    "prediction": (["--prediction", "a, b"], "a, b"),
 }
 
 
@@ -108,7 +111,7 @@ def params(*flags: str) -> SamplingParams:
 @pytest.mark.parametrize("name", FLAGS)
 def test_each_flag_sets_its_field(name: str) -> None:
     flags, value = FLAGS[name]
-    assert params(*flags) == replace(params(), **{name: value})
+    assert params(*flags, "--speculative", "ngram") == replace(params(), **{name: value})
     assert getattr(params(), name) != value, "or the flag could have been ignored"
 
 
@@ -472,6 +475,8 @@ LINES: dict[str, Any] = {
     "guided_regex": "[a-z]+",
     "guided_choice": ["yes", "no"],
     "guided_grammar": 'start: "a"+',
+    "speculative": "off",
+    "prediction": "aaa",
 }
 
 
