@@ -197,7 +197,9 @@ class ServingConfig(ServingOptions):
 
     `coarse_buckets` pads iterations to fewer sizes, for GPUs (orca_jax/iteration/shape.py). `n_snapshots` of
     recurrent layers' states are kept for the prefix cache; 0 without such layers or without the cache.
-    `scheduling` says what the scheduler does beyond Algorithm 1.
+    `scheduling` says what the scheduler does beyond Algorithm 1. `iteration_costs` has the time of an
+    iteration of each bucket, in any unit, which decides how many tokens are drafted; if it is empty all
+    iterations cost the same.
     """
 
     n_slots: int = 16384
@@ -205,6 +207,7 @@ class ServingConfig(ServingOptions):
     coarse_buckets: Annotated[bool, "pad iterations to fewer sizes", In()] = False
     n_snapshots: Annotated[int, "recurrent states that the prefix cache keeps", In()] = 0
     scheduling: SchedulingConfig = ORCA
+    iteration_costs: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -225,6 +228,7 @@ class ServingConfig(ServingOptions):
         if "order" in scheduling:
             scheduling["scheduling_policy"] = scheduling.pop("order")
         sizes: dict[str, Any] = {name: value for name, value in values.items() if name != "scheduling"}
+        sizes["iteration_costs"] = tuple(sizes.get("iteration_costs", ()))  # JSON has lists
         return cls(**sizes, scheduling=SchedulingConfig(**scheduling))
 
     def recorded(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from orca_jax.config import ORCA, Dtype, SchedulingConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.iteration.shape import EngineShape
+from orca_jax.iteration.shape import EngineShape, serving_buckets
 from orca_jax.planning.cost_model import Device, IterationShape, floor, operations
 from orca_jax.planning.known_devices import CPU, GPUS, gpu_like
 from orca_jax.planning.stage_memory import ITEMSIZE, StageRoom
@@ -80,7 +80,12 @@ def serving_config(
         coarse_buckets=coarse_buckets,
         n_snapshots=n_snapshots,
     )
-    return serving if device is None else with_prefill_tokens(serving, config, rooms, device=device)
+    if device is None:
+        return serving
+    if serving.scheduling.speculates:
+        costs = iteration_costs(serving, config, rooms, device=device)
+        serving = replace(serving, iteration_costs=costs)
+    return with_prefill_tokens(serving, config, rooms, device=device)
 
 
 def _n_snapshots(
@@ -210,6 +215,24 @@ def with_prefill_tokens(
     return replace(serving, scheduling=replace(scheduling, prefill_tokens=n_tokens))
 
 
+# On a CPU a token more takes a seventh of the time of an iteration with one: measured for 12 layers of 768 in
+# float32 with AVX2, iterations of 8 tokens took twice as long, and of 32 tokens 5.6 times (bench/LOG.md).
+TOKENS_OF_AN_ITERATION = 6.0
+_DRAFTED_CONTEXT = 1024  # tokens before a drafted one
+
+
+def iteration_costs(
+    serving: ServingConfig, model: ModelConfig, rooms: Sequence[StageRoom], *, device: str
+) -> tuple[float, ...]:
+    """The time of an iteration of each bucket: on a CPU relative to a token's, else the floor in seconds."""
+    buckets = serving_buckets(serving)
+    if device.lower() == CPU:
+        return tuple(TOKENS_OF_AN_ITERATION + n_tokens for n_tokens in buckets)
+    split, rates = model.for_devices(rooms[0].n_devices), nominal_rates(device, rooms[0].itemsize)
+    context = min(_DRAFTED_CONTEXT, model.n_positions)
+    return tuple(_seconds(IterationShape([1] * n, [context] * n), split, rooms, rates) for n in buckets)
+
+
 def default_prefill_tokens(
     serving: ServingConfig, model: ModelConfig, rooms: Sequence[StageRoom], rates: Device
 ) -> int:
@@ -227,21 +250,26 @@ def default_prefill_tokens(
     def seconds(n_tokens: int) -> float:
         prompt = [n_tokens] if n_tokens else []
         shape = IterationShape([1] * n_decodes + prompt, [context] * n_decodes + [depth + n for n in prompt])
-        return sum(
-            floor(
-                operations(
-                    model,
-                    shape,
-                    weight_bytes=room.itemsize,
-                    kv_bytes=room.itemsize,
-                    layers=room.layers,
-                    n_shards=room.n_devices,
-                ),
-                rates,
-            )
-            for room in rooms
-        )
+        return _seconds(shape, model, rooms, rates)
 
     most = serving.max_batch_tokens
     n_fitting = bisect_right(range(1, most + 1), SLOWDOWN * seconds(0), key=seconds)
     return min(max(n_fitting, LEAST), most)
+
+
+def _seconds(shape: IterationShape, model: ModelConfig, rooms: Sequence[StageRoom], rates: Device) -> float:
+    """The floor of an iteration's time, all stages together."""
+    return sum(
+        floor(
+            operations(
+                model,
+                shape,
+                weight_bytes=room.itemsize,
+                kv_bytes=room.itemsize,
+                layers=room.layers,
+                n_shards=room.n_devices,
+            ),
+            rates,
+        )
+        for room in rooms
+    )

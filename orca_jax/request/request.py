@@ -133,6 +133,11 @@ class RowKind:
         """How many tokens of a predicted output are in the output and how many not; None if none is used."""
         return None
 
+    @property
+    def chance(self) -> float:
+        """The estimated probability that an increment's further token is kept if those before it are."""
+        return 1.0
+
     def n_logprobs(self, req: "Request") -> int | None:
         """The number of top log-probabilities to return; None: none, not even the token's."""
         return req.sampling.logprobs

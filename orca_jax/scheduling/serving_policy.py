@@ -6,7 +6,8 @@ Sources: iteration-level scheduling, ORCA; blocks on demand and preemption, Page
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -132,6 +133,7 @@ class ServingPolicy:
         self._chunked = scheduling.chunked_prefill
         self._prefill_tokens = scheduling.prefill_tokens or config.max_batch_tokens
         self._buckets = serving_buckets(config)
+        self._costs = config.iteration_costs or (1.0,) * len(self._buckets)
         self._on_demand = scheduling.on_demand
         self._fills = not config.deterministic  # else `one_phase` fills the places, once it knows the rows
         cls = type(self)
@@ -227,26 +229,62 @@ class ServingPolicy:
 
     def _fill_places(self, plan: _Plan) -> None:
         """Let increments that can compute several tokens use the places, tokens and blocks left."""
-        kv, size = self._kv, self._kv.block_size
-        n_left = min(self._max_bs - plan.n_places, self._max_tokens - sum(n for _, n in plan.rows))
+        n_planned = sum(n for _, n in plan.rows)
+        n_left = min(self._max_bs - plan.n_places, self._max_tokens - n_planned)
+        chances: list[tuple[float, int]] = []  # of each further token to be kept, and the index of its row
         for i, (req, n_tokens) in enumerate(plan.rows):
             if n_left <= 0:
                 return
             n_more = 0 if req.kind is PLAIN or req.in_initiation else req.kind.most_tokens(req) - n_tokens
-            if n_more <= 0:
-                continue
-            end, n_held = req.n_computed + n_tokens, kv.slots_of[req.row]
-            n_slots = max(n_held, round_up(end, size))  # once the row has what it needs
-            n_wanted = kv.n_blocks_for(end + min(n_more, n_left)) - n_slots // size
-            n_new = max(0, min(n_wanted, plan.free - self._watermark))
-            n_more = min(n_more, n_left, n_slots + n_new * size - end)
-            plan.free -= n_new
-            plan.taken += n_new
-            n_left -= n_more
-            plan.rows[i] = req, n_tokens + n_more
-            if plan.short is not None and end + n_more > n_held:
-                plan.short = [row for row in plan.short if row[0] is not req]
-                plan.short.append(plan.rows[i])
+            chance = req.kind.chance if n_more > 0 else 0.0
+            if chance == 1.0:
+                n_more = self._extend(plan, i, min(n_more, n_left))
+                n_planned += n_more
+                n_left -= n_more
+            else:
+                chances += [(chance**n, i) for n in range(1, n_more + 1)]
+        if chances:
+            chances.sort(key=lambda each: -each[0])
+            n_drafts = self._n_worth_their_time(n_planned, [chance for chance, _ in chances[:n_left]])
+            for i, n_more in Counter(i for _, i in chances[:n_drafts]).items():
+                self._extend(plan, i, n_more)
+
+    def _n_worth_their_time(self, n_planned: int, chances: Sequence[float]) -> int:
+        """The number of drafts, likeliest first, with which an iteration yields the most tokens in its time.
+
+        Without them it has `n_planned` tokens. n drafts are worth it only if (tokens + their chances' sum) /
+        (tokens) is above the ratio of the iterations' times. So drafts that fit into the bucket are free, and
+        more are taken while the device waits for its memory, but none where arithmetic takes the time.
+        """
+        first = bisect_left(self._buckets, n_planned)
+        best, n_best = 0.0, 0
+        n_tokens, n_taken = float(n_planned), 0
+        for size, cost in zip(self._buckets[first:], self._costs[first:], strict=True):
+            n_fitting = min(size - n_planned, len(chances))
+            n_tokens += sum(chances[n_taken:n_fitting])
+            n_taken = n_fitting
+            if n_tokens / cost > best:
+                best, n_best = n_tokens / cost, n_taken
+            if n_taken == len(chances):
+                break
+        return n_best
+
+    def _extend(self, plan: _Plan, i: int, n_more: int) -> int:
+        """Add up to `n_more` tokens to row `i`, as far as its blocks and free ones hold them; how many."""
+        kv, size = self._kv, self._kv.block_size
+        req, n_tokens = plan.rows[i]
+        end, n_held = req.n_computed + n_tokens, kv.slots_of[req.row]
+        n_slots = max(n_held, round_up(end, size))  # once the row has what it needs
+        n_wanted = kv.n_blocks_for(end + n_more) - n_slots // size
+        n_new = max(0, min(n_wanted, plan.free - self._watermark))
+        n_more = min(n_more, n_slots + n_new * size - end)
+        plan.free -= n_new
+        plan.taken += n_new
+        plan.rows[i] = req, n_tokens + n_more
+        if plan.short is not None and end + n_more > n_held:
+            plan.short = [row for row in plan.short if row[0] is not req]
+            plan.short.append(plan.rows[i])
+        return n_more
 
     # Decodes.
 

@@ -32,6 +32,8 @@ class Drafter(Protocol):
         ...
 
 
+_HOPED, _FIRST = 8, 10  # the first estimate, as if of so many drafts so many had been right
+
 # Makes the drafter of a request from its prompt and its salt.
 Make = Callable[[Sequence[int], tuple[str, ...]], Drafter]
 
@@ -40,7 +42,8 @@ Make = Callable[[Sequence[int], tuple[str, ...]], Drafter]
 class Speculation:
     """The drafts of an engine's requests: who makes them, at most how many, and what became of them.
 
-    `n_drafted` counts the drafts that were verified, `n_accepted` those that became output tokens.
+    `n_drafted` counts the drafts that were verified, `n_accepted` those that became output tokens; `n_right`
+    counts those that were right and `n_compared` them and the first wrong one of each iteration and request.
     """
 
     make: Make
@@ -48,6 +51,13 @@ class Speculation:
     vocab_size: int
     n_drafted: int = 0
     n_accepted: int = 0
+    n_right: int = 0
+    n_compared: int = 0
+
+    @property
+    def chance(self) -> float:
+        """The estimated probability that a draft is right if those before it are; hopeful at first."""
+        return (self.n_right + _HOPED) / (self.n_compared + _FIRST)
 
 
 def configured_speculation(config: SchedulingConfig, *, vocab_size: int) -> Speculation | None:

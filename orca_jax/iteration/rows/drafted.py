@@ -19,7 +19,10 @@ _log = logging.getLogger(__name__)
 
 # Output tokens for which no drafts are made, by the number of iterations in a row that kept no draft.
 # Drafts that are always wrong then cost little, and a text that begins to repeat itself is found soon.
-_PAUSES = (0, 0, 2, 6, 14, 30)
+_PAUSES = (0, 0, 0, 0, 2, 6, 14, 30)
+# A request's estimate of its drafts' chances forgets this fraction with each iteration, and counts as many
+# drafts of the whole engine with it.
+_FORGOTTEN, _OF_ENGINE = 1 / 64, 4.0
 
 
 def takes_drafts(sampling: SamplingParams) -> bool:
@@ -52,10 +55,17 @@ class Drafted(RowKind):
         self._n_in_vain = 0  # iterations in a row that kept none of their drafts
         self._paused_until = 0  # the length of the output from which drafts are made again
         self.sent: Sequence[int] = ()  # the drafts of the iteration in flight
+        # Drafts that were right, and those that were compared: in an iteration up to the first wrong one.
+        self._n_right = self._n_compared = 0.0
 
     @property
     def predicted(self) -> tuple[int, int] | None:
         return None if self._predicted is None else (self._predicted.n_accepted, self._predicted.n_rejected)
+
+    @property
+    def chance(self) -> float:
+        n_right = self._n_right + _OF_ENGINE * self.speculation.chance
+        return n_right / (self._n_compared + _OF_ENGINE)
 
     def most_tokens(self, req: Request) -> int:
         n_output = len(req.output_ids)
@@ -82,6 +92,11 @@ class Drafted(RowKind):
         if sent:
             self._n_in_vain = 0 if n_right else min(self._n_in_vain + 1, len(_PAUSES) - 1)
             self._paused_until = len(req.output_ids) + 1 + _PAUSES[self._n_in_vain]
+        n_compared = min(n_right + 1, len(sent))
+        self._n_right += n_right - _FORGOTTEN * self._n_right
+        self._n_compared += n_compared - _FORGOTTEN * self._n_compared
+        speculation.n_right += n_right
+        speculation.n_compared += n_compared
         speculation.n_drafted += len(sent)
         for i in range(n_right + 1):
             req.logprobs += answer.logprobs[i : i + 1]
