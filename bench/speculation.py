@@ -1,23 +1,33 @@
 """Speculative decoding on outputs that repeat their prompt: tokens per second, and how many drafts are right.
 
-    python -m bench.speculation MODEL [--drafters off ngram] [--tokens 4] [--streams 1 4] [--runs 3]
+    python -m bench.speculation MODEL [--drafters off ngram suffix] [--tokens 4] [--streams 1 4 32] [--runs 3]
 
-MODEL is a checkpoint with a chat template, such as SmolLM2-135M-Instruct. It is asked to repeat passages,
-greedily, so many at a time. Each drafter has an engine, and they take turns. The outputs must be equal. The
-last line is JSON.
+MODEL is a checkpoint with a chat template, such as SmolLM2-135M-Instruct. It is asked 20 times to repeat or
+edit a passage, greedily, so many at a time; with more streams some are asked again. Each drafter has its own
+engine, and they take turns; the first is what the others are compared with. `suffix` begins each run without
+earlier outputs, and `suffix-again` with those of the runs before. `told:0.8` is told each token of the output
+with a probability of 0.8 and else a wrong one, for the curves of the papers; the gain that the engine's costs
+promise stands beside it. The outputs must be equal. The last line is JSON.
 """
 
 import argparse
 import json
+import random
 import statistics
 import time
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from orca_jax import LLM, SamplingParams
+from orca_jax.config import ServingConfig
+from orca_jax.iteration.shape import serving_buckets
+from orca_jax.request.chat.chat_prompts import ChatPrompts
+from orca_jax.request.chat.template_files import load_chat_template
 
 PASSAGES = (
     "The Amazon rainforest covers most of the Amazon basin of South America. The basin has 7,000,000 square "
@@ -30,57 +40,119 @@ PASSAGES = (
     "Photosynthesis is a system of processes by which organisms, such as most plants, algae and bacteria, "
     "convert light energy, typically from sunlight, into the chemical energy necessary for their metabolism.",
 )
+TASKS = (
+    "Repeat the following text exactly:",
+    "Correct the mistakes in this text, and answer with the whole text:",
+    "Answer with the first sentence or line of this text, word by word:",
+    "Write this text in capital letters:",
+    "Write this text twice, without any changes:",
+)
+QUESTIONS = [f"{task}\n\n{passage}" for task in TASKS for passage in PASSAGES]
+
+Outputs = Mapping[tuple[int, ...], Sequence[int]]  # by prompt
+
+
+class Told:
+    """A drafter that is told each token of the output with a probability, and else drafts another one."""
+
+    def __init__(self, output_ids: Sequence[int], right: float, vocab_size: int) -> None:
+        self._output_ids = output_ids
+        self._right = right
+        self._vocab_size = vocab_size
+        self._random = random.Random(len(output_ids))
+
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        following = self._output_ids[len(output_ids) :][:n]
+        return [(one + (self._random.random() >= self._right)) % self._vocab_size for one in following]
 
 
 class Run(NamedTuple):
-    """One run of all passages."""
+    """One run of all prompts."""
 
-    token_ids: list[list[int]]
+    outputs: Outputs
     rate: float  # output tokens per second
     n_drafted: int
     n_accepted: int
 
 
-def run(llm: LLM, streams: int, n_output: int) -> Run:
-    """Ask for all passages, `streams` at a time."""
-    params = SamplingParams(max_tokens=n_output, temperature=0.0)
-    made = llm.service.speculation
-    before = (0, 0) if made is None else (made.n_drafted, made.n_accepted)
-    outputs = list[list[int]]()
-    started = time.perf_counter()
-    for i in range(0, len(PASSAGES), streams):
-        asked = [f"Repeat the following text exactly:\n\n{passage}" for passage in PASSAGES[i : i + streams]]
-        conversations = [[{"role": "user", "content": text}] for text in asked]
-        outputs += [result.token_ids for result in llm.chat(conversations, params)]
-    rate = sum(map(len, outputs)) / (time.perf_counter() - started)
-    after = (0, 0) if made is None else (made.n_drafted, made.n_accepted)
-    return Run(outputs, rate, after[0] - before[0], after[1] - before[1])
+class Drafting:
+    """An engine with the drafter of a name on the command line."""
+
+    def __init__(self, model: str, name: str, n_tokens: int) -> None:
+        self.right = float(name.removeprefix("told:")) if name.startswith("told:") else None
+        self._remembers = name.endswith("-again")
+        drafter = "ngram" if self.right is not None else name.removesuffix("-again")
+        sizes: dict[str, Any] = {"n_slots": 16384, "prefix_caching": False}
+        self.llm = LLM(model, speculative=drafter, speculative_tokens=n_tokens, **sizes)
+        self._n_runs = 0
+
+    def tell(self, outputs: Outputs) -> None:
+        """Let a drafter that is told know the outputs."""
+        made, right = self.llm.service.speculation, self.right
+        if made is not None and right is not None:
+            size = made.vocab_size
+            made.make = lambda prompt_ids, _: Told(outputs[tuple(prompt_ids)], right, size)
+
+    def run(self, prompts: Sequence[Sequence[int]], streams: int, n_output: int) -> Run:
+        """Continue all prompts, `streams` at a time."""
+        self._n_runs += 1
+        salt = "again" if self._remembers else str(self._n_runs)
+        params = SamplingParams(max_tokens=n_output, temperature=0.0)
+        before = self._counts()
+        outputs = dict[tuple[int, ...], Sequence[int]]()
+        n_tokens = 0
+        asked = list(islice(cycle(prompts), max(len(prompts), streams)))
+        started = time.perf_counter()
+        for i in range(0, len(asked), streams):
+            some = asked[i : i + streams]
+            results = self.llm.generate(some, params, cache_salt=salt)
+            for prompt, result in zip(some, results, strict=True):
+                outputs[tuple(prompt)] = result.token_ids
+                n_tokens += len(result.token_ids)
+        rate = n_tokens / (time.perf_counter() - started)
+        after = self._counts()
+        return Run(outputs, rate, after[0] - before[0], after[1] - before[1])
+
+    def _counts(self) -> tuple[int, int]:
+        made = self.llm.service.speculation
+        return (0, 0) if made is None else (made.n_drafted, made.n_accepted)
+
+
+def promised_gain(serving: ServingConfig, streams: int, right: float, n_drafts: int) -> float:
+    """The gain of so many drafts a request by the engine's costs: its tokens times, over the time's times."""
+    buckets, costs = serving_buckets(serving), serving.iteration_costs
+    n_drafts = min(n_drafts, serving.max_batch_size // streams - 1)
+    n_tokens = sum(right**i for i in range(n_drafts + 1))
+    drafted, plain = (costs[bisect_left(buckets, n)] for n in (streams * (n_drafts + 1), streams))
+    return n_tokens * plain / drafted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="tokens per second with and without drafts")
     parser.add_argument("model")
-    parser.add_argument("--drafters", nargs="+", default=["off", "ngram"])
+    parser.add_argument("--drafters", nargs="+", default=["off", "ngram", "suffix"])
     parser.add_argument("--tokens", type=int, default=4, help="drafts of a request in an iteration")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--output", type=int, default=80, help="output tokens of a passage")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 32])
+    parser.add_argument("--output", type=int, default=80, help="output tokens of a prompt")
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args(argv)
-    sizes: dict[str, Any] = {"n_slots": 8192, "prefix_caching": False}
-    engines = {
-        name: LLM(args.model, speculative=name, speculative_tokens=args.tokens, **sizes)
-        for name in args.drafters
-    }
+    engines = {name: Drafting(args.model, name, args.tokens) for name in args.drafters}
+    llm = engines[args.drafters[0]].llm
+    prompts = chat_prompts(llm)
     table = Table(title=f"{args.model}: tokens/s, median of {args.runs} (least and most)")
-    for column in ("streams", "drafter", "tokens/s", "over the first", "right drafts"):
+    for column in ("streams", "drafter", "tokens/s", "over the first", "promised", "right drafts"):
         table.add_column(column, justify="right")
     cases = list[dict[str, Any]]()
     for streams in args.streams:
         runs: dict[str, list[Run]] = {name: [] for name in engines}
+        known: Outputs = {}
         for i in range(args.runs + 1):
-            for name, llm in engines.items():
-                one = run(llm, streams, args.output)
+            for name, engine in engines.items():
+                if known:
+                    engine.tell(known)
+                one = engine.run(prompts, streams, args.output)
+                known = known or one.outputs
                 if i:  # the first compiles
                     runs[name].append(one)
         first = runs[args.drafters[0]]
@@ -93,16 +165,33 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "tokens_per_second": round(rate, 1),
                 "over_first": round(rate / statistics.median(one.rate for one in first), 2),
                 "right": round(each[-1].n_accepted / max(1, each[-1].n_drafted), 2),
-                "same_tokens": each[-1].token_ids == first[-1].token_ids,
+                "same_tokens": each[-1].outputs == first[-1].outputs,
             }
+            right, serving = engines[name].right, engines[name].llm.serving
+            if right is not None:
+                case["promised"] = round(promised_gain(serving, streams, right, args.tokens), 2)
             cases.append(case)
             spread = f"{rate:.1f} ({min(rates):.1f} to {max(rates):.1f})"
-            table.add_row(str(streams), name, spread, str(case["over_first"]), str(case["right"]))
-    for llm in engines.values():
-        llm.close()
+            shown = (str(case.get(key, "")) for key in ("over_first", "promised", "right"))
+            table.add_row(str(streams), name, spread, *shown)
+    for engine in engines.values():
+        engine.llm.close()
     Console().print(table)
     print(json.dumps({"benchmark": "speculation", "tokens": args.tokens, "cases": cases}))
     return 0 if all(case["same_tokens"] for case in cases) else 1
+
+
+def chat_prompts(llm: LLM) -> list[list[int]]:
+    """The questions as the model's chat template shows them."""
+    templates = load_chat_template(llm.text_directory, None)
+    prompts = ChatPrompts(
+        model=llm.name,
+        tokenizer=llm.tokenizer,
+        templates=templates,
+        directory=llm.text_directory,
+        has_encoder=False,
+    )
+    return prompts.listed([[{"role": "user", "content": question}] for question in QUESTIONS])
 
 
 if __name__ == "__main__":

@@ -302,6 +302,8 @@ WRONG: dict[str, list[Any]] = {
     "add_special_tokens": [0, 1, "true"],
     "chat_template": [1, True, ["default"], {}],
     "chat_template_kwargs": [1, "a=b", ["a"], True],
+    "prediction": [1, "a", ["a"], True],
+    "speculative": [1, "ngram", True],
 }
 
 
