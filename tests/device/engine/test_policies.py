@@ -95,3 +95,19 @@ def test_preempted_chunked_and_cached_tokens_are_the_reference_s(order: QueueOrd
     )
     assert scheduler.n_preemptions and any(req.n_cached for req in requests)
     assert sum(reference.sure(req) for req in requests) > 60
+
+
+def test_policies_of_papers_give_the_tokens_of_algorithm_1() -> None:
+    expected, _ = play(CROWD, 1, "no overlap")
+    n_preempted = 0
+    for name in (
+        "shortest_remaining:RoughlyShortestRemaining",
+        "skip_join_mlfq:SkipJoinMLFQ",
+        "earliest_deadline:TokenDeadline",
+    ):
+        scheduling = SchedulingConfig(policy=f"examples.policies.{name}", prefill_tokens=5)
+        requests, scheduler = play(CROWD, 1, "overlap", scheduling=scheduling)
+        n_preempted += scheduler.n_preemptions
+        for ours, theirs in zip(requests, expected, strict=True):
+            assert_same(ours, theirs)
+    assert n_preempted > 0
