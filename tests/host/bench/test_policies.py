@@ -15,6 +15,7 @@ from bench.policies.picture import picture
 from bench.policies.policies import BASELINE, POLICIES
 from bench.policies.search import highest_rate
 from bench.policies.simulated import SimulatedMachine
+from bench.policies.study import FOLDER, TRACES, play, table
 from bench.policies.table import HEADER, cells, markdown_table, text_table
 from bench.policies.traces import (
     Conversation,
@@ -177,3 +178,14 @@ def test_a_comparison_is_shown_as_tables_and_as_a_picture() -> None:
     texts = [element.text for element in drawn.iter() if element.tag.endswith("text")]
     assert "a < b" in texts
     assert {row.policy for row in rows} <= set(texts)
+
+
+def test_the_study_plays_its_traces_and_shows_seconds() -> None:
+    assert all((FOLDER / each.file).exists() for each in TRACES)
+    studied = replace(TRACES[1], requests=8)
+    figures = [play((studied, policy)) for policy in ("all", "token deadline")]
+    assert [each.n_requests for each in figures] == [8, 8]
+    title, _, header, rule, *rows = table(studied, ("all", "token deadline"), figures).splitlines()
+    assert title == "**Azure 2023, conversation**: 8 requests, 7 times as fast"
+    assert len({line.count("|") for line in (header, rule, *rows)}) == 1
+    assert f"| {figures[1].latency_mean:.2f} |" in rows[1]
