@@ -34,6 +34,14 @@ NOT_RUN = {
         "(result,) = llm.generate([prompt], SamplingParams(max_tokens=64, return_routed_experts=True))",
     ): "needs a mixture of experts; tests/device/engine/test_routed_experts.py",
     ("docs/training.md", "from functools import partial"): "needs Tunix; tests/whole/rollout runs it",
+    (
+        "docs/tutorials/write-a-policy.md",
+        "from shortest_first import ShortestFirst",
+    ): "test_policy_tutorial.py",
+    (
+        "docs/tutorials/write-a-policy.md",
+        "from orca_jax.config import SchedulingConfig, ServingConfig",
+    ): "test_policy_tutorial.py",
 }
 # Run elsewhere: against a server.
 OF_CLIENTS = ("from openai import OpenAI", "from anthropic import Anthropic")

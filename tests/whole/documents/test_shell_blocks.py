@@ -20,6 +20,7 @@ NOT_RUN = {
     "my_package.my_file:make_model": "a model to write; tests/whole/commands/test_own_model.py",
     "examples.train_own_model:saved": "a folder to train; tests/whole/commands/test_own_model.py",
     "serve path/to/checkpoint --pipeline-parallel 2 --tensor-parallel 8": "sixteen devices",
+    "shortest_first:ShortestFirst": "a policy to write; test_policy_tutorial.py",
     "model.gguf": "a file to download; tests/whole/commands/test_real_models.py",
     "gpt2": "measures this machine for 15 seconds; tests/endpoint/settings/test_plan_command.py",
 }
