@@ -531,29 +531,12 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             raise ConfigError(
                 f"generation_config is {self.generation_config!r}; it must be 'auto', 'none' or a directory"
             )
-        if self.speculates:
-            self._check_speculation()
         if self.workers is not None:
             self._refuse_worker_options()
         elif self.on_compile == "error" and self.in_this_process and not self.compile_ahead:
             raise ConfigError(
                 'on_compile="error" needs compile_ahead, without which no program could be compiled; set '
                 "compile_ahead, or leave on_compile out"
-            )
-
-    def _check_speculation(self) -> None:
-        """Refuse what drafts do not work with yet. Raises ConfigError."""
-        asked = {
-            "workers": self.workers is not None,
-            "worker_processes": self.worker_processes,
-            "pipeline_parallel": self.pipeline_parallel > 1,
-            "record": self.record is not None,
-        }
-        refused = [name for name, is_asked in asked.items() if is_asked]
-        if refused:
-            raise ConfigError(
-                f"speculative is {self.speculative!r}, which does not work with {', '.join(refused)} yet; "
-                "leave one of the two out"
             )
 
     def _refuse_worker_options(self) -> None:

@@ -19,6 +19,7 @@ from orca_jax.iteration.message import (
     ADJUSTED,
     BIAS,
     CONSTRAINED,
+    DRAFTED,
     POOLED,
     ROUTED,
     SAMPLED,
@@ -48,7 +49,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, 1 << 30),
     "logprobs": (-1, MAX_TOP_LOGPROBS),
     "prompt_logprobs": (-1, MAX_TOP_LOGPROBS),
-    "flags": (0, ADJUSTED | CONSTRAINED | POOLED | ROUTED),
+    "flags": (0, ADJUSTED | CONSTRAINED | POOLED | ROUTED | DRAFTED),
 }
 
 
@@ -125,6 +126,13 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     if (pools & ~initiation).any() or (pools.any() and not shape.embedding_size):
         raise BadFrame(
             "a row pools hidden states that it does not have: it decodes, or the engine pools none"
+        )
+    drafted = (sampling["flags"] & DRAFTED) > 0
+    if (drafted & (initiation | on_device | (input_length > 1))).any() or (
+        drafted.any() and not shape.drafts
+    ):
+        raise BadFrame(
+            "a row counts drafts without one known input token, or in an engine that drafts nothing"
         )
     if (sampling["flags"] & ROUTED).any() and not shape.sparse_layers:
         raise BadFrame("a row asks for its tokens' experts, which this engine does not report")

@@ -21,7 +21,7 @@ from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.iteration.rows.message_builder import BlockTables, MessageBuilder, SentRows
 from orca_jax.request.pooled_vector import Vector
-from orca_jax.request.request import PLAIN, Request, RequestState, Row, RowAnswer
+from orca_jax.request.request import Request, RequestState, Row, RowAnswer
 from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import Sampled, TokenLogprobs, token_logprobs
 from orca_jax.scheduling.engine_protocol import Iteration, Returned, never
@@ -133,7 +133,7 @@ class EngineMaster:
         except Exception as error:
             raise self._failed(error) from error
         token_ids = sampled.token_ids[: len(sent.requests)].tolist()
-        has_more = sampled.logprobs is not None or sent.inputs
+        has_more = sampled.logprobs is not None or sent.places
         if not (has_more or sampled.prompt_logprobs or sampled.pooled or sampled.routed):
             return Returned(token_ids)
         answers = _answers(sampled, token_ids, sent) if has_more else {}
@@ -150,18 +150,37 @@ class EngineMaster:
         waiting = [requests[i] for i in constrained]
         n_before = message.token_index[constrained].tolist()
         for request, n in zip(waiting, n_before, strict=True):
-            if len(request.output_ids) < n and request.state is not _FINISHED:
+            n_known = len(request.output_ids) + len(request.kind.sent)
+            if n_known < n and request.state is not _FINISHED:
                 return None
         words = np.full((len(constrained), self._n_words), -1, np.int32)
-        for request, into in zip(waiting, words, strict=True):
+        of_drafts = dict[Request, npt.NDArray[np.int32]]()
+        for request, n, into in zip(waiting, n_before, words, strict=True):
             if request.state is not _FINISHED:
-                assert request.constraint is not None
                 try:
-                    request.constraint.allowed(request.prompt_ids, request.output_ids, into)
+                    self._write_mask(request, n - len(request.output_ids), into, of_drafts)
                 except Exception as error:  # ends only this request, with its next token
                     request.failure = f"{type(error).__name__}: {error}"
                     into[:] = -1
         return words
+
+    def _write_mask(
+        self,
+        request: Request,
+        n_drafts: int,
+        into: npt.NDArray[np.int32],
+        of_drafts: dict[Request, npt.NDArray[np.int32]],
+    ) -> None:
+        """Write the mask after the output and the first `n_drafts` drafts; `of_drafts` keeps all of these."""
+        constraint, drafts = request.constraint, request.kind.sent
+        assert constraint is not None
+        if n_drafts <= 0:
+            constraint.allowed(request.prompt_ids, request.output_ids, into)
+            return
+        if request not in of_drafts:
+            of_drafts[request] = np.full((len(drafts), self._n_words), -1, np.int32)
+            constraint.allowed_after(request.prompt_ids, request.output_ids, drafts, of_drafts[request])
+        into[:] = of_drafts[request][n_drafts - 1]
 
     def _failed(self, error: Exception) -> EngineError:
         return EngineError(f"iteration {self._n_issued} failed: {type(error).__name__}: {error}")
@@ -194,17 +213,19 @@ class BuiltEngine:
 
 def _answers(sampled: Sampled, token_ids: Sequence[int], sent: SentRows) -> dict[int, RowAnswer]:
     """The answers of rows with more than one token or with log-probabilities, by place in the batch."""
-    requests, records = sent.requests, sampled.logprobs
+    requests, records, groups = sent.requests, sampled.logprobs, sent.groups
+    if records is None:
+        return {
+            place: RowAnswer(token_ids[groups[place].start : groups[place].stop]) for place in sent.places
+        }
+    given = set(sent.places)
     answers = dict[int, RowAnswer]()
-    for place, rows in enumerate(sent.groups):
+    for place, rows in enumerate(groups):
         request = requests[rows[0]]
         n_top = request.kind.n_logprobs(request)
-        if n_top is None or records is None:
-            logprobs = []
-        else:
-            logprobs = [token_logprobs(records[i], n_top) for i in rows]
-        if logprobs or request.kind is not PLAIN:
-            answers[place] = RowAnswer([token_ids[i] for i in rows], logprobs)
+        logprobs = [] if n_top is None else [token_logprobs(records[i], n_top) for i in rows]
+        if logprobs or place in given:
+            answers[place] = RowAnswer(token_ids[rows.start : rows.stop], logprobs)
     return answers
 
 

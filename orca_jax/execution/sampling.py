@@ -19,7 +19,7 @@ from jax import lax
 from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.execution.routed import DeviceRouted, joined
 from orca_jax.grammar.token_mask import n_words
-from orca_jax.iteration.flat_batch import FlatBatch, Sampler, SamplerArrays, TokenPrograms
+from orca_jax.iteration.flat_batch import DRAFT_COUNTED, FlatBatch, Sampler, SamplerArrays, TokenPrograms
 from orca_jax.iteration.message import SAMPLED, ControlMessage
 from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample, uniform
 from orca_jax.native.compiler import NotBuilt
@@ -109,13 +109,20 @@ class TokenChooser:
     """Chooses rows' next tokens from their logits, with tables for `n_rows` admitted requests.
 
     `place` is the sharding of all arrays. Without `native` everything runs in JAX, even where it could run in
-    C.
+    C. With `drafts` the programs that count drafts are compiled ahead too.
     """
 
     def __init__(
-        self, vocab_size: int, n_rows: int, place: jax.sharding.Sharding, *, native: bool = True
+        self,
+        vocab_size: int,
+        n_rows: int,
+        place: jax.sharding.Sharding,
+        *,
+        native: bool = True,
+        drafts: bool = False,
     ) -> None:
         self._vocab_size, self._n_rows, self._place = vocab_size, n_rows, place
+        self._drafts = drafts
         self._native = native and all(map(has_native_choice, place.device_set))
         choose = _choose_natively if self._native else _choose
         shape = (n_rows, vocab_size)
@@ -124,12 +131,19 @@ class TokenChooser:
             tables = Tables(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
             return jnp.zeros(n_rows, jnp.int32), tables
 
-        def by_rows(logits: jax.Array, *others: Any, sampler: Sampler | None = None) -> Hashable:
-            return logits.shape[0], sampler
+        def by_rows(
+            logits: jax.Array, *others: Any, sampler: Sampler | None = None, drafts: bool = False
+        ) -> Hashable:
+            return logits.shape[0], sampler, drafts
 
         self._empty = Program(jax.jit(no_tokens, out_shardings=place), key=lambda: ())
         self._set_row = Program(jax.jit(_set_row, donate_argnames="tables"), key=lambda *_: ())
-        self._adjust = Program(jax.jit(_adjust, donate_argnames="tables"), key=by_rows)
+        self._adjust = Program(
+            jax.jit(_adjust, static_argnames="drafts", donate_argnames="tables"), key=by_rows
+        )
+        self._count = Program(
+            jax.jit(_count_kept, donate_argnames="tables"), key=lambda tokens, *_: tokens.shape
+        )
         self._allow = Program(jax.jit(allow), key=by_rows)
         self._choose = Program(
             jax.jit(choose, static_argnames="sampler", donate_argnames="last_token"), key=by_rows
@@ -168,11 +182,14 @@ class TokenChooser:
         """
         logits = raw
         if programs.adjust:
-            logits, self._tables = self._adjust(logits, rows, self._tables, self.last_token)
+            tables, last = self._tables, self.last_token
+            logits, self._tables = self._adjust(logits, rows, tables, last, drafts=programs.drafts)
         if words is not None:
             logits = self._allow(logits, jax.device_put(words, self._place))
         choice = self._choose(logits, raw, rows, self.last_token, sampler=programs.sampler)
         tokens, self.last_token, records = choice
+        if programs.drafts:
+            self._tables = self._count(tokens, rows, self._tables)
         if programs.logprobs and records is None:
             records = self._logprobs(raw, rows, tokens)
         return DeviceTokens(tokens, records if programs.logprobs else None, reads)
@@ -193,10 +210,12 @@ class TokenChooser:
             logits, rows = array(float32, r, vocabulary), array(int32, len(SamplerArrays._fields), r)
             words, tokens = array(int32, r, n_words(vocabulary)), array(int32, r)
             said = f"{r} rows" if r > 1 else "1 row"
-            yield ToCompile(
-                f"biases and penalties, {said}",
-                partial(self._adjust.compile, logits, rows, tables, last_token),
-            )
+            adjust = partial(self._adjust.compile, logits, rows, tables, last_token)
+            yield ToCompile(f"biases and penalties, {said}", partial(adjust, drafts=False))
+            if self._drafts:
+                with_drafts = f"biases and penalties with drafts, {said}"
+                yield ToCompile(with_drafts, partial(adjust, drafts=True))
+                yield ToCompile(f"kept drafts, {said}", partial(self._count.compile, tokens, rows, tables))
             yield ToCompile(f"constraints, {said}", partial(self._allow.compile, logits, words))
             for sampler in get_args(Sampler):
                 choose = partial(self._choose.compile, logits, logits, rows, last_token, sampler=sampler)
@@ -270,22 +289,52 @@ def _set_row(tables: Tables, row: jax.Array, seen: jax.Array, bias: jax.Array) -
 
 
 def _adjust(
-    logits: jax.Array, rows: jax.Array, tables: Tables, last_token: jax.Array
+    logits: jax.Array, rows: jax.Array, tables: Tables, last_token: jax.Array, *, drafts: bool
 ) -> tuple[jax.Array, Tables]:
-    """Count each row's previous token, then apply biases and penalties."""
+    """Count each row's previous token, then apply biases and penalties.
+
+    With `drafts`, drafted rows count their input and the inputs before it, without keeping these counts.
+    """
     batch = SamplerArrays(*rows)
     last = last_token.at[batch.row].get(mode="clip")
     seen = tables.seen.at[batch.row, last].add(batch.adjusted == 2, mode="drop")
+    counts = seen.at[batch.row].get(mode="clip")
+    if drafts:
+        before, inputs = _inputs_before(batch)
+        each = jnp.arange(len(before))[:, None]
+        counts = counts.at[each, inputs[None, :]].add(before)
     has = (batch.adjusted > 0)[:, None]
     adjusted = adjust(
         logits,
-        jnp.where(has, seen.at[batch.row].get(mode="clip"), 0),
+        jnp.where(has, counts, 0),
         jnp.where(has, tables.bias.at[batch.row].get(mode="clip"), 0.0),
         _real(batch.repetition),
         _real(batch.frequency),
         _real(batch.presence),
     )
     return adjusted, Tables(seen, tables.bias)
+
+
+def _inputs_before(batch: SamplerArrays) -> tuple[jax.Array, jax.Array]:
+    """[R, R]: whether a row is drafted, of the first row's request and not after it; and the inputs [R]."""
+    place = jnp.arange(len(batch.row))
+    drafted = batch.adjusted >= DRAFT_COUNTED
+    same = (batch.row[:, None] == batch.row[None, :]) & drafted[:, None] & drafted[None, :]
+    inputs = jnp.where(drafted, batch.adjusted - DRAFT_COUNTED, 0)
+    return same & (place[None, :] <= place[:, None]), inputs
+
+
+def _count_kept(tokens: jax.Array, rows: jax.Array, tables: Tables) -> Tables:
+    """Count the newest token of each drafted output, and the drafts after it that are right.
+
+    `tokens` [R] were sampled. A draft is right if all before it are, and the row before sampled it.
+    """
+    batch = SamplerArrays(*rows)
+    before, inputs = _inputs_before(batch)
+    is_first = before.sum(1) == 1
+    is_wrong = ~is_first & (inputs != jnp.roll(tokens, 1))
+    kept = before.any(1) & ~(before & is_wrong[None, :]).any(1)
+    return Tables(tables.seen.at[batch.row, inputs].add(kept, mode="drop"), tables.bias)
 
 
 def _choose(

@@ -100,7 +100,9 @@ class Worker:
         self._copy_state = Program(copy, key=lambda *_: ())
         self._caches: list[LayerMemory] = []
         self._routed = Routed(None, None)  # from the newest forward pass
-        self.chooser = TokenChooser(config.vocab_size, shape.n_rows, self._place) if part.last else None
+        self.chooser = None
+        if part.last:
+            self.chooser = TokenChooser(config.vocab_size, shape.n_rows, self._place, drafts=shape.drafts)
         self.prompts = None
         if part.last:
             self.prompts = PromptReader(self.stage, shape, self._place)

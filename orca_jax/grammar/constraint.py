@@ -1,6 +1,6 @@
 """The constraint of a request's output: a bit mask of the tokens that may come next."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from orca_jax.errors import GrammarExhausted, OutputFailed
 from orca_jax.grammar.grammar import Grammar, GrammarState
-from orca_jax.grammar.token_mask import Words, words_of
+from orca_jax.grammar.token_mask import Words, has, words_of
 
 
 class BadWords:
@@ -63,6 +63,20 @@ class History:
         self.tokens += _as_bytes(output_ids[self._n_output :])
         self.newest = output_ids[-1]
         self._n_output = len(output_ids)
+        self._shorten()
+
+    def copy(self) -> "History":
+        """A copy that goes on by itself."""
+        other = History((), self._n_kept)
+        other.tokens, other.newest, other._n_output = self.tokens[:], self.newest, self._n_output
+        return other
+
+    def append(self, token_id: int) -> None:
+        self.tokens += _as_bytes((token_id,))
+        self.newest = token_id
+        self._n_output += 1
+
+    def _shorten(self) -> None:
         if len(self.tokens) > 8 * (self._n_kept + 64):
             del self.tokens[: -4 * self._n_kept]
 
@@ -104,6 +118,7 @@ class Constraint:
         self._history: History | None = None  # made when first needed; only for bad words
         self._always = bool(rules.bad_words or rules.grammar) or rules.allowed_token_ids is not None
         self._n_accepted = 0
+        self.n_followed = 0  # of the newest drafts, those that masks follow
 
     @property
     def failure(self) -> str | None:
@@ -125,20 +140,49 @@ class Constraint:
 
         If `bad_words` and `min_tokens` would forbid every token, they are ignored.
         """
-        forced = self._rules.forced.get(len(output_ids))
-        if forced is not None:
-            into[:] = words_of((forced,), self._rules.vocab_size)
-            return
-        if self._grammar is None:
-            into[:] = self._rules.base
-        else:
-            self._grammar.allowed(into)
-        banned = self._banned(prompt_ids, output_ids)
-        if banned:
-            without = into.copy()
-            without &= ~words_of(banned, self._rules.vocab_size)
-            if without.any():
-                into[:] = without
+        history = self._follow(prompt_ids, output_ids)
+        self._write(len(output_ids), self._grammar, history, into)
+
+    def drafts(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], drafts: Sequence[int], n: int
+    ) -> Sequence[int]:
+        """The first of these drafts that may follow and do not end the output, or the grammar's own.
+
+        What a grammar forces is at most `n` tokens, and replaces fewer drafts.
+        """
+        first = len(output_ids)
+        wanted = [i - first for i in self._rules.forced if first <= i < first + n]
+        n = min(wanted, default=n)  # a grammar does not see the tokens that the model forces
+        drafts = drafts[: self._n_permitted(prompt_ids, output_ids, drafts[:n])]
+        if self._grammar is not None and len(drafts) < n:
+            forced = self._grammar.forced(n)
+            if len(forced) > len(drafts):
+                forced = forced[: self._n_permitted(prompt_ids, output_ids, forced)]
+                drafts = max(drafts, forced, key=len)
+        self.n_followed = len(drafts)
+        return drafts
+
+    def allowed_after(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], drafts: Sequence[int], into: Words
+    ) -> None:
+        """Write the mask of the tokens allowed after each draft into `into`, `[len(drafts), n_words]`.
+
+        Where a grammar ends or fails, and after that, the masks allow all; `n_followed` is the number of
+        drafts before.
+        """
+        grammar = None if self._grammar is None else self._grammar.fork()
+        history = self._follow(prompt_ids, output_ids)
+        history = None if history is None else history.copy()
+        for i, draft in enumerate(drafts):
+            if history is not None:
+                history.append(draft)
+            is_over = grammar is not None and grammar.accept(draft)
+            if not is_over:
+                self._write(len(output_ids) + i + 1, grammar, history, into[i])
+            if is_over or (grammar is not None and grammar.failure is not None):
+                self.n_followed = min(self.n_followed, i)
+                into[i:] = -1
+                return
 
     def accept(self, token_id: int) -> bool:
         """Take the sampled token; True when the grammar is complete."""
@@ -147,17 +191,54 @@ class Constraint:
             return False
         return self._grammar.accept(token_id)
 
-    def _banned(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> set[int]:
-        banned = set[int]()
-        if len(output_ids) < self._rules.min_tokens:
-            banned |= self._rules.end_token_ids
+    def _write(self, place: int, grammar: GrammarState | None, history: History | None, into: Words) -> None:
+        """Write the mask at a place of the output, where the grammar and the bad words have come thus far."""
+        forced = self._rules.forced.get(place)
+        if forced is not None:
+            into[:] = words_of((forced,), self._rules.vocab_size)
+            return
+        if grammar is None:
+            into[:] = self._rules.base
+        else:
+            grammar.allowed(into)
+        banned = self._banned(place, history)
+        if banned:
+            without = into.copy()
+            without &= ~words_of(banned, self._rules.vocab_size)
+            if without.any():
+                into[:] = without
+
+    def _banned(self, place: int, history: History | None) -> Set[int]:
+        banned = self._rules.end_token_ids if place < self._rules.min_tokens else frozenset[int]()
+        return banned if history is None else banned | self._rules.bad_words.completed_by(history)
+
+    def _follow(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> History | None:
+        """The tokens so far, for bad words; None without any."""
         words = self._rules.bad_words
-        if words:
-            if self._history is None:
-                self._history = History(prompt_ids, words.longest)
-            self._history.follow(output_ids)
-            banned |= words.completed_by(self._history)
-        return banned
+        if not words:
+            return None
+        if self._history is None:
+            self._history = History(prompt_ids, words.longest)
+        self._history.follow(output_ids)
+        return self._history
+
+    def _n_permitted(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], drafts: Sequence[int]
+    ) -> int:
+        """The number of drafts that may follow one another, with more to come after them."""
+        n = len(drafts) if self._grammar is None else self._grammar.n_permitted(drafts)
+        history = self._follow(prompt_ids, output_ids)
+        history = None if history is None else history.copy()
+        base = (
+            None if self._rules.allowed_token_ids is None or self._grammar is not None else self._rules.base
+        )
+        for i, draft in enumerate(drafts[:n]):
+            is_allowed = base is None or has(base, draft)
+            if not is_allowed or draft in self._banned(len(output_ids) + i, history):
+                return i
+            if history is not None:
+                history.append(draft)
+        return n
 
 
 def _as_bytes(token_ids: Sequence[int]) -> bytes:

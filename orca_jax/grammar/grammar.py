@@ -8,7 +8,7 @@ source.py. A grammar that exceeds them is rejected before it runs; if it exceeds
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from orca_jax.errors import OutputFailed, QueueFull, is_failure
 from orca_jax.grammar.memory import MAX_BYTES, HeapGrowth, LiveGrammars, grown_by
 from orca_jax.grammar.schema_document import CannotFollow
 from orca_jax.grammar.source import GrammarText, grammar_text, refuse, shortened
-from orca_jax.grammar.token_mask import Words, words_of
+from orca_jax.grammar.token_mask import Words, has, words_of
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
@@ -29,6 +29,8 @@ COMPILE_PLACES = 3  # concurrent compilations; a timed-out one keeps its place u
 COMPILE_STACK_BYTES = 256 << 20  # of address space; llguidance recurses, 3,000 rules in a chain take 8 MB
 N_KEPT = 64  # cached grammars, compiled or rejected; compiled ones within MAX_BYTES
 N_TRIED = 8  # tokens of the trial output after compiling: a grammar that fails at once is rejected here
+
+_FORCED_BYTES = 16  # of a text that must follow: how many are read for each token that is wanted
 
 # A thread's clock of its processor time; None on macOS.
 _clock_of = getattr(time, "pthread_getcpuclockid", None)
@@ -253,8 +255,45 @@ class GrammarState:
             self._panicked(error)
             return True
 
+    def fork(self) -> "GrammarState":
+        """A copy that goes on by itself; takes some microseconds. One that cannot be made has failed."""
+        try:
+            matcher = self._matcher.deep_copy() if self.failure is None else self._matcher
+            copy = GrammarState(self._grammar, matcher, self._vocabulary)
+            copy.failure = self.failure
+        except BaseException as error:
+            copy = GrammarState(self._grammar, self._matcher, self._vocabulary)
+            copy._panicked(error)
+        return copy
+
+    def n_permitted(self, token_ids: Sequence[int]) -> int:
+        """The number of these tokens that may follow, one after the other, with more to come after them."""
+        is_text = self._vocabulary.is_text
+        n = next((i for i, token_id in enumerate(token_ids) if not is_text(token_id)), len(token_ids))
+        try:
+            if self.failure is not None or not n:
+                return 0
+            n = self._matcher.validate_tokens(list(token_ids[:n]))
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            return 0  # what it means for the output shows with its next token
+        ahead = self.fork()
+        return next((i for i in range(n) if ahead.accept(token_ids[i])), n)
+
+    def forced(self, n: int) -> list[int]:
+        """Up to `n` tokens of the text that must follow; the output may have other tokens with this text."""
+        ahead = self.fork()  # llguidance goes ahead itself
+        try:
+            text = b"" if ahead.failure is not None else ahead._matcher.compute_ff_bytes()
+            return self._vocabulary.encode(text, n)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            return []
+
     def _accept(self, token_id: int) -> bool:
-        was_allowed = self._is_known and _has(self._allowed, token_id)
+        was_allowed = self._is_known and has(self._allowed, token_id)
         self._is_known = False
         if not self._vocabulary.is_text(token_id):
             self._fail(f"token {token_id} is not text")
@@ -304,6 +343,7 @@ class _Vocabulary:
     n_words: int  # of llguidance's masks, which include a bit for `end`
     text: Words  # [ceil(vocab_size / 32)], bits of the tokens that have bytes, and of special ones
     eos: Words  # [ceil(vocab_size / 32)], bits of the end-of-sequence tokens
+    encode_inside: Callable[[str], list[int]]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> "_Vocabulary":
@@ -322,14 +362,16 @@ class _Vocabulary:
             n_words=vocab_size // 32 + 1,
             text=words_of((i for i, token in enumerate(tokens) if token), vocab_size),
             eos=words_of(eos_token_ids, vocab_size),
+            encode_inside=tokenizer.encode_inside,
         )
 
+    def encode(self, text: bytes, n: int) -> list[int]:
+        """The first `n` tokens of a text, which may end within a character."""
+        read = text[: n * _FORCED_BYTES].decode("utf-8", "ignore")
+        return self.encode_inside(read)[:n] if read else []
+
     def is_text(self, token_id: int) -> bool:
-        return 0 <= token_id < self.end and _has(self.text, token_id)
-
-
-def _has(words: Words, token_id: int) -> bool:
-    return 0 <= token_id < 32 * len(words) and bool(int(words[token_id // 32]) >> (token_id % 32) & 1)
+        return 0 <= token_id < self.end and has(self.text, token_id)
 
 
 class _Tokens:

@@ -21,3 +21,8 @@ def words_of(token_ids: Iterable[int] | None, vocab_size: int) -> Words:
     else:
         bits[list(token_ids)] = True
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)
+
+
+def has(words: Words, token_id: int) -> bool:
+    """Whether a mask has this token."""
+    return 0 <= token_id < 32 * len(words) and bool(int(words[token_id // 32]) >> (token_id % 32) & 1)

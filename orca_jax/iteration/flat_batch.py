@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.config import Attention
-from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, SAMPLED, ControlMessage
+from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, DRAFTED, SAMPLED, ControlMessage
 from orca_jax.iteration.shape import EngineShape, bucket_for
 
 Sampler = Literal["greedy", "plain", "full"]
@@ -69,8 +69,9 @@ class SamplerArrays(NamedTuple):
     """The sampler's inputs, `[R]` int32 each; from `temperature` to `presence`, the bits of float32.
 
     `adjusted` is 0 for a row without biases and penalties, 1 in its initiation, and 2 in an increment, where
-    the token of the previous iteration must still be counted. From `seed_low` on they are the first words of
-    message.SAMPLING in their order, so that one copy lays them out.
+    the token of the previous iteration must still be counted. From DRAFT_COUNTED on it is that number plus
+    the input token of a drafted output's row, which must still be counted. From `seed_low` on they are the
+    first words of message.SAMPLING in their order, so that one copy lays them out.
     """
 
     row: Any  # index in last_token to store the next token at; n_rows (out of range) if none is sampled
@@ -88,6 +89,8 @@ class SamplerArrays(NamedTuple):
     presence: Any
     top_k: Any
 
+
+DRAFT_COUNTED = 3  # see SamplerArrays
 
 _FIRST_COPIED = SamplerArrays._fields.index("seed_low")  # from here on, fields are words of SAMPLING
 _N_COPIED = len(SamplerArrays._fields) - _FIRST_COPIED
@@ -179,13 +182,14 @@ class TokenPrograms:
     In order: `adjust` applies biases and penalties, `allow` applies token masks, `sampler` chooses tokens,
     and `logprobs` computes log-probabilities. `sampler` is the cheapest that serves all rows: `greedy` if all
     temperatures are 0, `plain` if no sampled row uses top_k or top_p, else `full`. All three are greedy for
-    rows with temperature 0.
+    rows with temperature 0. With `drafts`, adjusted rows have drafts that are counted.
     """
 
     sampler: Sampler = "greedy"
     adjust: bool = False
     allow: bool = False
     logprobs: bool = False
+    drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,6 +216,7 @@ def token_programs(sampling: npt.NDArray[np.void]) -> TokenPrograms:
         adjust=bool(flags & ADJUSTED),
         allow=bool(flags & CONSTRAINED),
         logprobs=bool(np.count_nonzero(sampling["logprobs"] >= 0)),
+        drafts=bool(flags & DRAFTED),
     )
 
 
@@ -284,6 +289,9 @@ def flat_batch(
     if programs.adjust:
         has_changes = (message.sampling["flags"] & ADJUSTED) > 0
         adjusted[:] = np.where(message.initiation, 1, 2) * has_changes
+    if programs.drafts:
+        drafted = np.flatnonzero(message.sampling["flags"] & DRAFTED)
+        adjusted[drafted] = DRAFT_COUNTED + message.token_ids[row_start[drafted]]
 
     # Per token. If all rows are increments, each is one token, so no map from token to row is needed.
     kv_length, row, take_last = message.kv_length, message.row, message.token_on_device

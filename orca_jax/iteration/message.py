@@ -25,6 +25,7 @@ POOLS_LAST = 4  # wants the final hidden state of its last input token
 POOLS_ALL = 8  # wants the sum of the final hidden states of all its input tokens
 POOLED = POOLS_LAST | POOLS_ALL
 ROUTED = 16  # wants the experts that its input tokens choose
+DRAFTED = 32  # is ADJUSTED, and its penalties count its known input token and those of the rows before it
 
 # How a row's next token is chosen; fields as in SamplingParams. -1 log-probabilities: not requested.
 # The words up to `top_k` are copied as they are into the flat batch: flat_batch.SamplerArrays ends with them.

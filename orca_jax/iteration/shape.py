@@ -44,6 +44,7 @@ class EngineShape:
     experts; all three are 0 if no layer has experts, or if layers choose different numbers of them. With
     `states` each admitted request also has a state of fixed size, which recurrent layers keep at its row,
     and the prefix cache has `n_snapshots` more of them.
+    With `drafts` outputs are drafted.
     """
 
     block_size: int
@@ -62,6 +63,7 @@ class EngineShape:
     n_experts: int = 0
     states: bool = False
     n_snapshots: int = 0
+    drafts: bool = False
 
     def __post_init__(self) -> None:
         for name, limit in _LIMITS.items():
@@ -71,7 +73,7 @@ class EngineShape:
         for name in ("sparse_layers", "top_k", "n_experts"):
             check_whole(name, getattr(self, name), 0, _MOST_EXPERTS)
         check_whole("n_snapshots", self.n_snapshots, 0, _LIMITS["n_rows"] if self.states else 0)
-        for name in ("deterministic", "coarse_buckets", "states"):
+        for name in ("deterministic", "coarse_buckets", "states", "drafts"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
 

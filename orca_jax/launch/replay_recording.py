@@ -16,7 +16,7 @@ from orca_jax.launch.start_engine import Start, start_engine
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.service.prepared_params import RuleMaker
 from orca_jax.service.recording import Recording, read_recording
-from orca_jax.service.replay import Replay, ReplayReport, recorded_serving
+from orca_jax.service.replay import Replay, ReplayReport, recorded_serving, recorded_speculation
 from orca_jax.user_model.find import find_any_model
 
 
@@ -63,14 +63,15 @@ def replay(of: str | Path | Recording, *, model: str | Path | None = None) -> Re
             f"but {found.name} has {found.config.vocab_size} and {found.config.n_positions}; pass the place "
             "of the recorded one as model"
         )
-    rules = RuleMaker(found.config, found.tokenizer)
+    serving = recorded_serving(recording)
+    speculation = recorded_speculation(recording, serving)
+    rules = RuleMaker(found.config, found.tokenizer, speculation=speculation)
 
     def constraint(sampling: SamplingParams) -> Any:
         return rules.rules(sampling).constraint()
 
     built = start_engine(found, config)
     try:
-        serving = recorded_serving(recording)
         whole = Replay(
             recording,
             built.engine,

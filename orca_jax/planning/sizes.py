@@ -157,6 +157,7 @@ def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) 
         n_experts=n_experts,
         states=model.has_state,
         n_snapshots=serving.n_snapshots if model.has_state else 0,
+        drafts=serving.scheduling.speculates,
     )
 
 

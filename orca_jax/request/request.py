@@ -1,7 +1,7 @@
 """A request, its states (ORCA 4.2), and how it enters iterations."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
@@ -78,6 +78,27 @@ class OutputConstraint(Protocol):
         """Write the mask of allowed next tokens to `into`: token t is bit t % 32 of word t // 32."""
         ...
 
+    def drafts(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], drafts: Sequence[int], n: int
+    ) -> Sequence[int]:
+        """The first of these drafts that may follow without ending the output, or up to `n` forced tokens."""
+        ...
+
+    @property
+    def n_followed(self) -> int:
+        """The number of the newest drafts after which the masks hold."""
+        ...
+
+    def allowed_after(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        drafts: Sequence[int],
+        into: npt.NDArray[np.int32],
+    ) -> None:
+        """Write the mask of the tokens allowed after each draft to `into`, `[len(drafts), n_words]`."""
+        ...
+
     def accept(self, token_id: int) -> bool:
         """Take the next output token; True if the output is complete."""
         ...
@@ -87,7 +108,7 @@ SAMPLED = -1  # the `next_id` of a row that samples its next token
 
 
 class InputRow(NamedTuple):
-    """A row of the control message whose input tokens the host knows."""
+    """A row of the control message whose input tokens the host knows; in an increment, one row a token."""
 
     place: int  # the row of the block table
     start: int  # the number of tokens before the input
@@ -114,9 +135,9 @@ class RowKind:
 
     n_rows = 1  # rows of the block table per request, each of which takes a place in every batch
     forks = False  # whether rows diverge after the prompt, and may continue one another's
-    runs_ahead = True  # whether a request may be issued again before its token returns
     greedy = False  # whether temperature 0 replaces the request's
     scored_ids: Sequence[int] = ()  # the output, if it is known and only scored
+    sent: Sequence[int] = ()  # drafts of the iteration in flight: input tokens after the output so far
 
     @property
     def parents(self) -> Sequence[int]:
@@ -138,6 +159,17 @@ class RowKind:
         """The estimated probability that an increment's further token is kept if those before it are."""
         return 1.0
 
+    def runs_ahead(self, req: "Request") -> bool:
+        """Whether the request may be issued again before its token returns."""
+        return True
+
+    def holds_batch(self, req: "Request", *, has_room: bool) -> bool:
+        """Whether no other request of its batch may be issued again either before its tokens return.
+
+        `has_room`: the next batch has places for more than a token of each request.
+        """
+        return False
+
     def n_logprobs(self, req: "Request") -> int | None:
         """The number of top log-probabilities to return; None: none, not even the token's."""
         return req.sampling.logprobs
@@ -149,14 +181,18 @@ class RowKind:
     def rows(self, req: "Request", n_tokens: int, places: Sequence[int]) -> list[InputRow]:
         """The rows of the next iteration, which computes `n_tokens`; `places` are the request's table rows.
 
-        For plain requests it is called only in the initiation phase.
+        None: a plain row, of a chunk of the prompt, or in an increment of the newest token, which the device
+        has. For plain requests it is called only in the initiation phase.
         """
         return [prompt_chunk(req, n_tokens)]
 
-    def accept(self, req: "Request", answer: RowAnswer) -> Iterator[tuple[int, FinishReason | None]]:
-        """Yield the tokens for the user, the last one of the request with its finish reason."""
+    def accept(self, req: "Request", answer: RowAnswer) -> Iterable[tuple[int, FinishReason | None]]:
+        """The tokens for the user, the last one of the request with its finish reason."""
         req.logprobs += answer.logprobs
         yield answer.token_ids[0], req.accept(answer.token_ids[0])
+
+    def end(self, req: "Request") -> None:
+        """Take note that the output is complete."""
 
     def restart(self, req: "Request") -> None:
         """Prepare for computing all keys and values of the request again."""

@@ -13,7 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Literal
 
 from orca_jax.config import ServingConfig
-from orca_jax.request.request import FinishReason, Request, RequestState, RowAnswer, begin_iteration
+from orca_jax.request.request import (
+    PLAIN,
+    FinishReason,
+    Request,
+    RequestState,
+    RowAnswer,
+    begin_iteration,
+)
 from orca_jax.scheduling.allocation import allocate, continue_beams, grow, rows_without_slots
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
 from orca_jax.scheduling.kv_manager import KVManager
@@ -64,9 +71,7 @@ class Scheduler:
         self.in_flight: deque[Iteration] = deque()  # line 1
         self.n_rsrv = 0  # line 2
         self.held: Held | None = None  # the request that the last iteration left waiting, and why
-        # What is kept of an iteration's drafts decides the next one's rows, so nothing may run ahead of them.
-        speculates = config.scheduling.speculates
-        self.overlaps = config.overlap and engine.keeps_tokens and not speculates
+        self.overlaps = config.overlap and engine.keeps_tokens
         self._most_in_flight = engine.n_workers + self.overlaps
         self.leaving: list[Request] = []  # ended, but still in a batch in flight
         self.gate: Gate = "open"
@@ -99,7 +104,7 @@ class Scheduler:
             self._issue(choice)  # lines 5 to 8
         elif not self.n_scheduled:
             return ended or bool(choice.preempted)
-        if self.n_scheduled == self._most_in_flight:  # line 9
+        if self.n_scheduled == self._most_in_flight or self._must_return_first():  # line 9
             self._take_return(interrupted=never)  # lines 10 to 15
         elif not rows:  # a worker is free: also stop waiting when there may be something to select
             self._take_return(interrupted=lambda: self.pool.activity() != activity)
@@ -133,7 +138,8 @@ class Scheduler:
         if self.n_scheduled < self.engine.n_workers:
             choice = self._choose()
         # Only if no request is ready: a request that runs ahead must wait for its token in flight.
-        if not (choice.rows or choice.preempted) and self.overlaps and self.in_flight:
+        ahead = self.overlaps and self.in_flight and not self._must_return_first()
+        if ahead and not (choice.rows or choice.preempted):
             choice = self._choose(running_ahead(self.in_flight[0].rows))
         if not self.config.deterministic:
             return choice
@@ -141,6 +147,18 @@ class Scheduler:
             choice, self.n_rsrv, max_bs=self.config.max_batch_size, initiated_last=self._initiated_last
         )
         return choice
+
+    def _must_return_first(self) -> bool:
+        """Whether nothing may run ahead of the only batch in flight.
+
+        What is kept of drafts decides their request's next rows. The others of the batch wait with it,
+        because two smaller batches would take longer than one.
+        """
+        if not self.overlaps or self.n_scheduled < self.engine.n_workers:
+            return False
+        rows = self.in_flight[0].rows
+        has_room = len(rows) < self.config.max_batch_size
+        return any(req.kind is not PLAIN and req.kind.holds_batch(req, has_room=has_room) for req, _ in rows)
 
     def _alone(self, req: Request) -> Choice:
         """Choose only this request, once no other is in flight and it is ready; until then no rows."""
@@ -260,6 +278,8 @@ class Scheduler:
             self.release(req)
         req.state = FINISHED
         req.finish_reason = reason
+        if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
+            req.kind.end(req)
         self.pool.remove(req)
         self.waiting_again.discard(req)
         return req, None, reason

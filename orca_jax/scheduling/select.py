@@ -37,7 +37,7 @@ def running_ahead(rows: Iterable[Row]) -> frozenset[Request]:
             # `n_tokens_issued < max_tokens`, inlined for speed.
             and len(req.output_ids) + 1 - req.n_partial < req.most_output
             and req.ending is None
-            and req.kind.runs_ahead
+            and (req.kind is PLAIN or req.kind.runs_ahead(req))
         ]
     )
 

@@ -122,9 +122,7 @@ class RuleMaker:
         stops = StopStrings(sampling.stop) if sampling.stop else None
         forced = self._forced(sampling.max_tokens)
         shown = {} if self._tokenizer is None else self._tokenizer.special_texts(form.shown)
-        # A constraint allows the next token once it knows all tokens before it.
-        drafts = constraints is None and not beams and takes_drafts(sampling)
-        speculation = self._speculation if drafts else None
+        speculation = self._speculation if not beams and takes_drafts(sampling) else None
         prediction = None if speculation is None else self._prediction(sampling.prediction)
         return OutputRules(
             sampling,

@@ -1,14 +1,17 @@
 """Repeats a recording: the same requests, seen by the scheduler in the same turns, on any engine.
 
-An output ends where it ended in the recording, so the batches are the same even where the tokens are not.
+An output ends where it ended in the recording, so the batches are the same even where the tokens are not,
+unless outputs were drafted: which drafts are kept depends on the tokens.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.rows.beams import Beams
+from orca_jax.iteration.rows.drafted import Drafted, takes_drafts
 from orca_jax.iteration.rows.scored import ScoredOutput
 from orca_jax.request.beam_search import begin_search
 from orca_jax.request.request import PLAIN, FinishReason, OutputConstraint, Request, Row, RowKind
@@ -20,6 +23,7 @@ from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import IterationRecord, Timeline
 from orca_jax.scheduling.waiting_queue import FairQueue, waiting_queue
 from orca_jax.service.recording import RecordedRequest, Recording
+from orca_jax.speculation.drafter import Speculation, configured_speculation
 
 _NO_LIMIT = 1 << 30  # of the queue, which took these requests before
 
@@ -47,11 +51,13 @@ class ReplayReport:
         return not self.difference and not self.other_outputs
 
 
-def _endless(sampling: SamplingParams, scored_ids: Sequence[int]) -> RowKind:
+def _endless(speculation: Speculation | None, sampling: SamplingParams, scored_ids: Sequence[int]) -> RowKind:
     """The row kind of a request without end-of-sequence tokens."""
     if sampling.use_beam_search:
         return Beams(begin_search(sampling, frozenset()))
-    return ScoredOutput(scored_ids) if scored_ids else PLAIN
+    if scored_ids:
+        return ScoredOutput(scored_ids)
+    return PLAIN if speculation is None or not takes_drafts(sampling) else Drafted(speculation)
 
 
 class Replay:
@@ -69,13 +75,13 @@ class Replay:
         *,
         config: ServingConfig,
         constraint: Callable[[SamplingParams], OutputConstraint | None] = lambda _: None,
-        kind: Callable[[SamplingParams, Sequence[int]], RowKind] = _endless,
+        kind: Callable[[SamplingParams, Sequence[int]], RowKind] | None = None,
         compares_outputs: bool = True,
     ) -> None:
         self.report = ReplayReport(why_last=recording.why_last)
         self._recording = recording
         self._constraint = constraint
-        self._kind = kind
+        self._kind = kind or partial(_endless, recorded_speculation(recording, config))
         self._compares_outputs = compares_outputs
         self._now = 0.0
         self.timeline = _ComparedTimeline(recording, self.report, lambda: self._now)
@@ -245,3 +251,11 @@ def recorded_serving(recording: Recording) -> ServingConfig:
     """The sizes of the recorded engine, without the limits of its queue."""
     serving = ServingConfig.from_dict(recording.header["serving"])
     return replace(serving, max_queue=_NO_LIMIT)
+
+
+def recorded_speculation(recording: Recording, config: ServingConfig) -> Speculation | None:
+    """The drafts of the recorded engine, made again: a drafter guesses the same for the same output.
+
+    Raises ConfigError if a user's drafter is not there.
+    """
+    return configured_speculation(config.scheduling, vocab_size=recording.header["vocab_size"])

@@ -10,6 +10,7 @@ from orca_jax.errors import BadRecording, OrcaError
 from orca_jax.planning.cost_model import IterationShape, IterationSums
 from orca_jax.planning.sizes import n_rows
 from orca_jax.request.request import FinishReason, Request
+from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
@@ -156,6 +157,11 @@ def simulated_replay(recording: Recording) -> ReplayReport:
         n_positions = recording.header["n_positions"]
     except (KeyError, TypeError, ValueError) as error:
         raise BadRecording(f"the recording's first line lacks the engine's sizes: {error!r}") from error
+    if serving.scheduling.speculates and any(_needs_model(each.sampling) for each in recording.requests):
+        raise BadRecording(
+            "the recording has drafts that follow a request's grammar, words or predicted output, which "
+            "needs the model; replay it without simulation"
+        )
     kv = KVManager(
         n_blocks=serving.n_blocks,
         block_size=serving.block_size,
@@ -173,3 +179,9 @@ def simulated_replay(recording: Recording) -> ReplayReport:
 
     engine = SimulatedEngine(VirtualClock(), n_workers=n_workers, token=token)
     return Replay(recording, engine, kv, config=serving, compares_outputs=False).run()
+
+
+def _needs_model(sampling: SamplingParams) -> bool:
+    """Whether the drafts of a request with these parameters depend on its constraint or on a tokenizer."""
+    has_words = bool(sampling.bad_words or sampling.min_tokens) or sampling.allowed_token_ids is not None
+    return has_words or sampling.grammar is not None or sampling.prediction is not None

@@ -18,7 +18,6 @@ class Beams(RowKind):
     """
 
     forks = True
-    runs_ahead = False
     greedy = True  # the sampled token is not used
 
     def __init__(self, search: BeamSearch) -> None:
@@ -32,6 +31,9 @@ class Beams(RowKind):
     @property
     def found(self) -> Sequence[Hypothesis]:
         return self.search.finished if self.search.found else ()
+
+    def runs_ahead(self, req: Request) -> bool:
+        return False
 
     def n_logprobs(self, req: Request) -> int:
         return self.search.n_candidates

@@ -5,12 +5,14 @@ The draw depends only on the row's logits, the request's seed and the token's in
 one that would have come without drafts if all drafts before it are right, which they are if they equal what
 was sampled. These are kept, with the first sampled token after them. Keys and values of the other drafts are
 overwritten: the request's next tokens have the same positions, and so the same slots.
+
+Without drafts a request has a plain row, and its iterations may run ahead.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from orca_jax.request.request import FinishReason, InputRow, Request, RowAnswer, RowKind
+from orca_jax.request.request import FinishReason, InputRow, Request, RequestState, RowAnswer, RowKind
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.speculation.drafter import Drafter, Speculation
 from orca_jax.speculation.prediction import PredictedOutput, Prediction
@@ -23,17 +25,19 @@ _PAUSES = (0, 0, 0, 0, 2, 6, 14, 30)
 # A request's estimate of its drafts' chances forgets this fraction with each iteration, and counts as many
 # drafts of the whole engine with it.
 _FORGOTTEN, _OF_ENGINE = 1 / 64, 4.0
+# Output tokens after right drafts for which no iteration runs ahead although there are no drafts: more than
+# n-grams need to find their place again. As many after drafts for which the batch had no use, iterations run
+# ahead although there are some.
+_AWAITED = 8
 
 
 def takes_drafts(sampling: SamplingParams) -> bool:
     """Whether drafts of an output with these parameters can be verified.
 
-    Penalties and biases count tokens in a table that has only one entry for each request, and the experts of
-    rejected drafts would be returned. An output of two tokens leaves no room for a draft.
+    The experts of rejected drafts would be returned. An output of two tokens leaves no room for a draft.
     """
-    penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-    changes = sampling.logit_bias or penalties != (1, 0, 0) or sampling.return_routed_experts
-    return not changes and sampling.max_tokens > 2 and sampling.speculative != "off"
+    changes = sampling.return_routed_experts or sampling.speculative == "off"
+    return not changes and sampling.max_tokens > 2
 
 
 class Drafted(RowKind):
@@ -42,19 +46,19 @@ class Drafted(RowKind):
     `speculation` is the engine's.
     """
 
-    # The next rows depend on which drafts are kept.
-    runs_ahead = False
-
     def __init__(self, speculation: Speculation, prediction: Prediction | None = None) -> None:
         self.speculation = speculation
         self._predicted = None if prediction is None else PredictedOutput(prediction)
         self._drafter: Drafter | None = None
         self._failed = False
         self._drafts: Sequence[int] = ()  # after the first `_n_output` output tokens
-        self._n_output = 0
+        self._n_output = 0 if prediction is None else -1  # only a prediction knows the first token
         self._n_in_vain = 0  # iterations in a row that kept none of their drafts
         self._paused_until = 0  # the length of the output from which drafts are made again
-        self.sent: Sequence[int] = ()  # the drafts of the iteration in flight
+        self._awaited_until = 0  # the length of the output until which no iteration runs ahead
+        self._declined_until = 0  # and that until which drafts are held not to be worth that
+        self.sent: Sequence[int] = ()
+
         # Drafts that were right, and those that were compared: in an iteration up to the first wrong one.
         self._n_right = self._n_compared = 0.0
 
@@ -67,50 +71,80 @@ class Drafted(RowKind):
         n_right = self._n_right + _OF_ENGINE * self.speculation.chance
         return n_right / (self._n_compared + _OF_ENGINE)
 
-    def most_tokens(self, req: Request) -> int:
+    def runs_ahead(self, req: Request) -> bool:
+        return not self.sent
+
+    def holds_batch(self, req: Request, *, has_room: bool) -> bool:
+        if self.sent or not has_room:
+            return bool(self.sent)
+        if req.state is RequestState.FINISHED or req.n_in_flight == req.n_partial:
+            return False
+        # After right drafts the next ones are awaited. So they are if the drafter has some already, although
+        # the newest token is in flight: an iteration ahead would compute the first of them alone.
         n_output = len(req.output_ids)
-        if n_output != self._n_output:
-            self._n_output = n_output
-            n = min(self.speculation.n_tokens, req.most_output - n_output - 1)
-            self._drafts = self._draft(req, n) if n > 0 and n_output >= self._paused_until else ()
-        return 1 + len(self._drafts)
+        if n_output < self._declined_until:
+            return False
+        return n_output < self._awaited_until or bool(self._newest_drafts(req))
+
+    def most_tokens(self, req: Request) -> int:
+        return 1 if req.n_in_flight else 1 + len(self._newest_drafts(req))
 
     def rows(self, req: Request, n_tokens: int, places: Sequence[int]) -> list[InputRow]:
-        self.sent = ()
+        before, self.sent = self.sent, ()
         if req.in_initiation:
-            return super().rows(req, n_tokens, places)
+            return []
         self.sent = self._drafts[: n_tokens - 1]
-        known = (req.output_ids[-1], *self.sent)
-        return [InputRow(req.row, req.n_computed + i, (token_id,)) for i, token_id in enumerate(known)]
+        if self._drafts and not (self.sent or req.n_in_flight):
+            self._declined_until = self._n_output + _AWAITED
+        if not (self.sent or before):
+            return []  # its last iteration sampled one token, so the device has it
+        return [InputRow(req.row, req.n_computed, (req.output_ids[-1], *self.sent))]
 
-    def accept(self, req: Request, answer: RowAnswer) -> Iterator[tuple[int, FinishReason | None]]:
+    def accept(self, req: Request, answer: RowAnswer) -> list[tuple[int, FinishReason | None]]:
         sent, sampled, speculation = self.sent, answer.token_ids, self.speculation
+        n_verified = len(sent) if req.constraint is None else min(len(sent), req.constraint.n_followed)
         n_right = 0
-        while n_right < len(sent) and sent[n_right] == sampled[n_right]:
+        while n_right < n_verified and sent[n_right] == sampled[n_right]:
             n_right += 1
         req.n_computed -= len(sent) - n_right
         if sent:
             self._n_in_vain = 0 if n_right else min(self._n_in_vain + 1, len(_PAUSES) - 1)
-            self._paused_until = len(req.output_ids) + 1 + _PAUSES[self._n_in_vain]
-        n_compared = min(n_right + 1, len(sent))
-        self._n_right += n_right - _FORGOTTEN * self._n_right
-        self._n_compared += n_compared - _FORGOTTEN * self._n_compared
-        speculation.n_right += n_right
-        speculation.n_compared += n_compared
+            n_output = len(req.output_ids) + 1 + n_right
+            self._awaited_until = n_output + _AWAITED if n_right else 0
+            self._paused_until = n_output + _PAUSES[self._n_in_vain]
+            n_compared = min(n_right + 1, len(sent))
+            self._n_right += n_right - _FORGOTTEN * self._n_right
+            self._n_compared += n_compared - _FORGOTTEN * self._n_compared
+            speculation.n_right += n_right
+            speculation.n_compared += n_compared
+        accepted = list[tuple[int, FinishReason | None]]()
+        for token_id in sampled[: n_right + 1]:
+            reason = req.accept(token_id)
+            accepted.append((token_id, reason))
+            if reason is not None:
+                break
+        req.logprobs += answer.logprobs[: len(accepted)]
         speculation.n_drafted += len(sent)
-        for i in range(n_right + 1):
-            req.logprobs += answer.logprobs[i : i + 1]
-            reason = req.accept(sampled[i])
-            if i < n_right:
-                speculation.n_accepted += 1
-            if reason is not None:
-                self._end(req)
-            yield sampled[i], reason
-            if reason is not None:
-                return
+        speculation.n_accepted += min(len(accepted), n_right)
+        return accepted
 
-    def _end(self, req: Request) -> None:
-        """Tell a drafter that learns from outputs that this one is complete."""
+    def _newest_drafts(self, req: Request) -> Sequence[int]:
+        """The drafts after the output so far, cut where a constraint forbids one."""
+        n_output = len(req.output_ids)
+        if n_output == self._n_output:
+            return self._drafts
+        self._n_output = n_output
+        self._drafts = ()
+        n = min(self.speculation.n_tokens, req.most_output - n_output - 1)
+        if n > 0:
+            if n_output >= self._paused_until:
+                self._drafts = self._draft(req, n)
+            if req.constraint is not None:
+                self._drafts = req.constraint.drafts(req.prompt_ids, req.output_ids, self._drafts, n)
+        return self._drafts
+
+    def end(self, req: Request) -> None:
+        # A drafter may learn from outputs.
         if self._predicted is not None:
             self._predicted.read(req.output_ids)
         end = getattr(self._drafter, "end", None)
@@ -134,5 +168,7 @@ class Drafted(RowKind):
             _log.exception("the drafter failed; request %s goes on without drafts", req.request_id)
             return ()
         vocab_size = self.speculation.vocab_size
+        if drafts and 0 <= min(drafts) <= max(drafts) < vocab_size:
+            return drafts
         wrong = next((i for i, token_id in enumerate(drafts) if not 0 <= token_id < vocab_size), len(drafts))
         return drafts[:wrong]

@@ -1,6 +1,6 @@
 """The control message of an iteration: the rows of all kinds, concatenated in the batch's order."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from orca_jax.iteration.message import (
     ADJUSTED,
     BIAS,
     CONSTRAINED,
+    DRAFTED,
     POOLS_ALL,
     ROUTED,
     SAMPLED,
@@ -25,18 +26,44 @@ _NO_IDS, _NO_BIASES = np.zeros(0, np.int32), np.zeros(0, BIAS)
 _NO_INPUTS: Mapping[int, InputRow] = {}
 
 
+class KnownTokens(NamedTuple):
+    """Increments whose token the host knows: each row's index, its token, and the number of tokens before.
+
+    `others` has the inputs of the rows whose next token is known too, or does not belong to the output.
+    """
+
+    at: list[int]
+    token_id: list[int]
+    start: list[int]
+    others: dict[int, InputRow]
+
+    def add(self, index: int, given: InputRow) -> int:
+        """Add a row for each token, from this index on; returns their number."""
+        n, start = len(given.ids), given.start
+        rows = range(index, index + n)
+        self.at.extend(rows)
+        self.token_id.extend(given.ids)
+        self.start.extend(range(start, start + n))
+        if given.next_id != SAMPLED or not given.answers:
+            self.others.update(dict.fromkeys(rows, given))
+        return n
+
+
 class SentRows(NamedTuple):
     """The rows of a message [R]: each one's request, number of tokens, and row of the block table.
 
-    `inputs` has the input of each row whose kind is not the plain one, by index. `first` has the index of
-    each request's first row; None if each request has one row.
+    Of requests of other kinds than the plain one, `inputs` has the input of each row in its initiation, by
+    index, and `known` the increments. `first` has the index of each request's first row; None if each request
+    has one row. `places` are those in the batch of the requests that have such inputs.
     """
 
     requests: Sequence[Request]
     lengths: Sequence[int]
     row: npt.NDArray[np.intp]
     inputs: Mapping[int, InputRow] = _NO_INPUTS
+    known: KnownTokens | None = None
     first: Sequence[int] | None = None
+    places: Collection[int] = ()
 
     @property
     def groups(self) -> list[range]:
@@ -76,19 +103,30 @@ class MessageBuilder:
             return SentRows(requests, lengths, packed(places, np.intp))
         requests, lengths, places = list[Request](), list[int](), list[int]()
         inputs, first = dict[int, InputRow](), list[int]()
-        for request, n_tokens in rows:
-            first.append(len(requests))
-            if request.kind is PLAIN:
+        known, given_at = KnownTokens([], [], [], {}), list[int]()
+        for place, (request, n_tokens) in enumerate(rows):
+            n = len(requests)
+            first.append(n)
+            kind = request.kind
+            given = [] if kind is PLAIN else kind.rows(request, n_tokens, self._tables.rows_of(request.row))
+            if not given:
                 requests.append(request)
                 lengths.append(n_tokens)
                 places.append(request.row)
                 continue
-            for row in request.kind.rows(request, n_tokens, self._tables.rows_of(request.row)):
-                inputs[len(requests)] = row
-                requests.append(request)
-                lengths.append(len(row.ids))
-                places.append(row.place)
-        return SentRows(requests, lengths, packed(places, np.intp), inputs, first)
+            given_at.append(place)
+            if request.in_initiation:
+                inputs.update(enumerate(given, n))
+                requests += [request] * len(given)
+                lengths += [len(each.ids) for each in given]
+                places += [each.place for each in given]
+            else:
+                for each in given:
+                    n_ids = known.add(len(requests), each)
+                    requests += [request] * n_ids
+                    lengths += [1] * n_ids
+                    places += [each.place] * n_ids
+        return SentRows(requests, lengths, packed(places, np.intp), inputs, known, first, given_at)
 
     def message(
         self,
@@ -100,35 +138,41 @@ class MessageBuilder:
 
         `states` are the copies of recurrent layers' states before it, and after it.
         """
-        requests, lengths, row, inputs, _ = sent
+        requests, lengths, row, inputs, given, _, _ = sent
         plain, n = self._plain, len(requests)
         start = packed([request.n_computed for request in requests], np.int32)
         input_length = packed(lengths, np.int32)
-        plain.begin(requests, row, start)
-        if inputs:
+        increments = packed([] if given is None else given.at, np.intp)
+        plain.begin(requests, row, start, increments)
+        if sent.places:
             start = start.copy()
-            for i, given in inputs.items():
-                start[i] = given.start
-            plain.end_initiation(row[[i for i in inputs if not requests[i].in_initiation]])
+            start[list(inputs)] = [each.start for each in inputs.values()]
+            if given is not None:
+                start[increments] = packed(given.start, np.int32)
+            plain.end_initiation(row[increments])
         kv_length = start + input_length
         plain.kv_length[row] = kv_length
         initiation = ~plain.has_sampled.take(row)
         initiation_rows: list[int] = initiation.nonzero()[0].tolist()
         known = initiation  # rows whose input the host knows
         answers = None  # rows whose next token belongs to the output; None: the rows that sample
-        if inputs:
+        if sent.places:
             known, answers = initiation.copy(), np.ones(n, np.bool_)
-            known[list(inputs)] = True
+            known[increments] = True
         n_prompt = np.zeros(n, np.int32)
         next_token = n_prompt + np.int32(SAMPLED)  # in half the time of np.full
         row_end = np.add.accumulate(input_length, dtype=np.int32)
         token_ids = np.zeros(row_end[-1], np.int32)
-        for i in initiation_rows if not inputs else known.nonzero()[0].tolist():
-            given = inputs.get(i) or prompt_chunk(requests[i], lengths[i])
-            token_ids[row_end[i] - lengths[i] : row_end[i]] = given.ids
-            next_token[i] = given.next_id
+        if given is not None and answers is not None:
+            token_ids[row_end.take(increments) - 1] = packed(given.token_id, np.int32)
+            for i, known_row in given.others.items():
+                next_token[i], answers[i] = known_row.next_id, known_row.answers
+        for i in initiation_rows:
+            chunk = inputs.get(i) or prompt_chunk(requests[i], lengths[i])
+            token_ids[row_end[i] - lengths[i] : row_end[i]] = chunk.ids
+            next_token[i] = chunk.next_id
             if answers is not None:
-                answers[i] = given.answers
+                answers[i] = chunk.answers
         for i in initiation_rows:
             n_prompt[i] = plain.n_prompt[row[i]]
         samples = next_token == SAMPLED
@@ -151,6 +195,10 @@ class MessageBuilder:
         if not self._keeps_tokens:
             for i in (~known).nonzero()[0].tolist():
                 token_ids[row_end[i] - 1] = requests[i].output_ids[-1]
+        if len(increments):
+            flags = sampling["flags"].take(increments)
+            counted = increments[((flags & ADJUSTED) > 0) & samples.take(increments)]
+            sampling["flags"][counted] |= DRAFTED
         biases: list[tuple[int, int, float]] = []
         earlier_ids: list[int] = []
         for i in initiation_rows:

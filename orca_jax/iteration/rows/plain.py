@@ -44,11 +44,19 @@ class PlainRows:
         self._reads_prompts = False  # whether any request ever asked to score or pool its prompt
 
     def begin(
-        self, requests: Sequence[Request], row: npt.NDArray[np.intp], n_computed: npt.NDArray[np.int32]
+        self,
+        requests: Sequence[Request],
+        row: npt.NDArray[np.intp],
+        n_computed: npt.NDArray[np.int32],
+        increments: npt.NDArray[np.intp],
     ) -> None:
-        """Store the constants of the rows [R] in which a request starts."""
-        starts = self._n_reserved.take(row) != self._n_reserved_now.take(row)
-        starts |= self.kv_length.take(row) != n_computed
+        """Store the constants of the rows [R] in which a request starts.
+
+        `increments` are the indices of rows that go on, although drafts before them may have been rejected.
+        """
+        starts = self.kv_length.take(row) != n_computed
+        starts[increments] = False
+        starts |= self._n_reserved.take(row) != self._n_reserved_now.take(row)
         for i in starts.nonzero()[0].tolist():
             self._store(requests[i], int(row[i]))
 

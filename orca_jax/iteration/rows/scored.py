@@ -27,8 +27,10 @@ class ScoredOutput(RowKind):
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.scored_ids = tuple(token_ids)
+
+    def runs_ahead(self, req: Request) -> bool:
         # `n_tokens_issued` assumes that an iteration in flight has one token.
-        self.runs_ahead = len(self.scored_ids) < 2
+        return len(self.scored_ids) < 2
 
     def most_tokens(self, req: Request) -> int:
         return len(self.scored_ids) - len(req.output_ids)

@@ -16,6 +16,7 @@ from orca_jax.config import ORCA, ParallelConfig, SchedulingConfig, ServingConfi
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.grammar.constraint import BadWords, ConstraintRules
+from orca_jax.iteration.rows.drafted import Drafted
 from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import PLAIN, Request, RowKind
 from orca_jax.request.sampled import TokenLogprobs
@@ -77,7 +78,7 @@ def built(n_stages: int, mode: Mode, scheduling: SchedulingConfig = ORCA) -> Har
 
 
 def request(name: str, planned: PlannedRequest, kind: RowKind = PLAIN) -> Request:
-    """The request; one of another kind than the plain one has no constraint."""
+    """The request; a beam search and a scored output have no constraint."""
     rules = ConstraintRules(vocab_size=MODEL.vocab_size, bad_words=BadWords((i,) for i in planned.banned))
     return Request(
         name,
@@ -87,7 +88,7 @@ def request(name: str, planned: PlannedRequest, kind: RowKind = PLAIN) -> Reques
         seed=int(name),
         end_token_ids=frozenset({5}),
         kind=kind,
-        constraint=rules.begin() if kind is PLAIN else None,
+        constraint=rules.begin() if kind is PLAIN or isinstance(kind, Drafted) else None,
         priority=planned.priority,
         owner=planned.owner,
     )

@@ -31,6 +31,8 @@ CROWD = [
     PlannedRequest(1, (*range(17), 3, 4), 28, SamplingParams(temperature=0.8, top_k=7, logprobs=0)),
     PlannedRequest(5, tuple(range(25)), 12, SamplingParams(temperature=1.0, top_p=0.8, min_p=0.02)),
     PlannedRequest(9, (1, 2), 20, SamplingParams(temperature=1.0, frequency_penalty=1.5)),
+    PlannedRequest(12, (3, 1), 30, SamplingParams(temperature=0.0, repetition_penalty=1.7, logprobs=0)),
+    PlannedRequest(20, (9, 8, 7), 24, SamplingParams(logit_bias={4: 5.0}), banned=(3, 40)),
     PlannedRequest(40, (4, 5, 6), 30, SamplingParams(temperature=0.7, prompt_logprobs=1)),
 ]
 
@@ -52,7 +54,7 @@ def drafted(all_planned: Sequence[PlannedRequest], expected: Sequence[Request]) 
     return {
         i: Drafted(Speculation(lambda *_, known=req.output_ids: Oracle(known), 4, MODEL.vocab_size))
         for i, (planned, req) in enumerate(zip(all_planned, expected, strict=True))
-        if takes_drafts(replace(planned.sampling, max_tokens=planned.n_output)) and not planned.banned
+        if takes_drafts(replace(planned.sampling, max_tokens=planned.n_output))
     }
 
 
@@ -60,10 +62,11 @@ def test_streams_are_those_without_speculation() -> None:
     seen = Counter[str]()
 
     @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @example(all_planned=CROWD, prefill_tokens=5, full=False, prefixes=True, lost_before=-1)
-    @example(all_planned=CROWD, prefill_tokens=None, full=True, prefixes=False, lost_before=12)
+    @example(all_planned=CROWD, n_stages=1, prefill_tokens=5, full=False, prefixes=True, lost_before=-1)
+    @example(all_planned=CROWD, n_stages=2, prefill_tokens=None, full=True, prefixes=False, lost_before=12)
     @given(
         all_planned=planned_requests,
+        n_stages=st.integers(1, 2),
         prefill_tokens=st.none() | st.integers(1, 12),
         full=st.booleans(),
         prefixes=st.booleans(),
@@ -71,6 +74,7 @@ def test_streams_are_those_without_speculation() -> None:
     )
     def streams_are_equal(
         all_planned: list[PlannedRequest],
+        n_stages: int,
         prefill_tokens: int | None,
         full: bool,
         prefixes: bool,
@@ -86,17 +90,24 @@ def test_streams_are_those_without_speculation() -> None:
             speculative="ngram",
         )
         requests, scheduler = play(
-            all_planned, 1, "overlap", lost_before=lost_before, scheduling=scheduling, kinds=kinds
+            all_planned, n_stages, "overlap", lost_before=lost_before, scheduling=scheduling, kinds=kinds
         )
         for ours, theirs in zip(requests, expected, strict=True):
             assert_same(ours, theirs)
-        seen["preempted"] += scheduler.n_preemptions
         counts = [kind.speculation for kind in kinds.values()]
+        seen["preempted"] += scheduler.n_preemptions
+        seen["adjusted"] += sum(
+            kind.speculation.n_accepted
+            for i, kind in kinds.items()
+            if (all_planned[i].sampling.repetition_penalty, all_planned[i].sampling.frequency_penalty)
+            != (1, 0)
+        )
         seen["accepted"] += sum(count.n_accepted for count in counts)
         seen["rejected"] += sum(count.n_drafted - count.n_accepted for count in counts)
 
     streams_are_equal()
     assert seen["preempted"] and seen["accepted"] > 30 and seen["rejected"] > 10, seen
+    assert seen["adjusted"] > 5, seen
 
 
 # From the engine's options to text: the demo model repeats itself, so that n-grams find drafts.
@@ -106,9 +117,12 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 0.0, "stop": ("e",)},
     {"temperature": 0.6, "seed": 3, "top_k": 4},
     {"temperature": 0.5, "seed": 1, "n": 2},
-    # Without drafts, in the same iterations:
-    {"temperature": 0.0, "guided_regex": "(ab)*c"},
     {"temperature": 0.0, "repetition_penalty": 1.2},
+    {"temperature": 0.7, "seed": 2, "guided_regex": "(one two three )*four"},
+    {"temperature": 0.7, "seed": 5, "guided_regex": "the price is [0-9]+ (dollars|euros) each"},
+    {"temperature": 0.0, "allowed_token_ids": tuple(range(0, 400, 3)), "min_tokens": 20},
+    {"temperature": 0.0, "bad_words": ("the", "two three")},
+    # Without drafts, in the same iterations:
     {"temperature": 0.0, "use_beam_search": True, "n": 2},
 ]
 

@@ -29,8 +29,6 @@ N_OUTPUT = 40
 class Drafted(RowKind):
     """Up to `n_drafts` guesses an iteration, from `right` with every `wrong_each`th token wrong."""
 
-    runs_ahead = False
-
     def __init__(self, right: Sequence[int], n_drafts: int, wrong_each: int) -> None:
         self._guesses = [
             (token_id + (i % wrong_each == 0)) % MODEL.vocab_size for i, token_id in enumerate(right)
@@ -38,6 +36,9 @@ class Drafted(RowKind):
         self._n_drafts = n_drafts
         self._drafts: Sequence[int] = ()  # of the iteration in flight
         self.n_kept = 0
+
+    def runs_ahead(self, req: Request) -> bool:
+        return False
 
     def most_tokens(self, req: Request) -> int:
         return min(1 + self._n_drafts, req.most_output - len(req.output_ids))

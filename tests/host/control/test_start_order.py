@@ -136,6 +136,7 @@ def test_the_order_has_every_size_of_an_engine():
         "embedding_size",
         "states",
         "n_snapshots",
+        "drafts",
         *EXPERTS,
     }
     assert names == set(worker_pb2.Shape.DESCRIPTOR.fields_by_name)

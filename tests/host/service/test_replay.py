@@ -36,6 +36,13 @@ CONFIGS = {
     "deterministic": replace(CONFIG, deterministic=True),
     "no overlap": replace(SERVING, overlap=False),
     "default": SERVING,
+    # More places than users, so that there is always room for drafts.
+    "drafts": replace(
+        SERVING,
+        max_batch_size=16,
+        n_slots=512,
+        scheduling=SchedulingConfig(prefill_tokens=16, speculative="ngram"),
+    ),
     "fair": replace(SERVING, scheduling=SchedulingConfig(scheduling_policy="fair")),
     "priority": replace(SERVING, scheduling=SchedulingConfig(scheduling_policy="priority")),
 }
@@ -46,6 +53,7 @@ def header(config: ServingConfig, engine: Engine) -> dict[str, Any]:
         "n_workers": engine.n_workers,
         "keeps_tokens": engine.keeps_tokens,
         "n_positions": MODEL.n_positions,
+        "vocab_size": MODEL.vocab_size,
         "serving": json.loads(json.dumps(_as_dict(config))),
     }
 
@@ -142,6 +150,7 @@ def test_a_replay_makes_the_same_batches_and_tokens(
         if name == "fair":
             service.weigh_owners({"key 0": 9.0})
         serve_randomly(service, seed=1)
+        assert (name == "drafts") == (service.speculation is not None and service.speculation.n_accepted > 0)
         iterations = [(record.request_ids, record.input_lengths) for record in service.timeline.iterations]
     recording = read_recording(path)
     assert len(recording.requests) == 48 and recording.why_last == ""

@@ -45,6 +45,7 @@ class PlannedRequest:
     poison: Poison | None = None
     priority: int = 0
     owner: str = ""
+    wrong_drafts: float | None = None  # the fraction of wrong ones; None: no drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,4 +198,27 @@ def switched(trace: FaultTrace, seed: int) -> FaultTrace:
             aging_seconds=rng.choice((0.1, 1.0)),
         ),
         alike=rng.random() < 0.7,
+    )
+
+
+def drafted(trace: FaultTrace, seed: int) -> FaultTrace:
+    """The trace with drafts for most requests, and with longer outputs."""
+    rng = random.Random(seed)
+    requests = [
+        replace(
+            planned,
+            n_output=planned.n_output * rng.choice((1, 2, 3)),
+            wrong_drafts=rng.choice((None, 0.0, 0.2, 0.5, 1.0)),
+        )
+        for planned in trace.requests
+    ]
+    longest = max(planned.n_input + planned.n_output for planned in requests)
+    least_tokens = 0 if trace.scheduling.chunked_prefill else longest - 1
+    n_places = rng.choice((0, 2))
+    return replace(
+        trace,
+        requests=tuple(requests),
+        n_slots=max(trace.n_slots, round_up(longest, trace.block_size)),
+        max_batch_tokens=max(trace.max_batch_tokens, least_tokens) + n_places,
+        max_bs=trace.max_bs + n_places,
     )

@@ -6,12 +6,15 @@ replayed.
 """
 
 import math
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from orca_jax.config import RestartBound, ServingConfig
 from orca_jax.control.start_order import StartOrder
 from orca_jax.engine.remote_workers import RemoteEngine, RemoteWorkers, Supervision
 from orca_jax.errors import EngineError, LossCause, OrcaError, WorkerLost
+from orca_jax.iteration.rows.drafted import Drafted
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.sizes import kv_manager
 from orca_jax.request.request import Request
@@ -23,6 +26,7 @@ from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.scheduling.waiting_queue import waiting_queue
 from orca_jax.simulation.engine import VirtualClock
+from orca_jax.speculation.drafter import Speculation
 from orca_jax.workers.controller import Controller
 from orca_jax.workers.loss_cause import cause_of_states
 from tests.host.simulation.fault_trace import DEADLINES, Fault, FaultTrace, PlannedEnd, PlannedRequest
@@ -33,6 +37,20 @@ from tests.host.simulation.workers import KILLED, SimulatedStage
 VOCAB_SIZE = 97
 STOP_TOKEN = 5
 _SUPERVISOR_PATIENCE = 0.9 * DEADLINES.ready_seconds
+
+
+class Oracle:
+    """A drafter that knows the output, and is wrong with a probability."""
+
+    def __init__(self, right: Sequence[int], *_: object, wrong: float, seed: int) -> None:
+        self._right = right
+        self._wrong = wrong
+        self._random = random.Random(seed)
+
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        """Up to `n` tokens."""
+        drafts = self._right[len(output_ids) :][: self._random.randint(0, n)]
+        return [(token_id + (self._random.random() < self._wrong)) % VOCAB_SIZE for token_id in drafts]
 
 
 class FaultSimulation:
@@ -173,7 +191,10 @@ class FaultSimulation:
             owner=planned.owner,
             priority=planned.priority,
         )
-
+        if planned.wrong_drafts is not None:
+            right = self.undisturbed(request)
+            drafter = partial(Oracle, right, wrong=planned.wrong_drafts, seed=number)
+            request.kind = Drafted(Speculation(drafter, 4, VOCAB_SIZE))
         if planned.poison is not None:
             for stage in self.stages:
                 stage.poisons[request.seed] = planned.poison

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from orca_jax.errors import LossCause
+from orca_jax.iteration.rows.drafted import Drafted
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.quarantine import Suspicion
@@ -22,6 +23,7 @@ from tests.host.simulation.fault_trace import (
     FaultTrace,
     PlannedEnd,
     PlannedRequest,
+    drafted,
     random_fault_trace,
     switched,
 )
@@ -104,7 +106,9 @@ class Player(FaultSimulation):
             assert (
                 not self.is_orca or self.pieces or req.n_iterations == len(req.output_ids) + req.n_in_flight
             )
-            assert 0 <= req.n_partial <= req.n_in_flight and 0 <= req.n_computed <= req.n_tokens_issued
+            assert 0 <= req.n_partial <= req.n_in_flight
+            n_drafts = len(req.kind.sent) if req.n_in_flight else 0
+            assert 0 <= req.n_computed <= req.n_tokens_issued + n_drafts
             assert (req.n_in_flight > 0) == (req.state is RequestState.RUNNING)
             assert req.state is RequestState.INITIATION or req.row >= 0
             assert req.finish_reason is None
@@ -120,7 +124,10 @@ class Player(FaultSimulation):
             if not scheduling.on_demand:
                 assert len(blocks) == round_up(req.max_tokens, size) // size
             elif not req.n_in_flight:  # one more token was in flight at a loss
-                assert len(blocks) <= round_up(req.n_tokens + 1, size) // size, "more than it needs"
+                most = req.n_tokens + 1
+                if isinstance(req.kind, Drafted):
+                    most += req.kind.speculation.n_tokens
+                assert len(blocks) <= round_up(most, size) // size, "more than it needs"
         assert len({req.row for req in admitted}) == len(admitted) == self.kv.n_rows - self.kv.n_free_rows
         assert self.workers.epoch >= self.epochs_seen
         self.epochs_seen = self.workers.epoch
@@ -274,6 +281,8 @@ def play_all(make: Callable[[int], FaultTrace], n_seeds: int) -> tuple[Counter[s
         seen.update(refused=len(player.refused), failed=player.failure is not None)
         seen.update(blamed=player.recovery.n_blamed, preempted=player.scheduler.n_preemptions)
         seen.update(cached=sum(req.n_cached for req in player.requests))
+        made = [req.kind.speculation for req in player.requests if isinstance(req.kind, Drafted)]
+        seen.update(drafts=sum(one.n_drafted for one in made), kept=sum(one.n_accepted for one in made))
     return seen, losses
 
 
@@ -302,6 +311,13 @@ def test_random_faults_keep_every_invariant_with_every_combination_of_switches()
 def test_some_random_faults_keep_every_invariant_with_every_combination_of_switches():
     seen, _ = play_all(lambda seed: switched(random_fault_trace(seed), seed), 240)
     assert seen["preempted"] > 4 and seen["cached"] > 20
+
+
+@pytest.mark.parametrize("n_seeds", [60, pytest.param(10_000, marks=[pytest.mark.long, MANY_TRACES])])
+def test_drafts_change_no_token_whatever_is_lost(n_seeds: int) -> None:
+    seen, losses = play_all(lambda seed: drafted(switched(random_fault_trace(seed), seed), seed), n_seeds)
+    assert seen["kept"] > n_seeds and seen["drafts"] > 1.3 * seen["kept"], seen
+    assert n_seeds < 1_000 or min(losses[n] for n in range(5)) > 50
 
 
 def test_prompts_in_pieces_survive_the_same_faults():

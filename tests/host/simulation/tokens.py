@@ -39,6 +39,7 @@ class SimulatedConstraint:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
+        self.n_followed = 0
 
     def acts(self, n_output: int) -> bool:
         """Whether it restricts this token: the first, the third, ..."""
@@ -50,6 +51,24 @@ class SimulatedConstraint:
         """Write the mask of allowed tokens."""
         digest = _digest((*prompt_ids, *output_ids))
         into[:] = words_of([t for t in range(self._vocab_size) if _is_allowed(t, digest)], self._vocab_size)
+
+    def drafts(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], drafts: Sequence[int], n: int
+    ) -> Sequence[int]:
+        """All drafts."""
+        self.n_followed = len(drafts)
+        return drafts
+
+    def allowed_after(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        drafts: Sequence[int],
+        into: npt.NDArray[np.int32],
+    ) -> None:
+        """Write the mask after each draft."""
+        for i, mask in enumerate(into):
+            self.allowed(prompt_ids, [*output_ids, *drafts[: i + 1]], mask)
 
     def accept(self, token_id: int) -> bool:
         """Never ends the output."""

@@ -57,14 +57,20 @@ class CheckedEngine:
         self.engine, self.kv, self.pool = simulation.engine, simulation.kv, simulation.pool
         self.n_workers = self.engine.n_workers
         self.keeps_tokens = True
+        self.n_ahead = 0  # rows issued before the token before them was known
         self.content: dict[int, tuple[int, ...]] = {}
 
     def issue(self, rows: Sequence[Row]) -> Iteration:
         iteration = self.engine.issue(rows)  # the rows note their drafts
         for req, n in rows:
-            drafts = req.kind.sent if isinstance(req.kind, Drafted) else ()
-            tokens = (*req.prompt_ids, *req.output_ids, *drafts)
+            n_output, n_coming = len(req.output_ids), req.n_in_flight - req.n_partial
+            assert not (req.kind.sent and n_coming), "drafts before the newest token is known"
+            coming = [token_of(req, n_output + i) for i in range(n_coming)]
+            tokens = (*req.prompt_ids, *req.output_ids, *coming, *req.kind.sent)
             assert req.n_computed + n <= len(tokens)
+            if not req.in_initiation:  # no token is computed twice, and none is left out
+                assert req.n_computed + n == len(tokens), "it goes on elsewhere"
+            self.n_ahead += n_coming
             slots = self.slots(req.row)
             for position in range(req.n_computed):
                 assert self.content[slots[position]] == tokens[: position + 1]
@@ -110,7 +116,7 @@ def play(seed: int) -> Counter[str]:
             speculative="ngram",
         ),
     )
-    simulation = Simulation(config, n_workers=rng.choice((1, 1, 2)), token=token_of)
+    simulation = Simulation(config, n_workers=rng.choice((1, 1, 2, 3)), token=token_of)
     scheduler = simulation.scheduler
     engine = scheduler.engine = CheckedEngine(simulation)
     speculations = list[Speculation]()
@@ -168,6 +174,7 @@ def play(seed: int) -> Counter[str]:
             "cancelled": sum(req.finish_reason is FinishReason.CANCELLED for req in requests),
             "stopped": sum(req.output_ids[-1:] == [END] for req in requests if req.kind is not PLAIN),
             "losses": sum(req.n_losses > 0 for req in requests),
+            "ahead": engine.n_ahead,
             "cached": sum(req.n_cached for req in requests),
         }
     )  # fmt: skip
@@ -184,4 +191,4 @@ def test_outputs_are_those_without_drafts_and_nothing_is_lost(n_traces: int) -> 
         except BaseException as error:
             error.add_note(f"play({seed})")
             raise
-    assert len(seen) == 7 and min(seen.values()) >= 10, seen
+    assert len(seen) == 8 and min(seen.values()) >= 10, seen

@@ -2,19 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
 
-from orca_jax.config import EngineConfig, SchedulingConfig, Sizes
+from orca_jax.config import SchedulingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.presets import PRESETS
 from orca_jax.families.recurrence_config import ShortConvolution
 from orca_jax.iteration.rows.drafted import Drafted
 from orca_jax.planning.sizes import serving_config
+from orca_jax.request.request import PLAIN, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.prepared_params import RuleMaker
+from orca_jax.simulation.simulation import Simulation
 from orca_jax.speculation.drafter import Speculation, configured_speculation
 from orca_jax.speculation.ngram import NgramDrafter
 from tests.host.engines import CONFIG, LETTERS, MODEL, SOON, orca, simulated, writing
@@ -28,15 +31,8 @@ SPECULATION = Speculation(lambda prompt_ids, _: NgramDrafter(prompt_ids), 4, MOD
     [
         ({}, True),
         ({"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 0, "stop": ("x",), "top_k": 3}, True),
+        ({"guided_regex": "a*", "min_tokens": 1, "repetition_penalty": 1.1, "logit_bias": {3: 1.0}}, True),
         ({"max_tokens": 2}, False),
-        ({"guided_regex": "a*"}, False),
-        ({"min_tokens": 1}, False),
-        ({"bad_words": ("x",)}, False),
-        ({"allowed_token_ids": (1, 2)}, False),
-        ({"repetition_penalty": 1.1}, False),
-        ({"frequency_penalty": 0.1}, False),
-        ({"presence_penalty": 0.1}, False),
-        ({"logit_bias": {3: 1.0}}, False),
         ({"use_beam_search": True, "n": 2}, False),
     ],
 )
@@ -95,8 +91,9 @@ def output(drafter: type, n: int = 21) -> tuple[list[int], int, int]:
 
 def test_a_user_s_drafter_and_one_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     whole = [ord(letter) for letter in "ab" * 10 + "a"]
-    # Four iterations keep three drafts each, and the next one two, because three tokens are left to draft.
-    assert output(Repeat) == (whole, 14, 14)
+    # The second token's iteration runs ahead of the first. Then four iterations keep three drafts each, and
+    # the next one a single draft, because three tokens are left.
+    assert output(Repeat) == (whole, 13, 13)
     assert not records_of(caplog, "orca_jax.iteration")
     assert output(Fails) == (whole, 3, 3)
     assert messages_of(caplog, "orca_jax.iteration") == [
@@ -108,7 +105,7 @@ def test_a_user_s_drafter_that_learns_from_outputs_of_the_same_salt(caplog: pyte
     scheduling = SchedulingConfig(speculative=f"{__name__}:Learns")
     with orca(simulated(writing("ab")), config=replace(CONFIG, scheduling=scheduling)) as service:
         assert (speculation := service.speculation) is not None
-        for salt, n_accepted in (("x", 0), ("y", 0), ("x", 4)):
+        for salt, n_accepted in (("x", 0), ("y", 0), ("x", 3)):
             params = SchedulingParams(cache_salt=salt)
             one = service.submit([1, 2], SamplingParams(max_tokens=7), scheduling=params).result(SOON)
             assert (bytes(one.token_ids), speculation.n_accepted) == (b"abababa", n_accepted)
@@ -123,7 +120,10 @@ def test_a_user_s_drafter_that_learns_from_outputs_of_the_same_salt(caplog: pyte
 
 
 def test_drafts_that_are_always_wrong_become_rare() -> None:
-    """After 1, 2, 3, 4, 7, 14 and 29 tokens: from the fourth iteration in vain on, a pause that grows."""
+    """From the fourth iteration in vain on, a pause that grows.
+
+    During a pause iterations run ahead, so that it is one token longer.
+    """
     token_ids, n_drafted, n_accepted = output(Wrong, 60)
     assert (len(token_ids), n_drafted, n_accepted) == (60, 7, 0)
 
@@ -150,14 +150,6 @@ class Wants(Repeat):
 def test_what_does_not_work_with_drafts_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"policy 'orca' .* excludes speculative 'ngram'"):
         Sizes(policy="orca", speculative="ngram")
-    for name, asked in {
-        "worker_processes": {"worker_processes": True},
-        "workers, pipeline_parallel": {"workers": ["127.0.0.1:1", "127.0.0.1:2"]},
-        "pipeline_parallel": {"pipeline_parallel": 2},
-        "record": {"record": "some.jsonl"},
-    }.items():
-        with pytest.raises(ConfigError, match=f"'ngram', which does not work with {name} yet"):
-            EngineConfig(speculative="ngram", **asked)
     convolution = ShortConvolution(channels=MODEL.hidden_size, width=3, bias=False)
     hybrid = replace(
         MODEL, layers=(replace(MODEL.layers[0], attention=None, recurrence=convolution), *MODEL.layers)
@@ -165,3 +157,36 @@ def test_what_does_not_work_with_drafts_is_refused() -> None:
     for part, model in {"recurrent layers": hybrid, "an encoder": PRESETS["t5-small"]}.items():
         with pytest.raises(ConfigError, match=f"does not work yet with a model with {part}"):
             serving_config(model, Sizes(speculative="ngram"), [])
+
+
+def requests_and_their_batches(drafted: bool) -> list[tuple[float, float, int]]:
+    """When iterations began and ended, and their rows, for a drafted request beside a plain one."""
+    config = replace(CONFIG, scheduling=SchedulingConfig())
+    simulation = Simulation(config, token=lambda _, index: index % 7)
+    right = Speculation(lambda *_: Right(), 3, MODEL.vocab_size)
+    for i in range(2):
+        req = Request(str(i), (8, 9), 32, SamplingParams(max_tokens=30), seed=i)
+        req.kind = Drafted(right) if drafted and not i else PLAIN
+        simulation.add_at(0.0, req)
+    return [(one.issued, one.returned or 0.0, len(one.request_ids)) for one in simulation.run().iterations]
+
+
+class Right:
+    """Knows the output, from its tenth token to its twentieth."""
+
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        first = len(output_ids)
+        return [i % 7 for i in range(first, first + n)] if 10 <= first < 20 else ()
+
+
+def test_iterations_overlap_where_nothing_is_drafted_and_batches_stay_whole() -> None:
+    whole = requests_and_their_batches(drafted=False)
+    assert all(later[0] < earlier[1] for earlier, later in pairwise(whole))
+    drafted = requests_and_their_batches(drafted=True)
+    ahead = [later[0] < earlier[1] for earlier, later in pairwise(drafted)]
+    # Some iterations of 10 to 20 output tokens, and those that await further drafts, are alone.
+    first, n_alone = ahead.index(False), ahead.count(False)
+    assert first in (9, 10) and 4 <= n_alone <= 12
+    assert not any(ahead[first : first + n_alone]) and all(ahead[first + n_alone :])
+    n_together = sum(n == 2 for _, _, n in drafted)
+    assert all(n == 2 for _, _, n in drafted[:n_together]), "as long as both run, they run together"

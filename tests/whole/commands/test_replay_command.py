@@ -39,7 +39,7 @@ def serve_a_little(llm: LLM) -> None:
 @pytest.fixture(scope="module")
 def recording(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recording") / "traffic.jsonl"
-    with LLM(tiny_directory, **SIZES, deterministic=True, seed=5, record=path) as llm:
+    with LLM(tiny_directory, **SIZES, deterministic=True, seed=5, record=path, speculative="ngram") as llm:
         serve_a_little(llm)
     return path
 

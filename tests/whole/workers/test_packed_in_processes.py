@@ -1,8 +1,8 @@
-"""Packed weights in two worker processes, whose tokens are those of one process."""
+"""Packed weights in two worker processes, with and without drafts, have the tokens of one process without."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -38,6 +38,19 @@ def checkpoint(name: str) -> Callable[[Path], Path]:
 MODELS = {"gguf": gguf} | {name: checkpoint(name) for name in ("w4a16", "awq", "gptq-8", "w8a8", "fp8-block")}
 
 
+class Known:
+    """A drafter that knows the outputs, and is wrong in every fourth token."""
+
+    outputs: ClassVar[dict[tuple[int, ...], list[int]]] = {}
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self._right = self.outputs[tuple(prompt_ids)]
+
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        first = len(output_ids)
+        return [self._right[i] + (i % 4 == 3) for i in range(first, min(first + n, len(self._right)))]
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "make",
@@ -52,5 +65,8 @@ def test_two_processes_have_the_tokens_of_one(tmp_path: Path, make: Callable[[Pa
     with LLM(model, **SIZES) as llm:
         expected = [each.token_ids for each in llm.generate(PROMPTS, ASK)]
     assert len(set(map(tuple, expected))) == len(PROMPTS)
-    with LLM(model, worker_processes=True, pipeline_parallel=2, **SIZES) as llm:
+    Known.outputs = dict(zip(map(tuple, PROMPTS), expected, strict=True))
+    drafts = {"speculative": f"{__name__}:Known"}
+    with LLM(model, worker_processes=True, pipeline_parallel=2, **drafts, **SIZES) as llm:
         assert [each.token_ids for each in llm.generate(PROMPTS, ASK)] == expected
+        assert llm.service.speculation is not None and llm.service.speculation.n_accepted > 5
