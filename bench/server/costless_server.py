@@ -6,7 +6,10 @@ and many would be sent together.
 
 import asyncio
 import cProfile
+import re
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -16,10 +19,11 @@ from typing import Literal
 
 import uvloop
 
-import orca_jax
 from orca_jax.config import ServingConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.iteration.shape import bucket_sizes
+from orca_jax.model_files.found_model import DEMO_MODEL
+from orca_jax.request.chat.template_files import load_chat_template
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
@@ -30,15 +34,16 @@ from server.commands.endpoints import Endpoints
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
 from server.metrics.metrics import Metrics
-from server.process.watchdog import settle
+from server.process.watchdog import Watchdog, settle
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 
 MAX_STREAMS = 64
 ITERATION_SECONDS = 0.01
 HOST = "127.0.0.1"
+_MOST_HOT = 25
 
-Question = Literal["ports", "cpu", "profile", "hottest"]
+Question = Literal["ports", "cpu", "threads", "holds", "profile", "hottest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,14 @@ class Direct:
 
     prompts: Sequence[Sequence[int]]
     n_output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What is simulated: the seconds of an iteration, and the most rows in one."""
+
+    seconds: float = ITERATION_SECONDS
+    max_rows: int = MAX_STREAMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,48 +73,76 @@ class Hot:
 
 
 class PacedEngine(SimulatedEngine):
-    """Tokens of the demo model's vocabulary, one iteration per 10 ms."""
+    """Tokens of the demo model's vocabulary, one iteration in `seconds`."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
+        self._pause = seconds
         vocab_size = PRESETS["demo"].vocab_size
         super().__init__(
             VirtualClock(), token=lambda req, index: 1 + hashed_token(req, index) % (vocab_size - 1)
         )
 
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
-        time.sleep(ITERATION_SECONDS)
+        if self._pause:
+            time.sleep(self._pause)
         return super().wait(iteration, interrupted)
 
 
-def server(connection: Connection) -> None:
-    """For an OtherProcess: answers "ports" (HTTP's, gRPC's), "cpu" (seconds so far), a Direct, "profile"
-    (starts profiling the event loop), "hottest" (a list of Hot, the ten costliest first).
+def server(connection: Connection, device: Device = Device()) -> None:
+    """Entry point of an OtherProcess. It answers
+
+    - "ports": HTTP's and gRPC's;
+    - "cpu": processor seconds since the start, "threads": those of each thread by its name;
+    - a Direct;
+    - "holds": the longest of the event loop and of the GIL since the last question, in seconds;
+    - "profile": starts profiling the event loop, "hottest": a list of Hot, the costliest first.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(connection))
+        runner.run(_serve(connection, device))
 
 
-def served_model() -> ServedModel:
-    """The demo model's tokenizer and sizes, on the paced engine."""
+def served_model(device: Device) -> ServedModel:
+    """The demo model's tokenizer, template and sizes, on the paced engine."""
     model = PRESETS["demo"]
-    serving = ServingConfig(max_batch_size=MAX_STREAMS, n_slots=MAX_STREAMS * model.n_positions)
+    n_rows = device.max_rows
+    serving = ServingConfig(max_batch_size=n_rows, n_slots=n_rows * model.n_positions, max_queue=4 * n_rows)
     kv = KVManager(
         n_blocks=serving.n_blocks,
         block_size=serving.block_size,
-        n_rows=2 * MAX_STREAMS,
+        n_rows=2 * n_rows,
         max_blocks_per_row=-(-model.n_positions // serving.block_size),
     )
     sizes = bucket_sizes(serving.max_batch_tokens)
-    tokenizer = Tokenizer.from_file(Path(orca_jax.__file__).parent / "demo_model" / "tokenizer.json")
-    service = Orca(PacedEngine(), kv, config=serving, model=model, tokenizer=tokenizer, bucket_sizes=sizes)
-    return ServedModel(name="demo", service=service, config=model, serving=serving, tokenizer=tokenizer)
+    tokenizer = Tokenizer.from_file(DEMO_MODEL / "tokenizer.json")
+    template = load_chat_template(DEMO_MODEL, None)
+    assert template is not None
+    template.read_ahead()
+    service = Orca(
+        PacedEngine(device.seconds), kv, config=serving, model=model, tokenizer=tokenizer, bucket_sizes=sizes
+    )
+    return ServedModel(
+        name="demo",
+        service=service,
+        config=model,
+        serving=serving,
+        tokenizer=tokenizer,
+        chat_template=template,
+    )
 
 
-async def _serve(connection: Connection) -> None:
-    model = served_model()
+async def _serve(connection: Connection, device: Device) -> None:
+    model = served_model(device)
     gateway = Gateway(request_timeout=600.0)
     metrics = Metrics(gateway)
-    options = EndpointOptions(host=HOST, port=0, grpc_port=0, access_log="off")
+    watchdog = Watchdog(asyncio.get_running_loop())
+    options = EndpointOptions(
+        host=HOST,
+        port=0,
+        grpc_port=0,
+        access_log="off",
+        max_connections=4096,
+        max_connections_per_address=4096,
+    )
     endpoints = Endpoints(gateway, options, api_keys=ApiKeys.read(None, {}), metrics=metrics)
     profile = cProfile.Profile()
     with model.service as service:
@@ -109,6 +150,7 @@ async def _serve(connection: Connection) -> None:
         metrics.attach(model)
         gateway.open(model)
         settle()  # as in `orca serve`; otherwise a full garbage collection falls into one of the measurements
+        watchdog.start()
         try:
             while True:
                 question: Question | Direct = await asyncio.to_thread(connection.recv)
@@ -121,6 +163,10 @@ async def _serve(connection: Connection) -> None:
                     answer = (endpoints.http_port, endpoints.grpc_port)
                 elif question == "cpu":
                     answer = time.process_time()
+                elif question == "threads":
+                    answer = _thread_seconds()
+                elif question == "holds":
+                    answer = watchdog.take_longest()
                 elif question == "profile":
                     profile.enable()
                 else:
@@ -130,7 +176,18 @@ async def _serve(connection: Connection) -> None:
         except EOFError:
             pass
         finally:
+            watchdog.stop()
             await endpoints.stop()
+
+
+def _thread_seconds() -> dict[str, float]:
+    seconds = defaultdict[str, float](float)
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    for task in Path("/proc/self/task").iterdir():
+        nanoseconds = int((task / "schedstat").read_text().split()[0])
+        name = re.sub(r"[-_ ]*\d.*", "", names.get(int(task.name), "of libraries"))
+        seconds[name] += nanoseconds / 1e9
+    return dict(seconds)
 
 
 def _direct(model: ServedModel, load: Direct) -> float:
@@ -147,7 +204,7 @@ def _hottest(profile: cProfile.Profile) -> list[Hot]:
         Hot(_place(entry.code), entry.callcount, entry.inlinetime, entry.totaltime)
         for entry in profile.getstats()
     ]
-    return sorted(functions, key=lambda hot: -hot.own)[:10]
+    return sorted(functions, key=lambda hot: -hot.own)[:_MOST_HOT]
 
 
 def _place(code: CodeType | str) -> str:

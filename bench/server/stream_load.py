@@ -4,9 +4,10 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.connection import Connection
-from typing import Literal
+from typing import Any, Literal
 
 import grpc
 
@@ -33,18 +34,48 @@ class Streams:
 class Loaded:
     """The result: seconds from the first request to the last end, tokens, messages that contain tokens.
 
-    `cpu` is the client's own processor time in seconds.
+    `cpu` is the client's own processor time in seconds. `first` and `gaps`, of HTTP alone, are each stream's
+    seconds to its first data and all seconds between data.
     """
 
     seconds: float
     n_tokens: int
     n_messages: int
     cpu: float
+    first: list[float] = field(default_factory=list[float])
+    gaps: list[float] = field(default_factory=list[float])
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """The same request from `n_connections` connections, on each `n_times` one after the other."""
+
+    host: str
+    port: int
+    path: str
+    body: dict[str, Any]
+    n_connections: int
+    n_times: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The result of a Repeated: seconds in all, of each answer, and the client's processor time."""
+
+    seconds: float
+    waits: list[float]
+    cpu: float
 
 
 def client(connection: Connection) -> None:
-    """Entry point of an OtherProcess: answer each Streams with a Loaded."""
-    answer_each(connection, load)
+    """Entry point of an OtherProcess: answer each Streams with a Loaded, each Repeated with an Asked."""
+    answer_each(connection, _answer)
+
+
+async def _answer(question: Streams | Repeated) -> Loaded | Asked:
+    if isinstance(question, Streams):
+        return await load(question)
+    return await asyncio.wait_for(_repeated(question), _SECONDS)
 
 
 async def load(streams: Streams) -> Loaded:
@@ -58,9 +89,11 @@ class _Stream(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.answer = bytearray()
+        self.times: list[float] = []
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:
+        self.times.append(time.perf_counter())
         self.answer += data
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -84,23 +117,75 @@ async def _http(streams: Streams) -> Loaded:
         for prompt in streams.prompts
     ]
 
-    async def stream(body: dict[str, object]) -> bytearray:
+    async def stream(body: dict[str, object]) -> _Stream:
         transport, protocol = await loop.create_connection(_Stream, streams.host, streams.port)
         transport.write(post(streams.host, streams.port, "/v1/completions", body))
         await protocol.done
-        return protocol.answer
+        return protocol
 
     cpu, start = time.process_time(), time.perf_counter()
-    answers = await asyncio.gather(*(stream(body) for body in bodies))
+    ended = await asyncio.gather(*(stream(body) for body in bodies))
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     n_tokens = n_messages = 0
-    for answer in map(bytes, answers):
+    for answer in (bytes(one.answer) for one in ended):
         assert status_of(answer) == 200, answer[:1000]
         *events, done = events_of(body_of(answer))
         assert done == "[DONE]", answer[-1000:]
         n_tokens += json.loads(events[-1])["usage"]["completion_tokens"]
         n_messages += len(events) - 1
-    return Loaded(seconds, n_tokens, n_messages, cpu)
+    # The first data is the head of the answer.
+    first = [one.times[1] - start for one in ended]
+    gaps = [later - earlier for one in ended for earlier, later in pairwise(one.times[1:])]
+    return Loaded(seconds, n_tokens, n_messages, cpu, first, gaps)
+
+
+class _Answers(asyncio.Protocol):
+    """Reads complete answers of a connection that stays open."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._answered: asyncio.Future[None] | None = None
+
+    async def ask(self, transport: asyncio.Transport, request: bytes) -> None:
+        self._answered = asyncio.get_running_loop().create_future()
+        transport.write(request)
+        await self._answered
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        head, end, body = self._data.partition(b"\r\n\r\n")
+        if not end or self._answered is None:
+            return
+        assert head.startswith(b"HTTP/1.1 200 "), bytes(self._data[:1000])
+        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        if len(body) == length:
+            self._data.clear()
+            self._answered.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_exception(exc or EOFError("the server closed the connection"))
+
+
+async def _repeated(repeated: Repeated) -> Asked:
+    request = post(repeated.host, repeated.port, repeated.path, repeated.body)
+    request = request.replace(b"Connection: close\r\n", b"")
+    waits: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    async def ask_all() -> None:
+        transport, answers = await loop.create_connection(_Answers, repeated.host, repeated.port)
+        try:
+            for _ in range(repeated.n_times):
+                began = time.perf_counter()
+                await answers.ask(transport, request)
+                waits.append(time.perf_counter() - began)
+        finally:
+            transport.close()
+
+    cpu, start = time.process_time(), time.perf_counter()
+    await asyncio.gather(*(ask_all() for _ in range(repeated.n_connections)))
+    return Asked(time.perf_counter() - start, waits, time.process_time() - cpu)
 
 
 async def _grpc(streams: Streams) -> Loaded:

@@ -5,7 +5,6 @@ It knows neither endpoints nor JAX. The caller passes in the engine and the K/V 
 
 import itertools
 import random
-import secrets
 import threading
 import time
 from collections import deque
@@ -59,8 +58,8 @@ _Drop = Callable[[], object]
 class Orca:
     """The service of ORCA's Figure 4 without its endpoint. `start` runs it, `close` ends it.
 
-    A request without a seed gets a random one from the operating system, or from a generator seeded with
-    `seed`; with that, a program that submits in the same order gets the same output again. `clock` returns
+    A request without a seed gets a random one: from a generator seeded with `seed`, or by the system;
+    with `seed`, a program that submits in the same order gets the same output again. `clock` returns
     the timeline's seconds. After the loss of a worker the engine restarts, as often as `restarts` allows, and
     its requests resume. `failure` is a permanent failure of the engine: every live request then ends with the
     reason `error`, and new ones are rejected. `on_delivered`, if set, is called on the scheduler's thread
@@ -123,7 +122,7 @@ class Orca:
         self._lock = threading.Lock()  # for the next three
         self._started = False
         self._numbers = itertools.count()  # for generated request ids
-        self._random = secrets.SystemRandom() if seed is None else random.Random(seed)
+        self._random = random.Random(seed)  # without a seed the system gives one
         self._dropped: deque[Request] = deque()  # requests whose handles were dropped; needs no lock
 
     @property

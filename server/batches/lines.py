@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-import uuid
 from collections.abc import Callable, Container
 from typing import IO, Any, NamedTuple
+
+from server.gateway.random_ids import random_id
 
 MAX_LINES = 50_000  # OpenAI's
 _MAX_ID = 256  # characters
@@ -143,7 +144,7 @@ def next_line(
 
 def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
     """A line of an output file, or for a status from 400 of an error file. `body` is JSON in one line."""
-    head = json.dumps({"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id})
+    head = json.dumps({"id": f"batch_req_{random_id()}", "custom_id": custom_id})
     response = f'{{"status_code": {status}, "request_id": {json.dumps(request_id)}, "body": '.encode()
     return b"".join((head[:-1].encode(), b', "response": ', response, body, b'}, "error": null}\n'))
 
@@ -151,7 +152,7 @@ def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> by
 def error_line(custom_id: str, code: str, message: str) -> bytes:
     """A line of an error file for a request that did not run."""
     line = {
-        "id": f"batch_req_{uuid.uuid4().hex}",
+        "id": f"batch_req_{random_id()}",
         "custom_id": custom_id,
         "response": None,
         "error": {"code": code, "message": message},

@@ -18,6 +18,7 @@ from server.http.batches.in_process import InProcess
 from server.http.bodies import json_text
 from server.http.bodies.errors import handle_errors
 from server.http.connections.body_limit import BodyLimit, Upload
+from server.http.direct_routes import DirectRoutes
 from server.http.fields.strict import HEADER
 from server.http.generation import chat, completions
 from server.http.messages import messages
@@ -101,7 +102,8 @@ def create_app(
     app.state.document = None  # made at the first request
     app.add_route(DOCUMENT, document, include_in_schema=False)
     bounds = {"max_bytes": options.max_body_bytes, "seconds": options.body_timeout}
-    limited = BodyLimit(app, **bounds, uploads=uploads)
+    direct = DirectRoutes(app, (*(routes.router for routes in generating), embeddings.router, score.router))
+    limited = BodyLimit(direct, **bounds, uploads=uploads)
     authenticated = Authentication(limited, api_keys=api_keys, admin_keys=admin_keys)
     open_app: ASGIApp = OriginCheck(authenticated, allowed=options.origins)
     if options.origins:  # outside authentication: a browser's preflight request has no key

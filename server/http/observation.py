@@ -2,12 +2,12 @@
 
 import re
 import time
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.gateway.random_ids import random_id
 from server.http.bodies.errors import is_anthropic
 from server.http.pages import PAGES, STATIC
 from server.metrics.access_log import log_access
@@ -26,8 +26,8 @@ def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The id in the headers if it is 1 to 128 printable ASCII characters without spaces, else a new id."""
     for name, value in headers:
         if name == HEADER:
-            return value.decode("ascii") if _USABLE(value) else uuid.uuid4().hex
-    return uuid.uuid4().hex
+            return value.decode("ascii") if _USABLE(value) else random_id()
+    return random_id()
 
 
 _EVENTS = b"text/event-stream"

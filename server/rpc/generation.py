@@ -1,7 +1,6 @@
 """The methods of the service orca.v1.Generation, which generation.proto documents."""
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -25,6 +24,7 @@ from server.gateway.gateway import (
     check_inputs,
     submitted,
 )
+from server.gateway.random_ids import random_id
 from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_request, run_for_response
 from server.rpc import generation_pb2 as pb
@@ -259,7 +259,7 @@ class Generation:
         check_inputs(len(request.inputs), self._options.max_inputs, "inputs")
         check_dimensions(dimensions, size)
         check_embeddings(len(request.inputs), size if dimensions is None else dimensions, "inputs")
-        pooling, name = request.pooling or self._options.pooling, f"embd-{uuid.uuid4().hex}"
+        pooling, name = request.pooling or self._options.pooling, f"embd-{random_id()}"
         submissions: list[Submission] = []
         for i, one in enumerate(request.inputs):
             kind = one.WhichOneof("input")

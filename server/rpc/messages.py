@@ -1,7 +1,6 @@
 """Converts between the messages of generation.proto and the engine's types."""
 
 import re
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from orca_jax.request.sampling_params import SamplingParams, with_defaults
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest
+from server.gateway.random_ids import random_id
 from server.gateway.served_model import ServedModel
 from server.rpc import generation_pb2 as pb
 from server.rpc.field_count import MAX_FIELDS, MAX_NUMBERS, has_too_long_list, has_too_many_fields
@@ -64,7 +64,7 @@ def _refuse_unknown_fields(message: Message, path: str) -> None:
 def request_id(request: pb.GenerateRequest) -> str:
     """The client's request id, or a new one. Raises InvalidRequest."""
     if not request.request_id:
-        return f"gen-{uuid.uuid4().hex}"
+        return f"gen-{random_id()}"
     if not _REQUEST_ID.fullmatch(request.request_id):
         message = f"request_id is {request.request_id[:200]!r}; "
         message += "it must be 1 to 128 printable ASCII characters without spaces, or not set"

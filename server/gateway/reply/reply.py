@@ -1,9 +1,9 @@
 """Parses one output into events: a format's generator reads the text, and `Reply` collects what it finds."""
 
 import json
-import uuid
 from collections.abc import Callable, Container
 
+from server.gateway.random_ids import random_id
 from server.gateway.reply.events import (
     CallArguments,
     CallBegin,
@@ -64,7 +64,7 @@ class Reply:
     def begin(self, name: str) -> None:
         """Begin a call of this function, which is offered."""
         self._end_part()
-        self._events.append(CallBegin(self._n_begun, f"call_{uuid.uuid4().hex[:24]}", name))
+        self._events.append(CallBegin(self._n_begun, f"call_{random_id()[:24]}", name))
         self._n_begun += 1
         self._arguments = []
 

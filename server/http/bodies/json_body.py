@@ -34,22 +34,24 @@ class JsonRoute(APIRoute):
             return handler
 
         async def handle(request: Request) -> Response:
-            _check_content_type(request.headers.get("content-type"))
             read = _ReadRequest(request.scope, request.receive)
-            unused = Unused(refuse=request.app.state.options.strict)
-            request.scope["state"]["unused"] = unused
-            try:
-                data = await read.body()
-            except ClientDisconnect as error:
-                raise HTTPException(400, "the client left before its body was complete") from error
-            if data:
-                read.value = await run_for_request(len(data), partial(self._value, data, unused))
+            read.value = await self.read(read)
             response = await handler(read)
-            if names := unused.header():
-                response.headers[HEADER] = names
+            name_unused(read, response)
             return response
 
         return handle
+
+    async def read(self, request: Request) -> Any:
+        """The validated body; None if it is empty. Raises what `_value` raises, and HTTPException."""
+        _check_content_type(request.headers.get("content-type"))
+        unused = Unused(refuse=request.app.state.options.strict)
+        request.scope["state"]["unused"] = unused
+        try:
+            data = await request.body()
+        except ClientDisconnect as error:
+            raise HTTPException(400, "the client left before its body was complete") from error
+        return await run_for_request(len(data), partial(self._value, data, unused)) if data else None
 
     def _value(self, data: bytes, unused: Unused) -> Any:
         """Validate the body. FastAPI validates again, but accepts an instance of the model unchanged.
@@ -73,6 +75,12 @@ class _ReadRequest(Request):
 
     async def json(self) -> Any:
         return self.value
+
+
+def name_unused(request: Request, response: Response) -> None:
+    """Name the body's unused fields in the response's header."""
+    if names := request.scope["state"]["unused"].header():
+        response.headers[HEADER] = names
 
 
 def _check_content_type(value: str | None) -> None:

@@ -1,7 +1,6 @@
 """Shared by the generating routes: ids, checks of prompts, and the response of chat and completions."""
 
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from orca_jax.errors import InvalidPrompt, InvalidRequest
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.prepared_params import OutputRules
+from server.gateway.random_ids import random_id
 from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_response
 from server.http.bodies.errors import error_responses
@@ -33,12 +33,12 @@ GENERATION_ERRORS = error_responses(404, 429, 500, 503, 504)
 
 def new_response_id(prefix: str) -> str:
     """A unique response id. The ids of its requests in the service are derived from it."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}-{random_id()}"
 
 
 def new_id(prefix: str) -> str:
     """A unique id in the form of the newer protocols, such as `msg_...`."""
-    return f"{prefix}_{uuid.uuid4().hex}"
+    return f"{prefix}_{random_id()}"
 
 
 def check(
