@@ -289,7 +289,7 @@ def _set_row(tables: Tables, row: jax.Array, seen: jax.Array, bias: jax.Array) -
 
 
 def _adjust(
-    logits: jax.Array, rows: jax.Array, tables: Tables, last_token: jax.Array, *, drafts: bool
+    logits: jax.Array, rows: jax.Array, tables: Tables, last_token: jax.Array, *, drafts: bool = False
 ) -> tuple[jax.Array, Tables]:
     """Count each row's previous token, then apply biases and penalties.
 
