@@ -1,14 +1,16 @@
-"""Load clients compared on one running server: `orca bench`, `vllm bench serve` and guidellm, in turns.
+"""Load clients compared on one server: `orca bench`, `vllm bench serve` and guidellm, in turns.
 
-    python -m bench.server.load_clients --url http://127.0.0.1:8000 --tokenizer DIR [--vllm PYTHON]
-        [--guidellm PYTHON] [--concurrency 8] [--requests 100] [--rounds 3]
+    python -m bench.server.load_clients [--vllm PYTHON] [--guidellm PYTHON] [--concurrency 8]
+        [--requests 100] [--rounds 3] [--url URL --model NAME --tokenizer DIR]
 
-Each client sends random prompts of --input tokens and asks for --output tokens, in a closed loop. A round
-runs each client once, from another one on. Compared are output tokens a second, and p50 and p99 of the time
-to the first token and of a whole request, as each client reports them: medians over the rounds, and their
-ratio to `orca bench`'s. PYTHON is the interpreter of an environment that has the client. The processor time
-of a client is that of a run less that of one with few requests, so that imports do not count, over the output
-tokens between them; --short says how many these are (0: not measured).
+Without --url the server is `orca serve`'s endpoint on an engine that computes nothing and takes 10 ms an
+iteration, for up to 64 streams, so that all differences are the clients'. Each client sends random prompts of
+--input tokens and asks for --output tokens, in a closed loop. A round runs each client once, from another one
+on. Compared are output tokens a second, and p50 and p99 of the time to the first token and of a whole
+request, as each client reports them: medians over the rounds, and their ratio to `orca bench`'s. PYTHON is
+the interpreter of an environment that has the client. The processor time of a client is that of a run less
+that of one with few requests, so that imports do not count, over the output tokens between them; --short says
+how many these are (0: not measured).
 """
 
 import argparse
@@ -22,6 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from bench.other_process import OtherProcess
+from bench.server import costless_server
+from orca_jax.model_files.found_model import DEMO_MODEL
 
 RUN_SECONDS = 1800.0
 _SHARES = ("50", "99")
@@ -156,15 +162,17 @@ def run(client: Client, load: Load, n: int) -> tuple[Sequence[float], float]:
 
 
 def main() -> None:
-    """Run all clients in turns; print a table and, as the last line, JSON."""
+    """Compare the clients on the server that the flags name."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.server.load_clients",
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", required=True, help="its name on the server")
-    parser.add_argument("--tokenizer", required=True, help="a directory, for the clients that need one")
+    parser.add_argument("--url", help="a running server (default: the endpoint on a paced engine)")
+    parser.add_argument("--model", default="demo", help="its name on the server")
+    parser.add_argument(
+        "--tokenizer", default=str(DEMO_MODEL), help="a directory, for the clients that need one"
+    )
     parser.add_argument("--vllm", metavar="PYTHON")
     parser.add_argument("--guidellm", metavar="PYTHON")
     parser.add_argument("--concurrency", type=int, default=8)
@@ -174,7 +182,17 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     flags = parser.parse_args()
-    load = Load(flags.url, flags.model, flags.tokenizer, flags.concurrency, flags.input, flags.output)
+    if flags.url is not None:
+        compare(flags, flags.url)
+        return
+    with OtherProcess(costless_server.server) as server:
+        port, _ = server.ask("ports")
+        compare(flags, f"http://{costless_server.HOST}:{port}")
+
+
+def compare(flags: argparse.Namespace, url: str) -> None:
+    """Run all clients in turns; print a table and, as the last line, JSON."""
+    load = Load(url, flags.model, flags.tokenizer, flags.concurrency, flags.input, flags.output)
     clients = [orca(), *([vllm(flags.vllm)] if flags.vllm else [])]
     clients += [guidellm(flags.guidellm)] if flags.guidellm else []
     seen: dict[str, list[Sequence[float]]] = {client.name: [] for client in clients}
