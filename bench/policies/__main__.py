@@ -100,7 +100,9 @@ def _cases(flags: argparse.Namespace) -> Mapping[str, Case]:
             shrink=flags.shrink,
         )
         max_batch_size = flags.max_batch_size or (16 if flags.real else 128)
-        cases[Path(name).name] = file_case(requests, max_batch_size=max_batch_size, n_slots=flags.n_slots)
+        cases[Path(name).name] = file_case(
+            requests, max_batch_size=max_batch_size, n_slots=flags.n_slots, rate=flags.rate
+        )
     if flags.policy:
         cases = {name: replace(case, policies=tuple(flags.policy)) for name, case in cases.items()}
     return cases
@@ -131,6 +133,9 @@ def _parsed() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--share", type=float, default=1.0, help="the share of a named trace (default: 1)")
     parser.add_argument("--requests", type=int, help="the first N of a file (default: all)")
     parser.add_argument("--speed", type=float, default=1.0, help="how much faster a file's requests arrive")
+    parser.add_argument(
+        "--rate", type=float, help="requests of a file a second, instead of its arrivals (texts have none)"
+    )
     parser.add_argument("--shrink", type=int, default=1, help="keep one in N tokens of a file's requests")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts of a file (default: 0)")
     parser.add_argument("--vocab-size", type=int, default=1000, help="of these prompts (default: 1000)")
@@ -151,7 +156,7 @@ def _parsed() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     flags = parser.parse_args()
     if not 0 < flags.share <= 1:
         parser.error(f"--share is {flags.share:g}; it must be above 0 and at most 1")
-    for name in ("requests", "speed", "shrink", "vocab_size", "max_batch_size", "n_slots"):
+    for name in ("requests", "speed", "rate", "shrink", "vocab_size", "max_batch_size", "n_slots"):
         value = getattr(flags, name)
         if value is not None and not value > 0:
             parser.error(f"--{name.replace('_', '-')} is {value}; it must be above 0")

@@ -94,10 +94,15 @@ def simulated_cases(share: float = 1.0) -> Mapping[str, Case]:
     }
 
 
-def file_case(requests: Requests, *, max_batch_size: int, n_slots: int | None = None) -> Case:
-    """A file's requests at their own arrivals. Raises TraceError, and OSError if it cannot be read."""
+def file_case(
+    requests: Requests, *, max_batch_size: int, n_slots: int | None = None, rate: float | None = None
+) -> Case:
+    """A file's requests at their own arrivals, or as a Poisson process of `rate` conversations a second.
+
+    Raises TraceError, and OSError if the file cannot be read.
+    """
     assert requests.file is not None
-    trace = from_requests(requests.trace(Load(), 0))
+    trace = from_requests(requests.trace(Load(rate), 0))
     seconds = trace[-1].arrival - trace[0].arrival
     return Case(
         title=f"{requests.file.name}, {n_requests(trace):,} requests",

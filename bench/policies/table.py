@@ -1,5 +1,6 @@
 """The figures as text, as markdown and as records for JSON."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ class Row:
             "policy": self.policy,
             "highest_rate": rate,
             "highest_tokens_s": tokens_s,
-            "rate": self.rate,
+            "rate": self.rate if math.isfinite(self.rate) else None,  # of requests that all come at once
             **self.figures.record(),
         }
 

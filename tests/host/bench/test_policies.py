@@ -1,13 +1,16 @@
 """The comparison of policies: its traces, its arithmetic, and a short play of every policy."""
 
 import itertools
+import json
 from array import array
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from bench.policies.cases import Case, real_cases, simulated_cases
+from bench.policies.cases import Case, file_case, real_cases, simulated_cases
 from bench.policies.comparison import compare
 from bench.policies.figures import Figures, quantile
 from bench.policies.limits import Limits
@@ -20,6 +23,7 @@ from bench.policies.table import HEADER, cells, markdown_table, text_table
 from bench.policies.traces import (
     Conversation,
     Turn,
+    as_requests,
     conversations,
     longest,
     single,
@@ -28,6 +32,7 @@ from bench.policies.traces import (
 )
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.known_devices import GPUS
+from server.load.workload import Load, Requests
 
 GPT2 = SimulatedMachine(PRESETS["gpt2"], GPUS["h100"])
 LIMITS = Limits(n_positions=512, max_batch_size=8)
@@ -94,6 +99,27 @@ def test_the_longest_request_includes_the_turns_before() -> None:
 def test_every_request_of_a_case_fits_its_engine(cases: dict[str, Case]) -> None:
     for name, case in cases.items():
         assert longest(case.make(case.rate)) <= case.limits.n_positions, name
+
+
+def test_a_file_is_played_as_orca_bench_sends_it(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"arrival": 0.5, "n_input": 20, "n_output": 4},
+        {"arrival": 0.1, "n_input": 5, "n_output": 3, "after": 0},
+        {"arrival": 0.2, "n_input": 6, "n_output": 2, "after": 0},  # another answer to the first turn
+        {"arrival": 0.3, "n_input": 7, "n_output": 9, "after": 1},
+        {"arrival": 1.5, "n_input": 30, "n_output": 8},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    requests = Requests(number=None, n_input=(1, 1), n_output=(1, 1), vocab_size=90, seed=2, file=path)
+    case = file_case(requests, max_batch_size=4)
+    trace = case.make(case.rate)
+    assert as_requests(trace, 90) == requests.trace(Load(), 0)
+    assert case.limits.n_positions == longest(trace) == 20 + 4 + 5 + 3 + 7 + 9
+    figures = GPT2.play("all", replace(case.limits, n_positions=512), trace)
+    assert figures.n_requests == 5
+    spread = file_case(replace(requests), max_batch_size=4, rate=10.0).make(0)
+    assert [len(each.turns) for each in spread] == [4, 1] and 0 < spread[1].arrival < 2
 
 
 # Plays.
