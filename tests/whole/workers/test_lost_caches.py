@@ -76,7 +76,7 @@ def test_requests_lose_nothing_with_a_worker(
             killed.clear()
             results = llm.generate(prompts, PARAMS)
             assert [result.token_ids for result in results] == right
-            found = sum(result.n_cached > 0 for result in results)
-            assert (found > len(prompts) // 4) == (i == 2 and of_model is of_a_hybrid), found
+            if i == 2 and of_model is of_a_hybrid:  # those that ran before this loss too
+                assert any(result.n_cached for result in results)
             assert killed == [(stage, n_tokens)]
             assert (service.recovery.losses, service.recovery.n_blamed) == (i, 0)
