@@ -86,7 +86,8 @@ def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
     if chunked and rng.random() < 0.5:
         max_batch_tokens = max_bs + rng.choice((0, 1, 3))
     # Of a model with recurrent layers, or of one without.
-    n_snapshots, snapshot_blocks = rng.choice((0, 1, 2, 6)) if prefixes else 0, rng.choice((1, 2, 5))
+    kept = random.Random(f"snapshots {seed}")
+    n_snapshots, snapshot_blocks = kept.choice((0, 1, 2, 6)) if prefixes else 0, kept.choice((1, 2, 5))
     return Trace(
         ServingConfig(
             max_batch_size=max_bs,
@@ -383,7 +384,9 @@ def test_random_traces_keep_every_invariant(switches: tuple[bool, bool, str, str
     assert (seen["overtaken"] > 50) == (order == "longest-prefix")
     # The traces have seen what they are for.
     assert (seen["cached"] > 100 and seen["evictions"] > 100) == prefixes
-    assert (seen["snapshots used"] > 100 and seen["snapshots evicted"] > 100) == prefixes
+    # Whole prompts leave a snapshot only where they end at a border.
+    least = 100 if chunked else 20
+    assert (seen["snapshots used"] > least and seen["snapshots evicted"] > 100) == prefixes
     assert (seen["preemptions"] > 50) == (reservation == "on-demand")
     assert not chunked or seen["chunks"] > 50
     assert (seen["prompts longer than an iteration"] > 50) == chunked
