@@ -235,7 +235,12 @@ class RequestPool:
 
         With the default queue this is the order of arrival (Algorithm 1, line 20).
         """
-        return InArrivalOrder(self._admitted.values(), self._walk, all_plain=not self._n_of_other_kinds)
+        return InArrivalOrder(self._admitted.values(), self._walk, all_plain=self.all_plain)
+
+    @property
+    def all_plain(self) -> bool:
+        """Whether all admitted requests have plain rows."""
+        return not self._n_of_other_kinds
 
     def admit(self, requests: Iterable[Request]) -> None:
         """Admit these waiting requests."""

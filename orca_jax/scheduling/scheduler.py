@@ -154,7 +154,7 @@ class Scheduler:
         What is kept of drafts decides their request's next rows. The others of the batch wait with it,
         because two smaller batches would take longer than one.
         """
-        if not self.overlaps or self.n_scheduled < self.engine.n_workers:
+        if not self.overlaps or self.pool.all_plain or self.n_scheduled < self.engine.n_workers:
             return False
         rows = self.in_flight[0].rows
         has_room = len(rows) < self.config.max_batch_size

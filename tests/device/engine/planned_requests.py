@@ -134,13 +134,15 @@ def assert_same(result: Request, unsplit: Request) -> None:
         assert_same_logprobs(ours or [], theirs or [])
 
 
-def assert_same_logprobs(result: Sequence[TokenLogprobs], unsplit: Sequence[TokenLogprobs]) -> None:
+def assert_same_logprobs(
+    result: Sequence[TokenLogprobs], unsplit: Sequence[TokenLogprobs], *, atol: float = 1e-3
+) -> None:
     assert [token.token_id for token in result] == [token.token_id for token in unsplit]
     np.testing.assert_allclose(
-        [token.logprob for token in result], [token.logprob for token in unsplit], atol=1e-3
+        [token.logprob for token in result], [token.logprob for token in unsplit], atol=atol, rtol=0
     )
     for ours, theirs in zip(result, unsplit, strict=True):
-        np.testing.assert_allclose([v for _, v in ours.top], [v for _, v in theirs.top], atol=1e-3)
+        np.testing.assert_allclose([v for _, v in ours.top], [v for _, v in theirs.top], atol=atol, rtol=0)
 
 
 tokens = st.integers(0, MODEL.vocab_size - 1)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -127,20 +128,20 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-def results(speculative: str) -> tuple[list[GenerationResult], Speculation | None]:
+def results(speculative: str, **options: Any) -> tuple[list[GenerationResult], Speculation | None]:
     """All outputs, of requests that run together."""
     params = [SamplingParams(max_tokens=40, ignore_eos=True, **asked) for asked in ASKED]
-    sizes: dict[str, Any] = {"max_batch_size": 24, "n_slots": 2048, "max_batch_tokens": 64}
+    sizes: dict[str, Any] = {"max_batch_size": 24, "n_slots": 2048, "max_batch_tokens": 64, **options}
     with LLM(speculative=speculative, speculative_tokens=3, seed=0, **sizes) as llm:
         each = [(prompt, one) for one in params for prompt in PROMPTS]
         return llm.generate([prompt for prompt, _ in each], [one for _, one in each]), llm.service.speculation
 
 
-def test_an_engine_with_drafts_gives_the_same_results() -> None:
-    plain, none = results("off")
+def assert_same_results(drafters: Sequence[str], *, atol: float, **options: Any) -> None:
+    plain, none = results("off", **options)
     assert none is None
-    for name in ("ngram", "suffix"):
-        with_drafts, made = results(name)
+    for name in drafters:
+        with_drafts, made = results(name, **options)
         assert made is not None and made.n_drafted > made.n_accepted > 40
         for theirs, ours in zip(plain, with_drafts, strict=True):
             assert (ours.text, ours.token_ids, ours.finish_reason) == (
@@ -148,4 +149,13 @@ def test_an_engine_with_drafts_gives_the_same_results() -> None:
                 theirs.token_ids,
                 theirs.finish_reason,
             )
-            assert_same_logprobs(ours.logprobs or [], theirs.logprobs or [])
+            assert_same_logprobs(ours.logprobs or [], theirs.logprobs or [], atol=atol)
+
+
+def test_an_engine_with_drafts_gives_the_same_results() -> None:
+    assert_same_results(["ngram", "suffix"], atol=1e-5)
+
+
+@pytest.mark.matrix
+def test_deterministic_the_bits_are_the_same() -> None:
+    assert_same_results(["ngram"], atol=0.0, deterministic=True, max_batch_tokens=512)

@@ -91,7 +91,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 # Fields of beams exclude most others, and choose nothing on the device (tests/device/engine/test_beams.py).
 BEAMS = {"use_beam_search", "best_of", "length_penalty", "early_stopping"}
 EXPERTS = {"return_routed_experts"}  # this model has none
-assert {*FIELDS, *BEAMS, *EXPERTS, "n", "max_tokens"} - {"grammar"} == {
+DRAFTS = {"speculative", "prediction"}  # this engine makes none
+assert {*FIELDS, *BEAMS, *EXPERTS, *DRAFTS, "n", "max_tokens"} - {"grammar"} == {
     name for name in SamplingParams.__slots__ if not name.startswith("guided_")
 }, "a new parameter wants its place here"
 
