@@ -1,6 +1,7 @@
 """Writes what the scheduler and the stages do as lines of JSON."""
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,11 @@ class Watch(TimelineObserver):
         self._service = service
         self._shows_ids = shows_ids
         self._iterations = IterationLines(service.scheduler)
+        # By iteration its decodes of several tokens, perhaps drafts: row, request and length of the output.
+        self._drafted: dict[int, list[tuple[int, Request, int]]] = {}
+        self._returned: list[
+            tuple[Line, list[tuple[int, Request, int]]]
+        ] = []  # whose tokens are not known yet
         self._lines: deque[tuple[int, Line]] = deque()
         # Several threads change `_n_put`. It may lose a count, which only moves the limit.
         self._n_put = self._n_taken = self._n_skipped = self._n_reported = 0
@@ -79,18 +85,46 @@ class Watch(TimelineObserver):
         self._put(self._arrival(request, at))
 
     def issued(self, record: IterationRecord, rows: Sequence[Row]) -> None:
+        self._put_returned()
         self._iterations.begin(record, rows)
+        drafted = [
+            (i, req, len(req.output_ids))
+            for i, (req, n_tokens) in enumerate(rows)
+            if n_tokens > 1 and not record.initiation[i]
+        ]
+        if drafted:
+            self._drafted[record.number] = drafted
 
     def returned(self, record: IterationRecord) -> None:
         line = self._iterations.end(record)
         if line is None:
             return
-        n_numbers = 2 * len(line["rows"])
+        drafted = self._drafted.pop(record.number, None)
+        for lost in [number for number in self._drafted if number < record.number]:
+            del self._drafted[lost]
+        if drafted is None:
+            self._put_iteration(line)
+        else:
+            self._returned.append((line, drafted))
+
+    def delivered(self, gaps: "array[float]", first: Sequence[RequestRecord]) -> None:
+        self._put_returned()
+
+    def _put_returned(self) -> None:
+        """Put the lines of iterations whose tokens their requests have taken since they returned."""
+        for line, drafted in self._returned:
+            line["kept"] = [(i, len(req.output_ids) - n_before) for i, req, n_before in drafted]
+            self._put_iteration(line)
+        self._returned.clear()
+
+    def _put_iteration(self, line: Line) -> None:
+        n_numbers = 2 * (len(line["rows"]) + len(line.get("kept", ())))
         n_numbers += sum(len(line[name]) for name in ("prefill", "starts", "partial", "preempted"))
         if not self._put(line, n_numbers):
             self._n_skipped += 1
 
     def ended(self, record: RequestRecord, request: Request) -> None:
+        self._put_returned()
         line: Line = {"finished": record.arrival, "time": record.finished, "reason": record.finish_reason}
         self._put({**line, "n_output": record.n_output, "n_cached": record.n_cached})
 

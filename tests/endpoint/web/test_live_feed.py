@@ -3,15 +3,16 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import SchedulingConfig, ServingConfig
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from server.errors import TooManyViewers
@@ -21,7 +22,7 @@ from server.web import watch as watch_module
 from server.web.feed import LiveFeed
 from tests.endpoint.harness import CONFIG, Server, serving, until
 from tests.endpoint.http_client import connected
-from tests.host.engines import SOON, PacedEngine, counting
+from tests.host.engines import SOON, PacedEngine, counting, writing
 
 Event = tuple[str, Any]
 ONE = ServingConfig(max_batch_size=1, n_slots=512, max_batch_tokens=512, block_size=16, max_queue=256)
@@ -291,3 +292,25 @@ def test_the_recorded_file(tmp_path: Path) -> None:
             "/live/files/bad%20minute.jsonl", headers={"Authorization": "Bearer first-secret-key"}
         )
         assert (response.status_code, response.json()["error"]["code"]) == (403, "not_permitted")
+
+
+class Half:
+    """Drafts the next token of "abab..." and a wrong one."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None: ...
+
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        return [ord("ab"[len(output_ids) % 2]), 0]
+
+
+def test_a_line_tells_the_tokens_that_drafts_gave() -> None:
+    drafting = replace(CONFIG, scheduling=SchedulingConfig(speculative=f"{__name__}:Half"))
+    with serving(writing("ab"), config=drafting) as server, watching(server) as events:
+        next(events)
+        complete(server, "xyz", 6)
+        lines = until_finished(events, 1)
+    iterations = [line for line in lines if "iteration" in line]
+    # The first token, then two of three twice, then the last, for which no draft has room.
+    assert [line["rows"] for line in iterations] == [[[0, n]] for n in (3, 3, 3, 1)]
+    assert [line.get("kept") for line in iterations] == [None, [[0, 2]], [[0, 2]], None]
+    assert lines.index(iterations[-1]) < lines.index(next(line for line in lines if "finished" in line))

@@ -2,7 +2,7 @@
 
 const NAMES = [
   ...["text", "quiet", "line", "strong-line", "surface", "sunken", "accent", "bad", "good", "warn"],
-  ...["prefill", "chunk", "decode", "padding", "wait", "wait-text", "used", "reserved", "cached", "busy", "bubble", "gap", "unknown"],
+  ...["prefill", "chunk", "decode", "wasted", "padding", "wait", "wait-text", "used", "reserved", "cached", "busy", "bubble", "gap", "unknown"],
   ...["on-prefill", "on-chunk", "on-decode"],
 ];
 

@@ -102,7 +102,9 @@ export class Details {
     for (let i = rows.length - 1; i >= Math.max(0, rows.length - MOST_ROWS); i--) {
       const row = rows.at(i);
       const j = row.requests.indexOf(number);
-      const values = [count(row.number), PHASES[row.phases[j]], count(row.tokens[j]), duration(row.returned - row.issued)];
+      const kept = row.kept?.get(j);
+      const tokens = count(row.tokens[j]) + (kept === undefined ? "" : `, ${count(kept)} kept`);
+      const values = [count(row.number), PHASES[row.phases[j]], tokens, duration(row.returned - row.issued)];
       shown.push(element("tr", {}, ...values.map((value) => element("td", {}, value))));
     }
     replace(this.rows, ...shown);

@@ -1,6 +1,6 @@
 // Files: the JSON lines that `orca serve --record` writes, those that this page saves, and downloads.
 
-import { CHUNK, DECODE } from "./model.js";
+import { CHUNK, DECODE, outputs } from "./model.js";
 
 const LONGEST_LINE = 1 << 26; // characters
 const TURN = 40; // milliseconds of work before the page gets a turn
@@ -112,8 +112,7 @@ function begun(request) {
   let nOutput = request.nOutput;
   for (const row of request.rows) {
     const i = row.requests.indexOf(request.number);
-    if (row.phases[i] === DECODE) nOutput -= row.tokens[i];
-    else if (!row.partial.includes(i)) nOutput -= 1;
+    nOutput -= outputs(row, i);
   }
   const first = request.rows.at(0);
   const goesOn = first !== undefined && request.phaseIn(first) === CHUNK;
@@ -133,7 +132,7 @@ function iteration(one) {
   const prefill = phases.flatMap((phase, i) => (phase === DECODE ? [] : [i]));
   const rows = requests.map((request, i) => [request, tokens[i]]);
   const line = { iteration: number, issued, rows, bucket, prefill, starts, partial, slots, waiting, held };
-  return { ...line, preempted: one.preempted, returned };
+  return { ...line, preempted: one.preempted, returned, ...(one.kept && { kept: [...one.kept] }) };
 }
 
 function end(request) {

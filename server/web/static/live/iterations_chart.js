@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { count, duration, plural } from "./format.js";
-import { CHUNK, DECODE, PHASES, PHASE_WORDS, PREFILL } from "./model.js";
+import { CHUNK, DECODE, PHASES, PHASE_WORDS, PREFILL, outputs } from "./model.js";
 import { beginning } from "./times.js";
 
 const ON = ["onPrefill", "onChunk", "onDecode"]; // the colours of numbers in cells
@@ -58,7 +58,9 @@ export class IterationsChart extends Chart {
       below += one.tokens[i];
       if (!isHere) return;
       found.request = number;
-      lines.unshift(`#${number} ${PHASE_WORDS[one.phases[i]]}: ${plural(one.tokens[i], "token")}`);
+      const kept = one.kept?.get(i);
+      const drafted = kept === undefined ? "" : `, ${count(kept)} kept`;
+      lines.unshift(`#${number} ${PHASE_WORDS[one.phases[i]]}: ${plural(one.tokens[i], "token")}${drafted}`);
     });
     return found;
   }
@@ -82,6 +84,8 @@ export class IterationsChart extends Chart {
         context.globalAlpha *= 0.35;
         this.fill(this.colours.hatch(context, "onChunk", 6), x, top, wide, high);
       }
+      const wasted = phase === DECODE ? Math.round(high * (1 - outputs(one, i) / one.tokens[i])) : 0;
+      if (wasted > 0) this.fill(this.colours.wasted, x, top, wide, wasted);
       const label = `#${one.requests[i]}`;
       if (high >= LABEL && wide > 8 + 6.5 * label.length) {
         context.globalAlpha = isChosen ? 1 : Math.max(dim, 0.6);

@@ -136,13 +136,13 @@ class LiveRequest {
     this.hasGaps = false;
   }
 
-  /** Add its row in an iteration; returns the row's phase. `start` is null for a decode. */
-  row(iteration, nTokens, start, isPartial) {
+  /** Add its row in an iteration; returns the row's phase. `start` is null for a decode, which gives `nOutput`. */
+  row(iteration, nOutput, start, isPartial) {
     this.rows.push(iteration);
     this.scheduled ??= iteration.issued;
     if (this.isWaiting) this.#endWait(iteration.issued);
     if (start === null) {
-      this.#token(iteration.returned, nTokens);
+      this.#token(iteration.returned, nOutput);
       this.inPrompt = false;
       return DECODE;
     }
@@ -180,6 +180,12 @@ class LiveRequest {
     this.lastToken = at;
     this.nOutput += n;
   }
+}
+
+/** The output tokens of row `i` of an iteration. */
+export function outputs(iteration, i) {
+  if (iteration.phases[i] === DECODE) return iteration.kept?.get(i) ?? iteration.tokens[i];
+  return iteration.partial.includes(i) ? 0 : 1;
 }
 
 export class LiveModel {
@@ -274,10 +280,11 @@ export class LiveModel {
   #iteration(line) {
     const { iteration: number, issued, returned, bucket, slots, waiting, rows, prefill } = line;
     const { held = null, starts = [], partial = [], preempted = [], snapshots = null } = line;
+    const kept = line.kept ? new Map(line.kept) : null; // by row: output tokens of a decode that verified drafts
     const isWhole = Array.isArray(rows) && Array.isArray(prefill) && slots?.length === 3;
     if (!isWhole || ![number, issued, returned, bucket].every(Number.isFinite)) throw new Error("it lacks fields");
     const n = rows.length;
-    const made = { number, issued, returned, bucket, slots, snapshots, waiting, held, starts, partial, preempted, nTokens: 0 };
+    const made = { number, issued, returned, bucket, slots, snapshots, waiting, held, starts, partial, preempted, kept, nTokens: 0 };
     made.requests = new Array(n);
     made.tokens = new Array(n);
     made.phases = new Array(n);
@@ -293,7 +300,7 @@ export class LiveModel {
       made.tokens[i] = nTokens;
       made.nTokens += nTokens;
       const request = this.requests.get(one);
-      made.phases[i] = request ? request.row(made, nTokens, start, partial.includes(i)) : isPrefill ? PREFILL : DECODE;
+      made.phases[i] = request ? request.row(made, kept?.get(i) ?? nTokens, start, partial.includes(i)) : isPrefill ? PREFILL : DECODE;
     }
     this.#tick(issued);
     this.#tick(returned);

@@ -2,7 +2,7 @@
 
 import { announce, element, replace, setText } from "../dom.js";
 import { count, duration, percent, plural } from "./format.js";
-import { DECODE } from "./model.js";
+import { DECODE, outputs } from "./model.js";
 import { outside, sum, unknownTimes } from "./times.js";
 import { WHY } from "./why.js";
 
@@ -114,7 +114,7 @@ function numbersOf(model, view) {
     nBucket += one.bucket;
     nRows += one.requests.length;
     for (let j = 0; j < one.phases.length; j++)
-      nOutput += one.phases[j] === DECODE ? one.tokens[j] : one.partial.includes(j) ? 0 : 1;
+      nOutput += outputs(one, j);
     to = one.returned;
   }
   const from = Math.max(view.from, iterations.at(0)?.issued ?? view.from);
