@@ -231,30 +231,39 @@ class ServingPolicy:
         """Let increments that can compute several tokens use the places, tokens and blocks left."""
         n_planned = sum(n for _, n in plan.rows)
         n_left = min(self._max_bs - plan.n_places, self._max_tokens - n_planned)
-        chances: list[tuple[float, int]] = []  # of each further token to be kept, and the index of its row
+        if n_left <= 0:
+            return
+        uncertain: list[tuple[int, Request, float]] = []
         for i, (req, n_tokens) in enumerate(plan.rows):
-            if n_left <= 0:
-                return
-            n_more = 0 if req.kind is PLAIN or req.in_initiation else req.kind.most_tokens(req) - n_tokens
-            chance = req.kind.chance if n_more > 0 else 0.0
-            if chance == 1.0:
+            if req.kind is PLAIN or req.in_initiation:
+                continue
+            chance = req.kind.chance
+            if chance < 1.0:
+                uncertain.append((i, req, chance))
+            elif n_left > 0 and (n_more := req.kind.most_tokens(req) - n_tokens) > 0:
                 n_more = self._extend(plan, i, min(n_more, n_left))
                 n_planned += n_more
                 n_left -= n_more
-            else:
-                chances += [(chance**n, i) for n in range(1, n_more + 1)]
-        if chances:
-            chances.sort(key=lambda each: -each[0])
-            n_drafts = self._n_worth_their_time(n_planned, [chance for chance, _ in chances[:n_left]])
-            for i, n_more in Counter(i for _, i in chances[:n_drafts]).items():
-                self._extend(plan, i, n_more)
+        most = max([chance for _, _, chance in uncertain], default=0.0)
+        if not self._n_worth_their_time(n_planned, [most] * n_left):
+            return  # whatever is drafted
+        chances = [
+            (chance**n, i)
+            for i, req, chance in uncertain
+            for n in range(1, req.kind.most_tokens(req) - plan.rows[i][1] + 1)
+        ]
+        chances.sort(key=lambda each: -each[0])
+        n_drafts = self._n_worth_their_time(n_planned, [chance for chance, _ in chances[:n_left]])
+        for i, n_more in Counter(i for _, i in chances[:n_drafts]).items():
+            self._extend(plan, i, n_more)
 
     def _n_worth_their_time(self, n_planned: int, chances: Sequence[float]) -> int:
         """The number of drafts, likeliest first, with which an iteration yields the most tokens in its time.
 
-        Without them it has `n_planned` tokens. n drafts are worth it only if (tokens + their chances' sum) /
-        (tokens) is above the ratio of the iterations' times. So drafts that fit into the bucket are free, and
-        more are taken while the device waits for its memory, but none where arithmetic takes the time.
+        `chances` descend. Without drafts the iteration has `n_planned` tokens, and n drafts are worth it only
+        if (tokens + their chances' sum) / tokens is above the ratio of the iterations' times. So drafts that
+        fit into the bucket are free, and more are taken while the device waits for its memory, but none where
+        arithmetic takes the time.
         """
         first = bisect_left(self._buckets, n_planned)
         best, n_best = 0.0, 0

@@ -49,6 +49,7 @@ class Speculation:
     make: Make
     n_tokens: int  # the most drafts of a request in an iteration
     vocab_size: int
+    learns: bool = False  # whether drafters have a method `end`
     n_drafted: int = 0
     n_accepted: int = 0
     n_right: int = 0
@@ -64,12 +65,12 @@ def configured_speculation(config: SchedulingConfig, *, vocab_size: int) -> Spec
     """The configured drafts of an engine; None if it makes none. Raises ConfigError."""
     if not config.speculates:
         return None
+    n_tokens = config.speculative_tokens
     if config.speculative == "suffix":
-        make = SuffixMemory()
-    else:
-        made = NgramDrafter if config.speculative == "ngram" else _users_drafter(config.speculative)
-        make = _with_salt(made) if _takes_salt(made) else _without_salt(made)
-    return Speculation(make, config.speculative_tokens, vocab_size)
+        return Speculation(SuffixMemory(), n_tokens, vocab_size, learns=True)
+    made = NgramDrafter if config.speculative == "ngram" else _users_drafter(config.speculative)
+    make = _with_salt(made) if _takes_salt(made) else _without_salt(made)
+    return Speculation(make, n_tokens, vocab_size, learns=callable(getattr(made, "end", None)))
 
 
 def _users_drafter(name: str) -> Any:

@@ -10,7 +10,7 @@ Without drafts a request has a plain row, and its iterations may run ahead.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from orca_jax.request.request import FinishReason, InputRow, Request, RequestState, RowAnswer, RowKind
 from orca_jax.request.sampling_params import SamplingParams
@@ -147,10 +147,12 @@ class Drafted(RowKind):
         # A drafter may learn from outputs.
         if self._predicted is not None:
             self._predicted.read(req.output_ids)
-        end = getattr(self._drafter, "end", None)
+        if self._failed or not self.speculation.learns:
+            return
         try:
-            if end is not None:
-                end(req.output_ids)
+            self._drafter = self._drafter or self.speculation.make(list(req.prompt_ids), req.cache_salt)
+            end: Callable[[Sequence[int]], object] = getattr(self._drafter, "end")  # noqa: B009
+            end(req.output_ids)
         except Exception:
             _log.exception("the drafter failed at the end of request %s", req.request_id)
 

@@ -118,6 +118,7 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 0.0, "stop": ("e",)},
     {"temperature": 0.6, "seed": 3, "top_k": 4},
     {"temperature": 0.5, "seed": 1, "n": 2},
+    {"temperature": 0.0, "prediction": "one two three, one two three, the cat sat on the mat"},
     {"temperature": 0.0, "repetition_penalty": 1.2},
     {"temperature": 0.7, "seed": 2, "guided_regex": "(one two three )*four"},
     {"temperature": 0.7, "seed": 5, "guided_regex": "the price is [0-9]+ (dollars|euros) each"},
