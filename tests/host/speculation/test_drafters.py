@@ -110,6 +110,11 @@ def test_a_user_s_drafter_that_learns_from_outputs_of_the_same_salt(caplog: pyte
             one = service.submit([1, 2], SamplingParams(max_tokens=7), scheduling=params).result(SOON)
             assert (bytes(one.token_ids), speculation.n_accepted) == (b"abababa", n_accepted)
     assert not caplog.records
+    config = replace(CONFIG, max_batch_size=1, scheduling=scheduling)
+    with orca(simulated(writing("ab")), config=config) as service:  # without a place for drafts
+        params = SchedulingParams(cache_salt="z")
+        service.submit([1, 2], SamplingParams(max_tokens=7), scheduling=params).result(SOON)
+    assert bytes(Learns.known["", "z"]) == b"abababa"
     with orca(simulated(writing("b")), config=replace(CONFIG, scheduling=scheduling)) as service:
         assert (
             bytes(service.submit([1, 2], SamplingParams(max_tokens=7)).result(SOON).token_ids) == b"bbbbbbb"
