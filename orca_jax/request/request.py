@@ -154,8 +154,7 @@ class RowKind:
         """How many tokens of a predicted output are in the output and how many not; None if none is used."""
         return None
 
-    @property
-    def chance(self) -> float:
+    def chance(self, req: "Request") -> float:
         """The estimated probability that an increment's further token is kept if those before it are."""
         return 1.0
 

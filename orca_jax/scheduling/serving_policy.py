@@ -237,7 +237,7 @@ class ServingPolicy:
         for i, (req, n_tokens) in enumerate(plan.rows):
             if req.kind is PLAIN or req.in_initiation:
                 continue
-            chance = req.kind.chance
+            chance = req.kind.chance(req)
             if chance < 1.0:
                 uncertain.append((i, req, chance))
             elif n_left > 0 and (n_more := req.kind.most_tokens(req) - n_tokens) > 0:

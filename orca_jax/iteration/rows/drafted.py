@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 # Output tokens for which no drafts are made, by the number of iterations in a row that kept no draft.
 # Drafts that are always wrong then cost little, and a text that begins to repeat itself is found soon.
 _PAUSES = (0, 0, 0, 0, 2, 6, 14, 30)
-# A request's estimate of its drafts' chances forgets this fraction with each iteration, and counts as many
-# drafts of the whole engine with it.
+# A request's estimate of its drafts' chances forgets this fraction with each output token, so that all drafts
+# are tried again some time, and counts as many drafts of the whole engine with it.
 _FORGOTTEN, _OF_ENGINE = 1 / 64, 4.0
 # Output tokens after right drafts for which no iteration runs ahead although there are no drafts: more than
 # n-grams need to find their place again. As many after drafts for which the batch had no use, iterations run
@@ -58,18 +58,19 @@ class Drafted(RowKind):
         self._awaited_until = 0  # the length of the output until which no iteration runs ahead
         self._declined_until = 0  # and that until which drafts are held not to be worth that
         self.sent: Sequence[int] = ()
-
-        # Drafts that were right, and those that were compared: in an iteration up to the first wrong one.
+        # Drafts that were right, and that were compared, in an iteration up to the first wrong one: after
+        # `_n_before` output tokens.
         self._n_right = self._n_compared = 0.0
+        self._n_before = 0
 
     @property
     def predicted(self) -> tuple[int, int] | None:
         return None if self._predicted is None else (self._predicted.n_accepted, self._predicted.n_rejected)
 
-    @property
-    def chance(self) -> float:
-        n_right = self._n_right + _OF_ENGINE * self.speculation.chance
-        return n_right / (self._n_compared + _OF_ENGINE)
+    def chance(self, req: Request) -> float:
+        remembered = (1 - _FORGOTTEN) ** (len(req.output_ids) - self._n_before)
+        n_right = remembered * self._n_right + _OF_ENGINE * self.speculation.chance
+        return n_right / (remembered * self._n_compared + _OF_ENGINE)
 
     def runs_ahead(self, req: Request) -> bool:
         return not self.sent
@@ -113,8 +114,10 @@ class Drafted(RowKind):
             self._awaited_until = n_output + _AWAITED if n_right else 0
             self._paused_until = n_output + _PAUSES[self._n_in_vain]
             n_compared = min(n_right + 1, len(sent))
-            self._n_right += n_right - _FORGOTTEN * self._n_right
-            self._n_compared += n_compared - _FORGOTTEN * self._n_compared
+            remembered = (1 - _FORGOTTEN) ** (len(req.output_ids) - self._n_before)
+            self._n_right = remembered * self._n_right + n_right
+            self._n_compared = remembered * self._n_compared + n_compared
+            self._n_before = len(req.output_ids)
             speculation.n_right += n_right
             speculation.n_compared += n_compared
         accepted = list[tuple[int, FinishReason | None]]()

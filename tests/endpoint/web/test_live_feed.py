@@ -304,7 +304,8 @@ class Half:
 
 
 def test_a_line_tells_the_tokens_that_drafts_gave() -> None:
-    drafting = replace(CONFIG, scheduling=SchedulingConfig(speculative=f"{__name__}:Half"))
+    scheduling = SchedulingConfig(speculative=f"{__name__}:Half")
+    drafting = replace(CONFIG, overlap=False, scheduling=scheduling)
     with serving(writing("ab"), config=drafting) as server, watching(server) as events:
         next(events)
         complete(server, "xyz", 6)
