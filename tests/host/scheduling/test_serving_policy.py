@@ -381,7 +381,7 @@ def play_all(switches: tuple[bool, bool, str, str], n_traces: int) -> Counter[st
 def test_random_traces_keep_every_invariant(switches: tuple[bool, bool, str, str]):
     seen = play_all(switches, N_TRACES)
     chunked, prefixes, reservation, order = switches
-    assert (seen["overtaken"] > 50) == (order == "longest-prefix")
+    assert (seen["overtaken"] > 20) == (order == "longest-prefix")
     # The traces have seen what they are for.
     assert (seen["cached"] > 100 and seen["evictions"] > 100) == prefixes
     # Whole prompts leave a snapshot only where they end at a border.
