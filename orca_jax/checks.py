@@ -5,10 +5,13 @@ import os
 import pkgutil
 import re
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 from orca_jax.errors import ConfigError
 
+_MAX_NAME = 256
 _PLACE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -34,6 +37,24 @@ def check_place(name: str, value: object) -> None:
     """Raises ConfigError unless `value` has the form "package.file:name"."""
     if not isinstance(value, str) or _PLACE.fullmatch(value) is None:
         raise ConfigError(f"{name} is {value!r}; it must have the form package.file:name")
+
+
+def checked_name(name: str, value: object) -> str:
+    """`value`, which must be 1 to 256 printable characters. Raises ConfigError."""
+    if not (isinstance(value, str) and value.isprintable() and 1 <= len(value) <= _MAX_NAME):
+        raise ConfigError(
+            f"{name} is {str(value)[:_MAX_NAME]!r}; it must be 1 to {_MAX_NAME} printable characters"
+        )
+    return value
+
+
+def check_names(name: str, value: object) -> None:
+    """Raises ConfigError unless `value` maps names of 1 to 256 printable characters to paths."""
+    pairs = cast("Mapping[object, object]", value if isinstance(value, Mapping) else {None: None})
+    for each, path in pairs.items():
+        checked_name(f"a name in {name}", each)
+        if not isinstance(path, str | Path) or not str(path):
+            raise ConfigError(f"{name}: {each!r} is {path!r}; it must be a directory")
 
 
 def named_object(option: str, place: str) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, fields, is_dataclass,
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from orca_jax.checks import Whole, check_fraction, check_place, check_seconds, check_whole
+from orca_jax.checks import Whole, check_fraction, check_names, check_place, check_seconds, check_whole
 from orca_jax.errors import ConfigError
 from orca_jax.options import Also, Hidden, In, Named, Options, Or, Served
 
@@ -22,6 +22,8 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 Attention = Literal["kernel", "cudnn", "native", "static", "follow_lengths", "interpreted"]
 ExpertExchange = Literal["auto", "gather", "exchange"]
 OnCompile = Literal["warn", "error"]
+MAX_LORAS = 16  # the default's bound
+MAX_LORA_RANK = 16  # vLLM's default too
 COMPILE_CACHE = "~/.cache/orca_jax/compiled"  # the default folder for compiled programs
 # default: with the extensions that the other fields turn on. Others are the names of users' classes.
 PolicyName = Literal["default", "orca"]
@@ -175,6 +177,19 @@ class ServingOptions(Options):
         "limits",
         *(check_fraction, Served(0.5), In("serve")),
     ] = 1.0
+    max_loras: Annotated[
+        int | None,
+        "number of LoRA adapters on the devices at a time, of which an iteration may use any; 0 for none; "
+        "with it, adapters can be loaded while serving (default: as many as --lora gives, up to "
+        f"{MAX_LORAS})",
+        *(Whole(0, 4096), In("serve", "compile")),
+    ] = None
+    max_lora_rank: Annotated[
+        int | None,
+        "the greatest rank of a LoRA adapter that the devices have room for (default: the greatest of "
+        f"--lora's, at least {MAX_LORA_RANK})",
+        *(Whole(1, 4096), In("serve", "compile")),
+    ] = None
     deterministic: Annotated[bool, "make each output bit for bit independent of other requests; slower"] = (
         False
     )
@@ -204,6 +219,8 @@ class ServingConfig(ServingOptions):
 
     n_slots: int = 16384
     max_batch_tokens: int = 2048
+    max_loras: int = 0
+    max_lora_rank: int = MAX_LORA_RANK
     coarse_buckets: Annotated[bool, "pad iterations to fewer sizes", In()] = False
     n_snapshots: Annotated[int, "recurrent states that the prefix cache keeps", In()] = 0
     scheduling: SchedulingConfig = ORCA
@@ -269,9 +286,25 @@ class Sizes(SchedulingOptions, ServingOptions):
         Whole(0, 1 << 50),
         Also("plan"),
     ] = None
+    adapters: Annotated[
+        Mapping[str, str | Path] | None,
+        "a LoRA adapter in PEFT's format, which requests choose by its name (docs/adapters.md); give the "
+        "flag once for each",
+        *(Named("lora"), check_names, In("serve")),
+    ] = None
+    lora_host_bytes: Annotated[
+        int,
+        "maximum bytes of LoRA adapters in the host's memory; others are read from disk again",
+        *(Whole(0, 1 << 50), In("serve")),
+    ] = 4 << 30
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.adapters and self.max_loras == 0:
+            raise ConfigError(
+                f"max_loras is 0, and there are {len(self.adapters)} LoRA adapters; raise it, or leave lora "
+                "out"
+            )
         self.filled(n_slots=self.block_size, max_batch_tokens=1 << 20)
 
     @property
@@ -287,6 +320,7 @@ class Sizes(SchedulingOptions, ServingOptions):
         """Sizes with the arguments in place of None. Raises ConfigError."""
         asked: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(ServingOptions)}
         sizes = {"n_slots": n_slots, "max_batch_tokens": max_batch_tokens}
+        sizes |= {"max_loras": min(len(self.adapters or ()), MAX_LORAS), "max_lora_rank": MAX_LORA_RANK}
         asked |= {name: value for name, value in sizes.items() if asked[name] is None}
         given: dict[str, Any] = {"coarse_buckets": coarse_buckets, "n_snapshots": n_snapshots}
         return ServingConfig(**asked, **given, scheduling=self.scheduling)
@@ -531,12 +565,28 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             raise ConfigError(
                 f"generation_config is {self.generation_config!r}; it must be 'auto', 'none' or a directory"
             )
+        if self.adapters or self.max_loras:
+            self._check_adapters()
         if self.workers is not None:
             self._refuse_worker_options()
         elif self.on_compile == "error" and self.in_this_process and not self.compile_ahead:
             raise ConfigError(
                 'on_compile="error" needs compile_ahead, without which no program could be compiled; set '
                 "compile_ahead, or leave on_compile out"
+            )
+
+    def _check_adapters(self) -> None:
+        """Refuse what LoRA adapters do not work with yet. Raises ConfigError."""
+        asked = {
+            "workers": self.workers is not None,
+            "worker_processes": self.worker_processes,
+            "record": self.record is not None,
+        }
+        refused = [name for name, is_asked in asked.items() if is_asked]
+        if refused:
+            raise ConfigError(
+                f"LoRA adapters (lora, max_loras) do not work with {', '.join(refused)} yet; leave one of "
+                "the two out"
             )
 
     def _refuse_worker_options(self) -> None:

@@ -52,6 +52,10 @@ class OutputFailed(EngineError):
     """One output cannot continue, for example because its grammar exceeded its limits; others can."""
 
 
+class AdapterFailed(OutputFailed):
+    """The LoRA adapter of a request could not be read again from its directory."""
+
+
 class GrammarExhausted(OutputFailed):
     """The request's own grammar exceeded its limits or left no token, so that the same request would fail
     again.
@@ -163,6 +167,10 @@ class InvalidSchedulingParameter(InvalidRequest):
     """A scheduling parameter outside its range, or without effect under the engine's scheduling policy."""
 
 
+class UnknownAdapter(InvalidRequest):
+    """A request for a LoRA adapter that the engine does not have."""
+
+
 class NotSupported(InvalidRequest):
     """A known parameter that is not implemented; rejected rather than ignored."""
 
@@ -197,6 +205,10 @@ class UnsafeFile(CheckpointError):
 
 class TensorMismatch(CheckpointError):
     """A tensor that is missing, or whose shape or dtype differs from the config."""
+
+
+class BadAdapter(CheckpointError):
+    """A LoRA adapter that does not fit the served model, or computes something that is not computed here."""
 
 
 def shown(value: object) -> str:

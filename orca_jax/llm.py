@@ -38,6 +38,7 @@ from orca_jax.request.prompts import (
     decoder_token_ids,
     listed_pairs,
     listed_prompts,
+    one_adapter_each,
     one_for_each,
     prompt_token_ids,
 )
@@ -109,6 +110,7 @@ class LLM:
             seed=config.seed,
             restarts=config.restarts,
             recorder=recorder,
+            adapters=built.adapters,
         )
         assert built.memory is not None
         self._controls = EngineControls(self._service, built.memory)
@@ -159,14 +161,15 @@ class LLM:
         decoder_prompts: Prompt | Sequence[Prompt] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         on_result: Callable[[int, GenerationResult], object] | None = None,
     ) -> list[GenerationResult]:
         """Continue one prompt (a text or token ids) or a list of them. Results are in the prompts' order.
 
         Give one SamplingParams for all prompts or one for each; the `n` outputs of a prompt are adjacent.
         Without any, prompts run with the model's `generation_defaults`. For a model with an encoder a prompt
-        is the encoder's input; `decoder_prompts`, one for each, are what the output continues. For `priority`
-        and `cache_salt` see SchedulingParams.
+        is the encoder's input; `decoder_prompts`, one for each, are what the output continues. For
+        `priority`, `cache_salt` and `adapter` see SchedulingParams; there may be an adapter for each prompt.
         `on_result(index, result)` receives the results in order, each as soon as it and all before it exist.
 
         Checks everything before running anything; raises a subclass of InvalidRequest that names the prompt.
@@ -178,10 +181,11 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.generation_defaults.sampling_params()
         sampling = one_for_each(sampling_params, len(listed))
-        scheduling = SchedulingParams(priority=priority, cache_salt=cache_salt)
+        named = one_adapter_each(adapter, len(listed))
         prepared: list[tuple[CheckedPrompt, OutputRules]] = []
         for i, ((prompt, begun), params) in enumerate(zip(listed, sampling, strict=True)):
             try:
+                scheduling = SchedulingParams(priority=priority, cache_salt=cache_salt, adapter=named[i])
                 checked, rules = self._prepared(prompt, begun, params, scheduling)
             except InvalidRequest as error:
                 if len(listed) == 1:
@@ -210,6 +214,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         on_result: Callable[[int, GenerationResult], object] | None = None,
     ) -> list[GenerationResult]:
         """Reply to a conversation, or to each of a list of them, with the model's chat template.
@@ -238,7 +243,12 @@ class LLM:
         if sampling_params is None:
             sampling_params = [self._reply_params(len(prompt)) for prompt in prompts]
         return self.generate(
-            prompts, sampling_params, priority=priority, cache_salt=cache_salt, on_result=on_result
+            prompts,
+            sampling_params,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter=adapter,
+            on_result=on_result,
         )
 
     @cached_property
@@ -268,6 +278,7 @@ class LLM:
         decoder_prompt: Prompt | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> Generation:
         """Stream one prompt's output: an iterator of `Piece`, with the complete output in its `result`.
 
@@ -277,7 +288,7 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.generation_defaults.sampling_params()
         (params,) = one_for_each(sampling_params, 1)
-        scheduling = SchedulingParams(priority=priority, cache_salt=cache_salt)
+        scheduling = SchedulingParams(priority=priority, cache_salt=cache_salt, adapter=adapter)
         prepared = self._prepared(prompt, decoder_prompt, params, scheduling)
         return self.service.submit(*prepared, request_id=request_id)
 
@@ -295,6 +306,7 @@ class LLM:
         decoder_prompts: Prompt | Sequence[Prompt] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[GenerationResult]:
         """The `n` best outputs of each prompt with their `score`; those of a prompt are adjacent, best first.
 
@@ -312,7 +324,12 @@ class LLM:
             ignore_eos=ignore_eos,
         )
         return self.generate(
-            prompts, sampling, decoder_prompts=decoder_prompts, priority=priority, cache_salt=cache_salt
+            prompts,
+            sampling,
+            decoder_prompts=decoder_prompts,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter=adapter,
         )
 
     def _prepared(
@@ -328,6 +345,7 @@ class LLM:
         *,
         n_prompt: int | Sequence[int] | np.ndarray | None = None,
         priority: int = 0,
+        adapter: str | None = None,
     ) -> list[list[float]]:
         """The log-probabilities of each list's tokens after the first, given those before them.
 
@@ -337,13 +355,13 @@ class LLM:
         `n_prompt` is the number of tokens of each list that are its prompt, by default all. It matters to a
         deterministic engine, which computes prompts and outputs in different shapes: with it the
         log-probabilities equal, bit for bit, the `prompt_logprobs` and `logprobs` of a `generate` with this
-        prompt and output. For `priority` see SchedulingParams.
+        prompt and output. For `priority` and `adapter` see SchedulingParams.
 
         Checks everything before running anything; raises a subclass of InvalidRequest that names the list.
         Raises EngineError if the engine fails, and ServiceClosed after `close`.
         """
         lists = [listed_token_ids(self.name, i, token_ids) for i, token_ids in enumerate(token_id_lists)]
-        return scores(self.service, lists, n_prompt, SchedulingParams(priority=priority))
+        return scores(self.service, lists, n_prompt, SchedulingParams(priority=priority, adapter=adapter))
 
     def embed(
         self,
@@ -354,6 +372,7 @@ class LLM:
         normalize: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> list[Vector]:
         """A vector for each prompt (one or a list, as in `generate`), from its final hidden states.
 
@@ -367,7 +386,7 @@ class LLM:
         """
         service = self.service
         check_dimensions(dimensions, service.model.embedding.size)
-        scheduling = SchedulingParams(priority=priority, cache_salt=cache_salt)
+        scheduling = SchedulingParams(priority=priority, cache_salt=cache_salt, adapter=adapter)
         checked: list[tuple[CheckedPrompt, OutputRules]] = []
         for i, prompt in enumerate(listed_prompts(prompts)):
             try:
@@ -392,6 +411,23 @@ class LLM:
         return self._controls
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that requests may choose."""
+        return tuple(self.service.adapters)
+
+    def load_adapter(self, name: str, directory: str | Path, *, replace: bool = False) -> None:
+        """Let requests choose the LoRA adapter in `directory`, a PEFT directory, by `name`.
+
+        It is read and checked on the caller's thread while others run. `replace` allows a name that there is
+        already; requests that have the old adapter keep it. Raises ConfigError or a CheckpointError.
+        """
+        self.controls.load_adapter(name, str(directory), replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let no more requests choose an adapter; those that have it go on. Raises UnknownAdapter."""
+        self.controls.unload_adapter(name)
+
+    @property
     def weights_version(self) -> int:
         """The version of the weights: 0 as loaded, and counted up by `update_weights`."""
         return self.controls.weights_version
@@ -406,6 +442,7 @@ class LLM:
         cast: bool = False,
         lora_scale: float = 1.0,
         layout: Layout | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Replace the weights between two iterations, without a compile; return their version.
 
@@ -419,6 +456,9 @@ class LLM:
         Requests that "continue" keep their tokens; all keys and values are computed again, so each further
         token depends on the new weights alone.
 
+        With `adapter` nothing is merged: the arrays become the LoRA adapter of this name, in place of one
+        that there is, and its version is returned. Requests that have the old one keep it.
+
         Raises ConfigError, a CheckpointError that names what differs, or RequestsStillRunning; the weights
         are then as before. Raises EngineError, and the engine has failed, if a device or a file fails midway.
         """
@@ -430,6 +470,7 @@ class LLM:
             cast=cast,
             lora_scale=lora_scale,
             layout=layout,
+            adapter=adapter,
         )
 
     def sleep(self, level: int = 1, *, running: Running = "finish", timeout: float = 600.0) -> None:

@@ -73,6 +73,15 @@ class Hidden(_Names):
     """Values for tests, which no command offers."""
 
 
+def pairs(text: str) -> dict[str, str]:
+    """The pairs of "NAME=VALUE,NAME=VALUE". Raises ValueError."""
+    each = [pair.strip().partition("=") for pair in text.split(",")]
+    found = {name: value for name, _, value in each if name and value}
+    if len(found) < len(each):
+        raise ValueError(f"{text!r} needs names and values, and each name once")
+    return found
+
+
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _ALLOWED: dict[Callable[[str], Any], str] = {
     bool: "true or false",
@@ -81,6 +90,7 @@ _ALLOWED: dict[Callable[[str], Any], str] = {
     str: "a text",
     Path: "a file's path",
     tuple: "a text",
+    pairs: "NAME=VALUE, several separated by commas",
 }
 
 
@@ -185,14 +195,16 @@ def option(
 ) -> Option:
     """The option of a field of type `hint` with this metadata in its annotation.
 
-    The type is bool, int, float, str, Path, Sequence[str] or a Literal of strings, or a union of one of them
-    with None; of several others the first is what a text becomes.
+    The type is bool, int, float, str, Path, Sequence[str], a Mapping of strings or a Literal of strings, or
+    a union of one of them with None; of several others the first is what a text becomes.
     """
     kinds: tuple[Any, ...] = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kind = next(each for each in kinds if each is not NoneType)
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     if get_origin(kind) is Sequence:
         kind = tuple
+    if get_origin(kind) is Mapping:
+        kind = pairs
     made = Option(
         name=name,
         path=(*outside, name),

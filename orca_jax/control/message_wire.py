@@ -56,6 +56,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 def most_bytes(shape: EngineShape) -> int:
     """An upper bound on a frame's bytes: a control message, words, or tokens and log-probabilities."""
     message = shape.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize + 3 * _COPY_BYTES)
+    message += 4 * shape.max_rows * (shape.max_adapters > 0)
     message += 4 * (shape.max_tokens + shape.n_blocks + shape.n_slots)
     message += 4 * (shape.max_rows + shape.max_tokens) * (shape.max_encoder_blocks > 0)
     words = 4 * shape.max_rows * n_words(shape.vocab_size)
@@ -80,6 +81,7 @@ def encode_message(message: ControlMessage, shape: EngineShape) -> worker_pb2.It
         blocks=blocks.astype(_block_dtype(shape)).tobytes(),
         bias=message.bias.tobytes(),
         **({} if encoder is None else _encode_encoder(encoder, shape)),
+        adapters=b"" if message.adapter is None else _ints(message.adapter),
         copies=_ints(message.copies),
         states_before=_ints(message.states_before),
         states_after=_ints(message.states_after),
@@ -157,6 +159,7 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
         sampling=sampling,
         bias=bias,
         encoder=_decode_encoder(payload, n, shape),
+        adapter=_decode_adapters(payload.adapters, n, shape),
         copies=copies,
         states_before=before,
         states_after=after,
@@ -215,6 +218,15 @@ def _encode_encoder(encoder: EncoderInputs, shape: EngineShape) -> dict[str, byt
         "encoder_ids": _ints(encoder.token_ids),
         "encoder_blocks": blocks.astype(_block_dtype(shape)).tobytes(),
     }
+
+
+def _decode_adapters(data: bytes, n_rows: int, shape: EngineShape) -> npt.NDArray[np.int32] | None:
+    """The adapter of each row; None if no row has one. Raises BadFrame."""
+    if not data:
+        return None
+    adapters = _array("adapters", data, _INT, n_rows)
+    _within("adapter", adapters, 0, shape.max_adapters)
+    return adapters
 
 
 def _decode_encoder(payload: worker_pb2.Iteration, n_rows: int, shape: EngineShape) -> EncoderInputs | None:

@@ -24,6 +24,7 @@ from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.request import Request, RequestState, Row, RowAnswer
 from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import Sampled, TokenLogprobs, token_logprobs
+from orca_jax.scheduling.adapter_slots import AdapterStore
 from orca_jax.scheduling.engine_protocol import Iteration, Returned, never
 from orca_jax.scheduling.kv_manager import KVManager
 
@@ -194,7 +195,8 @@ class BuiltEngine:
     values. `device`, `stages` and `attention` are texts to show at start-up. `close` ends the engine's
     connections, processes and threads, and is idempotent. `memory` may be missing before `start_engine` adds
     it. `compile_later(on_buckets)`, if any, starts compiling the programs of more buckets while the engine
-    serves, and calls `on_buckets` with all buckets in use after each.
+    serves, and calls `on_buckets` with all buckets in use after each. `adapters` is missing without room
+    for LoRA adapters.
     """
 
     engine: EngineMaster
@@ -209,6 +211,7 @@ class BuiltEngine:
     close: Callable[[], None]
     memory: EngineMemory | None = None
     compile_later: Callable[[Callable[[tuple[int, ...]], object]], object] | None = None
+    adapters: AdapterStore | None = None
 
 
 def _answers(sampled: Sampled, token_ids: Sequence[int], sent: SentRows) -> dict[int, RowAnswer]:

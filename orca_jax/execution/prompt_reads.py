@@ -5,7 +5,7 @@ tokens, they pass through the last layer afterwards, in parts (iteration/rows/sc
 cache that the forward pass wrote.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.execution.routed import DeviceRouted, RoutedAgain
 from orca_jax.execution.sampling import PromptReads
 from orca_jax.execution.stage import Stage
-from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch
+from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch, FlatLayout
 from orca_jax.iteration.message import POOLED, ROUTED, ControlMessage
 from orca_jax.iteration.rows.pooled import pooled_layout, pooled_parts
 from orca_jax.iteration.rows.scored import SCORED, scored_layout, scored_parts
@@ -73,24 +73,38 @@ class PromptReader:
         return again
 
     def programs(
-        self, sizes: BatchSizes, weights: Sequence[Any], cache: Any, hidden_like: Any
+        self,
+        sizes: BatchSizes,
+        weights_like: Callable[[FlatLayout], Sequence[Any]],
+        cache: Any,
+        hidden_like: Any,
     ) -> Iterator[ToCompile]:
-        """All programs that rows may need; `hidden_like(n)` describes the hidden states of `n` tokens."""
-        stage = self._stage
-        scored, pooled = scored_layout(sizes.shape.max_blocks), pooled_layout(sizes.shape)
-        for name, program, layout in (
-            ("a prompt's log-probabilities", stage.score, scored),
-            ("embeddings of prompts", stage.pool, pooled),
-            ("the last layer's experts of prompts", stage.route if stage.last_is_sparse else None, pooled),
-        ):
-            if program is not None:
-                buffer = self._words_like(stage.score_buffer.size(layout))
-                arrays = (weights, hidden_like(SCORED), cache, buffer)
-                yield ToCompile(name, partial(program.compile, *arrays, layout=layout))
-        mixed = [layout for layout in sizes.layouts if not layout.one_each]  # decodes have the same sizes
-        for layout in sorted(mixed, key=lambda layout: -layout.n_tokens):
-            take = partial(stage.take.compile, hidden_like(layout.n_tokens), self._words_like(SCORED))
-            yield ToCompile(f"a prompt's hidden states, {layout.in_words}", take)
+        """All programs that rows may need.
+
+        `hidden_like(n)` describes the hidden states of `n` tokens, `weights_like` the weights of a layout.
+        """
+        stage, shape = self._stage, sizes.shape
+        for adapters in (False, True)[: 2 if shape.max_adapters else 1]:
+            scored = scored_layout(shape.max_blocks, adapters=adapters)
+            pooled = pooled_layout(shape, adapters=adapters)
+            end = ", with adapters" if adapters else ""
+            for name, program, layout in (
+                ("a prompt's log-probabilities", stage.score, scored),
+                ("embeddings of prompts", stage.pool, pooled),
+                (
+                    "the last layer's experts of prompts",
+                    stage.route if stage.last_is_sparse else None,
+                    pooled,
+                ),
+            ):
+                if program is not None:
+                    buffer = self._words_like(stage.score_buffer.size(layout))
+                    arrays = (weights_like(layout), hidden_like(SCORED), cache, buffer)
+                    yield ToCompile(name + end, partial(program.compile, *arrays, layout=layout))
+        for n in sorted({layout.n_tokens for layout in sizes.layouts}, reverse=True):
+            take = partial(stage.take.compile, hidden_like(n), self._words_like(SCORED))
+            tokens = f"{n} tokens" if n > 1 else "1 token"
+            yield ToCompile(f"a prompt's hidden states, {tokens}", take)
 
     def _words_like(self, n_words: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=self._place)
@@ -106,4 +120,4 @@ class PromptReader:
         """Run one of the stage's programs over the tokens `at` of the batch, laid out as `flat`."""
         tokens, buffer = jax.device_put((at, self._stage.score_buffer.fill(flat)), self._place)
         x = self._stage.take(hidden, tokens)
-        return program(self._stage.weights, x, cache, buffer, layout=flat.layout)
+        return program(self._stage.weights_of(flat.layout), x, cache, buffer, layout=flat.layout)

@@ -15,7 +15,7 @@ token masks from the host. Requests for more than the next token (a prompt's log
 experts) are separate programs too, which only run when a row asks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,11 +68,13 @@ class Stage:
     """The programs of one stage's layers on its devices; stage_programs.py has each one's inputs and outputs.
 
     `parameters` are placed as `part.placement` says: arrays or, to compile without them, ShapeDtypeStructs
-    with shardings. With `command_buffer_collectives` a GPU's command buffers include collectives.
+    with shardings. With `command_buffer_collectives` a GPU's command buffers include collectives. `stacks`
+    are the adapters of each weight that may have them, `a` and `b` of families/adapters.py.
 
     Every program takes `weights` first, a flat list in which `places` finds each parameter by name, and last
     a buffer and its `layout`; `host_buffer` fills the buffer of `forward`, `score_buffer` that of the others.
-    A weight may be replaced between two calls by one of the same shape, dtype and sharding.
+    A weight may be replaced between two calls by one of the same shape, dtype and sharding. Where the layout
+    has adapters, `adapters` follow the weights: `weights_of` has both.
 
     `forward` returns (out, caches, routed); on the last stage `out` is a Last. The model's last layer
     computes keys and values of all tokens, and everything after them for each row's last token alone; a layer
@@ -90,6 +92,8 @@ class Stage:
         attention: AttentionPath,
         products: Products,
         command_buffer_collectives: bool = False,
+        stacks: Mapping[str, tuple[Any, Sequence[Any]]] | None = None,
+        max_adapters: int = 0,
     ) -> None:
         self.part = part
         by_user = isinstance(parameters, UserParameters)
@@ -105,6 +109,7 @@ class Stage:
             self.places: Mapping[str, Any] = {name: i for i, name in enumerate(parameters.names)}
         else:
             self.places = _places(config, parameters, part)
+        self.adapters, stacks_tree = jax.tree.flatten(dict(stacks or {}))
         routing, device = Routing(*config.expert_routing), part.group.devices[0]
         # In the model's last layer only each row's last token reaches the experts.
         last_is_sparse = part.last and config.layers[-1].feed_forward.experts is not None
@@ -114,8 +119,12 @@ class Stage:
             ask_ptxas_once()
             self._options = _gpu_options(command_buffer_collectives=command_buffer_collectives)
         self._model = StageModel(
+            config,
             graph,
             tree,
+            self.places,
+            stacks_tree,
+            max_adapters,
             part,
             by_hand=len(part.group) > 1 and not by_user,  # XLA partitions a user's model
             host_buffer=self.host_buffer,
@@ -141,6 +150,10 @@ class Stage:
         """The weights by name, each an array or a FormedWeight."""
         return jax.tree.map(lambda place: self.weights[place], dict(self.places))
 
+    def weights_of(self, layout: FlatLayout) -> list[Any]:
+        """The weights that programs of this layout take."""
+        return [*self.weights, *self.adapters] if layout.adapters else self.weights
+
     def _forward(
         self, *arrays: Any, layout: FlatLayout
     ) -> tuple[jax.Array | Last, list[LayerMemory], Routed]:
@@ -162,7 +175,7 @@ class Stage:
             if not self._model.by_hand:
                 return share(*arrays)
             # check_vma is off: Pallas kernels and gathered arrays do not say over which axes they vary.
-            specs = [weight.sharding.spec for weight in self.weights]
+            specs = [weight.sharding.spec for weight in self.weights_of(layout)]
             on_each = jax.shard_map(
                 share,
                 mesh=self.part.group.mesh,
@@ -202,6 +215,13 @@ def _gpu_options(*, command_buffer_collectives: bool) -> dict[str, str | bool]:
     return options
 
 
+class _Parked(NamedTuple):
+    """An array in host memory, and its place on the devices."""
+
+    values: np.ndarray
+    place: Any
+
+
 class StageWeights:
     """Replaces a stage's weights by name between iterations, or parks them in host memory.
 
@@ -209,6 +229,7 @@ class StageWeights:
     """
 
     def __init__(self, stage: Stage) -> None:
+        self._stage = stage
         self._arrays: list[Any] = stage.weights
         self._places = stage.places
         self._shardings = [array.sharding for array in stage.weights]
@@ -237,14 +258,21 @@ class StageWeights:
         self._arrays[i] = array
 
     def park(self) -> None:
-        """Move all weights to host memory, one at a time."""
+        """Move all weights and adapters to host memory, one at a time."""
+        for i, stack in enumerate(self._stage.adapters):
+            if isinstance(stack, jax.Array):
+                self._stage.adapters[i] = _Parked(np.array(stack), stack.sharding)
         for i, array in enumerate(self._arrays):
             if i not in self._parked:
                 self._parked[i] = np.array(array)
                 self._arrays[i] = None
 
     def unpark(self) -> None:
-        """Move the weights in host memory back to the device."""
+        """Move what is in host memory back to the device."""
+        for i, stack in enumerate(self._stage.adapters):
+            if isinstance(stack, _Parked):
+                value = jax.device_put(stack.values, stack.place, may_alias=False)
+                self._stage.adapters[i] = jax.block_until_ready(value)
         for i in [*self._parked]:
             value = jax.device_put(self._parked[i], self._shardings[i], may_alias=False)
             self._arrays[i] = jax.block_until_ready(value)

@@ -1,13 +1,14 @@
 """The programs of one stage, each a function of arrays that Stage traces.
 
-In each of them `weights` are the stage's flat weights, `caches` has a LayerCache for each attention layer
+In each of them `weights` are the stage's flat weights, with those of adapters after them where the layout
+has adapters, `caches` has a LayerCache for each attention layer
 and a LayerState for each recurrent one, and `buffer` int32 is the host's buffer for the batch
 (host_buffer.py), in the form of `layout`. On several devices each computes its share: weights are split,
 caches are split by heads, the rest is the same on all.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +20,13 @@ from orca_jax.execution.host_buffer import HostBuffer
 from orca_jax.execution.matmul_backend import Products
 from orca_jax.execution.routed import Routed, packed
 from orca_jax.execution.sampling import packed_logprobs
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout, SamplerArrays
+from orca_jax.model.adapted import AdaptedWeight, AdapterGroups
 from orca_jax.model.block import LayerOutput
 from orca_jax.model.context import Iteration, Rows, Tokens
 from orca_jax.model.kv_cache import LayerCache, LayerMemory
+from orca_jax.model.layers import Matmul
 from orca_jax.model.shard import ALONE, Shard
 from orca_jax.model.transformer import Transformer
 from orca_jax.request.routed_experts import Routing
@@ -36,13 +40,19 @@ Weights = Sequence[Array]
 class StageModel:
     """The part of a stage's programs that is the same for all iterations.
 
-    `graph` and `tree` rebuild the model from flat weights. With `by_hand` the model itself computes each
+    `graph` and `tree` rebuild the model from flat weights. `places` has each parameter's place in them, and
+    `stacks` rebuilds the adapters of each weight that may have them from the arrays that follow; both are
+    empty in a user's model. With `by_hand` the model itself computes each
     device's share; otherwise XLA's partitioner splits the work. `host_buffer` reads the buffer of `forward`,
     `score_buffer` that of the others.
     """
 
+    config: ModelConfig
     graph: Any
     tree: Any
+    places: Mapping[str, Any]
+    stacks: Any
+    max_adapters: int
     part: StagePart
     by_hand: bool
     host_buffer: HostBuffer
@@ -58,11 +68,24 @@ class StageModel:
 
     def model(self, weights: Weights) -> Transformer | UserDecoder:
         """The model with these weights."""
-        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
+        n = self.tree.num_leaves
+        if len(weights) == n:
+            return nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
+        parameters = jax.tree.map(lambda place: weights[place], dict(self.places))
+        for name, (a, b) in jax.tree.unflatten(self.stacks, weights[n:]).items():
+            parameters[name] = AdaptedWeight(parameters[name], a, b)
+        return Transformer(self.config, parameters, self.part.layers)
+
+    def product(self, n_tokens: Array, adapter: Array) -> Matmul:
+        """The products of tokens with these adapters [T]; none of them has one if the array is empty."""
+        product = self.products.bind(n_tokens)
+        if not adapter.size:
+            return product
+        return replace(product, adapters=AdapterGroups.of(adapter, self.max_adapters))
 
     def tokens(self, layout: FlatLayout, batch: FlatArrays, buffer: Array) -> Tokens:
         """All tokens of a batch whose buffer `score_buffer` made."""
-        product = self.products.bind(batch.row_start[-1:])
+        product = self.product(batch.row_start[-1:], batch.adapter_of_token)
         return Tokens(self.score_buffer.bind(layout, batch, buffer), product)
 
 
@@ -83,7 +106,7 @@ def forward(
     """
     part, (model, shard) = stage.part, (stage.model(weights), stage.shard())
     batch = layout.split(buffer)
-    product = stage.products.bind(batch.row_start[-1:])
+    product = stage.product(batch.row_start[-1:], batch.adapter_of_token)
     if part.first:
         last = arrived.at[batch.last_row].get(mode="clip")
         token_ids = jnp.where(batch.take_last == 1, last, batch.token_ids)
@@ -96,7 +119,10 @@ def forward(
     if (bound := stage.host_buffer.bind_last(layout, batch, buffer)) is not None:
         attend_last, n_rows = bound
         cross_last = stage.host_buffer.bind_last_cross(layout, batch)
-        wanted = Tokens(attend_last, stage.products.bind(n_rows), cross_last, last_token_index)
+        adapter = batch.adapter_of_token
+        if layout.adapters:
+            adapter = adapter.at[last_token_index].get(mode="clip")
+        wanted = Tokens(attend_last, stage.product(n_rows, adapter), cross_last, last_token_index)
     tokens = Tokens(attend, product, stage.host_buffer.bind_cross(layout, batch))
     rows = _rows(layout, batch) if layout.states else None
     iteration = Iteration(batch.positions, batch.slot_of_token, tokens, wanted, shard, rows)

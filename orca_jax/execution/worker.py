@@ -1,7 +1,7 @@
 """The workers of one process (ORCA 4.1): each feeds one stage's programs, and never waits for its device."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,8 +19,9 @@ from orca_jax.execution.prompt_reads import PromptReader, PromptReads
 from orca_jax.execution.routed import DeviceRouted, Routed, RoutedAgain
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser, row_words
 from orca_jax.execution.stage import Last, Stage
+from orca_jax.families.adapters import StackShapes, adaptable, padded_rank, stack_shapes
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch
+from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch, FlatLayout
 from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.iteration.rows.encoder import lay_out_encoder
 from orca_jax.iteration.shape import EngineShape
@@ -35,7 +36,7 @@ from orca_jax.model.transformer import Parameters
 from orca_jax.model.weight import model_dtype
 from orca_jax.request.sampled import Sampled
 from orca_jax.sharding.partition import StagePart
-from orca_jax.sharding.specs import CACHE_SPEC
+from orca_jax.sharding.specs import CACHE_SPEC, stack_specs
 
 
 class Worker:
@@ -63,6 +64,7 @@ class Worker:
         self._n_rows = shape.n_rows
         self._n_states = shape.n_states
         self._shape = shape
+        self._stack_shapes: dict[str, StackShapes] = {}
         self._no_copies = np.full((shape.max_rows, 2), shape.n_blocks, np.int32)  # out of range
         self.attention = choose_attention(
             group.devices[0],
@@ -82,9 +84,17 @@ class Worker:
             attention=self.attention.path,
             products=products,
             command_buffer_collectives=command_buffer_collectives,
+            stacks=self._stacks(config, parameters, part),
+            max_adapters=shape.max_adapters,
         )
         self._place = group.place()
         self._config = config
+        put = jax.jit(
+            _with_adapter,
+            donate_argnums=0,
+            out_shardings=[stack.sharding for stack in self.stage.adapters],
+        )
+        self._put_adapter = Program(put, key=lambda *_: ())
         # Caches are made on their devices and committed to them, like the caches that programs return:
         # otherwise each program would be compiled twice.
         cache_place = group.place(CACHE_SPEC)
@@ -109,6 +119,50 @@ class Worker:
         self._no_tokens = jax.device_put(np.zeros(shape.n_rows, np.int32), self._place)
         if caches:
             self.renew()
+
+    def _stacks(
+        self, config: ModelConfig, parameters: Parameters, part: StagePart
+    ) -> dict[str, tuple[Any, list[Any]]]:
+        """Room for adapters, of zeros: the stacks of each weight that may have one.
+
+        Like `parameters` they are arrays or, to compile without them, ShapeDtypeStructs.
+        """
+        n, rank = self._shape.max_adapters, padded_rank(self._shape.adapter_rank)
+        if not n:
+            return {}
+
+        def stack(shape: tuple[int, ...], spec: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((n, *shape), self._dtype, sharding=part.group.place(spec))
+
+        made: dict[str, tuple[Any, list[Any]]] = {}
+        for name, parameter in adaptable(config, part.layers).items():
+            shapes, (of_a, of_b) = stack_shapes(parameter, rank), stack_specs(parameter, len(part.group))
+            made[name] = stack(shapes.a, of_a), [stack(shape, of_b) for shape in shapes.b]
+            self._stack_shapes[name] = shapes
+        if not isinstance(jax.tree.leaves(dict(parameters))[0], jax.Array):
+            return made
+        places = jax.tree.map(lambda one: one.sharding, made)
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), made), out_shardings=places
+        )
+        return zeros()
+
+    def placed_adapter(self, arrays: Mapping[str, tuple[Any, Sequence[Any]]]) -> list[jax.Array]:
+        """The adapter's arrays on the devices. On any thread.
+
+        `arrays` have the stacks' shapes without their first axis; a weight that is not among them gets zeros.
+        """
+        own = {
+            name: arrays.get(name)
+            or (np.zeros(shapes.a, self._dtype), [np.zeros(shape, self._dtype) for shape in shapes.b])
+            for name, shapes in self._stack_shapes.items()
+        }
+        return jax.device_put(jax.tree.leaves(own), self._place)
+
+    def put_adapter(self, placed: Sequence[jax.Array], slot: int) -> None:
+        """Start writing an adapter into a slot of the stacks, for iterations that are started later."""
+        at = jax.device_put(np.int32(slot), self._place)
+        self.stage.adapters = self._put_adapter(self.stage.adapters, list(placed), at)
 
     def renew(self) -> None:
         """Replace the caches, whatever state they are in, by empty ones."""
@@ -182,7 +236,7 @@ class Worker:
         words = self.stage.host_buffer.fill(flat)
         # The call itself copies the words to the devices, in a third of device_put's time.
         out, self._caches, self._routed = self.stage.forward(
-            self.stage.weights, self._caches, arrived, words, layout=flat.layout
+            self.stage.weights_of(flat.layout), self._caches, arrived, words, layout=flat.layout
         )
         return out
 
@@ -224,7 +278,11 @@ class Worker:
     def programs(self, sizes: BatchSizes) -> Iterator[ToCompile]:
         """All programs that an iteration may need, those that take longest to compile first."""
         stage, place = self.stage, self._place
-        weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in stage.weights]
+        weights, stacks = _like(stage.weights), _like(stage.adapters)
+
+        def weights_like(layout: FlatLayout) -> list[Any]:
+            return weights + stacks if layout.adapters else weights
+
         states: dict[Any, Any] = {}
         paged_arrays: dict[Any, Any] = {}
 
@@ -244,7 +302,8 @@ class Worker:
                 arrived = jax.ShapeDtypeStruct((self._n_rows,), jnp.int32, sharding=place)
             n_words = stage.host_buffer.size(layout)
             buffer = jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=place)
-            forward = partial(stage.forward.compile, weights, caches, arrived, buffer, layout=layout)
+            arrays = (weights_like(layout), caches, arrived, buffer)
+            forward = partial(stage.forward.compile, *arrays, layout=layout)
             yield ToCompile(f"forward pass, {layout.in_words}", forward)
         for layout in reversed(sizes.encoder_layouts):
             buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=place)
@@ -255,9 +314,13 @@ class Worker:
             cross = partial(stage.cross.compile, *arrays, layout=layout)
             yield ToCompile(f"cross attention's keys and values, {layout.in_words}", cross)
         if self.prompts is not None and self._config.encoder is None:
-            yield from self.prompts.programs(sizes, weights, caches[-1], self.hidden_like)
+            yield from self.prompts.programs(sizes, weights_like, caches[-1], self.hidden_like)
         if self.chooser is not None:
             yield from self.chooser.programs(sorted({layout.n_rows for layout in layouts}))
+        if stacks:
+            new = [jax.ShapeDtypeStruct(one.shape[1:], one.dtype, sharding=place) for one in stacks]
+            slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
+            yield ToCompile("an adapter", partial(self._put_adapter.compile, stacks, new, slot))
         copies = jax.ShapeDtypeStruct(self._no_copies.shape, jnp.int32, sharding=place)
         paged = [cache for cache in caches if isinstance(cache, LayerCache)]
         yield ToCompile("copies of blocks", partial(self._copy.compile, paged, copies))
@@ -386,6 +449,15 @@ def programs_by_stage(workers: Sequence[Worker], sizes: BatchSizes) -> list[list
         ]
         for i, worker in enumerate(workers)
     ]
+
+
+def _like(arrays: Sequence[Any]) -> list[Any]:
+    return [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding) for one in arrays]
+
+
+def _with_adapter(stacks: list[jax.Array], new: list[jax.Array], slot: jax.Array) -> list[jax.Array]:
+    """Write an adapter's arrays into a slot of the stacks."""
+    return [stack.at[slot].set(own) for stack, own in zip(stacks, new, strict=True)]
 
 
 def _zeros(place: Any) -> Program:

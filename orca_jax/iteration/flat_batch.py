@@ -63,6 +63,7 @@ class FlatArrays(NamedTuple):
     # Empty without recurrent layers. Neighbouring rows of one request are one row to a state.
     state_start: Any  # [R + 1] as row_start
     state_of_row: Any  # [R] where the request's state is; n_states (out of range) for padding
+    adapter_of_token: Any  # [T] 0 for none, or 1 + the slot of the row's adapter; empty if no row has one
 
 
 class SamplerArrays(NamedTuple):
@@ -102,7 +103,8 @@ class FlatLayout:
 
     A decoder row also has `max_encoder_blocks` blocks of the encoder; 0 without an encoder. In the encoder's
     batches the encoder's blocks are the `max_blocks`. With `one_each`, as in decode, T is R, and row r has
-    token r and no other. `states` are the entries for recurrent layers. Each part begins at a multiple of 64
+    token r and no other. `states` are the entries for recurrent layers, and `adapters` those for
+    LoRA adapters. Each part begins at a multiple of 64
     words, and so does the end of the buffer. Unused words are 0.
     """
 
@@ -112,6 +114,7 @@ class FlatLayout:
     max_encoder_blocks: int = 0
     one_each: bool = False
     states: bool = False
+    adapters: bool = False
 
     def __post_init__(self) -> None:
         assert not self.one_each or self.n_tokens == self.n_rows, "each row has one token"
@@ -126,13 +129,15 @@ class FlatLayout:
             encoder_length=(self.n_rows * (self.max_encoder_blocks > 0),),
             encoder_table=(self.n_rows, self.max_encoder_blocks),
             state_start=((self.n_rows + 1) * self.states,), state_of_row=(self.n_rows * self.states,),
+            adapter_of_token=(self.n_tokens * self.adapters,),
         )  # fmt: skip
 
     @property
     def in_words(self) -> str:
         """The number of tokens as a phrase, and in decode the blocks of a row."""
         tokens = f"{self.n_tokens} tokens" if self.n_tokens > 1 else "1 token"
-        return f"{tokens} of decode, up to {self.max_blocks} blocks each" if self.one_each else tokens
+        words = f"{tokens} of decode, up to {self.max_blocks} blocks each" if self.one_each else tokens
+        return f"{words}, with adapters" if self.adapters else words
 
     @property
     def size(self) -> int:
@@ -241,6 +246,7 @@ def flat_batch(
     one_each: bool = False,
     states: bool = False,
     n_snapshots: int = 0,
+    adapters: bool = False,
 ) -> FlatBatch:
     """Lay out the requests of `message` in a new buffer of `bucket` tokens and min(bucket, max_bs) rows.
 
@@ -250,14 +256,18 @@ def flat_batch(
     `n_snapshots` snapshots. Padding tokens have id 0 and
     position 0; padding rows have no tokens, kv_length 0, temperature 0 and top_p 1. Each row of the block
     table has `max_blocks` blocks; None: as many as in the message. With `one_each`, which needs a message of
-    one token a row, there are `bucket` rows, and `max_blocks` need only hold what the rows have so far.
+    one token a row, there are `bucket` rows, and `max_blocks` need only hold what the rows have so far. A
+    message with adapters needs `adapters`.
     """
     real_rows, n_blocks = message.block_table.shape
     real_tokens = message.token_ids.shape[0]
     encoder = message.encoder
     max_encoder_blocks = 0 if encoder is None else encoder.block_table.shape[1]
     rows_of_bucket = bucket if one_each else min(bucket, max_bs)
-    layout = FlatLayout(bucket, rows_of_bucket, max_blocks or n_blocks, max_encoder_blocks, one_each, states)
+    layout = FlatLayout(
+        bucket, rows_of_bucket, max_blocks or n_blocks, max_encoder_blocks, one_each, states, adapters
+    )
+    assert adapters or message.adapter is None, "rows have adapters, and the layout has no place for them"
     assert real_rows <= layout.n_rows and real_tokens <= bucket, f"{real_rows} rows, {real_tokens} tokens"
     assert not one_each or real_tokens == real_rows, f"{real_rows} rows, {real_tokens} tokens"
     buffer, arrays = padding(layout, real_tokens, real_rows, n_slots=n_slots, n_rows=n_rows)
@@ -304,6 +314,8 @@ def flat_batch(
         shift = kv_length - row_start[1 : real_rows + 1]
         positions = np.arange(real_tokens, dtype=np.int32) + shift.take(owner)
         row, take_last = row.take(owner), take_last.take(owner)
+    if message.adapter is not None:
+        arrays.adapter_of_token[:real_tokens] = message.adapter.take(owner)
     arrays.token_ids[:real_tokens] = message.token_ids
     arrays.positions[:real_tokens] = positions
     place = positions // block_size
@@ -354,7 +366,11 @@ class BatchSizes:
 
     @property
     def layouts(self) -> list[FlatLayout]:
-        """A mixed layout per bucket, and a layout per decode bucket and tier of context."""
+        """A mixed layout per bucket, and a layout per decode bucket and tier of context.
+
+        With room for adapters there is each of them without and with adapters, so that batches without one
+        run the programs of an engine that has none.
+        """
         shape = self.shape
         mixed = [
             FlatLayout(
@@ -363,12 +379,22 @@ class BatchSizes:
             for n in self.buckets
         ]
         of_decodes = bucket_for(min(shape.max_rows, self.buckets[-1]), self.buckets)
-        return mixed + [
+        plain = mixed + [
             FlatLayout(n, n, tier, shape.max_encoder_blocks, one_each=True, states=shape.states)
             for n in self.buckets
             if n <= of_decodes
             for tier in self.tiers
         ]
+        adapted = [replace(layout, adapters=True) for layout in plain] if shape.max_adapters else []
+        return adapted if self._always_adapted else plain + adapted
+
+    @property
+    def _always_adapted(self) -> bool:
+        """Whether batches without adapters have the layouts with them.
+
+        In a deterministic engine another program could change the bits of rows without one.
+        """
+        return self.shape.deterministic and self.shape.max_adapters > 0
 
     @property
     def tiers(self) -> tuple[int, ...]:
@@ -407,6 +433,7 @@ class BatchSizes:
             one_each=tier is not None,
             states=shape.states,
             n_snapshots=shape.n_snapshots,
+            adapters=message.adapter is not None or self._always_adapted,
         )
         if shape.deterministic and flat.programs.sampler != "greedy":
             flat = replace(flat, programs=replace(flat.programs, sampler="full"))

@@ -107,6 +107,7 @@ class ControlMessage:
     sampling: npt.NDArray[np.void]  # SAMPLING [R]
     bias: npt.NDArray[np.void]  # BIAS [any number]
     encoder: EncoderInputs | None = None
+    adapter: npt.NDArray[np.int32] | None = None  # [R] 0, or 1 + the adapter's slot; None: no row has one
     # [any number, 2] blocks to copy before the iteration: from, to
     copies: npt.NDArray[np.int32] = field(default_factory=no_copies)
     # [any number, 2] recurrent layers' states to copy, from and to: before the iteration snapshots that new

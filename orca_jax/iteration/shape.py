@@ -25,6 +25,7 @@ _LIMITS = {
     "n_blocks": 1 << 31,
     "vocab_size": 1 << 22,
 }
+_MOST_ADAPTERS, _LARGEST_RANK = 1 << 12, 1 << 12
 _LARGEST_EMBEDDING = 1 << 20
 _MOST_EXPERTS = 1 << 16
 
@@ -45,6 +46,7 @@ class EngineShape:
     `states` each admitted request also has a state of fixed size, which recurrent layers keep at its row,
     and the prefix cache has `n_snapshots` more of them.
     With `drafts` outputs are drafted.
+    Devices have room for `max_adapters` LoRA adapters of a rank up to `adapter_rank`; both are 0 without.
     """
 
     block_size: int
@@ -64,12 +66,16 @@ class EngineShape:
     states: bool = False
     n_snapshots: int = 0
     drafts: bool = False
+    max_adapters: int = 0
+    adapter_rank: int = 0
 
     def __post_init__(self) -> None:
         for name, limit in _LIMITS.items():
             check_whole(name, getattr(self, name), 1, limit)
         check_whole("max_encoder_blocks", self.max_encoder_blocks, 0, _LIMITS["max_blocks"])
         check_whole("embedding_size", self.embedding_size, 0, _LARGEST_EMBEDDING)
+        check_whole("max_adapters", self.max_adapters, 0, _MOST_ADAPTERS)
+        check_whole("adapter_rank", self.adapter_rank, 0, _LARGEST_RANK)
         for name in ("sparse_layers", "top_k", "n_experts"):
             check_whole(name, getattr(self, name), 0, _MOST_EXPERTS)
         check_whole("n_snapshots", self.n_snapshots, 0, _LIMITS["n_rows"] if self.states else 0)

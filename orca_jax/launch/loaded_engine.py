@@ -14,6 +14,7 @@ from orca_jax.execution.programs import OnProgram
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.host_memory import keep_large_buffers
 from orca_jax.iteration.shape import serving_buckets
+from orca_jax.launch.local_adapters import LocalAdapters, family_of, with_room_for_adapters
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.model.transformer import Parameters
@@ -70,6 +71,7 @@ def loaded_engine(
     `on_load` receives the progress in bytes, and `on_program` each compiled program. Raises ConfigError or a
     CheckpointError.
     """
+    config = with_room_for_adapters(found, config)
     devices = jax.devices()
     dtype = config.dtype or default_dtype(devices[0])
     if devices[0].platform == "cpu":
@@ -106,6 +108,19 @@ def loaded_engine(
         ready_early=_may_be_ready_early(config, model) and devices[0].platform == "cpu",
         on_program=on_program,
     )
+    adapters = None
+    if serving.max_loras:
+        adapters = LocalAdapters(
+            built.workers.workers,
+            family_of(found),
+            model,
+            jnp.dtype(dtype),
+            stored=found.config,
+            max_rank=serving.max_lora_rank,
+            host_bytes=config.lora_host_bytes,
+        )
+        for name, directory in (config.adapters or {}).items():
+            adapters.add(name, str(directory))
     later = built.later
     return BuiltEngine(
         engine=built.engine,
@@ -125,6 +140,7 @@ def loaded_engine(
         stages=split_summary(model.n_layers, config),
         attention=built.attention,
         compile_later=None if later is None else later.start,
+        adapters=adapters,
         close=(lambda: None) if later is None else later.close,
     )
 

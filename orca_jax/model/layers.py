@@ -15,10 +15,11 @@ from flax import nnx
 from jax import lax
 
 from orca_jax.families.norm_config import Norm
+from orca_jax.model.adapted import AdaptedWeight, AdapterGroups
 from orca_jax.model.shard import Shard
 from orca_jax.model.weight import FormedWeight, PackedGrouped, PackedProduct
 
-Weight = jax.Array | FormedWeight
+Weight = jax.Array | FormedWeight | AdaptedWeight
 Weights = Callable[[str], Any]  # looks up a parameter by its name in a layer; None if there is none
 
 # Up to this many rows, products on a CPU are bound by memory, and there weight times x is 1.5 to 2 times as
@@ -113,7 +114,8 @@ class Matmul:
     `n_tokens`, and may skip later tokens. `grouped` is like grouped_matmul. `mixture` runs whole experts
     without biases for x [T, H], weights and experts [T, k]: [T, H], or None if it does not support the
     shapes. `packed` and `packed_grouped` multiply by weights that stay packed (weight.PackedProduct). The
-    first `n_tokens` [1] int32 tokens are real; None if all are.
+    first `n_tokens` [1] int32 tokens are real; None if all are. `adapters` groups the tokens by LoRA adapter;
+    None if no token has one.
     """
 
     linear: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array] = _matmul
@@ -122,20 +124,24 @@ class Matmul:
     packed: PackedProduct | None = None
     packed_grouped: PackedGrouped | None = None
     n_tokens: jax.Array | None = None
+    adapters: AdapterGroups | None = None
 
     def __call__(self, x: jax.Array, weight: Weight) -> jax.Array:
         """x [T, in] times a weight [*out, *in]: [T, out] in x's dtype."""
+        if isinstance(weight, AdaptedWeight):
+            y = self(x, weight.base)
+            return y if self.adapters is None else y + weight.change(x, self.adapters, self)
         if isinstance(weight, FormedWeight):
             return weight.product(x, self)
         return self.linear(x, weight.reshape(-1, x.shape[-1]), self.n_tokens)
 
     def in_float32(self, x: jax.Array, weight: Weight) -> jax.Array:
         """The same in float32. XLA's product of a dense weight does not round its sums to x's dtype first."""
-        if self.linear is _matmul and not isinstance(weight, FormedWeight):
+        if self.linear is _matmul and isinstance(weight, jax.Array):
             return _matmul(x, weight.reshape(-1, x.shape[-1]), self.n_tokens, jnp.float32)
         return self(x, weight).astype(jnp.float32)
 
-    def by_expert(self, x: jax.Array, weight: Weight, sizes: jax.Array) -> jax.Array:
+    def by_expert(self, x: jax.Array, weight: jax.Array | FormedWeight, sizes: jax.Array) -> jax.Array:
         """grouped_matmul with the experts' weights [X, *out, in]."""
         if isinstance(weight, FormedWeight):
             return weight.by_expert(x, sizes, self)

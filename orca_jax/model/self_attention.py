@@ -6,12 +6,12 @@ from flax import nnx
 from jax import lax
 
 from orca_jax.families.attention_config import Attention
+from orca_jax.model.adapted import flat_inputs
 from orca_jax.model.context import AttendAndPlace, Context
 from orca_jax.model.kv_cache import write
 from orca_jax.model.layers import RMSNorm, Weights, linear_of
 from orca_jax.model.rotation import Rotation, query_factors, rotate
 from orca_jax.model.shard import Shard
-from orca_jax.model.weight import FormedWeight
 
 
 class SelfAttention(nnx.Module):
@@ -39,8 +39,7 @@ class SelfAttention(nnx.Module):
         attended = ctx.queries.attend(queries, ctx.cache, config, self._bias(ctx.shard), sinks)
         if gate is not None:
             attended = attended * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(attended.dtype)
-        weight = self.out.weight.get_value()
-        if isinstance(weight, FormedWeight):
+        if flat_inputs(self.out.weight.get_value()):
             attended = attended.swapaxes(1, 2)  # [R, K, G, D], the checkpoint's order
         return self.out(attended.reshape(attended.shape[0], -1), ctx.queries.product, ctx.shard)
 

@@ -187,8 +187,9 @@ def _refuse_adapter(directory: Path) -> UnsupportedModel:
     source = shown(directory)
     target = f"{source.rstrip('/')}-merged"
     return UnsupportedModel(
-        f"{source} is an adapter (LoRA){base}, not a whole model, and adapters are not applied yet. Merge it "
-        'into its model with peft: python -c "from peft import AutoPeftModelForCausalLM as M; '
+        f"{source} is an adapter (LoRA){base}, not a whole model. Name its model, and give the adapter to "
+        f"`orca serve` as --lora NAME={source}. Or merge it into its model with peft: "
+        'python -c "from peft import AutoPeftModelForCausalLM as M; '
         f"M.from_pretrained('{source}').merge_and_unload().save_pretrained('{target}')\", and copy the "
         "tokenizer's files there"
     )

@@ -158,6 +158,8 @@ def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) 
         states=model.has_state,
         n_snapshots=serving.n_snapshots if model.has_state else 0,
         drafts=serving.scheduling.speculates,
+        max_adapters=serving.max_loras,
+        adapter_rank=serving.max_lora_rank if serving.max_loras else 0,
     )
 
 

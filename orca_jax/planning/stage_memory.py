@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orca_jax.config import Attention
+from orca_jax.families.adapters import adapter_bytes, padded_rank
 from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.parameters import encoder_layers_of, stage_bytes, whole_experts
 from orca_jax.families.recurrence_config import state_bytes as state_bytes_of_layer
@@ -44,9 +45,9 @@ class StageMemory:
     """Bytes on each of a stage's devices.
 
     `tables` are the sampler's tables, which have a row per request, `states` those of recurrent layers, one
-    for each row, and `snapshots` those of the prefix cache. `temporaries` are what programs need while they
-    run, including results that later programs read. `slot` is one token's keys and values in the
-    stage's layers. `source` says how `temporaries` was determined.
+    for each row, and `snapshots` those of the prefix cache. `adapters` is the room for LoRA adapters.
+    `temporaries` are what programs need while they run, including results that later programs read. `slot` is
+    one token's keys and values in the stage's layers. `source` says how `temporaries` was determined.
     """
 
     weights: int
@@ -55,12 +56,14 @@ class StageMemory:
     slot: int
     states: int = 0
     snapshots: int = 0
+    adapters: int = 0
     source: Source = "arithmetic"
 
     @property
     def fixed(self) -> int:
         """All memory except the KV cache."""
-        return self.weights + self.tables + self.states + self.snapshots + self.temporaries
+        states = self.states + self.snapshots
+        return self.weights + self.tables + states + self.adapters + self.temporaries
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +102,8 @@ class StageRoom:
             slot=slot_bytes(config, layers, n_devices, itemsize),
             states=shape.n_rows * state,
             snapshots=shape.n_snapshots * state,
+            adapters=shape.max_adapters
+            * adapter_bytes(config, layers, n_devices, itemsize, padded_rank(shape.adapter_rank)),
             source="arithmetic" if self.temporaries is None else "compiled",
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from orca_jax.errors import InvalidPrompt, InvalidSamplingParameter
+from orca_jax.errors import InvalidPrompt, InvalidSamplingParameter, UnknownAdapter
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
 
@@ -63,6 +63,16 @@ def listed_prompts(prompts: Any) -> list[Any]:
     prompts = list(prompts)
     first_is_prompt = not prompts or isinstance(prompts[0], str | Sequence | np.ndarray)
     return prompts if first_is_prompt else [prompts]
+
+
+def one_adapter_each(adapter: object, n_prompts: int) -> list[Any]:
+    """The adapter's name of each prompt, from one for all or a list. Raises UnknownAdapter."""
+    if not isinstance(adapter, list | tuple):
+        return [adapter] * n_prompts
+    if len(adapter) != n_prompts:
+        message = f"there are {len(adapter)} adapters for {n_prompts} prompts; give one, or one for each"
+        raise UnknownAdapter(message, param="adapter")
+    return list(adapter)
 
 
 def one_for_each(params: Any, n_prompts: int) -> list[SamplingParams]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.errors import OutputFailed
+from orca_jax.request.adapter import Adapter
 from orca_jax.request.beam_search import Hypothesis
 from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.pooling import Pooling
@@ -227,6 +228,8 @@ class Request:
     With an encoder, `encoder_ids` is the encoder's input, and `prompt_ids` begins the decoder's tokens. A row
     that begins with the first decoder token, also after a loss or a preemption, runs the encoder as well.
 
+    `adapter` is the LoRA adapter that changes its model; None for the model itself.
+
     `kind` is how the request enters iterations: as a plain row, with a scored output, as a beam search, ...
 
     With `pooling` it is a request for an embedding, and its one sampled token is ignored. `pooled` is the sum
@@ -251,6 +254,7 @@ class Request:
     weight: int = 0
     priority: int = 0
     cache_salt: tuple[str, ...] = ()
+    adapter: Adapter | None = None
     arrival: int = -1
     arrived: float = 0.0
     rank: float = 0.0

@@ -6,7 +6,7 @@
 import reprlib
 from dataclasses import dataclass
 
-from orca_jax.errors import InvalidSchedulingParameter
+from orca_jax.errors import InvalidSchedulingParameter, UnknownAdapter
 
 PRIORITY_RANGE = (-(1 << 31), (1 << 31) - 1)
 MAX_CACHE_SALT = 512  # characters
@@ -19,10 +19,12 @@ class SchedulingParams:
     A request with a lower `priority` goes first, if the engine's scheduling policy is "priority". A request
     reuses only keys and values of requests with the same `cache_salt` (1 to 512 characters, or None). Without
     the salt, nobody can find out from the time to the first token whether a prompt was sent before.
+    `adapter` names the LoRA adapter that changes its model; None for the model itself.
     """
 
     priority: int = 0
     cache_salt: str | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         low, high = PRIORITY_RANGE
@@ -30,6 +32,11 @@ class SchedulingParams:
         if not isinstance(priority, int) or isinstance(priority, bool) or not low <= priority <= high:
             message = f"priority is {reprlib.repr(priority)}; it must be a whole number from {low} to {high}"
             raise InvalidSchedulingParameter(message, param="priority")
+        if not isinstance(self.adapter, str | None):
+            message = (
+                f"adapter is {reprlib.repr(self.adapter)}; it must be the name of an adapter, or left out"
+            )
+            raise UnknownAdapter(message, param="adapter")
         if salt is None:
             return
         if not isinstance(salt, str):

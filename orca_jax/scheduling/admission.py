@@ -7,6 +7,7 @@ from typing import NamedTuple
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EmptyPrompt, NotSupported, PromptTooLong, RequestTooLarge, TokenOutOfRange
 from orca_jax.families.model_config import Encoder, ModelConfig
+from orca_jax.request.adapter import Adapter
 from orca_jax.request.pooling import Pooling
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
@@ -59,6 +60,7 @@ class CheckedPrompt:
     priority: int = 0
     cache_salt: tuple[str, ...] = ()
     block_hashes: tuple[bytes, ...] | None = None
+    adapter: Adapter | None = None
 
     @property
     def n_input(self) -> int:

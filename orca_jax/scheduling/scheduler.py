@@ -21,6 +21,7 @@ from orca_jax.request.request import (
     RowAnswer,
     begin_iteration,
 )
+from orca_jax.scheduling.adapter_slots import AdapterSlots
 from orca_jax.scheduling.allocation import allocate, continue_beams, grow, rows_without_slots
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
 from orca_jax.scheduling.kv_manager import KVManager
@@ -75,6 +76,7 @@ class Scheduler:
         self._most_in_flight = engine.n_workers + self.overlaps
         self.leaving: list[Request] = []  # ended, but still in a batch in flight
         self.gate: Gate = "open"
+        self.adapters: AdapterSlots | None = None  # set before the first request
         self.weights_version = 0
         self.waiting_again: set[Request] = set()  # preempted requests that wait
         self.quarantine = Quarantine()
@@ -116,15 +118,19 @@ class Scheduler:
         return self.pool.admitted() + sorted(waiting, key=lambda req: (req.rank, req.arrival))
 
     def end_cancelled(self) -> bool:
-        """End requests that were cancelled or timed out; RUNNING ones end when their batch returns.
+        """End requests that were cancelled or timed out, or whose adapter cannot be read.
+
+        RUNNING ones end when their batch returns.
 
         Returns whether any ended. `step` calls this first; call it directly while no steps are taken.
         """
         asked = self.pool.take_ending()
-        if not asked:
-            return False
         ended = [self.end(req, reason) for req, reason in asked if req.state is not RUNNING]
-        self.deliver(ended)
+        if self.adapters is not None:
+            failed = self.adapters.take_failed(self.pool.in_arrival_order().waiting())
+            ended += [self.end(req, FinishReason.ERROR) for req in failed]
+        if ended:
+            self.deliver(ended)
         return bool(ended)
 
     def _next_rows(self) -> Choice:
@@ -171,6 +177,8 @@ class Scheduler:
 
     def _choose(self, ahead: Collection[Request] = (), alone: Request | None = None) -> Choice:
         pool: Iterable[Request] = self.pool.in_arrival_order() if self.gate == "open" else self.begun()
+        if self.adapters is not None:
+            pool = self.adapters.among(pool)
         return self.policy.choose(pool, self.n_rsrv, ahead, alone)
 
     def _issue(self, choice: Choice) -> None:

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+from orca_jax.checks import checked_name
 from orca_jax.config import Layout
 from orca_jax.engine_memory import EngineMemory
 from orca_jax.errors import ConfigError
 from orca_jax.families.trainers.layouts import ITEMS
+from orca_jax.scheduling.adapter_slots import AdapterStore
 from orca_jax.scheduling.restart import change_weights, compute_all_again
 from orca_jax.service.interludes import Running
 from orca_jax.service.orca import Orca
@@ -21,6 +23,7 @@ class EngineControls:
     """
 
     def __init__(self, service: Orca, memory: EngineMemory) -> None:
+        self._service = service
         self._scheduler = service.scheduler
         self._interludes = service.interludes
         self._memory = memory
@@ -54,8 +57,15 @@ class EngineControls:
         cast: bool = False,
         lora_scale: float = 1.0,
         layout: Layout | None = None,
+        adapter: str | None = None,
     ) -> int:
-        """Replace the weights; return their version. See `LLM.update_weights`."""
+        """Replace the weights, or one `adapter`; return their version. See `LLM.update_weights`."""
+        if adapter is not None:
+            if version is not None or cast or layout is not None:
+                raise ConfigError(
+                    "version, cast and layout are for whole weights; leave them out, or adapter"
+                )
+            return self._store().update(checked_name("adapter", adapter), weights, scale=lora_scale).version
         if version is not None and not (isinstance(version, int) and 0 < version <= MAX_VERSION):
             raise ConfigError(f"version is {version!r}; it must be a whole number from 1 to {MAX_VERSION}")
         if layout is not None and layout not in ITEMS:
@@ -77,6 +87,22 @@ class EngineControls:
 
         self._interludes.run(work, running=running, timeout=timeout)
         return installed[0]
+
+    def load_adapter(self, name: str, directory: str, *, replace: bool = False) -> None:
+        """Let requests choose the LoRA adapter in `directory`; see `LLM.load_adapter`."""
+        self._store().add(checked_name("lora_name", name), directory, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let no more requests choose a LoRA adapter. Raises UnknownAdapter."""
+        self._store().remove(name)
+
+    def _store(self) -> AdapterStore:
+        store = self._service.adapter_store
+        if store is None:
+            raise ConfigError(
+                "the engine has no room for LoRA adapters; start it with --max-loras N (max_loras=N)"
+            )
+        return store
 
     def sleep(self, level: int, *, running: Running, timeout: float) -> None:
         """Release device memory; see `LLM.sleep`."""

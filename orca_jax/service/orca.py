@@ -14,13 +14,23 @@ from functools import partial
 from typing import Self, TypeVar, overload
 
 from orca_jax.config import RestartBound, ServingConfig
-from orca_jax.errors import EngineAsleep, EngineError, InvalidSamplingParameter, ServiceClosed
+from orca_jax.errors import (
+    EngineAsleep,
+    EngineError,
+    InvalidSamplingParameter,
+    ServiceClosed,
+    UnknownAdapter,
+    did_you_mean,
+    shown,
+)
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.request.adapter import Adapter
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
 from orca_jax.request.tokenizer import Tokenizer
+from orca_jax.scheduling.adapter_slots import AdapterSlots, AdapterStore
 from orca_jax.scheduling.admission import (
     CheckedPrompt,
     EncoderInputs,
@@ -64,7 +74,8 @@ class Orca:
     its requests resume. `failure` is a permanent failure of the engine: every live request then ends with the
     reason `error`, and new ones are rejected. `on_delivered`, if set, is called on the scheduler's thread
     with all deliveries of an iteration, after they are in the requests' Outputs. Without a `tokenizer`,
-    output text is empty. A `recorder` records until `close` what is needed to repeat the batches.
+    output text is empty. `adapters` has the engine's LoRA adapters. A `recorder` records until
+    `close` what is needed to repeat the batches.
     """
 
     def __init__(
@@ -80,6 +91,7 @@ class Orca:
         clock: Callable[[], float] = time.monotonic,
         restarts: RestartBound | None = None,
         recorder: Recorder | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self._failure: EngineError | None = None
         self.on_delivered: Callable[[Sequence[Delivery]], None] | None = None
@@ -107,6 +119,11 @@ class Orca:
             self.scheduler, self.recovery, wake=self.pool.wake, stopped=self._stopped
         )
         self.model = model
+        self.adapter_store = adapters
+        if adapters is not None:
+            slots = AdapterSlots(config.max_loras, adapters, wake=self.pool.wake)
+            slots.fill()
+            self.scheduler.adapters = slots
         self._kv = kv
         self._order = config.scheduling.scheduling_policy
         self._limit = longest_request(config=config, model=model)
@@ -169,6 +186,8 @@ class Orca:
                     self._failure = EngineError(f"the scheduler did not stop within {timeout:g} seconds")
                     raise self._failure
         finally:
+            if self.scheduler.adapters is not None:
+                self.scheduler.adapters.close()
             if self._recorder is not None:
                 self._recorder.close()
 
@@ -223,7 +242,8 @@ class Orca:
             token_name=self.token_name,
         )
         check_search(len(prompt_ids), len(encoder_ids), rules.sampling, self.model, self._kv)
-        salt = (tenant, scheduling.cache_salt or "")
+        adapter = self.adapter(scheduling.adapter)
+        salt = (tenant, scheduling.cache_salt or "", *([] if adapter is None else [adapter.salt]))
         hashes = prompt_hashes(checked.token_ids, salt, self._kv)
         return replace(
             checked,
@@ -231,7 +251,22 @@ class Orca:
             priority=scheduling.priority,
             cache_salt=salt,
             block_hashes=None if hashes is None else tuple(hashes),
+            adapter=adapter,
         )
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The LoRA adapters that requests may choose, by name."""
+        return {} if self.adapter_store is None else self.adapter_store.adapters
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The LoRA adapter of this name; None for None. Raises UnknownAdapter."""
+        found = None if name is None else self.adapters.get(name)
+        if found is None and name is not None:
+            known = ", ".join(self.adapters) or "none"
+            message = f"there is no adapter {shown(name)} here; the adapters are {known}"
+            raise UnknownAdapter(f"{message}{did_you_mean(name, self.adapters)}", param="adapter")
+        return found
 
     def most_output(self, n_input: int) -> int:
         """The largest `max_tokens` for a prompt of `n_input` tokens; below 1 if the prompt is too long."""
@@ -312,6 +347,7 @@ class Orca:
             priority=checked.priority,
             cache_salt=checked.cache_salt,
             block_hashes=None if checked.block_hashes is None else list(checked.block_hashes),
+            adapter=checked.adapter,
             weights_versions=((0, self.scheduler.weights_version),),  # until it is admitted
         )
         has_text = not checked.scored_ids and checked.pooling is None

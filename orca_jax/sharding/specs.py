@@ -34,6 +34,17 @@ def _spec_of(axes: Any, parameter: Parameter, n_devices: int) -> PartitionSpec:
     return PartitionSpec(*(TENSOR if axis == split and split is not None else None for axis in axes))
 
 
+def stack_specs(parameter: Parameter, n_devices: int) -> tuple[PartitionSpec, PartitionSpec]:
+    """The specs of the stacks `a` and `b` of a weight's adapters (families/adapters.py).
+
+    Each axis that they share with the weight is split as the weight's is. So each device computes its share
+    of B (A x): its outputs, or where inputs are split a part of the sum that the product needs anyway.
+    """
+    axes = spec(parameter, n_devices)
+    n_out = len(parameter.axes) - parameter.n_in
+    return PartitionSpec(None, None, *axes[n_out:]), PartitionSpec(None, *axes[:n_out], None)
+
+
 def place_of_dense(parameter: Parameter, places: Any) -> Sharding:
     """The place of a parameter's dense numbers before encoding, from the places of its arrays."""
     one = jax.tree.leaves(places)[0]

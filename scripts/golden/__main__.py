@@ -15,6 +15,7 @@ KINDS = {
     "decoders": "a checkpoint, logits and greedy tokens of each shape of shapes.py, GPT-2 and OPT",
     "encoders": "the same for models with an encoder, and their beam searches",
     "beams": "results of generate() with several beams",
+    "adapters": "LoRA adapters that PEFT saves, and its results with them",
     "hidden": "final hidden states",
     "routing": "the experts that mixtures choose",
     "mxfp4": "a model with experts packed in MXFP4",
@@ -29,7 +30,7 @@ KINDS = {
     "gemma": "the same for Google's gemma package",
 }
 # Kinds that can make some of their models.
-BY_NAME = {"decoders", "encoders", "beams", "hidden", "text_parts", "tunix", "maxtext"}
+BY_NAME = {"decoders", "adapters", "encoders", "beams", "hidden", "text_parts", "tunix", "maxtext"}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 import orca_jax
 from orca_jax.config import EngineConfig
-from orca_jax.errors import OrcaError
+from orca_jax.errors import ConfigError, OrcaError
 from orca_jax.families.hf_config import read_config
 from orca_jax.model_files.found_model import DEMO_MODEL
 from orca_jax.native.compiler import keep_libraries
@@ -100,6 +100,11 @@ def load_served(
     options = settings.endpoint
     # Mistakes in the settings are reported before the slow part.
     reply_formats(None, options.tool_format, options.reasoning_format)
+    if settings.model_name in (settings.engine.adapters or ()):
+        raise ConfigError(
+            f"the model and a LoRA adapter are both called {settings.model_name!r}; rename one of them, for "
+            "example with served_model_name"
+        )
     if options.chat_template is not None:
         load_chat_template(None, options.chat_template)
     llm = load(notes, settings.engine, start_workers)

@@ -57,6 +57,7 @@ def _one_line(text: str) -> str:
 
 
 _GRACE_SECONDS = 5.0  # for the scheduler to end a request when asked; if a device hangs it never does
+_MOST_NAMED = 10  # models in an error
 _SUBMITTED_AT_ONCE = 8  # submissions before the event loop may run something else
 
 
@@ -246,7 +247,10 @@ class Gateway:
         model.service.recovery.on_trouble = partial(self._on_trouble, model)
 
     def model(self, name: str | None = None) -> ServedModel:
-        """The served model. Raises NotReady, EngineError, or UnknownModel if `name` is another model."""
+        """The served model, or the one that its adapter called `name` makes of it.
+
+        Raises NotReady, EngineError, or UnknownModel if `name` is neither.
+        """
         phase = self.phase
         if self._model is None or phase is Phase.LOADING:
             raise NotReady("the model is still loading; try again later")
@@ -254,9 +258,16 @@ class Gateway:
             raise EngineError(f"the engine failed, and takes no more requests: {self._model.service.failure}")
         if phase is Phase.DRAINING:
             raise NotReady("the server is shutting down, and takes no more requests")
-        if name is not None and name != self._model.name:
-            raise UnknownModel(f"there is no model {name!r} here; {self._model.name!r} is served")
-        return self._model
+        if name is None or name == self._model.name:
+            return self._model
+        adapters = self._model.service.adapters
+        if name in adapters:
+            return self._model.with_adapter(name)
+        served = [self._model.name, *adapters]
+        more = f", and {len(served) - _MOST_NAMED} more" if len(served) > _MOST_NAMED else ""
+        named = ", ".join(map(repr, served[:_MOST_NAMED]))
+        is_ = "is" if len(served) == 1 else "are"
+        raise UnknownModel(f"there is no model {name!r} here; {named}{more} {is_} served")
 
     def submit(
         self,

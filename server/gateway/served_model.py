@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from orca_jax.config import ServingConfig
@@ -12,6 +12,7 @@ from orca_jax.request.chat.chat_template import ChatTemplate, Templates
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from orca_jax.request.routed_experts import Routing
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.engine_controls import EngineControls
@@ -48,7 +49,8 @@ class ServedModel:
     `defaults` apply to requests that leave a parameter out. Without a tokenizer prompts must be token ids,
     and output text is empty. With `controls` an operator may replace the weights, and responses have their
     version. `created` is in seconds since 1970. `tool_format` and `reasoning_format` are the formats of tool
-    calls and reasoning in chat replies, None to treat them as text.
+    calls and reasoning in chat replies, None to treat them as text. With an `adapter` it is the model that
+    this LoRA adapter makes of its `parent`.
     """
 
     name: str
@@ -62,7 +64,21 @@ class ServedModel:
     defaults: GenerationDefaults = NO_DEFAULTS
     compiles: Callable[[], CompileCounts] | None = None
     controls: EngineControls | None = None
+    adapter: str | None = None
+    parent: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def adapted(self) -> "list[ServedModel]":
+        """The models that the engine's LoRA adapters make of this one."""
+        return [self.with_adapter(name) for name in self.service.adapters]
+
+    def with_adapter(self, name: str) -> "ServedModel":
+        """The model that the LoRA adapter of this name makes of this one."""
+        return replace(self, name=name, adapter=name, parent=self.name)
+
+    def scheduled(self, scheduling: SchedulingParams) -> SchedulingParams:
+        """The scheduling parameters of a request for this model."""
+        return scheduling if self.adapter is None else replace(scheduling, adapter=self.adapter)
 
     @property
     def has_encoder(self) -> bool:

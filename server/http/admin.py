@@ -1,4 +1,7 @@
-"""`/admin`: routes with which an operator controls the engine. They exist only if there is an admin key."""
+"""Routes with which an operator controls the engine: `/admin`, and vLLM's for LoRA adapters.
+
+They exist only if there is an admin key.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -7,14 +10,17 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 
-from orca_jax.errors import ConfigError, RequestsStillRunning
+from orca_jax.errors import ConfigError, RequestsStillRunning, UnknownAdapter
 from orca_jax.service.engine_controls import MAX_VERSION, EngineControls
 from orca_jax.service.interludes import Running
+from server.errors import UnknownModel
 from server.http.bodies.errors import error_responses
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.strict import Strict
+from server.http.state import GatewayOf
 
 router = APIRouter(
     prefix="/admin", tags=["admin"], route_class=JsonRoute, responses=error_responses(400, 401, 409, 503)
@@ -63,6 +69,22 @@ class Pause(_Change):
     """POST /admin/pause."""
 
     running: _Running = "continue"
+
+
+class LoadAdapter(Strict):
+    """POST /v1/load_lora_adapter: `lora_path` is a PEFT directory on the server's machine."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_inplace: Annotated[
+        bool, Field(description="replace an adapter of this name; requests that have it keep the old one")
+    ] = False
+
+
+class UnloadAdapter(Strict):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class WakeUp(Strict):
@@ -119,6 +141,33 @@ async def resume(controls: ControlsOf) -> State:
     """End a pause."""
     controls.resume()
     return _state(controls)
+
+
+adapters = APIRouter(
+    prefix="/v1", tags=["admin"], route_class=JsonRoute, responses=error_responses(400, 401, 404, 503)
+)
+
+
+@adapters.post("/load_lora_adapter", response_class=PlainTextResponse)
+async def load_lora_adapter(gateway: GatewayOf, controls: ControlsOf, body: LoadAdapter) -> str:
+    """Let requests choose a LoRA adapter by its name. Requests run on meanwhile."""
+    if "\0" in body.lora_path:
+        raise ConfigError("lora_path contains a zero byte; give a path")
+    if body.lora_name == gateway.model().name:
+        raise ConfigError(f"lora_name is {body.lora_name!r}, the model's name; choose another")
+    load = partial(controls.load_adapter, body.lora_name, body.lora_path, replace=body.load_inplace)
+    await asyncio.get_running_loop().run_in_executor(_THREAD, load)
+    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+
+@adapters.post("/unload_lora_adapter", response_class=PlainTextResponse)
+async def unload_lora_adapter(controls: ControlsOf, body: UnloadAdapter) -> str:
+    """Let no more requests choose a LoRA adapter; those that have it go on."""
+    try:
+        controls.unload_adapter(body.lora_name)
+    except UnknownAdapter as error:
+        raise UnknownModel(str(error)) from error
+    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
 
 async def _do(controls: EngineControls, work: Callable[[], object]) -> State:

@@ -82,6 +82,7 @@ def create_app(
         _include(app, routes.router)
     if admin_keys.required:
         _include(app, admin.router)
+        _include(app, admin.adapters)
     if options.pages:
         _include(app, pages_router())
     if options.pages and live_view is not None:

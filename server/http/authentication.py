@@ -12,7 +12,13 @@ from server.settings.api_keys import ApiKeys
 # Every other path needs a key, so that a new route is never open by mistake.
 DOCUMENT = "/openapi.json"
 OPEN_PATHS = frozenset(("/health", "/ready", "/version", "/metrics", DOCUMENT, *PAGES))
-ADMIN = "/admin/"  # the paths below it need an admin key, which opens no other path
+_ADMIN = "/admin/"
+_ADMIN_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
+
+
+def is_admin(path: str) -> bool:
+    """Whether a path needs an admin key, which opens no other path."""
+    return path.startswith(_ADMIN) or path in _ADMIN_PATHS
 
 
 class Authentication:
@@ -45,8 +51,8 @@ def identify(scope: Scope, path: str, *, api_keys: ApiKeys, admin_keys: ApiKeys)
     if _is_open(path):
         key = None
     else:
-        is_admin = admin_keys.required and path.startswith(ADMIN)
-        key = _checked(admin_keys if is_admin else api_keys, scope, path)
+        keys = admin_keys if admin_keys.required and is_admin(path) else api_keys
+        key = _checked(keys, scope, path)
     tenant, owner = key or "", key or address
     scope.setdefault("state", {}).update(tenant=tenant, owner=owner)
     act_for(owner)

@@ -16,7 +16,8 @@ class Model(BaseModel):
     """A model. `created` is in seconds since 1970; `max_model_len` limits tokens of input and output
     together.
 
-    `inputs` names the forms of input that the model accepts: messages if it can chat.
+    `inputs` names the forms of input that the model accepts: messages if it can chat. `parent` is the model
+    that a LoRA adapter changes; only adapters have one.
     """
 
     id: str
@@ -24,6 +25,7 @@ class Model(BaseModel):
     created: int
     owned_by: str = "orca_jax"
     max_model_len: int
+    parent: str | None = None
     inputs: list[Literal["text", "token_ids", "messages"]]
 
 
@@ -34,14 +36,15 @@ class Models(BaseModel):
     data: list[Model]
 
 
-@router.get("")
+@router.get("", response_model_exclude_none=True)
 async def list_models(gateway: GatewayOf) -> Models:
-    """List the models."""
-    return Models(data=[_model(gateway.model())])
+    """List the model and its LoRA adapters."""
+    model = gateway.model()
+    return Models(data=[_model(one) for one in (model, *model.adapted())])
 
 
 # `:path`, because names on the Hugging Face hub contain a slash.
-@router.get("/{model_id:path}", responses=error_responses(404))
+@router.get("/{model_id:path}", responses=error_responses(404), response_model_exclude_none=True)
 async def get_model(gateway: GatewayOf, model_id: str) -> Model:
     """Get a model by its name."""
     return _model(gateway.model(model_id))
@@ -52,6 +55,7 @@ def _model(model: ServedModel) -> Model:
         id=model.name,
         created=model.created,
         max_model_len=model.service.most_output(0),
+        parent=model.parent,
         inputs=[
             *(["text"] if model.tokenizer is not None else []),
             "token_ids",

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from server.gateway.side_threads import run_for_response
-from server.http.authentication import ADMIN, OPEN_PATHS
+from server.http.authentication import OPEN_PATHS, is_admin
 from server.http.bodies.errors import ErrorBody, MessagesErrorBody, error_responses, is_anthropic
 from server.http.fields.strict import HEADER
 
@@ -38,14 +38,14 @@ def describe(app: FastAPI, *, keyed: bool) -> dict[str, Any]:
     for path, methods in document["paths"].items():
         for operation in methods.values():
             form = MessagesErrorBody if is_anthropic(path) else ErrorBody
-            is_keyed = (keyed and path not in OPEN_PATHS) or path.startswith(ADMIN)
+            is_keyed = (keyed and path not in OPEN_PATHS) or is_admin(path)
             _correct(operation, form.__name__, keyed=is_keyed)
             if is_keyed and form is MessagesErrorBody:
                 operation["security"].append({_KEY_HEADER: []})
     schemas = document["components"]["schemas"]
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
-    if keyed or any(path.startswith(ADMIN) for path in document["paths"]):
+    if keyed or any(map(is_admin, document["paths"])):
         schemes: dict[str, Any] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
         if keyed:
             schemes[_KEY_HEADER] = {"type": "apiKey", "in": "header", "name": _KEY_HEADER}

@@ -7,6 +7,7 @@ tokens that come out of an iteration in addition to those that go in. Every metr
 """
 
 import threading
+import time
 from array import array
 from bisect import bisect_left
 from collections import Counter
@@ -113,7 +114,12 @@ _SAME_IN_VLLM = frozenset(
         *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens"),
         *("generation_tokens", "request_success", "request_prompt_tokens", "request_generation_tokens"),
         *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
-        *("request_queue_time_seconds", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+        *(
+            "request_queue_time_seconds",
+            "lora_requests_info",
+            "spec_decode_num_draft_tokens",
+            "spec_decode_num_accepted_tokens",
+        ),
     )
 )
 _ENGINE = "0"  # vLLM numbers the engines of a server; ours has one
@@ -326,6 +332,8 @@ class EngineMetrics(TimelineObserver):
             ["reason"],
         )
         yield self._cache_config()
+        if self._model.service.adapter_store is not None:
+            yield self._adapters()
         yield from worker_metrics(self._model)
 
     def _scheduler_counts(self) -> tuple[tuple[str, str, int], ...]:
@@ -418,6 +426,24 @@ class EngineMetrics(TimelineObserver):
         text = "The size of the K/V cache in its labels."
         sample = {tuple(map(str, facts.values())): 1}
         return self._metric(GaugeMetricFamily, "cache_config_info", text, sample, facts)
+
+    def _adapters(self) -> Metric:
+        """Make vLLM's gauge that has LoRA adapters in its labels: those of running and of waiting requests.
+
+        Its value is the time, so that a router knows the newest of several samples.
+        """
+        service, running, waiting = self._model.service, set[str](), set[str]()
+        for req in service.pool.live():
+            if req.adapter is not None:
+                (running if req.row >= 0 else waiting).add(req.adapter.name)
+        facts = {
+            "max_lora": service.scheduler.config.max_loras,
+            "running_lora_adapters": ",".join(sorted(running)),
+            "waiting_lora_adapters": ",".join(sorted(waiting)),
+        }
+        text = "The LoRA adapters of running and of waiting requests in its labels; the time is its value."
+        sample = {tuple(map(str, facts.values())): time.time()}
+        return self._metric(GaugeMetricFamily, "lora_requests_info", text, sample, facts)
 
     def _metric(
         self,

@@ -174,7 +174,7 @@ class Generation:
             request_id = messages.request_id(request)
             facts["request_id"] = request_id
             model = self._gateway.model(request.model or None)
-            scheduling = messages.scheduling_params(request)
+            scheduling = model.scheduled(messages.scheduling_params(request))
             scheduling.check_policy(model.serving.scheduling.scheduling_policy)
             sampling, prompt_ids = await run_for_request(len(data), partial(self._read, request, model))
             rules = await self._gateway.compiler.rules(model, sampling)
@@ -234,7 +234,8 @@ class Generation:
     async def models(self, data: bytes, context: Context) -> pb.ModelsResponse:
         async with self._calls.answered("Models", context):
             await run_for_request(len(data), partial(messages.parsed, pb.ModelsRequest, data))
-            return pb.ModelsResponse(models=[messages.model_card(self._gateway.model())])
+            model = self._gateway.model()
+            return pb.ModelsResponse(models=[messages.model_card(one) for one in (model, *model.adapted())])
 
     def _read(self, request: pb.GenerateRequest, model: ServedModel) -> tuple[SamplingParams, list[int]]:
         """The sampling parameters and the prompt. The cost grows with the message."""
@@ -252,7 +253,7 @@ class Generation:
 
     def _read_inputs(self, request: pb.EmbedRequest, model: ServedModel, tenant: str) -> list[Submission]:
         """The engine's requests, one for each input. The cost grows with the message."""
-        scheduling = messages.scheduling_params(request)
+        scheduling = model.scheduled(messages.scheduling_params(request))
         scheduling.check_policy(model.serving.scheduling.scheduling_policy)
         dimensions = request.dimensions if request.HasField("dimensions") else None
         size = model.config.embedding.size

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from orca_jax.config import EngineConfig
-from orca_jax.options import Option, build, options_of
+from orca_jax.options import Option, build, options_of, pairs
 from orca_jax.workers.worker_options import WorkerLink
 from server.settings.endpoint_options import EndpointOptions, RouterOptions
 
@@ -38,7 +38,13 @@ SERVE_OPTIONS = tuple(
 GENERATE_OPTIONS = options_for("generate")
 COMPILE_OPTIONS = options_for("compile")
 
-_METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
+_METAVARS: dict[Callable[[str], Any], str] = {
+    int: "N",
+    float: "X",
+    str: "TEXT",
+    tuple: "TEXT",
+    pairs: "NAME=DIRECTORY",
+}
 
 
 def add_engine_flags(parser: argparse._ArgumentGroup) -> None:
@@ -151,7 +157,28 @@ def add_flag(parser: argparse._ActionsContainer, option: Option, default: Any) -
         default=None if default is MISSING else default,
         metavar=metavar,
         help=escaped(text),
+        action=_Pairs if option.kind is pairs else "store",
     )
+
+
+class _Pairs(argparse.Action):
+    """Collects the pairs NAME=VALUE of a flag that may be given several times."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, None) or {}
+        if values is None:  # the text none
+            setattr(namespace, self.dest, None)
+            return
+        twice = next((name for name in values if name in before), None)
+        if twice is not None:
+            parser.error(f"argument {option_string}: {twice!r} is given twice; give each name once")
+        setattr(namespace, self.dest, {**before, **values})
 
 
 def argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:

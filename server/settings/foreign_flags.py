@@ -99,6 +99,7 @@ _HINTS = (
     ("--disable-log-stats", 0, "there is no log of statistics; /metrics has them"),
     ("--enable-metrics --metrics", 0, "it is always on: /metrics"),
     ("--jinja --cont-batching -cb", 0, "it is always on"),
+    ("--enable-lora", 0, "--lora and --max-loras turn adapters on"),
     ("--embedding --embeddings", 0, "it is always on: /v1/embeddings"),
     ("--no-mmap --mlock", 0, "weights are read shard by shard onto the devices"),
     ("--swap-space", 1, "requests are never swapped out: their keys and values are computed again"),
@@ -152,9 +153,7 @@ _ADVICE = {
         "--speculative ngram drafts from prompt and output, suffix from earlier outputs too, at most "
         "--speculative-tokens at a time; draft models are not built yet"
     ),
-    "--enable-lora --lora-modules --lora-paths --lora": (
-        "adapters are not applied yet; merge them into the model (peft's merge_and_unload)"
-    ),
+    "--lora-modules --lora-paths": "--lora NAME=DIRECTORY takes a LoRA adapter; give it once for each",
     "--api-key": (
         "other users of the machine can read a command line; put keys into a file for "
         "--api-key-file, or into the variable ORCA_API_KEYS"

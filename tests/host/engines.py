@@ -1,17 +1,19 @@
 """Services on engines without a device, and a tokenizer of bytes, for tests of the layers above."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from orca_jax.config import Layout, ServingConfig
-from orca_jax.errors import EngineError, TensorMismatch
+from orca_jax.errors import BadAdapter, ConfigError, EngineError, TensorMismatch, UnknownAdapter
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.request.adapter import Adapter
 from orca_jax.request.request import Request, Row
 from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from orca_jax.request.tokenizer import Tokenizer
+from orca_jax.scheduling.adapter_slots import PutAdapter
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.service.orca import Orca
@@ -123,6 +125,39 @@ class FakeMemory:
     def _do(self, what: str) -> None:
         self.done.append(what)
         self.threads.add(threading.current_thread().name)
+
+
+class FakeAdapters:
+    """An AdapterStore without arrays; the directory "wrong" holds no adapter."""
+
+    def __init__(self, *names: str) -> None:
+        self.adapters: Mapping[str, Adapter] = {}
+        self._n_added = 0
+        for name in names:
+            self.add(name, f"/{name}")
+
+    def add(self, name: str, directory: str, *, replace: bool = False) -> Adapter:
+        if name in self.adapters and not replace:
+            raise ConfigError(f"there is an adapter {name!r} already")
+        if directory == "wrong":
+            raise BadAdapter("wrong: it holds NaN or infinite numbers")
+        adapter = Adapter(name, self._n_added, directory)
+        self._n_added += 1
+        self.adapters = {**self.adapters, name: adapter}
+        return adapter
+
+    def update(self, name: str, weights: object, *, scale: float) -> Adapter:
+        return self.add(name, "", replace=True)
+
+    def remove(self, name: str) -> Adapter:
+        if name not in self.adapters:
+            raise UnknownAdapter(f"there is no adapter {name!r} here", param="lora_name")
+        adapter = self.adapters[name]
+        self.adapters = {each: one for each, one in self.adapters.items() if each != name}
+        return adapter
+
+    def read(self, adapter: Adapter) -> PutAdapter:
+        return lambda slot: None
 
 
 def orca(

@@ -205,6 +205,7 @@ class MessageBuilder:
             if sampling["flags"][i] & ADJUSTED:
                 earlier_ids += requests[i].known_ids(0, int(start[i]))
                 biases += [(i, *bias) for bias in requests[i].sampling.logit_bias.items()]
+        adapter = plain.adapter.take(row) if plain.has_adapters else None
         table, encoder = self._block_table(requests, row, kv_length)
         return ControlMessage(
             row=row.astype(np.int32),
@@ -224,6 +225,7 @@ class MessageBuilder:
             copies=_pairs(copies),
             states_before=_pairs(states[0]),
             states_after=_pairs(states[1]),
+            adapter=adapter if adapter is not None and adapter.any() else None,
         )
 
     def _block_table(

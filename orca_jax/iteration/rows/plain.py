@@ -41,6 +41,8 @@ class PlainRows:
         self.has_constraint = np.zeros(n_rows, np.bool_)
         self.has_sampled = np.zeros(n_rows, np.bool_)  # the row's initiation is over
         self.kv_length = np.zeros(n_rows, np.int32)  # tokens in the cache after all issued iterations
+        self.adapter = np.zeros(n_rows, np.int32)  # 0 for none, or 1 + the adapter's slot
+        self.has_adapters = False  # whether any request ever had one
         self._reads_prompts = False  # whether any request ever asked to score or pool its prompt
 
     def begin(
@@ -88,6 +90,8 @@ class PlainRows:
         self._n_reserved[row] = self._n_reserved_now[row]
         self.n_prompt[row] = len(request.prompt_ids)
         self.has_constraint[row] = request.constraint is not None
+        self.adapter[row] = 0 if request.adapter is None else request.adapter.slot + 1
+        self.has_adapters |= request.adapter is not None
         self.has_sampled[row] = False
 
 

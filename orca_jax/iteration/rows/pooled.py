@@ -34,9 +34,9 @@ class PooledPart(NamedTuple):
     flat: FlatBatch
 
 
-def pooled_layout(shape: EngineShape) -> FlatLayout:
+def pooled_layout(shape: EngineShape, *, adapters: bool = False) -> FlatLayout:
     """The layout of every part."""
-    return FlatLayout(SCORED, min(SCORED, shape.max_rows), shape.max_blocks)
+    return FlatLayout(SCORED, min(SCORED, shape.max_rows), shape.max_blocks, adapters=adapters)
 
 
 def pooled_parts(
@@ -46,7 +46,8 @@ def pooled_parts(
 
     In a deterministic engine each row begins a part, so that the order of summation depends on nothing else.
     """
-    layout, pieces, n_tokens = pooled_layout(shape), list[_Piece](), 0
+    layout = pooled_layout(shape, adapters=message.adapter is not None)
+    pieces, n_tokens = list[_Piece](), 0
     for piece in _pieces(message, n_pooled.tolist(), shape):
         if n_tokens + piece.n > SCORED or len(pieces) == layout.n_rows or (pieces and shape.deterministic):
             yield _part(message, layout, pieces)
@@ -90,6 +91,8 @@ def _part(message: ControlMessage, layout: FlatLayout, pieces: list[_Piece]) -> 
     shift = message.kv_length[rows] - np.cumsum(message.input_length)[rows]
     total = len(at)
     arrays.positions[:total] = at + np.repeat(shift, n_tokens)
+    if message.adapter is not None:
+        arrays.adapter_of_token[:total] = np.repeat(message.adapter[rows], n_tokens)
     np.cumsum(n_tokens, out=arrays.row_start[1 : len(rows) + 1])
     arrays.row_start[len(rows) + 1 :] = total
     arrays.kv_length[: len(rows)] = arrays.positions[arrays.row_start[1 : len(rows) + 1] - 1] + 1

@@ -70,14 +70,15 @@ class ScoredPart(NamedTuple):
     flat: FlatBatch
 
 
-def scored_layout(max_blocks: int) -> FlatLayout:
+def scored_layout(max_blocks: int, *, adapters: bool = False) -> FlatLayout:
     """The layout of every part."""
-    return FlatLayout(SCORED, 1, max_blocks)
+    return FlatLayout(SCORED, 1, max_blocks, adapters=adapters)
 
 
 def scored_parts(message: ControlMessage, max_blocks: int) -> Iterator[ScoredPart]:
     """The parts, row by row and in order. A prompt of one token has none."""
     ends, n_scored = np.cumsum(message.input_length), message.n_scored
+    layout = scored_layout(max_blocks, adapters=message.adapter is not None)
     for i in np.flatnonzero(n_scored):
         first, n = ends[i] - message.input_length[i], n_scored[i]
         at = np.arange(first, first + n, dtype=np.int32)
@@ -86,7 +87,9 @@ def scored_parts(message: ControlMessage, max_blocks: int) -> Iterator[ScoredPar
         targets = np.append(message.token_ids[first + 1 : ends[i]], message.next_token[i])
         for begin in range(0, n, SCORED):
             part = slice(begin, min(begin + SCORED, n))
-            flat = _row(scored_layout(max_blocks), message.block_table[i], positions[part], targets[part])
+            flat = _row(layout, message.block_table[i], positions[part], targets[part])
+            if message.adapter is not None:
+                flat.arrays.adapter_of_token[: flat.n_tokens] = message.adapter[i]
             SamplerArrays(*flat.arrays.sampler).n_top[0] = message.sampling["prompt_logprobs"][i]
             padded = np.zeros(SCORED, np.int32)
             padded[: flat.n_tokens] = at[part]

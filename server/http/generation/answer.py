@@ -54,7 +54,11 @@ def check(
     Call it in `run_for_request`: its cost grows with the prompts' length.
     """
     check_one = partial(
-        model.service.check, rules=rules, scheduling=scheduling, tenant=tenant, decoder_ids=decoder_ids
+        model.service.check,
+        rules=rules,
+        scheduling=model.scheduled(scheduling),
+        tenant=tenant,
+        decoder_ids=decoder_ids,
     )
     return each(prompts, check_one)
 

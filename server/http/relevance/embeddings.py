@@ -81,7 +81,7 @@ async def create_embeddings(body: EmbeddingRequest, call: CallOf) -> Response:
     """Make a vector of each input."""
     model = call.accept(body.scheduling, model=body.model, user=body.user)
     size = model.config.embedding.size if body.dimensions is None else body.dimensions
-    response_id = new_response_id("embd")
+    response_id, scheduling = new_response_id("embd"), model.scheduled(body.scheduling)
 
     def read() -> list[Submission]:
         inputs = body.inputs
@@ -93,7 +93,7 @@ async def create_embeddings(body: EmbeddingRequest, call: CallOf) -> Response:
         def checked(ids: str | list[int]) -> tuple[CheckedPrompt, OutputRules]:
             if isinstance(ids, str):
                 ids = model.encode(ids, param="input", add_special_tokens=special)
-            return pooled_prompt(model.service, ids, pooling, body.scheduling, tenant=call.tenant)
+            return pooled_prompt(model.service, ids, pooling, scheduling, tenant=call.tenant)
 
         prompts = each(inputs, checked, "input")
         return [Submission(*one, f"{response_id}-{i}") for i, one in enumerate(prompts)]

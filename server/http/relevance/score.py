@@ -180,6 +180,8 @@ async def _scores(
 ) -> tuple[list[float], dict[str, int]]:
     """The scores of the pairs that `read` returns, and the usage. Raises a leaf of InvalidRequest."""
 
+    scheduling = model.scheduled(scheduling)
+
     def encoded() -> list[_Pair]:
         texts, template, params = read()
 

@@ -11,11 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from orca_jax.config import ServingConfig
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.scheduling_params import SchedulingParams
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
 from server.metrics.metrics import Metrics
 from server.settings.endpoint_options import MetricNames
-from tests.host.engines import MODEL, SOON, GatedEngine, orca
+from tests.host.engines import MODEL, SOON, FakeAdapters, GatedEngine, orca
 
 # Gateway API inference extension, docs/proposals/003-model-server-protocol/README.md, and llm-d-router,
 # docs/plugin-metric-protocol.md: what a model server must or may show, as a gauge, with vLLM's names for it.
@@ -127,8 +128,21 @@ def test_every_metric_of_the_protocol_has_its_name_type_and_meaning(engine: Engi
         "BlockSize": 8,
         "NumGPUBlocks": 32,
     }
-    # LoRA adapters are not served, so nothing is said of them.
+    # This engine has no room for LoRA adapters, so nothing is said of them.
     assert not [name for name in shown if "lora" in name]
+
+
+def test_adapters_of_running_and_of_waiting_requests(engine: Engine) -> None:
+    engine.service.adapter_store = FakeAdapters("sql", "other", "idle")
+    metrics, held = engine.metrics("vllm"), list[object]()
+    for name in ("sql", None, "other"):
+        params, scheduling = SamplingParams(max_tokens=9, ignore_eos=True), SchedulingParams(adapter=name)
+        held.append(engine.service.submit([1] * 20, params, scheduling=scheduling))
+        if name == "sql":
+            assert engine.gated.waited_for.wait(SOON)
+    (sample,) = families(metrics)["vllm:lora_requests_info"].samples
+    labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+    assert tuple(sample.labels[name] for name in labels) == (str(CONFIG.max_loras), "sql", "other")
 
 
 def test_with_vllm_s_names_each_metric_is_as_in_vllm(engine: Engine) -> None:

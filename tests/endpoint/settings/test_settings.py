@@ -58,6 +58,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "tensor_parallel": (2, 3, 4, 5),
     "pipeline_parallel": (2, 3, 4, 5),
     "compile_cache": ("a", "/b", "c d", None),
+    "lora": ({"a": "b"}, {"a": "/b", "c": "d=e"}, {"a b": "c d"}, None),
+    "lora_host_bytes": (0, 1, 2, 3),
+    "max_loras": (0, 1, 2, None),
+    "max_lora_rank": (1, 16, 64, None),
     "record": (Path("a.jsonl"), Path("/b"), Path("c d"), None),
     "record_bytes": (1 << 16, 1 << 17, 1 << 18, 1 << 19),
     "compile_ahead": (False, True, False, True),
@@ -212,6 +216,8 @@ def test_generate_waits_instead_of_rejecting(capsys: pytest.CaptureFixture[str])
 def as_text(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(value)  # pyright: ignore[reportUnknownArgumentType]
+    if isinstance(value, dict):
+        return ",".join(f"{key}={each}" for key, each in value.items())  # pyright: ignore[reportUnknownVariableType]
     return "none" if value is None else str(value)
 
 
@@ -244,7 +250,7 @@ def test_the_highest_layer_wins(
     environ = {f"ORCA_{name.upper()}": as_text(value) for name, value in variables.items()}
     document = {
         name.replace("_", "-") if dashes else name: as_text(value)
-        if isinstance(value, Path | tuple)
+        if isinstance(value, Path | tuple | dict)
         else value
         for name, value in lines.items()
     }
@@ -255,6 +261,14 @@ def test_the_highest_layer_wins(
     args = parsed(*arguments, file=None if by_variable else file)
     result = layers(args, environ | ({"ORCA_CONFIG": str(file)} if by_variable else {}))
     assert result == lines | variables | flags
+
+
+def test_adapters_come_from_several_flags() -> None:
+    given = settings("--lora", "a=/x", "--lora", "b=y,c=z=z")
+    assert given.engine.adapters == {"a": "/x", "b": "y", "c": "z=z"}
+    assert "'a' is given twice; give each name once" in refused("--lora", "a=x", "--lora", "a=y")
+    for text in ("a", "a=", "a=x,a=y"):
+        assert "it must be NAME=VALUE, several separated by commas" in refused("--lora", text)
 
 
 def test_the_flag_for_the_file_wins_over_the_variable(tmp_path: Path) -> None:

@@ -85,6 +85,9 @@ ROUTES: dict[tuple[str, str], Row] = {
     ("POST", "/admin/wake_up"): Row(OPERATOR, {}),
     ("POST", "/admin/pause"): Row(OPERATOR, {}),
     ("POST", "/admin/resume"): Row(OPERATOR),
+    # This engine has no room for adapters.
+    ("POST", "/v1/load_lora_adapter"): Row((401, 400, 401, 401), {"lora_name": "a", "lora_path": "/a"}),
+    ("POST", "/v1/unload_lora_adapter"): Row((401, 400, 401, 401), {"lora_name": "a"}),
     **{
         (method, path): Row(OPEN)
         for path in ("/health", "/ready", "/", "/live", "/docs", "/static/{name:path}")

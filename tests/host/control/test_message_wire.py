@@ -21,7 +21,15 @@ from orca_jax.request.sampled import LOGPROBS, Sampled
 from orca_jax.request.sampling_params import MAX_BIASES, REPETITION_RANGE, TEMPERATURE_RANGE, TOP_P_RANGE
 
 SHAPE = EngineShape(
-    block_size=4, max_blocks=8, max_rows=6, max_tokens=64, n_rows=12, n_blocks=64, vocab_size=300
+    block_size=4,
+    max_blocks=8,
+    max_rows=6,
+    max_tokens=64,
+    n_rows=12,
+    n_blocks=64,
+    vocab_size=300,
+    max_adapters=3,
+    adapter_rank=16,
 )
 WIDE = replace(SHAPE, n_blocks=1 << 17)  # blocks are numbered in 4 bytes
 
@@ -57,6 +65,7 @@ def message_of(rows: list[dict[str, Any]]) -> ControlMessage:
         ),
         block_table=table,
         sampling=sampling,
+        adapter=column("adapter", np.int32) if any(r.get("adapter") for r in rows) else None,
         bias=np.array([(i, *pair) for i, r in enumerate(rows) for pair in r.get("bias", [])], BIAS),
     )
 
@@ -91,6 +100,7 @@ def rows(draw: st.DrawFn) -> dict[str, Any]:
         "logprobs": draw(st.integers(-1, 20)),
         "prompt_logprobs": draw(st.integers(-1, 20)),
         "flags": flags,
+        "adapter": draw(st.integers(0, 3)),
         "seed": draw(st.integers(-(2**63), 2**63 - 1)),
     }
 
@@ -120,6 +130,8 @@ def test_a_message_comes_back_as_it_was_with_the_blocks_in_use(message: ControlM
         was, came = getattr(expected, field.name), getattr(back, field.name)
         if isinstance(was, np.ndarray):
             assert came.dtype == was.dtype and came.tolist() == was.tolist(), field.name
+        elif was is None:
+            assert came is None, field.name
 
 
 def size(message: ControlMessage, shape: EngineShape = SHAPE) -> int:
@@ -174,6 +186,7 @@ def test_earlier_tokens_take_four_bytes_each():
 # The first two of a prompt of three tokens; and the rest of one whose first two are in the cache.
 CUT = {**ONE, "initiation": True, "kv_length": 2, "token_ids": [4, 5], "blocks": [1], "n_prompt": 3}
 REST = {**CUT, "kv_length": 3, "token_ids": [6], "flags": ADJUSTED, "earlier_ids": [4, 5]}
+ADAPTED = {**ONE, "adapter": 3}
 BIASED = {**ONE, "initiation": True, "kv_length": 1, "bias": [(5, 1.0)], "blocks": [1]}
 
 
@@ -252,6 +265,9 @@ ROWS, TOKEN_INDEX, INPUT_LENGTH, KV_LENGTH, N_PROMPT, NEXT_TOKEN = 0, 2, 4, 6, 8
         (altered("bias", "index", 1, [BIASED]), "has a bias's place 1;"),
         (altered("bias", "token_id", 300, [BIASED]), "has token id 300;"),
         (altered("bias", "value", float("nan"), [BIASED]), "a bias is not finite"),
+        (resized("adapters", 3), "adapters has 3 bytes; its 1 elements take 4"),
+        (altered("adapters", 0, 4, [ADAPTED]), "has adapter 4;"),
+        (altered("adapters", 0, -1, [ADAPTED]), "has adapter -1;"),
         (altered("token_ids", 0, 300), "has token id 300;"),
         (altered("token_ids", 1, -1), "has token id -1;"),
         (altered("blocks", 0, 64), "has block 64"),
@@ -270,7 +286,7 @@ def test_only_one_token_a_row_can_be_on_the_device():
         decode_message(encode_message(message, SHAPE), SHAPE)
 
 
-FIELDS = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias", "copies")
+FIELDS = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias", "copies", "adapters")
 
 
 @settings(deadline=None, max_examples=300)

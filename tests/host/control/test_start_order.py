@@ -27,6 +27,7 @@ SIZES = {
     "vocab_size": 100,
 }
 EXPERTS = ("sparse_layers", "top_k", "n_experts")
+ADAPTERS = {"max_adapters": 3, "adapter_rank": 16}
 FIELDS = {"next_address": "10.0.0.7:9001", "worker_seconds": 30.0, "ready_seconds": 300.5}
 
 
@@ -52,6 +53,11 @@ def test_an_order_is_its_fields():
 @pytest.mark.parametrize("address", ["", "unix:/a/b.sock", "[::1]:80", "\u00fc" * 1000, "\U0001f600" * 1000])
 def test_an_order_comes_back_as_it_was(address: str):
     order = replace(ORDER, next_address=address)
+    assert there_and_back(order) == order
+
+
+def test_the_room_for_adapters_comes_back():
+    order = replace(ORDER, shape=replace(SHAPE, **ADAPTERS))
     assert there_and_back(order) == order
 
 
@@ -138,5 +144,6 @@ def test_the_order_has_every_size_of_an_engine():
         "n_snapshots",
         "drafts",
         *EXPERTS,
+        *ADAPTERS,
     }
     assert names == set(worker_pb2.Shape.DESCRIPTOR.fields_by_name)

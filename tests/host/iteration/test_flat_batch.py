@@ -11,6 +11,7 @@ from orca_jax.iteration.flat_batch import (
     FlatLayout,
     SamplerArrays,
     TokenPrograms,
+    batch_sizes,
     flat_batch,
     sampler_for,
 )
@@ -174,17 +175,18 @@ class OnlySlicesAndReshape:
     max_blocks=st.integers(1, 5),
     encoder=st.integers(0, 3),
     states=st.booleans(),
+    adapters=st.booleans(),
 )
 def test_split_goes_through_the_buffer_in_order_from_one_multiple_of_256_bytes_to_the_next(
-    t, max_bs, max_blocks, encoder, states
+    t, max_bs, max_blocks, encoder, states, adapters
 ):
-    layout = FlatLayout(t, min(t, max_bs), max_blocks, encoder, states=states)
+    layout = FlatLayout(t, min(t, max_bs), max_blocks, encoder, states=states, adapters=adapters)
     buffer = np.arange(layout.size, dtype=np.int32)
     views = layout.split(buffer)
     expected = 0
     n = layout.n_rows
     of_encoder = [n * (encoder > 0), n * encoder]
-    assert [view.size for view in views[-4:]] == [*of_encoder, (n + 1) * states, n * states]
+    assert [view.size for view in views[-5:]] == [*of_encoder, (n + 1) * states, n * states, t * adapters]
     for view in filter(np.size, views):
         first = int(view.ravel()[0])
         assert first == expected and first * 4 % 256 == 0
@@ -245,14 +247,20 @@ def batches(draw):
             flags=each(st.integers(0, 3)),
             logprobs=each(st.sampled_from([-1, -1, 0, 3])),
         ),
+        adapter=np.array(each(st.integers(0, 3)), np.int32) if draw(st.booleans()) else None,
     )
     bucket = sum(input_length) + draw(st.integers(0, 9))
     max_bs = n + draw(st.integers(0, 4))
     sizes = {"bucket": bucket, "max_bs": max_bs, "block_size": block_size, "n_rows": n_rows}
-    return message, sizes | {"n_slots": n_blocks * block_size, "states": draw(st.booleans())}
+    adapters = message.adapter is not None or draw(st.booleans())
+    return message, sizes | {
+        "n_slots": n_blocks * block_size,
+        "states": draw(st.booleans()),
+        "adapters": adapters,
+    }
 
 
-def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows, states):
+def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows, states, adapters):
     """The same batch, built one token and one row at a time."""
     tokens, rows, row_start = [], [], [0]
     token_ids = iter(message.token_ids.tolist())
@@ -268,6 +276,7 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows, sta
                     "slot_of_token": table[position // block_size] * block_size + position % block_size,
                     "take_last": int(on_device),
                     "last_row": row if on_device else 0,
+                    "adapter_of_token": 0 if message.adapter is None else int(message.adapter[r]),
                 }
             )
         row_start.append(len(tokens))
@@ -292,7 +301,7 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows, sta
                 "adjusted": (message.sampling["flags"][r] & 1) * (1 if message.initiation[r] else 2),
             }
         )
-    nothing = {"token_ids": 0, "positions": 0, "slot_of_token": n_slots, "take_last": 0, "last_row": 0}
+    nothing = dict.fromkeys(tokens[0], 0) | {"slot_of_token": n_slots}
     no_blocks = [0] * message.block_table.shape[1]
     padding = dict.fromkeys(rows[0], 0) | {"row": n_rows, "known": SAMPLED, "block_table": no_blocks}
     padding |= {"top_p": 1.0, "repetition": 1.0, "n_top": -1}
@@ -304,6 +313,7 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows, sta
         row_start.append(n_tokens)
     columns = {name: [token[name] for token in tokens] for name in nothing}
     columns |= {name: [row[name] for row in rows] for name in padding}
+    columns |= {} if adapters else {"adapter_of_token": []}
     without_encoder = {"encoder_length": [], "encoder_table": [[]] * len(rows)}
     n_padding = len(rows) - len(message.row)
     of_states = {
@@ -442,3 +452,17 @@ def test_a_row_of_several_tokens_has_no_place_in_a_decode_layout():
         flat_batch(FIGURE_4, bucket=8, max_bs=5, block_size=2, n_slots=16, n_rows=10, one_each=True)
     with pytest.raises(AssertionError, match="one token"):
         FlatLayout(8, 5, 3, one_each=True)
+
+
+def test_only_batches_with_adapters_take_the_layouts_with_adapters() -> None:
+    """So a batch without one runs the programs of an engine that has none."""
+    with_room = replace(SHAPE, max_adapters=2, adapter_rank=16)
+    sizes = batch_sizes(with_room)
+    assert [layout for layout in sizes.layouts if not layout.adapters] == batch_sizes(SHAPE).layouts
+    assert sizes.lay_out(decode(3, 3)).layout == batch_sizes(SHAPE).lay_out(decode(3, 3)).layout
+    adapted = replace(decode(3, 3), adapter=np.array([0, 2], np.int32))
+    assert sizes.lay_out(adapted).layout == replace(sizes.lay_out(decode(3, 3)).layout, adapters=True)
+    # Bits must not depend on the other rows.
+    exact = batch_sizes(replace(with_room, deterministic=True))
+    assert all(layout.adapters for layout in exact.layouts)
+    assert exact.lay_out(decode(3, 3)).layout == exact.lay_out(adapted).layout

@@ -21,7 +21,8 @@ SIZES = [field.name for field in fields(EngineShape) if field.type in (int, "int
 SIZES.remove(WITHOUT_ENCODER)
 SIZES.remove(WITHOUT_EMBEDDINGS)
 EXPERTS = ("sparse_layers", "top_k", "n_experts")  # may be 0 too
-SIZES = [name for name in SIZES if name not in (*EXPERTS, "n_snapshots")]
+ADAPTERS = ("max_adapters", "adapter_rank")  # may be 0 too
+SIZES = [name for name in SIZES if name not in (*EXPERTS, *ADAPTERS, "n_snapshots")]
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None, (1 << 31) + 1])
@@ -56,6 +57,13 @@ def test_snapshots_are_of_states(states: bool) -> None:
 @pytest.mark.parametrize("name", EXPERTS)
 def test_numbers_of_experts_are_whole_numbers_within_bounds(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} is .*; it must be .* from 0 to 65536$"):
+        replace(SHAPE, **{name: value})
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, (1 << 12) + 1])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_the_room_for_adapters_is_a_whole_number_within_bounds(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} is .*; it must be .* from 0 to 4096$"):
         replace(SHAPE, **{name: value})
 
 

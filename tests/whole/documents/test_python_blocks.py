@@ -20,6 +20,7 @@ NOT_RUN = {
         'LLM("path/to/checkpoint", pipeline_parallel=2, tensor_parallel=8)',
     ): "16 devices",
     ("docs/encoder-decoder.md", "from orca_jax import LLM, SamplingParams"): "needs the weights of a T5",
+    ("docs/adapters.md", "from orca_jax import LLM"): "needs adapters; tests/whole/adapters",
     (
         "docs/training.md",
         "FunctionModel(embed=embed, layer=layer, unembed=unembed, outside=weights, layers=layers, **sizes)",

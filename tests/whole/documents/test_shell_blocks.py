@@ -21,6 +21,7 @@ NOT_RUN = {
     "examples.train_own_model:saved": "a folder to train; tests/whole/commands/test_own_model.py",
     "serve path/to/checkpoint --pipeline-parallel 2 --tensor-parallel 8": "sixteen devices",
     "shortest_first:ShortestFirst": "a policy to write; test_policy_tutorial.py",
+    "--lora": "needs adapters; tests/whole/adapters",
     "model.gguf": "a file to download; tests/whole/commands/test_real_models.py",
     "gpt2": "measures this machine for 15 seconds; tests/endpoint/settings/test_plan_command.py",
 }

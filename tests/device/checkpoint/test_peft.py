@@ -1,0 +1,123 @@
+"""Adapters in PEFT's format as they are read: hostile ones are refused by name.
+
+tests/whole/adapters compares what is computed with PEFT.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orca_jax.checkpoint.peft import LoadedAdapter, read_adapter
+from orca_jax.checkpoint.safetensors_reader import read_header
+from orca_jax.checkpoint.shard_reader import read_box
+from orca_jax.errors import BadAdapter, CheckpointError, CorruptFile, NotACheckpoint, UnsafeFile
+from orca_jax.families.hf_config import read_hf_config
+from tests.device.checkpoint.tiny_checkpoint import write_json, write_tensors
+from tests.device.model.golden import DIRECTORY as MODELS
+from tests.places import DATA
+
+SOURCE = DATA / "adapters" / "llama-grouped" / "all"  # of rank 4, for all linear layers
+MODEL = read_hf_config(MODELS / "llama-grouped")
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+
+
+def read(directory: Path, *, most_rank: int = 16) -> LoadedAdapter:
+    return read_adapter(directory, MODEL.family, MODEL.model, np.dtype(np.float32), most_rank=most_rank)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]]:
+    """A directory, and the config and the tensors of a good adapter."""
+    header = read_header(SOURCE / "adapter_model.safetensors")
+    tensors = {name: read_box(one, tuple((0, n) for n in one.shape)) for name, one in header.items()}
+    return tmp_path, json.loads((SOURCE / "adapter_config.json").read_text()), tensors
+
+
+def write(files: tuple[Path, dict[str, Any], dict[str, np.ndarray]]) -> Path:
+    directory, config, tensors = files
+    write_json(directory / "adapter_config.json", config)
+    write_tensors(directory / "adapter_model.safetensors", tensors)
+    return directory
+
+
+def test_parts_are_the_products_of_their_tensors(files: Any) -> None:
+    """`v_proj` is the last slice of `qkv`, whose heads have our order; alpha / r is 2 in this adapter."""
+    loaded = read(write(files))
+    assert loaded.rank == 4
+    _, _, tensors = files
+    low = loaded.changes["layers.1.qkv.weight"][2]
+    assert low is not None and low.b.shape == (1, 20, 4)
+    a, b = (tensors[f"base_model.model.model.layers.1.self_attn.v_proj.lora_{side}.weight"] for side in "AB")
+    np.testing.assert_allclose(low.b[0] @ low.a, 2 * (b @ a), rtol=1e-5)
+
+
+def set_field(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda files: files[1].update({name: value})
+
+
+def set_tensor(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda files: files[2].update({name: np.asarray(value, np.float32)})
+
+
+ONES = np.ones((4, 48), np.float32)
+HOSTILE: list[tuple[Callable[[Any], Any], str]] = [
+    (set_field("use_dora", True), "use_dora True: not supported"),
+    (set_field("bias", "lora_only"), "bias lora_only: not supported"),
+    (set_field("modules_to_save", ["lm_head"]), "modules_to_save .*: not supported"),
+    (set_field("target_parameters", ["w"]), "target_parameters .*: not supported"),
+    (set_field("a_new_option", 3), "a_new_option 3: not supported"),
+    (set_field("peft_type", "IA3"), "peft_type: expected 'LORA', found IA3"),
+    (set_field("init_lora_weights", "pissa_niter_4"), "pissa_niter_4 changes the model's own weights"),
+    (set_field("r", 17), "the rank is 17, and the engine has room for 16; .*--max-lora-rank 17"),
+    (set_field("r", 0), "r: expected 1 to 4096, found 0"),
+    (set_field("r", 3), r"expected the shape \[3, 80\], found \[4, 80\]"),
+    (set_field("lora_alpha", "x"), "lora_alpha: expected a number, found x"),
+    (set_field("rank_pattern", {"q_proj": 17}), "the rank is 17"),
+    (set_field("rank_pattern", {"(a*)*": 1}), "other regular expressions are not read"),
+    (set_field("alpha_pattern", [1]), "alpha_pattern: expected an object"),
+    (set_tensor(Q.format("A"), np.ones((4, 47))), r"expected the shape \[4, 48\], found \[4, 47\]"),
+    (set_tensor(Q.format("B"), np.full((60, 4), np.nan)), "q_proj.lora_B.* holds NaN or infinite numbers"),
+    (set_tensor(Q.format("A"), np.full((4, 48), np.inf)), "q_proj.lora_A.* holds NaN or infinite numbers"),
+    (set_tensor("base_model.model.model.layers.9.mlp.up_proj.lora_A.weight", ONES), "only one of lora_A"),
+    (set_tensor("base_model.model.lm_head.lora_A.weight", ONES), "only one of lora_A"),
+    (set_tensor("base_model.model.model.embed_tokens.lora_embedding_A", ONES), "found no such name"),
+    (set_tensor(Q.format("magnitude_vector"), ONES), "found no such name"),
+]
+
+
+@pytest.mark.parametrize(("change", "complaint"), HOSTILE, ids=[str(i) for i in range(len(HOSTILE))])
+def test_a_hostile_adapter_is_refused_by_name(
+    files: Any, change: Callable[[Any], Any], complaint: str
+) -> None:
+    change(files)
+    with pytest.raises(BadAdapter, match=complaint) as refused:
+        read(write(files))
+    assert str(files[0]) in str(refused.value)
+
+
+@pytest.mark.parametrize("module", ["model.layers.9.mlp.up_proj", "lm_head", "model.layers.0.mlp.router"])
+def test_a_module_that_is_not_there(files: Any, module: str) -> None:
+    files[2].update({f"base_model.model.{module}.lora_{side}.weight": ONES for side in "AB"})
+    with pytest.raises(BadAdapter, match=r"the model has no linear layer .* that an adapter can change"):
+        read(write(files))
+
+
+def test_files_that_are_missing_cut_or_pickles(files: Any) -> None:
+    directory = write(files)
+    whole = (directory / "adapter_model.safetensors").read_bytes()
+    (directory / "adapter_model.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(CorruptFile, match=r"adapter_model\.safetensors"):
+        read(directory)
+    (directory / "adapter_model.safetensors").rename(directory / "adapter_model.bin")
+    with pytest.raises(UnsafeFile, match="is a pickle"):
+        read(directory)
+    (directory / "adapter_model.bin").unlink()
+    with pytest.raises(NotACheckpoint, match=r"adapter_model\.safetensors"):
+        read(directory)
+    (directory / "adapter_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        read(directory)
