@@ -199,6 +199,7 @@ def compare(flags: argparse.Namespace, url: str) -> None:
     clients += [guidellm(flags.guidellm)] if flags.guidellm else []
     seen: dict[str, list[Sequence[float]]] = {client.name: [] for client in clients}
     cpu: dict[str, list[float]] = {client.name: [] for client in clients}
+    run(clients[0], load, 2 * flags.concurrency)  # a server's first requests are slower
     for i in range(flags.rounds):
         for client in (*clients[i % len(clients) :], *clients[: i % len(clients)]):
             print(f"round {i + 1}: {client.name}", file=sys.stderr, flush=True)
