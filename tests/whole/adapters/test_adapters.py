@@ -76,6 +76,7 @@ def test_the_prefix_cache_keeps_adapters_apart(engine: Engine):
     assert any(result.n_cached for result in results)
 
 
+@pytest.mark.matrix
 def test_adapters_come_and_go_while_the_engine_runs(engine: Engine) -> None:
     llm, mixed = engine
     name, each = next(pair for pair in mixed if pair[0] is not None and pair[1].outputs)
