@@ -85,10 +85,13 @@ class _Plan:
         return True
 
     def drop(self, victim: Request, kv: KVManager) -> None:
-        """Preempt a request. If it is in flight, hold it back until it returns."""
+        """Preempt a request. If it is in flight, hold it back until it returns.
+
+        While one is held back, so are further ones: no request waits while a later one goes on.
+        """
         before = [req.row for req in self.preempted]
         n_before = kv.n_released(before)
-        if victim.n_in_flight:
+        if victim.n_in_flight or self.held_back:
             self.held_back.add(victim)
         else:
             self.preempted[victim] = None

@@ -395,3 +395,12 @@ def test_random_traces_keep_every_invariant(switches: tuple[bool, bool, str, str
 @pytest.mark.parametrize("switches", SWITCHES)
 def test_some_random_traces_keep_every_invariant(switches: tuple[bool, bool, str, str]):
     play_all(switches, 20)
+
+
+@pytest.mark.parametrize(
+    ("seed", "chunked", "prefixes"), [(1475, False, True), (2439, False, False), (2439, True, False)]
+)
+def test_none_is_preempted_while_a_later_one_in_flight_keeps_its_slots(
+    seed: int, chunked: bool, prefixes: bool
+) -> None:
+    Player(random_trace(seed, (chunked, prefixes, "on-demand", "fcfs"))).play()
