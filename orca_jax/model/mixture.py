@@ -14,6 +14,7 @@ from jax import lax
 
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward
+from orca_jax.model.adapted import AdaptedWeight
 from orca_jax.model.context import Context
 from orca_jax.model.feed_forward import activate, between
 from orca_jax.model.layers import Matmul, Weights, linear_of
@@ -81,6 +82,9 @@ class Mixture(nnx.Module):
     ) -> jax.Array:
         """Run this device's experts and sum their results for each token: [T, H]."""
         up, down = self.up.weight.get_value(), self.down.weight.get_value()
+        assert not isinstance(up, AdaptedWeight) and not isinstance(
+            down, AdaptedWeight
+        )  # see checkpoint/peft.py
         n_tokens, top_k = chosen.shape
         n_here = jax.tree.leaves(up)[0].shape[0]  # in every form the experts are the first axis
         assert self.config.experts is not None
