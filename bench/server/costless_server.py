@@ -56,7 +56,7 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What is simulated: the seconds of an iteration, and the most rows in one."""
+    """The simulated device: the seconds of an iteration, and the most rows in one."""
 
     seconds: float = ITERATION_SECONDS
     max_rows: int = MAX_STREAMS

@@ -1,4 +1,4 @@
-"""What intake and delivery cost the host, over a device that answers after a stated time.
+"""The host's cost of intake and delivery, over a device that answers after a stated time.
 
     python -m bench.server.delivery [--rows 32,256] [--milliseconds 0,10] [--tokens 64] [--runs 3] [--profile]
 

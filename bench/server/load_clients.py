@@ -43,7 +43,7 @@ MEASURES = ("tokens/s", "first p50", "first p99", "whole p50", "whole p99")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What every client is asked to send."""
+    """The requests that every client sends."""
 
     url: str
     model: str

@@ -75,6 +75,6 @@ class SkipJoinMLFQ(ServingPolicy):
         return level
 
     def _service(self, req: Request) -> float:
-        """What it has had: its prompt, unless that is still to come, and its output."""
+        """The tokens that a request has had: its prompt, unless that is still to come, and its output."""
         begun = bool(req.output_ids) or req.n_computed > 0
         return begun * req.n_input + self.decode_cost * len(req.output_ids)

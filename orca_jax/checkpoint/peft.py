@@ -78,7 +78,7 @@ class LoadedAdapter:
     def stacked(
         self, config: ModelConfig, rank: int, dtype: np.dtype
     ) -> dict[str, tuple[np.ndarray, list[np.ndarray]]]:
-        """Its arrays `a` and `b` for the stacks of a padded `rank`, by the weight's name."""
+        """The arrays `a` and `b` for the stacks of a padded `rank`, by the weight's name."""
         table = adaptable(config)
         return {
             name: _padded(parts, stack_shapes(table[name], rank), rank, dtype)
@@ -203,7 +203,7 @@ def read_adapter(
 
 
 class _Target(NamedTuple):
-    """What a module is to us: tensor number `tensor` of the weight `name`, stored as `stored` says."""
+    """The place of a module here: tensor number `tensor` of the weight `name`, stored as `stored` says."""
 
     name: str
     parameter: Parameter

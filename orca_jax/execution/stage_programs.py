@@ -1,10 +1,9 @@
 """The programs of one stage, each a function of arrays that Stage traces.
 
 In each of them `weights` are the stage's flat weights, with those of adapters after them where the layout
-has adapters, `caches` has a LayerCache for each attention layer
-and a LayerState for each recurrent one, and `buffer` int32 is the host's buffer for the batch
-(host_buffer.py), in the form of `layout`. On several devices each computes its share: weights are split,
-caches are split by heads, the rest is the same on all.
+has adapters, `caches` has a LayerCache for each attention layer and a LayerState for each recurrent one, and
+`buffer` int32 is the host's buffer for the batch (host_buffer.py), in the form of `layout`. On several
+devices each computes its share: weights are split, caches are split by heads, the rest is the same on all.
 """
 
 from collections.abc import Mapping, Sequence

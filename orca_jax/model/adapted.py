@@ -56,7 +56,7 @@ class AdaptedWeight:
         return made
 
     def change(self, x: Array, groups: AdapterGroups, products: _Products) -> Array:
-        """What the adapters add to the product with x [T, in]: [T, out]; zeros for a token without one."""
+        """Compute the adapters' addition to the product with x [T, in]: [T, out], 0 for other tokens."""
         n, rank = self.a.shape[0], self.b[0].shape[-1]
         x = x.at[groups.order].get(mode="clip")
         inner = products.by_expert(x, self.a.reshape(n, self.a.shape[1], -1), groups.sizes)  # [T, P r]

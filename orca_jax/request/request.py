@@ -152,7 +152,7 @@ class RowKind:
 
     @property
     def predicted(self) -> tuple[int, int] | None:
-        """How many tokens of a predicted output are in the output and how many not; None if none is used."""
+        """The numbers of a prediction's tokens that are in the output and that are not; None without one."""
         return None
 
     def chance(self, req: "Request") -> float:

@@ -232,7 +232,7 @@ class RequestHandle:
 
     @property
     def predicted(self) -> tuple[int, int] | None:
-        """How many tokens of the prediction are in the output and how many not; None if none is used."""
+        """The numbers of the prediction's tokens that the output has and has not; None without one."""
         return self._request.kind.predicted
 
     @property

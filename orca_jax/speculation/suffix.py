@@ -131,7 +131,7 @@ class SuffixDrafter:
 
 
 def _copied(ids: Sequence[int], start: int, n: int) -> Sequence[int]:
-    """What follows in `ids` from `start` on; past their end the copy goes on with what it has copied."""
+    """Copy `n` ids from `start` on; past their end the copy goes on with what it has copied."""
     period = len(ids) - start
     if not period:
         return ()

@@ -9,7 +9,7 @@ from server.load.trace import random_prompt
 
 
 class Draw(NamedTuple):
-    """What random prompts are drawn from; everything follows from the seed. `most` requests are wanted."""
+    """The source of random prompts; everything follows from the seed. `most` requests are wanted."""
 
     rng: np.random.Generator
     seed: int

@@ -96,7 +96,7 @@ def _recorded(path: Path, most: int | None) -> Trace:
 
 
 def _reader(path: Path, first: str) -> _Reader:
-    """What reads a file with this first line. Raises TraceError."""
+    """Find the reader of a file with this first line. Raises TraceError."""
     begin = first.lstrip()[:1]
     if begin not in ("", "{", "["):
         return _reader_of_table(path, first)

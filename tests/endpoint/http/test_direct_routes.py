@@ -41,7 +41,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def shown(response: httpx2.Response) -> tuple[int, dict[str, str], str]:
-    """What must be equal: all but ids and times."""
+    """A response without ids and times."""
     headers = {
         name: value for name, value in response.headers.items() if name not in ("date", "x-request-id")
     }

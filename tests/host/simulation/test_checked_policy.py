@@ -122,7 +122,7 @@ class Thrashes(ServingPolicy):
 
 
 def broken(made: Simulation) -> BadPolicy:
-    """What the simulation says of the policy."""
+    """The error with which the simulation refuses the policy."""
     with pytest.raises(BadPolicy) as error:
         for _, _turn in zip(range(5_000), made.steps(), strict=False):
             pass

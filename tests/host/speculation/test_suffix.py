@@ -31,7 +31,7 @@ def test_the_automaton_finds_the_longest_suffix_at_its_newest_earlier_place(ids:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2)), max_size=40))
 def test_a_match_in_a_text_that_grows_meanwhile(steps: list[tuple[bool, int]]) -> None:
-    """It is the longest of what the text had when each token was read."""
+    """The match is the longest of what the text had when each token was read."""
     automaton, text, ids, state, matched = SuffixAutomaton(), list[int](), list[int](), 0, 0
     for grows, token_id in steps:
         if grows:

@@ -102,7 +102,7 @@ def test_an_unknown_adapter_is_named(engine: Engine):
 
 @pytest.mark.matrix
 def test_a_trainers_arrays_become_an_adapter(engine: Engine) -> None:
-    """Its tokens are those of the arrays merged into the model."""
+    """A trainer's adapter has the tokens of its arrays merged into the model."""
     llm, mixed = engine
     prompt = next(each.prompt for _, each in mixed)
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
