@@ -54,42 +54,61 @@ choices = st.lists(st.integers(0, 20), max_size=6)
 drafts_of_letters = st.lists(st.sampled_from(b"aaabbbccd "), max_size=6)
 
 
+def compare(asked: dict[str, object], choices: list[int], wanted: list[int], n: int) -> tuple[int, bool]:
+    """Compare with a constraint that accepts the drafts: the number of drafts, and whether some were cut."""
+    made = grown(asked, choices)
+    if made is None:
+        return 0, False
+    one, output_ids = made
+    before = mask(one, output_ids)
+    drafts = list(one.drafts(PROMPT, output_ids, wanted, n))
+    assert len(drafts) <= n
+    is_forced = drafts != wanted[: len(drafts)]
+    assert not is_forced or "guided_regex" in asked or "guided_json" in asked
+    ahead = np.zeros((len(drafts), n_words(MODEL.vocab_size)), np.int32)
+    one.allowed_after(PROMPT, output_ids, drafts, ahead)
+    assert one.n_followed == len(drafts)
+    assert mask(one, output_ids).tolist() == before.tolist(), "drafts leave no trace"
+    other, plain = grown(asked, choices) or (one, output_ids)
+    for i, draft in enumerate(drafts):
+        assert has(mask(other, plain), draft), "a forbidden draft"
+        assert not other.accept(draft), "nothing follows the last token"
+        plain = [*plain, draft]
+        assert ahead[i].tolist() == mask(other, plain).tolist()
+    if is_forced or len(drafts) >= len(wanted[:n]):
+        return len(drafts), False
+    cut = wanted[len(drafts)]
+    assert not has(mask(other, plain), cut) or other.accept(cut) or cut == EOS, "cut for nothing"
+    return len(drafts), True
+
+
 @pytest.mark.parametrize("asked", ASKED)
 def test_masks_after_drafts_are_those_after_the_same_output(asked: dict[str, object]) -> None:
-    seen = [0, 0]
-
     @settings(max_examples=40, deadline=None)
     @given(choices=choices, wanted=drafts_of_letters, n=st.integers(1, 6))
     def masks_are_equal(choices: list[int], wanted: list[int], n: int) -> None:
-        made = grown(asked, choices)
-        if made is None:
-            return
-        one, output_ids = made
-        before = mask(one, output_ids)
-        drafts = list(one.drafts(PROMPT, output_ids, wanted, n))
-        assert len(drafts) <= n
-        is_forced = drafts != wanted[: len(drafts)]
-        assert not is_forced or "guided_regex" in asked or "guided_json" in asked
-        ahead = np.zeros((len(drafts), n_words(MODEL.vocab_size)), np.int32)
-        one.allowed_after(PROMPT, output_ids, drafts, ahead)
-        assert one.n_followed == len(drafts)
-        assert mask(one, output_ids).tolist() == before.tolist(), "drafts leave no trace"
-        # The truth: a constraint that has accepted the drafts as output.
-        other, plain = grown(asked, choices) or (one, output_ids)
-        for i, draft in enumerate(drafts):
-            assert has(mask(other, plain), draft), "a forbidden draft"
-            assert not other.accept(draft), "nothing follows the last token"
-            plain = [*plain, draft]
-            assert ahead[i].tolist() == mask(other, plain).tolist()
-        n_kept = len(drafts)
-        if not is_forced and n_kept < len(wanted[:n]):
-            cut = wanted[n_kept]
-            assert not has(mask(other, plain), cut) or other.accept(cut) or cut == EOS, "cut for nothing"
-            seen[1] += 1
-        seen[0] += n_kept
+        compare(asked, choices, wanted, n)
 
     masks_are_equal()
-    assert seen[0] > 2 and (seen[1] > 0 or asked == ASKED[-1]), seen
+
+
+@pytest.mark.parametrize(
+    ("asked", "choices", "kept", "cut"),
+    [
+        (ASKED[0], [], b"ab", b"abc"),
+        (ASKED[1], [], b"aaabbb", b"aac"),
+        (ASKED[2], [0], b"aabb", b"ab"),
+        (ASKED[3], [], b"aaaacc", b"b"),
+        (ASKED[4], [], b"abcaba", b"abd"),
+    ],
+)
+def test_drafts_are_kept_until_one_is_forbidden(
+    asked: dict[str, object], choices: list[int], kept: bytes, cut: bytes
+) -> None:
+    n_kept, is_cut = compare(asked, choices, list(kept), 6)
+    assert n_kept >= len(kept) and not is_cut
+    n_kept, is_cut = compare(asked, choices, list(cut), 6)
+    assert n_kept == len(cut) - 1 and is_cut
 
 
 def test_what_a_grammar_forces_is_drafted() -> None:
