@@ -51,18 +51,21 @@ PYTEST := -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 # workers wait for a third of their time.
 PYTEST_LONG := -m pytest --numprocesses=3 --dist=worksteal
 
+# Each behaviour once; with ALL=1 all examples and combinations.
+SELECTED = $(if $(ALL),-m "not long",--fewer-examples -m "not long and not matrix")
+
 # Where `make test` looks; the slowest folder first.
 TESTS ?= tests/whole tests/endpoint tests/device tests/host
 
 test: $(VENV)/.dev ## run the tests: each behaviour once (ALL=1: all examples, and further combinations of families, partitions, processes)
-	$(BIN)/python $(PYTEST) $(if $(ALL),-m "not long",--fewer-examples -m "not long and not matrix") $(TESTS)
+	$(BIN)/python $(PYTEST) $(SELECTED) $(TESTS)
 
 test-long: $(VENV)/.dev ## run the long tests and the further combinations (PART=1/10: a tenth of them): soaks, thousands of seeds, killed processes
 	$(BIN)/python $(PYTEST_LONG) -m "long or matrix" $(if $(PART),--part $(PART)) tests/whole tests/endpoint tests/device tests/host
 
 host-test: $(HOST_VENV)/.host ## run the tests of the folders without JAX where it is not installed
 	@$(HOST_BIN)/python -c 'import importlib.util as u, sys; sys.exit("jax is installed in $(HOST_VENV)" if u.find_spec("jax") else 0)'
-	$(HOST_BIN)/python $(PYTEST) -m "not long" tests/host
+	$(HOST_BIN)/python $(PYTEST) $(SELECTED) tests/host
 
 test-ray: $(RAY_VENV)/.ray ## run the tests of what needs Ray, ZeroMQ or Kubernetes's schemas (LONG=1: the long ones), and check its types
 	$(RAY_BIN)/pyright --pythonpath $(RAY_BIN)/python -p tests/ray

@@ -188,6 +188,7 @@ def check_tokens(
 FORMS = {name: form for name, form in EVERY_FORM.items() if not form.integer_inputs}
 
 
+@pytest.mark.matrix(but=["Q4_1", "Q6_K", "MXFP4", "w4-zeros", "fp8-blocks"])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_tokens_are_those_of_the_unpacked_weights(form: PackedForm) -> None:
     tied = form in (Q4_K, w8(None, scale="float32"))
@@ -232,6 +233,7 @@ def test_a_product_by_parts_is_the_product_with_the_numbers(
     np.testing.assert_allclose(found, x @ numbers_of(form, planes).reshape(30, 512).T, atol=2e-4)
 
 
+@pytest.mark.matrix(but=["Q4_K", "Q5_0", "IQ4_NL", "MXFP4", "w4-zeros", "fp8-blocks", "w8a8"])
 @pytest.mark.parametrize("form", EVERY_FORM.values(), ids=EVERY_FORM)
 def test_dense_weights_are_rounded_to_nearest(form: PackedForm) -> None:
     dense = np.random.default_rng(0).standard_normal((3, 5, 512)).astype(np.float32)

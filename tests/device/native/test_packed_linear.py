@@ -267,6 +267,7 @@ def test_weights_of_several_axes_are_flattened() -> None:
 
 
 @needs_native
+@pytest.mark.matrix(but=["Q6_K", "w4-zeros", "MXFP4", "fp8-blocks"])
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q4_1", "w4-zeros", "w8", "MXFP4", "fp8-blocks"])
 def test_groups_of_rows_have_the_results_of_their_weights(name: str) -> None:
     form = EVERY_FORM[name]
