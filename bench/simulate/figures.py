@@ -67,7 +67,7 @@ class StreamedFigures(TimelineObserver):
         self.n_rows += record.n_rows
 
     def ended(self, record: RequestRecord, request: Request) -> None:
-        """Record its normalized latency, and when it ended."""
+        """Record a request's normalized latency, and when it ended."""
         assert record.normalized_latency is not None and record.finished is not None
         self.normalized.append(record.normalized_latency)
         self.ends.append(record.finished)

@@ -160,7 +160,7 @@ def _scale_planes(form: PackedForm, scales: Array, least: Array) -> dict[str, Ar
 
 
 def _shares(parts: Array, whole: Array, least: int, most: int) -> Array:
-    """The whole numbers by which `whole` [..., n] is multiplied for `parts` [..., n, k]."""
+    """The nearest whole factors [..., n, k] that make `parts` [..., n, k] of the steps `whole` [..., n]."""
     wide = whole.astype(jnp.float32)[..., None]
     return jnp.clip(jnp.round(parts / jnp.where(wide == 0, 1, wide)), least, most)
 
