@@ -19,6 +19,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -83,12 +84,12 @@ def _one_run(
     if case.what == "delivery":
         loaded: Loaded = load.ask(Streams("HTTP", HOST, port, [PROMPT] * n_rows, n_tokens))
         n, seconds, cpu = loaded.n_tokens, loaded.seconds, loaded.cpu
-        first, gap = median(loaded.first), _percentile(loaded.gaps, 0.99)
+        first, gap = median(loaded.first), float(np.quantile(loaded.gaps, 0.99))
     else:
         path, body = REQUESTS[case.what]
         asked: Asked = load.ask(Repeated(HOST, port, path, body, n_rows, max(8, 1024 // n_rows)))
         n, seconds, cpu = len(asked.waits), asked.seconds, asked.cpu
-        first, gap = median(asked.waits), _percentile(asked.waits, 0.99)
+        first, gap = median(asked.waits), float(np.quantile(asked.waits, 0.99))
     after: dict[str, float] = server.ask("threads")
     if not keep:
         return
@@ -101,11 +102,6 @@ def _one_run(
     case.client_us.append(cpu / n * 1e6)
     loop, gil = server.ask("holds")
     case.held_ms.append((1000 * loop, 1000 * gil))
-
-
-def _percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def table(cases: list[Case]) -> Table:
@@ -173,17 +169,20 @@ def summary(cases: list[Case]) -> dict[str, Any]:
     }
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def main() -> None:
     """Measure, print tables and, as the last line, JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.server.delivery", description="What intake and delivery cost"
     )
-    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument(
-        "--rows", type=numbers, default=[32, 256], help="rows of an iteration (default: 32,256)"
+        "--rows", type=_numbers, default=[32, 256], help="rows of an iteration (default: 32,256)"
     )
     parser.add_argument(
-        "--milliseconds", type=numbers, default=[0, 10], help="of an iteration (default: 0,10)"
+        "--milliseconds", type=_numbers, default=[0, 10], help="of an iteration (default: 0,10)"
     )
     parser.add_argument("--tokens", type=int, default=64, help="of each stream (default: 64)")
     parser.add_argument("--runs", type=int, default=3, help="runs of each case (default: 3)")

@@ -8,12 +8,15 @@ from types import TracebackType
 from typing import Any, Self
 
 
-def post(host: str, port: int, path: str, body: object) -> bytes:
-    """A POST of `body`, as JSON unless it is bytes; the server closes the connection after the answer."""
+def post(host: str, port: int, path: str, body: object, *, keep_alive: bool = False) -> bytes:
+    """A POST of `body`, as JSON unless it is bytes.
+
+    The server closes the connection after the answer, unless `keep_alive`.
+    """
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+        f"Content-Length: {len(content)}\r\nConnection: {'keep-alive' if keep_alive else 'close'}\r\n\r\n"
     )
     return head.encode() + content
 

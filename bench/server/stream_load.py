@@ -168,8 +168,7 @@ class _Answers(asyncio.Protocol):
 
 
 async def _repeated(repeated: Repeated) -> Asked:
-    request = post(repeated.host, repeated.port, repeated.path, repeated.body)
-    request = request.replace(b"Connection: close\r\n", b"")
+    request = post(repeated.host, repeated.port, repeated.path, repeated.body, keep_alive=True)
     waits: list[float] = []
     loop = asyncio.get_running_loop()
 

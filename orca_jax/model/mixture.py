@@ -82,9 +82,9 @@ class Mixture(nnx.Module):
     ) -> jax.Array:
         """Run this device's experts and sum their results for each token: [T, H]."""
         up, down = self.up.weight.get_value(), self.down.weight.get_value()
-        assert not isinstance(up, AdaptedWeight) and not isinstance(
-            down, AdaptedWeight
-        )  # see checkpoint/peft.py
+        # Adapters of experts are refused when they are read (checkpoint/peft.py).
+        assert not isinstance(up, AdaptedWeight)
+        assert not isinstance(down, AdaptedWeight)
         n_tokens, top_k = chosen.shape
         n_here = jax.tree.leaves(up)[0].shape[0]  # in every form the experts are the first axis
         assert self.config.experts is not None
