@@ -7,7 +7,8 @@ As in compile_kernel.py, nothing is run, and each size is compiled in a separate
 
 import json
 import sys
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from rich.table import Table
 from bench.compiled.compile_kernel import Figures, compilers_figures
 from orca_jax.aot.described_gpu import on_h200
 from orca_jax.pallas.grouped_product import grouped_product
+
+SizeT = TypeVar("SizeT", bound=Any)  # a named tuple
 
 
 class Size(NamedTuple):
@@ -63,19 +66,22 @@ def main() -> None:
     if len(sys.argv) > 1:
         compile_one(Size(*json.loads(sys.argv[1])))
         return
-    table = Table(title=f"products of experts for an H200, jax {jax.__version__}")
-    columns = (*Size._fields, *Figures._fields[:5])
+    print_figures("compile_experts", "products of experts", SIZES, figures)
+
+
+def print_figures(
+    benchmark: str, title: str, sizes: Sequence[SizeT], figures: Callable[[SizeT], Figures]
+) -> None:
+    """Compile all sizes; print a table and, as the last line, JSON."""
+    table = Table(title=f"{title} for an H200, jax {jax.__version__}")
+    columns = (*sizes[0]._fields, *Figures._fields[:5])
     for column in columns:
         table.add_column(column.replace("_", " "), justify="right")
-    rows = [(*size, *figures(size)[:5]) for size in track(SIZES, "compiling", console=Console(stderr=True))]
+    rows = [(*size, *figures(size)[:5]) for size in track(sizes, "compiling", console=Console(stderr=True))]
     for row in rows:
         table.add_row(*map(str, row))
     Console(width=120).print(table)
-    print(
-        json.dumps(
-            {"benchmark": "compile_experts", "jax": jax.__version__, "columns": columns, "sizes": rows}
-        )
-    )
+    print(json.dumps({"benchmark": benchmark, "jax": jax.__version__, "columns": columns, "sizes": rows}))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from orca_jax.execution.attention_paths import (
     Cudnn,
     Kernel,
     LatentByRow,
+    LatentKernel,
     Native,
     PureJax,
 )
@@ -28,6 +29,7 @@ from orca_jax.model.kv_cache import dtype_on_cpu
 from orca_jax.native import plain_latent
 from orca_jax.native import split_attention as native
 from orca_jax.native.compiler import NotBuilt
+from orca_jax.pallas import latent_attention as latent_kernel
 from orca_jax.pallas.kernel_shape import unsupported
 
 _FOLLOWING = "pure JAX, following the real lengths"
@@ -83,16 +85,17 @@ _CAUSAL_AND_UNBIASED = _EVERY_FEATURE - {
     *("ALiBi", "a relative bias", "attention that is not causal", "latent keys and values"),
     "keys and values in eight bits",
 }
-# The features of each path, beyond causal attention with as many K/V heads as query heads. The kernel's work
-# lists and cuDNN's masks assume causal attention, and neither adds a bias to scores. Neither supports heads
-# as large as a latent key, values that are read from the keys, or a scale for each key and value. The kernel
-# divides the results of unsplit rows by their softmax sums before a sink could be added to these.
+_KERNEL = (_CAUSAL_AND_UNBIASED | {"latent keys and values"}) - {"attention sinks"}
+# The features of each path, beyond causal attention with as many K/V heads as query heads. The kernels' work
+# lists and cuDNN's masks assume causal attention, and none adds a bias to scores or has a scale for each key
+# and value. cuDNN does not support heads as large as a latent key, or values that are read from the keys. The
+# kernel divides the results of unsplit rows by their softmax sums before a sink could be added to these.
 KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
     "native": _EVERY_FEATURE,
     "follow_lengths": _EVERY_FEATURE,
     "static": _EVERY_FEATURE,
-    "kernel": _CAUSAL_AND_UNBIASED - {"attention sinks"},
-    "interpreted": _CAUSAL_AND_UNBIASED - {"attention sinks"},
+    "kernel": _KERNEL,
+    "interpreted": _KERNEL,
     "cudnn": _CAUSAL_AND_UNBIASED - {"a soft cap"},
 }
 
@@ -216,6 +219,11 @@ class _OnDevice(NamedTuple):
         if kind == "cudnn":
             return Cudnn(self.block_size, self.windows), "cuDNN's paged attention"
         n_cores = getattr(self.device, "core_count", 2)
+        if self.latent is not None:
+            latent = LatentKernel(self.n_heads, n_cores, self.block_size, fixed=self.deterministic)
+            if kind == "kernel":
+                return latent, "latent-attention kernel"
+            return replace(latent, n_cores=1, interpret=True), "latent-attention kernel, interpreted"
         group = self.n_heads // self.n_kv_heads
         sizes = (self.n_kv_heads, group, n_cores, self.block_size, self.windows)
         kernel = Kernel(*sizes, fixed=self.deterministic)
@@ -253,12 +261,17 @@ class _OnDevice(NamedTuple):
             return self._not_native(sizes)
         if kind == "kernel":
             wanted = "no Hopper GPU (9.0), for which the kernel is written"
-            return self._other_gpu(["9.0"], wanted) or unsupported(*sizes)
+            return self._other_gpu(["9.0"], wanted) or self._not_kernel(sizes)
         if kind == "interpreted":
-            return unsupported(*sizes)
+            return self._not_kernel(sizes)
         if kind == "cudnn":
             return self._not_cudnn(sizes)
         return None
+
+    def _not_kernel(self, sizes: tuple[int, int, str, int, int]) -> str | None:
+        if self.latent is None:
+            return unsupported(*sizes)
+        return latent_kernel.unsupported(self.latent.rank, self.head_size, self.block_size, self.dtype)
 
     def _not_native(self, sizes: tuple[int, int, str, int, int]) -> str | None:
         if self.device.platform != "cpu":

@@ -25,6 +25,7 @@ from orca_jax.model.rotation import Rotation
 from orca_jax.native.place import native_place
 from orca_jax.native.plain_latent import native_plain_latent
 from orca_jax.native.split_attention import native_split_attention
+from orca_jax.pallas.latent_attention import latent_attention, latent_plan
 from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.work_list.bounds import Plan
 from orca_jax.pallas.work_list.work_items import work_items
@@ -267,6 +268,56 @@ class Kernel(AttentionPath):
                 plan=plan,
                 interpret=self.interpret,
             )
+
+        return attend
+
+
+@dataclass(frozen=True, slots=True)
+class LatentKernel(AttentionPath):
+    """The Mosaic GPU kernel for latent attention (pallas/latent_attention.py), one launch per layer.
+
+    All rows take the absorbed form; `n_heads` query heads share the one head in the cache. The rest is as in
+    Kernel.
+    """
+
+    n_heads: int
+    n_cores: int
+    block_size: int
+    fixed: bool = False
+    interpret: bool = False
+
+    def _plan(self, layout: FlatLayout) -> Plan:
+        sizes = (layout.n_tokens, layout.n_rows, self.n_heads, self.block_size, self.n_cores)
+        plan = latent_plan(*sizes)
+        return plan.fixed(layout.max_blocks * self.block_size) if self.fixed else plan
+
+    def n_words(self, layout: FlatLayout) -> int:
+        return math.prod(self._plan(layout).list_shape)
+
+    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
+        return work_items(batch.row_start, batch.kv_length, self._plan(layout)).ravel()
+
+    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
+        plan = self._plan(layout)
+        work = words.reshape(plan.list_shape)
+
+        def attend(
+            q: jax.Array, cache: LayerCache, layer: AttentionConfig, bias: Numbers, sinks: Numbers
+        ) -> jax.Array:
+            assert layer.latent is not None
+            attended = latent_attention(
+                q[:, :, 0],
+                cache.keys,
+                batch.block_table,
+                batch.row_start,
+                batch.kv_length,
+                rank=layer.latent.rank,
+                scale=layer.scale,
+                work=work,
+                plan=plan,
+                interpret=self.interpret,
+            )
+            return attended[:, :, None]
 
         return attend
 

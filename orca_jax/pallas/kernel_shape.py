@@ -8,15 +8,18 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from orca_jax.errors import ConfigError
 from orca_jax.pallas.work_list.bounds import Plan
+from orca_jax.pallas.work_list.work_items import work_items
 
 Q = 64
 HEAD_SIZES = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
-_SHARED_BYTES = 226 * 1024  # for tiles and ring; a Hopper block has 227 KiB, and the barriers need some
+SHARED_BYTES = 226 * 1024  # for tiles and ring; a Hopper block has 227 KiB, and the barriers need some
 
 
 def unsupported(
@@ -77,6 +80,11 @@ class KernelShape:
         return 128 if self.head_size <= 128 else 64
 
     @property
+    def n_values(self) -> int:
+        """Columns of the values, and so of the sums, of a warp group."""
+        return self.head_size
+
+    @property
     def copied(self) -> int:
         """Keys in one copy: a K/V block or a part of one."""
         return self.plan.granule
@@ -99,9 +107,7 @@ class KernelShape:
     def n_slots(self) -> int:
         """Slots of the ring: as many as fit in shared memory, at most 8."""
         tiles = 2 * Q * 2 * self.head_size
-        return min(
-            4 if self.interpret else 8, (_SHARED_BYTES - tiles) // (2 * self.step * self.head_size * 2)
-        )
+        return min(4 if self.interpret else 8, (SHARED_BYTES - tiles) // (2 * self.step * self.head_size * 2))
 
 
 def swizzle_bytes(head_size: int) -> int:
@@ -180,10 +186,28 @@ def kernel_shape(
     )
 
 
-def check_work(work: jax.Array, plan: Plan) -> None:
-    """Raises ConfigError unless `work` has the shape and dtype of the plan's list."""
+def checked_work(work: jax.Array | None, row_start: jax.Array, kv_length: jax.Array, plan: Plan) -> jax.Array:
+    """The work list that was given or, if None, one that the host makes, even under a trace.
+
+    Raises ConfigError unless a given one has the shape and dtype of the plan's list.
+    """
+    if work is None:
+        return _made_work(row_start, kv_length, plan)
     if work.shape != plan.list_shape or work.dtype != jnp.int32:
         raise ConfigError(
             f"work is {work.dtype.name} {work.shape}; the list of {plan} is int32 {plan.list_shape}: make it "
             "with work_items(row_start, kv_length, plan)"
         )
+    return work
+
+
+def _made_work(row_start: jax.Array, kv_length: jax.Array, plan: Plan) -> jax.Array:
+    if not isinstance(row_start, Tracer) and not isinstance(kv_length, Tracer):
+        return jnp.asarray(work_items(np.asarray(row_start), np.asarray(kv_length), plan))
+    made = jax.ShapeDtypeStruct(plan.list_shape, jnp.int32)
+    return jax.pure_callback(
+        lambda start, length: work_items(np.asarray(start), np.asarray(length), plan),
+        made,
+        row_start,
+        kv_length,
+    )

@@ -13,9 +13,15 @@ from orca_jax.pallas.work_list.work_items import MERGE
 
 
 def merge_rows(
-    out: jax.Array, part: jax.Array, part_top: jax.Array, work: jax.Array, plan: Plan
+    out: jax.Array,
+    part: jax.Array,
+    part_top: jax.Array,
+    work: jax.Array,
+    plan: Plan,
+    *,
+    grouped_last: bool = False,
 ) -> jax.Array:
-    """Write the results of split rows to `out` [T, G, K, D].
+    """Write the results of split rows to `out` [T, G, K, D], or [T, K, G, D] with `grouped_last`.
 
     part [n, parts, G, D]: each part's result and, if n is 2, the remainder of its rounding. part_top
     [parts, padded G] float32: the logarithm to base 2 of each part's weight. Parts that no core wrote may
@@ -23,7 +29,8 @@ def merge_rows(
     """
     merges = work[plan.first_merge : plan.first_tile_merge]
     rows = _combined(part, part_top[:, : plan.group], merges, plan.most_parts)  # [M, G, D]
-    at = out.at[merges[:, MERGE.token], :, merges[:, MERGE.head]]
+    token, head = merges[:, MERGE.token], merges[:, MERGE.head]
+    at = out.at[token, head] if grouped_last else out.at[token, :, head]
     return at.set(rows.astype(out.dtype), mode="drop", unique_indices=True)
 
 

@@ -1,7 +1,8 @@
 """Attention to one slot's keys after another, with a running softmax in registers, in float32.
 
 The carry from slot to slot has, for each query row, top [Q], the highest score so far times log2(e); total
-[Q], the sum of weights, which are 2 ** (score - top); and sums [Q, D], the sum of weighted values.
+[Q], the sum of weights, which are 2 ** (score - top); and sums [Q, D], the sum of weighted values (in latent
+attention, of this warp group's half of their columns).
 """
 
 import math
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
-from orca_jax.pallas.kernel_shape import KernelShape, Q, swizzle_bytes
+from orca_jax.pallas.kernel_shape import Q, swizzle_bytes
 from orca_jax.pallas.mosaic_forms import (
     TILE,
     TILE_ROW,
@@ -25,7 +27,8 @@ from orca_jax.pallas.mosaic_forms import (
     tanh,
     times_transposed,
 )
-from orca_jax.pallas.thread_block import ThreadBlock
+from orca_jax.pallas.ring import slot_of
+from orca_jax.pallas.thread_block import Block, ThreadBlock, TileShape
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -43,13 +46,13 @@ _LOWEST = -1e30  # top before the first key; finite, so that inf - inf cannot ar
 _LOG2_E = math.log2(math.e)
 
 
-def nothing_yet(shape: KernelShape) -> Carry:
+def nothing_yet(shape: TileShape) -> Carry:
     """The carry before the first key."""
     interpret = shape.interpret
     return (
         laid_out(jnp.full((Q,), _LOWEST, jnp.float32), TILE_ROW, interpret=interpret),
         laid_out(jnp.zeros((Q,), jnp.float32), TILE_ROW, interpret=interpret),
-        laid_out(jnp.zeros((Q, shape.head_size), jnp.float32), TILE, interpret=interpret),
+        laid_out(jnp.zeros((Q, shape.n_values), jnp.float32), TILE, interpret=interpret),
     )
 
 
@@ -85,8 +88,7 @@ def attend(here: ThreadBlock, carry: Carry, step: Any, mask: Mask | None = None,
     With `in_turns` the two warp groups alternate, so that the matrix unit computes one group's products
     during the other's softmax. Both must then call this equally often.
     """
-    top, total, sums = carry
-    shape, slot = here.shape, here.slot(step)
+    shape, slot = here.shape, slot_of(here, step)
     interpret = shape.interpret
     plgpu.barrier_wait(here.k_here.at[slot])
     scores = times_transposed(
@@ -96,6 +98,28 @@ def attend(here: ThreadBlock, carry: Carry, step: Any, mask: Mask | None = None,
         interpret=interpret,
     )  # [Q, C]
     plgpu.barrier_arrive(here.k_free.at[slot])
+    (top, total, sums), weights = weighed(shape, carry, scores, mask, here.q_s.dtype)
+    if in_turns:
+        plgpu.barrier_arrive(here.turn)
+    plgpu.barrier_wait(here.v_here.at[slot])
+    if in_turns:
+        plgpu.barrier_wait(here.turn)
+    if mask is not None:
+        pl.when(reaches_past_end(shape, mask))(lambda: clear_past_end(here, here.v_s, slot, mask))
+    sums = plus_product(sums, weights, here.v_s.at[slot], interpret=interpret)
+    plgpu.barrier_arrive(here.v_free.at[slot])
+    return top, total, sums
+
+
+def weighed(
+    shape: TileShape, carry: Carry, scores: jax.Array, mask: Mask | None, dtype: DTypeLike
+) -> tuple[Carry, jax.Array]:
+    """Turn a slot's products of queries and keys [Q, C] into weights of `dtype`.
+
+    Returns the carry with the weights' total and the shrunk sums, which lack this slot's values.
+    """
+    top, total, sums = carry
+    interpret = shape.interpret
     c = shape.scale * _LOG2_E  # the factor that the scores still lack
     if shape.soft_cap is not None:  # before the mask: tanh would make -1 of -inf
         scores = tanh(scores, shape.scale / shape.soft_cap, interpret=interpret)
@@ -111,27 +135,25 @@ def attend(here: ThreadBlock, carry: Carry, step: Any, mask: Mask | None = None,
     shrink = jnp.exp2(top - new_top)
     weights = jnp.exp2(scores * c - along_rows(new_top, (Q, shape.step)))
     total = total * shrink + weights.sum(axis=1)
-    sums = sums * along_rows(shrink, (Q, shape.head_size))
-    narrow = weights.astype(here.q_s.dtype)
+    sums = sums * along_rows(shrink, (Q, shape.n_values))
+    narrow = weights.astype(dtype)
     new_top, total, sums, narrow = lax.optimization_barrier((new_top, total, sums, narrow))
-    if in_turns:
-        plgpu.barrier_arrive(here.turn)
-    plgpu.barrier_wait(here.v_here.at[slot])
-    if in_turns:
-        plgpu.barrier_wait(here.turn)
-    if mask is not None:
-        past_end = mask.key + shape.step > mask.end
-        pl.when(past_end)(lambda: _clear_past_end(here, slot, mask.key, mask.end))
-    sums = plus_product(sums, narrow, here.v_s.at[slot], interpret=interpret)
-    plgpu.barrier_arrive(here.v_free.at[slot])
-    return new_top, total, sums
+    return (new_top, total, sums), narrow
 
 
-def _clear_past_end(here: ThreadBlock, slot: Any, key: Any, end: Any) -> None:
-    """Zero a slot's values from `end` on: they are left over and may be inf or NaN, and 0 * NaN is NaN."""
-    width = swizzle_bytes(here.shape.head_size) // 2
-    for column in range(0, here.shape.head_size, width):  # a few registers at a time
-        values = here.v_s.at[slot, :, pl.ds(column, width)]
-        row = iota(here.shape.step, width, 0, interpret=here.shape.interpret) + key
-        values[...] = jnp.where(row < end, values[...], jnp.zeros(values.shape, values.dtype))
+def reaches_past_end(shape: TileShape, mask: Mask) -> Any:
+    """Whether a slot has keys past the item's last."""
+    return mask.key + shape.step > mask.end
+
+
+def clear_past_end(here: Block, ring: Any, slot: Any, mask: Mask, first: Any = 0) -> None:
+    """Zero a slot's values past the item's last key, in `n_values` columns of the ring from `first` on.
+
+    They are left over and may be inf or NaN, and 0 * NaN is NaN.
+    """
+    width = swizzle_bytes(here.shape.n_values) // 2
+    for column in range(0, here.shape.n_values, width):  # a few registers at a time
+        values = ring.at[slot, :, pl.ds(first + column, width)]
+        row = iota(here.shape.step, width, 0, interpret=here.shape.interpret) + mask.key
+        values[...] = jnp.where(row < mask.end, values[...], jnp.zeros(values.shape, values.dtype))
     plgpu.commit_smem()

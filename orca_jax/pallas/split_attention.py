@@ -28,21 +28,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from orca_jax.pallas.entries import compute_entry, fetch_entry
-from orca_jax.pallas.kernel_shape import KernelShape, Q, check_work, kernel_shape
+from orca_jax.pallas.kernel_shape import KernelShape, Q, checked_work, kernel_shape
 from orca_jax.pallas.merge import merge_rows, merge_tiles
 from orca_jax.pallas.mosaic_forms import InterpretGPUParams
 from orca_jax.pallas.ring import see_all_freed
 from orca_jax.pallas.thread_block import ThreadBlock, entries, scratch_types, tiles
 from orca_jax.pallas.tiles import compute_tile, fetch_tile
 from orca_jax.pallas.work_list.bounds import TILE, Plan
-from orca_jax.pallas.work_list.work_items import never_cut, work_items
+from orca_jax.pallas.work_list.work_items import never_cut
 
 
 def split_attention(
@@ -94,21 +92,8 @@ def split_attention(
         plan=plan,
         interpret=interpret,
     )
-    work = _work_list(row_start, kv_length, shape.plan) if work is None else work
-    check_work(work, shape.plan)
-    return _launch(shape, work, block_table, q, k_cache, v_cache)
-
-
-def _work_list(row_start: jax.Array, kv_length: jax.Array, plan: Plan) -> jax.Array:
-    """The work list, which the host makes even under a trace."""
-    if not isinstance(row_start, Tracer) and not isinstance(kv_length, Tracer):
-        return jnp.asarray(work_items(np.asarray(row_start), np.asarray(kv_length), plan))
-    made = jax.ShapeDtypeStruct(plan.list_shape, jnp.int32)
-    return jax.pure_callback(
-        lambda start, length: work_items(np.asarray(start), np.asarray(length), plan),
-        made,
-        row_start,
-        kv_length,
+    return _launch(
+        shape, checked_work(work, row_start, kv_length, shape.plan), block_table, q, k_cache, v_cache
     )
 
 
@@ -153,7 +138,7 @@ def _launch(
         interpret=InterpretGPUParams() if shape.interpret else None,
         scratch_types=scratch_types(shape, q.dtype),
     )(work, block_table, q, k_cache, v_cache)
-    if never_cut(block_table.shape[1] * shape.block_size):
+    if never_cut(block_table.shape[1] * shape.block_size) or not plan.cuts_rows:
         return out
     out = merge_rows(out, part, part_top, work, plan)
     return merge_tiles(out, of_tiles[0], of_tiles[1], work, plan) if of_tiles else out

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from orca_jax.pallas.kernel_shape import Q, swizzle_bytes
 from orca_jax.pallas.mosaic_forms import along_rows, load_plain
 from orca_jax.pallas.running_softmax import Carry
-from orca_jax.pallas.thread_block import ThreadBlock
+from orca_jax.pallas.thread_block import Block, ThreadBlock
 
 
 def load_queries(here: ThreadBlock, sources: Sequence[Any]) -> None:
@@ -37,14 +37,14 @@ def load_queries(here: ThreadBlock, sources: Sequence[Any]) -> None:
     plgpu.commit_smem()
 
 
-def stage(here: ThreadBlock, sums: jax.Array, total: jax.Array, *, rest: bool = False) -> None:
+def stage(here: Block, sums: jax.Array, total: jax.Array, *, rest: bool = False) -> None:
     """Write sums [Q, D] over total [Q] to the staging buffer, rounded; with `rest`, the rounding's remainder.
 
     A row that sees no key has total 0, and gives 0.
     """
     share = jnp.where(total > 0, 1 / total, 0.0)
-    width = swizzle_bytes(here.shape.head_size) // 2
-    for column in range(0, here.shape.head_size, width):  # a few registers at a time
+    width = swizzle_bytes(here.shape.n_values) // 2
+    for column in range(0, here.shape.n_values, width):  # a few registers at a time
         exact = lax.slice(sums, (0, column), (Q, column + width)) * along_rows(share, (Q, width))
         rounded = exact.astype(here.staged.dtype)
         if rest:
@@ -54,7 +54,7 @@ def stage(here: ThreadBlock, sums: jax.Array, total: jax.Array, *, rest: bool = 
 
 
 def put_part(
-    here: ThreadBlock, carry: Carry, places: Sequence[Any], place_of_top: Any, *, n_rows: int, n_tops: int
+    here: Block, carry: Carry, places: Sequence[Any], place_of_top: Any, *, n_rows: int, n_tops: int
 ) -> None:
     """Copy a part's staged result to the arrays that `merge` reads: `n_rows` rows, and `n_tops` tops.
 

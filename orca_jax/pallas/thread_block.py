@@ -1,7 +1,7 @@
-"""A thread block of the kernel: its device and shared memory, and its list of items."""
+"""A thread block of a kernel: its device and shared memory, and its list of items."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,12 +10,66 @@ from jax.typing import DTypeLike
 
 from orca_jax.pallas.kernel_shape import KernelShape, Q, swizzle_bytes
 from orca_jax.pallas.work_list.balance import CORE
+from orca_jax.pallas.work_list.bounds import Plan
 from orca_jax.pallas.work_list.work_items import ITEM
+
+
+class TileShape(Protocol):
+    """The sizes that the kernels' common parts read; see KernelShape."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def soft_cap(self) -> float | None: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def interpret(self) -> bool: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def n_values(self) -> int: ...
+    @property
+    def copied(self) -> int: ...
+    @property
+    def n_slots(self) -> int: ...
+
+
+class Ring(NamedTuple):
+    """A ring of slots in shared memory that is filled from a cache."""
+
+    pool: Any  # [n_blocks, K, B, D] the cache
+    slots: Any  # [S, C, D] swizzled
+    arrived: Any  # barriers, [S]: the slot has been filled
+    free: Any  # [S] both computing warp groups are done with the slot
+
+
+class Block(Protocol):
+    """A thread block of three warp groups: 0 and 1 compute, 2 fetches. What the common parts read."""
+
+    @property
+    def shape(self) -> TileShape: ...
+    @property
+    def work(self) -> Any: ...
+    @property
+    def table(self) -> Any: ...
+    @property
+    def staged(self) -> Any: ...
+    @property
+    def top_s(self) -> Any: ...
+    @property
+    def core(self) -> Any: ...
+    @property
+    def group(self) -> Any: ...
+    @property
+    def rings(self) -> tuple[Ring, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadBlock:
-    """A thread block of three warp groups: 0 and 1 compute, 2 fetches.
+    """A thread block of split attention.
 
     Arrays and barriers are references. S is the number of slots of the ring, C the keys of a slot.
     """
@@ -53,9 +107,13 @@ class ThreadBlock:
     core: Any  # the index of this thread block in the launch
     group: Any  # the index of the warp group that runs this
 
-    def slot(self, step: Any) -> Any:
-        """The ring's slot of a step."""
-        return lax.rem(step, self.shape.n_slots)
+    @property
+    def rings(self) -> tuple[Ring, ...]:
+        """The rings of keys and of values."""
+        return (
+            Ring(self.k_cache, self.k_s, self.k_here, self.k_free),
+            Ring(self.v_cache, self.v_s, self.v_here, self.v_free),
+        )
 
 
 def scratch_types(shape: KernelShape, dtype: DTypeLike) -> list[Any]:
@@ -97,7 +155,7 @@ class CoreItem(NamedTuple):
 class CoreList(NamedTuple):
     """A core's items of one kind."""
 
-    here: ThreadBlock
+    here: Block
     record: Any  # the core's record
     first: int  # the record of this kind's first item
     n_heads: int
@@ -130,7 +188,7 @@ def tiles(here: ThreadBlock) -> CoreList:
     return CoreList(here, here.core, plan.first_tile, plan.n_tile_heads)
 
 
-def entries(here: ThreadBlock) -> CoreList:
+def entries(here: Block) -> CoreList:
     """Entries of the list of work that this core computes."""
     plan = here.shape.plan
-    return CoreList(here, plan.n_cores + here.core, plan.first_entry, here.shape.n_kv_heads)
+    return CoreList(here, plan.n_cores + here.core, plan.first_entry, plan.n_kv_heads)

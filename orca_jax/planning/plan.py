@@ -91,9 +91,9 @@ class PlanTarget:
     def _attention(self) -> Attention:
         """The device's kind of attention, or its replacement for a model that no GPU kernel can compute."""
         attentions = [layer.attention for layer in self.config.layers if layer.attention is not None]
-        forms = (one.latent or one.scores.alibi or one.kv_code for one in attentions)
-        pure_jax = self.config.encoder is not None or any(forms)
-        if pure_jax and self.device.name != CPU:
+        in_pure_jax = (one.scores.alibi or one.kv_code for one in attentions)
+        latent = any(one.latent for one in attentions) and self.device.attention != "kernel"
+        if self.device.name != CPU and (self.config.encoder is not None or latent or any(in_pure_jax)):
             return "static"
         sinks = any(one.scores.sinks for one in attentions)
         return "cudnn" if sinks and self.device.attention == "kernel" else self.device.attention

@@ -283,9 +283,12 @@ def _largest_batch(shape: EngineShape) -> tuple[int, int]:
 def _kernel_bytes(config: ModelConfig, n_devices: int, n_tokens: int, itemsize: int) -> int:
     """Bytes of one layer of attention by the kernel: queries, keys, values, result, and the tiles' parts.
 
-    A part takes 4 bytes an element: float32, or 16 bits and 16 bits of rounding error.
+    A part takes 4 bytes an element: float32, or 16 bits and 16 bits of rounding error. What latent attention
+    has around the kernel is in _elements_per_token; the parts of its rows are small.
     """
     attention = config.attention
+    if attention.latent is not None:
+        return 0
     own = 2 * (attention.width + attention.kv_width) // n_devices
     around = n_tokens * itemsize * (config.hidden_size + own)
     if n_tokens <= _CUT_QUERIES or config.n_heads // n_devices > _CUT_HEADS:

@@ -23,7 +23,8 @@ class Plan:
 
     Rows are split where the current batch needs it or, with `fixed_keys`, at multiples of that number, so
     that one row's splits do not depend on other rows; see `fixed`. With `window`, a query sees its own
-    position and the `window - 1` positions before it.
+    position and the `window - 1` positions before it. With `by_token` there are no tiles: every token is an
+    entry, and one of padding has no keys.
     """
 
     n_tokens: int
@@ -34,6 +35,7 @@ class Plan:
     n_cores: int = 132
     fixed_keys: int = 0
     window: int | None = None
+    by_token: bool = False
 
     def fixed(self, max_keys: int) -> "Plan":
         """Split rows at fixed positions, as finely as rows of up to `max_keys` keys allow."""
@@ -68,21 +70,30 @@ class Plan:
     @property
     def max_tiles(self) -> int:
         """The most tiles: full ones, a partial one for each row of two or more tokens, one for padding."""
+        if self.by_token:
+            return 0
         return -(-self.n_tokens // self.tile_tokens) + min(self.n_rows, self.n_tokens // 2) + 1
 
     @property
     def cuts_tiles(self) -> bool:
         """Whether tiles may be split: only if a prompt has few tiles, because a tile's part is large."""
-        return not self.fixed_keys and self.n_tokens > TILE and self.n_heads <= 16
+        return not (self.fixed_keys or self.by_token) and self.n_tokens > TILE and self.n_heads <= 16
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether rows may be split; at fixed positions, only if few enough rows leave room for pieces."""
+        return not self.fixed_keys or self._most_pieces > 1
 
     @property
     def max_entries(self) -> int:
         """The most entries: one for each decode row, or more if rows are split at fixed positions."""
-        return self.n_rows + (self._spare if self.fixed_keys else 0)
+        return self._most_queries + (self._spare if self.fixed_keys else 0)
 
     @property
     def n_parts(self) -> int:
         """The most parts of rows: two for each core, from its first item and its last."""
+        if not self.cuts_rows:
+            return 1  # an array must not be empty
         return self.max_entries * self.n_kv_heads if self.fixed_keys else 2 * self.n_cores
 
     @property
@@ -93,7 +104,7 @@ class Plan:
     @property
     def n_merges(self) -> int:
         """The most results of rows that are merged from parts."""
-        each = self.n_rows * self.n_kv_heads
+        each = self._most_queries * self.n_kv_heads if self.cuts_rows else 0
         return each if self.fixed_keys else min(self.n_cores, each)
 
     @property
@@ -135,7 +146,12 @@ class Plan:
 
     @property
     def _most_pieces(self) -> int:
-        return min(_PIECES, 1 + self._spare // self.n_rows)
+        return min(_PIECES, 1 + self._spare // self._most_queries)
+
+    @property
+    def _most_queries(self) -> int:
+        """The most queries that are entries, before any is split."""
+        return self.n_tokens if self.by_token else self.n_rows
 
     @property
     def _spare(self) -> int:

@@ -56,8 +56,8 @@ def work_items(
     n_input = row_start[1:] - start  # [R]
 
     load = np.zeros(plan.n_cores, np.int64)
-    tiles = _tiles(row_start, n_input, kv_length, plan)
-    if len(tiles):
+    tiles = None if plan.by_token else _tiles(row_start, n_input, kv_length, plan)
+    if tiles is not None and len(tiles):
         keys = _tile_keys(tiles)
         order = keys.argsort(kind="stable")[::-1]
         tiles, keys = tiles[order], keys[order]
@@ -70,15 +70,15 @@ def work_items(
             cut = _merges(shares.cut, tiles, plan.n_tile_heads)
             work[plan.first_tile_merge : plan.first_tile_merge + len(cut)] = cut
 
-    single = np.flatnonzero(n_input == 1)
-    if len(single):
-        keys = kv_length[single].astype(np.int64)
+    row, token, keys = (_tokens if plan.by_token else _decodes)(row_start, n_input, kv_length, plan)
+    if len(row):
         if plan.fixed_keys:
-            entries, merges = _pieces(single, start, keys, plan)
+            entries, merges = _pieces(row, token, keys, plan)
         else:
             begin = _first_key(keys - 1, plan)
-            entries, merges = _entries(single, start[single], keys, begin, keys, -1), None
+            entries, merges = _entries(row, token, keys, begin, keys, -1), None
         padded = -(-(entries[:, ITEM.end] - entries[:, ITEM.begin]) // plan.granule) * plan.granule
+        padded = np.maximum(padded, plan.granule)  # an entry without keys still writes zeros
         order = padded.argsort(kind="stable")[::-1]
         entries = entries[order]
         most = 1 if plan.fixed_keys else plan.most_parts
@@ -95,6 +95,25 @@ def work_items(
 def never_cut(max_keys: int) -> bool:
     """Whether items are never split in batches whose rows have at most `max_keys` keys."""
     return max_keys <= UNCUT
+
+
+def _decodes(
+    row_start: npt.NDArray[np.int32], n_input: Ints, kv_length: npt.NDArray[np.int32], plan: Plan
+) -> tuple[Ints, Ints, Ints]:
+    """Rows with one token: the row, its token, and the number of its keys."""
+    single = np.flatnonzero(n_input == 1)
+    return single, row_start[single].astype(np.int64), kv_length[single].astype(np.int64)
+
+
+def _tokens(
+    row_start: npt.NDArray[np.int32], n_input: Ints, kv_length: npt.NDArray[np.int32], plan: Plan
+) -> tuple[Ints, Ints, Ints]:
+    """Every token, those of padding too: its row, its index, and the number of keys that it sees."""
+    token = np.arange(plan.n_tokens)
+    row, n_real = np.zeros(plan.n_tokens, np.int64), int(row_start[-1])
+    row[:n_real] = np.repeat(np.arange(len(n_input)), n_input)
+    keys = kv_length.astype(np.int64)[row] - row_start[row + 1] + token + 1
+    return row, token, np.where(token < n_real, keys, 0)
 
 
 def _tiles(
@@ -146,23 +165,26 @@ def _entries(row: Ints, token: Ints, n_keys: Ints, begin: Ints | int, end: Ints,
     return entries
 
 
-def _pieces(rows: Ints, start: Ints, n_keys: Ints, plan: Plan) -> tuple[Ints, Ints]:
-    """Split rows at multiples of `fixed_keys`: the pieces, and for each head the merges of split rows."""
+def _pieces(rows: Ints, tokens: Ints, n_keys: Ints, plan: Plan) -> tuple[Ints, Ints]:
+    """Split rows at multiples of `fixed_keys`: the pieces, and for each head the merges of split rows.
+
+    `rows` may name a row several times, for several `tokens`.
+    """
     row_begin = _first_key(n_keys - 1, plan)  # [rows]
     first_piece = row_begin // plan.fixed_keys
-    n_pieces = -(-n_keys // plan.fixed_keys) - first_piece
+    n_pieces = np.maximum(-(-n_keys // plan.fixed_keys) - first_piece, 1)
     owner, which = _spread(n_pieces)
     piece_begin = (first_piece[owner] + which) * plan.fixed_keys
     begin = np.maximum(piece_begin, row_begin[owner])
     part = np.where(n_pieces[owner] > 1, np.arange(len(owner)), -1)
     end = np.minimum(piece_begin + plan.fixed_keys, n_keys[owner])
-    entries = _entries(rows[owner], start[rows[owner]], n_keys[owner], begin, end, part)
+    entries = _entries(rows[owner], tokens[owner], n_keys[owner], begin, end, part)
 
     heads = np.arange(plan.n_kv_heads)
     cut = np.flatnonzero(n_pieces > 1)
     first = ((n_pieces.cumsum() - n_pieces)[cut, None] * plan.n_kv_heads + heads).ravel()
     merges = np.zeros((len(first), N_COLUMNS), np.int64)
-    merges[:, MERGE.token] = np.repeat(start[rows[cut]], plan.n_kv_heads)
+    merges[:, MERGE.token] = np.repeat(tokens[cut], plan.n_kv_heads)
     merges[:, MERGE.head] = np.tile(heads, len(cut))
     merges[:, MERGE.n_queries] = 1
     merges[:, MERGE.part] = first

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.compiled import compile_experts
+from bench.compiled import compile_experts, compile_latent
 from bench.compiled.compile_kernel import SIZES, Size, figures
 from tests.device.aot.without_gpu import needs_plugin, run_without_gpu
 
@@ -93,3 +93,16 @@ def test_the_experts_kernel_compiles_for_few_rows_and_many(size: compile_experts
     ]
     # A copy of one row is not clipped at its end: it has the 64 columns of a warp group, which are all there.
     assert set(compiled.plain_copies) == {128}
+
+
+@pytest.mark.parametrize("size", compile_latent.SIZES, ids=str)
+def test_the_latent_kernel_compiles_for_whole_models_and_shared_ones(size: compile_latent.Size) -> None:
+    compiled = compile_latent.figures(size)  # raises if shared memory is too small
+    assert compiled.registers <= 168
+    assert sum(loop.n_spills for loop in compiled.key_loops) <= 12, compiled
+    assert compiled.descriptors
+    assert not [
+        (descriptor, broken) for descriptor in compiled.descriptors if (broken := descriptor.broken_rules())
+    ]
+    group = compile_latent.latent_plan(1, 1, size.n_heads, size.block_size, 132).group
+    assert set(compiled.plain_copies) <= {4 * group}  # tops; the group's all are there

@@ -65,8 +65,8 @@ def test_stages_and_parts_are_compiled_one_by_one() -> None:
 
 def latent_model() -> ModelConfig:
     """Three layers in which the arrays between queries and cache are large."""
-    latent = Latent(rank=128, rotary_size=32, plain_size=64, value_size=64, query_rank=96)
-    own = latent_attention(latent, n_heads=16, rotary=Rotary(size=32), qkv_bias=False, out_bias=False)
+    latent = Latent(rank=128, rotary_size=64, plain_size=64, value_size=64, query_rank=96)
+    own = latent_attention(latent, n_heads=16, rotary=Rotary(size=64), qkv_bias=False, out_bias=False)
     norm = Norm(kind="rms_norm")
     feed_forward = FeedForward(size=512, activation="silu", gated=True, bias=False)
     return ModelConfig(

@@ -14,7 +14,7 @@ from orca_jax.config import Attention
 from orca_jax.errors import ConfigError
 from orca_jax.execution import attention_backend
 from orca_jax.execution.attention_backend import GPU_PATHS, choose_attention, features_of
-from orca_jax.execution.attention_paths import Cudnn, Kernel, LatentByRow, Native, PureJax
+from orca_jax.execution.attention_paths import Cudnn, Kernel, LatentByRow, LatentKernel, Native, PureJax
 from orca_jax.families.attention_config import KVCode, RelativeBias, Scores
 from orca_jax.families.model_config import Encoder, ModelConfig
 from orca_jax.families.presets import PRESETS
@@ -166,13 +166,24 @@ def test_a_cache_of_eight_bits_has_static_shapes_on_a_gpu(code: KVCode) -> None:
             choose_attention(H200, held, n_heads=4, block_size=16, dtype="bfloat16", forced=kind)
 
 
-def test_latent_attention_has_static_shapes_on_a_gpu() -> None:
+def test_latent_attention_has_a_kernel_on_hopper_and_static_shapes_on_other_gpus() -> None:
     latent = PRESETS["deepseek-v3"]
     assert features_of(latent) == ("another scale", "latent keys and values")
-    for device in (H200, A100):
-        choice = choose_attention(device, latent, n_heads=128, block_size=16, dtype="bfloat16")
-        assert choice.path == STATIC
-        assert "does not compute latent keys and values" in choice.description
+    sizes = {"n_heads": 16, "block_size": 16, "dtype": "bfloat16"}
+    choice = choose_attention(H200, latent, **sizes)
+    assert choice.path == LatentKernel(16, 132, 16) and choice.description == "latent-attention kernel"
+    assert choose_attention(H200, latent, **sizes, deterministic=True).path == LatentKernel(16, 132, 16, True)
+    forced = choose_attention(CPU, latent, **sizes, forced="interpreted")
+    assert forced.path == LatentKernel(16, 1, 16, interpret=True)
+    choice = choose_attention(A100, latent, **sizes)
+    assert choice.path == STATIC
+    assert "does not compute latent keys and values" in choice.description
+    choice = choose_attention(H200, latent, **{**sizes, "dtype": "float32"})
+    assert choice.path == STATIC and "its cache is float32" in choice.description
+
+
+def test_latent_attention_of_odd_sizes_is_in_pure_jax() -> None:
+    latent = PRESETS["deepseek-v3"]
     own = latent.attention
     assert own.latent is not None and own.rotary is not None
     odd = replace(
@@ -187,8 +198,11 @@ def test_latent_attention_has_static_shapes_on_a_gpu() -> None:
     )
     assert choice.path == LatentByRow(FOLLOW, replace(own.latent, rotary_size=72), in_c=False)
     assert "in steps of 16, not of 584 and 512" in choice.description
-    with pytest.raises(ConfigError, match="the kernel attention does not compute latent keys and values"):
-        choose_attention(H200, latent, n_heads=128, block_size=16, dtype="bfloat16", forced="kernel")
+    wide = replace(latent, layers=(layer,))
+    with pytest.raises(
+        ConfigError, match="its latent keys have 584 elements; the kernel has multiples of 64"
+    ):
+        choose_attention(H200, wide, n_heads=128, block_size=16, dtype="bfloat16", forced="kernel")
 
 
 @pytest.mark.matrix(but=["float32"])
@@ -243,12 +257,13 @@ def test_the_documents_have_the_table_of_gpus() -> None:
         assert f"| {gpus} | {', '.join(capabilities) or 'any other'} | {paths} | {tested} |" in text
 
 
+@pytest.mark.parametrize("model_name", ["gpt", "latent"])
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_engine_has_the_same_tokens_with_the_kernel_interpreted() -> None:
+def test_the_engine_has_the_same_tokens_with_the_kernel_interpreted(model_name: str) -> None:
     """Runs in a separate process: the interpreter's threads wait for each other, and need a large pool."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.device.execution.interpreted_engine"],
+        [sys.executable, "-m", "tests.device.execution.interpreted_engine", model_name],
         env={**os.environ, "PJRT_NPROC": "16", "JAX_PLATFORMS": "cpu"},
         cwd=ROOT,
         capture_output=True,

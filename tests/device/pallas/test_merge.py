@@ -55,9 +55,11 @@ def test_parts_of_rows_are_merged(plan: Plan) -> None:
     want = out.copy()
     for merge in merges:
         want[merge[MERGE.token], :, merge[MERGE.head]] = together(value, top, merge)
-    merged = jax.jit(merge_rows, static_argnums=4)
+    merged = jax.jit(merge_rows, static_argnums=4, static_argnames="grouped_last")
     got = merged(*map(jnp.asarray, (out, value, padded, work)), plan)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    turned = merged(*map(jnp.asarray, (out.swapaxes(1, 2), value, padded, work)), plan, grouped_last=True)
+    np.testing.assert_array_equal(turned.swapaxes(1, 2), got)
     text = merged.lower(*map(jnp.asarray, (out, value, padded, work)), plan).as_text()
     assert text.count("stablehlo.") < 150  # one operation for each part would be ten times as many
 
