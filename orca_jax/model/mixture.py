@@ -18,6 +18,7 @@ from orca_jax.model.adapted import AdaptedWeight
 from orca_jax.model.context import Context
 from orca_jax.model.feed_forward import activate, between
 from orca_jax.model.layers import Matmul, Weights, linear_of
+from orca_jax.model.ranks import ranks, sorted_places
 from orca_jax.model.shard import Shard
 
 
@@ -98,7 +99,7 @@ class Mixture(nnx.Module):
             if mixed is not None:
                 return mixed
         expert = expert.reshape(-1)
-        order = jnp.argsort(expert, stable=True)
+        order, place = sorted_places(expert)
         sizes = (expert[:, None] == jnp.arange(n_here)).sum(axis=0, dtype=jnp.int32)
         rows = x.at[order // top_k].get(mode="clip")  # [T k, H], sorted by expert
         inner = product.by_expert(rows, up, sizes)
@@ -106,7 +107,6 @@ class Mixture(nnx.Module):
             of_row = self.up.bias[...].reshape(n_here, -1).at[expert[order]]
             inner = inner + of_row.get(mode="clip")
         out = product.by_expert(between(inner, self.config), down, sizes)
-        place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
         by_token = out.at[place].get(mode="clip").reshape(n_tokens, top_k, -1).astype(jnp.float32)
         return (weights[:, :, None] * by_token).sum(axis=1).astype(x.dtype)
 
@@ -121,6 +121,18 @@ def choose(experts: Experts, logits: jax.Array, correction: jax.Array | None) ->
         case "softmax_of_chosen":
             scores = logits
     rating = scores if correction is None else scores + correction.astype(jnp.float32)
+    sort, count = partial(chosen_by_sorting, experts), partial(chosen_by_counting, experts)
+    weights, chosen = lax.platform_dependent(scores, rating, cpu=sort, default=count)
+    if experts.scores == "softmax_of_chosen":
+        weights = jax.nn.softmax(weights, axis=-1)
+    if experts.renormalised:
+        total = weights.sum(axis=-1, keepdims=True)
+        weights = weights / (jnp.maximum(total, experts.least_sum) if experts.least_sum else total)
+    return weights * experts.multiplier, chosen
+
+
+def chosen_by_sorting(experts: Experts, scores: jax.Array, rating: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The scores of the experts with the best ratings, and these experts, both [T, k]."""
     if experts.n_groups > 1:
         by_group = rating.reshape(len(rating), experts.n_groups, -1)
         best = lax.top_k(by_group, experts.scores_of_group)[0].sum(axis=-1)  # [T, groups]
@@ -128,10 +140,18 @@ def choose(experts: Experts, logits: jax.Array, correction: jax.Array | None) ->
         in_top = (groups[:, :, None] == jnp.arange(experts.n_groups)).any(axis=1)
         rating = jnp.where(in_top[:, :, None], by_group, -jnp.inf).reshape(rating.shape)
     chosen = lax.top_k(rating, experts.top_k)[1]
-    weights = jnp.take_along_axis(scores, chosen, axis=-1)
-    if experts.scores == "softmax_of_chosen":
-        weights = jax.nn.softmax(weights, axis=-1)
-    if experts.renormalised:
-        total = weights.sum(axis=-1, keepdims=True)
-        weights = weights / (jnp.maximum(total, experts.least_sum) if experts.least_sum else total)
-    return weights * experts.multiplier, chosen
+    return jnp.take_along_axis(scores, chosen, axis=-1), chosen
+
+
+def chosen_by_counting(experts: Experts, scores: jax.Array, rating: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """chosen_by_sorting without a sort, for GPUs."""
+    if experts.n_groups > 1:
+        by_group = rating.reshape(len(rating), experts.n_groups, -1)
+        best = jnp.where(ranks(by_group) < experts.scores_of_group, by_group, 0).sum(axis=-1)  # [T, groups]
+        in_top = ranks(best) < experts.top_groups
+        rating = jnp.where(in_top[:, :, None], by_group, -jnp.inf).reshape(rating.shape)
+    expert = jnp.arange(experts.number, dtype=jnp.int32)
+    is_chosen = ranks(rating)[:, None] == jnp.arange(experts.top_k)[:, None]  # [T, k, X]
+    weights = jnp.where(is_chosen, scores[:, None], 0).sum(axis=-1)
+    chosen = jnp.where(is_chosen, expert, 0).sum(axis=-1, dtype=jnp.int32)
+    return weights, jnp.minimum(chosen, experts.number - 1)  # of a NaN, several may have one rank

@@ -139,7 +139,7 @@ class PackedWeight(FormedWeight, form=PackedForm):
             x = rounded(x)
 
         def experts(at: Array) -> Array:
-            planes = {name: plane[at] for name, plane in held.items()}
+            planes = {name: plane.at[at].get(mode="clip") for name, plane in held.items()}
             found = unpacked(self.form, planes, x.dtype)
             return found.reshape(*at.shape, -1, found.shape[-1])
 

@@ -92,16 +92,22 @@ def tile_table(sizes: jax.Array, shape: ProductShape) -> jax.Array:
     tile of rows: its group, and that group's first tile, number of tiles, first row and end. A group's tiles
     begin at the last multiple of 8 at or before its first row, so they may include rows of other groups.
     """
-    row_end = jnp.cumsum(sizes)
+    row_end = _cumulative(sizes)
     row = row_end - sizes
     n_covered = row_end - row // ALIGNED * ALIGNED
     tiles = jnp.where(sizes > 0, -(-n_covered // shape.tile_rows), 0)
-    tile_end = jnp.cumsum(tiles)
+    tile_end = _cumulative(tiles)
     tile = jnp.arange(shape.max_tiles)
     group = jnp.minimum((tile[:, None] >= tile_end).sum(axis=1), shape.n_experts - 1)
     columns = (group, *(each[group] for each in (tile_end - tiles, tiles, row, row_end)))
     records = jnp.pad(jnp.stack(columns, axis=1), ((1, 0), (0, 3)))
     return records.at[0, 0].set(tile_end[-1] * shape.column_tiles).astype(jnp.int32)
+
+
+def _cumulative(sizes: jax.Array) -> jax.Array:
+    """The cumulative sum, as one kernel; XLA makes several of jnp.cumsum."""
+    index = jnp.arange(len(sizes))
+    return jnp.where(index <= index[:, None], sizes, 0).sum(axis=-1, dtype=sizes.dtype)
 
 
 class Item(NamedTuple):

@@ -23,7 +23,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.packed_form import MXFP4
 from orca_jax.families.parameters import parameter_table, stage_bytes
 from orca_jax.model.layers import grouped_matmul
-from orca_jax.model.packed import unpack_at_once, unpack_one_by_one
+from orca_jax.model.packed import unpack_at_once, unpack_by_row, unpack_one_by_one
 from orca_jax.model.packed_weight import unpacked
 from orca_jax.model.transformer import init_parameters
 from orca_jax.model.weight import PackedWeight
@@ -62,12 +62,14 @@ def as_dense(value: Any) -> np.ndarray:
 
 def multiplied(product: Any, x: jax.Array, planes: Any, sizes: jax.Array) -> jax.Array:
     """A product of rows by experts, which are unpacked as they are needed."""
-    more = {"n_out": planes["codes"].shape[1]} if product is unpack_one_by_one else {}
+    more: dict[str, Any] = {} if product is unpack_by_row else {"grouped": grouped_matmul}
+    if product is unpack_one_by_one:
+        more["n_out"] = planes["codes"].shape[1]
 
     def experts(at: jax.Array) -> jax.Array:
         return unpacked(MXFP4, {name: plane[at] for name, plane in planes.items()}, x.dtype)
 
-    return product(x, sizes, experts=experts, grouped=grouped_matmul, **more)
+    return product(x, sizes, experts=experts, **more)
 
 
 def padded(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -84,7 +86,7 @@ def test_every_number_and_scale_is_unpacked_exactly(dtype: Any) -> None:
     assert np.array_equal(np.asarray(found, np.float32), by_numpy(every))
 
 
-@pytest.mark.parametrize("product", [unpack_one_by_one, unpack_at_once])
+@pytest.mark.parametrize("product", [unpack_one_by_one, unpack_at_once, unpack_by_row])
 @pytest.mark.parametrize(
     "sizes", [[3, 0, 2, 1], [0, 0, 0, 9], [0, 0, 0, 0], [1, 1, 1, 1], [9, 0, 0, 0]], ids=str
 )
