@@ -7,6 +7,7 @@
 #
 #     correct         versions; the kernel in every form against float64; memcheck on one, where the tool is
 #     experts         products of experts: against float64, memcheck, then over their floor; a small mixture
+#     latent          latent attention's kernel: against float64, memcheck, then over its floor
 #     tokens          the whole engine's choices against model/reference.py
 #     increments      the kernel: the increment phase; other head sizes and blocks
 #     initiations     the kernel: the initiation phase, mixed batches; what a call launches
@@ -39,7 +40,7 @@ while :; do
     esac
 done
 if [ -z "$list" ]; then
-    [ $# -ge 1 ] || { sed -n '2,33p' "$0" | sed 's/^# \{0,1\}//' >&2; exit 2; }
+    [ $# -ge 1 ] || { sed -n '2,31p' "$0" | sed 's/^# \{0,1\}//' >&2; exit 2; }
     mkdir -p "$1" || exit 2
     out=$(cd "$1" && pwd) || exit 2
     shift
@@ -128,6 +129,24 @@ experts() {
         echo "== experts-memcheck: there is no compute-sanitizer here; left out"
     fi
     measure experts-iteration 180 bench.iteration --preset small-mixture --rows 1,8,32 --context 512 --prefill 1023
+}
+
+latent() {
+    if [ -n "$cpu" ]; then
+        under="env PJRT_NPROC=16"
+        measure latent 200 bench.kernel.latent --tiny --repeat 2
+        under=
+        return
+    fi
+    measure latent 280 bench.kernel.latent --json "$out/latent.json"
+    PATH=$PATH:/usr/local/cuda/bin
+    if [ -n "$list" ] || command -v compute-sanitizer >/dev/null; then
+        under="env XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 9"
+        measure latent-memcheck 120 bench.kernel.latent --one
+        under=
+    else
+        echo "== latent-memcheck: there is no compute-sanitizer here; left out"
+    fi
 }
 
 tokens() {
@@ -260,7 +279,7 @@ peers() {
     under=
 }
 
-all="correct experts tokens increments initiations beside iteration big big_no_graphs big_no_triton small start figures"
+all="correct experts latent tokens increments initiations beside iteration big big_no_graphs big_no_triton small start figures"
 all="$all peers"
 for part in ${*:-$all}; do
     case " $all " in

@@ -15,7 +15,8 @@ from orca_jax.model.context import Iteration, Tokens
 from orca_jax.model.feed_forward import between
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import Matmul, matmul
-from orca_jax.model.mixture import Mixture, choose
+from orca_jax.model.mixture import Mixture, choose, chosen_by_counting, chosen_by_sorting
+from orca_jax.model.ranks import places_by_counting, ranks, sorted_places
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import greedy_request, harness
 from tests.device.model.drawn_weights import drawn
@@ -51,6 +52,39 @@ def test_routing_by_hand() -> None:
     of_two = [{0: share[0], 1: 1 - share[0]}, {1: share[1], 3: 1 - share[1]}]
     close(routed(Experts(number=4, top_k=2, renormalised=True)), of_two)
     close(routed(Experts(number=4, top_k=2, scores="softmax_of_chosen")), of_two)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        Experts(number=24, top_k=5),
+        Experts(number=24, top_k=4, scores="sigmoid", correction_bias=True, n_groups=6, top_groups=2),
+        Experts(number=24, top_k=3, n_groups=4, top_groups=3),
+    ],
+    ids=["all", "groups by two scores", "groups by one"],
+)
+def test_counting_chooses_the_experts_that_sorting_chooses(own: Experts) -> None:
+    rng = np.random.default_rng(0)
+    scores = jnp.asarray(rng.standard_normal((50, 24)), jnp.float32)
+    rating = jnp.round(2 * scores) / 2  # of equal ones the first is chosen
+    assert len(np.unique(rating)) < 20
+    for found, wanted in zip(
+        chosen_by_counting(own, scores, rating), chosen_by_sorting(own, scores, rating), strict=True
+    ):
+        assert found.dtype == wanted.dtype
+        np.testing.assert_array_equal(found, wanted)
+    of_nan = chosen_by_counting(own, scores, jnp.full_like(rating, jnp.nan))[1]
+    assert np.asarray(of_nan).min() >= 0 and np.asarray(of_nan).max() < 24
+
+
+def test_counting_sorts() -> None:
+    keys = jnp.asarray(np.random.default_rng(1).integers(0, 9, 70), jnp.int32)
+    for found, wanted in zip(places_by_counting(keys), sorted_places(keys), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert ranks(jnp.array([[1.0, 3.0, 3.0, -jnp.inf], [0.0, 0.0, 0.0, 0.0]])).tolist() == [
+        [2, 0, 1, 3],
+        [0, 1, 2, 3],
+    ]
 
 
 def test_a_correction_changes_the_choice_and_not_the_weights() -> None:
