@@ -38,6 +38,7 @@ _GATHERED = 2.5  # arrays of gathered keys or values that XLA keeps at a time
 # pallas/work_list/bounds.py: queries of a tile that the kernel may split, the most heads per device for which
 # it splits, and the number of parts it has room for: two per SM of a Hopper GPU.
 _CUT_QUERIES, _CUT_HEADS, _CUT_PARTS = 128, 16, 2 * 132
+_LATENT_HEADS = 64  # pallas/latent_attention.py: the most heads of a part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,12 +284,14 @@ def _largest_batch(shape: EngineShape) -> tuple[int, int]:
 def _kernel_bytes(config: ModelConfig, n_devices: int, n_tokens: int, itemsize: int) -> int:
     """Bytes of one layer of attention by the kernel: queries, keys, values, result, and the tiles' parts.
 
-    A part takes 4 bytes an element: float32, or 16 bits and 16 bits of rounding error. What latent attention
-    has around the kernel is in _elements_per_token; the parts of its rows are small.
+    A part takes 4 bytes an element: float32, or 16 bits and 16 bits of rounding error. Latent attention has
+    parts of rows, of up to 64 heads and 16 bits an element; its keys are in the cache already.
     """
     attention = config.attention
     if attention.latent is not None:
-        return 0
+        n_heads, rank = attention.n_heads // n_devices, attention.latent.rank
+        own = config.hidden_size + n_heads * (attention.head_size + rank)
+        return itemsize * (n_tokens * own + _CUT_PARTS * min(n_heads, _LATENT_HEADS) * rank)
     own = 2 * (attention.width + attention.kv_width) // n_devices
     around = n_tokens * itemsize * (config.hidden_size + own)
     if n_tokens <= _CUT_QUERIES or config.n_heads // n_devices > _CUT_HEADS:
