@@ -25,7 +25,11 @@ from orca_jax.model.layers import Linear, Matmul, RMSNorm, Weights, linear_of
 from orca_jax.model.rotation import Rotation, query_factors, rotate
 
 _MASKED = -1e30  # a masked key's score; finite, so that inf - inf cannot arise
+_WHOLE_WEIGHT = 256  # of more tokens, the products with the unwanted part take longer than copying the other
 _QUERIES, _KEYS = 128, 256  # the plain form's queries of a tile, and keys of a chunk
+
+
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Queries(NamedTuple):
@@ -135,12 +139,10 @@ class LatentAttention(nnx.Module):
 
     def _absorbed(self, queries: Queries, cache: LayerCache, attend: Attend) -> jax.Array:
         """Attend in the absorbed form: [T, N, W]."""
-        w_uk = self._kv_weight()[:, : self.config.plain_size]  # [N, P, C]
-        plain = jnp.einsum("tnp,npc->tnc", queries.plain, w_uk)
+        plain = _in_cache_space(queries.plain, self._kv_weight())
         absorbed = jnp.concatenate([plain, queries.rotated], axis=-1)[:, :, None]  # [T, N, 1, C + rotary]
         attended = attend(absorbed, cache, self.attention, None, None)  # [T, N, 1, C]
-        w_uv = self._kv_weight()[:, self.config.plain_size :]  # [N, W, C]
-        return jnp.einsum("tnc,nwc->tnw", attended[:, :, 0], w_uv)
+        return _values(attended[:, :, 0], self._kv_weight(), self.config.plain_size)
 
     def _kv_weight(self) -> jax.Array:
         """Each head's W_UK and W_UV, which make its keys and values: [N, P + W, C]."""
@@ -150,6 +152,43 @@ class LatentAttention(nnx.Module):
     def _rotated(self, x: jax.Array, rotation: Rotation) -> jax.Array:
         """Rotate x [T, n, rotary size]."""
         return rotate(x[:, None], rotation, interleaved=self.interleaved)[:, 0]
+
+
+def _in_cache_space(plain: jax.Array, kv_weight: jax.Array) -> jax.Array:
+    """W_UK^T applied to queries [T, N, P], for kv_weight [N, P + W, C]: [T, N, C]."""
+    size = plain.shape[-1]
+
+    def of_part(plain: jax.Array, kv_weight: jax.Array) -> jax.Array:
+        return jnp.einsum("tnp,npc->tnc", plain, kv_weight[:, :size])
+
+    def of_whole(plain: jax.Array, kv_weight: jax.Array) -> jax.Array:
+        padded = jnp.pad(plain, ((0, 0), (0, 0), (0, kv_weight.shape[1] - size)))
+        return jnp.einsum("tnp,npc->tnc", padded, kv_weight)
+
+    return _of_kv_weight(of_part, of_whole, plain, kv_weight)
+
+
+def _values(attended: jax.Array, kv_weight: jax.Array, n_plain: int) -> jax.Array:
+    """W_UV applied to results [T, N, C], for kv_weight [N, P + W, C]: [T, N, W]."""
+
+    def of_part(attended: jax.Array, kv_weight: jax.Array) -> jax.Array:
+        return jnp.einsum("tnc,nwc->tnw", attended, kv_weight[:, n_plain:])
+
+    def of_whole(attended: jax.Array, kv_weight: jax.Array) -> jax.Array:
+        return jnp.einsum("tnc,nmc->tnm", attended, kv_weight)[:, :, n_plain:]
+
+    return _of_kv_weight(of_part, of_whole, attended, kv_weight)
+
+
+def _of_kv_weight(of_part: Product, of_whole: Product, x: jax.Array, kv_weight: jax.Array) -> jax.Array:
+    """A product with a part of the weight.
+
+    XLA copies a part of a weight before the product on a GPU. With few tokens that takes longer than
+    multiplying by the whole weight.
+    """
+    if len(x) > _WHOLE_WEIGHT:
+        return of_part(x, kv_weight)
+    return lax.platform_dependent(x, kv_weight, cpu=of_part, default=of_whole)
 
 
 def plain_attention(

@@ -147,7 +147,10 @@ def chosen_by_counting(experts: Experts, scores: jax.Array, rating: jax.Array) -
     """chosen_by_sorting without a sort, for GPUs."""
     if experts.n_groups > 1:
         by_group = rating.reshape(len(rating), experts.n_groups, -1)
-        best = jnp.where(ranks(by_group) < experts.scores_of_group, by_group, 0).sum(axis=-1)  # [T, groups]
+        best = by_group.max(axis=-1)  # [T, groups]
+        if experts.scores_of_group == 2:  # the best sum of two
+            sums = by_group[..., :, None] + by_group[..., None, :]
+            best = jnp.where(jnp.eye(by_group.shape[-1], dtype=bool), -jnp.inf, sums).max(axis=(-1, -2))
         in_top = ranks(best) < experts.top_groups
         rating = jnp.where(in_top[:, :, None], by_group, -jnp.inf).reshape(rating.shape)
     expert = jnp.arange(experts.number, dtype=jnp.int32)

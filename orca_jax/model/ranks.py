@@ -14,7 +14,7 @@ _MOST_COUNTED = 4096  # of longer sequences, the pairs take longer than a sort's
 def ranks(values: jax.Array) -> jax.Array:
     """Each element's place along the last axis in descending order, int32; of equal ones the first is first.
 
-    This is the order of lax.top_k, but for NaN.
+    This is the order of lax.top_k, but for NaN and a zero's sign.
     """
     index = jnp.arange(values.shape[-1])
     one, other = values[..., :, None], values[..., None, :]

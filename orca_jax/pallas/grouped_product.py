@@ -24,6 +24,7 @@ from orca_jax.pallas.work_list.group_tiles import (
     STEP,
     Item,
     ProductShape,
+    cumulative,
     item_at,
     tile_table,
     unsupported,
@@ -56,7 +57,7 @@ def grouped_product(
     shape = ProductShape(-(-n_rows // ALIGNED) * ALIGNED, n_experts, n_out, n_in, n_cores, interpret)
     x = jnp.pad(x, ((0, shape.n_rows - n_rows), (0, 0)))
     out = _launch(shape, tile_table(sizes, shape), x, weight)[:n_rows]
-    return jnp.where((jnp.arange(n_rows) < sizes.sum())[:, None], out, 0)
+    return jnp.where((jnp.arange(n_rows) < cumulative(sizes)[-1])[:, None], out, 0)
 
 
 @partial(jax.jit, static_argnames="shape")  # a model with many layers lowers the kernel once
@@ -92,7 +93,7 @@ def _kernel(shape: ProductShape, table: Any, x: Any, weight: Any, out: Any, *sha
     """The program of a thread block's three warp groups."""
     weight_s, x_s, out_s, arrived, freed = shared
     core, group = lax.axis_index("core"), lax.axis_index("group")
-    n_items = lax.div(table[0, 0] - core + (shape.n_cores - 1), shape.n_cores)
+    n_items = lax.div(table[0, 0] * shape.column_tiles - core + (shape.n_cores - 1), shape.n_cores)
 
     def each_item(run: Any) -> None:
         pl.loop(0, n_items)(lambda i: run(item_at(table, core + i * shape.n_cores, shape), i * shape.n_steps))

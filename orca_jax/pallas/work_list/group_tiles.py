@@ -88,23 +88,29 @@ class ProductShape:
 def tile_table(sizes: jax.Array, shape: ProductShape) -> jax.Array:
     """The work list [1 + max_tiles, 8] int32 for groups of `sizes` [X] rows.
 
-    The first record has the number of items, each a tile of rows and of columns. Then comes a record for each
-    tile of rows: its group, and that group's first tile, number of tiles, first row and end. A group's tiles
-    begin at the last multiple of 8 at or before its first row, so they may include rows of other groups.
+    The first record has the number of tiles of rows; an item is one of them and a tile of columns. Then comes
+    a record for each tile of rows: its group, and that group's first tile, number of tiles, first row and
+    end. A group's tiles begin at the last multiple of 8 at or before its first row, so they may include rows
+    of other groups.
     """
-    row_end = _cumulative(sizes)
+    row_end = cumulative(sizes)
     row = row_end - sizes
     n_covered = row_end - row // ALIGNED * ALIGNED
     tiles = jnp.where(sizes > 0, -(-n_covered // shape.tile_rows), 0)
-    tile_end = _cumulative(tiles)
-    tile = jnp.arange(shape.max_tiles)
-    group = jnp.minimum((tile[:, None] >= tile_end).sum(axis=1), shape.n_experts - 1)
-    columns = (group, *(each[group] for each in (tile_end - tiles, tiles, row, row_end)))
+    tile_end = cumulative(tiles)
+    tile = jnp.arange(shape.max_tiles)[:, None]
+    # [max_tiles, X]. A sum over it is one launch for all columns; gathers are several.
+    of_group = (tile >= tile_end - tiles) & (tile < tile_end)
+    group = jnp.arange(len(sizes))
+    columns = [
+        jnp.where(of_group, each, 0).sum(axis=1) for each in (group, tile_end - tiles, tiles, row, row_end)
+    ]
     records = jnp.pad(jnp.stack(columns, axis=1), ((1, 0), (0, 3)))
-    return records.at[0, 0].set(tile_end[-1] * shape.column_tiles).astype(jnp.int32)
+    is_count = (jnp.arange(len(records)) == 0)[:, None] & (jnp.arange(8) == 0)
+    return jnp.where(is_count, tile_end[-1], records).astype(jnp.int32)
 
 
-def _cumulative(sizes: jax.Array) -> jax.Array:
+def cumulative(sizes: jax.Array) -> jax.Array:
     """The cumulative sum, as one kernel; XLA makes several of jnp.cumsum."""
     index = jnp.arange(len(sizes))
     return jnp.where(index <= index[:, None], sizes, 0).sum(axis=-1, dtype=sizes.dtype)

@@ -48,7 +48,7 @@ class Sizes:
 
 
 SIZES = {
-    "small": Sizes(12, 128, 192, 16, "bfloat16", 2, ((1, 400), (3, 70), (1, 1)), n_tokens=6),
+    "small": Sizes(12, 128, 192, 32, "bfloat16", 2, ((1, 290), (2, 70)), n_tokens=4, max_keys=320),
     "DeepSeek's, two groups": Sizes(128, 512, 576, 16, "bfloat16", 3, ((1, 400), (1, 64), (0, 0), (1, 65))),
     "sixteen heads, wide blocks": Sizes(16, 512, 576, 128, "float16", 2, ((1, 130), (5, 300))),
     "groups of 40": Sizes(80, 256, 320, 32, "bfloat16", 5, ((1, 399), (1, 3), (2, 64), (1, 128))),

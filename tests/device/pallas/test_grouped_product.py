@@ -28,7 +28,7 @@ def items_of(sizes: jax.Array, shape: ProductShape) -> tuple[jax.Array, ...]:
     """The number of items, and all items up to the bound."""
     table = tile_table(sizes, shape)
     most = jnp.arange(shape.max_tiles * shape.column_tiles)
-    return table[0, 0], *jax.vmap(lambda i: jnp.stack(item_at(table, i, shape)))(most).T
+    return table[0, 0] * shape.column_tiles, *jax.vmap(lambda i: jnp.stack(item_at(table, i, shape)))(most).T
 
 
 @settings(max_examples=60, deadline=None)
