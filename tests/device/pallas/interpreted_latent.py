@@ -24,7 +24,7 @@ from orca_jax.pallas.work_list.work_items import MERGE, work_items
 from tests.device.model.ragged import ragged
 
 # The kernel rounds its result, its weights before it multiplies with them, and the results of parts.
-TOLERANCE = {"bfloat16": 2**-6, "float16": 2**-9}
+TOLERANCE = {"bfloat16": 2**-7, "float16": 2**-10}
 GIVES_UP = 230.0  # seconds; deadlocked threads of a kernel would wait forever
 
 Rows = tuple[tuple[int, int], ...]
@@ -48,9 +48,9 @@ class Sizes:
 
 
 SIZES = {
-    "small": Sizes(12, 128, 192, 32, "bfloat16", 2, ((1, 290), (2, 70)), n_tokens=4, max_keys=320),
-    "DeepSeek's, two groups": Sizes(128, 512, 576, 16, "bfloat16", 3, ((1, 400), (1, 64), (0, 0), (1, 65))),
-    "sixteen heads, wide blocks": Sizes(16, 512, 576, 128, "float16", 2, ((1, 130), (5, 300))),
+    "small": Sizes(12, 128, 192, 32, "bfloat16", 2, ((1, 400), (2, 40)), n_tokens=4),
+    "DeepSeek's, two groups": Sizes(128, 512, 576, 16, "bfloat16", 4, ((1, 400), (1, 48), (0, 0), (1, 65))),
+    "sixteen heads, wide blocks": Sizes(16, 512, 576, 128, "float16", 3, ((1, 400), (3, 20))),
     "groups of 40": Sizes(80, 256, 320, 32, "bfloat16", 5, ((1, 399), (1, 3), (2, 64), (1, 128))),
     "fixed positions": Sizes(24, 128, 192, 64, "float16", 2, ((1, 400), (4, 290)), fixed=True),
 }
@@ -98,7 +98,9 @@ class Compared:
         q, cache = (jnp.asarray(x, sizes.dtype) for x in batch[:2])
         arrays = (q * sharpness, cache, *map(jnp.asarray, batch[3:]))
         work = work_items(batch.row_start, batch.kv_length, self.plan)
-        self.n_merged += int((work[self.plan.first_merge :, MERGE.token] < sizes.n_tokens).sum())
+        n_merged = int((work[self.plan.first_merge :, MERGE.token] < sizes.n_tokens).sum())
+        assert n_merged or rows != sizes.rows, "the first batch must have split rows"
+        self.n_merged += n_merged
         got = np.asarray(self.kernel(jnp.asarray(work), *arrays), np.float32)
         want = np.asarray(self.reference(*arrays), np.float32)
         end = batch.row_start[-1]

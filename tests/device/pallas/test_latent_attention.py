@@ -99,7 +99,7 @@ def interpreted(name: str, n_batches: int) -> None:
         check=False,
     )
     assert done.returncode == 0, f"PJRT_NPROC=16 {shlex.join(command)}\n{done.stdout[-4000:]}"
-    assert json.loads(done.stdout.splitlines()[-1])["merged"] > 0  # rows are split
+    assert json.loads(done.stdout.splitlines()[-1])["merged"] > 0
 
 
 def test_the_interpreted_kernel_equals_the_reference() -> None:
