@@ -85,7 +85,10 @@ _CAUSAL_AND_UNBIASED = _EVERY_FEATURE - {
     *("ALiBi", "a relative bias", "attention that is not causal", "latent keys and values"),
     "keys and values in eight bits",
 }
-_KERNEL = (_CAUSAL_AND_UNBIASED | {"latent keys and values"}) - {"attention sinks"}
+_KERNEL = _EVERY_FEATURE - {
+    *("ALiBi", "a relative bias", "attention that is not causal", "attention sinks"),
+    "keys and values in eight bits",
+}
 # The features of each path, beyond causal attention with as many K/V heads as query heads. The kernels' work
 # lists and cuDNN's masks assume causal attention, and none adds a bias to scores or has a scale for each key
 # and value. cuDNN does not support heads as large as a latent key, or values that are read from the keys. The

@@ -263,14 +263,10 @@ def _wide(form: PackedForm, numbers: Array) -> Array:
 
 
 def _half_power(exponents: Array) -> Array:
-    """2 ** (exponent - 128) as float32; the least two are subnormal.
-
-    It is the product of two powers, which are normal: XLA would write the results of a comparison to memory.
-    """
+    """2 ** (exponent - 128) as float32; the least two are subnormal."""
     wide = exponents.astype(jnp.uint32)
-    half = wide >> 1
-    first, second = (lax.bitcast_convert_type((n + 63) << 23, jnp.float32) for n in (half, wide - half))
-    return first * second
+    bits = jnp.where(wide < 2, jnp.uint32(1 << 21) << wide, (wide - 1) << 23)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _six_bits(packed: Array) -> tuple[Array, Array]:

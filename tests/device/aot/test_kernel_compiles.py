@@ -99,7 +99,9 @@ def test_the_experts_kernel_compiles_for_few_rows_and_many(size: compile_experts
 def test_the_latent_kernel_compiles_for_whole_models_and_shared_ones(size: compile_latent.Size) -> None:
     compiled = compile_latent.figures(size)  # raises if shared memory is too small
     assert compiled.registers <= 168
-    assert sum(loop.n_spills for loop in compiled.key_loops) <= 12, compiled
+    # As for heads of 256, the sums of 512 values leave no registers to spare. With 20 heads 3 of 32 spills
+    # are in the loop over whole slots, the others in masked slots, of which an item has one.
+    assert sum(loop.n_spills for loop in compiled.key_loops) <= (32 if size.rank == 512 else 0), compiled
     assert compiled.descriptors
     assert not [
         (descriptor, broken) for descriptor in compiled.descriptors if (broken := descriptor.broken_rules())
