@@ -88,8 +88,12 @@ class Tails:
 MakeWorkload = Callable[..., Workload]  # (n_requests, *, rate, seed=0)
 
 
+def lognormal_lengths(n: int, mean: float, sigma: float, most: int, *, seed: int) -> Lengths:
+    """`n` log-normal integers from 1 to `most`, with the expected mean `mean`."""
+    return _lognormal(np.random.default_rng(seed), n, mean, sigma, most)
+
+
 def _lognormal(rng: np.random.Generator, n: int, mean: float, sigma: float, most: int) -> Lengths:
-    """Integers from 1 to `most`, with the expected mean `mean`."""
     normal = rng.standard_normal(n)
     quantiles = np.random.default_rng(0).standard_normal(1 << 17)
 
