@@ -1,5 +1,6 @@
 """Panels of lines or bars as one SVG document."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -46,8 +47,8 @@ def document(panels: Sequence[Panel | Bars]) -> str:
 
 def _lines(panel: Panel) -> str:
     points = [point for line in panel.lines.values() for point in line]
-    most_x = max((x for x, _ in points), default=1.0) or 1.0
-    most_y = panel.most_y or max([y for _, y in points] + [*panel.marks.values()], default=1.0) * 1.05 or 1.0
+    most_x = _round_end(max((x for x, _ in points), default=1.0))
+    most_y = panel.most_y or _round_end(max([y for _, y in points] + [*panel.marks.values()], default=1.0))
     width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -96,6 +97,13 @@ def _bars(panel: Bars) -> str:
             at += w
         parts.append(_text(at + 4, y + 12, note, color=_INK))
     return "".join(parts)
+
+
+def _round_end(value: float) -> float:
+    """The end of an axis that reaches `value` with round numbers at its ticks."""
+    step = (value or 1.0) / _TICKS
+    power = 10.0 ** math.floor(math.log10(step))
+    return _TICKS * next(power * n for n in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if power * n >= step * 0.999)
 
 
 def _number(value: float) -> str:

@@ -1,6 +1,6 @@
 """DistServe's goodput, prefill and decode together or apart (Zhong et al., OSDI 2024, Figure 1).
 
-    python -m bench.reproduced.distserve [--requests 600] [--bandwidth 300] [--picture FILE.svg]
+    python -m bench.reproduced.distserve [--requests 300] [--bandwidth 300] [--picture FILE.svg]
 
 OPT-13B in float16, prompts of 512 tokens and outputs of 64, Poisson arrivals. Goodput is the highest rate for
 each GPU at which nine in ten requests have their first token within 0.4 s and their other tokens within 40 ms
@@ -219,7 +219,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--requests", type=int, default=600, help="at each rate (default: 600)")
+    parser.add_argument("--requests", type=int, default=300, help="at each rate (default: 300)")
     parser.add_argument(
         "--bandwidth",
         type=float,

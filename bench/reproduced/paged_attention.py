@@ -1,6 +1,6 @@
 """PagedAttention's batches and wasted memory (Kwon et al., SOSP 2023, Figures 2 and 13).
 
-    python -m bench.reproduced.paged_attention [--requests 1500] [--picture FILE.svg]
+    python -m bench.reproduced.paged_attention [--requests 800] [--picture FILE.svg]
 
 OPT-13B in float16 on one A100 of 40 GB with 15,700 slots (the paper's Table 1); log-normal lengths with the
 means of its ShareGPT and Alpaca, at the rates of its Figure 13. vLLM is prompts before decodes and blocks on
@@ -20,7 +20,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.reproduced.buddy import chunk_size
 from bench.reproduced.chart import Bars, document
 from bench.reproduced.models import OPT_13B
 from bench.reproduced.played import Cost, Job, Stop, floors, play, poisson_jobs
@@ -73,8 +72,8 @@ SIGMA = 1.0  # of the lengths' logarithms; the paper gives means and histograms
 class Memory(TimelineObserver):
     """Admitted requests and the use of slots, over time: sums of seconds times requests, or times slots.
 
-    Of a chunk, `tokens` have keys and values, `reserved` will have, and `internal` never; `external` slots
-    are no request's. Nothing counts after `until`.
+    Of what a request has, `tokens` have keys and values, `reserved` slots will have, and `internal` ones
+    never; `external` is the rest, with what rounding to powers of two takes. Nothing counts after `until`.
     """
 
     contiguous: bool
@@ -105,15 +104,15 @@ class Memory(TimelineObserver):
         self._live.pop(request, None)
 
     def _use(self, known: Mapping[Request, int]) -> dict[str, int]:
-        tokens, reserved, held = sum(known.values()), 0, 0
+        tokens, reserved, asked = sum(known.values()), 0, 0
         for req, n in known.items():
             if self.contiguous:
                 assert isinstance(req.sink, Stop)
                 reserved += req.n_input + req.sink.n_output - n
-                held += chunk_size(req.max_tokens)
+                asked += req.max_tokens
             else:
-                held += round_up(n, BLOCK_SIZE)
-        counts = (tokens, reserved, held - tokens - reserved, N_SLOTS - held)
+                asked += round_up(n, BLOCK_SIZE)
+        counts = (tokens, reserved, asked - tokens - reserved, N_SLOTS - asked)
         return dict(zip(PARTS, counts, strict=True))
 
     @property
@@ -121,9 +120,9 @@ class Memory(TimelineObserver):
         """Requests per batch."""
         return self.requests / self.seconds
 
-    def shares(self, *, of_held: bool = False) -> dict[str, float]:
-        """The fraction of all slots, or of those that requests hold, by use."""
-        parts = {name: n for name, n in self.slots.items() if not (of_held and name == "external")}
+    def shares(self, *, of_asked: bool = False) -> dict[str, float]:
+        """The fraction of all slots, or of those that requests asked for, by use."""
+        parts = {name: n for name, n in self.slots.items() if not (of_asked and name == "external")}
         return {name: n / sum(parts.values()) for name, n in parts.items()}
 
 
@@ -173,7 +172,7 @@ def picture(found: Mapping[str, Mapping[str, Memory]]) -> str:
     """The use of memory with ShareGPT's lengths and the mean batches, ours and the paper's."""
     share_gpt = found["ShareGPT"]
     ours = {
-        name: ([100 * share for share in memory.shares(of_held=name == "vLLM").values()], "")
+        name: ([100 * share for share in memory.shares(of_asked=name == "vLLM").values()], "")
         for name, memory in share_gpt.items()
     }
     paper = {name: (values, "") for name, values in PAPER_MEMORY.items()}
@@ -197,7 +196,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--requests", type=int, default=1500, help="of each dataset (default: 1500)")
+    parser.add_argument("--requests", type=int, default=800, help="of each dataset (default: 800)")
     parser.add_argument(
         "--sigma", type=float, default=SIGMA, help=f"of the lengths' logarithms (default: {SIGMA:g})"
     )
@@ -211,17 +210,17 @@ def main() -> None:
         found = {name: runs(dataset, cost, flags.requests, flags.sigma) for name, dataset in DATASETS.items()}
         for name, memories in found.items():
             table = Table(title=f"{name}, {DATASETS[name].rate:g} requests a second, {title}")
-            columns = ("", "batch", "the paper", *(f"{part}, %" for part in PARTS), "of held", "the paper")
+            columns = ("", "batch", "the paper", *(f"{part}, %" for part in PARTS), "of asked", "the paper")
             for i, column in enumerate(columns):
                 table.add_column(column, justify="right" if i else "left")
             for system, memory in memories.items():
-                shares, of_held = memory.shares(), memory.shares(of_held=True)["tokens"]
+                shares, of_asked = memory.shares(), memory.shares(of_asked=True)["tokens"]
                 paper = f"{PAPER_MEMORY[system][0]:.1f}" if name == "ShareGPT" else ""
                 batch = f"{DATASETS[name].paper_batch[system]:.2f}"
                 table.add_row(
                     *(system, f"{memory.mean_batch:.2f}", batch),
                     *(f"{100 * share:.1f}" for share in shares.values()),
-                    *(f"{100 * of_held:.1f}", paper),
+                    *(f"{100 * of_asked:.1f}", paper),
                 )
                 what = {"times": title, "dataset": name, "system": system}
                 rows.append({**what, "mean_batch": memory.mean_batch, **shares})

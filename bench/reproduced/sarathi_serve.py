@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument(
         "--capacity-requests",
         type=int,
-        default=512,
+        default=192,
         help="at each rate of the capacity search (default: 512)",
     )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write an SVG, with one factor")

@@ -134,8 +134,8 @@ def test_reservations_limit_the_batch_and_paging_does_not() -> None:
     busy = {system: memory.largest for system, memory in found.items()}
     assert busy == {"Orca (Max)": 7, "Orca (Pow2)": 40, "Orca (Oracle)": 40, "vLLM": 40}
     pow2 = found["Orca (Pow2)"].slots
-    assert pow2["internal"] > 0  # chunks of 32 for 20 tokens
-    assert found["vLLM"].shares(of_held=True)["reserved"] == 0
+    assert pow2["internal"] > 0  # outputs of 16 for 10
+    assert found["vLLM"].shares(of_asked=True)["reserved"] == 0
 
 
 def test_every_slot_has_one_use() -> None:
@@ -143,7 +143,7 @@ def test_every_slot_has_one_use() -> None:
     jobs = [Job(0.0, 5, 3, 3), Job(3.0, 5, 1, 1)]
     memory = paged_attention.run("Orca (Oracle)", jobs, lambda shape: 1.0)
     assert (memory.seconds, memory.mean_batch) == (3.0, 1.0)
-    assert memory.slots == {  # 5, 6 and 7 tokens of 8, in a chunk of 8
+    assert memory.slots == {  # 5, 6 and 7 tokens of the 8 that it asked for
         "tokens": 5 + 6 + 7,
         "reserved": 3 + 2 + 1,
         "internal": 0,
