@@ -149,7 +149,8 @@ class Systems:
         """What clients see of a system at `rate` requests a second for each GPU."""
         if name.startswith("together"):
             scheduling = CHUNKED if name.endswith("chunked") else PREFILL_FIRST
-            return together(self.jobs(rate), self.together, scheduling)
+            cost = self.apart if name.endswith("same engine") else self.together
+            return together(self.jobs(rate), cost, scheduling)
         if name == "prefill only":
             records = prefilled(self.jobs(rate), self.apart, 1)
             return [Seen(one.token_times[0] - one.arrived, 0.0) for one in records]
@@ -166,7 +167,10 @@ class Systems:
         return highest(lambda rate: meets(self.seen(name, rate)), start)
 
 
-NAMES = ("together", "together, chunked", "prefill only", "decode only", "apart, 2 + 1", "apart, 1 + 1")
+NAMES = (
+    *("together", "together, same engine", "together, chunked", "prefill only", "decode only"),
+    *("apart, 2 + 1", "apart, 1 + 1"),
+)
 
 
 def compared(n_requests: int, bandwidth: float) -> list[Systems]:
@@ -240,7 +244,7 @@ def main() -> None:
     for name in NAMES:
         paper = f"{PAPER[name]:g}" if name in PAPER else ""
         table.add_row(name, paper, *(f"{goodputs[name]:.2f}" for goodputs in results.values()))
-    for what, of in (("apart, 2 + 1", "together"), ("apart, 2 + 1", "together, chunked")):
+    for what, of in (("apart, 2 + 1", name) for name in NAMES[:3]):
         paper = f"{PAPER[what] / PAPER[of]:.1f}" if of in PAPER else ""
         table.add_row(f"{what} / {of}", paper, *(f"{each[what] / each[of]:.2f}" for each in results.values()))
     Console(width=120).print(table)

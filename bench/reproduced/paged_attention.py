@@ -210,17 +210,28 @@ def main() -> None:
         found = {name: runs(dataset, cost, flags.requests, flags.sigma) for name, dataset in DATASETS.items()}
         for name, memories in found.items():
             table = Table(title=f"{name}, {DATASETS[name].rate:g} requests a second, {title}")
-            columns = ("", "batch", "the paper", *(f"{part}, %" for part in PARTS), "of asked", "the paper")
-            for i, column in enumerate(columns):
+            columns = (
+                "",
+                "batch",
+                "the paper",
+                "tokens, %",
+                "the paper",
+                *(f"{part}, %" for part in PARTS[1:]),
+            )
+            for i, column in enumerate((*columns, "tokens of asked, %")):
                 table.add_column(column, justify="right" if i else "left")
             for system, memory in memories.items():
                 shares, of_asked = memory.shares(), memory.shares(of_asked=True)["tokens"]
-                paper = f"{PAPER_MEMORY[system][0]:.1f}" if name == "ShareGPT" else ""
-                batch = f"{DATASETS[name].paper_batch[system]:.2f}"
+                tokens, *others = (f"{100 * share:.1f}" for share in shares.values())
                 table.add_row(
-                    *(system, f"{memory.mean_batch:.2f}", batch),
-                    *(f"{100 * share:.1f}" for share in shares.values()),
-                    *(f"{100 * of_asked:.1f}", paper),
+                    *(
+                        system,
+                        f"{memory.mean_batch:.2f}",
+                        f"{DATASETS[name].paper_batch[system]:.2f}",
+                        tokens,
+                    ),
+                    f"{PAPER_MEMORY[system][0]:.1f}" if name == "ShareGPT" else "",
+                    *(*others, f"{100 * of_asked:.1f}"),
                 )
                 what = {"times": title, "dataset": name, "system": system}
                 rows.append({**what, "mean_batch": memory.mean_batch, **shares})

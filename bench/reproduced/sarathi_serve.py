@@ -263,7 +263,7 @@ def main() -> None:
         "--capacity-requests",
         type=int,
         default=192,
-        help="at each rate of the capacity search (default: 512)",
+        help="at each rate of the capacity search (default: 192)",
     )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write an SVG, with one factor")
     flags = parser.parse_args()
