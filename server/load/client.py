@@ -123,7 +123,7 @@ async def _play(share: Share, on_end: Callable[[], object]) -> Played:
     place = asyncio.Semaphore(share.concurrency) if share.concurrency else None
     continued = {request.after for request in share.requests if request.after is not None}
     done: dict[int, asyncio.Future[Outcome]] = {}
-    timeout = aiohttp.ClientTimeout(total=target.timeout)
+    no_timeout = aiohttp.ClientTimeout(total=None)  # _send has one; aiohttp's would be started for each read
     connector = aiohttp.TCPConnector(limit=0)
     loop = asyncio.get_running_loop()
 
@@ -159,7 +159,9 @@ async def _play(share: Share, on_end: Callable[[], object]) -> Played:
     prompts: dict[int, Sequence[int]] = {}
     for index in continued:
         done[index] = loop.create_future()
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=target.headers) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=no_timeout, headers=target.headers
+    ) as session:
         cpu, start = time.process_time(), time.monotonic()
         outcomes = await asyncio.gather(
             *(one(session, i, request) for i, request in zip(share.indices, share.requests, strict=True))
@@ -173,7 +175,7 @@ async def _send(
     """Send one request and fill in its outcome. Never raises for what the server does."""
     path = "/completions" if target.route == "completions" else "/chat/completions"
     try:
-        async with session.post(target.url + path, json=body) as response:
+        async with asyncio.timeout(target.timeout), session.post(target.url + path, json=body) as response:
             if response.status != 200:
                 text = (await response.content.read(_MAX_ERROR_CHARACTERS)).decode("utf-8", "replace")
                 outcome.error = f"status {response.status}: {text}"
@@ -190,7 +192,8 @@ async def _read_stream(response: aiohttp.ClientResponse, outcome: Outcome) -> No
     """Read server-sent events until [DONE]. Sets `error` if the stream ends before it, or says so itself."""
     rest = b""
     done = False
-    async for data in response.content.iter_any():
+    read = response.content.readany
+    while data := await read():
         now = time.monotonic()
         *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(rest) > _MAX_EVENT_BYTES:
