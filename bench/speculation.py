@@ -8,24 +8,36 @@ engine, and they take turns; the first is what the others are compared with. `su
 earlier outputs, and `suffix-again` with those of the runs before. `told:0.8` is told each token of the output
 with a probability of 0.8 and else a wrong one, for the curves of the papers; the gain that the engine's costs
 promise stands beside it. The outputs must be equal. The last line is JSON.
+
+`--widened 16` serves a GPT-2 with feed-forward layers 16 times as wide, whose new units give 0: a slower
+model of the same outputs, for which MODEL is a draft model that is nearly always right (`--drafters off
+draft:MODEL`).
 """
 
 import argparse
 import json
+import math
 import random
+import shutil
 import statistics
+import tempfile
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from orca_jax import LLM, SamplingParams
+from orca_jax.checkpoint.safetensors_reader import StoredTensor, read_header
+from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.shape import serving_buckets
+from orca_jax.model_files.weight_files import SINGLE
 from orca_jax.request.chat.chat_prompts import ChatPrompts
 from orca_jax.request.chat.template_files import load_chat_template
 
@@ -118,6 +130,36 @@ class Drafting:
         return (0, 0) if made is None else (made.n_drafted, made.n_accepted)
 
 
+def widened(directory: Path, n: int, into: Path) -> Path:
+    """Write a GPT-2 that computes the same with feed-forward layers `n` times as wide."""
+
+    def read(stored: StoredTensor) -> np.ndarray:
+        count = math.prod(stored.shape)
+        values = np.fromfile(stored.file, stored.element, count=count, offset=stored.offset)
+        values = values.reshape(stored.shape)
+        if "mlp.c_fc" in stored.name:  # [inputs, outputs], and its bias
+            return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, (n - 1) * values.shape[-1])])
+        if stored.name.endswith("mlp.c_proj.weight"):
+            return np.pad(values, [(0, (n - 1) * values.shape[0]), (0, 0)])
+        return values
+
+    config = json.loads((directory / "config.json").read_text("utf-8"))
+    config["n_inner"] = n * (config["n_inner"] or 4 * config["n_embd"])
+    shutil.copytree(directory, into, ignore=shutil.ignore_patterns("*.safetensors"))
+    (into / "config.json").write_text(json.dumps(config), "utf-8")
+    header = read_header(directory / SINGLE)
+    tensors = map(read, header.values())
+    write_files(
+        into,
+        [
+            Tensor(name, values.shape, values.dtype, lambda values=values: values)
+            for name, values in zip(header, tensors, strict=True)
+        ],
+        1 << 40,
+    )
+    return into
+
+
 def promised_gain(serving: ServingConfig, streams: int, right: float, n_drafts: int) -> float:
     """The gain of so many drafts a request by the engine's costs: its tokens times, over the time's times."""
     buckets, costs = serving_buckets(serving), serving.iteration_costs
@@ -136,8 +178,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 32])
     parser.add_argument("--output", type=int, default=80, help="output tokens of a prompt")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--widened", type=int, help="serve a GPT-2 with feed-forward layers so much wider")
     args = parser.parse_args(argv)
-    engines = {name: Drafting(args.model, name, args.tokens) for name in args.drafters}
+    model = args.model
+    with tempfile.TemporaryDirectory() as folder:
+        if args.widened is not None:
+            model = str(widened(Path(model), args.widened, Path(folder) / "widened"))
+        engines = {name: Drafting(model, name, args.tokens) for name in args.drafters}
     llm = engines[args.drafters[0]].llm
     prompts = chat_prompts(llm)
     table = Table(title=f"{args.model}: tokens/s, median of {args.runs} (least and most)")

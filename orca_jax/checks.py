@@ -39,6 +39,23 @@ def check_place(name: str, value: object) -> None:
         raise ConfigError(f"{name} is {value!r}; it must have the form package.file:name")
 
 
+_DRAFT_MODEL = "draft:"
+
+
+def drafting_model(drafter: str) -> str | None:
+    """The model that "draft:MODEL" names; None for any other drafter."""
+    return drafter.removeprefix(_DRAFT_MODEL) if drafter.startswith(_DRAFT_MODEL) else None
+
+
+def check_drafter(name: str, value: object) -> None:
+    """Raises ConfigError unless `value` has the form "draft:MODEL" or "package.file:name"."""
+    if isinstance(value, str) and drafting_model(value):
+        return
+    if value == _DRAFT_MODEL:
+        raise ConfigError(f"{name} is {value!r}, without a model; write {_DRAFT_MODEL}MODEL")
+    check_place(name, value)
+
+
 def checked_name(name: str, value: object) -> str:
     """`value`, which must be 1 to 256 printable characters. Raises ConfigError."""
     if not (isinstance(value, str) and value.isprintable() and 1 <= len(value) <= _MAX_NAME):

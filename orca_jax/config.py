@@ -5,7 +5,16 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, fields, is_dataclass,
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from orca_jax.checks import Whole, check_fraction, check_names, check_place, check_seconds, check_whole
+from orca_jax.checks import (
+    Whole,
+    check_drafter,
+    check_fraction,
+    check_names,
+    check_place,
+    check_seconds,
+    check_whole,
+    drafting_model,
+)
 from orca_jax.errors import ConfigError
 from orca_jax.options import Also, Hidden, In, Named, Options, Or, Served
 
@@ -77,9 +86,9 @@ class SchedulingOptions(Options):
     speculative: Annotated[
         DrafterName | str,
         "speculative decoding, which changes no token; ngram: drafts from the prompt and the output so far; "
-        "suffix: from earlier outputs too; "
+        "suffix: from earlier outputs too; draft:MODEL: by a smaller model with the same tokenizer; "
         "package.file:Class: a drafter of your own (docs/speculation.md)",
-        *(Or("package.file:Class"), check_place),
+        *(Or("draft:MODEL, package.file:Class"), check_drafter, Also("plan")),
     ] = "off"
     speculative_tokens: Annotated[
         int, "maximum number of draft tokens of a request in an iteration", Whole(1, 64)
@@ -89,6 +98,11 @@ class SchedulingOptions(Options):
     def speculates(self) -> bool:
         """Whether outputs are drafted."""
         return self.speculative != "off"
+
+    @property
+    def draft_model(self) -> str | None:
+        """The name of the model that drafts; None if none does."""
+        return drafting_model(self.speculative)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -567,6 +581,11 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             )
         if self.adapters or self.max_loras:
             self._check_adapters()
+        if self.draft_model is not None and not self.in_this_process:
+            raise ConfigError(
+                f"speculative is {self.speculative!r}; a draft model does not work with workers or "
+                "worker_processes yet; leave one of the two out, or choose ngram or suffix"
+            )
         if self.workers is not None:
             self._refuse_worker_options()
         elif self.on_compile == "error" and self.in_this_process and not self.compile_ahead:

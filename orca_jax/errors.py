@@ -28,6 +28,10 @@ class UnevenBlocks(ConfigError):
     """Packed weights whose blocks the devices of a stage cannot share; the message has degrees that work."""
 
 
+class DifferentTokenizer(ConfigError):
+    """A draft model whose token ids mean other tokens than the served model's; the message has the first."""
+
+
 class WorkerRefused(ConfigError):
     """A worker that differs from what the engine master expects, or has another secret; the message names
     the difference, expected and found.

@@ -111,6 +111,7 @@ class LLM:
             restarts=config.restarts,
             recorder=recorder,
             adapters=built.adapters,
+            drafter=built.drafter,
         )
         assert built.memory is not None
         self._controls = EngineControls(self._service, built.memory)
@@ -450,7 +451,8 @@ class LLM:
         such paths, or the directory of a checkpoint of the same model. Arrays may also have the names and
         shapes of MaxText, Tunix or Gemma's own code: that of `layout`, or by default the one that the names
         show. Arrays are copied; `cast` allows other floating dtypes. Names that end in .lora_a and .lora_b
-        are adapters, which are multiplied with `lora_scale` and merged (docs/training.md). `version` must be
+        are adapters, which are multiplied with `lora_scale` and merged (docs/training.md). Names of a dict
+        that begin with `draft.` are new weights of the draft model; without any it stays. `version` must be
         above the present one, and is one more by default.
 
         Requests that "continue" keep their tokens; all keys and values are computed again, so each further

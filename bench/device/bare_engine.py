@@ -71,7 +71,7 @@ class BareEngine:
         else:
             loaded = load_checkpoint(directory, dtype=element, placements=placements)
             self.parameters = loaded.stages
-        self.serving = chosen_sizes(
+        self.serving, _ = chosen_sizes(
             model, element, parts, sizes, n_devices=pipeline_parallel, attention=attention
         )
         self.buckets = buckets or serving_buckets(self.serving)

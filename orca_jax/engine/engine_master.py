@@ -21,7 +21,7 @@ from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.iteration.rows.message_builder import BlockTables, MessageBuilder, SentRows
 from orca_jax.request.pooled_vector import Vector
-from orca_jax.request.request import Request, RequestState, Row, RowAnswer
+from orca_jax.request.request import Request, RequestState, Row, RowAnswer, SharedDrafter
 from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import Sampled, TokenLogprobs, token_logprobs
 from orca_jax.scheduling.adapter_slots import AdapterStore
@@ -196,7 +196,7 @@ class BuiltEngine:
     connections, processes and threads, and is idempotent. `memory` may be missing before `start_engine` adds
     it. `compile_later(on_buckets)`, if any, starts compiling the programs of more buckets while the engine
     serves, and calls `on_buckets` with all buckets in use after each. `adapters` is missing without room
-    for LoRA adapters.
+    for LoRA adapters, and `drafter` without a draft model.
     """
 
     engine: EngineMaster
@@ -212,6 +212,7 @@ class BuiltEngine:
     memory: EngineMemory | None = None
     compile_later: Callable[[Callable[[tuple[int, ...]], object]], object] | None = None
     adapters: AdapterStore | None = None
+    drafter: SharedDrafter | None = None
 
 
 def _answers(sampled: Sampled, token_ids: Sequence[int], sent: SentRows) -> dict[int, RowAnswer]:

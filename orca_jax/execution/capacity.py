@@ -63,7 +63,8 @@ def check_slots(config: ModelConfig, room: StageRoom, shape: EngineShape, *, n_d
     """Check that the shape's slots fit into a stage's `room`. Raises ConfigError."""
     memory = room.memory(config, shape)
     what = f"the keys and values of n_slots = {shape.n_slots}"
-    _refuse(what, shape.n_slots * memory.slot, room.kv_bytes(memory), n_devices)
+    what += " in the model and the draft model" if room.draft else ""
+    _refuse(what, shape.n_slots * room.slot_bytes(memory), room.kv_bytes(memory), n_devices)
 
 
 def check_weights(config: ModelConfig, itemsize: int, part: StagePart, *, n_devices: int) -> None:

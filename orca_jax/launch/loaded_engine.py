@@ -9,15 +9,18 @@ import jax.numpy as jnp
 from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import EngineConfig
 from orca_jax.engine.engine_master import BuiltEngine
+from orca_jax.engine_memory import EngineMemory
 from orca_jax.execution.capacity import check_weights
 from orca_jax.execution.programs import OnProgram
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.host_memory import keep_large_buffers
 from orca_jax.iteration.shape import serving_buckets
 from orca_jax.launch.local_adapters import LocalAdapters, family_of, with_room_for_adapters
+from orca_jax.launch.local_draft import MemoryWithDraft, draft_place, local_draft_engine
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.model.transformer import Parameters
+from orca_jax.model_files.draft_model import find_draft_model
 from orca_jax.model_files.found_model import FoundModel
 from orca_jax.native.operations import build_all_ahead
 from orca_jax.planning.stage_layers import split_summary
@@ -74,6 +77,8 @@ def loaded_engine(
     config = with_room_for_adapters(found, config)
     devices = jax.devices()
     dtype = config.dtype or default_dtype(devices[0])
+    draft = find_draft_model(found, config)
+    place = None if draft is None else draft_place(draft.name, draft.config, config, jnp.dtype(dtype))
     if devices[0].platform == "cpu":
         keep_large_buffers()
         build_all_ahead(
@@ -93,9 +98,20 @@ def loaded_engine(
         module = user_stages(found.user_model, found.config, parts, jnp.dtype(dtype))
         model, parameters = found.config, module
     n_devices = config.n_devices
-    serving = chosen_sizes(
-        model, jnp.dtype(dtype), parts, config, n_devices=n_devices, attention=config.attention
+    serving, rooms = chosen_sizes(
+        model,
+        jnp.dtype(dtype),
+        parts,
+        config,
+        n_devices=n_devices,
+        attention=config.attention,
+        draft=None if place is None else place.memory,
     )
+    drafter = None
+    if draft is not None and place is not None:
+        drafter = local_draft_engine(
+            draft, place, config, serving, model, rooms, jnp.dtype(dtype), on_program=on_program
+        )
     buckets = serving_buckets(serving)
     built = build_engine(
         model,
@@ -122,22 +138,20 @@ def loaded_engine(
         for name, directory in (config.adapters or {}).items():
             adapters.add(name, str(directory))
     later = built.later
+    memory: EngineMemory = LocalMemory(
+        built.workers.workers, stored=found.config, model=model, dtype=jnp.dtype(dtype), module=module
+    )
     return BuiltEngine(
         engine=built.engine,
         kv=built.kv,
-        memory=LocalMemory(
-            built.workers.workers,
-            stored=found.config,
-            model=model,
-            dtype=jnp.dtype(dtype),
-            module=module,
-        ),
+        memory=memory if drafter is None else MemoryWithDraft(memory, drafter),
+        drafter=drafter,
         model=model,
         serving=serving,
         buckets=built.workers.sizes.buckets,
         dtype=dtype,
         device=device_name(devices[0]),
-        stages=split_summary(model.n_layers, config),
+        stages=split_summary(model.n_layers, config) + ("" if draft is None else f", drafts by {draft.name}"),
         attention=built.attention,
         compile_later=None if later is None else later.start,
         adapters=adapters,

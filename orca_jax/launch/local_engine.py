@@ -17,7 +17,9 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import DECODE_CONTEXTS, BatchSizes
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.transformer import Parameters
+from orca_jax.planning.draft_model import with_draft
 from orca_jax.planning.sizes import engine_shape, kv_manager, serving_config
+from orca_jax.planning.stage_memory import DraftMemory, StageRoom
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.sharding.device_group import device_name
 from orca_jax.sharding.partition import StagePart
@@ -111,10 +113,12 @@ def chosen_sizes(
     *,
     n_devices: int,
     attention: Attention | None = None,
-) -> ServingConfig:
+    draft: DraftMemory | None = None,
+) -> tuple[ServingConfig, Sequence[StageRoom]]:
     """The sizes of an engine of these stages: those in `sizes`, and defaults that fit for the rest.
 
-    The other arguments are as in `stage_room`. Raises ConfigError if `sizes` do not fit.
+    `draft` is the memory of a draft model on the first stage's first device; the other arguments are as in
+    `stage_room`. Also returns the stages' memory. Raises ConfigError if `sizes` do not fit.
     """
     rooms = [
         stage_room(
@@ -128,13 +132,15 @@ def chosen_sizes(
         )
         for part in parts
     ]
+    if draft is not None:
+        rooms = with_draft(rooms, draft)
     device = parts[0].group.devices[0]
     on_cpu = device.platform == "cpu"
     serving = serving_config(config, sizes, rooms, coarse_buckets=not on_cpu, device=device_name(device))
     shape = engine_shape(config, serving, n_workers=len(parts))
     for room in rooms:
         check_slots(config, room, shape, n_devices=n_devices)
-    return serving
+    return serving, rooms
 
 
 class LocalEngine(NamedTuple):

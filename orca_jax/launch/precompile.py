@@ -22,7 +22,9 @@ from orca_jax.execution.programs import OnProgram, ToCompile, compile_all
 from orca_jax.execution.worker import Worker, programs_by_stage
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import batch_sizes
+from orca_jax.launch.local_draft import draft_place
 from orca_jax.launch.local_engine import chosen_sizes
+from orca_jax.model_files.draft_model import find_draft_config
 from orca_jax.model_files.found_model import find_config
 from orca_jax.planning.sizes import engine_shape
 from orca_jax.sharding.device_group import default_dtype, device_name
@@ -56,7 +58,8 @@ def compile_engine(
     """Compile all programs of an engine for JAX's first devices.
 
     A preset's name needs no `load_format` here. With `worker_processes` each stage is compiled for the first
-    devices, which is where its process will run it. Raises ConfigError or a CheckpointError.
+    devices, which is where its process will run it. A draft model's programs are compiled when it is loaded.
+    Raises ConfigError or a CheckpointError.
     """
     cache = engine.compile_cache
     if cache is None:
@@ -76,7 +79,17 @@ def compile_engine(
     else:
         parts = split_model(found, devices, engine)
     config = found.for_devices(len(parts[0].group))
-    serving = chosen_sizes(config, element, parts, engine, n_devices=n_devices, attention=engine.attention)
+    draft = find_draft_config(engine)
+    place = None if draft is None else draft_place(engine.speculative, draft, engine, element)
+    serving, _ = chosen_sizes(
+        config,
+        element,
+        parts,
+        engine,
+        n_devices=n_devices,
+        attention=engine.attention,
+        draft=None if place is None else place.memory,
+    )
     shape = engine_shape(config, serving, n_workers=len(parts))
     workers = [
         Worker(

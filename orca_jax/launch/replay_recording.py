@@ -64,14 +64,14 @@ def replay(of: str | Path | Recording, *, model: str | Path | None = None) -> Re
             "of the recorded one as model"
         )
     serving = recorded_serving(recording)
-    speculation = recorded_speculation(recording, serving)
-    rules = RuleMaker(found.config, found.tokenizer, speculation=speculation)
-
-    def constraint(sampling: SamplingParams) -> Any:
-        return rules.rules(sampling).constraint()
-
     built = start_engine(found, config)
     try:
+        speculation = recorded_speculation(recording, serving, built.drafter)
+        rules = RuleMaker(found.config, found.tokenizer, speculation=speculation)
+
+        def constraint(sampling: SamplingParams) -> Any:
+            return rules.rules(sampling).constraint()
+
         whole = Replay(
             recording,
             built.engine,

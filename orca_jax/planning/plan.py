@@ -24,11 +24,12 @@ from orca_jax.planning.cost_model import (
     operations,
 )
 from orca_jax.planning.device_traffic import hop_bytes, shared_bytes
+from orca_jax.planning.draft_model import check_draft_model, draft_memory, with_draft
 from orca_jax.planning.expert_exchange import ExchangeRule
 from orca_jax.planning.known_devices import CPU, MEMORY_FRACTION, MODEST_KV_BYTES, KnownDevice
 from orca_jax.planning.sizes import batch_tokens, engine_shape, request_slots, serving_config
 from orca_jax.planning.stage_layers import check_split, stage_layers, tensor_degrees
-from orca_jax.planning.stage_memory import ITEMSIZE, StageMemory, StageRoom
+from orca_jax.planning.stage_memory import ITEMSIZE, DraftMemory, StageMemory, StageRoom
 
 MAX_BS = 4096  # ServingConfig's bound
 _MOST_STAGES = 64
@@ -43,7 +44,7 @@ class PlanTarget:
 
     The floors assume that a request has `context` tokens in the cache on average, and as many encoder tokens
     in a model with an encoder. `temporaries` is XLA's figure for each stage in bytes per device, if XLA was
-    asked. Raises ConfigError if invalid.
+    asked. `draft` is a draft model, on the first stage's first device. Raises ConfigError if invalid.
     """
 
     config: ModelConfig
@@ -53,9 +54,12 @@ class PlanTarget:
     context: int
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     temporaries: tuple[int, ...] | None = None
+    draft: ModelConfig | None = None
 
     def __post_init__(self) -> None:
         check_split(self.config, self.parallel)
+        if self.draft is not None:
+            check_draft_model(self.sizes.speculative, self.draft)
         encoder = self.config.encoder
         longest = min(self.config.n_positions, encoder.n_positions if encoder else self.config.n_positions)
         if not 1 <= self.context <= longest:
@@ -87,13 +91,12 @@ class PlanTarget:
             return int(each * (1.0 if fraction is None else fraction))
         return int(self.device.memory * (MEMORY_FRACTION if fraction is None else fraction))
 
-    @property
-    def _attention(self) -> Attention:
+    def _attention(self, config: ModelConfig) -> Attention:
         """The device's kind of attention, or its replacement for a model that no GPU kernel can compute."""
-        attentions = [layer.attention for layer in self.config.layers if layer.attention is not None]
+        attentions = [layer.attention for layer in config.layers if layer.attention is not None]
         in_pure_jax = (one.scores.alibi or one.kv_code for one in attentions)
         latent = any(one.latent for one in attentions) and self.device.attention != "kernel"
-        if self.device.name != CPU and (self.config.encoder is not None or latent or any(in_pure_jax)):
+        if self.device.name != CPU and (config.encoder is not None or latent or any(in_pure_jax)):
             return "static"
         sinks = any(one.scores.sinks for one in attentions)
         return "cudnn" if sinks and self.device.attention == "kernel" else self.device.attention
@@ -119,31 +122,43 @@ class PlanTarget:
             stage_bytes(self.model, layers, self.parallel.tensor_parallel, self.itemsize)
             for layers in self.stages
         ]
-        return [
+        rooms = [
             StageRoom(
                 layers=layers,
                 n_devices=self.parallel.tensor_parallel,
                 itemsize=self.itemsize,
-                attention=self._attention,
+                attention=self._attention(self.config),
                 free=self.budget - weight,
                 modest=modest,
                 temporaries=None if self.temporaries is None else self.temporaries[i],
             )
             for i, (layers, weight) in enumerate(zip(self.stages, weights, strict=True))
         ]
+        return rooms if self.draft is None else with_draft(rooms, self._draft_memory(self.draft))
+
+    def _draft_memory(self, draft: ModelConfig) -> DraftMemory:
+        alone = StageRoom(
+            layers=range(draft.n_layers),
+            n_devices=1,
+            itemsize=self.itemsize,
+            attention=self._attention(draft),
+            free=self.budget,
+        )
+        return draft_memory(draft.for_devices(1), self.sizes, alone)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
     """A stage's layers, its memory per device, and the slots that fit.
 
-    `problem` says what does not fit, or is None.
+    `problem` says what does not fit, or is None. `draft` is what a draft model takes besides.
     """
 
     layers: range
     memory: StageMemory
     slots: int
     problem: str | None
+    draft: DraftMemory | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -367,12 +382,16 @@ def _stage_plans(target: PlanTarget, serving: ServingConfig) -> list[StagePlan]:
             use = "n_slots" if needed > whole else "one request of the model's full length"
             states = f"{_gib(memory.states)} of states, " if memory.states else ""
             states += f"{_gib(memory.snapshots)} of their snapshots, " if memory.snapshots else ""
+            states += f"{_gib(room.draft.fixed)} of the draft model, " if room.draft else ""
+            in_slots = _gib(needed * room.slot_bytes(memory))
             problem = (
                 f"stage {i + 1} needs {_gib(memory.weights)} of weights, {_gib(memory.tables)} of tables, "
-                f"{states}{_gib(memory.temporaries)} of temporaries and {_gib(needed * memory.slot)} for the "
+                f"{states}{_gib(memory.temporaries)} of temporaries and {in_slots} for the "
                 f"{needed} slots of {use} on each device, and may use {_gib(target.budget)}"
             )
-        plans.append(StagePlan(layers=room.layers, memory=memory, slots=slots, problem=problem))
+        plans.append(
+            StagePlan(layers=room.layers, memory=memory, slots=slots, problem=problem, draft=room.draft)
+        )
     return plans
 
 

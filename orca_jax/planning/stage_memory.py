@@ -73,7 +73,8 @@ class StageRoom:
 
     `free` is None if the devices do not report it. `modest` bounds the KV cache on a machine whose memory the
     engine shares with other programs (None: no bound). At least one of the two is set. `temporaries` is XLA's
-    figure, if it was asked. `itemsize` is the bytes of an element of weights, keys and values.
+    figure, if it was asked. `itemsize` is the bytes of an element of weights, keys and values. `draft` is the
+    memory that a draft model takes besides.
     """
 
     layers: range
@@ -83,6 +84,7 @@ class StageRoom:
     free: int | None
     modest: int | None = None
     temporaries: int | None = None
+    draft: "DraftMemory | None" = None
 
     def memory(self, config: ModelConfig, shape: EngineShape) -> StageMemory:
         """The memory that the stage needs in an engine with the shape's rows and tokens.
@@ -110,7 +112,8 @@ class StageRoom:
 
     def kv_bytes(self, memory: StageMemory) -> int | None:
         """The bytes left for the KV cache; None if the devices do not report their memory."""
-        return None if self.free is None else max(0, self.free - memory.fixed + memory.weights)
+        draft = 0 if self.draft is None else self.draft.fixed
+        return None if self.free is None else max(0, self.free - memory.fixed + memory.weights - draft)
 
     def budget(self, memory: StageMemory) -> int:
         """The bytes that the KV cache may take."""
@@ -120,7 +123,23 @@ class StageRoom:
 
     def slots(self, memory: StageMemory) -> int:
         """The number of slots that fit."""
-        return self.budget(memory) // max(1, memory.slot)
+        return self.budget(memory) // max(1, self.slot_bytes(memory))
+
+    def slot_bytes(self, memory: StageMemory) -> int:
+        """Bytes of one slot, and of the draft model's."""
+        return memory.slot + (0 if self.draft is None else self.draft.slot)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftMemory:
+    """A draft model's bytes on the device that it shares with a stage: it has as many slots as the engine.
+
+    `fixed` is everything but its KV cache, `weights` among it.
+    """
+
+    weights: int
+    fixed: int
+    slot: int
 
 
 def slot_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:

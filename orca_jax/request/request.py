@@ -125,6 +125,30 @@ class RowAnswer(NamedTuple):
     logprobs: Sequence[TokenLogprobs] = ()
 
 
+class SharedDrafter(Protocol):
+    """Drafts for several requests at once, in iterations of its own. For the scheduler's thread.
+
+    `wanted` has requests in their increments, none of them in flight, each with a number of drafts of at
+    least 1.
+    """
+
+    @property
+    def failed(self) -> bool:
+        """Whether it will draft nothing any more."""
+        ...
+
+    def cost(self, wanted: "Sequence[tuple[Request, int]]") -> float:
+        """The time of drafting for these requests, in the unit of the engine's iteration costs."""
+        ...
+
+    def draft(self, wanted: "Sequence[tuple[Request, int]]") -> Sequence[Sequence[int] | None]:
+        """The drafts of each request, perhaps fewer or none; None if it can never be drafted.
+
+        Called at most once for each length of an output.
+        """
+        ...
+
+
 class RowKind:
     """A way for a request to enter iterations and to accept the results. This class is the plain kind.
 
@@ -158,6 +182,18 @@ class RowKind:
     def chance(self, req: "Request") -> float:
         """The estimated probability that an increment's further token is kept if those before it are."""
         return 1.0
+
+    @property
+    def shared_drafter(self) -> SharedDrafter | None:
+        """The drafter of this and other requests' further tokens; None if each has its own, or none."""
+        return None
+
+    def n_wanted(self, req: "Request") -> int:
+        """The most drafts of the shared drafter that the next increment can use; 0 if it needs none."""
+        return 0
+
+    def take_drafts(self, req: "Request", drafts: Sequence[int] | None) -> None:
+        """Take what the shared drafter has drafted, for the next increment."""
 
     def runs_ahead(self, req: "Request") -> bool:
         """Whether the request may be issued again before its token returns."""

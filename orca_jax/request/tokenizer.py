@@ -94,6 +94,10 @@ class Tokenizer:
         """The token's name in the vocabulary; None for any number that is not a token id."""
         return self._tokenizer.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
 
+    def names(self) -> dict[int, str]:
+        """Every token's name in the vocabulary, by id."""
+        return {token_id: name for name, token_id in self._tokenizer.get_vocab().items()}
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of the tokens, without special tokens; bytes that are not UTF-8 become U+FFFD."""
         decoder = self.text_decoder()

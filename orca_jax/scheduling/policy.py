@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.request.request import PLAIN, Request, Row
+from orca_jax.scheduling.draft_depth import draft_together
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.select import Held, select_rows
 
@@ -33,6 +34,9 @@ class Choice(NamedTuple):
 def fill_places(rows: list[Row], max_bs: int) -> None:
     """Let increments that can compute several tokens use the places left in a batch of increments."""
     free = max_bs - sum(max(req.kind.n_rows, n_tokens) for req, n_tokens in rows)
+    drafted = [(req, req.kind.chance(req)) for req, _ in rows if req.kind.shared_drafter is not None]
+    if free > 0 and drafted:
+        draft_together(drafted, free)
     for i, (req, n_tokens) in enumerate(rows):
         if free > 0 and req.kind is not PLAIN and not req.in_initiation:
             n_more = max(0, min(free, req.kind.most_tokens(req) - n_tokens))

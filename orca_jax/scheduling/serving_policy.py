@@ -17,6 +17,7 @@ from orca_jax.iteration.shape import serving_buckets
 from orca_jax.request.request import PLAIN, Request, RequestState, Row
 from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.cache_kinds import blocks_at_first, slots_to_reserve
+from orca_jax.scheduling.draft_depth import Worth, draft_together
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import Choice
 from orca_jax.scheduling.prefix_lookup import (
@@ -250,6 +251,8 @@ class ServingPolicy:
         most = max([chance for _, _, chance in uncertain], default=0.0)
         if not self._n_worth_their_time(n_planned, [most] * n_left):
             return  # whatever is drafted
+        if uncertain and uncertain[0][1].kind.shared_drafter is not None:
+            draft_together([(req, chance) for _, req, chance in uncertain], n_left, self._worth(n_planned))
         chances = [
             (chance**n, i)
             for i, req, chance in uncertain
@@ -259,6 +262,15 @@ class ServingPolicy:
         n_drafts = self._n_worth_their_time(n_planned, [chance for chance, _ in chances[:n_left]])
         for i, n_more in Counter(i for _, i in chances[:n_drafts]).items():
             self._extend(plan, i, n_more)
+
+    def _worth(self, n_planned: int) -> Worth:
+        """The worth of drafts for an iteration that has `n_planned` tokens without them."""
+
+        def worth(chances: Sequence[float], more: float) -> float:
+            cost = self._costs[bisect_left(self._buckets, n_planned + len(chances))]
+            return (n_planned + sum(chances)) / (cost + more)
+
+        return worth
 
     def _n_worth_their_time(self, n_planned: int, chances: Sequence[float]) -> int:
         """The number of drafts, likeliest first, with which an iteration yields the most tokens in its time.

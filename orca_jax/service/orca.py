@@ -26,7 +26,7 @@ from orca_jax.errors import (
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.adapter import Adapter
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
-from orca_jax.request.request import FinishReason, Request
+from orca_jax.request.request import FinishReason, Request, SharedDrafter
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
 from orca_jax.request.tokenizer import Tokenizer
@@ -74,8 +74,8 @@ class Orca:
     its requests resume. `failure` is a permanent failure of the engine: every live request then ends with the
     reason `error`, and new ones are rejected. `on_delivered`, if set, is called on the scheduler's thread
     with all deliveries of an iteration, after they are in the requests' Outputs. Without a `tokenizer`,
-    output text is empty. `adapters` has the engine's LoRA adapters. A `recorder` records until
-    `close` what is needed to repeat the batches.
+    output text is empty. `adapters` has the engine's LoRA adapters, and `drafter` is its draft model. A
+    `recorder` records until `close` what is needed to repeat the batches.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class Orca:
         restarts: RestartBound | None = None,
         recorder: Recorder | None = None,
         adapters: AdapterStore | None = None,
+        drafter: SharedDrafter | None = None,
     ) -> None:
         self._failure: EngineError | None = None
         self.on_delivered: Callable[[Sequence[Delivery]], None] | None = None
@@ -129,7 +130,9 @@ class Orca:
         self._limit = longest_request(config=config, model=model)
         self.token_name: TokenName = unnamed if tokenizer is None else tokenizer.token_name
         self._inputs = EncoderInputs(config, model, self.token_name)
-        self.speculation = configured_speculation(config.scheduling, vocab_size=model.vocab_size)
+        self.speculation = configured_speculation(
+            config.scheduling, vocab_size=model.vocab_size, draft_model=drafter
+        )
         self._rules = RuleMaker(
             model, tokenizer, max_batch_size=config.max_batch_size, speculation=self.speculation
         )

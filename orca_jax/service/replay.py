@@ -14,7 +14,15 @@ from orca_jax.iteration.rows.beams import Beams
 from orca_jax.iteration.rows.drafted import Drafted, takes_drafts
 from orca_jax.iteration.rows.scored import ScoredOutput
 from orca_jax.request.beam_search import begin_search
-from orca_jax.request.request import PLAIN, FinishReason, OutputConstraint, Request, Row, RowKind
+from orca_jax.request.request import (
+    PLAIN,
+    FinishReason,
+    OutputConstraint,
+    Request,
+    Row,
+    RowKind,
+    SharedDrafter,
+)
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned, never
 from orca_jax.scheduling.kv_manager import KVManager
@@ -253,9 +261,12 @@ def recorded_serving(recording: Recording) -> ServingConfig:
     return replace(serving, max_queue=_NO_LIMIT)
 
 
-def recorded_speculation(recording: Recording, config: ServingConfig) -> Speculation | None:
+def recorded_speculation(
+    recording: Recording, config: ServingConfig, drafter: SharedDrafter | None = None
+) -> Speculation | None:
     """The drafts of the recorded engine, made again: a drafter guesses the same for the same output.
 
-    Raises ConfigError if a user's drafter is not there.
+    `drafter` is the draft model, if that drafted. Raises ConfigError if a user's drafter is not there.
     """
-    return configured_speculation(config.scheduling, vocab_size=recording.header["vocab_size"])
+    vocab_size = recording.header["vocab_size"]
+    return configured_speculation(config.scheduling, vocab_size=vocab_size, draft_model=drafter)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from orca_jax.checks import named_object
 from orca_jax.config import SchedulingConfig
 from orca_jax.errors import ConfigError
+from orca_jax.request.request import SharedDrafter
 from orca_jax.speculation.ngram import NgramDrafter
 from orca_jax.speculation.suffix import SuffixMemory
 
@@ -42,6 +43,8 @@ Make = Callable[[Sequence[int], tuple[str, ...]], Drafter]
 class Speculation:
     """The drafts of an engine's requests: who makes them, at most how many, and what became of them.
 
+    Each request has a drafter of its own, or all have the `shared` one, a draft model.
+
     `n_drafted` counts the drafts that were verified, `n_accepted` those that became output tokens; `n_right`
     counts those that were right and `n_compared` them and the first wrong one of each iteration and request.
     """
@@ -50,6 +53,7 @@ class Speculation:
     n_tokens: int  # the most drafts of a request in an iteration
     vocab_size: int
     learns: bool = False  # whether drafters have a method `end`
+    shared: SharedDrafter | None = None
     n_drafted: int = 0
     n_accepted: int = 0
     n_right: int = 0
@@ -61,11 +65,30 @@ class Speculation:
         return (self.n_right + _HOPED) / (self.n_compared + _FIRST)
 
 
-def configured_speculation(config: SchedulingConfig, *, vocab_size: int) -> Speculation | None:
-    """The configured drafts of an engine; None if it makes none. Raises ConfigError."""
+class _Silent:
+    """The drafter of one request where a shared one drafts for all."""
+
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        return ()
+
+
+_SILENT = _Silent()
+
+
+def configured_speculation(
+    config: SchedulingConfig, *, vocab_size: int, draft_model: SharedDrafter | None = None
+) -> Speculation | None:
+    """The configured drafts of an engine with this draft model; None if it makes none. Raises ConfigError."""
     if not config.speculates:
         return None
     n_tokens = config.speculative_tokens
+    if config.draft_model is not None:
+        if draft_model is None:
+            raise ConfigError(
+                f"speculative is {config.speculative!r}, and a simulation has no draft model; leave "
+                "--simulate out"
+            )
+        return Speculation(lambda *_: _SILENT, n_tokens, vocab_size, shared=draft_model)
     if config.speculative == "suffix":
         return Speculation(SuffixMemory(), n_tokens, vocab_size, learns=True)
     made = NgramDrafter if config.speculative == "ngram" else _users_drafter(config.speculative)

@@ -13,6 +13,7 @@ from rich.table import Table
 from orca_jax.config import Dtype, EngineConfig, ParallelConfig
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.model_files.draft_model import find_draft_config
 from orca_jax.model_files.found_model import find_config
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.planning.known_devices import CPU, KnownDevice, cpu_device, gpu_named
@@ -79,6 +80,7 @@ def _target(config: ModelConfig, engine: EngineConfig, flags: PlanFlags, notes: 
         dtype=dtype,
         context=max(1, config.n_positions // 2) if flags.context is None else flags.context,
         parallel=ParallelConfig.part_of(engine),
+        draft=find_draft_config(engine),
     )
 
 
@@ -165,6 +167,7 @@ def as_json(name: str, plan: Plan, why_arithmetic: str) -> dict[str, Any]:
                 "temporaries": stage.memory.temporaries,
                 "slot": stage.memory.slot,
                 "slots": stage.slots,
+                **({} if stage.draft is None else {"draft": asdict(stage.draft)}),
             }
             for i, stage in enumerate(plan.stages)
         ],
@@ -200,6 +203,13 @@ def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
             f"{sum(stage.memory.states for stage in plan.stages) / _MIB:,.1f} MiB for all rows and "
             f"{sum(stage.memory.snapshots for stage in plan.stages) / _MIB:,.1f} MiB for "
             f"{plan.serving.n_snapshots:,} snapshots in the prefix cache, besides the table below"
+        )
+    draft = plan.stages[0].draft
+    if draft is not None:
+        console.out(
+            f"Draft model: {draft.weights / _GIB:.2f} GiB of weights, "
+            f"{(draft.fixed - draft.weights) / _MIB:,.1f} MiB of tables and temporaries and "
+            f"{draft.slot / 1024:,.1f} KiB for each slot, besides the table below"
         )
     source = "XLA's memory plan" if target.temporaries is not None else f"arithmetic ({why_arithmetic})"
     table = Table(title=escape(f"On each device; temporaries by {source}"), title_justify="left")

@@ -150,8 +150,8 @@ _ADVICE = {
         " of --dtype"
     ),
     "--speculative-config --speculative-model --speculative-algorithm --model-draft -md": (
-        "--speculative ngram drafts from prompt and output, suffix from earlier outputs too, at most "
-        "--speculative-tokens at a time; draft models are not built yet"
+        "--speculative draft:MODEL has a smaller model draft, ngram drafts from prompt and output, suffix "
+        "from earlier outputs too; at most --speculative-tokens at a time"
     ),
     "--lora-modules --lora-paths": "--lora NAME=DIRECTORY takes a LoRA adapter; give it once for each",
     "--api-key": (

@@ -10,7 +10,7 @@ from orca_jax.config import Layout, ServingConfig
 from orca_jax.errors import BadAdapter, ConfigError, EngineError, TensorMismatch, UnknownAdapter
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.adapter import Adapter
-from orca_jax.request.request import Request, Row
+from orca_jax.request.request import Request, Row, SharedDrafter
 from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling.adapter_slots import PutAdapter
@@ -167,6 +167,7 @@ def orca(
     model: ModelConfig = MODEL,
     tokenizer: Tokenizer | None = None,
     seed: int | None = None,
+    drafter: SharedDrafter | None = None,
 ) -> Orca:
     """A service of `model` on `engine`, not started."""
     kv = KVManager(
@@ -176,7 +177,7 @@ def orca(
         max_blocks_per_row=-(-model.n_positions // config.block_size),
         prefix_caching=config.scheduling.prefix_caching,
     )
-    return Orca(engine, kv, config=config, model=model, tokenizer=tokenizer, seed=seed)
+    return Orca(engine, kv, config=config, model=model, tokenizer=tokenizer, seed=seed, drafter=drafter)
 
 
 def simulated(token: Callable[[Request, int], int] = counting, n_workers: int = 1) -> SimulatedEngine:

@@ -12,7 +12,15 @@ Without drafts a request has a plain row, and its iterations may run ahead.
 import logging
 from collections.abc import Callable, Sequence
 
-from orca_jax.request.request import FinishReason, InputRow, Request, RequestState, RowAnswer, RowKind
+from orca_jax.request.request import (
+    FinishReason,
+    InputRow,
+    Request,
+    RequestState,
+    RowAnswer,
+    RowKind,
+    SharedDrafter,
+)
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.speculation.drafter import Drafter, Speculation
 from orca_jax.speculation.prediction import PredictedOutput, Prediction
@@ -52,6 +60,7 @@ class Drafted(RowKind):
         self._drafter: Drafter | None = None
         self._failed = False
         self._drafts: Sequence[int] = ()  # after the first `_n_output` output tokens
+        self._asked_at = -1  # the length of the output at which the shared drafter was asked last
         self._n_output = 0 if prediction is None else -1  # only a prediction knows the first token
         self._n_in_vain = 0  # iterations in a row that kept none of their drafts
         self._paused_until = 0  # the length of the output from which drafts are made again
@@ -72,6 +81,29 @@ class Drafted(RowKind):
         n_right = remembered * self._n_right + _OF_ENGINE * self.speculation.chance
         return n_right / (remembered * self._n_compared + _OF_ENGINE)
 
+    @property
+    def shared_drafter(self) -> SharedDrafter | None:
+        return self.speculation.shared
+
+    def n_wanted(self, req: Request) -> int:
+        if req.n_in_flight or not self._may_ask(len(req.output_ids)) or self._newest_drafts(req):
+            return 0
+        return max(0, min(self.speculation.n_tokens, req.most_output - len(req.output_ids) - 1))
+
+    def take_drafts(self, req: Request, drafts: Sequence[int] | None) -> None:
+        self._asked_at = len(req.output_ids)
+        self._failed = drafts is None
+        self._drafts = drafts = self._in_vocabulary(drafts or ())
+        if req.constraint is not None:
+            self._drafts = req.constraint.drafts(req.prompt_ids, req.output_ids, drafts, len(drafts))
+
+    def _may_ask(self, n_output: int) -> bool:
+        """Whether the shared drafter may be asked for what follows the first `n_output` tokens."""
+        shared = self.speculation.shared
+        if shared is None or shared.failed or self._failed:
+            return False
+        return self._asked_at < n_output and n_output >= self._paused_until
+
     def runs_ahead(self, req: Request) -> bool:
         return not self.sent
 
@@ -81,11 +113,14 @@ class Drafted(RowKind):
         if req.state is RequestState.FINISHED or req.n_in_flight == req.n_partial:
             return False
         # After right drafts the next ones are awaited. So they are if the drafter has some already, although
-        # the newest token is in flight: an iteration ahead would compute the first of them alone.
+        # the newest token is in flight: an iteration ahead would compute the first of them alone. A shared
+        # drafter always has some once that token is there.
         n_output = len(req.output_ids)
         if n_output < self._declined_until:
             return False
-        return n_output < self._awaited_until or bool(self._newest_drafts(req))
+        if n_output < self._awaited_until or self._newest_drafts(req):
+            return True
+        return self._may_ask(n_output + 1) and n_output + 2 < req.most_output
 
     def most_tokens(self, req: Request) -> int:
         return 1 if req.n_in_flight else 1 + len(self._newest_drafts(req))
@@ -95,8 +130,11 @@ class Drafted(RowKind):
         if req.in_initiation:
             return []
         self.sent = self._drafts[: n_tokens - 1]
-        if self._drafts and not (self.sent or req.n_in_flight):
-            self._declined_until = self._n_output + _AWAITED
+        if not (self.sent or req.n_in_flight):
+            if self._drafts:
+                self._declined_until = self._n_output + _AWAITED
+            elif self.n_wanted(req):  # the shared drafter was not asked
+                self._declined_until = len(req.output_ids) + _AWAITED
         if not (self.sent or before):
             return []  # its last iteration sampled one token, so the device has it
         return [InputRow(req.row, req.n_computed, (req.output_ids[-1], *self.sent))]
@@ -172,6 +210,10 @@ class Drafted(RowKind):
             self._failed, self._drafter = True, None
             _log.exception("the drafter failed; request %s goes on without drafts", req.request_id)
             return ()
+        return self._in_vocabulary(drafts)
+
+    def _in_vocabulary(self, drafts: Sequence[int]) -> Sequence[int]:
+        """The drafts before the first one that is no token."""
         vocab_size = self.speculation.vocab_size
         if drafts and 0 <= min(drafts) <= max(drafts) < vocab_size:
             return drafts

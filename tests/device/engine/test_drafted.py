@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,18 +13,30 @@ from hypothesis import strategies as st
 
 from orca_jax import LLM, SamplingParams
 from orca_jax.config import SchedulingConfig
+from orca_jax.engine import draft_engine
+from orca_jax.engine.draft_engine import DraftEngine
+from orca_jax.execution.worker import Worker
 from orca_jax.iteration.rows.drafted import Drafted, takes_drafts
+from orca_jax.iteration.shape import serving_buckets
+from orca_jax.launch import local_draft
+from orca_jax.launch.local_engine import build_engine
+from orca_jax.model_files.found_model import DEMO_MODEL
+from orca_jax.planning.draft_model import draft_serving
 from orca_jax.request.request import Request
 from orca_jax.service.generation import GenerationResult
 from orca_jax.speculation.drafter import Speculation
 from tests.device.engine.planned_requests import (
     MODEL,
+    SERVING,
     PlannedRequest,
     assert_same,
     assert_same_logprobs,
+    parameters,
     planned_requests,
     play,
+    stages,
 )
+from tests.device.harness import place
 
 # Seeds differ from request to request, and each is drawn with other parameters.
 CROWD = [
@@ -112,6 +125,44 @@ def test_streams_are_those_without_speculation() -> None:
     assert seen["adjusted"] > 3, seen
 
 
+DRAFT_SIZES = replace(draft_serving(SERVING, n_slots=96, prefix_caching=True), max_batch_tokens=16)
+
+
+@cache
+def draft_workers() -> Sequence[Worker]:
+    """The worker of a draft model that is the served model itself."""
+    built = build_engine(
+        MODEL, place(MODEL, parameters(), stages(1)[0]), DRAFT_SIZES, stages(1)[0], buckets=(8, 16)
+    )
+    return built.workers.workers
+
+
+@pytest.mark.parametrize("other_seeds", [False, True])
+def test_streams_are_those_without_a_draft_model(other_seeds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same seeds it draws the same tokens, with the same penalties and biases; with others, not."""
+    if other_seeds:
+        plain = draft_engine._plain
+        monkeypatch.setattr(draft_engine, "_plain", lambda req, n: replace(plain(req, n), seed=req.seed + 99))
+    expected, _ = play(CROWD, 1, "no overlap")
+    built = build_engine(MODEL, [], DRAFT_SIZES, stages(1)[0], buckets=(8, 16), workers=draft_workers())
+    costs = [0.0] * len(serving_buckets(DRAFT_SIZES))
+    engine = DraftEngine(built.engine, built.kv, model=MODEL, config=DRAFT_SIZES, costs=costs)
+    kinds = {
+        i: Drafted(Speculation(lambda *_: Oracle(()), 3, MODEL.vocab_size, shared=engine))
+        for i in range(len(CROWD))
+    }
+    scheduling = SchedulingConfig(prefill_tokens=5, speculative="ngram")
+    requests, _ = play(CROWD, 1, "overlap", lost_before=12, scheduling=scheduling, kinds=kinds)
+    for ours, theirs in zip(requests, expected, strict=True):
+        assert_same(ours, theirs)
+    assert not engine.failed
+    # It does not know the words that are banned.
+    each = [kinds[i].speculation for i, planned in enumerate(CROWD) if not planned.banned]
+    n_right, n_compared = (sum(one.n_right for one in each), sum(one.n_compared for one in each))
+    assert n_compared > 10
+    assert (n_right == n_compared) is not other_seeds, (n_right, n_compared)
+
+
 # From the engine's options to text: the demo model repeats itself, so that n-grams find drafts.
 PROMPTS = ["one two three one two three one two", "the cat sat on the mat, and the cat sat on the"]
 ASKED: list[dict[str, Any]] = [
@@ -154,8 +205,12 @@ def assert_same_results(drafters: Sequence[str], *, atol: float, **options: Any)
             assert_same_logprobs(ours.logprobs or [], theirs.logprobs or [], atol=atol)
 
 
-def test_an_engine_with_drafts_gives_the_same_results() -> None:
-    assert_same_results(["ngram", "suffix"], atol=1e-5)
+def test_an_engine_with_drafts_gives_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As its own draft model, the demo model would cost more than it saves.
+    monkeypatch.setattr(
+        local_draft, "draft_costs", lambda sizes, *_, **__: [0.0] * len(serving_buckets(sizes))
+    )
+    assert_same_results(["ngram", "suffix", f"draft:{DEMO_MODEL}"], atol=1e-5)
 
 
 @pytest.mark.matrix

@@ -152,6 +152,27 @@ def test_a_model_that_does_not_fit_is_reported_with_a_split_that_does() -> None:
         assert make_plan(target("gpt3-13b", "a100-40gb", n_stages, tensor, sizes=Sizes(n_slots=40_000))).fits
 
 
+def test_a_draft_model_takes_its_weights_and_slots() -> None:
+    alone = target("llama-3.1-8b", "h100")
+    drafted = replace(alone, draft=PRESETS["llama-3.2-1b"])
+    before, after = (make_plan(one).stages[0] for one in (alone, drafted))
+    draft = after.draft
+    assert draft is not None and before.draft is None and before.memory == after.memory
+    assert draft.weights == stage_bytes(PRESETS["llama-3.2-1b"], range(16), 1, 2)
+    assert draft.weights < draft.fixed < draft.weights + (1 << 30)
+    assert draft.slot == 2 * 16 * 8 * 64 * 2  # keys and values, layers, heads, head size, bytes
+    budget = before.slots * before.memory.slot
+    assert after.slots == pytest.approx((budget - draft.fixed) / (after.memory.slot + draft.slot), abs=1)
+    # On the first stage alone.
+    staged = make_plan(replace(drafted, parallel=ParallelConfig(pipeline_parallel=2))).stages
+    assert staged[0].draft == draft and staged[1].draft is None
+    small = replace(drafted, device=replace(drafted.device, memory=20 << 30))
+    (problem,) = [stage.problem for stage in make_plan(small).stages]
+    assert problem is not None and "GiB of the draft model" in problem
+    with pytest.raises(ConfigError, match="the draft model off has an encoder, and cannot draft yet"):
+        replace(alone, draft=PRESETS["t5-small"])
+
+
 def test_where_one_way_alone_does_not_do_both_are_hinted_at() -> None:
     tiny = replace(GPUS["h200"], memory=8 << 30)
     plan = make_plan(replace(target("gpt3-341b", "h200"), device=tiny))

@@ -12,15 +12,21 @@ from dataclasses import replace
 import pytest
 
 from orca_jax.config import SchedulingConfig, ServingConfig
+from orca_jax.engine.draft_engine import DraftEngine
 from orca_jax.errors import EngineError
 from orca_jax.iteration.rows.drafted import Drafted
+from orca_jax.iteration.shape import serving_buckets
+from orca_jax.planning.sizes import engine_shape, kv_manager
 from orca_jax.request.request import PLAIN, FinishReason, Request, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
+from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_cache import chain_hashes, root_hash
 from orca_jax.scheduling.restart import run_again
 from orca_jax.simulation.simulation import Simulation
 from orca_jax.speculation.drafter import Speculation
+from tests.gpt_config import changed_config
+from tests.host.engines import MODEL
 
 END = 9  # the end-of-sequence token
 
@@ -49,6 +55,13 @@ class Oracle:
         first = len(output_ids)
         drafts = [self._right(i) for i in range(first, first + self._random.randint(0, n))]
         return [15 - t if self._random.random() < self._wrong else t for t in drafts]
+
+
+class Silent:
+    """Leaves the drafts to a draft model."""
+
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        return ()
 
 
 class CheckedEngine:
@@ -96,6 +109,69 @@ class CheckedEngine:
             assert chain_hashes(root, tokens, size)[-1] == block_hash, "a block with a rejected draft"
 
 
+class CheckedDraftModel:
+    """A draft model's engine that checks what each row reads. Its tokens are the request's own, or wrong.
+
+    A row has `sampled` a token that no later message brings back.
+    """
+
+    n_workers, keeps_tokens = 1, True
+
+    def __init__(self, kv: KVManager, wrong: float) -> None:
+        self.kv = kv
+        self._wrong = wrong
+        self._content: dict[int, tuple[int, ...]] = {}
+        self._sampled: dict[Request, list[int]] = {}
+        self._n_in_flight = 0
+
+    def issue(self, rows: Sequence[Row]) -> Iteration:
+        self._n_in_flight += 1
+        assert self._n_in_flight <= 2
+        token_ids = list[int]()
+        for own, n in rows:
+            known = own.known_ids(0, own.n_tokens)
+            if not own.n_in_flight:
+                self._sampled[own] = []
+                assert own.n_computed + n <= len(known)
+            tokens = (*known, *self._sampled[own])
+            assert own.n_in_flight == 0 or own.n_computed + n == len(tokens)
+            slots = CheckedEngine.slots(self, own.row)  # pyright: ignore[reportArgumentType]
+            for position in range(own.n_computed):
+                assert self._content[slots[position]] == tokens[: position + 1], "of other tokens"
+            for position in range(own.n_computed, own.n_computed + n):
+                self._content[slots[position]] = tokens[: position + 1]
+            index = own.n_computed + n - len(own.prompt_ids)
+            right = token_of(own, max(0, index))
+            token_ids.append(15 - right if random.Random(own.seed + index).random() < self._wrong else right)
+            if own.n_computed + n == len(tokens):
+                self._sampled[own].append(token_ids[-1])
+        return Iteration(rows, token_ids)
+
+    def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
+        self._n_in_flight -= 1
+        return Returned(iteration.pending)
+
+
+def draft_model(rng: random.Random, config: ServingConfig, longest: int) -> DraftEngine:
+    """A draft model that may have too few slots, positions or tokens for some requests, and small chunks."""
+    sizes = ServingConfig(
+        max_batch_size=config.max_batch_size,
+        n_slots=config.n_slots // rng.choice((1, 1, 2)) + config.block_size,
+        block_size=config.block_size,
+        max_batch_tokens=config.max_batch_size + rng.choice((0, 3, longest)),
+        coarse_buckets=True,
+        scheduling=SchedulingConfig(prefix_caching=rng.random() < 0.5),
+    )
+    n_positions = max(2, longest - rng.choice((0, 0, 0, 5, longest)))
+    model = changed_config(
+        MODEL, vocab_size=rng.choice((50, 50, 8)), n_positions=n_positions, eos_token_ids=()
+    )
+    kv = kv_manager(engine_shape(model, sizes, n_workers=1), sizes.scheduling)
+    costs = [0.0] * len(serving_buckets(sizes))
+    engine = CheckedDraftModel(kv, rng.choice((0.0, 0.0, 0.2, 1.0)))
+    return DraftEngine(engine, kv, model=model, config=sizes, costs=costs)
+
+
 def play(seed: int) -> Counter[str]:
     rng = random.Random(seed)
     block_size, max_bs = rng.randint(1, 4), rng.randint(2, 6)
@@ -126,6 +202,8 @@ def play(seed: int) -> Counter[str]:
             max_batch_tokens=longest + max_bs,
             scheduling=replace(plain, speculative="ngram"),
         )
+    shared_rng = random.Random(-seed)
+    shared = draft_model(shared_rng, config, longest) if shared_rng.random() < 0.4 else None
     simulation = Simulation(config, n_workers=rng.choice((1, 1, 2, 3)), token=token_of)
     scheduler = simulation.scheduler
     engine = scheduler.engine = CheckedEngine(simulation)
@@ -139,6 +217,8 @@ def play(seed: int) -> Counter[str]:
         if rng.random() < 0.8:
             right, wrong = (lambda index, req=req: token_of(req, index)), rng.choice((0.0, 0.2, 1.0))
             one = Speculation(lambda *_, i=i, w=wrong, r=right: Oracle(i, w, r), rng.randint(1, 6), 50)
+            if shared is not None:
+                one = Speculation(lambda *_: Silent(), one.n_tokens, 50, shared=shared)
             speculations.append(one)
             req.kind = Drafted(one)
         requests.append(req)
@@ -173,6 +253,12 @@ def play(seed: int) -> Counter[str]:
             continue
         assert own == whole
         assert req.finish_reason is (FinishReason.STOP if whole[-1] == END else FinishReason.LENGTH)
+    if shared is not None:
+        assert not shared.failed
+        shared.draft([])
+        assert shared.n_followed == 0, "requests that have ended"
+        free = shared.kv.n_free_blocks, shared.kv.n_free_rows
+        assert free == (shared.kv.n_blocks, shared.kv.n_rows)
     n_drafted = sum(one.n_drafted for one in speculations)
     n_accepted = sum(one.n_accepted for one in speculations)
     assert 0 <= n_accepted <= n_drafted
@@ -186,6 +272,7 @@ def play(seed: int) -> Counter[str]:
             "losses": sum(req.n_losses > 0 for req in requests),
             "ahead": engine.n_ahead,
             "cached": sum(req.n_cached for req in requests),
+            "by a draft model": sum(one.n_accepted for one in speculations if one.shared is not None),
         }
     )  # fmt: skip
 
@@ -201,4 +288,4 @@ def test_outputs_are_those_without_drafts_and_nothing_is_lost(n_traces: int) -> 
         except BaseException as error:
             error.add_note(f"play({seed})")
             raise
-    assert len(seen) == 8 and min(seen.values()) >= 10, seen
+    assert len(seen) == 9 and min(seen.values()) >= 10, seen

@@ -136,7 +136,11 @@ def test_drafts_that_are_always_wrong_become_rare() -> None:
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("prefix", "speculative is 'prefix'; it must be one of off, ngram, suffix, package.file:Class"),
+        (
+            "prefix",
+            "speculative is 'prefix'; it must be one of off, ngram, suffix, draft:MODEL, package.file:Class",
+        ),
+        ("draft:some/model", "speculative is 'draft:some/model', and a simulation has no draft model"),
         ("no.such:Thing", "speculative is 'no.such:Thing', which cannot be imported"),
         (f"{__name__}:MODEL", "is no class with a method draft"),
         ("orca_jax.simulation.simulation:Simulation", "is no class with a method draft"),

@@ -46,8 +46,30 @@ class Told:
         return [token_id if self._random.random() < self._right else token_id + 1 for token_id in drafts]
 
 
-def seconds(n_streams: int, right: Sequence[float], costs: Sequence[float]) -> tuple[float, list[Request]]:
-    """The time of so many requests at once, whose drafts are right so often; without drafts if none are."""
+class Shared:
+    """A draft model whose round takes `each` for each depth, and which drafts as the requests are told."""
+
+    failed = False
+
+    def __init__(self, simulation: Simulation, each: float) -> None:
+        self._clock, self._each = simulation.clock, each
+        self.told: dict[Request, Told] = {}
+
+    def cost(self, wanted: Sequence[tuple[Request, int]]) -> float:
+        return self._each * max(n for _, n in wanted)
+
+    def draft(self, wanted: Sequence[tuple[Request, int]]) -> list[Sequence[int] | None]:
+        self._clock.advance_to(self._clock.now() + self.cost(wanted))
+        return [self.told[req].draft(req.output_ids, n) for req, n in wanted]
+
+
+def seconds(
+    n_streams: int, right: Sequence[float], costs: Sequence[float], each: float = -1.0
+) -> tuple[float, list[Request]]:
+    """The time of so many requests at once, whose drafts are right so often; without drafts if none are.
+
+    With `each` a draft model drafts, whose iterations take so long.
+    """
     config = replace(CONFIG, iteration_costs=tuple(costs))
 
     def duration(shape: IterationShape) -> float:
@@ -55,12 +77,16 @@ def seconds(n_streams: int, right: Sequence[float], costs: Sequence[float]) -> t
         return next(cost for size, cost in zip(BUCKETS, costs, strict=True) if size >= n_tokens)
 
     simulation = Simulation(config, duration=duration)
+    shared = Shared(simulation, each)
     requests = list[Request]()
     for i in range(n_streams):
         req = Request(str(i), (1, 2, 3), 3 + N_OUTPUT, SamplingParams(max_tokens=N_OUTPUT), seed=i)
         if right:
             told = Told(req, right[i % len(right)])
             req.kind = Drafted(Speculation(lambda *_, told=told: told, 4, 1 << 20))
+            if each >= 0:
+                shared.told[req] = told
+                req.kind = Drafted(Speculation(lambda *_: Silent(), 4, 1 << 20, shared=shared))
         requests.append(req)
         simulation.add_at(0.0, req)
     simulation.run()
@@ -87,6 +113,37 @@ def test_what_they_save() -> None:
     # Of requests whose drafts are right and of others the former get the places that are worth their time.
     _, requests = seconds(20, (1.0, 0.0), FLAT_TO_64)
     assert sum(map(n_drafted, requests[::2])) > 1.5 * sum(map(n_drafted, requests[1::2]))
+
+
+@pytest.mark.parametrize("costs", [CPU_COSTS, FLAT_TO_64, LINEAR], ids=["cpu", "flat", "linear"])
+def test_the_time_of_a_draft_model_counts(costs: list[float]) -> None:
+    each = 0.1 * costs[0]
+    for n_streams, right in product((1, 12, 32), ((0.0,), (0.5,), (1.0, 0.0))):
+        _, before = seconds(n_streams, (), costs)
+        _, after = seconds(n_streams, right, costs, each)
+        # On average: where some drafts are right, the others' requests wait for them too.
+        plain, drafted = (sum(req.token_times[-1] for req in requests) for requests in (before, after))
+        assert drafted <= 1.06 * plain, (n_streams, right)
+        assert [req.output_ids for req in before] == [req.output_ids for req in after]
+    for right in (0.0, 1.0):  # an iteration of the draft model takes as long as the model's
+        assert seconds(1, (right,), LINEAR, LINEAR[0])[0] == seconds(1, (), LINEAR)[0]
+
+
+def test_what_a_draft_model_saves() -> None:
+    for costs, n_streams, right, least in (
+        (CPU_COSTS, 1, 0.9, 1.5),
+        (FLAT_TO_64, 1, 0.8, 2.0),
+        (FLAT_TO_64, 12, 0.8, 1.4),
+    ):
+        plain, each = seconds(n_streams, (), costs)[0], 0.1 * costs[0]
+        assert plain / seconds(n_streams, (right,), costs, each)[0] > least, n_streams
+
+
+class Silent:
+    """Leaves the drafts to the draft model."""
+
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        return ()
 
 
 def n_drafted(req: Request) -> int:

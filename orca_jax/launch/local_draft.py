@@ -1,0 +1,161 @@
+# pyright: standard
+"""Composition: loads a draft model into an engine of its own, beside the one that is served."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from orca_jax.checkpoint.directory import load_checkpoint
+from orca_jax.config import EngineConfig, Layout, ServingConfig
+from orca_jax.engine.draft_engine import DraftEngine
+from orca_jax.engine_memory import EngineMemory
+from orca_jax.execution.capacity import check_weights, stage_room
+from orca_jax.execution.programs import OnProgram
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.launch.local_engine import build_engine
+from orca_jax.launch.local_memory import LocalMemory
+from orca_jax.model.transformer import Parameters
+from orca_jax.model_files.found_model import FoundModel
+from orca_jax.planning.draft_model import (
+    check_draft_model,
+    draft_costs,
+    draft_memory,
+    draft_serving,
+)
+from orca_jax.planning.stage_memory import DraftMemory, StageRoom
+from orca_jax.sharding.device_group import device_name
+from orca_jax.sharding.partition import StagePart, split_model
+from orca_jax.sharding.random_parameters import random_parameters
+
+OF_DRAFT = "draft."  # begins the names of the draft model's weights in an update
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlace:
+    """A draft model on JAX's first device, before its weights are loaded; `memory` is what it will take."""
+
+    name: str
+    model: ModelConfig
+    part: StagePart
+    room: StageRoom
+    memory: DraftMemory
+
+
+def draft_place(name: str, model: ModelConfig, config: EngineConfig, dtype: jnp.dtype) -> DraftPlace:
+    """The place of a draft model. Raises ConfigError for a model that cannot draft or does not fit."""
+    check_draft_model(name, model)
+    (part,) = split_model(model, jax.devices()[:1])
+    model = model.for_devices(1)
+    check_weights(model, dtype.itemsize, part, n_devices=1)
+    room = stage_room(model, dtype, part, n_devices=1, block_size=config.block_size)
+    return DraftPlace(name, model, part, room, draft_memory(model, config, room))
+
+
+def local_draft_engine(
+    found: FoundModel,
+    place: DraftPlace,
+    config: EngineConfig,
+    serving: ServingConfig,
+    served: ModelConfig,
+    rooms: Sequence[StageRoom],
+    dtype: jnp.dtype,
+    *,
+    on_program: OnProgram | None = None,
+) -> DraftEngine:
+    """Load the draft model `found`, beside the model `served` with these sizes on these stages.
+
+    Raises a CheckpointError.
+    """
+    model, part = place.model, place.part
+    sizes = draft_serving(serving, n_slots=serving.n_slots, prefix_caching=serving.scheduling.prefix_caching)
+    built = build_engine(
+        model,
+        [_weights(found, model, part, config, dtype)],
+        sizes,
+        [part],
+        compile_ahead=config.compile_ahead,
+        on_program=on_program,
+    )
+    device = device_name(part.group.devices[0])
+    return DraftEngine(
+        built.engine,
+        built.kv,
+        model=model,
+        config=sizes,
+        costs=draft_costs(sizes, model, place.room, served, rooms, device=device),
+        memory=LocalMemory(built.workers.workers, stored=found.config, model=model, dtype=dtype),
+    )
+
+
+def _weights(
+    found: FoundModel, model: ModelConfig, part: StagePart, config: EngineConfig, dtype: jnp.dtype
+) -> Parameters:
+    placement = part.placement(model)
+    if config.load_format == "dummy":
+        return random_parameters(model, config.seed or 0, dtype, placement)
+    assert found.directory is not None
+    (weights,) = load_checkpoint(
+        found.directory,
+        dtype=dtype,
+        vocab_multiple=model.vocab_multiple,
+        kv_repeats=model.attention.kv_repeats,
+        packed=model.has_packed_experts,
+        forms=model.weight_forms,
+        placements=[placement],
+    ).stages
+    return weights
+
+
+class MemoryWithDraft:
+    """An EngineMemory of the served model and its draft model.
+
+    New weights whose names begin with "draft." are the draft model's; without any it keeps those that it has.
+    """
+
+    def __init__(self, served: EngineMemory, draft: DraftEngine) -> None:
+        assert draft.memory is not None
+        self._served = served
+        self._draft = draft
+        self._of_draft = draft.memory
+
+    def prepare(
+        self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
+    ) -> Callable[[], None]:
+        served, draft = _split(weights)
+        parts = [self._served.prepare(served, cast=cast, lora_scale=lora_scale, layout=layout)]
+        if draft:
+            parts.append(self._of_draft.prepare(draft, cast=cast, lora_scale=1.0))
+
+        def install() -> None:
+            for part in parts:
+                part()
+            if draft:
+                self._draft.forget()
+
+        return install
+
+    def release(self, level: int) -> None:
+        self._draft.forget()
+        self._served.release(level)
+        self._of_draft.release(level)
+
+    def restore(self) -> None:
+        self._served.restore()
+        self._of_draft.restore()
+
+
+def _split(weights: object) -> tuple[object, dict[str, Any]]:
+    """The new weights without those of the draft model, and those."""
+    if not isinstance(weights, Mapping):
+        return weights, {}
+    draft = {
+        str(name).removeprefix(OF_DRAFT): value
+        for name, value in weights.items()
+        if str(name).startswith(OF_DRAFT)
+    }
+    if not draft:
+        return weights, {}
+    return {name: value for name, value in weights.items() if not str(name).startswith(OF_DRAFT)}, draft

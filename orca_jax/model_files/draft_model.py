@@ -1,0 +1,63 @@
+"""The model of `--speculative draft:MODEL`: a smaller one with the tokenizer of the served model."""
+
+from orca_jax.config import EngineConfig
+from orca_jax.errors import ConfigError, DifferentTokenizer, shown
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.model_files.found_model import FoundModel, find_config, find_model, is_function
+
+_ADVICE = "a draft model must have the tokenizer of the served model, as smaller models of its family have"
+
+
+def find_draft_model(found: FoundModel, config: EngineConfig) -> FoundModel | None:
+    """Find the model that drafts for `found`; None if none does. Its weights are not read yet.
+
+    With the `load_format` dummy it may be a preset too. Raises DifferentTokenizer, another ConfigError or a
+    CheckpointError.
+    """
+    name = _name(config)
+    if name is None:
+        return None
+    draft = find_model(name, "dummy" if config.load_format == "dummy" else "auto")
+    check_same_tokens(found, draft)
+    return draft
+
+
+def find_draft_config(config: EngineConfig) -> ModelConfig | None:
+    """The config of the model that drafts, without its weights and tokenizer; None if none does."""
+    name = _name(config)
+    return None if name is None else find_config(name, config.load_format)
+
+
+def _name(config: EngineConfig) -> str | None:
+    name = config.draft_model
+    if name is not None and is_function(name):
+        raise ConfigError(f"speculative is {config.speculative!r}: a model of your own cannot draft yet")
+    return name
+
+
+def check_same_tokens(found: FoundModel, draft: FoundModel) -> None:
+    """Raise DifferentTokenizer unless each id that both models have means the same token.
+
+    Without both tokenizers the sizes of the vocabularies are compared.
+    """
+    sizes = found.config.vocab_size, draft.config.vocab_size
+    if found.tokenizer is None or draft.tokenizer is None:
+        if sizes[0] != sizes[1]:
+            raise DifferentTokenizer(
+                f"the draft model {draft.name} has {sizes[1]} tokens, and {found.name} has {sizes[0]}; "
+                f"{_ADVICE}"
+            )
+        return
+    ours, theirs = found.tokenizer.names(), draft.tokenizer.names()
+    both = [each for each in ours if each in theirs and each < min(sizes)]
+    differing = [each for each in both if ours[each] != theirs[each]]
+    if not differing and 2 * len(both) >= max(len(ours), len(theirs)):
+        return
+    first = ""
+    if differing:
+        each = min(differing)
+        first = f"; token {each} is {shown(ours[each])} here and {shown(theirs[each])} there"
+    raise DifferentTokenizer(
+        f"the draft model {draft.name} has another tokenizer than {found.name}: of {len(ours)} tokens here "
+        f"and {len(theirs)} there, {len(both) - len(differing)} are the same{first}; {_ADVICE}"
+    )
