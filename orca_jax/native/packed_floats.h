@@ -1,9 +1,10 @@
-/* The products of panels (packed_panel.h) of FP8 codes, e4m3, with x, in float32.
+/* The products of panels (packed_panel.h) of FP8 weights, e4m3, with x, in float32. A NaN counts as 480.
  *
- * A code's bits, moved to where a float has them, are its number times 2^-120: a subnormal float, if it is a subnormal
- * number of FP8. So that no product is too small for a float, x is multiplied by a power of two for each token. The
- * products of a run of 32 are added up, then, scaled, the runs, both in the order of inputs; of one token alone, first
- * those of every eighth four inputs. A NaN counts as 480.
+ * A panel has scaled numbers. The products of a run of 32 are added up, then the runs, both in the order of inputs.
+ *
+ * One token alone takes codes from their rows: first the products of every eighth four inputs are added up, then,
+ * scaled, the runs. A code's bits, moved to where a float has them, are its number times 2^-120: a subnormal float, if
+ * it is a subnormal number of FP8. So that no product is too small for a float, x is multiplied by a power of two.
  */
 
 #ifndef ORCA_PACKED_FLOATS_H
@@ -20,10 +21,8 @@
 #define BY_ROWS 1
 #endif
 
-#define MOVED 120 /* a code's bits are those of its number times 2^-MOVED */
-
-/* A token's run of x, times 2^MOVED / `power`, a power of two that is near its greatest number. For multiply_rows the
- * first of every four numbers stand first, then the second. */
+/* A token's run of x. For multiply_rows it is times 2^MOVED / `power`, a power of two that is near its greatest number,
+ * and the first of every four numbers stand first, then the second. */
 typedef struct {
   float x[RUN];
   float power;
@@ -39,6 +38,13 @@ INLINE float power_of_two(uint32_t exponent) {
 
 /* Widens a token's n_runs runs, and stores each `stride` runs after the one before it. */
 static void take_token(const x_type *x, size_t n_runs, size_t stride, bool is_alone, Run *to) {
+  if (!BY_ROWS || !is_alone) {
+    for (size_t run = 0; run < n_runs; run++, x += RUN, to += stride) {
+      UNROLL for (int i = 0; i < RUN; i += LANES) store(to->x + i, load(x + i));
+      to->power = 1;
+    }
+    return;
+  }
   const float most = greatest(x, n_runs * RUN);
   uint32_t exponent;
   memcpy(&exponent, &most, sizeof exponent);
@@ -48,49 +54,37 @@ static void take_token(const x_type *x, size_t n_runs, size_t stride, bool is_al
   for (size_t run = 0; run < n_runs; run++, x += RUN, to += stride) {
     float numbers[RUN];
     UNROLL for (int i = 0; i < RUN; i += LANES) store(numbers + i, load(x + i) * all(factor));
-    for (int i = 0; i < RUN; i++) to->x[BY_ROWS && is_alone ? i % 4 * (RUN / 4) + i / 4 : i] = numbers[i];
+    for (int i = 0; i < RUN; i++) to->x[i % 4 * (RUN / 4) + i / 4] = numbers[i];
     to->power = power;
   }
-}
-
-/* Number j of four codes, times 2^-MOVED. */
-INLINE vec number_of(ivec codes, int j) {
-  return (vec)((codes << (24 - 8 * j)) >> 4 & (int32_t)0x87f00000);
 }
 
 /* Adds `some` runs of panels to the totals of n tokens; both are constants to the compiler. */
 INLINE void add_runs(const Panel *panels, size_t run, const Run *runs, vec *totals, const int some, const int n) {
   vec parts[12];
   UNROLL for (int i = 0; i < some * n * STRIPS; i++) parts[i] = all(0);
-  for (int i = 0; i < RUN / 4; i++) {
+  _Pragma("GCC unroll 4") for (int i = 0; i < RUN; i++) {
     UNROLL for (int r = 0; r < some; r++) {
-      UNROLL for (int j = 0; j < 4; j++) {
-        vec numbers[STRIPS];
-        UNROLL for (int s = 0; s < STRIPS; s++) numbers[s] = number_of(panels[s].codes[(run + r) * (RUN / 4) + i], j);
-        UNROLL for (int t = 0; t < n; t++) {
-          const vec x = kept(all(runs[r * n + t].x[4 * i + j]));
-          UNROLL for (int s = 0; s < STRIPS; s++) parts[(r * n + t) * STRIPS + s] += numbers[s] * x;
-        }
+      vec numbers[STRIPS];
+      UNROLL for (int s = 0; s < STRIPS; s++) numbers[s] = kept(panels[s].numbers[(run + r) * RUN + i]);
+      UNROLL for (int t = 0; t < n; t++) {
+        const vec x = kept(all(runs[r * n + t].x[i]));
+        UNROLL for (int s = 0; s < STRIPS; s++) parts[(r * n + t) * STRIPS + s] += numbers[s] * x;
       }
     }
   }
   UNROLL for (int r = 0; r < some; r++)
-    UNROLL for (int t = 0; t < n; t++)
-      UNROLL for (int s = 0; s < STRIPS; s++)
-        totals[t * STRIPS + s] += parts[(r * n + t) * STRIPS + s] * panels[s].scales[run + r];
+    UNROLL for (int i = 0; i < n * STRIPS; i++) totals[i] += parts[r * n * STRIPS + i];
 }
 
 /* Adds panels' n_runs runs to the sums of n tokens, a constant to the compiler. Few tokens take several runs at once,
  * since one sum's additions wait for one another. */
 INLINE void multiply(const Panel *panels, const Run *runs, size_t n_runs, vec *sums, const int n) {
-  const int some = 4 / STRIPS / n > 1 ? 4 / STRIPS / n : 1;
-  vec totals[12];
-  UNROLL for (int i = 0; i < n * STRIPS; i++) totals[i] = sums[i];
+  const int some = 8 / STRIPS / n > 1 ? 8 / STRIPS / n : 1;
   size_t run = 0;
-  for (; run + some <= n_runs; run += some) add_runs(panels, run, runs + run * n, totals, some, n);
+  for (; run + some <= n_runs; run += some) add_runs(panels, run, runs + run * n, sums, some, n);
   if (some > 1)
-    for (; run < n_runs; run++) add_runs(panels, run, runs + run * n, totals, 1, n);
-  UNROLL for (int i = 0; i < n * STRIPS; i++) sums[i] = totals[i];
+    for (; run < n_runs; run++) add_runs(panels, run, runs + run * n, sums, 1, n);
 }
 
 #if BY_ROWS
@@ -124,13 +118,11 @@ static void multiply_rows(const Planes *from, size_t out, size_t k, size_t n, co
         UNROLL for (int i = 0; i < ROWS; i++) __builtin_prefetch(codes + run * RUN + (ROWS + i) * from->n_in, 0, 2);
       add_run_of_rows(codes + run * RUN, from->n_in, (const float *)(panel->scales + run) + row, runs + run, totals);
     }
-    UNROLL for (int i = 0; i < ROWS; i++) {
-      float lanes[8];
-      memcpy(lanes, totals + i, sizeof lanes);
-      UNROLL for (int half = 4; half > 0; half /= 2)
-        UNROLL for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
-      sums[0][row + i] += lanes[0];
-    }
+    const __m256 pairs[2] = {_mm256_hadd_ps((__m256)totals[0], (__m256)totals[1]),
+                             _mm256_hadd_ps((__m256)totals[2], (__m256)totals[3])};
+    const __m256 fours = _mm256_hadd_ps(pairs[0], pairs[1]);
+    const __m128 of_rows = _mm_add_ps(_mm256_castps256_ps128(fours), _mm256_extractf128_ps(fours, 1));
+    *(vec4 *)((float *)sums + row) += (vec4)of_rows;
   }
 }
 

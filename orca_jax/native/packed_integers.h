@@ -37,32 +37,39 @@ INLINE ivec rounded_ints(vec v) {
 #endif
 }
 
-INLINE void store_bytes(int8_t *to, ivec v) {
+/* Stores a run as bytes, and the sums of its halves. */
 #if LANES == 16
-  _mm_storeu_si128((void *)to, _mm512_cvtsepi32_epi8((__m512i)v));
+INLINE void store_ints(int8_t *to, const ivec ints[2], int32_t sums[2]) {
+  UNROLL for (int half = 0; half < 2; half++) {
+    _mm_storeu_si128((void *)(to + half * LANES), _mm512_cvtsepi32_epi8((__m512i)ints[half]));
+    int32_t lanes[LANES];
+    memcpy(lanes, ints + half, sizeof lanes);
+    sums[half] = 0;
+    for (int i = 0; i < LANES; i++) sums[half] += lanes[i];
+  }
+}
 #else
-  for (int i = 0; i < LANES; i++) to[i] = v[i];
+INLINE void store_ints(int8_t *to, const ivec ints[4], int32_t sums[2]) {
+  const __m256i first = _mm256_packs_epi32((__m256i)ints[0], (__m256i)ints[1]);
+  const __m256i second = _mm256_packs_epi32((__m256i)ints[2], (__m256i)ints[3]);
+  const __m256i bytes = _mm256_packs_epi16(first, second);
+  _mm256_storeu_si256((void *)to, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+  const __m256i pairs = _mm256_hadd_epi32((__m256i)(ints[0] + ints[1]), (__m256i)(ints[2] + ints[3]));
+  const __m128i fours = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+  const __m128i both = _mm_hadd_epi32(fours, fours);
+  sums[0] = _mm_cvtsi128_si32(both);
+  sums[1] = _mm_extract_epi32(both, 1);
+}
 #endif
-}
-
-INLINE int32_t sum_of_ints(ivec v) {
-  int32_t lanes[LANES], total = 0;
-  memcpy(lanes, &v, sizeof lanes);
-  for (int i = 0; i < LANES; i++) total += lanes[i];
-  return total;
-}
 
 /* Rounds a run whose scale is given. */
 INLINE void round_run(const x_type *x, float scale, Run *run) {
-  const int n_parts = RUN / LANES;
   const vec inverse = all(scale >= FLT_MIN ? 1 / scale : 0);
   run->scale = scale < FLT_MIN ? 0 : scale;
-  int32_t sums[2] = {0, 0};
-  UNROLL for (int i = 0; i < n_parts; i++) {
-    const ivec ints = rounded_ints(load(x + i * LANES) * inverse);
-    store_bytes(run->rounded + i * LANES, ints);
-    sums[i * 2 / n_parts] += sum_of_ints(ints);
-  }
+  ivec ints[RUN / LANES];
+  int32_t sums[2];
+  UNROLL for (int i = 0; i < RUN / LANES; i++) ints[i] = rounded_ints(load(x + i * LANES) * inverse);
+  store_ints(run->rounded, ints, sums);
   run->sum = run->scale * (sums[0] + sums[1]);
   run->excess[0] = SCALED == RUN ? EXCESS * (sums[0] + sums[1]) : EXCESS * sums[0];
   run->excess[1] = EXCESS * sums[1];

@@ -1,7 +1,8 @@
 /* Packed weights (families/packed_form.py), and a panel of them, unpacked for a product.
  *
  * A panel has LANES rows of a weight, one a lane, and up to PANEL_INPUTS inputs: eight bits a code, four inputs' codes
- * in a lane's 32 bits, with scales and minima as float32. It stays in the first cache.
+ * in a lane's 32 bits, with scales and minima as float32; or with FLOATS up to FLOAT_INPUTS inputs as scaled floats. It
+ * stays in the first cache.
  *
  * Macros say what the planes hold:
  *
@@ -49,6 +50,7 @@
 #ifndef PANEL_INPUTS /* a multiple of SUPER; tests set it lower */
 #define PANEL_INPUTS 1024
 #endif
+#define FLOAT_INPUTS (PANEL_INPUTS < 256 ? PANEL_INPUTS : 256) /* of a panel of floats */
 
 #if SCALE == Q6_K
 #define SCALED 16 /* inputs with a scale in a panel */
@@ -69,7 +71,11 @@ typedef struct {
 } Planes;
 
 typedef struct {
+#if FLOATS
+  vec numbers[FLOAT_INPUTS + 4 * LANES] __attribute__((aligned(64)));
+#else
   ivec codes[PANEL_INPUTS / 4 + LANES] __attribute__((aligned(64)));
+#endif
   vec scales[PANEL_INPUTS / SCALED + LANES] __attribute__((aligned(64)));
 #if HAS_MINS
   vec mins[PANEL_INPUTS / SCALED + LANES] __attribute__((aligned(64)));
@@ -94,9 +100,8 @@ INLINE ivec dwords_at(const uint8_t *from, size_t left) {
   return (ivec)_mm512_maskz_loadu_epi32(left < 16 ? (1u << left) - 1 : 0xffff, from);
 #else
   if (left >= 8) return (ivec)_mm256_loadu_si256((const void *)from);
-  int32_t some[8] = {0};
-  memcpy(some, from, 4 * left);
-  return (ivec)_mm256_loadu_si256((const void *)some);
+  const __m256i is_there = _mm256_cmpgt_epi32(_mm256_set1_epi32(left), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  return (ivec)_mm256_maskload_epi32((const void *)from, is_there);
 #endif
 }
 
@@ -139,9 +144,24 @@ INLINE __m256i words_at(const uint8_t *from, size_t left) {
 #define WIDENED_INTS _mm512_cvtepu16_epi32
 #define WIDENED_FLOATS _mm512_cvtph_ps
 #else
+/* The `size` bytes of a number. */
+INLINE uint64_t number_at(const uint8_t *from, int size) {
+  uint64_t number = 0;
+  memcpy(&number, from, size);
+  return number;
+}
+
+/* n bytes, at most 8, then zeros: two loads that may overlap, since a call of memcpy would take longer than the rest. */
+INLINE uint64_t few_bytes_at(const uint8_t *from, size_t n) {
+  if (n >= 8) return number_at(from, 8);
+  if (n >= 4) return number_at(from, 4) | number_at(from + n - 4, 4) << 8 * (n - 4);
+  if (n >= 2) return number_at(from, 2) | number_at(from + n - 2, 2) << 8 * (n - 2);
+  return n ? *from : 0;
+}
+
 INLINE __m128i words_at(const uint8_t *from, size_t left) {
-  uint8_t some[16] = {0};
-  return _mm_loadu_si128(left < 8 ? memcpy(some, from, 2 * left) : (const void *)from);
+  if (left >= 8) return _mm_loadu_si128((const void *)from);
+  return _mm_set_epi64x(left > 4 ? few_bytes_at(from + 8, 2 * left - 8) : 0, few_bytes_at(from, 2 * left));
 }
 #define WIDENED_INTS _mm256_cvtepu16_epi32
 #define WIDENED_FLOATS _mm256_cvtph_ps
@@ -159,8 +179,7 @@ INLINE ivec bytes_at(const uint8_t *from, size_t left) {
 #if LANES == 16
   return (ivec)_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(left < 16 ? (1u << left) - 1 : 0xffff, from));
 #else
-  uint8_t some[8] = {0};
-  return (ivec)_mm256_cvtepi8_epi32(_mm_loadl_epi64(left < 8 ? memcpy(some, from, left) : (const void *)from));
+  return (ivec)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(few_bytes_at(from, left)));
 #endif
 }
 
@@ -173,15 +192,20 @@ INLINE vec e8m0_at(const uint8_t *from, size_t left) {
 }
 
 /* to[j] is number `first` + j of rows `out`, `out` + 1, ..., which have n_of_row numbers of `size` bytes, for n numbers;
- * up to a multiple of LANES others follow. */
+ * up to a multiple of LANES others may follow. Without masks the last tile starts early enough to be whole. */
 INLINE void numbers_to_lanes(const uint8_t *plane, size_t size, size_t n_of_row, size_t out, size_t first, size_t n,
                              vec numbers_at(const uint8_t *, size_t), vec *to) {
+  if (n_of_row == 1) {
+    to[0] = numbers_at(plane + out * size, LANES);
+    return;
+  }
   for (size_t j = 0; j < n; j += LANES) {
+    const size_t at = LANES == 8 && j + LANES > n && n > LANES ? n - LANES : j;
     vec tile[LANES];
-    const uint8_t *row = plane + (out * n_of_row + first + j) * size;
-    UNROLL for (int i = 0; i < LANES; i++, row = next_row(row, n_of_row * size)) tile[i] = numbers_at(row, n - j);
+    const uint8_t *row = plane + (out * n_of_row + first + at) * size;
+    UNROLL for (int i = 0; i < LANES; i++, row = next_row(row, n_of_row * size)) tile[i] = numbers_at(row, n - at);
     transpose(tile);
-    UNROLL for (int i = 0; i < LANES; i++) to[j + i] = tile[i];
+    UNROLL for (int i = 0; i < LANES; i++) to[at + i] = tile[i];
   }
 }
 
@@ -216,18 +240,35 @@ INLINE ivec numbers_of(ivec codes) {
 #endif
 }
 
+#if FLOATS
+#define MOVED 120 /* a code's bits, where a float has them, are its number times 2^-MOVED; a NaN's are 480's */
+
+/* Number j of four FP8 codes, times 2^-MOVED. */
+INLINE vec moved_number(ivec codes, int j) {
+  return (vec)((codes << (24 - 8 * j)) >> 4 & (int32_t)0x87f00000);
+}
+#endif
+
 /* Four bits, each the fifth of a byte. */
 INLINE ivec spread(ivec bits) { return (bits * 0x00204081 & 0x01010101) << 4; }
 
-/* Unpacks the codes of n inputs from `k` on, of LANES rows from `out` on. */
+/* Unpacks the codes of n inputs from `k` on, of LANES rows from `out` on. With FLOATS the panel's scales are there. */
 INLINE void unpack_codes(const Planes *from, size_t out, size_t k, size_t n, Panel *panel) {
 #if CODE == 8
   const size_t n_dwords = n / 4;
   for (size_t j = 0; j < n_dwords; j += LANES) {
     vec tile[LANES];
     dwords_of_rows(from->codes + out * from->n_in + k, from->n_in, j, n_dwords, tile);
+#if FLOATS
+    UNROLL for (int i = 0; i < LANES; i++) {
+      const vec scale = panel->scales[4 * (j + i) / RUN];
+      UNROLL for (int c = 0; c < 4; c++)
+        panel->numbers[4 * (j + i) + c] = moved_number((ivec)tile[i], c) * all(0x1p120f) * scale;
+    }
+#else
     UNROLL for (int i = 0; i < LANES; i++)
       panel->codes[j + i] = SIGNED && VNNI ? (ivec)tile[i] ^ (ivec)all_ints(0x80808080) : (ivec)tile[i];
+#endif
   }
 #else
   const size_t stride = from->n_in / 2, n_dwords = n / 8;

@@ -49,7 +49,7 @@ INLINE float greatest(const x_type *x, size_t n) {
 
 /* The most tokens of an item, a multiple of AT_ONCE, so that their sums, or with FP8 their x, stay in a cache. */
 #ifndef ITEM_TOKENS
-#define ITEM_TOKENS (FLOATS ? 96 : 252)
+#define ITEM_TOKENS (FLOATS ? 192 : 264)
 #endif
 
 #define CHUNK 64 /* the least outputs of an item */
@@ -66,7 +66,7 @@ typedef struct {
   Run *runs; /* [T / AT_ONCE][I / RUN][AT_ONCE]; the last group has the tokens that are left */
   size_t n_tokens, n_in, n_out;
   size_t n_chunks; /* items that share a group of tokens */
-  size_t n_groups;
+  size_t item_tokens; /* of an item, but the last of a chunk; a multiple of AT_ONCE */
   size_t n_taking; /* the first items, which take x */
   atomic_size_t taken; /* how many of them are done */
 } Product;
@@ -145,12 +145,13 @@ static void strip(const Product *p, size_t out, size_t first, size_t end) {
   const size_t n_runs = p->n_in / RUN;
   vec sums[ITEM_TOKENS * STRIPS] __attribute__((aligned(64)));
   Panel panels[STRIPS];
+  const bool by_rows = BY_ROWS && p->n_tokens == 1;
   memset(sums, 0, (end - first) * STRIPS * sizeof *sums);
   for (size_t k = 0, n; k < p->n_in; k += n) {
-    n = least(PANEL_INPUTS, p->n_in - k);
+    n = least(FLOATS && !by_rows ? FLOAT_INPUTS : PANEL_INPUTS, p->n_in - k);
     for (int i = 0; i < STRIPS; i++) unpack_scales(&p->weight, out + i * LANES, k, n, panels + i);
 #if BY_ROWS
-    if (p->n_tokens == 1) {
+    if (by_rows) {
       for (int i = 0; i < STRIPS; i++)
         multiply_rows(&p->weight, out + i * LANES, k, n, panels + i, p->runs + k / RUN, sums + i);
       continue;
@@ -177,12 +178,14 @@ static inline size_t n_groups(size_t n_tokens) { return (n_tokens + AT_ONCE - 1)
 
 /* Cuts a product, whose sizes are set, into about `n_wanted` items. Returns their number. */
 static inline size_t cut(Product *p, size_t n_wanted) {
-  p->n_groups = (p->n_tokens + ITEM_TOKENS - 1) / ITEM_TOKENS;
+  const size_t n_equal = (p->n_tokens + ITEM_TOKENS - 1) / ITEM_TOKENS;
+  p->item_tokens = n_groups((p->n_tokens + n_equal - 1) / n_equal) * AT_ONCE;
+  const size_t n_items = (p->n_tokens + p->item_tokens - 1) / p->item_tokens;
   const size_t most = p->n_out < CHUNK ? 1 : p->n_out / CHUNK;
-  p->n_chunks = least(most, (n_wanted + p->n_groups - 1) / p->n_groups);
+  p->n_chunks = least(most, (n_wanted + n_items - 1) / n_items);
   p->n_taking = n_groups(p->n_tokens);
   atomic_init(&p->taken, 0);
-  return p->n_taking + p->n_groups * p->n_chunks;
+  return p->n_taking + n_items * p->n_chunks;
 }
 
 /* The last strip starts early enough to be whole, so that some outputs are computed twice, to the same bits. */
@@ -191,7 +194,7 @@ static void multiply_part(const Product *p, size_t item) {
   const size_t start = n_strips * chunk / p->n_chunks * WIDTH;
   const size_t end = chunk + 1 < p->n_chunks ? n_strips * (chunk + 1) / p->n_chunks * WIDTH : p->n_out;
   for (size_t out = start; out < end; out += WIDTH)
-    strip(p, least(out, end - WIDTH), group * ITEM_TOKENS, least(p->n_tokens, (group + 1) * ITEM_TOKENS));
+    strip(p, least(out, end - WIDTH), group * p->item_tokens, least(p->n_tokens, (group + 1) * p->item_tokens));
 }
 
 static void do_part(Product *p, size_t item) {
