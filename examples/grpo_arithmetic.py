@@ -111,11 +111,21 @@ def train(rollout_engine: Any, n_steps: int, *, seed: int = 0, beta: float = 0.0
     return means
 
 
-def cluster(rollout_engine: Any, n_steps: int, *, seed: int = 0, beta: float = 0.0) -> RLCluster:
-    """A cluster on the first device: trainer, rollout, and with a `beta` the initial model as reference."""
+def cluster(
+    rollout_engine: Any,
+    n_steps: int,
+    *,
+    seed: int = 0,
+    beta: float = 0.0,
+    actor: nnx.Module | None = None,
+) -> RLCluster:
+    """A cluster on the first device: trainer, rollout, and with a `beta` the initial model as reference.
+
+    The `actor` is the tiny Llama unless it is given.
+    """
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     return RLCluster(
-        actor=tiny_llama(seed),
+        actor=tiny_llama(seed) if actor is None else actor,
         reference=tiny_llama(seed) if beta else None,
         tokenizer=Characters(),
         cluster_config=ClusterConfig(

@@ -5,7 +5,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -63,6 +63,15 @@ def checked_name(name: str, value: object) -> str:
             f"{name} is {str(value)[:_MAX_NAME]!r}; it must be 1 to {_MAX_NAME} printable characters"
         )
     return value
+
+
+class EachOf(tuple[str, ...]):
+    """The check that an option is a list of some of these words."""
+
+    def __call__(self, name: str, value: object) -> None:
+        given = cast("Sequence[object]", value if isinstance(value, tuple | list) else (None,))
+        if any(each not in self for each in given):
+            raise ConfigError(f"{name} is {value!r}; it must be a list of some of {', '.join(self)}")
 
 
 def check_names(name: str, value: object) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from orca_jax.checks import (
+    EachOf,
     Whole,
     check_drafter,
     check_fraction,
@@ -26,6 +27,9 @@ KVCacheDtype = Literal["auto", "int8", "fp8"]  # of cached keys and values; auto
 Layout = Literal["tunix", "maxtext", "maxtext-scanned", "gemma"]
 Format = Literal["safetensors", "orbax", Layout]
 FORMATS: tuple[Format, ...] = get_args(Format)
+# What LoRA adapters may change beside linear layers, where there is room for it.
+LoraExtra = Literal["embedding", "head", "experts"]
+LORA_EXTRAS: tuple[LoraExtra, ...] = get_args(LoraExtra)
 # How attention runs. kernel: the Mosaic GPU kernel; native: in C, on a CPU; static, follow_lengths: pure JAX;
 # interpreted: the GPU's kernel on a CPU, only for tests.
 Attention = Literal["kernel", "cudnn", "native", "static", "follow_lengths", "interpreted"]
@@ -204,6 +208,12 @@ class ServingOptions(Options):
         f"--lora's, at least {MAX_LORA_RANK})",
         *(Whole(1, 4096), In("serve", "compile")),
     ] = None
+    lora_extras: Annotated[
+        Sequence[str] | None,
+        "what LoRA adapters may change beside linear layers: embedding, head, experts, with commas; each "
+        "takes room for --max-loras (default: what those of --lora change)",
+        *(EachOf(LORA_EXTRAS), In("serve", "compile")),
+    ] = None
     deterministic: Annotated[bool, "make each output bit for bit independent of other requests; slower"] = (
         False
     )
@@ -218,6 +228,11 @@ class ServingOptions(Options):
         "reported",
         Also("worker"),
     ] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora_extras is not None:
+            object.__setattr__(self, "lora_extras", tuple(self.lora_extras))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +250,7 @@ class ServingConfig(ServingOptions):
     max_batch_tokens: int = 2048
     max_loras: int = 0
     max_lora_rank: int = MAX_LORA_RANK
+    lora_extras: Sequence[str] = ()
     coarse_buckets: Annotated[bool, "pad iterations to fewer sizes", In()] = False
     n_snapshots: Annotated[int, "recurrent states that the prefix cache keeps", In()] = 0
     scheduling: SchedulingConfig = ORCA
@@ -335,6 +351,7 @@ class Sizes(SchedulingOptions, ServingOptions):
         asked: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(ServingOptions)}
         sizes = {"n_slots": n_slots, "max_batch_tokens": max_batch_tokens}
         sizes |= {"max_loras": min(len(self.adapters or ()), MAX_LORAS), "max_lora_rank": MAX_LORA_RANK}
+        sizes |= {"lora_extras": ()}
         asked |= {name: value for name, value in sizes.items() if asked[name] is None}
         given: dict[str, Any] = {"coarse_buckets": coarse_buckets, "n_snapshots": n_snapshots}
         return ServingConfig(**asked, **given, scheduling=self.scheduling)
@@ -579,8 +596,10 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             raise ConfigError(
                 f"generation_config is {self.generation_config!r}; it must be 'auto', 'none' or a directory"
             )
-        if self.adapters or self.max_loras:
-            self._check_adapters()
+        if (self.adapters or self.max_loras) and self.record is not None:
+            raise ConfigError(
+                "LoRA adapters (lora, max_loras) do not work with record yet; leave one of the two out"
+            )
         if self.draft_model is not None and not self.in_this_process:
             raise ConfigError(
                 f"speculative is {self.speculative!r}; a draft model does not work with workers or "
@@ -592,20 +611,6 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             raise ConfigError(
                 'on_compile="error" needs compile_ahead, without which no program could be compiled; set '
                 "compile_ahead, or leave on_compile out"
-            )
-
-    def _check_adapters(self) -> None:
-        """Refuse what LoRA adapters do not work with yet. Raises ConfigError."""
-        asked = {
-            "workers": self.workers is not None,
-            "worker_processes": self.worker_processes,
-            "record": self.record is not None,
-        }
-        refused = [name for name, is_asked in asked.items() if is_asked]
-        if refused:
-            raise ConfigError(
-                f"LoRA adapters (lora, max_loras) do not work with {', '.join(refused)} yet; leave one of "
-                "the two out"
             )
 
     def _refuse_worker_options(self) -> None:

@@ -4,12 +4,15 @@ A directory has adapter_config.json and adapter_model.safetensors, and neither i
 the path of a module in transformers' model, such as base_model.model.model.layers.0.self_attn.q_proj.
 lora_A.weight: the family's table of weights says which weight, or which part of one, the module is. Whatever
 the adapter would compute otherwise, such as DoRA, is refused by name.
+
+Experts have adapters in two ways: each expert's linear layers by their names (mlp.experts.3.up_proj), or,
+with target_parameters, one pair for the matrices of all experts, which transformers 5 keeps in one parameter.
 """
 
 import math
 import os.path
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +21,13 @@ import numpy as np
 
 from orca_jax.checkpoint.head_view import stored_shapes
 from orca_jax.checkpoint.safetensors_reader import FLOAT_DTYPES, StoredTensor, read_header
+from orca_jax.config import LORA_EXTRAS, LoraExtra
 from orca_jax.errors import BadAdapter, UnsafeFile
-from orca_jax.families.adapters import StackShapes, adaptable, part_sizes, stack_shapes
+from orca_jax.families.adapters import adaptable, extra_of, is_by_expert, part_sizes, stack_shapes
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.family import Family
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import FLAT_HEADS, Parameter
+from orca_jax.families.parameters import FLAT_HEADS, HEAD, TOKEN_EMBEDDING, Parameter
 from orca_jax.families.stored_name import StoredName, head_places, size_of_heads
 from orca_jax.families.strict_json import read_object, shown
 
@@ -32,14 +36,20 @@ _MAX_CONFIG_BYTES = 1_000_000
 _PEFT = "base_model.model."
 # The text part of a model of text and pictures, which transformers has called by each of these.
 _TEXT_PARTS = ("model.language_model.", "language_model.model.", "language_model.")
-_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+_TENSOR = re.compile(
+    r"(?P<module>.+)\.lora_((?P<side>[AB])(\.default)?\.weight|(?P<of_table>embedding_[AB])(\.default)?)"
+)
+# All experts of a layer, whose two parameters PEFT wraps one after the other.
+_EXPERTS = re.compile(r"layers\.(?P<layer>\d{1,9})\.(\w+\.)*experts(\.base_layer)*")
+_BASE = ".base_layer.weight"
 # Fields that say how an adapter was trained, or that its tensors' names and shapes say again.
 _UNREAD = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
         *("exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform"),
         *("loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "peft_version"),
-        *("qalora_group_size", "revision", "runtime_config", "target_modules", "task_type"),
+        *("qalora_group_size", "revision", "runtime_config", "target_modules", "target_parameters"),
+        "task_type",
     }
 )
 _READ = frozenset(
@@ -55,10 +65,17 @@ _LARGEST_RANK = 4096
 
 
 class Low(NamedTuple):
-    """The change of a part of a weight: b [*out, r] times a [r, *in], in the engine's order."""
+    """The change of a part of a weight: b [*out, r] times a [r, *in], in the engine's order.
+
+    Experts have one each: b [X, *out, r] and a [X, r, in].
+    """
 
     a: np.ndarray
     b: np.ndarray
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +96,8 @@ class LoadedAdapter:
         self, config: ModelConfig, rank: int, dtype: np.dtype
     ) -> dict[str, tuple[np.ndarray, list[np.ndarray]]]:
         """The arrays `a` and `b` for the stacks of a padded `rank`, by the weight's name."""
-        table = adaptable(config)
-        return {
-            name: _padded(parts, stack_shapes(table[name], rank), rank, dtype)
-            for name, parts in self.changes.items()
-        }
+        table = adaptable(config, extras=LORA_EXTRAS)
+        return {name: _padded(parts, table[name], rank, dtype) for name, parts in self.changes.items()}
 
 
 class AdapterConfig(NamedTuple):
@@ -154,13 +168,33 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     )
 
 
+def extras_in(directory: Path, family: Family, config: ModelConfig) -> set[LoraExtra]:
+    """What an adapter changes beside linear layers, by its tensors' names. Raises as `read_adapter` does."""
+    targets, found = _targets(family, config), set[LoraExtra]()
+    for name in read_header(_weights_of(directory)):
+        match = _TENSOR.fullmatch(name)
+        if match is not None:
+            module = _without_prefix(match["module"], family)
+            extra = "experts" if _EXPERTS.fullmatch(module) else None
+            if (target := targets.get(module)) is not None:
+                extra = extra_of(target.name, target.parameter)
+            found |= set() if extra is None else {extra}
+    return found
+
+
 def read_adapter(
-    directory: Path, family: Family, config: ModelConfig, dtype: np.dtype, *, most_rank: int
+    directory: Path,
+    family: Family,
+    config: ModelConfig,
+    dtype: np.dtype,
+    *,
+    most_rank: int,
+    extras: Collection[str] = (),
 ) -> LoadedAdapter:
     """Read an adapter of a model of this family and `config`, as the devices hold it, in `dtype`.
 
-    Raises BadAdapter, NotACheckpoint, UnsafeFile or CorruptFile; each names the file, and nothing is read of
-    tensors that do not fit.
+    `most_rank` and `extras` say what there is room for. Raises BadAdapter, NotACheckpoint, UnsafeFile or
+    CorruptFile; each names the file, and nothing is read of tensors that do not fit.
     """
     own = read_adapter_config(directory)
     if own.largest_rank > most_rank:
@@ -168,38 +202,61 @@ def read_adapter(
             f"{shown(own.path)}: the rank is {own.largest_rank}, and the engine has room for {most_rank}; "
             f"start it with --max-lora-rank {own.largest_rank}"
         )
+    table = adaptable(config, extras=LORA_EXTRAS)
+    targets = _targets(family, config)
+    tensors = dict[tuple[str, str], StoredTensor]()
+    for name, tensor in read_header(_weights_of(directory)).items():
+        match = _TENSOR.fullmatch(name)
+        if match is not None:
+            tensors[match["module"], match["side"] or match["of_table"]] = tensor
+        elif not _is_copy_of_base(name, tensor, targets, family, config):
+            raise BadAdapter(f"{tensor}: expected lora_A and lora_B of linear layers, found no such name")
+    reader = _Reader(own, config, family, dtype)
+    for module in dict.fromkeys(module for module, _ in tensors):
+        short = _without_prefix(module, family)
+        target, is_of_all = targets.get(short), _EXPERTS.fullmatch(short)
+        sides = ("embedding_A", "embedding_B") if (module, "embedding_A") in tensors else ("A", "B")
+        a, b = (tensors.get((module, side)) for side in sides)
+        one = next(tensor for (other, _), tensor in tensors.items() if other == module)
+        if a is None or b is None:
+            raise BadAdapter(f"{one}: its module has only one of lora_A and lora_B")
+        if is_of_all is None and (
+            target is None or (sides == ("A", "B")) == (target.name == TOKEN_EMBEDDING)
+        ):
+            raise BadAdapter(
+                f"{one}: the model has no linear layer {shown(short)} that an adapter can change here"
+            )
+        extra = "experts" if target is None else extra_of(target.name, target.parameter)
+        if extra is not None and extra not in extras:
+            raise BadAdapter(
+                f"{one}: it changes {_EXTRA_WORDS[extra]}, for which the engine has no room; start it with "
+                f"--lora-extras {','.join([*extras, extra])}"
+            )
+        name = module.removeprefix(_PEFT)
+        if is_of_all is not None:
+            reader.take_experts(a, b, name, int(is_of_all["layer"]), table)
+        else:
+            assert target is not None
+            reader.take(a, b, name, target)
+    return reader.loaded(table)
+
+
+_EXTRA_WORDS: Mapping[LoraExtra, str] = {
+    "embedding": "the token embedding",
+    "head": "the head",
+    "experts": "experts",
+}
+
+
+def _weights_of(directory: Path) -> Path:
+    """The file of an adapter's tensors. Raises UnsafeFile for a pickle."""
     path = directory / WEIGHTS
     if not os.path.exists(path) and os.path.exists(directory / _PICKLE):
         raise UnsafeFile(
             f"{shown(directory / _PICKLE)} is a pickle, and reading one can run code; save the adapter as "
             f"{WEIGHTS}, PEFT's default"
         )
-    targets = _targets(family, config)
-    tensors = dict[tuple[str, str], StoredTensor]()
-    for name, tensor in read_header(path).items():
-        match = _TENSOR.fullmatch(name)
-        if match is None:
-            raise BadAdapter(f"{tensor}: expected lora_A and lora_B of linear layers, found no such name")
-        tensors[match["module"], match["side"]] = tensor
-    found = dict[str, dict[int, Low]]()
-    for module in dict.fromkeys(module for module, _ in tensors):
-        a, b = tensors.get((module, "A")), tensors.get((module, "B"))
-        one = a or b
-        if a is None or b is None:
-            raise BadAdapter(f"{one}: its module has only one of lora_A and lora_B")
-        short = _without_prefix(module, family)
-        target = targets.get(short)
-        if target is None:
-            raise BadAdapter(
-                f"{one}: the model has no linear layer {shown(short)} that an adapter can change here"
-            )
-        name = module.removeprefix(_PEFT)
-        pair = _pair(a, b, target, own.rank_of(name), own.scale_of(name), config.attention, dtype)
-        found.setdefault(target.name, {}).update(pair)
-    n_parts = {name: len(part_sizes(one)) for name, one in adaptable(config).items() if name in found}
-    changes = {name: [parts.get(i) for i in range(n_parts[name])] for name, parts in found.items()}
-    rank = max((low.a.shape[0] for parts in found.values() for low in parts.values()), default=0)
-    return LoadedAdapter(changes, rank)
+    return path
 
 
 class _Target(NamedTuple):
@@ -214,15 +271,157 @@ class _Target(NamedTuple):
 def _targets(family: Family, config: ModelConfig) -> dict[str, _Target]:
     """The modules that adapters may change, by their names without a prefix."""
     targets = dict[str, _Target]()
-    for name, parameter in adaptable(config).items():
+    for name, parameter in adaptable(config, extras=LORA_EXTRAS).items():
+        if name == HEAD and HEAD not in family.weights:  # always tied
+            continue
         stored = family.stored_name(name, "", config)
+        n_parts = len(part_sizes(parameter)) * (parameter.shape[0] if is_by_expert(parameter) else 1)
         # Rows of several tensors in one part are in no order that a part could have.
-        if stored.by_expert or (len(stored.names) > 1 and len(part_sizes(parameter)) != len(stored.names)):
+        if stored.by_expert or (len(stored.names) > 1 and n_parts != len(stored.names)):
             continue
         for i, tensor in enumerate(stored.names):
-            if tensor.endswith(".weight"):
-                targets[tensor.removesuffix(".weight")] = _Target(name, parameter, stored, i)
+            for each in (tensor, *(tensor.replace(*alias) for alias in family.aliases.items())):
+                if each.endswith(".weight"):
+                    targets[each.removesuffix(".weight")] = _Target(name, parameter, stored, i)
     return targets
+
+
+def _is_copy_of_base(
+    name: str,
+    tensor: StoredTensor,
+    targets: Mapping[str, _Target],
+    family: Family,
+    config: ModelConfig,
+) -> bool:
+    """Whether a tensor is the base's own embedding or head, which PEFT saves beside their adapters."""
+    if not name.endswith(_BASE):
+        return False
+    target = targets.get(_without_prefix(name.removesuffix(_BASE), family))
+    if target is None or extra_of(target.name, target.parameter) not in ("embedding", "head"):
+        return False
+    shape = (config.vocab_size, config.embedding.size)
+    if tensor.shape != shape:
+        raise BadAdapter(
+            f"{tensor}: the adapter's model has an embedding of the shape {list(tensor.shape)}, and this one "
+            f"{list(shape)}; merge an adapter of a resized vocabulary into its model"
+        )
+    return True
+
+
+class _Reader:
+    """Collects the changes of an adapter's modules."""
+
+    def __init__(self, own: AdapterConfig, config: ModelConfig, family: Family, dtype: np.dtype) -> None:
+        self._own, self._config, self._family, self._dtype = own, config, family, dtype
+        self._found = dict[str, dict[int, Low]]()
+        # By weight, part and expert.
+        self._of_expert = dict[str, dict[int, dict[int, Low]]]()
+
+    def take(self, a: StoredTensor, b: StoredTensor, module: str, target: _Target) -> None:
+        """Take the pair of a module. Raises BadAdapter or CorruptFile."""
+        rank, scale = self._own.rank_of(module), self._own.scale_of(module)
+        parameter = target.parameter
+        extra = extra_of(target.name, parameter)
+        if extra == "experts":
+            expert, part = divmod(target.tensor, len(part_sizes(parameter)))
+            n_out, n_in = part_sizes(parameter)[part] * math.prod(parameter.shape[2:-1]), parameter.shape[-1]
+            down, up = _read(a, (rank, n_in)), _read(b, (n_out, rank)).astype(np.float32)
+            low = _low(down, up * np.float32(scale), a, b, self._dtype)
+            self._of_expert.setdefault(target.name, {}).setdefault(part, {})[expert] = low
+        elif extra is not None:
+            pair = self._of_vocabulary(a, b, rank, scale, parameter, is_head=extra == "head")
+            self._found[target.name] = {0: pair}
+        else:
+            pair = _pair(a, b, target, rank, scale, self._config.attention, self._dtype)
+            self._found.setdefault(target.name, {}).update(pair)
+
+    def _of_vocabulary(
+        self,
+        a: StoredTensor,
+        b: StoredTensor,
+        rank: int,
+        scale: float,
+        parameter: Parameter,
+        *,
+        is_head: bool,
+    ) -> Low:
+        """The change of the head or of the embedding, whose vocabulary is padded."""
+        n_rows, width = self._config.vocab_size, self._config.embedding.size
+        n_out, n_in = (n_rows, width) if is_head else (width, n_rows)
+        down, up = _read(a, (rank, n_in)), _read(b, (n_out, rank)).astype(np.float32) * np.float32(scale)
+        more_out, more_in = (whole - n for whole, n in zip(parameter.shape, (n_out, n_in), strict=True))
+        down, up = np.pad(down, ((0, 0), (0, more_in))), np.pad(up, ((0, more_out), (0, 0)))
+        return _low(down, up, a, b, self._dtype)
+
+    def take_experts(
+        self,
+        a: StoredTensor,
+        b: StoredTensor,
+        module: str,
+        layer: int,
+        table: Mapping[str, Parameter],
+    ) -> None:
+        """Take the pair of a parameter of all experts of a layer. Raises BadAdapter or CorruptFile.
+
+        PEFT stores A [X r, n] and B [m, r X], and its change is that of the parameter [X, n, m] or, in some
+        versions, [X, m, n]: the sizes say which, and which of the two parameters it is.
+        """
+        rank, scale = self._own.rank_of(module), self._own.scale_of(module)
+        for kind in ("up", "down"):
+            name = f"layers.{layer}.experts.{kind}.weight"
+            parameter = table.get(name)
+            if parameter is None:
+                continue
+            number, n_in = parameter.shape[0], parameter.shape[-1]
+            n_out, sizes = math.prod(parameter.shape[1:-1]), (a.shape[-1], b.shape[0])
+            if sizes not in ((n_in, n_out), (n_out, n_in)):
+                continue
+            if name in self._found:
+                raise BadAdapter(f"{a}: another pair of the file changes {name} too")
+            if n_in == n_out:
+                raise BadAdapter(
+                    f"{a}: the experts' matrices are square, and the file does not say which side is which; "
+                    "merge the adapter into its model"
+                )
+            down = _read(a, (number * rank, sizes[0])).astype(np.float32)
+            up = _read(b, (sizes[1], rank * number)).astype(np.float32) * np.float32(scale)
+            down, up = down.reshape(number, rank, -1), up.reshape(-1, rank, number).transpose(2, 1, 0)
+            if sizes[0] != n_in:  # up to here both are [X, r, n], and either may be the inputs' side
+                down, up = up, down
+            up = up.swapaxes(1, 2)  # [X, out, r]
+            stored = self._family.alternatives.get("layers.{i}.experts.up.weight")
+            stored = stored or self._family.weights["layers.{i}.experts.up.weight"]
+            if kind == "up" and stored.alternating:
+                up = up.reshape(number, n_out // 2, 2, rank).swapaxes(1, 2)
+            up = up.reshape(*parameter.shape[:-1], rank)
+            n_parts = len(part_sizes(parameter))
+            pieces = np.split(up, n_parts, axis=1)
+            self._found[name] = {i: _low(down, piece, a, b, self._dtype) for i, piece in enumerate(pieces)}
+            return
+        raise BadAdapter(
+            f"{a}: expected the sizes of a matrix of the experts of layer {layer}, found {a.shape[-1]} and "
+            f"{b.shape[0]}"
+        )
+
+    def loaded(self, table: Mapping[str, Parameter]) -> LoadedAdapter:
+        """All changes that were taken."""
+        for name, parts in self._of_expert.items():
+            parameter = table[name]
+            for part, lows in parts.items():
+                rank = max(low.rank for low in lows.values())
+                shapes = stack_shapes(parameter, rank)
+                a = np.zeros((parameter.shape[0], rank, parameter.shape[-1]), self._dtype)
+                b = np.zeros(shapes.b[part], self._dtype)
+                for expert, low in lows.items():
+                    a[expert, : low.rank] = low.a
+                    b[expert, ..., : low.rank] = low.b.reshape(*b.shape[1:-1], low.rank)
+                self._found.setdefault(name, {})[part] = Low(a, b)
+        changes = {
+            name: [parts.get(i) for i in range(len(part_sizes(table[name])))]
+            for name, parts in self._found.items()
+        }
+        ranks = [low.rank for parts in self._found.values() for low in parts.values()]
+        return LoadedAdapter(changes, max(ranks, default=0))
 
 
 def _without_prefix(module: str, family: Family) -> str:
@@ -301,14 +500,14 @@ def _read(tensor: StoredTensor, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _padded(
-    parts: Sequence[Low | None], shapes: StackShapes, rank: int, dtype: np.dtype
+    parts: Sequence[Low | None], parameter: Parameter, rank: int, dtype: np.dtype
 ) -> tuple[np.ndarray, list[np.ndarray]]:
+    shapes, experts = stack_shapes(parameter, rank), (slice(None),) * is_by_expert(parameter)
     a, b = np.zeros(shapes.a, dtype), [np.zeros(shape, dtype) for shape in shapes.b]
     for i, low in enumerate(parts):
         if low is not None:
-            n = len(low.a)
-            a[i * rank : i * rank + n] = low.a
-            b[i][..., :n] = low.b
+            a[*experts, i * rank : i * rank + low.rank] = low.a
+            b[i][..., : low.rank] = low.b
     return a, b
 
 

@@ -56,7 +56,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 def most_bytes(shape: EngineShape) -> int:
     """An upper bound on a frame's bytes: a control message, words, or tokens and log-probabilities."""
     message = shape.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize + 3 * _COPY_BYTES)
-    message += 4 * shape.max_rows * (shape.max_adapters > 0)
+    message += (4 * shape.max_rows + 8 * shape.max_adapters) * (shape.max_adapters > 0)
     message += 4 * (shape.max_tokens + shape.n_blocks + shape.n_slots)
     message += 4 * (shape.max_rows + shape.max_tokens) * (shape.max_encoder_blocks > 0)
     words = 4 * shape.max_rows * n_words(shape.vocab_size)
@@ -82,6 +82,7 @@ def encode_message(message: ControlMessage, shape: EngineShape) -> worker_pb2.It
         bias=message.bias.tobytes(),
         **({} if encoder is None else _encode_encoder(encoder, shape)),
         adapters=b"" if message.adapter is None else _ints(message.adapter),
+        put_adapters=_ints(message.put_adapters),
         copies=_ints(message.copies),
         states_before=_ints(message.states_before),
         states_after=_ints(message.states_after),
@@ -106,15 +107,17 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     n_earlier = len(payload.earlier_ids) // 4
     earlier_ids = _array("earlier_ids", payload.earlier_ids, _INT, n_earlier)
     bias = _array("bias", payload.bias, BIAS, len(payload.bias) // BIAS.itemsize)
-    copies, before, after = (
+    put, copies, before, after = (
         _array(name, data, _INT, len(data) // _COPY_BYTES * 2).reshape(-1, 2)
         for name, data in (
+            ("put_adapters", payload.put_adapters),
             ("copies", payload.copies),
             ("states_before", payload.states_before),
             ("states_after", payload.states_after),
         )
     )
     _check(integers, token_ids, shape)
+    _check_put(put, shape)
     _check_copies(copies, shape)
     _check_state_copies(before, row=before[:, 1], snapshot=before[:, 0], rows=integers[0], shape=shape)
     _check_state_copies(after, row=after[:, 0], snapshot=after[:, 1], rows=integers[0], shape=shape)
@@ -160,6 +163,7 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
         bias=bias,
         encoder=_decode_encoder(payload, n, shape),
         adapter=_decode_adapters(payload.adapters, n, shape),
+        put_adapters=put,
         copies=copies,
         states_before=before,
         states_after=after,
@@ -271,6 +275,15 @@ def _check_sampling(sampling: npt.NDArray[np.void], bias: npt.NDArray[np.void], 
         _within("token id", bias["token_id"], 0, vocab_size - 1)
         if not np.isfinite(bias["value"]).all():
             raise BadFrame("a bias is not finite")
+
+
+def _check_put(put: npt.NDArray[np.int32], shape: EngineShape) -> None:
+    if not len(put):
+        return
+    _within("an adapter's version", put[:, 0], 0, (1 << 31) - 1)
+    _within("an adapter's slot", put[:, 1], 0, shape.max_adapters - 1)
+    if np.unique(put[:, 1]).size < len(put):
+        raise BadFrame("two adapters came for one slot")
 
 
 def _check_copies(copies: npt.NDArray[np.int32], shape: EngineShape) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, cast
 
 import grpc
 
+from orca_jax.control.adapter_call import ADAPTER_METHOD, AdapterPiece, decode_pieces
 from orca_jax.control.bounded_queue import FrameQueue
 from orca_jax.control.frame import MAX_FRAME
 from orca_jax.control.handshake import (
@@ -30,10 +31,12 @@ from orca_jax.control.handshake import (
     has_secret,
     role_of,
 )
-from orca_jax.errors import ConfigError
+from orca_jax.errors import BadFrame, ConfigError
 
 _CALLS = 8  # concurrent calls, including calls that will be refused
 _STOP_SECONDS = 5.0
+# Takes an adapter's epoch, version and pieces; False if the worker is not in that epoch. Raises BadFrame.
+TakeAdapter = Callable[[int, int, Iterator[AdapterPiece]], bool]
 _PROBE_SECONDS = 1.0  # to see whether a process listens on a unix socket, which answers at once if it does
 
 
@@ -57,6 +60,7 @@ class ControlPort:
     The constructor binds the port, and `address` is the real one if port 0 was requested; callers retry until
     `open`. `deliver` takes each received frame, without blocking, on the peer's own thread; if it returns
     False because it has no room, that peer's line breaks. At most `frames` wait to be sent to one peer.
+    `take_adapter` gets the engine master's adapters, on threads of the port.
 
     Raises ConfigError if the address is malformed or unavailable, or if other machines can reach it and there
     is no secret.
@@ -70,6 +74,7 @@ class ControlPort:
         secret: str,
         deliver: Callable[[bytes], bool],
         frames: int = 4096,
+        take_adapter: TakeAdapter = lambda epoch, version, pieces: False,
     ) -> None:
         assert terms.dtype is not None, "a worker has a dtype"
         at = control_address(address)
@@ -83,6 +88,7 @@ class ControlPort:
         self._terms = terms
         self._secret = secret
         self._deliver = deliver
+        self._take_adapter = take_adapter
         self._frames = frames
         self._about: WorkerAbout | None = None  # None until `open`
         self._lock = threading.Lock()
@@ -92,10 +98,11 @@ class ControlPort:
         self._server: Any = grpc.server(self._pool, options=OPTIONS, maximum_concurrent_rpcs=_CALLS)
         self._started = False
         service, method = METHOD.strip("/").split("/")
-        handler = cast(Any, grpc.stream_stream_rpc_method_handler)(self._answer)
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(service, {method: handler}),)
-        )
+        handlers = {
+            method: cast(Any, grpc.stream_stream_rpc_method_handler)(self._answer),
+            ADAPTER_METHOD.split("/")[-1]: cast(Any, grpc.stream_unary_rpc_method_handler)(self._adapter),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         try:
             if at.path and _is_in_use(at.path):  # gRPC would take the socket over from its listener
                 raise RuntimeError("another process listens there")
@@ -174,8 +181,19 @@ class ControlPort:
         if peer.why:
             _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, peer.why)
 
-    def _admit(self, context: Any) -> tuple[str, _Peer]:
-        """Accept the caller, or end its call with a status that says why not."""
+    def _adapter(self, messages: Iterator[bytes], context: Any) -> bytes:
+        """Answer a call that brings an adapter."""
+        self._check(context, (MASTER,))
+        try:
+            is_taken = self._take_adapter(*decode_pieces(messages))
+        except BadFrame as error:
+            _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if not is_taken:
+            _refuse(context, grpc.StatusCode.UNAVAILABLE, "this worker is not in that epoch")
+        return b""
+
+    def _check(self, context: Any, allowed: tuple[str, ...]) -> tuple[str, dict[str, str | bytes]]:
+        """A caller's role and metadata; ends the call unless both are as they must be."""
         sent: dict[str, str | bytes] = dict(context.invocation_metadata())
         if not has_secret(sent, self._secret):
             why = "the control plane's secret is wrong; give the server and all workers the same"
@@ -183,10 +201,14 @@ class ControlPort:
         if why := disagreement(sent, self._terms):
             _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, why)
         role = role_of(sent)
-        allowed = (MASTER, PREVIOUS) if self._terms.stage else (MASTER,)
         if role not in allowed:
             why = f"role: this worker accepts {' or '.join(allowed)}, but the caller is {role[:100]!r}"
             _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, why)
+        return role, sent
+
+    def _admit(self, context: Any) -> tuple[str, _Peer]:
+        """Accept the caller, or end its call with a status that says why not."""
+        role, sent = self._check(context, (MASTER, PREVIOUS) if self._terms.stage else (MASTER,))
         data_address = data_address_of(sent) if role == PREVIOUS else ""
         if data_address is None:
             why = "the caller's data address is unreadable; run the same version of orca_jax everywhere"

@@ -196,7 +196,8 @@ class BuiltEngine:
     connections, processes and threads, and is idempotent. `memory` may be missing before `start_engine` adds
     it. `compile_later(on_buckets)`, if any, starts compiling the programs of more buckets while the engine
     serves, and calls `on_buckets` with all buckets in use after each. `adapters` is missing without room
-    for LoRA adapters, and `drafter` without a draft model.
+    for LoRA adapters, and `drafter` without a draft model. `devices_per_stage` is 0 if the stages have
+    different numbers.
     """
 
     engine: EngineMaster
@@ -213,6 +214,7 @@ class BuiltEngine:
     compile_later: Callable[[Callable[[tuple[int, ...]], object]], object] | None = None
     adapters: AdapterStore | None = None
     drafter: SharedDrafter | None = None
+    devices_per_stage: int = 1
 
 
 def _answers(sampled: Sampled, token_ids: Sequence[int], sent: SentRows) -> dict[int, RowAnswer]:

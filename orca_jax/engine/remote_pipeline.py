@@ -140,6 +140,7 @@ def _pipeline(
         stages=f"{split_summary(model.n_layers, config)}, each in its own process",
         attention=_distinct([worker.attention for worker in about]),
         close=channel.close,
+        devices_per_stage=rooms[0].n_devices if len({room.n_devices for room in rooms}) == 1 else 0,
     )
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NoReturn, Protocol
 
+import numpy as np
+
 from orca_jax.config import Deadlines
 from orca_jax.control.frame import (
     DONE,
@@ -211,6 +213,7 @@ class RemoteWorkers:
         self._lost: WorkerLost | None = WorkerLost(0, "the workers are not up yet")
         self._unanswered: deque[RemoteTokens] = deque()  # issued; begins with an iteration without tokens
         self._n_issued = 0  # in this epoch
+        self._put: dict[int, int] = {}  # slot to version: adapters that the next iteration writes into slots
         self._moved = 0.0  # when the oldest iteration in flight became the oldest
         self._received = [-1] * n_stages  # each stage's newest iteration reported as received
         self._done = [-1] * n_stages  # and as done
@@ -221,6 +224,10 @@ class RemoteWorkers:
         The masks follow as soon as they are known. Raises as `look` does.
         """
         self.look()
+        if self._put:
+            put = np.array([(version, slot) for slot, version in self._put.items()], np.int32)
+            message = replace(message, put_adapters=put)
+            self._put.clear()
         payload = encode_message(message, self._shape)
         now = self._clock()
         needs_words = bool(message.constrained.any())
@@ -239,6 +246,10 @@ class RemoteWorkers:
         if needs_words:
             self._send_words()
         return tokens
+
+    def put_adapter(self, version: int, slot: int) -> None:
+        """Let the next iteration begin by writing an adapter, which all workers have, into a slot."""
+        self._put[slot] = version
 
     def look(self) -> None:
         """Handle all arrivals without blocking.
@@ -341,6 +352,7 @@ class RemoteWorkers:
             # All other arrivals are stale: they were sent before the new epoch.
         self.epoch += 1
         self._unanswered.clear()
+        self._put.clear()
         self._n_issued = 0
         self._received = [-1] * self.n_stages
         self._done = [-1] * self.n_stages

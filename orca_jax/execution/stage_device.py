@@ -5,17 +5,18 @@ One thread issues the work, because a device may block its caller; another one w
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
 from orca_jax.config import Attention, OnCompile
+from orca_jax.control.adapter_call import AdapterPiece
 from orca_jax.control.bounded_queue import FrameQueue
 from orca_jax.control.start_order import StartOrder
 from orca_jax.engine_memory import EngineMemory
@@ -53,6 +54,18 @@ class StageMemory(EngineMemory, Protocol):
         ...
 
 
+# Puts the pieces of an adapter on a worker's devices, on any thread. Raises BadFrame.
+PlaceAdapter = Callable[[Worker, Iterator[AdapterPiece]], list[jax.Array]]
+
+
+class _Adaptable(NamedTuple):
+    """An epoch's worker, and by version the adapters on its devices that no slot has yet, oldest first."""
+
+    epoch: int
+    worker: Worker
+    held: dict[int, list[jax.Array]]
+
+
 _THREAD = "stage device"
 _MAX_JOBS = 4096
 _ENCODED = 1 << 32  # added to a stage's number in the link's key of the encoder's output
@@ -78,7 +91,8 @@ class JaxStageDevice:
 
     `link` is None if there is no other stage. `post` takes events without waiting. `address_before` returns
     the address at which the previous stage offers hidden states. `memory_of` makes a worker's memory; without
-    it every order must be for the initial weights, and awake. The process ends once `over` says why.
+    it every order must be for the initial weights, and awake. `place_adapter` is needed in an engine with
+    adapters alone. The process ends once `over` says why.
     """
 
     def __init__(
@@ -89,6 +103,7 @@ class JaxStageDevice:
         post: Callable[[Event], object],
         address_before: Callable[[], str],
         memory_of: Callable[[Worker], StageMemory] | None = None,
+        place_adapter: PlaceAdapter | None = None,
     ) -> None:
         self.over: str | None = None  # why the process must start again
         self._model = model
@@ -96,12 +111,15 @@ class JaxStageDevice:
         self._post = post
         self._address_before = address_before
         self._memory_of = memory_of
+        self._place_adapter = place_adapter
         self._order: StartOrder | None = None  # the newest
         self._shape: EngineShape | None = None  # the sizes that the programs are made for, or will be
         self._words = MaskInbox()
         self._jobs = FrameQueue[Callable[[], None]](_MAX_JOBS)
         self._thread = threading.Thread(target=self._work, name=_THREAD, daemon=True)
         self._compiles = CompileCounter()
+        self._lock = threading.Lock()  # for the next
+        self._adaptable: _Adaptable | None = None  # while an epoch runs
         # Only the issuing thread uses these:
         self._worker: Worker | None = None
         self._worker_shape: EngineShape | None = None
@@ -132,6 +150,27 @@ class JaxStageDevice:
         """StageDevice."""
         self._put(partial(self._run, epoch, iteration, message))
 
+    def take_adapter(self, epoch: int, version: int, pieces: Iterator[AdapterPiece]) -> bool:
+        """Put an adapter on the devices, for an iteration of this epoch that writes it into a slot.
+
+        On any thread. Returns False if the epoch does not run here. Raises BadFrame.
+        """
+        with self._lock:
+            adaptable = self._adaptable
+        if adaptable is None or adaptable.epoch != epoch:
+            return False
+        if self._place_adapter is None:
+            raise BadFrame("an adapter came, and this worker takes none")
+        placed = self._place_adapter(adaptable.worker, pieces)
+        with self._lock:
+            if self._adaptable is not adaptable:
+                return False
+            adaptable.held[version] = placed
+            # Each slot has at most one that is still to be written; of others no iteration will ask.
+            while len(adaptable.held) > 2 * adaptable.worker.shape.max_adapters:
+                del adaptable.held[next(iter(adaptable.held))]
+        return True
+
     def close(self) -> None:
         """End the threads; a thread that a device blocks ends with the process."""
         self._jobs.end()
@@ -152,6 +191,8 @@ class JaxStageDevice:
     def _start(self, epoch: int, order: StartOrder) -> None:
         shape = order.shape
         self._epoch, self._connected = epoch, False
+        with self._lock:
+            self._adaptable = None
         self._results.end()  # results still to come are an earlier epoch's
         self._results = FrameQueue(_MAX_JOBS)
         threading.Thread(
@@ -168,6 +209,8 @@ class JaxStageDevice:
         except Exception as error:  # the engine master must hear of every failure
             self._fail(epoch, error)
             return
+        with self._lock:
+            self._adaptable = _Adaptable(epoch, self._worker, {})
         self._post(lambda controller: controller.started(epoch))
 
     def _keep_weights(self) -> None:
@@ -250,6 +293,7 @@ class JaxStageDevice:
             return  # its epoch is over
         worker, part = self._worker, self._model.part
         try:
+            self._put_adapters(worker, message)
             flat = self._sizes.lay_out(message)
             arrived = worker.last_token
             if not part.first:
@@ -280,6 +324,15 @@ class JaxStageDevice:
             self._fail(epoch, error)
             return
         self._results.put(partial(self._finish, epoch, iteration, out, sent, routed))
+
+    def _put_adapters(self, worker: Worker, message: ControlMessage) -> None:
+        """Start writing adapters that came before into their slots. Raises BadFrame."""
+        for version, slot in message.put_adapters.tolist():
+            with self._lock:
+                placed = None if self._adaptable is None else self._adaptable.held.pop(version, None)
+            if placed is None:
+                raise BadFrame(f"adapter {version} is wanted in slot {slot}, and it did not come")
+            worker.put_adapter(placed, slot)
 
     def _encode(self, worker: Worker, epoch: int, iteration: int, message: ControlMessage) -> int:
         """Start the iteration's encoder batch, if it has one; returns the bytes put on the link."""

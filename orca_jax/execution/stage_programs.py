@@ -20,6 +20,7 @@ from orca_jax.execution.matmul_backend import Products
 from orca_jax.execution.routed import Routed, packed
 from orca_jax.execution.sampling import packed_logprobs
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import TOKEN_EMBEDDING
 from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout, SamplerArrays
 from orca_jax.model.adapted import AdaptedWeight, AdapterGroups
 from orca_jax.model.block import LayerOutput
@@ -72,7 +73,10 @@ class StageModel:
             return nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
         parameters = jax.tree.map(lambda place: weights[place], dict(self.places))
         for name, (a, b) in jax.tree.unflatten(self.stacks, weights[n:]).items():
-            parameters[name] = AdaptedWeight(parameters[name], a, b)
+            base = parameters.get(name)
+            if base is None:  # a tied head
+                base = jax.tree.map(lambda place: weights[place], self.places[TOKEN_EMBEDDING])
+            parameters[name] = AdaptedWeight(base, a, b)
         return Transformer(self.config, parameters, self.part.layers)
 
     def product(self, n_tokens: Array, adapter: Array) -> Matmul:

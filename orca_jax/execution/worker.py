@@ -135,7 +135,7 @@ class Worker:
             return jax.ShapeDtypeStruct((n, *shape), self._dtype, sharding=part.group.place(spec))
 
         made: dict[str, tuple[Any, list[Any]]] = {}
-        for name, parameter in adaptable(config, part.layers).items():
+        for name, parameter in adaptable(config, part.layers, self._shape.adapter_extras).items():
             shapes, (of_a, of_b) = stack_shapes(parameter, rank), stack_specs(parameter, len(part.group))
             made[name] = stack(shapes.a, of_a), [stack(shape, of_b) for shape in shapes.b]
             self._stack_shapes[name] = shapes
@@ -146,6 +146,11 @@ class Worker:
             lambda: jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), made), out_shardings=places
         )
         return zeros()
+
+    @property
+    def shape(self) -> EngineShape:
+        """The sizes that it was made for."""
+        return self._shape
 
     def placed_adapter(self, arrays: Mapping[str, tuple[Any, Sequence[Any]]]) -> list[jax.Array]:
         """The adapter's arrays on the devices. On any thread.

@@ -4,13 +4,26 @@ The adapters of a weight [*out, *in] are stacked, so that one program serves all
 adapters of a padded rank r they are `a` [n, P r, *in], and for each of the weight's P parts a `b` [n, *out of
 the part, r]. A part is what a trainer adapts alone: queries, keys and values of `qkv`, gate and up of `up`.
 Parts follow one another along the weight's first axis, on every device alike.
+
+Experts [X, *out, in] have an adapter each: `a` [n, X, P r, in] and `b` [n, X, *out of the part, r]. The token
+embedding is a matrix [E, V] here, whose input is a token, and a tied head has an adapter of its own.
 """
 
 import math
+from collections.abc import Collection
+from dataclasses import replace
 from typing import NamedTuple
 
+from orca_jax.config import LoraExtra
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Parameter, parameter_table, stage_parameters
+from orca_jax.families.parameters import (
+    HEAD,
+    TOKEN_EMBEDDING,
+    Parameter,
+    parameter_table,
+    stage_parameters,
+)
+from orca_jax.families.weight_form import DENSE
 
 RANK_MULTIPLE = 16  # products of CPUs and GPUs take inputs in such multiples
 _HEADS, _TWO = ("G+2", "G+G+2"), "2"
@@ -29,19 +42,49 @@ class StackShapes(NamedTuple):
         return sum(math.prod(shape) for shape in (self.a, *self.b))
 
 
-def adaptable(config: ModelConfig, layers: range | None = None) -> dict[str, Parameter]:
-    """The weights of these layers (default: all) that may have an adapter: linear layers, by name."""
+def adaptable(
+    config: ModelConfig, layers: range | None = None, extras: Collection[LoraExtra] = ()
+) -> dict[str, Parameter]:
+    """The weights of these layers (default: all) that may have an adapter: linear layers, and `extras`.
+
+    A matrix's outputs come first, also those of the embedding; a tied head is among them as HEAD.
+    """
     table = parameter_table(config) if layers is None else stage_parameters(config, layers)
-    return {
+    found = {
         name: one
         for name, one in table.items()
-        if one.use == "linear" and one.stage is None and not name.endswith(_NOT_BY_PRODUCT)
+        if (one.use == "linear" and one.stage is None and not name.endswith(_NOT_BY_PRODUCT))
+        or ("experts" in extras and one.use == "expert")
     }
+    first, last = layers is None or layers.start == 0, layers is None or layers.stop == config.n_layers
+    if TOKEN_EMBEDDING in table:
+        embedding = replace(table[TOKEN_EMBEDDING], form=DENSE, stage=None)
+        (rows, width), (n_rows, size) = embedding.axes, embedding.shape
+        if "embedding" in extras and first:
+            found[TOKEN_EMBEDDING] = replace(embedding, axes=(width, rows), shape=(size, n_rows))
+        if "head" in extras and last:
+            found[HEAD] = replace(table.get(HEAD, embedding), form=DENSE, stage=None, use="head")
+    elif "head" in extras and HEAD in table:
+        found[HEAD] = replace(table[HEAD], form=DENSE, stage=None)
+    return found
+
+
+def extra_of(name: str, parameter: Parameter) -> LoraExtra | None:
+    """The extra that a weight belongs to; None for a linear layer."""
+    if parameter.use == "expert":
+        return "experts"
+    return {TOKEN_EMBEDDING: "embedding", HEAD: "head"}.get(name)  # pyright: ignore[reportReturnType]
+
+
+def is_by_expert(parameter: Parameter) -> bool:
+    """Whether each expert has a change of its own."""
+    return parameter.use == "expert"
 
 
 def part_sizes(parameter: Parameter) -> tuple[int, ...]:
-    """The size of each part along the weight's first axis."""
-    first, size = parameter.axes[0], parameter.shape[0]
+    """The size of each part along the weight's first axis, after that of experts."""
+    at = int(is_by_expert(parameter))
+    first, size = parameter.axes[at], parameter.shape[at]
     if first in _HEADS:
         return (size - 2, 1, 1)
     return (1, 1) if first == _TWO else (size,)
@@ -49,12 +92,20 @@ def part_sizes(parameter: Parameter) -> tuple[int, ...]:
 
 def stack_shapes(parameter: Parameter, rank: int, n_devices: int = 1) -> StackShapes:
     """The shapes of the stacks on each of `n_devices`, for a padded rank."""
-    shape = parameter.local_shape(n_devices)
-    out, into = shape[: -parameter.n_in], shape[-parameter.n_in :]
+    shape, at = parameter.local_shape(n_devices), int(is_by_expert(parameter))
+    experts, out, into = shape[:at], shape[at : -parameter.n_in], shape[-parameter.n_in :]
     parts = part_sizes(parameter)
     # A first axis that is split is one part.
     sizes = parts if len(parts) > 1 else (out[0],)
-    return StackShapes((len(parts) * rank, *into), tuple((size, *out[1:], rank) for size in sizes))
+    a = (*experts, len(parts) * rank, *into)
+    return StackShapes(a, tuple((*experts, size, *out[1:], rank) for size in sizes))
+
+
+def change_shapes(parameter: Parameter, part: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of one adapter's `a` and `b` of a part of a whole weight, for its own rank."""
+    shapes = stack_shapes(parameter, rank)
+    n_experts = int(is_by_expert(parameter))
+    return (*shapes.a[:n_experts], rank, *shapes.a[n_experts + 1 :]), shapes.b[part]
 
 
 def padded_rank(rank: int) -> int:
@@ -62,8 +113,15 @@ def padded_rank(rank: int) -> int:
     return -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
 
 
-def adapter_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int, rank: int) -> int:
+def adapter_bytes(
+    config: ModelConfig,
+    layers: range,
+    n_devices: int,
+    itemsize: int,
+    rank: int,
+    extras: Collection[LoraExtra] = (),
+) -> int:
     """Bytes that one adapter of the padded `rank` takes on each device of the stage of these layers."""
     return itemsize * sum(
-        stack_shapes(one, rank, n_devices).n_elements for one in adaptable(config, layers).values()
+        stack_shapes(one, rank, n_devices).n_elements for one in adaptable(config, layers, extras).values()
     )

@@ -108,6 +108,9 @@ class ControlMessage:
     bias: npt.NDArray[np.void]  # BIAS [any number]
     encoder: EncoderInputs | None = None
     adapter: npt.NDArray[np.int32] | None = None  # [R] 0, or 1 + the adapter's slot; None: no row has one
+    # [any number, 2] adapters to write into slots before the iteration: version, slot. Workers in the engine
+    # master's process are told by a call instead.
+    put_adapters: npt.NDArray[np.int32] = field(default_factory=no_copies)
     # [any number, 2] blocks to copy before the iteration: from, to
     copies: npt.NDArray[np.int32] = field(default_factory=no_copies)
     # [any number, 2] recurrent layers' states to copy, from and to: before the iteration snapshots that new

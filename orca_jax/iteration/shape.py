@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orca_jax.checks import check_whole
-from orca_jax.config import ServingConfig
+from orca_jax.config import LORA_EXTRAS, LoraExtra, ServingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.request.routed_experts import Routing
 
@@ -28,6 +28,8 @@ _LIMITS = {
 _MOST_ADAPTERS, _LARGEST_RANK = 1 << 12, 1 << 12
 _LARGEST_EMBEDDING = 1 << 20
 _MOST_EXPERTS = 1 << 16
+
+_ADAPTED: dict[LoraExtra, str] = {extra: f"adapted_{extra}" for extra in LORA_EXTRAS}
 
 _STEP = 8  # between buckets, below 64
 _COARSE = (8, 16, 32)  # the first coarse buckets after 1
@@ -47,6 +49,7 @@ class EngineShape:
     and the prefix cache has `n_snapshots` more of them.
     With `drafts` outputs are drafted.
     Devices have room for `max_adapters` LoRA adapters of a rank up to `adapter_rank`; both are 0 without.
+    They may change the token embedding, the head or experts where one of the last three is set.
     """
 
     block_size: int
@@ -68,6 +71,9 @@ class EngineShape:
     drafts: bool = False
     max_adapters: int = 0
     adapter_rank: int = 0
+    adapted_embedding: bool = False
+    adapted_head: bool = False
+    adapted_experts: bool = False
 
     def __post_init__(self) -> None:
         for name, limit in _LIMITS.items():
@@ -79,9 +85,14 @@ class EngineShape:
         for name in ("sparse_layers", "top_k", "n_experts"):
             check_whole(name, getattr(self, name), 0, _MOST_EXPERTS)
         check_whole("n_snapshots", self.n_snapshots, 0, _LIMITS["n_rows"] if self.states else 0)
-        for name in ("deterministic", "coarse_buckets", "states", "drafts"):
+        for name in ("deterministic", "coarse_buckets", "states", "drafts", *_ADAPTED.values()):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+
+    @property
+    def adapter_extras(self) -> tuple[LoraExtra, ...]:
+        """What adapters may change beside linear layers."""
+        return tuple(extra for extra, name in _ADAPTED.items() if getattr(self, name))
 
     @property
     def routing(self) -> Routing:

@@ -15,10 +15,11 @@ from orca_jax.execution.programs import OnProgram
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.host_memory import keep_large_buffers
 from orca_jax.iteration.shape import serving_buckets
-from orca_jax.launch.local_adapters import LocalAdapters, family_of, with_room_for_adapters
+from orca_jax.launch.adapter_library import AdapterLibrary, family_of, with_room_for_adapters
 from orca_jax.launch.local_draft import MemoryWithDraft, draft_place, local_draft_engine
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
 from orca_jax.launch.local_memory import LocalMemory
+from orca_jax.launch.placed_adapters import placed_here
 from orca_jax.model.transformer import Parameters
 from orca_jax.model_files.draft_model import find_draft_model
 from orca_jax.model_files.found_model import FoundModel
@@ -126,17 +127,17 @@ def loaded_engine(
     )
     adapters = None
     if serving.max_loras:
-        adapters = LocalAdapters(
-            built.workers.workers,
+        adapters = AdapterLibrary(
+            placed_here(built.workers.workers, model, jnp.dtype(dtype), serving.max_lora_rank),
             family_of(found),
             model,
             jnp.dtype(dtype),
             stored=found.config,
             max_rank=serving.max_lora_rank,
+            extras=serving.lora_extras,
             host_bytes=config.lora_host_bytes,
         )
-        for name, directory in (config.adapters or {}).items():
-            adapters.add(name, str(directory))
+        adapters.add_all(config.adapters or {})
     later = built.later
     memory: EngineMemory = LocalMemory(
         built.workers.workers, stored=found.config, model=model, dtype=jnp.dtype(dtype), module=module

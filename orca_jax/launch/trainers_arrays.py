@@ -100,11 +100,63 @@ class AdaptersChange:
         forms = tuple(replace(form, add=0.0) for form in self.recipe.forms)
         return replace(self.recipe, forms=forms).weight(changes, [form.layer for form in forms])
 
+    def factors(self, pairs: Sequence[jax.Array]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """The change of each adapted array as b [*out, r] times a [r, *into], float32, and its rows [*out].
+
+        The rows say which of the weight's outputs the array has.
+        """
+        rest = iter(pairs)
+        found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        for i, adapted in enumerate(self.adapted):
+            if adapted:
+                a, b = next(rest), next(rest)
+                a, b = a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1)
+                a, b, rows = _factors(jnp.asarray(a), jnp.asarray(b), change=self, i=i)
+                found.append((np.asarray(a), np.asarray(b), np.asarray(rows) != 0))
+        return found
+
+    def placed(self, i: int, matrix: jax.Array, *, multiplied: bool) -> jax.Array:
+        """The weight whose array `i` is a `matrix` [inputs, outputs], and whose other arrays are zero."""
+        forms = [replace(form, add=0.0) for form in self.recipe.forms]
+        if not multiplied:
+            forms = [replace(form, multiply=1.0) for form in forms]
+        recipe = replace(self.recipe, forms=tuple(forms))
+        arrays = [jnp.zeros(recipe.shape(j), jnp.float32) for j in range(len(forms))]
+        shape, (into, out) = recipe.shape(i), recipe.into_and_out(i)
+        axes = (*into, *out)
+        arrays[i] = matrix.reshape([shape[axis] for axis in axes]).transpose(np.argsort(axes).tolist())
+        return recipe.weight(arrays, [form.layer for form in forms])
+
     def _change(self, i: int, a: jax.Array, b: jax.Array) -> jax.Array:
         shape, (into, out) = self.recipe.shape(i), self.recipe.into_and_out(i)
         axes = (*into, *out)
         product = product_of(a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1))
         return product.reshape([shape[axis] for axis in axes]).transpose(np.argsort(axes).tolist())
+
+
+@partial(jax.jit, static_argnames=("change", "i"))
+def _factors(
+    a: jax.Array, b: jax.Array, *, change: AdaptersChange, i: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Bring a [inputs, r] and b [r, outputs] of array `i` into the weight's order, by moving whole weights.
+
+    Of a weight with one input that is not zero the sum over inputs is a column, and so for outputs; a head
+    of several places counts in each.
+    """
+    parameter = change.recipe.parameter
+    n_out = len(parameter.axes) - parameter.n_in
+    outputs, inputs = tuple(range(n_out)), tuple(range(n_out, len(parameter.axes)))
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    one_in, one_out = jnp.zeros(len(a)).at[0].set(1), jnp.zeros(b.shape[1]).at[0].set(1)
+
+    def of_inputs(column: jax.Array) -> jax.Array:
+        return change.placed(i, jnp.outer(column, one_out), multiplied=False).sum(axis=outputs)
+
+    def of_outputs(row: jax.Array) -> jax.Array:
+        return change.placed(i, jnp.outer(one_in, row), multiplied=True).sum(axis=inputs)
+
+    placed = jax.lax.map(of_inputs, a.T) / of_inputs(jnp.ones(len(a)))
+    return placed, jnp.moveaxis(jax.lax.map(of_outputs, b), 0, -1), of_outputs(jnp.ones(b.shape[1]))
 
 
 def product_of(one: jax.Array, other: jax.Array) -> jax.Array:

@@ -36,6 +36,7 @@ from orca_jax.execution.stage_device import Event, JaxStageDevice, StageModel
 from orca_jax.host_memory import keep_large_buffers
 from orca_jax.launch.loaded_engine import load_stages
 from orca_jax.launch.local_memory import LocalMemory
+from orca_jax.launch.placed_adapters import from_pieces
 from orca_jax.model_files.found_model import find_model
 from orca_jax.sharding.device_group import DeviceGroup, default_dtype, device_name
 from orca_jax.sharding.link import CollectiveLink, ProcessLink, TransferLink, join_job
@@ -85,7 +86,11 @@ class WorkerProcess:
         terms = stage_terms(found.name, found.config, n_stages, dtype.name)
         self._next_terms = None if part.last else terms[stage + 1]
         self._port = ControlPort(
-            options.listen, terms=terms[stage], secret=engine.control_secret, deliver=self._inbox.put
+            options.listen,
+            terms=terms[stage],
+            secret=engine.control_secret,
+            deliver=self._inbox.put,
+            take_adapter=lambda *adapter: self._device.take_adapter(*adapter),
         )
         self.address = self._port.address
         try:
@@ -135,6 +140,7 @@ class WorkerProcess:
             post=self._inbox.put,
             address_before=self._port.data_address_of_previous,
             memory_of=lambda worker: LocalMemory([worker], stored=found.config, model=config, dtype=dtype),
+            place_adapter=from_pieces(config, dtype),
         )
         self._controller = Controller(
             stage,

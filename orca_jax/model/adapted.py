@@ -21,15 +21,20 @@ class AdapterGroups(NamedTuple):
     order: Array  # [T] int32 the tokens' indices, by adapter; those without one come last
     place: Array  # [T] int32 each token's place in that order
     sizes: Array  # [n] int32 tokens of each adapter
+    group: Array  # [T] int32 each token's adapter, from 0; n for none
 
     @classmethod
     def of(cls, adapter: Array, n: int) -> "AdapterGroups":
         """Group tokens by their `adapter` [T] int32: 0 for none, or 1 to `n`."""
         key = jnp.where(adapter == 0, n, adapter - 1)
         order = jnp.argsort(key, stable=True).astype(jnp.int32)
-        place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32))
         sizes = (key[:, None] == jnp.arange(n)).sum(axis=0, dtype=jnp.int32)
-        return cls(order, place, sizes)
+        return cls(order, inverse(order), sizes, key)
+
+
+def inverse(order: Array) -> Array:
+    """The place of each index [N] int32 in an order of all of them."""
+    return jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
 
 
 class _Products(Protocol):
@@ -57,14 +62,61 @@ class AdaptedWeight:
 
     def change(self, x: Array, groups: AdapterGroups, products: _Products) -> Array:
         """Compute the adapters' addition to the product with x [T, in]: [T, out], 0 for other tokens."""
-        n, rank = self.a.shape[0], self.b[0].shape[-1]
         x = x.at[groups.order].get(mode="clip")
-        inner = products.by_expert(x, self.a.reshape(n, self.a.shape[1], -1), groups.sizes)  # [T, P r]
+        return self._sorted_change(x, groups.sizes, products).at[groups.place].get(mode="clip")
+
+    def change_of_rows(self, at: Array, groups: AdapterGroups, products: _Products) -> Array:
+        """Compute the addition to rows `at` [T] of a table: [T, E], 0 for other tokens and rows elsewhere.
+
+        The table is that of this device, [V, E], and its adapters are `a` [n, r, V] and `b` [n, E, r].
+        """
+        n, n_rows = self.a.shape[0], self.a.shape[-1]
+        here = (at >= 0) & (at < n_rows)
+        inner = self.a.at[jnp.minimum(groups.group, n - 1), :, at].get(mode="clip")  # [T, r]
+        inner = jnp.where(here[:, None], inner, 0).at[groups.order].get(mode="clip")
+        out = products.by_expert(inner, self.b[0], groups.sizes)
+        return out.at[groups.place].get(mode="clip")
+
+    def change_of_experts(self, x: Array, pairs: "ExpertPairs", products: _Products) -> Array:
+        """Compute the addition to the experts' products with x [N, in], a row for each pair: [N, out].
+
+        The adapters are `a` [n, X, P r, in] and `b` [n, X, *out, r].
+        """
+        flat = AdaptedWeight(None, _by_pair(self.a), [_by_pair(b) for b in self.b])
+        x = x.at[pairs.order].get(mode="clip")
+        return flat._sorted_change(x, pairs.sizes, products).at[pairs.place].get(mode="clip")
+
+    def _sorted_change(self, x: Array, sizes: Array, products: _Products) -> Array:
+        n, rank = self.a.shape[0], self.b[0].shape[-1]
+        inner = products.by_expert(x, self.a.reshape(n, self.a.shape[1], -1), sizes)  # [T, P r]
         parts = [
-            products.by_expert(inner[:, i * rank : (i + 1) * rank], b, groups.sizes)
-            for i, b in enumerate(self.b)
+            products.by_expert(inner[:, i * rank : (i + 1) * rank], b, sizes) for i, b in enumerate(self.b)
         ]
-        return jnp.concatenate(parts, axis=1).at[groups.place].get(mode="clip")
+        return jnp.concatenate(parts, axis=1)
+
+
+class ExpertPairs(NamedTuple):
+    """Rows for a token and one of its experts each, grouped by the token's adapter and the expert."""
+
+    order: Array  # [N] int32 the rows' indices; those without an adapter come last
+    place: Array  # [N] int32 each row's place in that order
+    sizes: Array  # [n X] int32
+
+    @classmethod
+    def of(cls, groups: AdapterGroups, token: Array, expert: Array, n_experts: int) -> "ExpertPairs":
+        """Group rows by their `token` [N] and `expert` [N], which is `n_experts` or more for none."""
+        n = len(groups.sizes)
+        adapter = groups.group.at[token].get(mode="clip")
+        is_pair = (adapter < n) & (expert < n_experts)
+        key = jnp.where(is_pair, adapter * n_experts + expert, n * n_experts)
+        order = jnp.argsort(key, stable=True).astype(jnp.int32)
+        sizes = jnp.zeros(n * n_experts, jnp.int32).at[key].add(1, mode="drop")
+        return cls(order, inverse(order), sizes)
+
+
+def _by_pair(stack: Array) -> Array:
+    """[n, X, ...] to [n X, ...]."""
+    return stack.reshape(-1, *stack.shape[2:])
 
 
 def flat_inputs(weight: Any) -> bool:

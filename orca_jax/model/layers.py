@@ -137,6 +137,9 @@ class Matmul:
 
     def in_float32(self, x: jax.Array, weight: Weight) -> jax.Array:
         """The same in float32. XLA's product of a dense weight does not round its sums to x's dtype first."""
+        if isinstance(weight, AdaptedWeight):
+            y = self.in_float32(x, weight.base)
+            return y if self.adapters is None else y + weight.change(x, self.adapters, self)
         if self.linear is _matmul and isinstance(weight, jax.Array):
             return _matmul(x, weight.reshape(-1, x.shape[-1]), self.n_tokens, jnp.float32)
         return self(x, weight).astype(jnp.float32)

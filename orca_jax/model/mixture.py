@@ -6,6 +6,7 @@ no expert; where each device has whole experts, neither do tokens whose expert i
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax import lax
 
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward
-from orca_jax.model.adapted import AdaptedWeight
+from orca_jax.model.adapted import AdaptedWeight, ExpertPairs
 from orca_jax.model.context import Context
 from orca_jax.model.feed_forward import activate, between
 from orca_jax.model.layers import Matmul, Weights, linear_of
@@ -82,10 +83,9 @@ class Mixture(nnx.Module):
         self, x: jax.Array, weights: jax.Array, chosen: jax.Array, product: Matmul, shard: Shard
     ) -> jax.Array:
         """Run this device's experts and sum their results for each token: [T, H]."""
-        up, down = self.up.weight.get_value(), self.down.weight.get_value()
-        # Adapters of experts are refused when they are read (checkpoint/peft.py).
-        assert not isinstance(up, AdaptedWeight)
-        assert not isinstance(down, AdaptedWeight)
+        adapted_up, adapted_down = self.up.weight.get_value(), self.down.weight.get_value()
+        up, down = _base(adapted_up), _base(adapted_down)
+        adapters = product.adapters if isinstance(adapted_up, AdaptedWeight) else None
         n_tokens, top_k = chosen.shape
         n_here = jax.tree.leaves(up)[0].shape[0]  # in every form the experts are the first axis
         assert self.config.experts is not None
@@ -93,7 +93,7 @@ class Mixture(nnx.Module):
         expert = chosen - first
         real = True if product.n_tokens is None else jnp.arange(n_tokens)[:, None] < product.n_tokens
         expert = jnp.where((expert >= 0) & (expert < n_here) & real, expert, n_here)  # [T, k]
-        mixture = product.mixture if self.config.is_plain else None
+        mixture = product.mixture if self.config.is_plain and adapters is None else None
         if mixture is not None and isinstance(up, jax.Array) and isinstance(down, jax.Array):
             mixed = mixture(x, weights, expert, up, down)
             if mixed is not None:
@@ -101,14 +101,25 @@ class Mixture(nnx.Module):
         expert = expert.reshape(-1)
         order, place = sorted_places(expert)
         sizes = (expert[:, None] == jnp.arange(n_here)).sum(axis=0, dtype=jnp.int32)
-        rows = x.at[order // top_k].get(mode="clip")  # [T k, H], sorted by expert
-        inner = product.by_expert(rows, up, sizes)
+        token = order // top_k
+        rows = x.at[token].get(mode="clip")  # [T k, H], sorted by expert
+        inner, pairs = product.by_expert(rows, up, sizes), None
+        if adapters is not None and isinstance(adapted_up, AdaptedWeight):
+            pairs = ExpertPairs.of(adapters, token, expert[order], n_here)
+            inner = inner + adapted_up.change_of_experts(rows, pairs, product)
         if self.up.bias is not None:
             of_row = self.up.bias[...].reshape(n_here, -1).at[expert[order]]
             inner = inner + of_row.get(mode="clip")
-        out = product.by_expert(between(inner, self.config), down, sizes)
+        inner = between(inner, self.config)
+        out = product.by_expert(inner, down, sizes)
+        if pairs is not None and isinstance(adapted_down, AdaptedWeight):
+            out = out + adapted_down.change_of_experts(inner, pairs, product)
         by_token = out.at[place].get(mode="clip").reshape(n_tokens, top_k, -1).astype(jnp.float32)
         return (weights[:, :, None] * by_token).sum(axis=1).astype(x.dtype)
+
+
+def _base(weight: Any) -> Any:
+    return weight.base if isinstance(weight, AdaptedWeight) else weight
 
 
 def choose(experts: Experts, logits: jax.Array, correction: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -15,6 +15,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import ENCODER, HEAD, HEAD_BIAS, Parameter, parameter_table
 from orca_jax.families.rotary import Rotary
 from orca_jax.families.weight_form import Dense
+from orca_jax.model.adapted import AdaptedWeight
 from orca_jax.model.block import Block, LayerOutput, Parameters, run_blocks, weights_of_layer
 from orca_jax.model.context import Iteration
 from orca_jax.model.encoder import Encoder
@@ -99,7 +100,9 @@ class Transformer(nnx.Module):
             final = config.final_norm
             self.final_norm = None if final is None else norm_of(final, parameters.get, "final_norm")
             self.project_out = Linear(parameters["project_out"], None) if project else None
-            self.head = None if config.embedding.tied else Linear(parameters[HEAD], None)
+            # A tied head has a weight of its own if it has adapters (StageModel.model).
+            has_head = HEAD in parameters or not config.embedding.tied
+            self.head = Linear(parameters[HEAD], None) if has_head else None
             self.head_bias = nnx.Param(parameters[HEAD_BIAS]) if config.head_bias else None
 
     def embed(
@@ -110,7 +113,7 @@ class Transformer(nnx.Module):
         product: Matmul = matmul,
     ) -> jax.Array:
         """Embed tokens for the first layer: token_ids, positions [T] int32 to [T, H]."""
-        x = self._embedded(token_ids, shard)
+        x = self._embedded(token_ids, shard, product)
         if self.project_in is not None:
             x = self.project_in(x, product)
         if self.position_embedding is not None and self.config.positions is not None:
@@ -121,18 +124,21 @@ class Transformer(nnx.Module):
     def embed_input(self, token_ids: jax.Array, positions: jax.Array, shard: Shard = ALONE) -> jax.Array:
         """Embed tokens for the encoder's first layer: token_ids, positions [T] int32 to [T, H]."""
         assert self.encoder is not None
-        return self.encoder.begin(self._embedded(token_ids, shard), positions)
+        return self.encoder.begin(self._embedded(token_ids, shard, matmul), positions)
 
-    def _embedded(self, token_ids: jax.Array, shard: Shard) -> jax.Array:
+    def _embedded(self, token_ids: jax.Array, shard: Shard, product: Matmul) -> jax.Array:
         """The tokens' rows of the embedding, [T, E]."""
-        table = self.token_embedding.get_value()  # [V / n, E]
-        if shard.n == 1:
-            x = rows_of(table, token_ids, self.dtype)  # [T, E]
-        else:
-            n_here = jax.tree.leaves(table)[0].shape[0]  # in every form the vocabulary is the first axis
-            row = token_ids - shard.index * n_here
+        adapted = self.token_embedding.get_value()  # [V / n, E]
+        table = adapted.base if isinstance(adapted, AdaptedWeight) else adapted
+        n_here = jax.tree.leaves(table)[0].shape[0]  # in every form the vocabulary is the first axis
+        row = token_ids - shard.index * n_here if shard.n > 1 else token_ids
+        x = rows_of(table, row, self.dtype)  # [T, E]
+        if shard.n > 1:
             is_here = (row >= 0) & (row < n_here)
-            x = shard.total(jnp.where(is_here[:, None], rows_of(table, row, self.dtype), 0))
+            x = jnp.where(is_here[:, None], x, 0)
+        if isinstance(adapted, AdaptedWeight) and product.adapters is not None:
+            x = x + adapted.change_of_rows(row, product.adapters, product)
+        x = shard.total(x)
         if self.config.embedding.multiplier != 1.0:
             x = x * jnp.asarray(self.config.embedding.multiplier, x.dtype)
         return x
@@ -188,8 +194,10 @@ class Transformer(nnx.Module):
     def logits(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
         """The logits [R, V] float32 from the last layer's output x [R, H]."""
         x = self.final_states(x, product)
-        head = self.token_embedding if self.head is None else self.head.weight
-        logits = product.in_float32(x, head.get_value())
+        head = (self.token_embedding if self.head is None else self.head.weight).get_value()
+        if self.head is None and isinstance(head, AdaptedWeight):
+            head = head.base  # adapters of the embedding
+        logits = product.in_float32(x, head)
         if self.head_bias is not None:
             logits = logits + self.head_bias[...]
         logits = shard.side_by_side(logits)[:, : self.config.vocab_size]

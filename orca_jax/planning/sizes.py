@@ -160,6 +160,7 @@ def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) 
         drafts=serving.scheduling.speculates,
         max_adapters=serving.max_loras,
         adapter_rank=serving.max_lora_rank if serving.max_loras else 0,
+        **{f"adapted_{extra}": True for extra in serving.lora_extras if serving.max_loras},
     )
 
 

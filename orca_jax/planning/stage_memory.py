@@ -106,7 +106,9 @@ class StageRoom:
             states=shape.n_rows * state,
             snapshots=shape.n_snapshots * state,
             adapters=shape.max_adapters
-            * adapter_bytes(config, layers, n_devices, itemsize, padded_rank(shape.adapter_rank)),
+            * adapter_bytes(
+                config, layers, n_devices, itemsize, padded_rank(shape.adapter_rank), shape.adapter_extras
+            ),
             source="arithmetic" if self.temporaries is None else "compiled",
         )
 

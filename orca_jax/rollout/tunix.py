@@ -34,7 +34,8 @@ class OrcaRollout(BaseRollout):
 
     If the model has LoRA adapters, all of one rank, their products are merged into the engine's weights,
     multiplied with alpha over rank. The model does not record alpha: pass that of the Qwix rule as
-    `lora_alpha`.
+    `lora_alpha`. With `merge` False they stay beside the weights, as a LoRA adapter of the engine: an update
+    moves the adapters alone, and the base's weights are the trainer's to the bit.
 
     `engine` are further arguments of LLM, such as max_batch_size and deterministic. By default the engine
     takes sequences up to the `kv_cache_size` of `rollout_config`, in its `data_type` or else the dtype of the
@@ -50,6 +51,7 @@ class OrcaRollout(BaseRollout):
         rollout_config: RolloutConfig | None = None,
         *,
         lora_alpha: float | None = None,
+        merge: bool = True,
         **engine: Any,
     ) -> None:
         self._lora_alpha = lora_alpha
@@ -59,6 +61,10 @@ class OrcaRollout(BaseRollout):
         longest = max(config.kv_cache_size, config.max_prompt_length + config.max_tokens_to_generate)
         fields = config_fields(rollout_actor, longest)
         dtype = config.data_type or jax.tree.leaves(state)[0].dtype
+        adapters = {} if merge else _adapters_of(named_arrays(state))
+        self._adapter = _ADAPTER if adapters else None
+        if adapters:
+            engine = {"max_loras": 1, "max_lora_rank": max(_ranks(adapters)), **engine}
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "config.json").write_text(json.dumps(fields))
             self.llm = LLM(
@@ -108,7 +114,7 @@ class OrcaRollout(BaseRollout):
             )
             for i in range(len(token_ids))
         ]
-        results = self.llm.generate(token_ids, sampling)
+        results = self.llm.generate(token_ids, sampling, adapter=self._adapter)
         return RolloutOutput(
             text=[self._text(result, ends) for result in results],
             logits=None,
@@ -135,7 +141,9 @@ class OrcaRollout(BaseRollout):
             lengths.append(n)
         given = [i for i, n in enumerate(lengths) if n]
         scores = self.llm.score(
-            [lists[i] for i in given], n_prompt=[max(1, len(lists[i]) - lengths[i]) for i in given]
+            [lists[i] for i in given],
+            n_prompt=[max(1, len(lists[i]) - lengths[i]) for i in given],
+            adapter=self._adapter,
         )
         logps = np.zeros(completions.shape, np.float32)
         for i, score in zip(given, scores, strict=True):
@@ -150,17 +158,19 @@ class OrcaRollout(BaseRollout):
         TensorMismatch for weights of another model.
         """
         arrays = named_arrays(params)
-        adapters = {name: value for name, value in arrays.items() if name.endswith(("_lora_a", "_lora_b"))}
+        adapters = _adapters_of(arrays)
         scale = self._lora_scale(adapters)
         others = {name: value for name, value in arrays.items() if name not in adapters}
         if others:
             self.llm.update_weights(others, layout="tunix", cast=True)
-        if scale is not None:
+        if scale is not None and self._adapter is not None:
+            self.llm.update_weights(adapters, adapter=self._adapter, lora_scale=scale)
+        elif scale is not None:
             self.llm.update_weights(adapters, layout="tunix", lora_scale=scale)
 
     def _lora_scale(self, adapters: Mapping[str, jax.Array]) -> float | None:
         """The factor of these adapters' products; None without adapters."""
-        ranks = {array.shape[-1 if name.endswith("_a") else 0] for name, array in adapters.items()}
+        ranks = _ranks(adapters)
         if not ranks:
             return None
         if len(ranks) > 1:
@@ -220,6 +230,17 @@ class OrcaRollout(BaseRollout):
             seed = jax.random.key_data(seed)
         high, low = [0, 0, *np.asarray(seed).reshape(-1).tolist()][-2:]
         return (int(high) & 0x7FFF) << 48 | (int(low) & 0xFFFF_FFFF) << 16
+
+
+_ADAPTER = "policy"  # the name of the trainer's adapters in the engine
+
+
+def _adapters_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arrays.items() if name.endswith(("_lora_a", "_lora_b"))}
+
+
+def _ranks(adapters: Mapping[str, Any]) -> set[int]:
+    return {array.shape[-1 if name.endswith("_a") else 0] for name, array in adapters.items()}
 
 
 def _logprobs(result: GenerationResult) -> np.ndarray:

@@ -1,9 +1,10 @@
 """The LoRA adapters that are on the devices: a request waits until its adapter is, and keeps it there.
 
 Devices have room for a number of adapters, in slots. An adapter is read on a thread, from the host's memory
-or from disk, and put into a slot between two iterations; meanwhile all others run on. Of those that no
-admitted request uses, the least recently used one makes room. If all are in use, the one with the fewest
-admitted requests admits no more until it is free, so that no adapter keeps another one out for ever.
+or from disk, and put into a slot between two iterations; meanwhile all others run on. Of those that nobody
+wants, the least recently used one makes room. If all are wanted, the one with the fewest admitted requests
+admits no more until it is free, so that no adapter keeps another one out for ever. Few do so at a time: a
+flood of requests for other adapters does not stop those of the adapters that are there.
 """
 
 from collections import Counter, OrderedDict
@@ -16,13 +17,21 @@ from orca_jax.request.adapter import NOWHERE, Adapter
 from orca_jax.request.request import Request
 from orca_jax.scheduling.request_pool import InArrivalOrder
 
-_MOST_PASSED = 256  # waiting requests without their adapter that one look passes over
+_CLOSING_SHARE = 4  # one in so many adapters makes room although requests want it
+_MOST_COMING = (
+    2  # read at a time, and with a slot: one thread reads them, and their slots are empty meanwhile
+)
 
 PutAdapter = Callable[[int], None]  # puts an adapter that was read into a slot
 
 
 class AdapterStore(Protocol):
     """The adapters that an engine knows, most of them outside of its devices. For any thread."""
+
+    @property
+    def generation(self) -> int:
+        """Counts how often the devices have lost all adapters; it changes on the scheduler's thread alone."""
+        ...
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
@@ -73,10 +82,14 @@ class AdapterSlots:
         self._slots: list[Adapter | None] = [None] * n_slots
         self._resident: OrderedDict[Adapter, None] = OrderedDict()  # least recently used first
         self._coming: dict[Adapter, tuple[int, Future[PutAdapter]]] = {}
+        self._generation = store.generation
+        self._misses = False  # whether an admitted request may lack its adapter, after a loss
         self._failed: dict[Adapter, Exception] = {}
         self._closing: set[Adapter] = set()  # admits no more requests, to make room
-        self._offered: set[Adapter] = set()  # of requests that the newest look found ready, and may be chosen
-        self._without_room: set[Adapter] = set()  # wanted in the newest look, and no slot could be had
+        # Of requests that the newest look, and the one before it, found ready, and that may be chosen.
+        self._offered: set[Adapter] = set()
+        self._offered_before: set[Adapter] = set()
+        self._without_room = False  # whether the newest look wanted an adapter, and no slot could be had
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="adapters")
 
     @property
@@ -100,31 +113,49 @@ class AdapterSlots:
 
         It begins to read adapters that waiting requests need, and puts those that were read into their slots.
         """
+        self._forget_lost()
         self._settle()
         if not self._without_room:
             self._closing.clear()
-        self._without_room.clear()
-        self._offered.clear()
+        self._without_room = False
+        self._offered_before, self._offered = self._offered, set()
         if isinstance(pool, InArrivalOrder):
-            admitted = pool.admitted
+            admitted = self._with_theirs(list(pool.admitted) if self._misses else pool.admitted)
 
             def waiting() -> Iterator[list[Request]]:
-                yield from self._ready(pool.waiting(), admitted)
+                return self._ready(pool.waiting(), admitted)
 
             return InArrivalOrder(admitted, waiting, all_plain=pool.all_plain)
         every = list(pool)
-        admitted = [req for req in every if req.row >= 0]
+        admitted = self._with_theirs([req for req in every if req.row >= 0])
         return [
             *admitted,
             *(req for some in self._ready((r for r in every if r.row < 0), admitted) for req in some),
         ]
 
-    def take_failed(self, waiting: Iterable[Request]) -> list[Request]:
-        """The waiting requests whose adapter could not be read, with the cause as their failure."""
+    def lets_run_alone(self, req: Request, admitted: Iterable[Request]) -> bool:
+        """Whether a request that must run alone has its adapter, which else begins to be read.
+
+        No other request is in flight, and none runs before it: so it may take the slot of an adapter in use.
+        """
+        self._forget_lost()
+        self._settle()
+        adapter = req.adapter
+        if adapter is None or adapter in self._resident:
+            return True
+        if adapter not in self._coming and adapter not in self._failed:
+            self._begin(adapter, admitted)
+            if adapter not in self._coming and self._resident:
+                self._misses = True
+                self._read_into(self._freed(next(iter(self._resident))), adapter)
+        return False
+
+    def take_failed(self, live: Iterable[Request]) -> list[Request]:
+        """The live requests whose adapter could not be read, with the cause as their failure."""
         if not self._failed:
             return []
         failed: list[Request] = []
-        for req in waiting:
+        for req in live:
             if req.adapter in self._failed:
                 error = self._failed[req.adapter]
                 req.failure, req.failure_kind = f"the adapter could not be read: {error}", AdapterFailed
@@ -133,18 +164,44 @@ class AdapterSlots:
         return failed
 
     def waits(self, req: Request) -> bool:
-        """Whether a waiting request waits for its adapter."""
+        """Whether a waiting request waits for its adapter. For any thread."""
         return req.adapter is not None and (req.adapter not in self._resident or req.adapter in self._closing)
 
+    def _forget_lost(self) -> None:
+        """After a loss, let all adapters come again, those of admitted requests first."""
+        generation = self._store.generation
+        if generation == self._generation:
+            return
+        self._generation = generation
+        for adapter in self._resident:
+            adapter.slot = NOWHERE
+        self._slots = [None] * len(self._slots)
+        self._resident.clear()
+        self._coming.clear()
+        self._closing.clear()
+        self._misses = True
+
+    def _with_theirs(self, admitted: Iterable[Request]) -> Iterable[Request]:
+        """The admitted requests, without those whose adapter is lost and comes again."""
+        if not self._misses:
+            return admitted
+        lost = {req.adapter for req in admitted if req.adapter is not None} - self._resident.keys()
+        self._misses = bool(lost)
+        for adapter in lost:
+            if adapter not in self._coming and adapter not in self._failed:
+                self._begin(adapter, admitted)
+        return [req for req in admitted if req.adapter not in lost]
+
     def _ready(self, waiting: Iterable[Request], admitted: Iterable[Request]) -> Iterator[list[Request]]:
-        passed = 0
+        ready: dict[Adapter | None, bool] = {None: True}
         for req in waiting:
-            if req.adapter is None or self._is_ready(req.adapter, admitted):
+            adapter = req.adapter
+            is_ready = ready.get(adapter)
+            if is_ready is None:
+                assert adapter is not None
+                is_ready = ready[adapter] = self._is_ready(adapter, admitted)
+            if is_ready:
                 yield [req]
-            else:
-                passed += 1
-                if passed == _MOST_PASSED:
-                    return
 
     def _is_ready(self, adapter: Adapter, admitted: Iterable[Request]) -> bool:
         if adapter in self._closing:
@@ -153,7 +210,9 @@ class AdapterSlots:
             self._resident.move_to_end(adapter)
             self._offered.add(adapter)
             return True
-        if adapter not in self._coming and adapter not in self._failed:
+        # Once there is no room, a look asks for none again: there may be a thousand such adapters.
+        has_room = len(self._coming) < _MOST_COMING and not self._without_room
+        if has_room and adapter not in self._coming and adapter not in self._failed:
             self._begin(adapter, admitted)
         return False
 
@@ -161,27 +220,35 @@ class AdapterSlots:
         """Begin to read an adapter, if there is a slot for it, or one that can be freed."""
         slot = self._room(admitted)
         if slot is None:
-            self._without_room.add(adapter)
+            self._without_room = True
             return
+        self._read_into(slot, adapter)
+
+    def _read_into(self, slot: int, adapter: Adapter) -> None:
         self._slots[slot] = adapter
         future = self._thread.submit(self._store.read, adapter)
         self._coming[adapter] = slot, future
         future.add_done_callback(lambda _: self._wake())
 
+    def _freed(self, adapter: Adapter) -> int:
+        """The slot of an adapter, which leaves it."""
+        del self._resident[adapter]
+        self._closing.discard(adapter)
+        slot, adapter.slot = adapter.slot, NOWHERE
+        return slot
+
     def _room(self, admitted: Iterable[Request]) -> int | None:
         if None in self._slots:
             return self._slots.index(None)
         users = Counter(req.adapter for req in admitted if req.adapter is not None)
-        idle = next((one for one in self._resident if not users[one] and one not in self._offered), None)
+        wanted = (self._offered | self._offered_before) - self._closing
+        idle = next((one for one in self._resident if not users[one] and one not in wanted), None)
         if idle is None:
             open_ = [one for one in self._resident if one not in self._closing]
-            if len(self._closing) <= len(self._without_room) and open_:
+            if len(self._closing) < max(1, len(self._slots) // _CLOSING_SHARE) and open_:
                 self._closing.add(min(open_, key=lambda one: users[one]))
             return None
-        del self._resident[idle]
-        self._closing.discard(idle)
-        slot, idle.slot = idle.slot, NOWHERE
-        return slot
+        return self._freed(idle)
 
     def _settle(self) -> None:
         """Put the adapters that were read into their slots."""

@@ -127,7 +127,7 @@ class Scheduler:
         asked = self.pool.take_ending()
         ended = [self.end(req, reason) for req, reason in asked if req.state is not RUNNING]
         if self.adapters is not None:
-            failed = self.adapters.take_failed(self.pool.in_arrival_order().waiting())
+            failed = self.adapters.take_failed(self.pool.in_arrival_order())
             ended += [self.end(req, FinishReason.ERROR) for req in failed]
         if ended:
             self.deliver(ended)
@@ -178,7 +178,10 @@ class Scheduler:
     def _choose(self, ahead: Collection[Request] = (), alone: Request | None = None) -> Choice:
         pool: Iterable[Request] = self.pool.in_arrival_order() if self.gate == "open" else self.begun()
         if self.adapters is not None:
-            pool = self.adapters.among(pool)
+            if alone is None:
+                pool = self.adapters.among(pool)
+            elif not self.adapters.lets_run_alone(alone, self.pool.admitted()):
+                return Choice([], self.n_rsrv)
         return self.policy.choose(pool, self.n_rsrv, ahead, alone)
 
     def _issue(self, choice: Choice) -> None:

@@ -1,6 +1,7 @@
 """The scheduler's iterations as lines of JSON, for recordings and the live view."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from orca_jax.request.request import Row
@@ -9,6 +10,7 @@ from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import IterationRecord
 
 ALL_WAITING = -1  # instead of an arrival number
+_MOST_NAMED = 256  # waiting requests of a line
 
 
 class IterationLines:
@@ -38,6 +40,8 @@ class IterationLines:
             "held": _held(scheduler),
             "preempted": [req.arrival for req in scheduler.waiting_again],
         }
+        if scheduler.adapters is not None:
+            line["adapters"] = _without_adapter(scheduler)
         if scheduler.kv.snapshots is not None:
             line["snapshots"] = len(scheduler.kv.snapshots)
         self._in_flight[record.number] = line
@@ -61,6 +65,13 @@ def _slots(scheduler: Scheduler) -> tuple[int, int, int]:
     n_empty = sum([max(0, kv.slots_of[req.row] - req.n_computed) for req in admitted if req.row >= 0])
     n_cached = 0 if kv.prefixes is None else kv.prefixes.n_idle * kv.block_size
     return n_held, max(0, n_held - n_empty), n_cached
+
+
+def _without_adapter(scheduler: Scheduler) -> list[int]:
+    """The first waiting requests whose LoRA adapter is on its way to the devices, by arrival numbers."""
+    slots, waiting = scheduler.adapters, scheduler.pool.in_arrival_order().waiting()
+    assert slots is not None
+    return [req.arrival for req in islice(waiting, _MOST_NAMED) if slots.waits(req)]
 
 
 def _held(scheduler: Scheduler) -> tuple[int, str] | None:

@@ -47,9 +47,31 @@ _FUSED: Mapping[str, dict[str, Any]] = {
     "all": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
     "root": {"r": 18, "lora_alpha": 6, "use_rslora": True, "target_modules": "all-linear"},
 }
+# Of the embedding and the head, and of a tied one: PEFT cannot merge two changes into one tied tensor.
+_VOCABULARY = {"r": 6, "lora_alpha": 9, "target_modules": ["embed_tokens", "lm_head", "v_proj"]}
+_EXPERTS: Mapping[str, dict[str, Any]] = {
+    "experts": {
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+    "down": {
+        "r": 17,
+        "lora_alpha": 30,
+        "target_modules": [],
+        "target_parameters": ["mlp.experts.down_proj"],
+    },
+    "attention": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"]},
+}
 BASES: Mapping[str, Mapping[str, dict[str, Any]]] = {
-    "llama-grouped": _LLAMA,
-    "gpt2-tied-gelu-new": _FUSED,
+    "llama-grouped": {**_LLAMA, "vocabulary": _VOCABULARY},
+    "gpt2-tied-gelu-new": {
+        **_FUSED,
+        "vocabulary": {"r": 6, "lora_alpha": 9, "target_modules": ["wte", "lm_head"]},
+    },
+    "gemma3-linear": {"vocabulary": {"r": 6, "lora_alpha": 9, "target_modules": ["embed_tokens"]}},
+    "mixtral-grouped": _EXPERTS,
     "gpt-neox-partial": _FUSED,
     "phi3-partial-window": _FUSED,
     "gemma2-caps": _FUSED,
@@ -111,7 +133,7 @@ def make_files(only: Sequence[str]) -> None:
 
         def model(source: Path = source) -> Any:
             return AutoModelForCausalLM.from_pretrained(
-                source, dtype=torch.float32, attn_implementation="eager"
+                source, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
             ).eval()
 
         for number, (name, fields) in enumerate({"": {}, **adapters}.items()):
@@ -132,7 +154,8 @@ def make_files(only: Sequence[str]) -> None:
                 values = json.loads(config.read_text()) | {"base_model_name_or_path": base}
                 config.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
                 again = peft.PeftModel.from_pretrained(model(), place / name).eval()
-                results = _results(again, adapted.merge_and_unload(), prompts)
+                merged = again if name == "vocabulary" else adapted.merge_and_unload()
+                results = _results(again, merged, prompts)
             arrays |= {f"{name}/{key}": value for key, value in results.items()}
         np.savez_compressed(place / "golden.npz", **arrays)
         size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())

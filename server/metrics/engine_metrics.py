@@ -323,17 +323,23 @@ class EngineMetrics(TimelineObserver):
             yield histogram
         for name, documentation, value in self._gauges():
             yield self._metric(GaugeMetricFamily, name, documentation, {(): value})
-        held = self._model.service.scheduler.held
+        scheduler, n_without = self._model.service.scheduler, 0
+        if (slots := scheduler.adapters) is not None:
+            n_without = sum(req.row < 0 and slots.waits(req) for req in scheduler.pool.live())
+        reasons = {"adapter": n_without > 0} | ({scheduler.held[1]: True} if scheduler.held else {})
         yield self._metric(
             GaugeMetricFamily,
             "request_held",
-            "1 for the reason why the last iteration left a request waiting.",
-            {(reason,): held is not None and held[1] == reason for reason in get_args(Why)},
+            "1 for each reason why the last iteration left a request waiting.",
+            {(reason,): reasons.get(reason, False) for reason in get_args(Why)},
             ["reason"],
         )
         yield self._cache_config()
         if self._model.service.adapter_store is not None:
             yield self._adapters()
+        if slots is not None:
+            text = "Waiting requests whose LoRA adapter is on its way to the devices."
+            yield self._metric(GaugeMetricFamily, "requests_without_adapter", text, {(): n_without})
         yield from worker_metrics(self._model)
 
     def _scheduler_counts(self) -> tuple[tuple[str, str, int], ...]:

@@ -197,6 +197,40 @@ def opened_late() -> list[dict[str, Any]]:
     ]
 
 
+def with_adapters() -> list[dict[str, Any]]:
+    """A file in which request 1 waits for its adapter, while request 2 waits for a place in the batch."""
+    hello = {"orca_live": 1, "model": "one", "n_workers": 1, "n_slots": 64, "status": "ready"}
+    one = {"id": "", "n_input": 4, "max_tokens": 99, "priority": 0}
+    usual = {"bucket": 4, "prefill": [0], "starts": [0], "partial": [], "slots": [32, 9, 0], "preempted": []}
+    waiting = {"waiting": 2, "held": [2, "batch"], "adapters": [1]}
+    return [
+        hello | {"now": 9.0, "known_from": 9.0, "requests": []},
+        *({"arrived": i, "time": 10.0, **one} for i in range(3)),
+        {"iteration": 0, "issued": 10.2, "returned": 10.6, "rows": [[0, 4]], **usual, **waiting},
+        {
+            "iteration": 1,
+            "issued": 10.6,
+            "returned": 10.8,
+            "rows": [[1, 4]],
+            **usual,
+            "waiting": 1,
+            "held": None,
+        },
+    ]
+
+
+def test_a_request_waits_for_its_adapter(browser: Browser, server: Server) -> None:
+    with watched(browser, server.url) as (page, _):
+        opened(page, with_adapters())
+        expect(page.locator("#list > li")).to_have_count(3)
+        waits = [request["waits"][0]["reasons"] for request in read(page, "requests")]
+        assert [[part["why"] for part in parts][:2] for parts in waits[1:]] == [
+            ["next", "adapter"],
+            ["next", "batch"],
+        ]
+        assert all(part["first"] is None for parts in waits for part in parts)
+
+
 # The colour of a canvas at a time and a height in pixels, and the page's colour of that name.
 PIXEL = """([id, share, y, name]) => {
     const canvas = document.getElementById(id);

@@ -130,6 +130,8 @@ class FakeMemory:
 class FakeAdapters:
     """An AdapterStore without arrays; the directory "wrong" holds no adapter."""
 
+    generation = 0
+
     def __init__(self, *names: str) -> None:
         self.adapters: Mapping[str, Adapter] = {}
         self._n_added = 0

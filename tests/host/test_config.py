@@ -28,6 +28,9 @@ from orca_jax.errors import ConfigError
         ({"workers": ["a:1"], "expert_exchange": "gather"}, "expert_exchange is set per worker"),
         ({"expert_exchange": "all"}, "expert_exchange is 'all'; it must be one of auto, gather, exchange"),
         ({"attention": "quick"}, "attention is 'quick'; it must be one of kernel, cudnn"),
+        ({"lora_extras": ["heads"]}, "['heads']; it must be a list of some of embedding, head, experts"),
+        ({"lora_extras": "head"}, "lora_extras is 'head'; it must be a list of some of"),
+        ({"max_loras": 1, "record": "a"}, "LoRA adapters (lora, max_loras) do not work with record yet"),
         ({"seed": 0.5}, "seed is 0.5; it must be a whole number or None"),
     ],
 )

@@ -99,6 +99,7 @@ LIBRARIES_OF = {  # that one or two files of the JAX-free rooms may know besides
     "grammar.schema_patterns": "llguidance",
     "grammar.source": "llguidance",
     "model_files.locate": "huggingface_hub",
+    "control.adapter_call": "grpc",
     "control.line": "grpc",
     "control.frame": "google",
     "control.start_order": "google",

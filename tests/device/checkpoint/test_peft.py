@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orca_jax.checkpoint.peft import LoadedAdapter, read_adapter
+from orca_jax.checkpoint.peft import LoadedAdapter, extras_in, read_adapter
 from orca_jax.checkpoint.safetensors_reader import read_header
 from orca_jax.checkpoint.shard_reader import read_box
 from orca_jax.errors import BadAdapter, CheckpointError, CorruptFile, NotACheckpoint, UnsafeFile
@@ -68,7 +68,7 @@ HOSTILE: list[tuple[Callable[[Any], Any], str]] = [
     (set_field("use_dora", True), "use_dora True: not supported"),
     (set_field("bias", "lora_only"), "bias lora_only: not supported"),
     (set_field("modules_to_save", ["lm_head"]), "modules_to_save .*: not supported"),
-    (set_field("target_parameters", ["w"]), "target_parameters .*: not supported"),
+    (set_field("trainable_token_indices", [1]), "trainable_token_indices .*: not supported"),
     (set_field("a_new_option", 3), "a_new_option 3: not supported"),
     (set_field("peft_type", "IA3"), "peft_type: expected 'LORA', found IA3"),
     (set_field("init_lora_weights", "pissa_niter_4"), "pissa_niter_4 changes the model's own weights"),
@@ -84,7 +84,10 @@ HOSTILE: list[tuple[Callable[[Any], Any], str]] = [
     (set_tensor(Q.format("A"), np.full((4, 48), np.inf)), "q_proj.lora_A.* holds NaN or infinite numbers"),
     (set_tensor("base_model.model.model.layers.9.mlp.up_proj.lora_A.weight", ONES), "only one of lora_A"),
     (set_tensor("base_model.model.lm_head.lora_A.weight", ONES), "only one of lora_A"),
-    (set_tensor("base_model.model.model.embed_tokens.lora_embedding_A", ONES), "found no such name"),
+    (set_tensor("base_model.model.model.embed_tokens.lora_embedding_A", ONES), "only one of lora_A"),
+    (set_tensor("base_model.model.model.embed_tokens.base_layer.weight", ONES), "a resized vocabulary"),
+    (set_tensor("base_model.model.model.layers.0.mlp.up_proj.base_layer.weight", ONES), "no such name"),
+    (set_tensor("base_model.model.lm_head.weight", ONES), "found no such name"),
     (set_tensor(Q.format("magnitude_vector"), ONES), "found no such name"),
 ]
 
@@ -99,11 +102,46 @@ def test_a_hostile_adapter_is_refused_by_name(
     assert str(files[0]) in str(refused.value)
 
 
-@pytest.mark.parametrize("module", ["model.layers.9.mlp.up_proj", "lm_head", "model.layers.0.mlp.router"])
+@pytest.mark.parametrize(
+    "module",
+    ["model.layers.9.mlp.up_proj", "head", "model.layers.0.mlp.router", "model.embed_tokens"],
+)
 def test_a_module_that_is_not_there(files: Any, module: str) -> None:
     files[2].update({f"base_model.model.{module}.lora_{side}.weight": ONES for side in "AB"})
     with pytest.raises(BadAdapter, match=r"the model has no linear layer .* that an adapter can change"):
         read(write(files))
+
+
+def test_experts_by_their_names_are_those_of_one_parameter(tmp_path: Path) -> None:
+    """PEFT saves the parameters of all experts; other trainers each expert's linear layers."""
+    model, dtype = read_hf_config(MODELS / "mixtral-grouped"), np.dtype(np.float32)
+    family, config, experts = model.family, model.model, ("experts",)
+    source = DATA / "adapters" / "mixtral-grouped" / "experts"
+    fused = read_adapter(source, family, config, dtype, most_rank=16, extras=experts)
+    tensors = dict[str, np.ndarray]()
+    for name, parts in fused.changes.items():
+        stored = family.stored_name(name, "base_model.model.model.", config).names
+        for i, low in enumerate(parts):
+            for x in range(len(low.a) if low is not None and "experts" in name else 0):
+                assert low is not None
+                module = stored[x * len(parts) + i].removesuffix(".weight")
+                tensors[f"{module}.lora_A.weight"] = low.a[x]
+                tensors[f"{module}.lora_B.weight"] = low.b[x].reshape(-1, low.rank)
+    assert len(tensors) == 2 * 3 * 8 * config.n_layers, "two matrices of three linear layers of 8 experts"
+    write_json(tmp_path / "adapter_config.json", {"peft_type": "LORA", "r": 3, "lora_alpha": 3})
+    write_tensors(tmp_path / "adapter_model.safetensors", tensors)
+    named = read_adapter(tmp_path, family, config, dtype, most_rank=16, extras=experts)
+    assert named.changes.keys() == {name for name in fused.changes if "experts" in name}
+    for name, parts in named.changes.items():
+        for one, other in zip(parts, fused.changes[name], strict=True):
+            assert one is not None and other is not None
+            np.testing.assert_array_equal(one.a, other.a)
+            np.testing.assert_array_equal(one.b, other.b)
+    assert extras_in(tmp_path, family, config) == extras_in(source, family, config) == {"experts"}
+    with pytest.raises(
+        BadAdapter, match=r"changes experts, for which .* has no room; .*--lora-extras experts"
+    ):
+        read_adapter(tmp_path, family, config, dtype, most_rank=16)
 
 
 def test_files_that_are_missing_cut_or_pickles(files: Any) -> None:

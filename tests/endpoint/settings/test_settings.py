@@ -62,6 +62,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "lora_host_bytes": (0, 1, 2, 3),
     "max_loras": (0, 1, 2, None),
     "max_lora_rank": (1, 16, 64, None),
+    "lora_extras": (("head",), ("embedding", "head"), ("experts",), None),
     "record": (Path("a.jsonl"), Path("/b"), Path("c d"), None),
     "record_bytes": (1 << 16, 1 << 17, 1 << 18, 1 << 19),
     "compile_ahead": (False, True, False, True),

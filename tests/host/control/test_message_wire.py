@@ -286,7 +286,18 @@ def test_only_one_token_a_row_can_be_on_the_device():
         decode_message(encode_message(message, SHAPE), SHAPE)
 
 
-FIELDS = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias", "copies", "adapters")
+FIELDS = (
+    "sampling",
+    "integers",
+    "flags",
+    "token_ids",
+    "earlier_ids",
+    "blocks",
+    "bias",
+    "copies",
+    "adapters",
+    "put_adapters",
+)
 
 
 @settings(deadline=None, max_examples=300)
@@ -385,6 +396,22 @@ def test_copies_that_no_engine_master_sends_are_refused(copies: list[list[int]],
     sent = replace(message_of([ONE]), copies=np.array(copies, np.int32))
     with pytest.raises(BadFrame, match=message):
         decode_message(encode_message(sent, SHAPE), SHAPE)
+
+
+def test_adapters_for_slots_go_over_the_wire() -> None:
+    put = np.array([[(1 << 31) - 1, 2], [0, 0]], np.int32)
+    message = replace(message_of([ONE]), put_adapters=put)
+    np.testing.assert_array_equal(decode_message(encode_message(message, SHAPE), SHAPE).put_adapters, put)
+    for wrong, complaint in (
+        ([[0, 3]], "an adapter's slot 3; it must be 0 to 2"),
+        ([[-1, 0]], "an adapter's version -1; it must be 0"),
+        ([[4, 1], [5, 1]], "two adapters came for one slot"),
+    ):
+        sent = replace(message, put_adapters=np.array(wrong, np.int32))
+        with pytest.raises(BadFrame, match=complaint):
+            decode_message(encode_message(sent, SHAPE), SHAPE)
+    with pytest.raises(BadFrame, match="it must be 0 to -1"):
+        decode_message(encode_message(message, SHAPE), replace(SHAPE, max_adapters=0))
 
 
 HYBRID = replace(SHAPE, states=True, n_snapshots=3)  # the snapshots are states 12 to 14

@@ -27,7 +27,10 @@ SIZES = {
     "vocab_size": 100,
 }
 EXPERTS = ("sparse_layers", "top_k", "n_experts")
-ADAPTERS = {"max_adapters": 3, "adapter_rank": 16}
+ADAPTERS = {
+    **{"max_adapters": 3, "adapter_rank": 16},
+    **{f"adapted_{extra}": True for extra in ("embedding", "head", "experts")},
+}
 FIELDS = {"next_address": "10.0.0.7:9001", "worker_seconds": 30.0, "ready_seconds": 300.5}
 
 

@@ -904,3 +904,20 @@ def test_deadlines_and_bounds_are_checked_when_made():
             RestartBound(seconds=wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="restarts is -1"):
         RestartBound(restarts=-1)
+
+
+def test_adapters_are_written_before_the_next_iteration_and_forgotten_after_a_loss() -> None:
+    bench = Bench().up()
+    for version, slot in ((4, 0), (5, 1), (6, 1)):  # nothing was issued before the last one came
+        bench.workers.put_adapter(version, slot)
+    for _ in range(2):
+        bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    messages = [decode_message(frame.payload, SHAPE) for _, frame in bench.sent]
+    assert [message.put_adapters.tolist() for message in messages] == [[[4, 0], [6, 1]], []]
+    bench.workers.put_adapter(7, 0)
+    bench.arrivals.append(Arrival(1, None, "it died"))
+    assert bench.lost().stage == 1
+    bench.up()
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    ((_, frame),) = bench.sent
+    assert decode_message(frame.payload, SHAPE).put_adapters.tolist() == []

@@ -1,7 +1,7 @@
 """A request runs only while its LoRA adapter is on the devices, and no adapter keeps another one out."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -13,13 +13,15 @@ from orca_jax.request.adapter import NOWHERE, Adapter
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.adapter_slots import AdapterSlots, PutAdapter
+from orca_jax.scheduling.restart import run_again
 from orca_jax.simulation.simulation import Simulation
 
 
 class Store:
     """Adapters without arrays: a slot holds the adapter that was put there last."""
 
-    def __init__(self, names: str) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
+        self.generation = 0
         self.adapters: Mapping[str, Adapter] = {name: Adapter(name, i) for i, name in enumerate(names)}
         self.broken = ""  # names of those that cannot be read
         self.held: dict[int, Adapter] = {}
@@ -72,7 +74,9 @@ class Thread(Executor):
 class Engine:
     """A simulated engine with slots for adapters, which checks each token's adapter."""
 
-    def __init__(self, names: str, n_slots: int, scheduling: SchedulingConfig, **sizes: int) -> None:
+    def __init__(
+        self, names: Iterable[str], n_slots: int, scheduling: SchedulingConfig, **sizes: int
+    ) -> None:
         usual = {"max_batch_size": 4, "n_slots": 256, "max_batch_tokens": 64, "block_size": 4}
         config = ServingConfig(**(usual | sizes), scheduling=scheduling)  # pyright: ignore[reportArgumentType]
         self.store, self.thread, self.n_slots = Store(names), Thread(), n_slots
@@ -189,3 +193,63 @@ def test_the_first_adapters_are_there_before_the_first_request() -> None:
     engine.turn()
     assert not engine.slots.waits(engine.requests["b"])
     assert engine.store.n_read == 2
+
+
+@pytest.mark.parametrize("scheduling", [ORCA, SchedulingConfig()], ids=["orca", "default"])
+def test_after_a_loss_all_adapters_come_again(scheduling: SchedulingConfig) -> None:
+    """Requests that were admitted keep their place, and run once their adapter is there again."""
+    engine = Engine("abc", 2, scheduling)
+    for i, adapter in enumerate(("a", "b", None, "c", "a")):
+        engine.add(str(i), adapter, 6)
+    engine.turn()
+    engine.thread.work()
+    for _ in range(3):
+        engine.turn()
+    assert {one.name for one in engine.slots.resident} == {"a", "b"}
+    assert {req.request_id for req in engine.simulation.pool.admitted()} == {"0", "1", "2", "4"}
+    engine.store.generation += 1
+    engine.store.held.clear()
+    run_again(engine.simulation.scheduler)
+    engine.turn()  # the thread has done nothing yet
+    assert not engine.slots.resident and engine.store.adapters["a"].slot == NOWHERE
+    engine.run()
+    assert sorted(engine.ended) == [str(i) for i in range(5)]
+    assert {len(req.output_ids) for req in engine.requests.values()} == {6}
+
+
+def test_an_adapter_that_was_read_before_a_loss_is_read_again() -> None:
+    engine = Engine("a", 1, SchedulingConfig())
+    engine.add("0", "a")
+    engine.turn()
+    engine.thread.work()  # the old workers have it, and no slot does
+    engine.store.generation += 1
+    engine.run()
+    assert engine.store.n_read == 2 and engine.ended == ["0"]
+
+
+@pytest.mark.parametrize("scheduling", [ORCA, SchedulingConfig()], ids=["orca", "default"])
+def test_a_flood_for_other_adapters_stops_nobody_else(scheduling: SchedulingConfig) -> None:
+    """Not one of the flood's adapters ever arrives; half of those that are there may make room for them."""
+    there, flood = "abcd", [f"flood {i}" for i in range(400)]
+    engine = Engine([*there, *flood], 4, scheduling, max_batch_size=8)
+    for name in there:
+        engine.add(f"{name}0", name, 6)
+    engine.turn()
+    for _ in range(2):
+        engine.thread.work()
+        engine.turn()
+    assert {one.name for one in engine.slots.resident} == set(there)
+    for name in flood:
+        engine.add(name, name)
+    for name in there:
+        engine.add(f"{name}1", name)
+    engine.add("none", None)
+    for _ in range(40):
+        engine.turn()
+    assert {f"{name}0" for name in there} <= set(engine.ended), "what runs goes on"
+    later = {f"{name}1" for name in there} & set(engine.ended)
+    assert len(later) >= 2 and "none" in engine.ended
+    waiting = [req for req in engine.requests.values() if req.finish_reason is None]
+    assert len(waiting) >= 400 and all(engine.slots.waits(req) for req in waiting)
+    engine.run()
+    assert len(engine.ended) == 409

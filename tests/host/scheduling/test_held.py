@@ -1,6 +1,7 @@
 """The first request that had to wait when a batch was chosen, and the reason."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orca_jax.config import SchedulingConfig, ServingConfig
+from orca_jax.request.adapter import Adapter
 from orca_jax.request.request import Request, Row
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.adapter_slots import AdapterSlots
 from orca_jax.scheduling.timeline import IterationRecord, TimelineObserver
 from orca_jax.service.iteration_lines import IterationLines
 from orca_jax.simulation.simulation import Simulation
+from tests.host.engines import FakeAdapters
 
 ORCA = SchedulingConfig(policy="orca", chunked_prefill=False, prefix_caching=False, reservation="full")
 SERVING = SchedulingConfig()
@@ -34,6 +38,16 @@ class Watched(TimelineObserver):
         line = self._lines.end(record)
         assert line is not None and line["returned"] == record.returned
         self.lines.append(line)
+
+
+class NoThread(Executor):
+    """Reads one adapter, whenever the test says."""
+
+    def __init__(self) -> None:
+        self.read: Future[Any] = Future()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        return self.read
 
 
 def run(
@@ -59,6 +73,31 @@ def run(
 def config(scheduling: SchedulingConfig, **sizes: int) -> ServingConfig:
     usual: dict[str, Any] = {"max_batch_size": 8, "n_slots": 64, "max_batch_tokens": 64, "block_size": 4}
     return ServingConfig(**{**usual, **sizes}, overlap=False, scheduling=scheduling)
+
+
+def test_requests_whose_adapter_is_not_there_are_named() -> None:
+    simulation = Simulation(config(SERVING))
+    watched, adapter, thread = Watched(simulation), Adapter("sql", 0), NoThread()
+    store = FakeAdapters("sql")
+    simulation.scheduler.adapters = AdapterSlots(1, store, wake=simulation.pool.wake, thread=thread)
+    for i, one in enumerate((None, adapter, None)):
+        request = Request(
+            request_id=str(i),
+            prompt_ids=(1,),
+            max_tokens=3,
+            sampling=SamplingParams(),
+            seed=i,
+            adapter=one,
+        )
+        simulation.pool.add(request)
+    for _ in range(2):
+        simulation.scheduler.step()
+    thread.read.set_result(lambda slot: None)
+    while len(simulation.pool):
+        simulation.scheduler.step()
+    assert [line["rows"] for line in watched.lines] == [[(0, 1), (2, 1)]] * 2 + [[(1, 1)]] * 2
+    assert [line["adapters"] for line in watched.lines] == [[1], [1], [], []]
+    assert [line["held"] for line in watched.lines] == [None] * 4
 
 
 @pytest.mark.parametrize("scheduling", [ORCA, SERVING])

@@ -54,9 +54,12 @@ ENGINE = EngineConfig(
     ),
     restarts=RestartBound(restarts=1, seconds=2),
     control_secret="a secret of theirs",
-    record="a file",
-    record_bytes=1 << 20,
+    adapters={"a": "b"},
+    max_loras=3,
+    max_lora_rank=4,
+    lora_extras=("head",),
     lora_host_bytes=1 << 20,
+    record_bytes=1 << 20,
 )
 OPTIONS = WorkerOptions(
     stage=1,
@@ -83,7 +86,7 @@ def defaults(config: Any, but: Collection[str]) -> list[str]:
 
 def test_the_child_reads_what_the_parent_writes() -> None:
     # These exclude other fields that OPTIONS gives.
-    excluded = ("workers", "deterministic", "policy", "speculative", "adapters", "max_loras", "max_lora_rank")
+    excluded = ("workers", "deterministic", "policy", "speculative", "record")
     assert defaults(OPTIONS, but=excluded) == []
     assert WorkerOptions.from_json(OPTIONS.as_json()) == OPTIONS
     orca = replace(OPTIONS, engine=EngineConfig(deterministic=True, policy="orca", pipeline_parallel=2))

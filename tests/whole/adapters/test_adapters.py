@@ -107,10 +107,10 @@ def test_a_trainers_arrays_become_an_adapter(engine: Engine) -> None:
     prompt = next(each.prompt for _, each in mixed)
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     (base,) = llm.generate(prompt, params)
-    chance, shape = np.random.default_rng(7), parameter_table(llm.config)["layers.1.down.weight"].shape
+    chance, shape = np.random.default_rng(7), parameter_table(llm.config)["layers.1.out.weight"].shape
     arrays = {
-        "layers.1.down.weight.lora_a": chance.standard_normal((3, *shape[1:])).astype(np.float32),
-        "layers.1.down.weight.lora_b": chance.standard_normal((*shape[:1], 3)).astype(np.float32),
+        "layers.1.out.weight.lora_a": chance.standard_normal((3, *shape[1:])).astype(np.float32),
+        "layers.1.out.weight.lora_b": chance.standard_normal((*shape[:1], 3)).astype(np.float32),
     }
     nothing = {name: 0 * array for name, array in arrays.items()}
     version = llm.update_weights(arrays, adapter="trained", lora_scale=0.25)

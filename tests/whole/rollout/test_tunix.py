@@ -2,7 +2,7 @@
 
 # pyright: reportMissingImports=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,11 @@ from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
 from tunix.rl import common
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
-from examples.grpo_arithmetic import Characters, cluster, sums, tiny_llama, train
+from examples.grpo_arithmetic import Characters, cluster, reward, sums, tiny_llama, train
 from orca_jax.errors import ConfigError, NotSupported, TensorMismatch
 from orca_jax.rollout.tunix import OrcaRollout
 
@@ -195,6 +196,30 @@ def test_adapters_are_merged(name: str) -> None:
         rollout.close()
 
 
+# As ADAPTED, without routers, which have no adapters here unless they are merged.
+LINEAR = ADAPTED.replace("|router", "")
+
+
+@pytest.mark.parametrize("name", ["llama3 grouped", "qwen3", *GEMMAS])
+def test_adapters_stay_beside_the_weights(name: str) -> None:
+    module: Any = with_adapters(name, module_path=LINEAR)
+    prompts, completions = padded(np.random.default_rng(1), name)
+    redrawn_adapters(module, 3)
+    rollout = OrcaRollout(module, Characters(), None, CONFIG, lora_alpha=6.0, merge=False, **ENGINE)
+    try:
+        before = None
+        for seed in (3, 4, 5):
+            ours = np.asarray(rollout.get_per_token_logps(jnp.asarray(prompts), jnp.asarray(completions)))
+            exact = trainers_logps(module, prompts, completions)
+            np.testing.assert_allclose(ours, exact, atol=1e-4)
+            assert before is None or np.abs(before - ours).max() > 0.01
+            before = ours
+            rollout.update_params(redrawn_adapters(module, seed + 1), (nnx.LoRAParam,))
+        assert rollout.llm.weights_version == 1, "the base's weights came once"
+    finally:
+        rollout.close()
+
+
 def test_adapters_that_cannot_be_merged_are_refused() -> None:
     """The samples would otherwise be those of a model without them."""
     with pytest.raises(ConfigError, match="lora_alpha"):
@@ -284,6 +309,37 @@ def test_grpo_learns_as_with_tunix_s_own_rollout() -> None:
     assert abs(ours[0] - theirs[0]) < 0.25
     assert abs(np.mean(ours) - np.mean(theirs)) < 0.15
     assert min(np.mean(ours[-3:]) - ours[0], np.mean(theirs[-3:]) - theirs[0]) > 0.1
+
+
+def test_grpo_with_adapters_beside_the_weights() -> None:
+    """In each of ten steps the engine's log-probabilities of its samples are the trainer's."""
+    provider = qwix.LoraProvider(module_path=LINEAR, rank=4, alpha=8.0)
+    tokens = jnp.ones((1, 4), jnp.int32)
+    arguments = (tokens, tokens, None, jnp.ones((1, 4, 4), bool))
+    actor = qwix.apply_lora_to_model(tiny_llama(0), provider, *arguments, rngs=nnx.Rngs(1))
+    engine = partial(OrcaRollout, max_batch_size=64, lora_alpha=8.0, merge=False)
+    own, n_steps = cluster(engine, 10, actor=actor), 0
+    before = nnx.to_pure_dict(nnx.state(own.actor_trainer.model, nnx.LoRAParam))
+    first = jax.tree.map(np.array, before)
+
+    def seen(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+        nonlocal n_steps
+        n_steps += 1
+        encoded = [[1, *Characters().encode(prompt)] for prompt in prompts]
+        left = np.array([[0] * (8 - len(one)) + one for one in encoded])
+        right = np.array([(Characters().encode(one) + [0, 0])[:2] for one in completions])
+        ours = own.rollout.get_per_token_logps(jnp.asarray(left), jnp.asarray(right))
+        exact = trainers_logps(own.actor_trainer.model, left, right)
+        np.testing.assert_allclose(np.asarray(ours), exact, atol=1e-4)
+        return reward(prompts, completions)
+
+    config = GRPOConfig(num_generations=8, beta=0.0)
+    GRPOLearner(rl_cluster=own, algo_config=config, reward_fns=seen).train(list(sums(10, 0)))
+    assert n_steps == 10 and own.rollout.llm.weights_version == 1, "the base's weights came once"
+    own.rollout.close()
+    after = nnx.to_pure_dict(nnx.state(own.actor_trainer.model, nnx.LoRAParam))
+    changes = jax.tree.map(lambda one, other: float(np.abs(one - np.asarray(other)).max()), first, after)
+    assert min(jax.tree.leaves(changes)) > 1e-3, "the adapters were trained"
 
 
 def test_the_kl_divergence_begins_at_nothing() -> None:

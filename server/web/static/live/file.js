@@ -131,8 +131,9 @@ function iteration(one) {
   const { number, issued, returned, bucket, slots, waiting, held, requests, tokens, phases, starts, partial } = one;
   const prefill = phases.flatMap((phase, i) => (phase === DECODE ? [] : [i]));
   const rows = requests.map((request, i) => [request, tokens[i]]);
+  const waits = one.adapters.length ? { adapters: one.adapters } : {};
   const line = { iteration: number, issued, rows, bucket, prefill, starts, partial, slots, waiting, held };
-  return { ...line, preempted: one.preempted, returned, ...(one.kept && { kept: [...one.kept] }) };
+  return { ...line, preempted: one.preempted, returned, ...(one.kept && { kept: [...one.kept] }), ...waits };
 }
 
 function end(request) {

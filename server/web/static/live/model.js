@@ -206,6 +206,7 @@ export class LiveModel {
     this.moments = new Queue(moments); // { time, phase, reason }: changes of the server's status
     this.holds = new Queue(moments); // { from, to, what }: times in which the event loop or the GIL was held
     this.held = new Queue(moments); // { time, held }: changes of the request that waits first, and of its reason
+    this.adapters = new Queue(moments); // { time, waiting }: changes of the requests whose adapter is on its way
     this.gaps = new Queue(moments); // { from, to, n, why }: iterations that are not shown
     this.counts = { iterations: 0, skipped: 0, unseen: 0, lost: 0, forgotten: 0, forgottenRequests: 0 };
     this.origin = null; // the earliest time of any line
@@ -279,17 +280,19 @@ export class LiveModel {
 
   #iteration(line) {
     const { iteration: number, issued, returned, bucket, slots, waiting, rows, prefill } = line;
-    const { held = null, starts = [], partial = [], preempted = [], snapshots = null } = line;
+    const { held = null, starts = [], partial = [], preempted = [], snapshots = null, adapters = [] } = line;
     const kept = line.kept ? new Map(line.kept) : null; // by row: output tokens of a decode that verified drafts
     const isWhole = Array.isArray(rows) && Array.isArray(prefill) && slots?.length === 3;
     if (!isWhole || ![number, issued, returned, bucket].every(Number.isFinite)) throw new Error("it lacks fields");
     const n = rows.length;
-    const made = { number, issued, returned, bucket, slots, snapshots, waiting, held, starts, partial, preempted, kept, nTokens: 0 };
+    const made = { number, issued, returned, bucket, slots, snapshots, waiting, held, starts, partial, preempted, adapters, kept, nTokens: 0 };
     made.requests = new Array(n);
     made.tokens = new Array(n);
     made.phases = new Array(n);
     this.#missing(made);
     if (JSON.stringify(this.held.last()?.held ?? null) !== JSON.stringify(held)) this.held.push({ time: issued, held });
+    if (JSON.stringify(this.adapters.last()?.waiting ?? []) !== JSON.stringify(adapters))
+      this.adapters.push({ time: issued, waiting: adapters });
     for (const one of preempted) this.requests.get(one)?.preempted(issued);
     let nPrefill = 0;
     for (let i = 0; i < n; i++) {

@@ -9,6 +9,7 @@ export const WHY = {
   prefix: ["shared prefix", "another request is computing the beginning of its prompt, which it will share"],
   gate: ["paused", "the operator has stopped admission, or is bringing the engine to rest"],
   alone: ["one runs alone", "a request that may have made a worker die runs alone"],
+  adapter: ["adapter", "its LoRA adapter is on its way to the devices"],
   phase: ["other phase", "a deterministic engine alternates between prefill and decode"],
   next: ["next iteration", "it arrived after the last batch was chosen"],
   loading: ["loading", "the model is still loading"],
@@ -21,16 +22,20 @@ export const WHY = {
 const ALL = -1;
 const OTHERS = "others";
 
-/** The parts of [from, to] with their reasons: { from, to, why, first }; `first` is the request at the head. */
-function reasons(model, from, to) {
+/**
+ * The parts of a request's wait in [from, to] with their reasons: { from, to, why, first }; `first` is the request at
+ * the head.
+ */
+function reasons(model, request, from, to) {
   const unknown = unknownTimes(model, from, to);
   const borders = unknown.flatMap((part) => [part.from, part.to]).filter((time) => time > from && time < to);
   const times = [from, ...borders, ...between(model.held, from, to), ...between(model.moments, from, to)];
+  times.push(...between(model.adapters, from, to));
   times.sort((a, b) => a - b);
   const parts = [];
   times.forEach((time, i) => {
     const isUnknown = unknown.some((part) => time >= part.from && time < part.to);
-    const why = isUnknown ? { why: "unseen", first: null } : at(model, time);
+    const why = isUnknown ? { why: "unseen", first: null } : at(model, request, time);
     const part = { ...why, from: time, to: times[i + 1] ?? to };
     const last = parts.at(-1);
     if (last && last.why === part.why && last.first === part.first) last.to = part.to;
@@ -41,7 +46,7 @@ function reasons(model, from, to) {
 
 /** The same for one waiting request; `first` is null where it is itself at the head. */
 export function waitReasons(model, request, from, to) {
-  return reasons(model, from, to).map((part) => (part.first === request.number ? { ...part, first: null } : part));
+  return reasons(model, request, from, to).map((part) => (part.first === request.number ? { ...part, first: null } : part));
 }
 
 /**
@@ -96,9 +101,10 @@ function goesByPriority(model, request, first) {
   return model.sizes.scheduling_policy === "priority" && model.requests.get(first)?.priority < request.priority;
 }
 
-function at(model, time) {
+function at(model, request, time) {
   const moment = latest(model.moments, time);
   if (moment && WHY[moment.phase]) return { why: moment.phase, first: null };
+  if (latest(model.adapters, time)?.waiting.includes(request.number)) return { why: "adapter", first: null };
   const held = latest(model.held, time)?.held ?? null;
   if (held === null) return { why: "next", first: null };
   const [first, why] = held;
