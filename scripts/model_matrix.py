@@ -72,11 +72,26 @@ def _layers(layer: Layer) -> Iterator[str]:
     yield _NORMS[layer.norm.kind]
     yield _RESIDUALS[layer.residual]
     ffn = layer.feed_forward
-    yield f"gated {ffn.activation}" if ffn.gated else ffn.activation
-    if ffn.experts is not None:
+    if ffn is None or not layer.mixes:
+        yield "layers of one part"
+    if ffn is not None:
+        yield f"gated {ffn.activation}" if ffn.gated else ffn.activation
+    if layer.experts is not None:
         yield "experts"
-        if ffn.experts.shared_size is not None:
+        if layer.experts.shared_size is not None:
             yield "a shared expert"
+        if layer.experts.latent_size is not None:
+            yield "experts in a latent space"
+    if layer.beside is not None:
+        yield "experts beside a dense part"
+    if layer.input_size is not None:
+        yield "an embedding for each layer"
+    if layer.has_both:
+        yield "attention beside a recurrence"
+    if layer.attention is not None and layer.attention.kv_from is not None:
+        yield "keys and values of an earlier layer"
+    if layer.attention is not None and layer.attention.values_are_keys:
+        yield "values that are keys"
     if layer.recurrence is not None:
         yield layer.recurrence.kind.replace("_", " ")
     if layer.attention is not None and (qk_norm := layer.attention.qk_norm) is not None:

@@ -196,8 +196,8 @@ def _experts_read(model: ModelConfig, case: Case, tensor_parallel: int) -> dict[
     """The bytes that the experts' kernel reads of each weight, by its dtype and shape on a device."""
     stated: dict[str, float] = {}
     for layer in model.layers:
-        feed, experts = layer.feed_forward, layer.feed_forward.experts
-        if experts is None:
+        feed, experts = layer.feed_forward, layer.experts
+        if feed is None or experts is None:
             continue
         here = experts.number // tensor_parallel
         hit = experts.expected_hit(case.tokens) / experts.number

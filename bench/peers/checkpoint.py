@@ -10,7 +10,7 @@ from orca_jax.checkpoint.head_view import stored_shapes
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.families.hf_config import hf_config_of
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Initial, parameter_table
+from orca_jax.families.parameters import Initial, attention_of, parameter_table
 from orca_jax.families.registry import FAMILIES
 
 
@@ -30,7 +30,7 @@ def write_random_checkpoint(
     tensors: dict[str, Tensor] = {}  # layers may share one
     for name, parameter in parameter_table(model).items():
         stored = family.stored_name(name, family.prefixes[0], model)
-        shapes = stored_shapes(parameter, stored, model.attention)
+        shapes = stored_shapes(parameter, stored, attention_of(model, name))
         for tensor, shape in zip(stored.names, shapes, strict=True):
             read = partial(_draw, rng, parameter.initial, shape)
             tensors.setdefault(tensor, Tensor(tensor, shape, np.dtype("f4"), read))

@@ -112,9 +112,10 @@ def compile_stage(
     score = None
     if part.last and not encoder_blocks:
         scored = scored_layout(layout.max_blocks)
-        taken = described_array((SCORED, model.hidden_size), group.place(), dtype)
+        taken = described_array((SCORED, model.carried_size), group.place(), dtype)
+        cache = caches[model.memory_of(part.layers[-1]) - part.layers[0]]
         score_buffer = described_array((stage.score_buffer.size(scored),), group.place(), jnp.int32)
-        score = stage.score.lower(stage.weights, taken, caches[-1], score_buffer, layout=scored)
+        score = stage.score.lower(stage.weights, taken, cache, score_buffer, layout=scored)
     weights = device_bytes(stage.weights)
     arguments = weights + device_bytes((caches, arrived, buffer))
     program = lowered.compile(dict(compiler_options or {}))

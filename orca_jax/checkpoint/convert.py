@@ -25,7 +25,7 @@ from orca_jax.families.attention_config import Attention
 from orca_jax.families.family import Family
 from orca_jax.families.hf_config import hf_config_of, read_hf_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import HEAD, Parameter, parameter_table
+from orca_jax.families.parameters import HEAD, Parameter, attention_of, parameter_table
 from orca_jax.families.quantization_config import rounded_forms
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.stored_name import StoredName, head_places, heads_of_tensors
@@ -280,7 +280,7 @@ class _TrainersArrays:
                 n_rows = parameter.stacked_shape[0] // len(stored.names)
                 values = reader.rows(name, i * n_rows, (i + 1) * n_rows, transpose=False)
             else:
-                values = reader.heads(name, i, stored, self._model.attention)
+                values = reader.heads(name, i, stored, attention_of(self._model, name))
             form = stored.forms[i].fitting(shape, axis_sizes(self._model, name))
             put_into(target, values, form, parameter)
         return target
@@ -298,9 +298,9 @@ def _tensors(
     reader: _Reader,
 ) -> Iterator[Tensor]:
     """Yield the Hugging Face tensors of all parameters, in the parameters' order."""
-    attention = model.attention
     written = set[str]()
     for name, parameter in table.items():
+        attention = attention_of(model, name)
         wanted = family.stored_name(name, family.prefixes[0], model)
         if wanted.by_expert:
             (tensor,), (shape,) = wanted.names, expert_shapes(parameter, wanted)

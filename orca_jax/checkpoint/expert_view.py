@@ -67,6 +67,8 @@ def written_experts(values: np.ndarray, wanted: StoredName) -> np.ndarray:
     if wanted.alternating:
         values = values.swapaxes(1, 2)
         values = values.reshape(len(values), -1, *values.shape[3:])
+    elif values.ndim == 4:
+        values = values.reshape(len(values), -1, values.shape[3])
     return values.swapaxes(1, 2) if wanted.transpose else values
 
 
@@ -138,7 +140,7 @@ class ExpertView(MadeOf):
     """A weight [X, 2, F, H], [X, 2, F] or [X, H, F], read from `stored`, which stacks the experts' rows.
 
     With `transpose` each expert is stored [in, out], and with `alternating` its outputs are gate, up, gate,
-    ...
+    ..., otherwise those of gate before those of up.
     """
 
     stored: Stored
@@ -153,20 +155,25 @@ class ExpertView(MadeOf):
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the part `box` by experts: the expert's number within the box, and its part."""
         (first, end), *inner = box
-        kinds = inner.pop(0) if self.alternating else (0, 1)
+        kinds = inner.pop(0) if self.alternating or len(self.shape) == 4 else None
         rows, *columns = inner
-        if self.alternating:
-            rows = (2 * rows[0], 2 * rows[1])
-        axes = (*columns, rows) if self.transpose else (rows, *columns)
-        each = self.stored.shape[0] // self.shape[0]  # of the tensor's rows
         for x in range(first, end):
-            (low, high), *others = axes
-            values = read_box(self.stored, ((x * each + low, x * each + high), *others))
-            if self.transpose:
-                values = values.T
-            if self.alternating:
+            if kinds is None:
+                values = self._of_expert(x, rows, columns)
+            elif self.alternating:
+                values = self._of_expert(x, (2 * rows[0], 2 * rows[1]), columns)
                 values = values.reshape(-1, 2, *values.shape[1:]).swapaxes(0, 1)[slice(*kinds)]
+            else:
+                starts = [kind * self.shape[2] for kind in range(*kinds)]
+                values = np.stack([self._of_expert(x, (n + rows[0], n + rows[1]), columns) for n in starts])
             yield x - first, values[None]
+
+    def _of_expert(self, x: int, rows: tuple[int, int], columns: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Read some outputs of the expert `x` and their columns, the outputs first."""
+        each = self.stored.shape[0] // self.shape[0]  # of the tensor's rows
+        (low, high), *others = (*columns, rows) if self.transpose else (rows, *columns)
+        values = read_box(self.stored, ((x * each + low, x * each + high), *others))
+        return values.T if self.transpose else values
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from orca_jax.families.parameters import (
     HEAD,
     TOKEN_EMBEDDING,
     Parameter,
+    attention_of,
     layers_with,
     parameter_table,
 )
@@ -87,7 +88,7 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Sou
         if name in family.computed and wanted.names[0] not in stored:
             parts[name] = Parts((ComputedArray(name, family.computed[name](hf_config.model)),))
             continue
-        attention = hf_config.model.attention
+        attention = attention_of(hf_config.model, name)
         if wanted.by_expert:
             shapes, dtypes = expert_shapes(parameter, wanted), (BYTES,) if wanted.mxfp4 else (*FLOAT_DTYPES,)
             of_experts = _of_shapes(hf_config, stored, wanted, shapes, dtypes)

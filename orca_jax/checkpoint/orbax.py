@@ -24,7 +24,7 @@ from orca_jax.checkpoint.orbax_boxes import OrbaxArray
 from orca_jax.checkpoint.shard_reader import Parts
 from orca_jax.errors import CorruptFile, TensorMismatch
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Parameter, in_layers, parameter_table
+from orca_jax.families.parameters import Parameter, attention_of, in_layers, parameter_table
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.array_form import EXPERTS, LAYERS, ArrayForm, axis_sizes
@@ -76,7 +76,7 @@ def find_parameters(
     # Layers in the same array follow one another, so that it is read once.
     for name in sorted(table, key=lambda name: in_layers(name)[0] if _is_stack(names[name]) else ""):
         parameter, wanted = table[name], names[name]
-        attention = description.model.attention
+        attention = attention_of(description.model, name)
         shapes = stored_shapes(parameter, wanted, attention)
         views = tuple(
             _of_form(description, name, parameter, form, stored, opened[stored])

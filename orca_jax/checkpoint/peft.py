@@ -27,7 +27,7 @@ from orca_jax.families.adapters import adaptable, extra_of, is_by_expert, part_s
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.family import Family
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import FLAT_HEADS, HEAD, TOKEN_EMBEDDING, Parameter
+from orca_jax.families.parameters import FLAT_HEADS, HEAD, TOKEN_EMBEDDING, Parameter, attention_of
 from orca_jax.families.stored_name import StoredName, head_places, size_of_heads
 from orca_jax.families.strict_json import read_object, shown
 
@@ -332,7 +332,8 @@ class _Reader:
             pair = self._of_vocabulary(a, b, rank, scale, parameter, is_head=extra == "head")
             self._found[target.name] = {0: pair}
         else:
-            pair = _pair(a, b, target, rank, scale, self._config.attention, self._dtype)
+            attention = attention_of(self._config, target.name)
+            pair = _pair(a, b, target, rank, scale, attention, self._dtype)
             self._found.setdefault(target.name, {}).update(pair)
 
     def _of_vocabulary(

@@ -72,6 +72,7 @@ Feature = Literal[
     "grouped heads",
     "another scale",
     "a sliding window",
+    "attention in chunks",
     "a soft cap",
     "ALiBi",
     "a relative bias",
@@ -79,20 +80,22 @@ Feature = Literal[
     "attention that is not causal",
     "latent keys and values",
     "keys and values in eight bits",
+    "heads that differ by layer",
 ]
 _EVERY_FEATURE = frozenset(get_args(Feature))
 _CAUSAL_AND_UNBIASED = _EVERY_FEATURE - {
     *("ALiBi", "a relative bias", "attention that is not causal", "latent keys and values"),
-    "keys and values in eight bits",
+    *("keys and values in eight bits", "heads that differ by layer", "attention in chunks"),
 }
 _KERNEL = _EVERY_FEATURE - {
     *("ALiBi", "a relative bias", "attention that is not causal", "attention sinks"),
-    "keys and values in eight bits",
+    *("keys and values in eight bits", "heads that differ by layer", "attention in chunks"),
 }
 # The features of each path, beyond causal attention with as many K/V heads as query heads. The kernels' work
 # lists and cuDNN's masks assume causal attention, and none adds a bias to scores or has a scale for each key
-# and value. cuDNN does not support heads as large as a latent key, or values that are read from the keys. The
-# kernel divides the results of unsplit rows by their softmax sums before a sink could be added to these.
+# and value. cuDNN does not support heads as large as a latent key, or values that are read from the keys. All
+# plan their work for heads of one size in all layers. The kernel divides the results of unsplit rows by their
+# softmax sums before a sink could be added to these.
 KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
     "native": _EVERY_FEATURE,
     "follow_lengths": _EVERY_FEATURE,
@@ -109,9 +112,14 @@ def features_of(config: ModelConfig) -> tuple[Feature, ...]:
     kinds = {kind for layer in layers for kind in (layer.attention, layer.cross) if kind is not None}
     longest = config.n_positions  # a window of this size hides no key
     asked: dict[Feature, bool] = {
-        "grouped heads": config.attention.group > 1 and config.attention.latent is None,
+        "grouped heads": any(kind.group > 1 and kind.latent is None for kind in kinds),
         "another scale": any(kind.scores.scale is not None for kind in kinds),
-        "a sliding window": any((kind.scores.window or longest) < longest for kind in kinds),
+        "a sliding window": any(
+            (kind.scores.window or longest) < longest and not kind.scores.chunked for kind in kinds
+        ),
+        "attention in chunks": any(
+            (kind.scores.window or longest) < longest and kind.scores.chunked for kind in kinds
+        ),
         "a soft cap": any(kind.scores.soft_cap is not None for kind in kinds),
         "ALiBi": any(kind.scores.alibi is not None for kind in kinds),
         "a relative bias": any(kind.scores.relative is not None for kind in kinds),
@@ -119,8 +127,14 @@ def features_of(config: ModelConfig) -> tuple[Feature, ...]:
         "attention that is not causal": not all(kind.causal for kind in kinds),
         "latent keys and values": config.attention.latent is not None,
         "keys and values in eight bits": config.attention.kv_code is not None,
+        "heads that differ by layer": len(_heads_of(config)) > 1,
     }
     return tuple(feature for feature, is_asked in asked.items() if is_asked)
+
+
+def _heads_of(config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """The different sizes of heads and numbers of K/V heads, those of the first layer first."""
+    return tuple(dict.fromkeys((each.head_size, each.n_kv_heads) for each in config.attentions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +178,8 @@ def choose_attention(
     windows = tuple(dict.fromkeys(each.scores.window for each in attentions))
     sizes = (*heads, block_size, np.dtype(dtype).name, deterministic)
     own = config.attention
-    model = _OnDevice(device, *sizes, features_of(config), windows, own.latent, own.kv_code)
+    others = tuple((head_size, n * n_heads // config.n_heads) for head_size, n in _heads_of(config)[1:])
+    model = _OnDevice(device, *sizes, features_of(config), windows, own.latent, own.kv_code, others)
     reasons: list[str] = []
     for kind in (forced,) if forced is not None else _preferred(device):
         reason = model.refusal(kind)
@@ -205,6 +220,7 @@ class _OnDevice(NamedTuple):
     windows: tuple[int | None, ...]  # the layers' different windows
     latent: Latent | None = None
     kv_code: KVCode | None = None
+    others: tuple[tuple[int, int], ...] = ()  # further sizes of heads and numbers of K/V heads
 
     @property
     def value_part(self) -> int | None:
@@ -256,12 +272,13 @@ class _OnDevice(NamedTuple):
 
     def refusal(self, kind: Attention) -> str | None:
         """Why a kind of attention cannot run, as a clause; None if it can."""
-        sizes = (self.head_size, self.block_size, self.dtype, self.n_heads, self.n_kv_heads)
+        sizes = self._sizes(self.head_size, self.n_kv_heads)
         unknown = [feature for feature in self.features if feature not in KNOWN_FEATURES[kind]]
         if unknown:
             return f"the {kind} attention does not compute {' or '.join(unknown)}"
         if kind == "native":
-            return self._not_native(sizes)
+            every = ((self.head_size, self.n_kv_heads), *self.others)
+            return next(filter(None, (self._not_native(self._sizes(*heads)) for heads in every)), None)
         if kind == "kernel":
             wanted = "no Hopper GPU (9.0), for which the kernel is written"
             return self._other_gpu(["9.0"], wanted) or self._not_kernel(sizes)
@@ -276,6 +293,9 @@ class _OnDevice(NamedTuple):
             return unsupported(*sizes)
         return latent_kernel.unsupported(self.latent.rank, self.head_size, self.block_size, self.dtype)
 
+    def _sizes(self, head_size: int, n_kv_heads: int) -> tuple[int, int, str, int, int]:
+        return head_size, self.block_size, self.dtype, self.n_heads, n_kv_heads
+
     def _not_native(self, sizes: tuple[int, int, str, int, int]) -> str | None:
         if self.device.platform != "cpu":
             return f"{self.device.device_kind} is no CPU"
@@ -283,7 +303,7 @@ class _OnDevice(NamedTuple):
         if reason is None:
             try:
                 native.attention_target(
-                    self.head_size, self.block_size, self.dtype, self.kv_code or self.dtype, self.value_part
+                    sizes[0], self.block_size, self.dtype, self.kv_code or self.dtype, self.value_part
                 )
             except NotBuilt as error:
                 return str(error)

@@ -40,6 +40,7 @@ class _Options(TypedDict):
 
     scale: float
     window: int | None
+    chunked: bool
     soft_cap: float | None
     slopes: Numbers
     causal: bool
@@ -52,6 +53,7 @@ def _options(layer: AttentionConfig, bias: Numbers, sinks: Numbers) -> _Options:
     return {
         "scale": layer.scale,
         "window": layer.scores.window,
+        "chunked": layer.scores.chunked,
         "soft_cap": layer.scores.soft_cap,
         "slopes": None if layer.scores.alibi is None else bias,
         "causal": layer.causal,

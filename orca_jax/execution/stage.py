@@ -112,7 +112,7 @@ class Stage:
         self.adapters, stacks_tree = jax.tree.flatten(dict(stacks or {}))
         routing, device = Routing(*config.expert_routing), part.group.devices[0]
         # In the model's last layer only each row's last token reaches the experts.
-        last_is_sparse = part.last and config.layers[-1].feed_forward.experts is not None
+        last_is_sparse = part.last and config.layers[-1].experts is not None
         self.last_is_sparse = last_is_sparse and routing.n_layers > 0
         self._options = None
         if device.platform != "cpu":

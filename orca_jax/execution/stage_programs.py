@@ -110,10 +110,13 @@ def forward(
     part, (model, shard) = stage.part, (stage.model(weights), stage.shard())
     batch = layout.split(buffer)
     product = stage.product(batch.row_start[-1:], batch.adapter_of_token)
+    layer_inputs = None
     if part.first:
         last = arrived.at[batch.last_row].get(mode="clip")
         token_ids = jnp.where(batch.take_last == 1, last, batch.token_ids)
         x = model.embed(token_ids, batch.positions, shard, product)
+        if isinstance(model, Transformer):
+            layer_inputs = model.layer_inputs(token_ids, x, shard, product)
     else:
         x = arrived
     attend = stage.host_buffer.bind(layout, batch, buffer)
@@ -128,7 +131,7 @@ def forward(
         wanted = Tokens(attend_last, stage.product(n_rows, adapter), cross_last, last_token_index)
     tokens = Tokens(attend, product, stage.host_buffer.bind_cross(layout, batch))
     rows = _rows(layout, batch) if layout.states else None
-    iteration = Iteration(batch.positions, batch.slot_of_token, tokens, wanted, shard, rows)
+    iteration = Iteration(batch.positions, batch.slot_of_token, tokens, wanted, shard, rows, layer_inputs)
     x, hidden, caches, chosen = model.through(x, caches, iteration)
     routed = packed(chosen, stage.routing, last_apart=stage.last_is_sparse and wanted is not None)
     if not part.last:

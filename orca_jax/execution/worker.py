@@ -26,11 +26,14 @@ from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.iteration.rows.encoder import lay_out_encoder
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.kv_cache import (
-    LayerCache,
     LayerMemory,
+    cache_in,
     copy_blocks,
     copy_state,
     layer_memory,
+    state_in,
+    with_cache,
+    with_state,
 )
 from orca_jax.model.transformer import Parameters
 from orca_jax.model.weight import model_dtype
@@ -106,6 +109,8 @@ class Worker:
         self._recurrent = [
             at for at, i in enumerate(part.layers) if config.layers[i].recurrence is not None
         ]  # the places in `_caches` that have states
+        # The place in `_caches` of what the last layer reads.
+        self._last_cache = config.memory_of(part.layers[-1]) - part.layers[0]
         copy = jax.jit(copy_state, donate_argnums=0, out_shardings=self._place)
         self._copy_state = Program(copy, key=lambda *_: ())
         self._caches: list[LayerMemory] = []
@@ -213,10 +218,10 @@ class Worker:
         if len(message.copies):
             copies = self._no_copies.copy()
             copies[: len(message.copies)] = message.copies
-            paged = [i for i, cache in enumerate(self._caches) if isinstance(cache, LayerCache)]
-            copied = self._copy([self._caches[i] for i in paged], jax.device_put(copies, self._place))
+            paged = {i: found for i, one in enumerate(self._caches) if (found := cache_in(one)) is not None}
+            copied = self._copy([*paged.values()], jax.device_put(copies, self._place))
             for i, cache in zip(paged, copied, strict=True):
-                self._caches[i] = cache
+                self._caches[i] = with_cache(self._caches[i], cache)
         self._copy_states(message.states_before)
 
     def conclude(self, message: ControlMessage) -> None:
@@ -228,10 +233,10 @@ class Worker:
         if not self._recurrent:
             return
         for copy in copies:
-            states = [self._caches[i] for i in self._recurrent]
+            states = [state_in(self._caches[i]) for i in self._recurrent]
             copied = self._copy_state(states, jax.device_put(copy, self._place))
             for i, state in zip(self._recurrent, copied, strict=True):
-                self._caches[i] = state
+                self._caches[i] = with_state(self._caches[i], state)
 
     def forward(self, flat: FlatBatch, arrived: jax.Array) -> Any:
         """Start this stage's forward pass: the hidden array [T, H], or `stage.Last` from the last stage.
@@ -252,7 +257,7 @@ class Worker:
         again: list[RoutedAgain] = []
         if self._routed.of_last is not None:
             assert self.prompts is not None
-            again = self.prompts.route_again(out.hidden, self._caches[-1], message)
+            again = self.prompts.route_again(out.hidden, self._caches[self._last_cache], message)
         return [DeviceRouted(message, self._routed, again)]
 
     def encode(self, flat: FlatBatch, encoded: jax.Array | None) -> jax.Array:
@@ -274,7 +279,11 @@ class Worker:
     ) -> PromptReads | None:
         """Start the last stage's programs for results of prompt tokens; `routed` is returned with them."""
         assert self.prompts is not None
-        return self.prompts.read(last.hidden, self._caches[-1], message, routed)
+        return self.prompts.read(last.hidden, self._caches[self._last_cache], message, routed)
+
+    def _read_like(self, n_tokens: int) -> jax.ShapeDtypeStruct:
+        """The shape, dtype and sharding of what the last layer takes of a bucket's tokens."""
+        return jax.ShapeDtypeStruct((n_tokens, self._config.carried_size), self._dtype, sharding=self._place)
 
     def hidden_like(self, n_tokens: int) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding of a bucket's hidden array [T, H], as it arrives from another stage."""
@@ -319,7 +328,8 @@ class Worker:
             cross = partial(stage.cross.compile, *arrays, layout=layout)
             yield ToCompile(f"cross attention's keys and values, {layout.in_words}", cross)
         if self.prompts is not None and self._config.encoder is None:
-            yield from self.prompts.programs(sizes, weights_like, caches[-1], self.hidden_like)
+            cache = caches[self._last_cache]
+            yield from self.prompts.programs(sizes, weights_like, cache, self._read_like)
         if self.chooser is not None:
             yield from self.chooser.programs(sorted({layout.n_rows for layout in layouts}))
         if stacks:
@@ -327,11 +337,11 @@ class Worker:
             slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
             yield ToCompile("an adapter", partial(self._put_adapter.compile, stacks, new, slot))
         copies = jax.ShapeDtypeStruct(self._no_copies.shape, jnp.int32, sharding=place)
-        paged = [cache for cache in caches if isinstance(cache, LayerCache)]
+        paged = [found for one in caches if (found := cache_in(one)) is not None]
         yield ToCompile("copies of blocks", partial(self._copy.compile, paged, copies))
         if self._recurrent and self._shape.n_snapshots:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=place)
-            of_states = [caches[i] for i in self._recurrent]
+            of_states = [state_in(caches[i]) for i in self._recurrent]
             yield ToCompile("copies of states", partial(self._copy_state.compile, of_states, pair))
         for shape, dtype in paged_arrays:
             yield ToCompile("empty caches", partial(self._empty.compile, shape=shape, dtype=dtype))

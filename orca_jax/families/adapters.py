@@ -26,7 +26,7 @@ from orca_jax.families.parameters import (
 from orca_jax.families.weight_form import DENSE
 
 RANK_MULTIPLE = 16  # products of CPUs and GPUs take inputs in such multiples
-_HEADS, _TWO = ("G+2", "G+G+2"), "2"
+_HEADS, _QUERIES_AND_KEYS, _TWO = ("G+2", "G+G+2"), "G+1", "2"
 # Read by attention itself or by the router, not by a product that could add a change.
 _NOT_BY_PRODUCT = ("kv_b.weight", "router.weight")
 
@@ -87,6 +87,8 @@ def part_sizes(parameter: Parameter) -> tuple[int, ...]:
     first, size = parameter.axes[at], parameter.shape[at]
     if first in _HEADS:
         return (size - 2, 1, 1)
+    if first == _QUERIES_AND_KEYS:
+        return (size - 1, 1)
     return (1, 1) if first == _TWO else (size,)
 
 

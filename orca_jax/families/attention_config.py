@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from orca_jax.checks import check_whole
 from orca_jax.errors import ConfigError
 from orca_jax.families.limits import check_choice, check_positive, check_size
 from orca_jax.families.norm_config import Norm
@@ -23,17 +24,20 @@ class QKNorm:
     """An RMSNorm of queries and of keys before rotation, or with `after_rotation` behind it (HunYuan).
 
     It is over each `head`, with one scale [D] for all (Qwen 3, Gemma 3), or over the full `width` of all
-    heads (OLMo 2).
+    heads (OLMo 2). Over heads it may lack the scale (Llama 4).
     """
 
     norm: Norm
     over: QKNormOver = "head"
     after_rotation: bool = False
+    scaled: bool = True
 
     def __post_init__(self) -> None:
         check_choice("what a qk-norm is over", self.over, QKNormOver)
         if self.norm.kind != "rms_norm":
             raise ConfigError(f"the kind of a qk-norm is {self.norm.kind!r}; only rms_norm is supported")
+        if self.over == "width" and not self.scaled:
+            raise ConfigError("a qk-norm over the full width without a scale is not supported")
         if self.after_rotation and self.over == "width":
             raise ConfigError("a qk-norm after rotation over the full width is not supported")
 
@@ -84,15 +88,18 @@ class RelativeBias:
 class Temperature:
     """A factor on queries that grows with their position: 1 + scale * log(1 + floor(position / step)).
 
-    It keeps the softmax sharp over contexts of many times `step` tokens (Ministral 3).
+    It keeps the softmax sharp over contexts of many times `step` tokens (Ministral 3). `offset` is added to
+    positions (Llama 4).
     """
 
     scale: float
     step: int
+    offset: int = 0
 
     def __post_init__(self) -> None:
         check_positive("temperature_scale", self.scale)
         check_size("n_positions", self.step)
+        check_whole("the offset of a temperature", self.offset, 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,12 +109,14 @@ class Scores:
     The score is scale * q.k (None: head_size ** -0.5), times the query's `temperature`, then soft_cap *
     tanh(score / soft_cap). ALiBi (Press et al., 2021) adds the head's slope times `alibi` times (key position
     - query position), T5 a `relative` bias. With a `window` a token sees itself and the window - 1 tokens
-    before it, as in transformers. With `sinks` each query head has a learned score that enters its softmax
-    and has no value, so that a token can attend to nothing (gpt-oss).
+    before it, as in transformers, or if that is `chunked` those of its own chunk of so many (Llama 4). With
+    `sinks` each query head has a learned score that enters its softmax and has no value, so that a token can
+    attend to nothing (gpt-oss).
     """
 
     scale: float | None = None
     window: int | None = None
+    chunked: bool = False
     soft_cap: float | None = None
     alibi: float | None = None
     relative: RelativeBias | None = None
@@ -120,6 +129,8 @@ class Scores:
                 check_positive(label, getattr(self, name))
         if self.window is not None:
             check_size("window", self.window)
+        elif self.chunked:
+            raise ConfigError("chunks of attention need their size, a window")
         if self.alibi is not None:
             check_positive("alibi", self.alibi)
         if self.relative is not None and (self.alibi is not None or self.soft_cap is not None):
@@ -198,6 +209,10 @@ class Attention:
     projection, of the queries' shape (Qwen3-Next). With `latent` the one K/V head is the compressed vector,
     and `qkv_bias` is the bias of the projections that compress. With a `kv_code` the cache holds keys and
     values in eight bits: each head's key, and its value, of each token has a scale of its own.
+
+    With a `value_norm` each head's value passes an RMSNorm without a scale, whose eps that is. With
+    `values_are_keys` a value is its key before norm and rotation. With `kv_from` the layer has no keys and
+    values of its own, and attends to those of the earlier layer of this index (all three: Gemma 4).
     """
 
     n_heads: int
@@ -213,6 +228,9 @@ class Attention:
     latent: Latent | None = None
     kv_code: KVCode | None = None
     output_gate: bool = False
+    value_norm: float | None = None
+    values_are_keys: bool = False
+    kv_from: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("n_heads", "n_kv_heads", "head_size", "kv_repeats"):
@@ -236,6 +254,21 @@ class Attention:
             check_choice("kv_cache_dtype", self.kv_code, KVCode)
         if self.latent is not None:
             self._check_latent(self.latent)
+        self._check_values()
+
+    def _check_values(self) -> None:
+        own = (self.value_norm, self.values_are_keys, self.kv_from)
+        if self.value_norm is not None:
+            check_positive("norm_eps", self.value_norm)
+        if own != (None, False, None) and (self.latent is not None or self.output_gate or not self.causal):
+            raise ConfigError(
+                "values with a norm, values that are keys, or keys and values of another layer are not "
+                "supported with latent keys and values, an output gate, or without a causal mask"
+            )
+        if self.kv_from is not None:
+            check_whole("the layer whose keys and values another one takes", self.kv_from, 0, 1 << 20)
+            if self.value_norm is not None or self.values_are_keys:
+                raise ConfigError("a layer with another layer's keys and values has no values of its own")
 
     def _check_latent(self, latent: Latent) -> None:
         if self.n_kv_heads != self.kv_repeats or self.head_size != latent.width:
@@ -276,6 +309,11 @@ class Attention:
         return self.n_heads // self.n_kv_heads
 
     @property
+    def kv_slices(self) -> int:
+        """The number of projections to keys and values: two, or one where values are keys, or none."""
+        return 0 if self.kv_from is not None else 1 if self.values_are_keys else 2
+
+    @property
     def width(self) -> int:
         """Elements of all query heads, N * D, in the form that meets cached keys."""
         return self.n_heads * self.head_size
@@ -288,11 +326,13 @@ class Attention:
     @property
     def cached_width(self) -> int:
         """Elements that a layer caches for a token: its keys and values, or its compressed vector."""
+        if self.kv_from is not None:
+            return 0
         return self.kv_width if self.latent is not None else 2 * self.kv_width
 
     def cached_bytes(self, itemsize: int) -> int:
         """Bytes that a layer caches for a token, in a model whose elements have `itemsize` bytes."""
-        if self.kv_code is None:
+        if self.kv_code is None or self.kv_from is not None:
             return self.cached_width * itemsize
         return self.cached_width + 2 * self.n_kv_heads * SCALE_BYTES
 

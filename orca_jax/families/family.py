@@ -73,8 +73,9 @@ class Family:
         other = self.alternatives[name].in_layer(layer, prefix) if name in self.alternatives else stored
         if other.names[0] in tensors:
             stored = other
-        experts = layers_with(model, name)[int(layer or 0)].feed_forward.experts
-        stored = stored.for_experts(experts.number if experts else 0)
+        in_layer = layers_with(model, name)[int(layer or 0)]
+        stored = stored.for_experts(in_layer.experts.number if in_layer.experts else 0)
+        stored = stored.for_attention(in_layer.attention)
         return replace(stored, names=tuple(self._name_in(tensors, name) for name in stored.names))
 
     def _name_in(self, tensors: Collection[str], name: str) -> str:

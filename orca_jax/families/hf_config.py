@@ -73,7 +73,7 @@ def read_hf_config(directory: Path) -> HFConfig:
     path = directory / "config.json"
     if not os.path.exists(path):
         raise NotACheckpoint(f"{shown(directory)} has no config.json, so it is not a checkpoint's directory")
-    values = read_object(path, _MAX_CONFIG_BYTES)
+    values = read_object(path, _MAX_CONFIG_BYTES, infinity=True)
     fields = ConfigFields(path, values)
     model_type = fields.text("model_type", "")
     if model_type not in FAMILIES:

@@ -11,13 +11,12 @@ from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.recurrence_config import GatedDeltaNet, Mamba2, Recurrence
 from orca_jax.families.stored_name import StoredName, as_it_is, depthwise, linear
-from orca_jax.families.strict_json import shown
+from orca_jax.families.strict_json import INFINITY, shown
 
 FULL, LINEAR = "full_attention", "linear_attention"
 # Older files' names of kinds of layers, as transformers reads them.
 _KINDS: Mapping[str, str] = {FULL: FULL, LINEAR: LINEAR, "attention": FULL, "mamba": LINEAR}
 _NO_LIMITS = (0.0, math.inf)
-_INFINITY = {"__float__": "Infinity"}
 
 
 def read_mixers(fields: ConfigFields, name: str, n_layers: int) -> Sequence[str] | None:
@@ -48,12 +47,12 @@ def first_recurrence(model: ModelConfig) -> Recurrence | None:
     return next((layer.recurrence for layer in model.layers if layer.recurrence is not None), None)
 
 
-def must_be_silu(fields: ConfigFields) -> None:
-    """Raise UnsupportedModel unless `hidden_act`, which is the mixers' activation too, is silu."""
-    if fields.activation("hidden_act", "silu") != "silu":
+def must_be_silu(fields: ConfigFields, name: str = "hidden_act") -> None:
+    """Raise UnsupportedModel unless the field `name`, the mixers' activation, is silu."""
+    if fields.activation(name, "silu") != "silu":
         raise UnsupportedModel(
-            f"{shown(fields.path)}: hidden_act: expected silu, found {shown(fields.raw('hidden_act'))}; "
-            "other activations of recurrent layers are not supported"
+            f"{shown(fields.path)}: {name}: expected silu, found {shown(fields.raw(name))}; other "
+            "activations of recurrent layers are not supported"
         )
 
 
@@ -98,11 +97,15 @@ def delta_net_weights(place: str, projections: Mapping[str, str]) -> dict[str, S
     }
 
 
-def read_mamba2(fields: ConfigFields, hidden_size: int, norm: Norm) -> Mamba2:
-    """Read Mamba-2's fields as Bamba and Granite 4 name them. Raises BadModelConfig."""
+def read_mamba2(fields: ConfigFields, hidden_size: int, norm: Norm, *, inner: int | None = None) -> Mamba2:
+    """Read Mamba-2's fields as Bamba and Granite 4 name them. Raises BadModelConfig.
+
+    `inner` is the size of all heads, where that does not follow from the hidden size.
+    """
     must_be_silu(fields)
     n_heads, expand = fields.whole("mamba_n_heads", default=128), fields.whole("mamba_expand", default=2)
-    inner = expand * hidden_size
+    named = f"mamba_expand {expand} times hidden_size {hidden_size}" if inner is None else f"{inner}"
+    inner = expand * hidden_size if inner is None else inner
     automatic = inner // max(1, n_heads)
     if fields.raw("mamba_d_head") == "auto":
         fields = fields.with_values({"mamba_d_head": automatic}, default=False)
@@ -110,10 +113,10 @@ def read_mamba2(fields: ConfigFields, hidden_size: int, norm: Norm) -> Mamba2:
     if n_heads * head_size != inner:
         raise BadModelConfig(
             f"{shown(fields.path)} disagrees with itself: mamba_n_heads {n_heads} times mamba_d_head "
-            f"{head_size} is not mamba_expand {expand} times hidden_size {hidden_size}"
+            f"{head_size} is not {named}"
         )
     fields.raw("mamba_chunk_size")  # another way to compute the same
-    least, most = _read_limits(fields)
+    least, most = read_limits(fields)
     return Mamba2(
         n_heads=n_heads,
         head_size=head_size,
@@ -128,13 +131,13 @@ def read_mamba2(fields: ConfigFields, hidden_size: int, norm: Norm) -> Mamba2:
     )
 
 
-def _read_limits(fields: ConfigFields) -> tuple[float, float]:
-    """Read `time_step_limit`, in which transformers writes infinity as an object."""
+def read_limits(fields: ConfigFields) -> tuple[float, float]:
+    """Read `time_step_limit`, by default no limits. Raises BadModelConfig."""
     found = fields.raw("time_step_limit")
     if found is None:
         return _NO_LIMITS
     if isinstance(found, list) and len(cast("list[object]", found)) == 2:
-        numbers = [math.inf if one == _INFINITY else one for one in cast("list[object]", found)]
+        numbers = [math.inf if one == INFINITY else one for one in cast("list[object]", found)]
         if all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers):
             least, most = cast("list[float]", numbers)
             return least, most
@@ -145,7 +148,6 @@ def mamba2_fields(mixer: Mamba2, hidden_size: int) -> dict[str, Any] | None:
     """The fields that `read_mamba2` reads; None for a mixer that they cannot say."""
     if mixer.inner % hidden_size:
         return None
-    limits = [mixer.least_step, _INFINITY if mixer.most_step is None else mixer.most_step]
     return {
         "mamba_n_heads": mixer.n_heads,
         "mamba_d_head": mixer.head_size,
@@ -155,8 +157,14 @@ def mamba2_fields(mixer: Mamba2, hidden_size: int) -> dict[str, Any] | None:
         "mamba_expand": mixer.inner // hidden_size,
         "mamba_conv_bias": mixer.conv_bias,
         "mamba_proj_bias": mixer.bias,
-        **({} if limits == [0.0, _INFINITY] else {"time_step_limit": limits}),
+        **written_limits(mixer),
     }
+
+
+def written_limits(mixer: Mamba2) -> dict[str, Any]:
+    """The field that `read_limits` reads; empty for its default."""
+    limits = [mixer.least_step, INFINITY if mixer.most_step is None else mixer.most_step]
+    return {} if limits == [0.0, INFINITY] else {"time_step_limit": limits}
 
 
 def mamba2_weights(place: str) -> dict[str, StoredName]:

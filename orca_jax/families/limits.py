@@ -8,11 +8,13 @@ from orca_jax.errors import ConfigError
 # No trained model exceeds these; a config that claims more is a mistake or an attack.
 _LIMITS = {
     "vocab_size": 1 << 22,
-    "n_positions": 1 << 21,
+    "n_positions": 1 << 24,
     "encoder_positions": 1 << 21,
     "hidden_size": 1 << 17,
     "embedding_size": 1 << 17,
+    "input_size": 1 << 17,
     "ffn_size": 1 << 20,
+    "latent_size": 1 << 17,
     "shared_size": 1 << 20,
     "n_experts": 1 << 12,
     "n_layers": 1024,

@@ -49,7 +49,8 @@ class FeedForward:
     With `gated` the first layer has two outputs of that width, and the second takes activation(gate) * up. A
     `gate_limit` clips gate from above and up on both sides, and then the second takes gate * sigmoid(1.702
     gate) * (up + 1), whatever the activation (gpt-oss). With `experts` there are many such pairs of layers.
-    The activation `relu2` is relu(x) ** 2; `xielu` has numbers that are learned (Apertus).
+    The activation `relu2` is relu(x) ** 2; `xielu` has numbers that are learned (Apertus). The gate before
+    its activation is multiplied by `gate_multiplier`, the result by `multiplier` (Falcon-H1).
     """
 
     size: int
@@ -58,21 +59,33 @@ class FeedForward:
     bias: bool = True
     gate_limit: float | None = None
     experts: Experts | None = None
+    gate_multiplier: float = 1.0
+    multiplier: float = 1.0
 
     def __post_init__(self) -> None:
         check_size("ffn_size", self.size)
+        check_positive("gate_multiplier", self.gate_multiplier)
+        check_positive("ffn_multiplier", self.multiplier)
+        if (self.gate_multiplier, self.multiplier) != (1.0, 1.0) and (
+            self.experts is not None or not self.gated or self.gate_limit is not None
+        ):
+            raise ConfigError("multipliers of a feed-forward that is not gated, or has experts, or a limit")
         check_choice("activation", self.activation, Activation)
         if self.gate_limit is not None:
             check_positive("gate_limit", self.gate_limit)
             if not self.gated:
                 raise ConfigError("gate_limit is set, but the layer is not gated")
+        if self.experts is not None and self.experts.latent_size is not None and self.bias:
+            raise ConfigError("biases of experts in a latent space are not supported")
+        if self.experts is not None and self.experts.weighs_inputs and self.bias:
+            raise ConfigError("biases of experts whose inputs are weighted are not supported")
         if self.activation == "xielu" and (self.gated or self.experts is not None):
             raise ConfigError("the activation xielu in a layer that is gated or has experts is not supported")
 
     @property
     def is_plain(self) -> bool:
-        """Whether it computes down (silu(gate) * up), without biases and with dense weights."""
-        packed = self.experts is not None and self.experts.packed
+        """Whether it computes down (silu(gate) * up), weighted, without biases and with dense weights."""
+        packed = self.experts is not None and (self.experts.packed or self.experts.weighs_inputs)
         plain = self.gated and self.activation == "silu" and self.gate_limit is None
         return plain and not self.bias and not packed
 
@@ -87,36 +100,77 @@ class Layer:
     attention to the encoder's states comes between the two, with `cross_norm`. `forms` says how devices hold
     its weights.
 
-    With a `recurrence` the layer has no attention: it mixes tokens through a state of fixed size.
+    With a `recurrence` the layer mixes tokens through a state of fixed size, mostly without attention. With
+    both, and the residual `pre`, each takes the same normalised x, and their results are multiplied by
+    `attention_multiplier` and `recurrence_multiplier` before the sum (Falcon-H1). A layer
+    with the residual `pre` may have one part alone: attention or a recurrence, or a feed-forward
+    (Nemotron-H).
+
+    Three parts are Gemma 4's. Experts `beside` a dense feed-forward, with the residual `both`, take the sum
+    before it: f is then norm(feed_forward(norm(x))) + norm(beside(norm(x))). With an `input_size` the layer
+    has an input of so many elements for each token (`ModelConfig.input_size`): x + norm(out(activation(gate
+    x) * input)) follows. With a `scalar` its result is multiplied by a number that is learned.
     """
 
     attention: Attention | None
-    feed_forward: FeedForward
+    feed_forward: FeedForward | None
     norm: Norm = LAYER_NORM
     residual: Residual = "pre"
     residual_multiplier: float = 1.0
     cross: Attention | None = None
     forms: Forms = ()
     recurrence: Recurrence | None = None
+    beside: FeedForward | None = None
+    input_size: int | None = None
+    scalar: bool = False
+    attention_multiplier: float = 1.0
+    recurrence_multiplier: float = 1.0
 
     def __post_init__(self) -> None:
         check_choice("residual", self.residual, Residual)
-        if (self.attention is None) is (self.recurrence is None):
-            raise ConfigError("a layer needs attention or a recurrence, and not both")
-        if self.recurrence is not None and (self.residual != "pre" or self.cross is not None):
-            raise ConfigError(
-                f"residual is {self.residual!r} in a layer with a recurrence; only pre is supported, without "
-                "cross attention"
-            )
+        for name in ("attention_multiplier", "recurrence_multiplier"):
+            check_positive(name, getattr(self, name))
+        if (self.attention_multiplier, self.recurrence_multiplier) != (1.0, 1.0) and not self.has_both:
+            raise ConfigError("multipliers of a layer without both attention and a recurrence")
+        if self.has_both and self.attention is not None and self.attention.latent is not None:
+            raise ConfigError("latent attention beside a recurrence is not supported")
+        if not self.mixes and self.feed_forward is None:
+            raise ConfigError("a layer needs attention, a recurrence or a feed-forward")
+        if self.recurrence is not None or self.attention is None or self.feed_forward is None:
+            self._check_rare()
         check_positive("residual_multiplier", self.residual_multiplier)
+        if self.beside is not None:
+            own = self.feed_forward
+            mixed = own is None or own.experts is not None or self.beside.experts is None
+            if mixed or self.residual != "both":
+                raise ConfigError(
+                    "experts beside a feed-forward need the residual both, and a dense feed-forward"
+                )
+        if self.input_size is not None:
+            check_size("input_size", self.input_size)
+            if self.feed_forward is None:
+                raise ConfigError("an input of a layer without a feed-forward is not supported")
         if self.cross is None:
             return
         if self.residual not in ("pre", "post"):
             raise ConfigError(f"residual is {self.residual!r}; with cross attention it must be pre or post")
-        scores = self.cross.scores
+        self._check_cross(self.cross)
+
+    def _check_rare(self) -> None:
+        """Raise ConfigError unless the residual's form has layers of one part, or with a recurrence."""
+        if self.residual != "pre" or self.cross is not None:
+            kind = "with a recurrence" if self.recurrence is not None else "of one part"
+            raise ConfigError(
+                f"residual is {self.residual!r} in a layer {kind}; only pre is supported, without "
+                "cross attention"
+            )
+
+    @staticmethod
+    def _check_cross(cross: Attention) -> None:
+        scores = cross.scores
         if (
-            self.cross.causal
-            or (self.cross.rotary, self.cross.qk_norm) != (None, None)
+            cross.causal
+            or (cross.rotary, cross.qk_norm) != (None, None)
             or scores != Scores(scale=scores.scale)
         ):
             raise ConfigError("cross attention that is causal, or knows positions, is not supported")
@@ -124,7 +178,40 @@ class Layer:
     @property
     def norms(self) -> tuple[str, ...]:
         """The names of its norms, all of the kind `norm`."""
-        return (*_NORMS[self.residual], *(() if self.cross is None else ("cross_norm",)))
+        if not self.mixes:
+            return ("mlp_norm",)
+        if self.feed_forward is None:
+            return ("attn_norm",)
+        return (
+            *_NORMS[self.residual],
+            *(() if self.cross is None else ("cross_norm",)),
+            *(() if self.beside is None else ("mlp_mid_norm", "experts_norm", "experts_out_norm")),
+            *(() if self.input_size is None else ("input_norm",)),
+        )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it mixes tokens, by attention or a recurrence; otherwise it is a feed-forward alone."""
+        return self.attention is not None or self.recurrence is not None
+
+    @property
+    def has_both(self) -> bool:
+        """Whether it mixes tokens by attention and a recurrence side by side."""
+        return self.attention is not None and self.recurrence is not None
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts of its feed-forward, or beside it; None if it has none."""
+        sparse = self.sparse
+        return None if sparse is None else sparse.experts
+
+    @property
+    def sparse(self) -> FeedForward | None:
+        """The feed-forward that has experts, if any has."""
+        if self.beside is not None:
+            return self.beside
+        own = self.feed_forward
+        return None if own is None or own.experts is None else own
 
     @property
     def rotary(self) -> Rotary | None:
@@ -134,13 +221,18 @@ class Layer:
     @property
     def has_whole_experts(self) -> bool:
         """Whether devices hold whole experts, whatever their size, because an expert is not dense."""
-        own = self.feed_forward.experts
+        own = self.experts
         return own is not None and (own.packed or any(name.startswith("experts.") for name, _ in self.forms))
 
     def with_attention(self, **changes: Any) -> "Layer":
         """The same layer with these fields of its attention changed."""
         assert self.attention is not None
         return replace(self, attention=replace(self.attention, **changes))
+
+    def with_feed_forward(self, **changes: Any) -> "Layer":
+        """The same layer with these fields of its feed-forward changed."""
+        assert self.feed_forward is not None
+        return replace(self, feed_forward=replace(self.feed_forward, **changes))
 
     def with_window(self, window: int | None) -> "Layer":
         """The same layer whose attention has this window."""
@@ -229,7 +321,7 @@ class ModelConfig:
     `decoder_start_token_id`; the forced ids are the decoder's first token after its prompt, and its last one
     where it reaches its longest output.
 
-    Layers may differ, but not in the number and size of their heads. Without `positions` nothing is added to
+    Layers may differ, but not in the number of their query heads. Without `positions` nothing is added to
     token embeddings. `vocab_multiple` pads the embedding table to a multiple, for hardware or for sharding;
     padded ids are never sampled. Logits are multiplied by `logit_multiplier`, then capped: logit_soft_cap *
     tanh(logits / logit_soft_cap). `forms` says how devices hold the weights outside of layers.
@@ -260,6 +352,8 @@ class ModelConfig:
         check_size("n_layers", len(self.layers))
         if all(layer.attention is None for layer in self.layers):
             raise ConfigError("a model without any attention layer is not supported")
+        if all(layer.feed_forward is None for layer in self.layers):
+            raise ConfigError("a model without any feed-forward layer is not supported")
         check_positive("logit_multiplier", self.logit_multiplier)
         if self.logit_soft_cap is not None:
             check_positive("logit_soft_cap", self.logit_soft_cap)
@@ -285,11 +379,36 @@ class ModelConfig:
             every += [(f"encoder layer {i}", layer.attention) for i, layer in enumerate(self.encoder.layers)]
         first = self.attention
         first_name = next(name for name, attention in every if attention is not None)
+        alike = self.encoder is not None
         for name, attention in every:
-            if attention is not None and attention is not first and _heads(attention) != _heads(first):
+            if attention is None or attention is first:
+                continue
+            if _heads(attention, alike=alike) != _heads(first, alike=alike):
                 raise ConfigError(
                     f"{name} has {_described_heads(attention)}, {first_name} {_described_heads(first)}; "
-                    "layers whose heads differ are not supported"
+                    "layers with different numbers of query heads, or latent and other ones, or with an "
+                    "encoder any that differ, are not supported"
+                )
+        self._check_shared()
+
+    def _check_shared(self) -> None:
+        """Check which layers take the keys and values of others, and that all or no layers have an input."""
+        for i, layer in enumerate(self.layers):
+            if layer.input_size != self.input_size:
+                raise ConfigError("layers whose inputs have different sizes are not supported")
+            own = layer.attention
+            if own is None or own.kv_from is None:
+                continue
+            source = self.layers[own.kv_from].attention if own.kv_from < i else None
+            if source is None or source.kv_from is not None:
+                raise ConfigError(
+                    f"layer {i} takes the keys and values of layer {own.kv_from}, which must be an earlier "
+                    "layer that has its own"
+                )
+            heads = [(one.n_kv_heads, one.head_size, one.latent, one.kv_code) for one in (own, source)]
+            if heads[0] != heads[1]:
+                raise ConfigError(
+                    f"layer {i} takes the keys and values of layer {own.kv_from}, whose heads differ"
                 )
 
     def _check_encoder(self) -> None:
@@ -359,7 +478,34 @@ class ModelConfig:
     def feed_forwards(self) -> tuple[FeedForward, ...]:
         """The distinct feed-forward parts, including the encoder's."""
         every = (*self.layers, *(self.encoder.layers if self.encoder else ()))
-        return tuple({layer.feed_forward: None for layer in every})
+        found = (each for layer in every for each in (layer.feed_forward, layer.beside))
+        return tuple(dict.fromkeys(each for each in found if each is not None))
+
+    @property
+    def input_size(self) -> int | None:
+        """Elements of each layer's own input of a token, from one embedding for all layers; None without."""
+        return self.layers[0].input_size
+
+    @property
+    def carried_size(self) -> int:
+        """Elements of a token that `Transformer.last_layer` takes: x, and what else the layer needs."""
+        beside = self.hidden_size if self.layers[-1].has_both else 0
+        return self.hidden_size + beside + (self.input_size or 0)
+
+    def memory_of(self, layer: int) -> int:
+        """The layer whose cache a layer reads: itself, or the one whose keys and values it takes."""
+        attention = self.layers[layer].attention
+        return layer if attention is None or attention.kv_from is None else attention.kv_from
+
+    @property
+    def widest(self) -> Attention:
+        """The attention with the largest keys and queries, of layers that may differ."""
+        return max(self.attentions, key=lambda each: (each.kv_width, each.width))
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        """The first layer's feed-forward, or of layers of one part the first that there is."""
+        return self.feed_forwards[0]
 
     @property
     def has_experts(self) -> bool:
@@ -369,7 +515,7 @@ class ModelConfig:
     @property
     def expert_routing(self) -> tuple[int, int, int]:
         """Sparse layers, experts that a token chooses in each, experts in each; zeros where layers differ."""
-        sparse = [each.feed_forward.experts for each in self.layers if each.feed_forward.experts is not None]
+        sparse = [layer.experts for layer in self.layers if layer.experts is not None]
         kinds = {(experts.top_k, experts.number) for experts in sparse}
         return (len(sparse), *kinds.pop()) if len(kinds) == 1 else (0, 0, 0)
 
@@ -390,9 +536,10 @@ class ModelConfig:
             raise ConfigError("the model has no experts that could stay packed")
 
         def packed(layer: Layer) -> Layer:
-            dense = layer.feed_forward
-            experts = None if dense.experts is None else replace(dense.experts, packed=True)
-            return replace(layer, feed_forward=replace(dense, experts=experts))
+            experts = layer.experts
+            if experts is None or layer.beside is not None:
+                return layer
+            return layer.with_feed_forward(experts=replace(experts, packed=True))
 
         return self._with_layers(packed)
 
@@ -479,19 +626,25 @@ class ModelConfig:
                 f"tensor_parallel is {n_devices}, and the model has recurrent layers, whose states are not "
                 "split over devices yet; use tensor_parallel=1, with pipeline_parallel for more devices"
             )
-        stored = self.n_kv_heads // self.attention.kv_repeats
-        n_kv_heads = math.lcm(stored, n_devices)
-        if self.n_heads % n_kv_heads:
+        stored = {each.n_kv_heads // each.kv_repeats for each in self.attentions}
+        repeats = {math.lcm(n, n_devices) // n for n in stored}
+        if len(repeats) > 1:
+            raise ConfigError(
+                f"tensor_parallel is {n_devices}, and layers have {' and '.join(map(str, sorted(stored)))} "
+                "key/value heads; where layers differ, it must divide each of these"
+            )
+        if any(self.n_heads % math.lcm(n, n_devices) for n in stored):
             raise ConfigError(f"{self.n_heads} heads cannot be split over {n_devices} devices")
-        model = self.with_kv_heads(n_kv_heads // stored)
+        model = self.with_kv_heads(repeats.pop())
         if model.padded_vocab_size % n_devices == 0:
             return model
         return replace(model, vocab_multiple=math.lcm(self.vocab_multiple, n_devices))
 
 
-def _heads(attention: Attention) -> tuple[int | Latent | None, ...]:
-    sizes = (attention.n_heads, attention.n_kv_heads, attention.head_size, attention.kv_repeats)
-    return (*sizes, attention.latent)
+def _heads(attention: Attention, *, alike: bool) -> tuple[int | Latent | None, ...]:
+    """The parts of a layer's heads that all layers share; with `alike` every size."""
+    own = (attention.n_kv_heads, attention.head_size) if alike or attention.latent is not None else ()
+    return (attention.n_heads, attention.kv_repeats, attention.latent, *own)
 
 
 def _described_heads(attention: Attention) -> str:

@@ -10,6 +10,8 @@ An axis is written in letters, and its size is their product; a digit is a size,
     N  query heads of latent attention    Q  size of a head's query      W  size of its value
     A  rank of compressed queries         C  rank of compressed keys and values
     L  C and the rotated part of keys     M  a head's unrotated part of a key, and its value
+    h  size of the experts' inputs, if it is not H
+    i  size of a layer's own input        e  sizes of all layers' inputs together
     Z  numbers of a learned activation    B  channels of a convolution     J  its width in tokens
     R  heads of a recurrence              T  elements of a head's result
     O  elements of all heads' results     I  rows of a recurrence's projections together
@@ -23,8 +25,9 @@ Heads are group-major, so that a device's share of K has each K/V head with its 
 K D, H] slices 0 to G - 1 are queries, slice G keys and slice G + 1 values; head k of slice g is query head k
 * G + g of a checkpoint. The input of `out` [H, G, K D] has the same order, but in a form with flat inputs it
 is [H, K G D], in a checkpoint's order. With one query head for each K/V
-head these are [3, K D, H] and [H, K D]. With an output gate `qkv` [2 G + 2, K D, H] begins with the gates'
-slices. A gated `up` [2, F, H] has the gate, then up. `cross_kv` [2, K D, H] has the keys, then the values.
+head these are [3, K D, H] and [H, K D]. Where values are keys, `qkv` lacks the last slice, and where both are
+another layer's the last two. With an output gate `qkv` [2 G + 2, K D, H] begins with the gates' slices. A
+gated `up` [2, F, H] has the gate, then up. `cross_kv` [2, K D, H] has the keys, then the values.
 
 Latent attention keeps a checkpoint's order of heads. `q_b` [N Q, A] (without compression `q` [N Q, H]) has
 for each head its unrotated rows, then its rotated rows; `kv_b` [N M, C] has for each head the rows of its
@@ -49,7 +52,7 @@ import numpy.typing as npt
 
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
-from orca_jax.families.model_config import Layer, ModelConfig
+from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.recurrence_config import GatedDeltaNet, Mamba2, Recurrence, ShortConvolution
 from orca_jax.families.weight_form import (
@@ -234,6 +237,13 @@ def encoder_layer_parameters(config: ModelConfig, layer: int) -> dict[str, Param
     return _of_layer(config, config.encoder.layers[layer])
 
 
+def attention_of(config: ModelConfig, name: str) -> Attention:
+    """The attention of the layer that a weight is in, or the model's first where that has none."""
+    pattern, layer = in_layers(name)
+    own = layers_with(config, pattern)[int(layer)].attention if layer else None
+    return own or config.attention
+
+
 def attention_sizes(attention: Attention) -> dict[str, int]:
     """The sizes of the letters of attention; those of latent attention only where it is latent."""
     sizes = {"G": attention.group, "K": attention.n_kv_heads, "D": attention.head_size}
@@ -263,21 +273,22 @@ def packable_weights(config: ModelConfig) -> dict[str, Parameter]:
 def _of_layer(config: ModelConfig, layer: Layer) -> dict[str, Parameter]:
     feed_forward = layer.feed_forward
     # The letters of heads are the model's: a recurrent layer has none of its own.
-    sizes = _sizes(config) | {"F": feed_forward.size, "Z": _XIELU_NUMBERS}
-    sizes |= attention_sizes(layer.attention or config.attention)
+    sizes = _sizes(config) | attention_sizes(layer.attention or config.attention)
     found: dict[str, Parameter] = {}
     if layer.attention is not None:
         found |= _of_attention(layer, layer.attention, sizes)
     if layer.recurrence is not None:
         found |= _of_recurrence(layer, layer.recurrence, sizes)
-    if feed_forward.experts is None:
-        into = ("2", "F") if feed_forward.gated else ("F",)
-        found |= _linear(layer, sizes, "up", into, ("H",), bias=feed_forward.bias)
-        found |= _linear(layer, sizes, "down", ("H",), ("F",), bias=feed_forward.bias)
-        if feed_forward.activation == "xielu":
-            found["xielu"] = _parameter(("Z",), sizes, "zeros", "bias")
-    else:
-        found |= _of_experts(layer, feed_forward.experts, sizes)
+    if feed_forward is not None:
+        found |= _of_feed_forward(layer, feed_forward, sizes)
+    if layer.beside is not None:
+        found |= _of_feed_forward(layer, layer.beside, sizes)
+    if layer.input_size is not None:
+        sizes = {**sizes, "i": layer.input_size}
+        found |= _linear(layer, sizes, "input_gate", ("i",), ("H",), bias=False)
+        found |= _linear(layer, sizes, "input_out", ("H",), ("i",), bias=False)
+    if layer.scalar:
+        found["scalar"] = _parameter(("Z",), {**sizes, "Z": 1}, "ones", "bias")
     if layer.attention is not None:
         found |= _beside_attention(layer.attention, sizes)
     for name in layer.norms:
@@ -319,7 +330,7 @@ def _of_attention(layer: Layer, attention: Attention, sizes: Mapping[str, int]) 
         found.update(_linear(layer, sizes, name, out, into, bias=bias))
 
     if (latent := attention.latent) is None:
-        slices = "G+G+2" if attention.output_gate else "G+2"
+        slices = "G+G+2" if attention.output_gate else ("G", "G+1", "G+2")[attention.kv_slices]
         linear("qkv", (slices, "KD"), ("H",), attention.qkv_bias)
         linear("out", ("H",), heads, attention.out_bias)
     else:
@@ -347,9 +358,9 @@ def _beside_attention(attention: Attention, sizes: Mapping[str, int]) -> dict[st
         found["relative_bias"] = _parameter(("U", "K"), sizes, "normal", "bias")
     if attention.scores.sinks:
         found["sinks"] = _parameter(("K",) if attention.group == 1 else ("G", "K"), sizes, "normal", "bias")
-    if attention.qk_norm is not None:
+    if attention.qk_norm is not None and attention.qk_norm.scaled:
         over_head = attention.qk_norm.over == "head"
-        for name, axes in (("q_norm", heads), ("k_norm", ("KD",))):
+        for name, axes in (("q_norm", heads), ("k_norm", ("KD",)))[: 1 if attention.kv_slices == 0 else 2]:
             found |= _norm(name, attention.qk_norm.norm, sizes, axes=("D",) if over_head else axes)
     if latent is not None:
         if latent.query_rank is not None:
@@ -400,33 +411,60 @@ def _of_mamba2(layer: Layer, own: Mamba2, sizes: Mapping[str, int]) -> _Parts:
     sizes = {**sizes, "I": own.inner + own.channels + own.n_heads, "O": own.inner, "R": own.n_heads}
     names = ("decay", "step_bias", "skip")
     rest = {f"space.{name}": _parameter(("R",), sizes, "normal", "bias") for name in names}
-    rest |= _norm("space_norm", own.norm, sizes, axes=("O",))
+    if own.norm is not None:
+        rest |= _norm("space_norm", own.norm, sizes, axes=("O",))
     into = _linear(layer, sizes, "space_in", ("I",), ("H",), bias=own.bias)
-    return into, rest | _linear(layer, sizes, "space_out", ("H",), ("O",), bias=own.bias)
+    out_bias = own.bias if own.out_bias is None else own.out_bias
+    return into, rest | _linear(layer, sizes, "space_out", ("H",), ("O",), bias=out_bias)
 
 
-def _of_experts(layer: Layer, experts: Experts, sizes: Mapping[str, int]) -> dict[str, Parameter]:
-    """The weights of the router, the experts and the shared expert."""
-    feed_forward, whole = layer.feed_forward, layer.has_whole_experts
+def _of_feed_forward(layer: Layer, own: FeedForward, sizes: Mapping[str, int]) -> dict[str, Parameter]:
+    """The weights of a dense feed-forward, or of experts."""
+    sizes = {**sizes, "F": own.size, "Z": _XIELU_NUMBERS}
+    if own.experts is not None:
+        return _of_experts(layer, own, own.experts, sizes)
+    into = ("2", "F") if own.gated else ("F",)
+    found = _linear(layer, sizes, "up", into, ("H",), bias=own.bias)
+    found |= _linear(layer, sizes, "down", ("H",), ("F",), bias=own.bias)
+    if own.activation == "xielu":
+        found["xielu"] = _parameter(("Z",), sizes, "zeros", "bias")
+    return found
+
+
+def _of_experts(
+    layer: Layer, feed_forward: FeedForward, experts: Experts, sizes: Mapping[str, int]
+) -> dict[str, Parameter]:
+    """The weights of the router, the experts, the shared expert, and around the experts' latent space."""
+    whole, latent = layer.has_whole_experts, experts.latent_size
     sizes = {**sizes, "X": experts.number, "Y": experts.number, "S": experts.shared_size or 0}
-    inner = ("X", "2", "F") if feed_forward.gated else ("X", "F")
+    sizes["h"] = latent or sizes["H"]
+    width = "H" if latent is None else "h"
+    gated = ("2",) if feed_forward.gated else ()
     found = {"router.weight": _parameter(("Y", "H"), sizes, "normal", "linear")}
     if experts.router_bias:
         found["router.bias"] = _parameter(("Y",), sizes, "zeros", "bias")
     if experts.correction_bias:
         found["router.correction"] = replace(_parameter(("Y",), sizes, "zeros", "bias"), form=EXACT)
-    for name, out, into in (("up", inner, "H"), ("down", ("X", "H"), "F")):
+    if latent is not None:
+        found |= _linear(layer, sizes, "latent.down", ("h",), ("H",), bias=False)
+    for name, out, into in (("up", ("X", *gated, "F"), width), ("down", ("X", width), "F")):
         weight = _parameter((*out, into), sizes, "normal", "expert")
         form = experts.form if experts.packed else form_of(layer.forms, f"experts.{name}.weight")
         found[f"experts.{name}.weight"] = replace(weight, form=form, whole=whole)
         if feed_forward.bias:
             bias = _parameter(out, sizes, "zeros", "bias")
             found[f"experts.{name}.bias"] = replace(bias, whole=whole)
+    if latent is not None:
+        found |= _linear(layer, sizes, "latent.up", ("H",), ("h",), bias=False)
     if experts.shared_size is not None:
-        for name, axes in (("up", ("2", "S", "H")), ("down", ("H", "S"))):
+        for name, axes in (("up", (*gated, "S", "H")), ("down", ("H", "S"))):
             weight = _parameter(axes, sizes, "normal", "linear")
             form = form_of(layer.forms, f"shared.{name}.weight")
             found[f"shared.{name}.weight"] = replace(weight, form=form)
+    if experts.router_norm is not None:
+        found["router_norm.scale"] = _parameter(("H",), sizes, "ones", "norm")
+    if experts.scaled:
+        found["router.scales"] = _parameter(("Y",), sizes, "ones", "bias")
     if experts.shared_gate:
         found["shared.gate"] = _parameter(("H",), sizes, "normal", "bias")
     return found
@@ -482,6 +520,11 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
         before[f"{ENCODER}position_embedding"] = _parameter(("P", "H"), own, "normal", "embedding", "first")
     if encoder is not None and encoder.embedding_norm is not None:
         before |= _norm(f"{ENCODER}embedding_norm", encoder.embedding_norm, sizes, "first")
+    if config.input_size is not None:
+        own = sizes | {"i": config.input_size, "e": config.n_layers * config.input_size}
+        before["inputs.embedding"] = _parameter(("V", "e"), own, "normal", "embedding", "first")
+        before["inputs.project"] = _parameter(("e", "H"), own, "normal", "linear", "first")
+        before |= _norm("inputs.norm", config.layers[0].norm, own, "first", axes=("i",))
     if config.embedding.size != config.hidden_size:
         before["project_in"] = _parameter(("H", "E"), sizes, "normal", "linear", "first")
         before["project_out"] = _parameter(("E", "H"), sizes, "normal", "linear", "last")

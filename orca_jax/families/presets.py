@@ -132,8 +132,37 @@ def _qwen3_5_moe(hidden_size: int, n_layers: int, n_heads: int, inner: int, **ot
     return model_of({"model_type": "qwen3_5_moe_text", **fields, **inners, **other})
 
 
+def _gemma4(*sizes: int, **other: Any) -> ModelConfig:
+    larger: dict[str, Any] = {
+        "model_type": "gemma4_text",
+        "vocab_size": 262_144,
+        "max_position_embeddings": 262_144,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 1024,
+        "final_logit_softcapping": 30.0,
+        "bos_token_id": 2,
+        "eos_token_id": [1, 106],
+    }
+    return model_of(_sized(larger, *sizes, **other))
+
+
 def _granite4(*sizes: int, **other: Any) -> ModelConfig:
     return model_of(_sized(_GRANITE4, *sizes, **other))
+
+
+def _nemotron(kinds: str, hidden_size: int, n_heads: int, n_kv_heads: int, **other: Any) -> ModelConfig:
+    sizes = {"hidden_size": hidden_size, "num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads}
+    return model_of(
+        {
+            "model_type": "nemotron_h",
+            "hybrid_override_pattern": kinds,
+            "vocab_size": 131_072,
+            "bos_token_id": 1,
+            **sizes,
+            **other,
+        }
+    )
 
 
 def _gpt_oss(n_layers: int, n_experts: int) -> ModelConfig:
@@ -205,6 +234,7 @@ PRESETS: dict[str, ModelConfig] = {
             rope_scaling={"rope_type": "linear", "factor": 8.0},
         )
     ),
+    # 4.63 billion parameters of text, half of them in the layers' own embeddings; 25.2, 3.8 active; 30.7.
     "mistral-7b-v0.1": model_of({"model_type": "mistral", **_MISTRAL}),
     "phi-4": model_of(
         {
@@ -505,6 +535,99 @@ PRESETS: dict[str, ModelConfig] = {
             bos_token_id=128_000,
             eos_token_id=128_001,
         )
+    ),
+    "gemma-4-e2b": _gemma4(
+        *(1536, 35, 8, 6144),
+        max_position_embeddings=131_072,
+        num_key_value_heads=1,
+        layer_types=["full_attention" if i % 5 == 4 else "sliding_attention" for i in range(35)],
+        num_kv_shared_layers=20,
+        hidden_size_per_layer_input=256,
+        sliding_window=512,
+        use_double_wide_mlp=True,
+        attention_k_eq_v=False,
+    ),
+    "gemma-4-26b-a4b": _gemma4(
+        *(2816, 30, 16, 2112),
+        num_key_value_heads=8,
+        num_global_key_value_heads=2,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
+    "gemma-4-31b": _gemma4(
+        *(5376, 60, 32, 21_504),
+        num_key_value_heads=16,
+        num_global_key_value_heads=4,
+    ),
+    "falcon-h1-0.5b": model_of(
+        _sized(
+            {"model_type": "falcon_h1"},
+            *(1024, 36, 8, 2048),
+            vocab_size=32_784,
+            max_position_embeddings=16_384,
+            num_key_value_heads=2,
+            head_dim=64,
+            rope_theta=1e11,
+            attention_out_multiplier=0.9375,
+            key_multiplier=0.390625,
+            embedding_multiplier=5.656854249492381,
+            lm_head_multiplier=0.0390625,
+            mlp_multipliers=[0.8838834764831844, 0.5859375],
+            ssm_in_multiplier=1.25,
+            ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+            ssm_out_multiplier=0.23570226039551587,
+            mamba_d_ssm=1536,
+            mamba_d_state=128,
+            mamba_n_heads=24,
+            mamba_d_head=64,
+            mamba_norm_before_gate=False,
+            bos_token_id=1,
+            eos_token_id=11,
+        )
+    ),
+    # 8.89 billion parameters; 31.6 billion, 3.6 active.
+    "nemotron-nano-9b-v2": _nemotron(
+        *("M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", 4480, 40, 8),
+        intermediate_size=15_680,
+        mamba_head_dim=80,
+        max_position_embeddings=131_072,
+        eos_token_id=12,
+    ),
+    "nemotron-3-nano-30b-a3b": _nemotron(
+        *("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", 2688, 32, 2),
+        mamba_num_heads=64,
+        max_position_embeddings=262_144,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        n_routed_experts=128,
+        num_experts_per_tok=6,
+        routed_scaling_factor=2.5,
+        eos_token_id=2,
+    ),
+    # The text, 107.8 billion parameters, 17 active.
+    "llama-4-scout": model_of(
+        {
+            "model_type": "llama4_text",
+            "vocab_size": 202_048,
+            "max_position_embeddings": 10_485_760,
+            "hidden_size": 5120,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "intermediate_size": 8192,
+            "num_local_experts": 16,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "bos_token_id": 200_000,
+            "eos_token_id": [200_001, 200_007, 200_008],
+        }
     ),
     "mixtral-8x7b": model_of(
         {

@@ -12,7 +12,7 @@ from typing import Literal
 
 from orca_jax.checks import check_whole
 from orca_jax.errors import ConfigError
-from orca_jax.families.limits import check_size
+from orca_jax.families.limits import check_positive, check_size
 from orca_jax.families.norm_config import Norm
 
 # "model": the dtype of the model's weights.
@@ -120,6 +120,9 @@ class Mamba2:
     x, B and C pass a causal convolution of `width` tokens and silu. The results, with a share of x, are
     multiplied by silu(z), normalised over each group, and projected back. Steps are clipped to `least_step`
     and `most_step`.
+
+    With `norm_first` results are normalised before they are multiplied by silu(z); without a `norm` they are
+    not normalised. The projection's z, x, B, C and steps are multiplied by `multipliers` (all: Falcon-H1).
     """
 
     n_heads: int
@@ -127,11 +130,14 @@ class Mamba2:
     n_groups: int
     state_size: int
     width: int
-    norm: Norm = _NORM
+    norm: Norm | None = _NORM
     conv_bias: bool = True
     bias: bool = False
+    out_bias: bool | None = None  # of the projection back; None: as `bias`
     least_step: float = 0.0
     most_step: float | None = None
+    norm_first: bool = False
+    multipliers: tuple[float, ...] = ()
     kind: Literal["mamba2"] = "mamba2"
 
     def __post_init__(self) -> None:
@@ -142,6 +148,10 @@ class Mamba2:
             raise ConfigError(
                 f"mamba_n_heads {self.n_heads} is not a multiple of mamba_n_groups {self.n_groups}"
             )
+        if len(self.multipliers) not in (0, 5):
+            raise ConfigError(f"ssm_multipliers are {len(self.multipliers)}; there must be 5, or none")
+        for each in self.multipliers:
+            check_positive("a multiplier of Mamba-2's projection", each)
         if self.least_step < 0 or (self.most_step is not None and self.most_step < self.least_step):
             limits = [self.least_step, self.most_step]
             raise ConfigError(f"time_step_limit is {limits}; it must ascend from 0")

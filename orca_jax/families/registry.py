@@ -13,7 +13,9 @@ from orca_jax.families.decoders.eleuther import GPT_NEOX, GPTJ
 from orca_jax.families.decoders.ernie4_5 import ERNIE4_5
 from orca_jax.families.decoders.exaone4 import EXAONE4
 from orca_jax.families.decoders.falcon import FALCON
+from orca_jax.families.decoders.falcon_h1 import FALCON_H1
 from orca_jax.families.decoders.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_TEXT
+from orca_jax.families.decoders.gemma4 import GEMMA4, GEMMA4_TEXT
 from orca_jax.families.decoders.glm4 import GLM4
 from orca_jax.families.decoders.gpt2 import GPT2
 from orca_jax.families.decoders.granite import GRANITE
@@ -39,9 +41,11 @@ from orca_jax.families.mixtures.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from orca_jax.families.mixtures.gpt_oss import GPT_OSS
 from orca_jax.families.mixtures.granite_hybrid import GRANITE_HYBRID
 from orca_jax.families.mixtures.lfm2_moe import LFM2_MOE
+from orca_jax.families.mixtures.llama4 import LLAMA4, LLAMA4_TEXT
 from orca_jax.families.mixtures.minimax_m2 import MINIMAX_M2
 from orca_jax.families.mixtures.mistral4 import MISTRAL3, MISTRAL4
 from orca_jax.families.mixtures.mixtral import MIXTRAL
+from orca_jax.families.mixtures.nemotron_h import NEMOTRON_H
 from orca_jax.families.mixtures.olmoe import OLMOE
 from orca_jax.families.mixtures.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from orca_jax.families.mixtures.qwen3_next import QWEN3_NEXT
@@ -60,6 +64,8 @@ _families: dict[str, Family] = {
         GEMMA2,
         GEMMA3_TEXT,
         GEMMA3,
+        GEMMA4_TEXT,
+        GEMMA4,
         QWEN2,
         QWEN3,
         PHI3,
@@ -82,6 +88,9 @@ _families: dict[str, Family] = {
         FALCON,
         LFM2,
         BAMBA,
+        FALCON_H1,
+        LLAMA4_TEXT,
+        LLAMA4,
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,
@@ -91,6 +100,7 @@ _families: dict[str, Family] = {
         QWEN3_5_MOE_TEXT,
         QWEN3_5_MOE,
         GRANITE_HYBRID,
+        NEMOTRON_H,
         LFM2_MOE,
         OLMOE,
         DEEPSEEK_V2,

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from orca_jax.checks import check_whole
 from orca_jax.errors import ConfigError
 from orca_jax.families.limits import check_choice, check_positive, check_size
 
@@ -62,9 +63,9 @@ class Scaling:
                 raise ConfigError(f"the rotary scaling {self.kind} needs original_positions")
         else:
             check_size("n_positions", self.original_positions)
-        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+        if self.kind == "llama3" and self.low_freq_factor > self.high_freq_factor:
             raise ConfigError(
-                f"the rotary scaling's low_freq_factor is {self.low_freq_factor:g}; it must be below its "
+                f"the rotary scaling's low_freq_factor is {self.low_freq_factor:g}; it must be at most its "
                 f"high_freq_factor {self.high_freq_factor:g}"
             )
 
@@ -73,16 +74,22 @@ class Scaling:
 class Rotary:
     """The first `size` elements of each head are rotated, at frequencies base ** (-2i / size).
 
-    Element i is paired with element i + size / 2, or with `interleaved` 2i with 2i + 1.
+    Element i is paired with element i + size / 2, or with `interleaved` 2i with 2i + 1. With `n_turned` only
+    so many first pairs turn, at these same frequencies (Gemma 4).
     """
 
     size: int
     base: float = 10_000.0
     interleaved: bool = False
     scaling: Scaling | None = None
+    n_turned: int | None = None
 
     def __post_init__(self) -> None:
         check_size("rotary_size", self.size)
+        if self.n_turned is not None:
+            check_whole("the pairs of a head that turn", self.n_turned, 1, self.size // 2)
+            if self.scaling is not None:
+                raise ConfigError("a rotary scaling with pairs that do not turn is not supported")
         if self.size % 2:
             raise ConfigError(f"rotary_size is {self.size}; elements are rotated in pairs: it must be even")
         check_positive("the rotary base", self.base)
@@ -105,7 +112,9 @@ class Rotary:
             np.arange(0, self.size, 2, dtype=np.float32) / np.float32(self.size)
         )
         if scaling is None:
-            return plain
+            return (
+                plain if self.n_turned is None else np.where(np.arange(len(plain)) < self.n_turned, plain, 0)
+            )
         match scaling.kind:
             case "dynamic":
                 return plain
@@ -182,6 +191,8 @@ def _yarn(rotary: Rotary, scaling: Scaling, plain: npt.NDArray[np.float32]) -> n
 def _llama3(scaling: Scaling, plain: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     n_turns = np.float32(_original(scaling)) * plain / np.float32(2 * math.pi)  # in the original positions
-    kept = np.clip((n_turns - np.float32(low)) / np.float32(high - low), 0, 1).astype(np.float32)
+    kept = (n_turns > np.float32(low)).astype(np.float32)  # where both are equal (Llama 4)
+    if low < high:
+        kept = np.clip((n_turns - np.float32(low)) / np.float32(high - low), 0, 1).astype(np.float32)
     turned = (1 - kept) * plain / np.float32(scaling.factor) + kept * plain
     return turned.astype(np.float32)

@@ -55,6 +55,12 @@ class StoredName:
         names = tuple(name.replace("{i}", layer).replace("{prefix}", prefix) for name in self.names)
         return replace(self, names=names)
 
+    def for_attention(self, attention: Attention | None) -> "StoredName":
+        """Leave out separate tensors of values, or of keys and values, that the layer does not have."""
+        if self.heads != "separate" or attention is None:
+            return self
+        return replace(self, names=self.names[: 1 + attention.kv_slices])
+
     def for_experts(self, number: int) -> "StoredName":
         """Fill in each of `number` experts for "{x}"."""
         if not any("{x}" in name for name in self.names):
@@ -106,7 +112,7 @@ def head_places(order: HeadOrder, attention: Attention) -> list[list[HeadPlace]]
                 return HeadPlace(0, (key if kind else head // group) * (group + 2) + at)
 
     n_queries = {"queries": attention.group, "query_slices": attention.group, "keys": 1}
-    n_slices = n_queries.get(order, (1 + gated) * attention.group + 2)
+    n_slices = n_queries.get(order, (1 + gated) * attention.group + attention.kv_slices)
     return [[place(slice_, k) for k in range(n_kv_heads)] for slice_ in range(n_slices)]
 
 
@@ -123,13 +129,13 @@ def heads_of_tensors(order: HeadOrder, attention: Attention) -> tuple[int, ...]:
     n_heads, stored = attention.n_heads, attention.n_kv_heads // attention.kv_repeats
     match order:
         case "separate":
-            return n_heads, stored, stored
+            return (n_heads, stored, stored)[: 1 + attention.kv_slices]
         case "gated":
             return 2 * n_heads, stored, stored
         case "gated_slices":
             return (2 * n_heads + 2 * stored,)
         case "fused" | "by_group" | "slices":
-            return (n_heads + 2 * stored,)
+            return (n_heads + attention.kv_slices * stored,)
         case "queries" | "query_slices":
             return (n_heads,)
         case "keys":
@@ -140,11 +146,11 @@ def engine_order(parameter: Parameter, attention: Attention) -> HeadOrder | None
     """Our order of a parameter's heads; None where it has no heads, or all orders are the same."""
     if attention.group == 1 or attention.latent is not None or parameter.axes[-1] == FLAT_HEADS:
         return None
-    if parameter.axes[0] == "G+2":
+    if parameter.axes[0] in ("G+2", "G+1"):
         return "slices"
     if parameter.axes[0] == "G+G+2":
         return "gated_slices"
-    if parameter.takes_attention or parameter.axes in (("G", "KD"), ("G", "K")):
+    if parameter.takes_attention or parameter.axes[:2] in (("G", "KD"), ("G", "K")):
         return "query_slices"
     return "keys" if parameter.axes == ("KD",) else None
 

@@ -4,9 +4,11 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from orca_jax.errors import CorruptFile, NotACheckpoint
+
+INFINITY = {"__float__": "Infinity"}  # how transformers 5 writes an infinite number
 
 
 def file_size(path: Path) -> int:
@@ -31,14 +33,17 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:120]}... ({len(text)} characters)"
 
 
-def parse_object(data: bytes, path: Path) -> dict[str, Any]:
+def parse_object(data: bytes, path: Path, *, infinity: bool = False) -> dict[str, Any]:
     """Parse the JSON object in `data`, which was read from `path`.
 
     Raises CorruptFile, naming the file, where the data is not UTF-8 or not JSON, is another kind of value,
-    nests too deeply, repeats a key, or holds NaN or an infinity.
+    nests too deeply, repeats a key, or holds NaN or an infinity. With `infinity` it may hold Infinity, which
+    transformers 4 writes, and which becomes INFINITY.
     """
 
-    def refuse_constant(name: str) -> NoReturn:
+    def constant(name: str) -> dict[str, str]:
+        if infinity and name == "Infinity":
+            return dict(INFINITY)
         raise ValueError(f"it holds {name}, which is not JSON")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -50,7 +55,7 @@ def parse_object(data: bytes, path: Path) -> dict[str, Any]:
         return values
 
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
     except RecursionError as error:
         raise CorruptFile(f"{shown(path)} is not usable JSON: it is nested too deep") from error
     except ValueError as error:  # bad UTF-8 and numbers of too many digits too
@@ -60,8 +65,11 @@ def parse_object(data: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Read the JSON object in a file of at most `max_bytes`. Raises NotACheckpoint or CorruptFile."""
+def read_object(path: Path, max_bytes: int, *, infinity: bool = False) -> dict[str, Any]:
+    """Read the JSON object in a file of at most `max_bytes`, with `infinity` as in `parse_object`.
+
+    Raises NotACheckpoint or CorruptFile.
+    """
     size = file_size(path)
     if size > max_bytes:
         raise CorruptFile(f"{shown(path)} has {size} bytes; at most {max_bytes} are expected there")
@@ -72,4 +80,4 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
         raise NotACheckpoint(f"{shown(path)} cannot be read: {error.strerror}") from error
     if len(data) > max_bytes:  # the file has grown
         raise CorruptFile(f"{shown(path)} has more than {max_bytes} bytes")
-    return parse_object(data, path)
+    return parse_object(data, path, infinity=infinity)

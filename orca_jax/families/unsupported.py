@@ -22,7 +22,7 @@ _KINDS: Mapping[str, str] = {
     _OF_IMAGES_AND_TEXT: """
         aya_vision blip-2 chameleon cohere2_vision deepseek_vl deepseek_vl_v2 emu3 ernie4_5_vl_moe
         florence2 fuyu gemma3n glm4v glm4v_moe got_ocr2 idefics idefics2 idefics3 instructblip internvl
-        internvl_chat janus kimi_vl kosmos-2 llama4 llava llava_next llava_next_video llava_onevision
+        internvl_chat janus kimi_vl kosmos-2 llava llava_next llava_next_video llava_onevision
         minicpmo minicpmv mllama molmo ovis2 paligemma phi3_v phi4_multimodal pixtral
         qwen2_5_omni qwen2_5_vl qwen2_vl qwen3_omni_moe qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava
     """,
@@ -42,7 +42,7 @@ _KINDS: Mapping[str, str] = {
         siglip siglip2 swin swinv2 trocr vit vit_mae vitdet vitpose yolos
     """,
     _RECURRENT: """
-        falcon_h1 falcon_mamba jamba kimi_linear mamba mamba2 minimax nemotron_h olmo_hybrid
+        falcon_mamba jamba kimi_linear mamba mamba2 minimax olmo_hybrid
         recurrent_gemma rwkv xlstm zamba zamba2
     """,
 }

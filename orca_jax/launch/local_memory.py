@@ -20,8 +20,9 @@ from orca_jax.config import Layout
 from orca_jax.errors import ConfigError, CorruptFile, EngineError, TensorMismatch
 from orca_jax.execution.stage import StageWeights
 from orca_jax.execution.worker import Worker
+from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Parameter, parameter_table
+from orca_jax.families.parameters import Parameter, attention_of, parameter_table
 from orca_jax.families.stored_name import engine_order
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.weight_form import Dense
@@ -260,6 +261,10 @@ def _copied(value: Any, dtype: jnp.dtype, place: jax.sharding.Sharding) -> jax.A
     return jax.device_put(value, place, may_alias=False)
 
 
+# A weight as stored, its shape on the devices, and the attention of its layer.
+_Kind = tuple[Parameter, tuple[int, ...], Attention]
+
+
 class _Fitting:
     """Converts weights from a checkpoint's shapes and heads to those that the devices hold."""
 
@@ -303,24 +308,24 @@ class _Fitting:
     def _has_heads(self, stored: Parameter) -> bool:
         return engine_order(stored, self._attention) is not None
 
-    def _kind(self, name: str) -> tuple[Parameter, tuple[int, ...]]:
-        """The key of the program that converts this weight; the same in all layers."""
-        return self._stored[name], self._held[name].shape
+    def _kind(self, name: str) -> _Kind:
+        """The key of the program that converts this weight; the same in all layers that are alike."""
+        return self._stored[name], self._held[name].shape, attention_of(self._model, name)
 
-    def _fit(self, value: jax.Array, stored: Parameter, shape: tuple[int, ...]) -> jax.Array:
+    def _fit(
+        self, value: jax.Array, stored: Parameter, shape: tuple[int, ...], attention: Attention
+    ) -> jax.Array:
         if self._repeats and len(value.shape) == len(shape) and self._has_heads(stored):
-            value = with_repeated_heads(value, stored, self._model.attention)
+            value = with_repeated_heads(value, stored, attention)
         elif len(value.shape) > len(shape):
-            return with_flat_heads(value, stored, self._attention)
+            return with_flat_heads(value, stored, attention.repeated(1))
         return jnp.pad(value, [(0, held - own) for own, held in zip(value.shape, shape, strict=True)])
 
-    def _make_fitted(
-        self, kind: tuple[Parameter, tuple[int, ...]], place: jax.sharding.Sharding
-    ) -> Callable[..., jax.Array]:
+    def _make_fitted(self, kind: _Kind, place: jax.sharding.Sharding) -> Callable[..., jax.Array]:
         return jax.jit(lambda value: self._fit(value, *kind), out_shardings=place)
 
     def _make_merged(
-        self, kind: tuple[Parameter, tuple[int, ...]], place: jax.sharding.Sharding, change: Change
+        self, kind: _Kind, place: jax.sharding.Sharding, change: Change
     ) -> Callable[..., jax.Array]:
         def merged(base: jax.Array, arrays: tuple[jax.Array, ...], scale: jax.Array) -> jax.Array:
             added = self._fit(change(arrays) * scale, *kind)

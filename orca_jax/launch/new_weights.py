@@ -15,7 +15,7 @@ from flax.core.meta import AxisMetadata
 from orca_jax.config import Layout
 from orca_jax.errors import ConfigError, TensorMismatch
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Parameter, parameter_table
+from orca_jax.families.parameters import Parameter, attention_of, parameter_table
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.trainers.array_form import ArrayForm, axis_sizes
 from orca_jax.families.trainers.layouts import Detected, detect, held_names
@@ -147,7 +147,7 @@ def _recipe(
     stored: StoredName, forms: Sequence[ArrayForm], name: str, parameter: Parameter, model: ModelConfig
 ) -> Recipe:
     sizes = axis_sizes(model, name)
-    return Recipe(tuple(forms), stored.heads, parameter, tuple(sizes.items()), model.attention)
+    return Recipe(tuple(forms), stored.heads, parameter, tuple(sizes.items()), attention_of(model, name))
 
 
 def _absent(expected: Mapping[str, object], found: Mapping[str, object]) -> list[str]:

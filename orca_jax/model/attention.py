@@ -137,6 +137,7 @@ def split_attention(
     follow_lengths: bool,
     scale: float | None = None,
     window: int | None = None,
+    chunked: bool = False,
     soft_cap: float | None = None,
     slopes: jax.Array | None = None,
     causal: bool = True,
@@ -155,12 +156,12 @@ def split_attention(
     A score is `scale` (by default D ** -0.5) times q.k; `soft_cap` c makes it c * tanh(score / c). Then ALiBi
     adds `slopes` [G, K] times (key position - query position), and a `relative` bias [2 M + 1, K] float32
     adds its row (key position - query position) + M, the first or the last row for keys further away; G is
-    then 1. With a `window` a query sees its own position and the window - 1 before it; blocks outside are not
-    read. `sinks` [G, K] float32 are scores of one more key per head, which has no value. Without `causal` a
-    query sees all keys of its row, which may be fewer than its queries, and there are no window and no
-    slopes. In a cache without values a value is the first `value_size` elements of its key; the result has
-    that size in place of D. In a cache of eight bits the codes are multiplied, and scores and weights by
-    their scales.
+    then 1. With a `window` a query sees its own position and the window - 1 before it, or if that is
+    `chunked` those from the last multiple of the window on; blocks outside are not read. `sinks` [G, K]
+    float32 are scores of one more key per head, which has no value. Without `causal` a query sees all keys of
+    its row, which may be fewer than its queries, and there are no window and no slopes. In a cache without
+    values a value is the first `value_size` elements of its key; the result has that size in place of D. In a
+    cache of eight bits the codes are multiplied, and scores and weights by their scales.
     """
     n_tokens, n_groups, n_kv_heads, head_size = q.shape
     assert causal or (window is None and slopes is None)
@@ -184,6 +185,7 @@ def split_attention(
             chunk_keys=tiling.chunk_keys,
             follow_lengths=follow_lengths,
             window=window,
+            chunked=chunked,
             soft_cap=soft_cap,
             slopes=slopes,
             relative=relative,
@@ -235,6 +237,7 @@ def _attend(
     chunk_keys: int,
     follow_lengths: bool,
     window: int | None,
+    chunked: bool,
     soft_cap: float | None,
     slopes: jax.Array | None,
     relative: jax.Array | None,
@@ -259,7 +262,8 @@ def _attend(
         table = jnp.pad(table, ((0, 0), (0, n_chunks * blocks - table.shape[1])))
     else:
         # Each tile's chunks begin at the first block that any of its queries sees.
-        first_seen = jnp.where(last_key >= 0, last_key, jnp.iinfo(jnp.int32).max).min(axis=1) - window + 1
+        first_seen = jnp.where(last_key >= 0, last_key, jnp.iinfo(jnp.int32).max).min(axis=1)
+        first_seen -= first_seen % window if chunked else window - 1
         first_block = jnp.where(n_seen > 0, jnp.maximum(first_seen, 0) // block_size, 0)[:, None]  # [I, 1]
         n_reached = n_seen - first_block[:, 0] * block_size
         most_blocks = -(-(window + n_queries - 2) // block_size) + 1
@@ -307,7 +311,7 @@ def _attend(
             scores = scores + relative.T.at[:, distance + furthest].get(mode="clip").swapaxes(0, 1)
         seen = by_query <= last_key
         if window is not None:
-            seen = seen & (by_query > last_key - window)
+            seen = seen & (by_query >= last_key - (last_key % window if chunked else window - 1))
         scores = jnp.where(seen, scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         shrink = jnp.exp(top - new_top)

@@ -1,4 +1,7 @@
-"""One layer: attention or a recurrent mixer, and feed-forward, in the residual form that its config names."""
+"""One layer: attention or a recurrent mixer, and feed-forward, in the residual form that its config names.
+
+A layer may have one of the two parts alone.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,11 +15,11 @@ from orca_jax.families.model_config import Layer, Residual
 from orca_jax.families.recurrence_config import GatedDeltaNet, Mamba2, Recurrence, ShortConvolution
 from orca_jax.model.context import Context, Iteration
 from orca_jax.model.cross_attention import CrossAttention
-from orca_jax.model.feed_forward import FeedForward
+from orca_jax.model.feed_forward import FeedForward, activate
 from orca_jax.model.gated_delta_net import GatedDeltaNetMixer
 from orca_jax.model.kv_cache import LayerMemory
 from orca_jax.model.latent import LatentAttention
-from orca_jax.model.layers import LayerNorm, RMSNorm, Weights, norm_of
+from orca_jax.model.layers import LayerNorm, RMSNorm, Weights, linear_of, norm_of
 from orca_jax.model.mamba2 import Mamba2Mixer
 from orca_jax.model.mixture import Mixture
 from orca_jax.model.rotation import Rotation
@@ -40,6 +43,10 @@ class Block(nnx.Module):
     mlp_norm: LayerNorm | RMSNorm
     mlp_out_norm: LayerNorm | RMSNorm
     cross_norm: LayerNorm | RMSNorm
+    mlp_mid_norm: LayerNorm | RMSNorm
+    experts_norm: LayerNorm | RMSNorm
+    experts_out_norm: LayerNorm | RMSNorm
+    input_norm: LayerNorm | RMSNorm
 
     def __init__(self, config: Layer, p: Weights) -> None:
         self.config = config
@@ -49,16 +56,36 @@ class Block(nnx.Module):
         if (attention := config.attention) is not None:
             self.attention = (LatentAttention if attention.latent else SelfAttention)(attention, p)
         self.cross = None if config.cross is None else CrossAttention(config.cross, p)
-        self.feed_forward = (Mixture if config.feed_forward.experts else FeedForward)(config.feed_forward, p)
+        if (feed_forward := config.feed_forward) is not None:
+            self.feed_forward = (Mixture if feed_forward.experts else FeedForward)(feed_forward, p)
+        self.beside = None if config.beside is None else Mixture(config.beside, p)
+        if config.input_size is not None:
+            self.input_gate, self.input_out = linear_of(p, "input_gate"), linear_of(p, "input_out")
+        self.scalar = nnx.Param(p("scalar")) if config.scalar else None
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
         """[T, H] to [T, H], or to [R, H] where only R tokens leave the layer.
 
         Keys and values of all tokens are written to `ctx.cache` first, unless there are no slots.
         """
-        if self.recurrence is not None:
-            return ctx.whole(_recurrent(self, self.recurrence, x, ctx))
-        return ctx.whole(_RESIDUAL_FORMS[self.config.residual](self, x, ctx))
+        form = _RESIDUAL_FORMS[self.config.residual] if self.config.attention else _without_attention
+        form = _both_mixers if self.config.has_both else form
+        return ctx.whole(self._ended(form(self, x, ctx), ctx))
+
+    def fed(self, x: jax.Array, ctx: Context) -> jax.Array:
+        """The sum after the feed-forward in the form `pre`; x itself in a layer that has none."""
+        if self.config.feed_forward is None:
+            return x
+        return x + self.scaled(self.feed_forward(self.mlp_norm(x), ctx))
+
+    def _ended(self, x: jax.Array, ctx: Context) -> jax.Array:
+        """Add the layer's own input and multiply by its learned factor, where it has them."""
+        feed_forward = self.config.feed_forward
+        if self.config.input_size is not None and feed_forward is not None:
+            assert ctx.layer_input is not None
+            gate = activate(self.input_gate(x, ctx.product), feed_forward.activation)
+            x = x + self.input_norm(self.input_out(gate * ctx.wanted(ctx.layer_input), ctx.product))
+        return x if self.scalar is None else x * self.scalar[...]
 
     def scaled(self, x: jax.Array) -> jax.Array:
         """x times the residual multiplier."""
@@ -77,17 +104,30 @@ def recurrent_mixer(config: Recurrence, p: Weights) -> Mixer:
             return Mamba2Mixer(config, p)
 
 
-def _recurrent(block: Block, mixer: Mixer, x: jax.Array, ctx: Context) -> jax.Array:
-    """The form `pre` with a recurrent mixer, which needs all tokens, also those that do not leave the layer.
+def _without_attention(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
+    """The form `pre` with a recurrent mixer, or of a feed-forward alone.
 
-    Where there are no slots the tokens have been through the mixer, and x is the sum after it: a state cannot
-    take a token a second time.
+    A mixer needs all tokens, also those that do not leave the layer. Where there are no slots the tokens have
+    been through the mixer, and x is the sum after it: a state cannot take a token a second time.
     """
-    if ctx.slot_of_token is not None:
-        x = x + block.scaled(mixer(block.attn_norm(x), ctx))
+    if block.recurrence is not None and ctx.slot_of_token is not None:
+        x = x + block.scaled(block.recurrence(block.attn_norm(x), ctx))
         ctx.mixed = x
-    x = ctx.wanted(x)
-    return x + block.scaled(block.feed_forward(block.mlp_norm(x), ctx))
+    return block.fed(ctx.wanted(x), ctx)
+
+
+def _both_mixers(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
+    """The form `pre` with attention and a recurrent mixer side by side.
+
+    The mixer needs all tokens. Where there are no slots it has seen them, and its results are in the context.
+    """
+    config, normed = block.config, block.attn_norm(x)
+    if block.recurrence is not None and ctx.slot_of_token is not None:
+        mixed = block.recurrence(normed, ctx)
+        ctx.mixed = mixed * jnp.asarray(config.recurrence_multiplier, x.dtype)
+    assert ctx.mixed is not None
+    attended = block.attention(normed, ctx) * jnp.asarray(config.attention_multiplier, x.dtype)
+    return block.fed(ctx.wanted(x) + block.scaled(attended + ctx.wanted(ctx.mixed)), ctx)
 
 
 def _pre(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
@@ -95,7 +135,7 @@ def _pre(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
     x = ctx.wanted(x) + attended
     if block.cross is not None:
         x = x + block.scaled(block.cross(block.cross_norm(x), ctx))
-    return x + block.scaled(block.feed_forward(block.mlp_norm(x), ctx))
+    return block.fed(x, ctx)
 
 
 def _post(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
@@ -109,7 +149,11 @@ def _post(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
 def _both(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
     attended = block.scaled(block.attn_out_norm(block.attention(block.attn_norm(x), ctx)))
     x = ctx.wanted(x) + attended
-    return x + block.scaled(block.mlp_out_norm(block.feed_forward(block.mlp_norm(x), ctx)))
+    fed = block.feed_forward(block.mlp_norm(x), ctx)
+    if block.beside is not None:
+        beside = block.experts_out_norm(block.beside(block.experts_norm(x), ctx, x))
+        fed = block.mlp_mid_norm(fed) + beside
+    return x + block.scaled(block.mlp_out_norm(fed))
 
 
 def _after(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
@@ -153,7 +197,8 @@ class LayerOutput(NamedTuple):
     mixed: jax.Array | None = None
 
 
-RunBlock = Callable[[Block, bool, jax.Array, LayerMemory, Rotation | None], LayerOutput]
+# The block, whether only wanted tokens leave it, x, its cache, rotation, and the layer's own input.
+RunBlock = Callable[[Block, bool, jax.Array, LayerMemory, Rotation | None, jax.Array | None], LayerOutput]
 
 
 def run_blocks(iteration: Iteration) -> RunBlock:
@@ -171,9 +216,10 @@ def run_blocks(iteration: Iteration) -> RunBlock:
         x: jax.Array,
         cache: LayerMemory,
         rotation: Rotation | None,
+        layer_input: jax.Array | None,
     ) -> LayerOutput:
         block = nnx.merge(graph, weights)
-        ctx = iteration.context(block.config, x, cache, rotation, only_wanted=only_wanted)
+        ctx = iteration.context(block.config, x, cache, rotation, layer_input, only_wanted=only_wanted)
         out = block(x, ctx)
         return LayerOutput(out, ctx.held, ctx.chosen, ctx.mixed if only_wanted else None)
 
@@ -183,8 +229,9 @@ def run_blocks(iteration: Iteration) -> RunBlock:
         x: jax.Array,
         cache: LayerMemory,
         rotation: Rotation | None,
+        layer_input: jax.Array | None = None,
     ) -> LayerOutput:
         graph, weights = nnx.split(block)
-        return layer(graph, only_wanted, weights, x, cache, rotation)
+        return layer(graph, only_wanted, weights, x, cache, rotation, layer_input)
 
     return run

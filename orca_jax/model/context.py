@@ -11,7 +11,15 @@ import jax.numpy as jnp
 
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Layer
-from orca_jax.model.kv_cache import LayerCache, LayerMemory, LayerState
+from orca_jax.model.kv_cache import (
+    LayerCache,
+    LayerMemory,
+    LayerState,
+    cache_in,
+    state_in,
+    with_cache,
+    with_state,
+)
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.model.rotation import Rotation
 from orca_jax.model.shard import ALONE, Shard
@@ -112,7 +120,7 @@ class Iteration:
     `positions` and `slot_of_token` are [T] int32; without slots all keys and values are in the cache already.
     With `wanted`, the stage's last layer computes keys and values of all `tokens`, but hidden states of the
     wanted ones alone. `rows` are for recurrent layers; without slots it is None, because states know all
-    tokens already.
+    tokens already. `layer_inputs` [T, L, P] are what each layer of the stage has as an input of its own.
     """
 
     positions: jax.Array
@@ -121,6 +129,7 @@ class Iteration:
     wanted: Tokens | None = None
     shard: Shard = ALONE
     rows: Rows | None = None
+    layer_inputs: jax.Array | None = None
 
     def context(
         self,
@@ -128,10 +137,16 @@ class Iteration:
         x: jax.Array,
         cache: LayerMemory,
         rotation: Rotation | None,
+        layer_input: jax.Array | None = None,
         *,
         only_wanted: bool = False,
+        mixed: jax.Array | None = None,
     ) -> "Context":
-        """The context of a layer with input x [T, H]; with `only_wanted` only wanted tokens leave it."""
+        """The context of a layer with input x [T, H]; with `only_wanted` only wanted tokens leave it.
+
+        `layer_input` [T, P] is the layer's own input, in a model that has such. `mixed` [T, H] is what the
+        mixer beside attention made of these tokens, if it has seen them.
+        """
         queries = self.wanted if only_wanted and self.wanted is not None else self.tokens
         n_queries = x.shape[0] if queries.at is None else queries.at.shape[0]
         shard, product, slices, exchange = self.shard, queries.product, None, self.shard.exchange
@@ -141,6 +156,8 @@ class Iteration:
         return Context(
             *(cache, self.positions, rotation, self.slot_of_token, self.tokens),
             *(queries, product, shard, slices, self.rows),
+            layer_input=layer_input,
+            mixed=mixed,
         )
 
 
@@ -153,7 +170,8 @@ class Context:
     then has its slice.
 
     `held` is what the layer keeps between iterations: an attention layer's `cache`, or a recurrent layer's
-    `state`, whose new value is for all tokens. `mixed` [T, H] is a recurrent layer's sum after its mixer.
+    `state`, whose new value is for all tokens, or both. `mixed` [T, H] is a recurrent layer's sum after its
+    mixer, or beside attention the mixer's result, which is given where there are no slots.
     """
 
     held: LayerMemory
@@ -167,27 +185,30 @@ class Context:
     slices: Slices | None
     rows: Rows | None = None
     mixed: jax.Array | None = None
+    layer_input: jax.Array | None = None  # [T, P]
     chosen: jax.Array | None = None  # [T, k] or [R, k] int32; None without experts
 
     @property
     def cache(self) -> LayerCache:
         """An attention layer's keys and values."""
-        assert isinstance(self.held, LayerCache)
-        return self.held
+        found = cache_in(self.held)
+        assert found is not None
+        return found
 
     @cache.setter
     def cache(self, written: LayerCache) -> None:
-        self.held = written
+        self.held = with_cache(self.held, written)
 
     @property
     def state(self) -> LayerState:
         """A recurrent layer's states, by their names in its `state_shapes`."""
-        assert not isinstance(self.held, LayerCache)
-        return self.held
+        found = state_in(self.held)
+        assert found is not None
+        return found
 
     @state.setter
     def state(self, new: LayerState) -> None:
-        self.held = new
+        self.held = with_state(self.held, new)
 
     def wanted(self, x: jax.Array) -> jax.Array:
         """Select the tokens that continue after attention: [T, H] to [R, H], or to this device's slice."""

@@ -25,7 +25,9 @@ class FeedForward(nnx.Module):
         """x [T, H] to [T, H]."""
         inner = self.up(x, ctx.product)
         inner = between(inner, self.config) if self.xielu is None else xielu(inner, self.xielu[...])
-        return self.down(inner, ctx.product, ctx.shard)
+        out = self.down(inner, ctx.product, ctx.shard)
+        multiplier = self.config.multiplier
+        return out if multiplier == 1.0 else out * jnp.asarray(multiplier, out.dtype)
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -65,6 +67,8 @@ def between(x: jax.Array, config: model_config.FeedForward) -> jax.Array:
     if not config.gated:
         return activate(x, config.activation)
     gate, up = jnp.split(x, 2, axis=1)
+    if config.gate_multiplier != 1.0:
+        gate = gate * jnp.asarray(config.gate_multiplier, gate.dtype)
     if config.gate_limit is None:
         return activate(gate, config.activation) * up
     gate = jnp.minimum(gate, config.gate_limit)

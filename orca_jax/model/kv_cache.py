@@ -68,7 +68,40 @@ class LayerCache(NamedTuple):
 
 # A recurrent layer's states by name, each [n_states, ...]: the shapes of Recurrence.state_shapes.
 LayerState = dict[str, jax.Array]
-LayerMemory = LayerCache | LayerState  # what a layer keeps between iterations
+
+
+class BothMemory(NamedTuple):
+    """The memory of a layer with attention and a recurrence."""
+
+    cache: LayerCache
+    state: LayerState
+
+
+LayerMemory = LayerCache | LayerState | BothMemory  # what a layer keeps between iterations
+
+
+def cache_in(memory: LayerMemory) -> LayerCache | None:
+    """The keys and values in a layer's memory; None if it has none."""
+    if isinstance(memory, BothMemory):
+        return memory.cache
+    return memory if isinstance(memory, LayerCache) else None
+
+
+def state_in(memory: LayerMemory) -> LayerState | None:
+    """The states in a layer's memory; None if it has none."""
+    if isinstance(memory, BothMemory):
+        return memory.state
+    return None if isinstance(memory, LayerCache) or not memory else memory
+
+
+def with_cache(memory: LayerMemory, cache: LayerCache) -> LayerMemory:
+    """The memory with other keys and values."""
+    return memory._replace(cache=cache) if isinstance(memory, BothMemory) else cache
+
+
+def with_state(memory: LayerMemory, state: LayerState) -> LayerMemory:
+    """The memory with other states."""
+    return memory._replace(state=state) if isinstance(memory, BothMemory) else state
 
 
 def dtype_on_cpu(dtype: Any) -> np.dtype[Any]:
@@ -174,13 +207,16 @@ def layer_memory(
     make_cache: Callable[[tuple[int, ...], np.dtype[Any]], Any],
     make_state: Callable[[tuple[int, ...], Any], Any],
 ) -> LayerMemory:
-    """Make what a layer keeps: the states of a recurrent one in a model of `dtype`, or its cache."""
+    """Make what a layer keeps: a recurrent one's states in a model of `dtype`, a cache, or nothing."""
+    state: LayerState = {}
     if layer.recurrence is not None:
-        return layer_state(layer.recurrence, n_states, dtype, make_state)
-    assert layer.attention is not None
-    return layer_cache(
+        state = layer_state(layer.recurrence, n_states, dtype, make_state)
+    if layer.attention is None or layer.attention.kv_from is not None:
+        return state
+    cache = layer_cache(
         layer.attention, n_blocks=n_blocks, block_size=block_size, stored=stored, make=make_cache
     )
+    return BothMemory(cache, state) if state else cache
 
 
 def copy_blocks(caches: Sequence[LayerCache], copies: jax.Array) -> list[LayerCache]:

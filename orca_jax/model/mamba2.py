@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -21,17 +22,22 @@ class Mamba2Mixer(nnx.Module):
         self.conv = nnx.Param(p("conv.weight"))
         self.conv_bias = nnx.Param(p("conv.bias")) if config.conv_bias else None
         self.decay, self.step_bias = nnx.Param(p("space.decay")), nnx.Param(p("space.step_bias"))
-        self.skip, self.scale = nnx.Param(p("space.skip")), nnx.Param(p("space_norm.scale"))
+        self.skip = nnx.Param(p("space.skip"))
+        self.scale = None if config.norm is None else nnx.Param(p("space_norm.scale"))
 
     def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
         """[T, H] to [T, H], for all tokens; replaces the rows' states."""
         assert ctx.rows is not None
         config, product, dtype, n = self.config, ctx.tokens.product, x.dtype, len(x)
+        of_groups = config.n_groups * config.state_size
         ends = [config.inner, config.inner + config.channels]
-        z, xbc, step = jnp.split(self.into(x, product), ends, axis=1)
+        into = self.into(x, product)
+        if config.multipliers:
+            sizes = (config.inner, config.inner, of_groups, of_groups, config.n_heads)
+            into = into * jnp.asarray(np.repeat(config.multipliers, sizes), into.dtype)
+        z, xbc, step = jnp.split(into, ends, axis=1)
         bias = None if self.conv_bias is None else self.conv_bias[...]
         xbc, conv = causal_convolution(xbc, self.conv[...], bias, ctx.state["conv"], ctx.rows)
-        of_groups = config.n_groups * config.state_size
         ends = [config.inner, config.inner + of_groups]
         inputs, b, c = jnp.split(jax.nn.silu(xbc).astype(dtype).astype(jnp.float32), ends, axis=1)
         inputs = inputs.reshape(n, config.n_heads, -1)
@@ -45,9 +51,12 @@ class Mamba2Mixer(nnx.Module):
         return self.out(self._normed(out.reshape(n, -1), z).astype(dtype), product)
 
     def _normed(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        """The RMSNorm of x silu(z) [T, inner] over each group."""
-        gated = x * jax.nn.silu(z.astype(jnp.float32))
-        by_group = gated.reshape(len(x), self.config.n_groups, -1)
+        """x silu(z) [T, inner], normalised over each group before or after the product, if at all."""
+        gate, norm = jax.nn.silu(z.astype(jnp.float32)), self.config.norm
+        if norm is None or self.scale is None:
+            return x * gate
+        by_group = (x if self.config.norm_first else x * gate).reshape(len(x), self.config.n_groups, -1)
         mean_square = jnp.square(by_group).mean(axis=-1, keepdims=True)
-        normal = by_group * lax.rsqrt(mean_square + self.config.norm.eps)
-        return normal.reshape(x.shape) * self.scale[...].astype(jnp.float32)
+        normal = (by_group * lax.rsqrt(mean_square + norm.eps)).reshape(x.shape)
+        normal = normal * self.scale[...].astype(jnp.float32)
+        return normal * gate if self.config.norm_first else normal

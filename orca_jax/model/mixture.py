@@ -15,10 +15,11 @@ from jax import lax
 
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward
+from orca_jax.families.norm_config import Norm
 from orca_jax.model.adapted import AdaptedWeight, ExpertPairs
 from orca_jax.model.context import Context
-from orca_jax.model.feed_forward import activate, between
-from orca_jax.model.layers import Matmul, Weights, linear_of
+from orca_jax.model.feed_forward import between
+from orca_jax.model.layers import Matmul, RMSNorm, Weights, linear_of
 from orca_jax.model.ranks import ranks, sorted_places
 from orca_jax.model.shard import Shard
 
@@ -39,25 +40,41 @@ class Mixture(nnx.Module):
         self.shared_down = linear_of(p, "shared.down") if shares else None
         gate = p("shared.gate")
         self.shared_gate = None if gate is None else nnx.Param(gate)
+        narrows = config.experts.latent_size is not None
+        self.router_norm, scales = _router_norm(config.experts, p), p("router.scales")
+        self.scales = None if scales is None else nnx.Param(scales)
+        self.narrow = linear_of(p, "latent.down") if narrows else None
+        self.widen = linear_of(p, "latent.up") if narrows else None
 
-    def __call__(self, x: jax.Array, ctx: Context) -> jax.Array:
+    def __call__(self, x: jax.Array, ctx: Context, before: jax.Array | None = None) -> jax.Array:
         """x [T, H] to [T, H]; `ctx.chosen` gets the tokens' experts, [T, k] int32.
+
+        `before` is x before the layer's norm, for a router with a norm of its own.
 
         Where devices exchange tokens, x is a slice of them, and `ctx.chosen` has the experts of all slices.
         """
         experts, product = self.config.experts, ctx.product
         assert experts is not None
         correction = None if self.correction is None else self.correction[...]
-        weights, chosen = choose(experts, self._logits(x, product), correction)  # [T, k]
+        asked = x if self.router_norm is None or before is None else self.router_norm(before)
+        logits = self._logits(asked, product)
+        if experts.router_multiplier != 1.0:
+            logits = logits * experts.router_multiplier
+        weights, chosen = choose(experts, logits, correction)  # [T, k]
+        if self.scales is not None:
+            weights = weights * self.scales[...].astype(jnp.float32).at[chosen].get(mode="clip")
         mix = partial(self._mixed, shard=ctx.shard)
+        narrow = x if self.narrow is None else self.narrow(x, product)
         if ctx.slices is None:
-            mixed, ctx.chosen = mix(x, weights, chosen, product), chosen
+            mixed, ctx.chosen = mix(narrow, weights, chosen, product), chosen
         else:
-            exchanged = ctx.slices.exchanged(x, weights, chosen, product, mix, n_experts=experts.number)
+            exchanged = ctx.slices.exchanged(narrow, weights, chosen, product, mix, n_experts=experts.number)
             mixed, ctx.chosen = exchanged
+        if self.widen is not None:
+            mixed = self.widen(mixed, product)
         if self.shared_up is not None and self.shared_down is not None:
-            gate, up = jnp.split(self.shared_up(x, product), 2, axis=1)
-            shared = self.shared_down(activate(gate, self.config.activation) * up, product)
+            inner = between(self.shared_up(x, product), self.config)
+            shared = self.shared_down(inner, product)
             if self.shared_gate is not None:
                 open_ = jax.nn.sigmoid((x * self.shared_gate[...]).astype(jnp.float32).sum(axis=1))
                 shared = shared * open_[:, None].astype(x.dtype)
@@ -103,6 +120,8 @@ class Mixture(nnx.Module):
         sizes = (expert[:, None] == jnp.arange(n_here)).sum(axis=0, dtype=jnp.int32)
         token = order // top_k
         rows = x.at[token].get(mode="clip")  # [T k, H], sorted by expert
+        if self.config.experts.weighs_inputs:
+            rows, weights = rows * weights.reshape(-1)[order, None].astype(x.dtype), jnp.ones_like(weights)
         inner, pairs = product.by_expert(rows, up, sizes), None
         if adapters is not None and isinstance(adapted_up, AdaptedWeight):
             pairs = ExpertPairs.of(adapters, token, expert[order], n_here)
@@ -120,6 +139,12 @@ class Mixture(nnx.Module):
 
 def _base(weight: Any) -> Any:
     return weight.base if isinstance(weight, AdaptedWeight) else weight
+
+
+def _router_norm(experts: Experts, p: Weights) -> RMSNorm | None:
+    if experts.router_norm is None:
+        return None
+    return RMSNorm(Norm(kind="rms_norm", eps=experts.router_norm), p("router_norm.scale"))
 
 
 def choose(experts: Experts, logits: jax.Array, correction: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -36,6 +36,7 @@ def forward(
     `routed`.
     """
     p = {name: value.astype(jnp.float32) for name, value in parameters.items()}
+    seen_by_later: dict[int, tuple[jax.Array, jax.Array]] = {}  # each layer's keys and values
 
     def norm(kind: Norm, name: str, value: jax.Array) -> jax.Array:
         scale = p[f"{name}.scale"] + (1 if kind.unit_offset else 0)
@@ -57,12 +58,14 @@ def forward(
         slices = linear(f"{name}.qkv", value)  # [T, G + 2, K D]
         if layer.output_gate:
             slices = slices[:, n_groups:]
-        q, k, v = slices[:, :n_groups], slices[:, n_groups], slices[:, n_groups + 1]
+        q = slices[:, :n_groups]
+        k = slices[:, n_groups] if layer.kv_from is None else jnp.zeros((n_tokens, n_kv * size))
+        v = k if layer.values_are_keys or layer.kv_from is not None else slices[:, n_groups + 1]
         if layer.qk_norm is not None and layer.qk_norm.over == "width":
             scale = p[f"{name}.q_norm.scale"] + (1 if layer.qk_norm.norm.unit_offset else 0)
             squares = (q**2).mean(axis=(1, 2), keepdims=True)
             q = q / jnp.sqrt(squares + layer.qk_norm.norm.eps) * scale.reshape(n_groups, -1)
-            k = norm(layer.qk_norm.norm, f"{name}.k_norm", k)
+            k = k if layer.kv_from is not None else norm(layer.qk_norm.norm, f"{name}.k_norm", k)
         # Slice g, position k is query head k G + g.
         q = q.reshape(n_tokens, n_groups, n_kv, size).swapaxes(1, 2).reshape(n_tokens, layer.n_heads, size)
         k, v = k.reshape(n_tokens, n_kv, size), v.reshape(n_tokens, n_kv, size)
@@ -70,9 +73,21 @@ def forward(
         if layer.rotary is not None and layer.qk_norm is not None and layer.qk_norm.after_rotation:
             q, k = (_rotated(layer.rotary, each, position, config.n_positions) for each in (q, k))
         if layer.qk_norm is not None and layer.qk_norm.over == "head":
-            q, k = (norm(layer.qk_norm.norm, f"{name}.{n}_norm", each) for n, each in (("q", q), ("k", k)))
+            if not layer.qk_norm.scaled:
+                q, k = (
+                    each / jnp.sqrt((each**2).mean(axis=-1, keepdims=True) + layer.qk_norm.norm.eps)
+                    for each in (q, k)
+                )
+            else:
+                q = norm(layer.qk_norm.norm, f"{name}.q_norm", q)
+                k = k if layer.kv_from is not None else norm(layer.qk_norm.norm, f"{name}.k_norm", k)
         if layer.rotary is not None and (layer.qk_norm is None or not layer.qk_norm.after_rotation):
             q, k = (_rotated(layer.rotary, each, position, config.n_positions) for each in (q, k))
+        if layer.value_norm is not None:
+            v = v / jnp.sqrt((v**2).mean(axis=-1, keepdims=True) + layer.value_norm)
+        if layer.kv_from is not None:
+            k, v = seen_by_later[layer.kv_from]
+        seen_by_later[int(name.rpartition(".")[2])] = k, v
         return scaled(layer, q, position), k.repeat(n_groups, axis=1), v.repeat(n_groups, axis=1)
 
     def latent_heads(
@@ -102,7 +117,8 @@ def forward(
         """Queries times their temperatures."""
         if layer.scores.temperature is None:
             return q
-        passed = jnp.floor(position / layer.scores.temperature.step)
+        offset = layer.scores.temperature.offset
+        passed = jnp.floor((position + offset) / layer.scores.temperature.step)
         return q * (1 + layer.scores.temperature.scale * jnp.log(1 + passed))[:, None, None]
 
     def attention(layer: Attention, name: str, value: jax.Array, real: jax.Array) -> jax.Array:
@@ -123,7 +139,10 @@ def forward(
         seen = jnp.broadcast_to(real, scores.shape[1:])
         if layer.causal:
             seen &= distance >= 0
-        if layer.scores.window is not None:
+        if layer.scores.window is not None and layer.scores.chunked:
+            chunk = position // layer.scores.window
+            seen &= chunk[:, None] == chunk
+        elif layer.scores.window is not None:
             seen &= distance < layer.scores.window
         scores = jnp.where(seen, scores, -jnp.inf)
         if layer.scores.sinks:  # one more key per head, which has no value
@@ -145,6 +164,9 @@ def forward(
 
     def mixed(layer: Layer, name: str, value: jax.Array, real: jax.Array) -> jax.Array:
         """Mix the tokens of a sequence, by attention or by the layer's recurrence."""
+        if layer.attention is not None and layer.recurrence is not None:
+            attended = layer.attention_multiplier * attention(layer.attention, name, value, real)
+            return attended + layer.recurrence_multiplier * recurrence(layer.recurrence, name, value)
         if layer.attention is not None:
             return attention(layer.attention, name, value, real)
         assert layer.recurrence is not None
@@ -220,6 +242,10 @@ def forward(
         """Mamba-2 (Dao & Gu, 2024, equation 1 with a scalar A for each head)."""
         n, group = len(value), layer.n_heads // layer.n_groups
         into = linear(f"{name}.space_in", value)
+        if layer.multipliers:
+            size = layer.n_groups * layer.state_size
+            sizes = jnp.array([layer.inner, layer.inner, size, size, layer.n_heads])
+            into = into * jnp.repeat(jnp.array(layer.multipliers), sizes, total_repeat_length=into.shape[1])
         z, dt = into[:, : layer.inner], into[:, -layer.n_heads :]
         mixed = convolved(name, into[:, layer.inner : -layer.n_heads])
         x = mixed[:, : layer.inner].reshape(n, layer.n_heads, -1)
@@ -235,9 +261,13 @@ def forward(
 
         empty = jnp.zeros((layer.n_heads, layer.state_size, layer.head_size))
         _, out = jax.lax.scan(step, empty, (x, b, c, dt, alpha))
-        gated = (out.reshape(n, -1) * _ACTIVATIONS["silu"](z)).reshape(n, layer.n_groups, -1)
+        out, gate = out.reshape(n, -1), _ACTIVATIONS["silu"](z)
+        if layer.norm is None:
+            return linear(f"{name}.space_out", out * gate)
+        gated = (out if layer.norm_first else out * gate).reshape(n, layer.n_groups, -1)
         gated = gated / jnp.sqrt((gated**2).mean(axis=-1, keepdims=True) + layer.norm.eps)
-        return linear(f"{name}.space_out", gated.reshape(n, -1) * p[f"{name}.space_norm.scale"])
+        gated = gated.reshape(n, -1) * p[f"{name}.space_norm.scale"]
+        return linear(f"{name}.space_out", gated * gate if layer.norm_first else gated)
 
     def cross_attention(layer: Attention, name: str, value: jax.Array, encoded: jax.Array) -> jax.Array:
         """Attention of the decoder's tokens to the encoder's output."""
@@ -250,34 +280,49 @@ def forward(
         merged = jnp.einsum("nqk,knd->qnd", weights, v)
         return linear(f"{name}.cross_out", merged.reshape(len(value), -1))
 
-    def feed_forward(layer: FeedForward, name: str, value: jax.Array) -> jax.Array:
+    def feed_forward(
+        layer: FeedForward | None, name: str, value: jax.Array, before: jax.Array | None = None
+    ) -> jax.Array:
+        """Run a feed-forward; `before` is its input before the norm, if that is another array."""
+        assert layer is not None
         if layer.experts is not None:
-            return mixture(layer, layer.experts, name, value)
+            return mixture(layer, layer.experts, name, value, value if before is None else before)
         inner = linear(f"{name}.up", value)
         if layer.activation == "xielu":
             return linear(f"{name}.down", _xielu(inner, *p[f"{name}.xielu"]))
-        return linear(f"{name}.down", _activated(layer, inner))
+        return layer.multiplier * linear(f"{name}.down", _activated(layer, inner))
 
-    def mixture(layer: FeedForward, experts: Experts, name: str, value: jax.Array) -> jax.Array:
-        """Run each token through its experts, one after the other."""
+    def mixture(
+        layer: FeedForward, experts: Experts, name: str, value: jax.Array, before: jax.Array
+    ) -> jax.Array:
+        """Run each token through its experts, one after the other; `before` is before the layer's norm."""
+        asked = value
+        if experts.router_norm is not None:
+            kind = Norm(kind="rms_norm", eps=experts.router_norm)
+            asked = norm(kind, f"{name}.router_norm", before) * experts.router_multiplier
         weights, chosen = _routed(
-            experts, linear(f"{name}.router", value), p.get(f"{name}.router.correction")
+            experts, linear(f"{name}.router", asked), p.get(f"{name}.router.correction")
         )
+        if experts.scaled:
+            weights = weights * p[f"{name}.router.scales"][chosen]
         if routed is not None:
             routed.append(chosen)
-        out = jnp.zeros_like(value)
+        narrow = value if experts.latent_size is None else linear(f"{name}.latent.down", value)
+        out = jnp.zeros_like(narrow)
         for weight, expert in zip(weights.T, chosen.T, strict=True):  # [T] each
             up, down = p[f"{name}.experts.up.weight"][expert], p[f"{name}.experts.down.weight"][expert]
-            inner = jnp.einsum("t...h,th->t...", up, value)  # [T, F], gated [T, 2, F]
+            taken = narrow * weight[:, None] if experts.weighs_inputs else narrow
+            inner = jnp.einsum("t...h,th->t...", up, taken)  # [T, F], gated [T, 2, F]
             if layer.bias:
                 inner = inner + p[f"{name}.experts.up.bias"][expert]
             result = jnp.einsum("thf,tf->th", down, _activated(layer, inner))
             if layer.bias:
                 result = result + p[f"{name}.experts.down.bias"][expert]
-            out = out + weight[:, None] * result
+            out = out + (result if experts.weighs_inputs else weight[:, None] * result)
+        if experts.latent_size is not None:
+            out = linear(f"{name}.latent.up", out)
         if experts.shared_size is not None:
-            up = linear(f"{name}.shared.up", value)
-            shared = linear(f"{name}.shared.down", _ACTIVATIONS[layer.activation](up[:, 0]) * up[:, 1])
+            shared = linear(f"{name}.shared.down", _activated(layer, linear(f"{name}.shared.up", value)))
             if experts.shared_gate:
                 shared = shared / (1 + jnp.exp(-value @ p[f"{name}.shared.gate"]))[:, None]
             out = out + shared
@@ -303,10 +348,12 @@ def forward(
 
         match layer.residual:
             case "pre":
-                x = x + m * mixed(layer, name, n("attn_norm", x), real)
+                if layer.mixes:
+                    x = x + m * mixed(layer, name, n("attn_norm", x), real)
                 if layer.cross is not None:
                     x = x + m * cross_attention(layer.cross, name, n("cross_norm", x), encoded)
-                x = x + m * feed_forward(f, name, n("mlp_norm", x))
+                if f is not None:
+                    x = x + m * feed_forward(f, name, n("mlp_norm", x))
             case "post":
                 x = n("attn_norm", x + m * mixed(layer, name, x, real))
                 if layer.cross is not None:
@@ -314,7 +361,11 @@ def forward(
                 x = n("mlp_norm", x + m * feed_forward(f, name, x))
             case "both":
                 x = x + m * n("attn_out_norm", mixed(layer, name, n("attn_norm", x), real))
-                x = x + m * n("mlp_out_norm", feed_forward(f, name, n("mlp_norm", x)))
+                fed = feed_forward(f, name, n("mlp_norm", x), x)
+                if layer.beside is not None:
+                    beside = feed_forward(layer.beside, name, n("experts_norm", x), x)
+                    fed = n("mlp_mid_norm", fed) + n("experts_out_norm", beside)
+                x = x + m * n("mlp_out_norm", fed)
             case "after":
                 x = x + m * n("attn_out_norm", mixed(layer, name, x, real))
                 x = x + m * n("mlp_out_norm", feed_forward(f, name, x))
@@ -324,7 +375,11 @@ def forward(
             case "parallel_two_norms":
                 attended = mixed(layer, name, n("attn_norm", x), real)
                 x = x + m * (attended + feed_forward(f, name, n("mlp_norm", x)))
-        return x
+        if layer.input_size is not None and f is not None:
+            gate = _ACTIVATIONS[f.activation](linear(f"{name}.input_gate", x))
+            own = inputs[:, int(name.rpartition(".")[2])]
+            x = x + n("input_norm", linear(f"{name}.input_out", gate * own))
+        return x * p[f"{name}.scalar"] if layer.scalar else x
 
     encoded, is_input = jnp.zeros((0, config.hidden_size)), jnp.zeros(0, bool)
     if config.encoder is not None:
@@ -337,6 +392,12 @@ def forward(
             encoded = norm(config.encoder.final_norm, "encoder.final_norm", encoded)
 
     x = embedded(token_ids, "")
+    inputs = jnp.zeros((len(token_ids), config.n_layers, 0))
+    if config.input_size is not None:  # [T, L, P]
+        inputs = p["inputs.embedding"][token_ids].reshape(len(token_ids), config.n_layers, -1)
+        projected = (x @ p["inputs.project"].T).reshape(inputs.shape) / math.sqrt(config.hidden_size)
+        projected = norm(config.layers[0].norm, "inputs.norm", projected)
+        inputs = (inputs * math.sqrt(config.input_size) + projected) / math.sqrt(2)
     for i, layer in enumerate(config.layers):
         x = through(layer, f"layers.{i}", x, jnp.ones(len(token_ids), bool))
     if config.final_norm is not None:
@@ -371,7 +432,7 @@ def _activated(layer: FeedForward, inner: jax.Array) -> jax.Array:
     """Apply the activation between the two products: inner [T, F], gated [T, 2, F]."""
     if not layer.gated:
         return _ACTIVATIONS[layer.activation](inner)
-    gate, up = inner[:, 0], inner[:, 1]
+    gate, up = layer.gate_multiplier * inner[:, 0], inner[:, 1]
     if layer.gate_limit is None:
         return _ACTIVATIONS[layer.activation](gate) * up
     gate, up = jnp.minimum(gate, layer.gate_limit), jnp.clip(up, -layer.gate_limit, layer.gate_limit)

@@ -45,5 +45,5 @@ def rotate(x: jax.Array, by: Rotation, *, interleaved: bool) -> jax.Array:
 
 def query_factors(temperature: Temperature, positions: jax.Array) -> jax.Array:
     """The factors on the queries of tokens at `positions` [T] int32, [T] float32."""
-    steps = (positions // temperature.step).astype(jnp.float32)
+    steps = ((positions + temperature.offset) // temperature.step).astype(jnp.float32)
     return 1 + temperature.scale * jnp.log1p(steps)

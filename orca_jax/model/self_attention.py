@@ -29,12 +29,12 @@ class SelfAttention(nnx.Module):
         """x [T, H] to [R, H], the tokens that attend, or to this device's slice of them."""
         config = self.config
         qkv = self.qkv(x, ctx.tokens.product)
-        n_slices = 2 * config.group + 2 if config.output_gate else config.group + 2
+        n_slices = config.group * (2 if config.output_gate else 1) + config.kv_slices
         qkv = qkv.reshape(x.shape[0], n_slices, config.n_kv_heads // ctx.shard.n, config.head_size)
         gate = None
         if config.output_gate:
             gate, qkv = ctx.queries.of(qkv[:, : config.group]), qkv[:, config.group :]
-        queries = self._placed(qkv, ctx)
+        queries = self._placed(qkv, ctx) if config.kv_from is None else self._queries(qkv, ctx)
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32).reshape(config.group, -1)
         attended = ctx.queries.attend(queries, ctx.cache, config, self._bias(ctx.shard), sinks)
         if gate is not None:
@@ -46,6 +46,8 @@ class SelfAttention(nnx.Module):
     def _placed(self, qkv: jax.Array, ctx: Context) -> jax.Array:
         """Write the keys and values of qkv [T, G + 2, K, D], if there are slots, and return the queries.
 
+        Where values are keys, qkv ends with the keys.
+
         The queries, with their norm and rotation, are the first G slices of the result [R, n, K, D].
         """
         config, group, rotation = self.config, self.config.group, ctx.rotation
@@ -53,11 +55,14 @@ class SelfAttention(nnx.Module):
         all_attend, slots, attend = ctx.queries.at is None, ctx.slot_of_token, ctx.tokens.attend
         # All tokens have queries, even those that do not attend: leaving them out would copy the weight.
         queries, keys = ctx.queries.of(qkv), qkv[:, group : group + 1]
+        values = qkv if config.value_norm is None else _normed(qkv[:, -1:], config.value_norm)
         heads, key = qkv, group  # an array with the keys, and their slice of it
         qk_norm, temperature = config.qk_norm, config.scores.temperature
         if rotation is not None and qk_norm is not None and qk_norm.after_rotation:
             queries, keys = self._rotated(queries[:, :group], keys, rotation, ctx)
             rotation = None
+        if qk_norm is not None and not qk_norm.scaled:
+            queries, keys = (_normed(each, qk_norm.norm.eps) for each in (queries[:, :group], keys))
         if self.q_norm is not None and self.k_norm is not None and qk_norm is not None:
             queries = queries[:, :group]
             if qk_norm.over == "width":
@@ -74,7 +79,7 @@ class SelfAttention(nnx.Module):
             n_queries = 0 if rotation is None or not all_attend else group
             rotated, ctx.cache = attend.place(
                 heads,
-                qkv,
+                values,
                 slots,
                 ctx.cache,
                 rotation,
@@ -88,8 +93,27 @@ class SelfAttention(nnx.Module):
         if rotation is not None:
             queries, keys = self._rotated(queries[:, :group], keys, rotation, ctx)
         if slots is not None:
-            ctx.cache = write(ctx.cache, keys[:, 0], qkv[:, group + 1], slots)
+            ctx.cache = write(ctx.cache, keys[:, 0], values[:, -1], slots)
         return queries
+
+    def _queries(self, qkv: jax.Array, ctx: Context) -> jax.Array:
+        """The queries [R, G, K, D] of a layer that attends to another layer's keys and values."""
+        queries, rotation, qk_norm = ctx.queries.of(qkv), ctx.rotation, self.config.qk_norm
+        temperature = self.config.scores.temperature
+        by = None if rotation is None else rotation.of(ctx.queries.of)
+        interleaved = self.config.rotary is not None and self.config.rotary.interleaved
+        first = qk_norm is not None and qk_norm.after_rotation
+        if by is not None and first:
+            queries = rotate(queries, by, interleaved=interleaved)
+        if qk_norm is not None and not qk_norm.scaled:
+            queries = _normed(queries, qk_norm.norm.eps)
+        if self.q_norm is not None and qk_norm is not None:
+            over_width = qk_norm.over == "width"
+            queries = self.q_norm.over_heads(queries, ctx.shard) if over_width else self.q_norm(queries)
+        if temperature is not None:
+            factors = query_factors(temperature, ctx.queries.of(ctx.positions)).astype(queries.dtype)
+            queries = queries * factors[:, None, None, None]
+        return queries if by is None or first else rotate(queries, by, interleaved=interleaved)
 
     def _rotated(
         self, queries: jax.Array, keys: jax.Array, rotation: Rotation, ctx: Context
@@ -112,8 +136,15 @@ class SelfAttention(nnx.Module):
 
 
 def _qk_norms(attention: Attention, p: Weights) -> tuple[RMSNorm | None, RMSNorm | None]:
-    if attention.qk_norm is None:
+    if attention.qk_norm is None or not attention.qk_norm.scaled:
         return None, None
     q_scale, k_scale = p("q_norm.scale"), p("k_norm.scale")
-    assert q_scale is not None and k_scale is not None
-    return RMSNorm(attention.qk_norm.norm, q_scale), RMSNorm(attention.qk_norm.norm, k_scale)
+    assert q_scale is not None and (k_scale is not None or attention.kv_from is not None)
+    keys = None if k_scale is None else RMSNorm(attention.qk_norm.norm, k_scale)
+    return RMSNorm(attention.qk_norm.norm, q_scale), keys
+
+
+def _normed(x: jax.Array, eps: float) -> jax.Array:
+    """An RMSNorm of each head of x [T, n, K, D], without a scale."""
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + eps)).astype(x.dtype)

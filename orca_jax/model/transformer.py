@@ -5,6 +5,7 @@ all of this class: a configuration names the parts of each layer, and block.py p
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -85,7 +86,12 @@ class Transformer(nnx.Module):
         project = config.embedding.size != config.hidden_size
         if first or (last and config.embedding.tied):
             self.token_embedding = nnx.Param(parameters["token_embedding"])
+        self.first_layer = layers.start
         if first:
+            sized = config.input_size is not None
+            self.input_embedding = nnx.Param(parameters["inputs.embedding"]) if sized else None
+            self.input_project = Linear(parameters["inputs.project"], None) if sized else None
+            self.input_norm = norm_of(config.layers[0].norm, parameters.get, "inputs.norm") if sized else None
             positions = None if config.positions is None else nnx.Param(parameters["position_embedding"])
             self.position_embedding = positions
             embedding_norm = config.embedding.norm
@@ -128,20 +134,55 @@ class Transformer(nnx.Module):
 
     def _embedded(self, token_ids: jax.Array, shard: Shard, product: Matmul) -> jax.Array:
         """The tokens' rows of the embedding, [T, E]."""
-        adapted = self.token_embedding.get_value()  # [V / n, E]
-        table = adapted.base if isinstance(adapted, AdaptedWeight) else adapted
-        n_here = jax.tree.leaves(table)[0].shape[0]  # in every form the vocabulary is the first axis
-        row = token_ids - shard.index * n_here if shard.n > 1 else token_ids
-        x = rows_of(table, row, self.dtype)  # [T, E]
-        if shard.n > 1:
-            is_here = (row >= 0) & (row < n_here)
-            x = jnp.where(is_here[:, None], x, 0)
-        if isinstance(adapted, AdaptedWeight) and product.adapters is not None:
-            x = x + adapted.change_of_rows(row, product.adapters, product)
-        x = shard.total(x)
+        weight = self.token_embedding.get_value()  # [V / n, E]
+        if isinstance(weight, AdaptedWeight):
+            groups = product.adapters
+            change = None if groups is None else partial(weight.change_of_rows, groups=groups, products=product)
+            x = self._rows(weight.base, token_ids, shard, change)
+        else:
+            x = self._rows(weight, token_ids, shard)
         if self.config.embedding.multiplier != 1.0:
             x = x * jnp.asarray(self.config.embedding.multiplier, x.dtype)
         return x
+
+    def _rows(
+        self,
+        table: Any,
+        token_ids: jax.Array,
+        shard: Shard,
+        change: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> jax.Array:
+        """The tokens' rows of a table whose vocabulary the shards share, [V / n, ...].
+
+        `change` gives what an adapter adds to this shard's rows, of which some may be other shards'.
+        """
+        n_here = jax.tree.leaves(table)[0].shape[0]  # in every form the vocabulary is the first axis
+        row = token_ids - shard.index * n_here if shard.n > 1 else token_ids
+        x = rows_of(table, row, self.dtype)
+        if shard.n > 1:
+            is_here = (row >= 0) & (row < n_here)
+            x = jnp.where(is_here[:, None], x, 0)
+        return shard.total(x if change is None else x + change(row))
+
+    def layer_inputs(
+        self,
+        token_ids: jax.Array,
+        x: jax.Array,
+        shard: Shard = ALONE,
+        product: Matmul = matmul,
+    ) -> jax.Array | None:
+        """All layers' own inputs of tokens whose embeddings are x [T, H], [T, L, P]; None without them.
+
+        Half of an input is the token's row of a table, half is made of its embedding.
+        """
+        if self.input_embedding is None or self.input_project is None or self.input_norm is None:
+            return None
+        size = self.config.input_size
+        assert size is not None
+        own = self._rows(self.input_embedding.get_value(), token_ids, shard)
+        own = (own * jnp.asarray(size**0.5, own.dtype)).reshape(len(x), -1, size)
+        made = self.input_project(x, product) * jnp.asarray(self.config.hidden_size**-0.5, x.dtype)
+        return (self.input_norm(made.reshape(own.shape)) + own) * jnp.asarray(2**-0.5, x.dtype)
 
     def through(self, x: jax.Array, caches: Sequence[LayerMemory], iteration: Iteration) -> LayersOutput:
         """Run x [T, H] through the layers, which write the caches; only wanted tokens leave the last one."""
@@ -152,21 +193,41 @@ class Transformer(nnx.Module):
         before_last, written, chosen = x, list[LayerMemory](), list[jax.Array]()
         for i, (block, cache) in enumerate(zip(self.layers, caches, strict=True), 1):
             before_last, only_wanted = x, iteration.wanted is not None and i == len(self.layers)
-            out = run(block, only_wanted, x, cache, rotations[block.config.rotary])
-            before_last = before_last if out.mixed is None else out.mixed
+            own = None if iteration.layer_inputs is None else iteration.layer_inputs[:, i - 1]
+            # Keys and values of another layer are in that layer's cache.
+            source = self.config.memory_of(self.first_layer + i - 1) - self.first_layer
+            shared = source < i - 1
+            held = written[source] if shared else cache
+            out = run(block, only_wanted, x, held, rotations[block.config.rotary], own)
+            if out.mixed is not None and not block.config.has_both:
+                before_last = out.mixed
+            further = [out.mixed if block.config.has_both else None, own]
+            needed = [before_last, *(each for each in further if each is not None)]
+            before_last = needed[0] if len(needed) == 1 else jnp.concatenate(needed, axis=1)
             x = out.x
-            written.append(out.cache)
+            written.append(cache if shared else out.cache)
             chosen += [] if out.chosen is None else [out.chosen]
         return LayersOutput(x, before_last, written, tuple(chosen))
 
     def last_layer(self, x: jax.Array, cache: LayerMemory, iteration: Iteration) -> LayerOutput:
         """Run x [T, H] through the last layer alone; the tokens' keys and values are in its cache already.
 
+        After x come, along the last axis, the results of a mixer beside attention, and the layer's own input,
+        in models that have such (`ModelConfig.carried_size`).
         Of a recurrent layer only what follows the mixer, which has seen the tokens.
         """
         block = self.layers[-1]
         rotation = self._rotation(block.config.rotary, iteration.positions)
-        ctx = iteration.context(block.config, x, cache, rotation)
+        size, has_both = self.config.hidden_size, block.config.has_both
+        x, mixed, own = jnp.split(x, [size, size * (1 + has_both)], axis=1)
+        ctx = iteration.context(
+            block.config,
+            x,
+            cache,
+            rotation,
+            None if self.config.input_size is None else own,
+            mixed=mixed if has_both else None,
+        )
         return LayerOutput(block(x, ctx), ctx.held, ctx.chosen)
 
     def cross_caches(

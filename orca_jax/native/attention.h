@@ -30,6 +30,7 @@ typedef struct {
   q_type *out;
   float scale, soft_cap; /* soft_cap 0: none */
   int window;            /* keys that a query sees, including its own */
+  int chunked;           /* whether windows stand still: a query sees the keys of its own chunk of that size */
   int causal;            /* whether a query sees no later key */
   int furthest;          /* M: keys further away have this distance's relative bias */
   int n_slices, group, n_heads, max_blocks; /* n, G, K */
@@ -39,6 +40,11 @@ typedef struct {
 
 static inline int lesser(int a, int b) { return a < b ? a : b; }
 static inline int greater(int a, int b) { return a > b ? a : b; }
+
+/* The first key that a query at position `last` sees. */
+static inline int first_key(const Attention *a, int last) {
+  return a->chunked ? last - last % a->window : greater(0, last - a->window + 1);
+}
 
 /* The place, in slots of a head, of a row's key and value at `position`. */
 static inline size_t place_of(const Attention *a, const int32_t *table, int head, unsigned position) {

@@ -160,7 +160,7 @@ static void attend_one(const Attention *a, int row, int first, int n_heads) {
       for (int i = 0; i < PARTS; i++) running->q[i] = load(q + i * LANES) * all(a->scale);
       for (int i = 0; i < VALUE_PARTS; i++) running->out[i] = all(0);
     }
-  int base = greater(0, length - a->window), n = lesser(length - base, CHUNK), h = 0;
+  int base = first_key(a, length - 1), n = lesser(length - base, CHUNK), h = 0;
   const kv_type *values[CHUNK], *keys[2][CHUNK]; /* this step's keys and the next step's */
   Scales scales;
   find(a, a->keys, table, first, base, n, keys[0]);

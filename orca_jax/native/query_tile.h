@@ -119,7 +119,7 @@ INLINE void attend_vectors(const Attention *a, Tile tile, int head, const int ve
     const int number = tile.start + lesser(m, tile.n - 1), token = number / group, g = number % group;
     queries[m] = query(a, begin + token, g, head);
     seen.last[m] = a->causal ? before + token : length - 1;
-    seen.first[m] = greater(0, seen.last[m] - a->window + 1);
+    seen.first[m] = first_key(a, seen.last[m]);
     seen.slopes[m] = slope(a, g, head);
     tops[m] = first_score(a, g, head, &totals[m]);
   }

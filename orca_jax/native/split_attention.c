@@ -100,6 +100,7 @@ XLA_FFI_Error *split_attention(XLA_FFI_CallFrame *frame) {
   a->scale = *(const float *)attribute(frame, "scale");
   a->soft_cap = *(const float *)attribute(frame, "soft_cap");
   a->window = *(const int32_t *)attribute(frame, "window");
+  a->chunked = *(const int32_t *)attribute(frame, "chunked");
   a->causal = *(const int32_t *)attribute(frame, "causal");
   a->n_slices = q->dims[1];
   a->group = group;

@@ -57,6 +57,7 @@ def native_split_attention(
     group: int | None = None,
     scale: float | None = None,
     window: int | None = None,
+    chunked: bool = False,
     soft_cap: float | None = None,
     slopes: jax.Array | None = None,
     causal: bool = True,
@@ -122,4 +123,5 @@ def native_split_attention(
         scale=np.float32(head_size**-0.5 if scale is None else scale),
         soft_cap=np.float32(soft_cap or 0),
         window=np.int32(_ALL_KEYS if window is None else min(window, _ALL_KEYS)),
+        chunked=np.int32(chunked),
     )

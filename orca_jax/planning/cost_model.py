@@ -12,14 +12,14 @@ are then those of one device of the stage; what it sends to the others is counte
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby
 from typing import Literal, NamedTuple
 
 from orca_jax.families.attention_config import Attention, Latent
 from orca_jax.families.mixtures.experts_config import Experts
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.parameters import (
     ENCODER,
     HEAD,
@@ -159,8 +159,11 @@ def operations(
     stage = stage_products(model, layers, n_shards)
     linear = partial(linear_operation, weight_bytes=weight_bytes)
 
-    def layer(products: Sequence[_Product], window: int | None, *, last: bool = False) -> Iterator[Operation]:
+    def layer(
+        products: Sequence[_Product], own: Attention | None, *, last: bool = False
+    ) -> Iterator[Operation]:
         plain, latent = _NO_ROWS, model.attention.latent
+        window = None if own is None else own.scores.window
         if isinstance(shape, IterationShape):
             asked = shape.last_tokens if last else shape
             in_reach, crossed = asked.sums(window), asked.crossed()
@@ -172,11 +175,12 @@ def operations(
         n_tokens = sums.n_tokens
         for product in products:
             if product.takes_attention:
+                assert own is not None
                 yield attention_operation(
-                    model.attention,
+                    own,
                     n_shards,
                     crossed if product.crosses else in_reach,
-                    n_written=0 if product.crosses else sums.n_tokens,
+                    n_written=0 if product.crosses or own.kv_from is not None else sums.n_tokens,
                     weight_bytes=weight_bytes,
                     kv_bytes=kv_bytes,
                     plain=plain,
@@ -193,12 +197,12 @@ def operations(
         n_embed_flops = sums.n_tokens * model.hidden_size * (len(stage.tables) - 1)
         result.append(Operation("embed", n_embed_bytes, n_embed_flops))
         result += [linear(product, sums.n_tokens) for product in stage.before]
-    for products, window, count in stage.layers:
-        result += [*layer(products, window)] * count
+    for products, own, count in stage.layers:
+        result += [*layer(products, own)] * count
     if stage.head is not None:
-        products, window, _ = stage.layers[-1]
+        products, own, _ = stage.layers[-1]
         n_operations = len(products) + sum(product.takes_attention for product in products)
-        result[-n_operations:] = layer(products, window, last=True)
+        result[-n_operations:] = layer(products, own, last=True)
         result += [linear(product, sums.n_rows) for product in stage.after]
         local_vocab, n_in = stage.head.local_shape(n_shards)
         n_logit_bytes = LOGIT_BYTES * sums.n_rows * local_vocab
@@ -253,13 +257,13 @@ class _StageProducts(NamedTuple):
     """The matrices of a stage on one device.
 
     `tables` are the embedding tables. `layers` groups equal neighbouring layers: products,
-    window and count. `head` is the head's matrix. `encoder_tables` and `encoder` are the
+    attention and count. `head` is the head's matrix. `encoder_tables` and `encoder` are the
     encoder's; `cross` are the products that make keys and values for cross attention, with their counts.
     """
 
     tables: tuple[Parameter, ...]
     before: tuple[_Product, ...]
-    layers: tuple[tuple[tuple[_Product, ...], int | None, int], ...]
+    layers: tuple[tuple[tuple[_Product, ...], Attention | None, int], ...]
     after: tuple[_Product, ...]
     head: Parameter | None
     encoder_tables: tuple[Parameter, ...] = ()
@@ -295,8 +299,9 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
             n_in, n_out, n_weights, False, False, experts, share, form=parameter.form, shape=shape
         )
 
-    def of_layer(parameters: Mapping[str, Parameter], experts: Experts | None) -> dict[str, _Product]:
+    def of_layer(parameters: Mapping[str, Parameter], layer: Layer) -> dict[str, _Product]:
         found: dict[str, _Product] = {}
+        experts = layer.experts
         for name, parameter in parameters.items():
             bias = parameters.get(name.replace(".weight", ".bias"))
             if parameter.use == "linear":
@@ -305,6 +310,8 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
             elif parameter.use == "expert":
                 assert experts is not None
                 found[name] = of_expert(parameter, bias, experts)
+        if not layer.mixes:
+            found = {name: made._replace(of_queries=True) for name, made in found.items()}
         return found
 
     def projections(stage: Stage) -> tuple[_Product, ...]:
@@ -318,12 +325,9 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
             if one.use == "embedding" and (name == TOKEN_EMBEDDING or name.startswith(ENCODER) is encoder)
         )
 
-    def experts_of(layer: int) -> Experts | None:
-        return model.layers[layer].feed_forward.experts
-
     alike = [
         (
-            of_layer(layer_parameters(model, group[0]), experts_of(group[0])),
+            of_layer(layer_parameters(model, group[0]), model.layers[group[0]]),
             model.layers[group[0]],
             len(group),
         )
@@ -340,7 +344,7 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
         layers=tuple(
             (
                 tuple(product for name, product in products.items() if name != _CROSS_KV),
-                None if layer.attention is None else layer.attention.scores.window,
+                layer.attention,
                 count,
             )
             for products, layer, count in alike
@@ -349,7 +353,7 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
         head=head,
         encoder_tables=tables(encoder=True),
         encoder=tuple(
-            (tuple(of_layer(encoder_layer_parameters(model, group[0]), None).values()), len(group))
+            (tuple(of_layer(encoder_layer_parameters(model, group[0]), read[group[0]]).values()), len(group))
             for group in encoder
         ),
         cross=tuple((products[_CROSS_KV], count) for products, _, count in alike if _CROSS_KV in products),
@@ -376,7 +380,8 @@ def attention_operation(
     `sums` count the queries, and `n_written` the tokens whose keys and values are written. `plain` sums over
     the requests whose latent attention takes the plain form.
     """
-    n_kv_bytes = own.cached_bytes(kv_bytes) // n_shards * (n_written + sums.n_keys)
+    cached = replace(own, kv_from=None).cached_bytes(kv_bytes)  # of the layer whose keys these are
+    n_kv_bytes = cached // n_shards * (n_written + sums.n_keys)
     around = (own.width + own.n_heads * own.value_size) // n_shards  # elements of a token: queries, results
     saved = 0  # elements of `around` that the plain form does not have
     if own.latent is not None:

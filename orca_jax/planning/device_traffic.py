@@ -37,6 +37,7 @@ def shared_bytes(
     last = layers.stop == model.n_layers
     each = 2 if model.encoder is None else 3
     n_sums = each * (len(layers) - last) + (layers.start == 0)
+    n_sums += sum(model.layers[i].beside is not None for i in layers)
     sums = sums_of(shape)
     n_summed = n_sums * hop_bytes(model, shape, weight_bytes=weight_bytes)
     n_summed += each * last * weight_bytes * sums.n_rows * model.hidden_size
@@ -45,10 +46,10 @@ def shared_bytes(
     for i in layers if exchanges is not None else ():
         layer, is_last = model.layers[i], i == model.n_layers - 1
         if exchanges is not None and exchanges(layer, last=is_last):
-            assert layer.feed_forward.experts is not None
+            assert layer.experts is not None
             width = weight_bytes * model.hidden_size
             n_tokens = sums.n_rows if is_last else sums.n_tokens
-            whole, moved = exchanged_bytes(layer.feed_forward.experts, width, n_tokens, n_shards)
+            whole, moved = exchanged_bytes(layer.experts, width, n_tokens, n_shards)
             total += whole + moved - gathered_bytes(width, n_tokens, n_shards)
     return total
 

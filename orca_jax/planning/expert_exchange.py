@@ -50,7 +50,9 @@ def exchangeable(layer: Layer, n_devices: int) -> bool:
     A shared expert is split over the devices as a dense layer is, so each of them needs all tokens anyway.
     """
     own = layer.feed_forward
-    if own.experts is None or own.experts.shared_size is not None or layer.cross is not None:
+    if own is None or own.experts is None or layer.cross is not None or layer.beside is not None:
+        return False
+    if own.experts.shared_size is not None or own.experts.latent_size is not None:
         return False
     return n_devices > 1 and whole_experts(
         own.size, own.experts.number, n_devices, packed=layer.has_whole_experts
@@ -64,12 +66,12 @@ def exchange_seconds(
 
     Rings take no account of latency: the exchange's three have fewer steps than two all-reduces.
     """
-    assert layer.feed_forward.experts is not None
+    assert layer.experts is not None
     ring = device.ring_rate(n_devices)
     # Unlike rings, point-to-point sends do not spread over all of a machine's network links: each device has
     # its own (github.com/NVIDIA/nccl-tests/issues/267).
     inside = n_devices <= device.per_machine
     ragged = min(device.inside, _RAGGED_INSIDE) if inside else device.between
-    rings, moved = exchanged_bytes(layer.feed_forward.experts, width, n_tokens, n_devices)
+    rings, moved = exchanged_bytes(layer.experts, width, n_tokens, n_devices)
     started = 2 * (n_devices - 1) * _RAGGED_SECONDS
     return gathered_bytes(width, n_tokens, n_devices) / ring, rings / ring + moved / ragged + started

@@ -94,9 +94,11 @@ class PlanTarget:
     def _attention(self, config: ModelConfig) -> Attention:
         """The device's kind of attention, or its replacement for a model that no GPU kernel can compute."""
         attentions = [layer.attention for layer in config.layers if layer.attention is not None]
-        in_pure_jax = (one.scores.alibi or one.kv_code for one in attentions)
+        in_pure_jax = (one.scores.alibi or one.kv_code or one.scores.chunked for one in attentions)
         latent = any(one.latent for one in attentions) and self.device.attention != "kernel"
-        if self.device.name != CPU and (config.encoder is not None or latent or any(in_pure_jax)):
+        differ = len({(one.head_size, one.n_kv_heads) for one in attentions}) > 1
+        pure_jax = config.encoder is not None or latent or differ or any(in_pure_jax)
+        if pure_jax and self.device.name != CPU:
             return "static"
         sinks = any(one.scores.sinks for one in attentions)
         return "cudnn" if sinks and self.device.attention == "kernel" else self.device.attention

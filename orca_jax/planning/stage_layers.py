@@ -28,6 +28,7 @@ def check_split(config: ModelConfig, parallel: ParallelConfig) -> None:
             f"pipeline_parallel is {n_stages}, but the model's n_layers is {config.n_layers}; each stage "
             "needs at least one layer"
         )
+    _check_shared(config, n_stages)
     problem = _uneven(config, n_devices)
     if problem is not None:
         raise ConfigError(
@@ -48,6 +49,22 @@ def check_split(config: ModelConfig, parallel: ParallelConfig) -> None:
             "exchange tokens: each of several devices must have whole experts, and there must be no shared "
             "expert (docs/experts.md); use gather or auto"
         )
+
+
+def _check_shared(config: ModelConfig, n_stages: int) -> None:
+    """Raise ConfigError where stages would need what an earlier stage alone has."""
+    if n_stages > 1 and config.input_size is not None:
+        raise ConfigError(
+            f"pipeline_parallel is {n_stages}, and the model's layers have inputs of their own, which the "
+            "first stage alone has; use pipeline_parallel=1, with tensor_parallel for more devices"
+        )
+    for layers in stage_layers(config.n_layers, n_stages):
+        for i in layers:
+            if config.memory_of(i) < layers.start:
+                raise ConfigError(
+                    f"pipeline_parallel is {n_stages}, and layer {i} takes the keys and values of layer "
+                    f"{config.memory_of(i)}, which would be on an earlier stage; use fewer stages"
+                )
 
 
 def tensor_degrees(config: ModelConfig, most: int) -> list[int]:

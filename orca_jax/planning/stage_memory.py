@@ -10,7 +10,7 @@ from typing import Literal
 
 from orca_jax.config import Attention
 from orca_jax.families.adapters import adapter_bytes, padded_rank
-from orca_jax.families.model_config import Layer, ModelConfig
+from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.parameters import encoder_layers_of, stage_bytes, whole_experts
 from orca_jax.families.recurrence_config import state_bytes as state_bytes_of_layer
 from orca_jax.families.weight_form import Dense
@@ -206,6 +206,8 @@ def temporary_bytes(
         starts, work = _static_attention_bytes(config, most, n_devices, n_tokens, n_rows, itemsize)
         needed = starts + max(needed, work)
     needed += _rotation_bytes(config, layers, n_tokens)
+    if layers.start == 0:  # all layers' own inputs: the rows of a table, what is projected, their sum
+        needed += 3 * n_tokens * config.n_layers * (config.input_size or 0) * itemsize
     if layers.stop == config.n_layers:
         # The full sampler keeps each row's probabilities. Scoring keeps logits and candidates for the most
         # likely tokens; on a CPU it sorts whole rows with their indices.
@@ -241,26 +243,36 @@ def _elements_per_token(
 
 
 def _elements_of_feed_forward(hidden: int, layer: Layer, n_devices: int, *, cpu: bool) -> int:
-    """The most elements per token in the feed-forward part.
+    """The most elements per token in the feed-forward part, or in experts beside it, whose results stay."""
+    parts = [part for part in (layer.feed_forward, layer.beside) if part is not None]
+    beside = 2 * hidden if layer.beside is not None else 0
+    whole = layer.has_whole_experts
+    return beside + max(
+        (_elements_of(hidden, part, n_devices, whole, cpu=cpu) for part in parts), default=hidden
+    )
+
+
+def _elements_of(hidden: int, feed_forward: FeedForward, n_devices: int, whole: bool, *, cpu: bool) -> int:
+    """The most elements per token in a feed-forward.
 
     The residual stream stays. The first product needs its input, and the activation function the product: a
     GPU applies it in place unless the layer is gated, where the result is half as wide as the product.
     """
-    feed_forward = layer.feed_forward
     size = feed_forward.size // n_devices
     product = size * (2 if feed_forward.gated else 1)
     if feed_forward.experts is not None:
         # A row for each expert of a token: its input or its result, and the values in between.
         experts = feed_forward.experts
-        if whole_experts(feed_forward.size, experts.number, n_devices, packed=layer.has_whole_experts):
+        if whole_experts(feed_forward.size, experts.number, n_devices, packed=whole):
             size, product = size * n_devices, product * n_devices
         middle = size if feed_forward.gated or cpu else 0
-        taken = product + max(hidden, middle)
-        if not cpu and hidden >= product:
+        width = hidden if experts.latent_size is None else experts.latent_size
+        taken = product + max(width, middle)
+        if not cpu and width >= product:
             # XLA places the largest array first: input and result share one place, and the values in between
             # get another.
-            taken = hidden + product + middle
-        return hidden * (2 if cpu else 1) + feed_forward.experts.top_k * taken
+            taken = width + product + middle
+        return hidden * (2 if cpu else 1) + 2 * (experts.latent_size or 0) + experts.top_k * taken
     if cpu:
         return 2 * hidden + product + size
     return hidden + product + max(hidden, size if feed_forward.gated else 0)
@@ -268,10 +280,10 @@ def _elements_of_feed_forward(hidden: int, layer: Layer, n_devices: int, *, cpu:
 
 def _unpacked_bytes(hidden: int, layer: Layer, n_devices: int, itemsize: int, *, cpu: bool) -> int:
     """Bytes for unpacking packed experts: one at a time on a CPU, the device's share at once on a GPU."""
-    experts = layer.feed_forward.experts
-    if experts is None or isinstance(experts.form, Dense):
+    own, experts = layer.sparse, layer.experts
+    if own is None or experts is None or isinstance(experts.form, Dense):
         return 0
-    n_rows = layer.feed_forward.size * (2 if layer.feed_forward.gated else 1)
+    n_rows = own.size * (2 if own.gated else 1)
     return (1 if cpu else experts.number // n_devices) * n_rows * hidden * itemsize
 
 
@@ -308,7 +320,7 @@ def _kernel_bytes(config: ModelConfig, n_devices: int, n_tokens: int, itemsize: 
     A part takes 4 bytes an element: float32, or 16 bits and 16 bits of rounding error. Latent attention has
     parts of rows, of up to 64 heads and 16 bits an element; its keys are in the cache already.
     """
-    attention = config.attention
+    attention = config.widest
     if attention.latent is not None:
         n_heads, rank = attention.n_heads // n_devices, attention.latent.rank
         own = config.hidden_size + n_heads * (attention.head_size + rank)
@@ -317,7 +329,7 @@ def _kernel_bytes(config: ModelConfig, n_devices: int, n_tokens: int, itemsize: 
     around = n_tokens * itemsize * (config.hidden_size + own)
     if n_tokens <= _CUT_QUERIES or config.n_heads // n_devices > _CUT_HEADS:
         return around
-    return around + _CUT_PARTS * _CUT_QUERIES * config.head_size * 4
+    return around + _CUT_PARTS * _CUT_QUERIES * attention.head_size * 4
 
 
 def _cudnn_attention_bytes(config: ModelConfig, n_devices: int, shape: EngineShape, itemsize: int) -> int:
@@ -326,8 +338,8 @@ def _cudnn_attention_bytes(config: ModelConfig, n_devices: int, shape: EngineSha
     For the near keys XLA keeps a contiguous copy of their values, and a weight per query and head.
     """
     (n_tokens, n_rows), block = _largest_batch(shape), shape.block_size
-    width, heads = config.attention.width // n_devices, config.n_heads // n_devices
-    kv_width = config.attention.kv_width // n_devices
+    width, heads = config.widest.width // n_devices, config.n_heads // n_devices
+    kv_width = config.widest.kv_width // n_devices
     queries = min(_TILE_QUERIES, n_tokens)
     n_tiles = n_tokens // queries + min(n_rows, n_tokens // 2)
     keys = ((block + queries - 2) // block + 1) * block
@@ -343,13 +355,14 @@ def _static_attention_bytes(
     XLA fills the initial sums of all layers before the first layer. A layer's work is the keys and values
     gathered for all tiles at once, and their scores.
     """
-    heads, kv_width = config.n_heads // n_devices, config.attention.kv_width // n_devices
+    own = config.widest
+    heads, kv_width = config.n_heads // n_devices, own.kv_width // n_devices
     queries, keys = min(_TILE_QUERIES, n_tokens), min(_TILE_KEYS, config.n_positions)
     n_tiles = n_tokens // queries + min(n_rows, n_tokens // 2)
-    results = heads * config.attention.value_size
+    results = heads * own.value_size
     starts = n_tiles * queries * 4 * (results + 2 * heads) + n_tokens * results * itemsize
     gathered, scores = n_tiles * keys * kv_width * itemsize, n_tiles * heads * queries * keys * 4
     around = 2 * n_tokens * config.hidden_size * itemsize
-    if config.attention.latent is not None:  # queries are wider than results
-        around += n_tiles * queries * heads * config.head_size * itemsize
+    if own.latent is not None:  # queries are wider than results
+        around += n_tiles * queries * heads * own.head_size * itemsize
     return n_layers * starts, int(_GATHERED * gathered) + scores + around

@@ -10,7 +10,7 @@ import numpy as np
 
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Parameter, parameter_table
+from orca_jax.families.parameters import Parameter, attention_of, parameter_table
 from orca_jax.families.stored_name import engine_order, head_places, size_of_heads
 from orca_jax.families.weight_form import DENSE
 from orca_jax.model.transformer import Parameters, init_parameter
@@ -25,23 +25,24 @@ def random_parameters(config: ModelConfig, seed: int, dtype: jnp.dtype, placemen
 
     @cache
     def drawing(
-        parameter: Parameter, repeats: bool, places: tuple[Any, ...], tree: Any
+        parameter: Parameter, attention: Attention | None, places: tuple[Any, ...], tree: Any
     ) -> Callable[..., Any]:
-        """One program for equal parameters of all layers; with `repeats` K/V heads are repeated."""
-        arranged = partial(with_repeated_heads, parameter=parameter, attention=config.attention)
+        """One program for equal parameters of all layers; K/V heads are repeated as in `attention`."""
+        arranged = attention and partial(with_repeated_heads, parameter=parameter, attention=attention)
 
         def draw(key: jax.Array) -> Any:
-            return init_parameter(parameter, key, dtype, arranged if repeats else None)
+            return init_parameter(parameter, key, dtype, arranged)
 
         return jax.jit(draw, out_shardings=jax.tree.unflatten(tree, places))
 
     def draw(name: str, places: Any) -> Any:
         parameter = table[name]
-        repeats = engine_order(parameter, stored.attention) is not None and config.attention.kv_repeats > 1
+        own = attention_of(config, name)
+        repeats = engine_order(parameter, own.repeated(1)) is not None and own.kv_repeats > 1
         if parameter.form == DENSE and not repeats:  # its axes do not matter then
             parameter = Parameter((), parameter.shape, parameter.initial, "linear")
         leaves, tree = jax.tree.flatten(places)
-        return drawing(parameter, repeats, tuple(leaves), tree)(keys[name])
+        return drawing(parameter, own if repeats else None, tuple(leaves), tree)(keys[name])
 
     return {name: draw(name, places) for name, places in placement.items()}
 

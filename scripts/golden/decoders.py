@@ -196,12 +196,13 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
             if any(part in name for part in ("mlp.c_proj", "fc2", "down_proj", "4h_to_h", "fc_out")):
                 values -= values.mean(axis=fan_in, keepdims=True)
             values *= 1.5 / np.sqrt(shape[fan_in])
-            if recurrent and ("o_proj" in name or "out_proj" in name or "down_proj" in name):
+            outputs = ("o_proj", "out_proj", "down_proj", "fc2_latent_proj")
+            if recurrent and any(part in name for part in outputs):
                 values *= 0.3
             if without_final_norm and "project_out" in name:
                 values *= 0.25
-        elif len(shape) == 3:  # a tensor of all experts; gpt-oss stores them [in, out]
-            fan_in = 1 if model.config.model_type == "gpt_oss" else 2
+        elif len(shape) == 3:  # a tensor of all experts; some families store them [in, out]
+            fan_in = 1 if model.config.model_type in ("gpt_oss", "llama4_text") else 2
             if "down_proj" in name:
                 values -= values.mean(axis=fan_in, keepdims=True)
             values *= 1.5 / np.sqrt(shape[fan_in])
@@ -211,6 +212,10 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
             values = values * 0.1 + (1.0 if name.endswith("weight") and not one_plus else 0.0)
             if "embeddings_layernorm" in name:  # smaller, because of the tied head
                 values *= 0.3
+            if "q_norm" in name and model.config.model_type == "gemma4_text":  # its scores are not divided
+                values *= 0.4
+        elif name.endswith(("router.scale", "per_expert_scale")):
+            values = values * 0.1 + 1.0
         elif name.endswith("A_log"):  # decays that leave something of the first tokens
             values = values * 0.5 - 2.5
         elif not name.endswith("sinks"):  # sinks stay as spread as scores
@@ -221,6 +226,10 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             values = 0.2 * rng.standard_normal(tuple(buffer.shape), dtype=np.float32)
             buffer.copy_(torch.from_numpy(values))
+        if name.endswith("layer_scalar"):
+            buffer.copy_(
+                torch.from_numpy(0.8 + 0.1 * rng.standard_normal(tuple(buffer.shape), dtype=np.float32))
+            )
 
 
 def prompts_of(config: Any, n_prompts: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -326,7 +335,9 @@ def make(golden: Golden, directory: Path, rng: np.random.Generator) -> str:
     """Write one model's directory; returns a line of statistics about its outputs."""
     golden.config._attn_implementation = golden.attention
     # Only the plain form of experts has float64.
-    experts = {"experts_implementation": "eager"} if hasattr(golden.config, "num_experts_per_tok") else {}
+    names = ("num_experts_per_tok", "top_k_experts")
+    has_experts = any(hasattr(golden.config, name) for name in names)
+    experts = {"experts_implementation": "eager"} if has_experts else {}
     automatic = class_of(golden.config.model_type)
     from_config = automatic if automatic is Mistral4ForCausalLM else automatic.from_config
     model = from_config(golden.config).eval().float()

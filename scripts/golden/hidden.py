@@ -64,7 +64,8 @@ def make_files(only: Sequence[str]) -> None:
             dtype=torch.float32,
             **experts,
         )
-        model = whole.base_model.eval()
+        # Llama 4's prefix is that of the whole model with vision.
+        model = (whole.model if whole.base_model is whole else whole.base_model).eval()
         states = [hidden_states(model, prompts[row]) for row in rows]
         model.double()
         exact = [hidden_states(model, prompts[row]) for row in rows]

@@ -89,6 +89,49 @@ def _mamba(
     )
 
 
+def _gemma4(
+    sizes: tuple[int, int, int, int, int, int],
+    heads: tuple[int, int],
+    kinds: str,
+    *,
+    factor: float = 0.25,
+    **other: Any,
+) -> dict[str, Any]:
+    """`sizes` as of `_shape`; `heads`: sizes with and without a window; `kinds`: s with, f without one."""
+    names = {"s": "sliding_attention", "f": "full_attention"}
+    full = {"rope_type": "proportional", "partial_rotary_factor": factor, "rope_theta": 1e5}
+    ours = {
+        "head_dim": heads[0],
+        "global_head_dim": heads[1],
+        "layer_types": [names[kind] for kind in kinds],
+        "sliding_window": 9,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": sizes[0],
+        "rope_parameters": {"sliding_attention": _rope(1e4), "full_attention": full},
+    }
+    return _shape("gemma4_text", *sizes, **{"max_position_embeddings": 64, **ours, **other})
+
+
+def _nemotron(
+    kinds: str,
+    sizes: tuple[int, int, int, int, int],
+    mixer: tuple[int, int, int, int, int],
+    **other: Any,
+) -> dict[str, Any]:
+    """`sizes`: vocabulary, hidden, heads, K/V heads, dense width; `mixer` as its names below."""
+    names = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    of_mixer = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+    return {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": kinds,
+        **dict(zip(names, sizes, strict=True)),
+        **dict(zip(of_mixer, mixer, strict=True)),
+        "max_position_embeddings": 64,
+        "layer_norm_epsilon": 1e-2,
+        **other,
+    }
+
+
 def _deepseek(
     version: str,
     sizes: tuple[int, int, int, int, int],
@@ -308,6 +351,66 @@ SHAPES: dict[str, dict[str, Any]] = {
         activation="gelu_new",
     ),
     "falcon-rw-parallel": _falcon(109, 30, 3, 5, alibi=True, multi_query=False, tie_word_embeddings=False),
+    # falcon_h1
+    "falcon-h1-multipliers": _mamba(
+        *("falcon_h1", (113, 24, 2, 4, 2, 40), (6, 2, 7, 4, 2)),
+        **{"mamba_d_ssm": 30, "mamba_d_head": 5, "head_dim": 8, "max_position_embeddings": 64},
+        **{"attention_in_multiplier": 0.7, "attention_out_multiplier": 0.8, "key_multiplier": 1.3},
+        **{"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.6, "lm_head_multiplier": 0.5},
+        ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
+        mlp_multipliers=[1.4, 0.6],
+        embedding_multiplier=2.0,
+    ),
+    "falcon-h1-norm-first-biases": _mamba(
+        *("falcon_h1", (107, 20, 3, 2, 1, 30), (4, 1, 6, 3, 2)),
+        **{"mamba_d_ssm": 24, "mamba_d_head": 6, "max_position_embeddings": 64, "mamba_rms_norm": True},
+        **{"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True},
+        tie_word_embeddings=True,
+    ),
+    "falcon-h1-gate-first": _mamba(
+        *("falcon_h1", (109, 24, 2, 2, 2, 28), (4, 2, 5, 4, 2)),
+        **{"mamba_d_ssm": 32, "mamba_d_head": 8, "max_position_embeddings": 64, "mamba_rms_norm": True},
+        mamba_norm_before_gate=False,
+        mamba_conv_bias=False,
+    ),
+    # llama4_text
+    "llama4-chunks": _mixture(
+        *("llama4_text", (113, 24, 4, 4, 2, 20), (5, 1), "num_local_experts"),
+        **{"head_dim": 8, "intermediate_size_mlp": 30, "interleave_moe_layer_step": 2},
+        **{"attention_chunk_size": 7, "no_rope_layer_interval": 4, "floor_scale": 5, "attn_scale": 0.4},
+        rope_parameters=_rope(5e5, **(_LLAMA3 | {"original_max_position_embeddings": 16})),
+    ),
+    "llama4-two-of-six-biases": _mixture(
+        *("llama4_text", (107, 28, 3, 4, 1, 16), (6, 2), "num_local_experts"),
+        **{"head_dim": 6, "intermediate_size_mlp": 26, "moe_layers": [0, 2], "use_qk_norm": False},
+        **{"attention_chunk_size": 16, "no_rope_layers": [1, 0, 1], "attn_temperature_tuning": False},
+        attention_bias=True,
+    ),
+    # gemma4_text
+    "gemma4-inputs-shared": _gemma4(
+        *((127, 24, 5, 4, 2, 36), (8, 16), "ssfsf"),
+        hidden_size_per_layer_input=10,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        final_logit_softcapping=9.0,
+    ),
+    "gemma4-keys-are-values-biases": _gemma4(
+        *((109, 28, 3, 4, 4, 30), (6, 12), "sfs"),
+        factor=0.5,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=2,
+        attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "gemma4-with-experts": _gemma4(
+        *((113, 20, 3, 2, 1, 26), (8, 16), "ssf"),
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=14,
+    ),
     # gemma, gemma2, gemma3_text
     "gemma-head-size": _shape(
         *("gemma", 97, 24, 2, 4, 1, 36),
@@ -866,6 +969,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         attention_multiplier=0.4,
         mamba_conv_bias=False,
         mamba_proj_bias=True,
+    ),
+    # nemotron_h
+    "nemotron-h-experts-mixer-last": _nemotron(
+        *("ME*EM", (127, 24, 4, 2, 30), (6, 5, 2, 7, 3)),
+        **{"head_dim": 8, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 14},
+        moe_shared_expert_intermediate_size=20,
+        routed_scaling_factor=2.5,
+    ),
+    "nemotron-h-without-experts": _nemotron(
+        *("MM-*-M-", (109, 28, 3, 1, 34), (4, 8, 1, 9, 4)),
+        head_dim=12,
+        mlp_bias=True,
+        use_bias=True,
+        use_conv_bias=False,
+        mlp_hidden_act="silu",
+    ),
+    "nemotron-h-experts-latent": _nemotron(
+        *("E*M-E", (113, 24, 2, 2, 26), (6, 4, 3, 6, 2)),
+        **{"head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 10},
+        **{"moe_shared_expert_intermediate_size": 18, "moe_latent_size": 12},
+        **{"n_group": 4, "topk_group": 2, "norm_topk_prob": False},
     ),
     # bamba
     "bamba-grouped": _mamba(

@@ -49,7 +49,7 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
         | own
         | {
             "attention_bias": model.attention.qkv_bias,
-            "mlp_bias": model.layers[0].feed_forward.bias,
+            "mlp_bias": model.feed_forward.bias,
             "attn_layer_indices": [i for i, layer in enumerate(model.layers) if layer.attention is not None],
         }
     )

@@ -71,7 +71,7 @@ def _write_gpt_neox(model: ModelConfig) -> dict[str, Any] | None:
         return None
     positions = rotary_fields(rotary)
     return size_fields(model, _GPT_NEOX_NAMES) | {
-        "hidden_act": HF_ACTIVATIONS[layer.feed_forward.activation],
+        "hidden_act": HF_ACTIVATIONS[model.feed_forward.activation],
         "attention_bias": model.attention.qkv_bias,
         "use_parallel_residual": layer.residual == "parallel_two_norms",
         "rotary_emb_base": positions.pop("rope_theta"),
@@ -117,12 +117,12 @@ def _read_gptj(fields: ConfigFields) -> ModelConfig:
 
 
 def _write_gptj(model: ModelConfig) -> dict[str, Any] | None:
-    layer, rotary = model.layers[0], model.attention.rotary
+    _layer, rotary = model.layers[0], model.attention.rotary
     if rotary is None:
         return None
     return size_fields(model, _GPTJ_NAMES) | {
         "rotary_dim": rotary.size,
-        "activation_function": HF_ACTIVATIONS[layer.feed_forward.activation],
+        "activation_function": HF_ACTIVATIONS[model.feed_forward.activation],
     }
 
 

@@ -95,9 +95,9 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     two_norms = layer.residual == "parallel_two_norms"
     new_decoder = two_norms or n_kv_heads not in (1, model.n_heads)
     written = size_fields(model, _NAMES) | {
-        "activation": HF_ACTIVATIONS[layer.feed_forward.activation],
+        "activation": HF_ACTIVATIONS[model.feed_forward.activation],
         "alibi": attention.rotary is None,
-        "bias": layer.feed_forward.bias,
+        "bias": model.feed_forward.bias,
         "new_decoder_architecture": new_decoder,
         "multi_query": n_kv_heads == 1,
         "parallel_attn": layer.residual != "pre",

@@ -40,7 +40,7 @@ _NAMES: Mapping[str, str] = {
     "attention_soft_cap": "attn_logit_softcapping",
     "logit_soft_cap": "final_logit_softcapping",
 }
-_NORMS: Mapping[str, StoredName] = {
+GEMMA_NORMS: Mapping[str, StoredName] = {
     f"layers.{{i}}.{name}.scale": as_it_is(f"{{prefix}}layers.{{i}}.{stored}.weight")
     for name, stored in (
         ("attn_norm", "input_layernorm"),
@@ -203,7 +203,7 @@ GEMMA2 = relative(
     config_names=_NAMES,
     read=_read_gemma2,
     write=_write_gemma2,
-    weights=_NORMS,
+    weights=GEMMA_NORMS,
 )
 GEMMA3_TEXT = relative(
     model_type="gemma3_text",
@@ -212,7 +212,7 @@ GEMMA3_TEXT = relative(
     config_names=_NAMES,
     read=_read_gemma3,
     write=_write_gemma3,
-    weights=_NORMS,
+    weights=GEMMA_NORMS,
 )
 GEMMA3 = text_part(
     GEMMA3_TEXT,

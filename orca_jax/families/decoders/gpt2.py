@@ -38,7 +38,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    activation = HF_ACTIVATIONS[model.layers[0].feed_forward.activation]
+    activation = HF_ACTIVATIONS[model.feed_forward.activation]
     return size_fields(model, _NAMES) | {"activation_function": activation}
 
 

@@ -1,7 +1,6 @@
 """LFM2 (Liquid AI, 2025): most layers are gated short convolutions, whose state is two tokens' inputs."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from orca_jax.errors import BadModelConfig
@@ -83,7 +82,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
         size = int(factor * int(2 * size / 3))
         size = -(-size // max(1, multiple)) * multiple
     layers = [
-        replace(layer, feed_forward=replace(layer.feed_forward, size=size))
+        layer.with_feed_forward(size=size)
         for layer in read_mixers(fields, sizes, read_kinds(fields, sizes.n_layers))
     ]
     return decoder(fields, sizes, layers, tied=fields.flag("tie_embedding", True))

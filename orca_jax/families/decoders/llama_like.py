@@ -86,8 +86,8 @@ def relative(
         write=write,
         prefixes=PREFIXES,
         weights={**WEIGHTS, **(weights or {})},
-        buffers=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # which old versions saved
-        **other,
+        # Which old versions saved.
+        **{"buffers": r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", **other},
     )
 
 
@@ -323,7 +323,7 @@ def size_fields(model: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
         "n_kv_heads": model.n_kv_heads // attention.kv_repeats,
         "head_size": model.head_size,
         "n_positions": model.n_positions,
-        "ffn_size": layer.feed_forward.size,
+        "ffn_size": model.feed_forward.size,
         "norm_eps": layer.norm.eps,
     }
     names = {"hidden_size": "hidden_size", **names}
@@ -333,7 +333,7 @@ def size_fields(model: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
 def common_fields(model: ModelConfig) -> dict[str, Any]:
     """The fields that most relatives write in the same way; hf_config.py checks that they are read back."""
     written = size_fields(model, CONFIG_NAMES)
-    written |= {"hidden_act": HF_ACTIVATIONS[model.layers[0].feed_forward.activation]}
+    written |= {"hidden_act": HF_ACTIVATIONS[model.feed_forward.activation]}
     rotary = any_rotary(model)
     return written if rotary is None else written | rotary_fields(rotary)
 
@@ -342,7 +342,7 @@ def bias_fields(model: ModelConfig) -> dict[str, Any]:
     """The fields that say which linear layers have biases, where attention and feed-forward each have one."""
     return {
         "attention_bias": model.attention.qkv_bias,
-        "mlp_bias": model.layers[0].feed_forward.bias,
+        "mlp_bias": model.feed_forward.bias,
     }
 
 

@@ -48,10 +48,10 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     layer = model.layers[0]
     norm_first = layer.residual == "pre"
     return size_fields(model, _NAMES) | {
-        "activation_function": HF_ACTIVATIONS[layer.feed_forward.activation],
+        "activation_function": HF_ACTIVATIONS[model.feed_forward.activation],
         "do_layer_norm_before": norm_first,
         "_remove_final_layer_norm": norm_first and model.final_norm is None,
-        "enable_bias": layer.feed_forward.bias,
+        "enable_bias": model.feed_forward.bias,
     }
 
 

@@ -1,6 +1,5 @@
 """SmolLM3 (Bakouch et al., 2025): Llama in which every fourth layer has no rotary positions."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from orca_jax.errors import BadModelConfig
@@ -36,7 +35,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
             fields, head_size=sizes.head_size, n_positions=sizes.n_positions, default_base=_BASE
         ),
     )
-    rotated = _rotated(fields, sizes.n_layers)
+    rotated = read_rotated(fields, sizes.n_layers)
     layers = [layer if turned else layer.with_attention(rotary=None) for turned in rotated]
     window = fields.whole_or_null("sliding_window", None)
     if not fields.flag("use_sliding_window", False):
@@ -47,7 +46,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
     return decoder(fields, sizes, with_windows(fields, layers, kinds, window), tied=True)
 
 
-def _rotated(fields: ConfigFields, n_layers: int) -> Sequence[bool]:
+def read_rotated(fields: ConfigFields, n_layers: int) -> list[bool]:
     """Read which layers have rotary positions: those with a 1 in `no_rope_layers`, whatever its name says."""
     period = fields.whole("no_rope_layer_interval", default=_PERIOD)
     if fields.raw("no_rope_layers") is None:

@@ -35,7 +35,7 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     layer = model.layers[0]
     written = common_fields(model) | {
         "norm_epsilon": layer.norm.eps,
-        "use_bias": layer.feed_forward.bias,
+        "use_bias": model.feed_forward.bias,
         "sliding_window": model.attention.scores.window,
     }
     del written["rms_norm_eps"]

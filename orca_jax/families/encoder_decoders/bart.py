@@ -133,7 +133,8 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     encoder = model.encoder
     if encoder is None:
         return None
-    decoding, encoding = model.layers[0].feed_forward, encoder.layers[0].feed_forward
+    decoding, encoding = model.feed_forward, encoder.layers[0].feed_forward
+    assert encoding is not None  # layers of one part are decoders' alone
     return (
         general_fields(model)
         | decoder_fields(model)

@@ -134,8 +134,8 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     relative = model.attention.scores.relative
     if model.encoder is None or relative is None:
         return None
-    activation = HF_ACTIVATIONS[layer.feed_forward.activation]
-    gated = layer.feed_forward.gated
+    activation = HF_ACTIVATIONS[model.feed_forward.activation]
+    gated = model.feed_forward.gated
     projection = f"gated-{activation}" if gated else activation
     return (
         general_fields(model)
@@ -144,7 +144,7 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
             "pad_token_id": 0,
             "d_model": model.hidden_size,
             "d_kv": model.head_size,
-            "d_ff": layer.feed_forward.size,
+            "d_ff": model.feed_forward.size,
             "num_heads": model.n_heads,
             "num_layers": len(model.encoder.layers),
             "num_decoder_layers": model.n_layers,
@@ -202,7 +202,7 @@ def _weights(bias_layer: str) -> dict[str, StoredName]:
 
 def _gated(model: ModelConfig) -> Mapping[str, StoredName]:
     """The gate and up of a gated feed-forward part, which has two tensors for them."""
-    if not model.layers[0].feed_forward.gated:
+    if not model.feed_forward.gated:
         return {}
     return {
         f"{ours}layers.{{i}}.up.weight": stacked(

@@ -161,14 +161,10 @@ def read_latent_decoder(
         n_kv_heads=1,
         head_size=attention.head_size,
     )
-    dense = read_gated(fields)
-    mixed = read_mixed(fields, dense, experts, n_shared=n_shared)
     norm = Norm(kind="rms_norm", eps=fields.number("rms_norm_eps", eps))
-    layers = [
-        Layer(attention=attention, feed_forward=mixed if has_experts else dense, norm=norm)
-        for has_experts in sparse
-    ]
-    return decoder(fields, sizes, layers)
+    dense = Layer(attention=attention, feed_forward=read_gated(fields), norm=norm)
+    mixed = read_mixed(fields, dense, experts, n_shared=n_shared)
+    return decoder(fields, sizes, [mixed if has_experts else dense for has_experts in sparse])
 
 
 def _write_v3(model: ModelConfig) -> dict[str, Any] | None:
@@ -187,7 +183,7 @@ def _write_v2(model: ModelConfig) -> dict[str, Any] | None:
 def _written(model: ModelConfig) -> dict[str, Any] | None:
     """The fields that both versions write; None without latent attention or experts."""
     written = latent_fields(model)
-    mixed = [i for i, layer in enumerate(model.layers) if layer.feed_forward.experts is not None]
+    mixed = [i for i, layer in enumerate(model.layers) if layer.experts is not None]
     return written and written | {
         "first_k_dense_replace": mixed[0],
         "moe_layer_freq": mixed[1] - mixed[0] if len(mixed) > 1 else 1,

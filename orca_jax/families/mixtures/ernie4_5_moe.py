@@ -1,6 +1,5 @@
 """ERNIE 4.5 (Baidu, 2025), the mixtures: experts chosen by softmax and a correction, and shared ones."""
 
-from dataclasses import replace
 from typing import Any
 
 from orca_jax.errors import BadModelConfig
@@ -8,7 +7,13 @@ from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.ernie4_5 import read_ernie_layer
 from orca_jax.families.decoders.llama_like import common_fields, decoder, read_sizes, relative
 from orca_jax.families.mixtures.experts_config import Experts
-from orca_jax.families.mixtures.experts_in_files import FUSED, SHARED_EXPERTS, WEIGHTS, first_sparse
+from orca_jax.families.mixtures.experts_in_files import (
+    FUSED,
+    SHARED_EXPERTS,
+    WEIGHTS,
+    feed_forwards_of,
+    first_sparse,
+)
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.stored_name import one_row
 from orca_jax.families.strict_json import shown
@@ -33,7 +38,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
         correction_bias=True,
         shared_size=fields.whole("moe_num_shared_experts", default=_N_SHARED) * size or None,
     )
-    mixed = replace(dense, feed_forward=replace(dense.feed_forward, size=size, experts=experts))
+    mixed = dense.with_feed_forward(size=size, experts=experts)
     first = fields.whole("moe_layer_start_index", default=_FIRST)
     last = fields.whole("moe_layer_end_index", default=_LAST)
     every = fields.whole("moe_layer_interval", default=1)
@@ -48,7 +53,7 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     sparse = first_sparse(model)
     if sparse is None or sparse.experts is None:
         return None
-    kinds, experts = [layer.feed_forward for layer in model.layers], sparse.experts
+    kinds, experts = feed_forwards_of(model), sparse.experts
     mixed = [i for i, kind in enumerate(kinds) if kind.experts is not None]
     dense = next((kind for kind in kinds if kind.experts is None), sparse)
     return common_fields(model) | {

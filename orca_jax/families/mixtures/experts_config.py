@@ -25,8 +25,17 @@ class Experts:
     experts form groups of neighbours, and only the `top_groups` best groups take part in the choice: those
     with the greatest score, or with a correction bias the greatest sum of two scores.
 
-    `shared_size` is the width of a shared expert, a gated layer that every token runs; with `shared_gate` its
-    result is multiplied by the sigmoid of one more linear layer's output.
+    `shared_size` is the width of a shared expert, a layer that every token runs, gated where the experts are;
+    with `shared_gate` its result is multiplied by the sigmoid of one more linear layer's output.
+
+    With a `latent_size` a linear layer makes the experts' inputs of so many elements, and another one the
+    result of their sum (Nemotron 3 Super). Router and shared expert take the hidden states.
+
+    With a `router_norm` the router takes the hidden states before the layer's norm, through an RMSNorm of its
+    own with this eps, and its logits are multiplied by `router_multiplier`. With `scaled` each expert's
+    weight is multiplied by a number that is learned (both: Gemma 4).
+
+    With `weighs_inputs` an expert's weight multiplies its inputs instead of its result (Llama 4).
 
     With `packed` the experts' matrices stay in MXFP4 (mxfp4.py) on the devices, which hold whole experts.
     """
@@ -43,6 +52,11 @@ class Experts:
     top_groups: int = 1
     shared_size: int | None = None
     shared_gate: bool = False
+    latent_size: int | None = None
+    router_norm: float | None = None
+    router_multiplier: float = 1.0
+    scaled: bool = False
+    weighs_inputs: bool = False
     packed: bool = False
 
     def __post_init__(self) -> None:
@@ -58,6 +72,13 @@ class Experts:
             check_size("shared_size", self.shared_size)
         elif self.shared_gate:
             raise ConfigError("shared_gate is set, but there is no shared_size")
+        if self.router_norm is not None:
+            check_positive("norm_eps", self.router_norm)
+        check_positive("router_multiplier", self.router_multiplier)
+        if self.latent_size is not None:
+            check_size("latent_size", self.latent_size)
+            if self.packed:
+                raise ConfigError("experts in a latent space that stay packed are not supported")
         if self.scores == "softmax_of_chosen" and (self.renormalised or self.correction_bias):
             raise ConfigError("a softmax of the chosen is neither renormalised nor corrected")
         if self.number % self.n_groups:

@@ -10,7 +10,7 @@ from typing import Any
 from orca_jax.errors import BadModelConfig
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.mixtures.experts_config import Experts
-from orca_jax.families.model_config import FeedForward, ModelConfig
+from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.stored_name import StoredName, all_experts, as_it_is, one_row, stacked
 from orca_jax.families.strict_json import shown
 
@@ -79,11 +79,11 @@ def read_experts(
 
 
 def read_corrected_experts(
-    fields: ConfigFields, *, multiplier: float, n_groups: int = 1, top_groups: int = 1
+    fields: ConfigFields, *, multiplier: float, n_groups: int = 1, top_groups: int = 1, **other: Any
 ) -> Experts:
-    """Read experts chosen by sigmoid and a correction, as in DeepSeek-V3; arguments are the defaults.
+    """Read experts chosen by sigmoid and a correction, as in DeepSeek-V3.
 
-    Raises UnsupportedModel for another way to choose.
+    The arguments are the defaults; `other` goes to Experts. Raises UnsupportedModel for another choice.
     """
     fields.choice("scoring_func", {"sigmoid": None}, "sigmoid")
     fields.choice("topk_method", {"noaux_tc": None}, "noaux_tc")
@@ -97,14 +97,18 @@ def read_corrected_experts(
         correction_bias=True,
         n_groups=fields.whole("n_group", default=n_groups),
         top_groups=fields.whole("topk_group", default=top_groups),
+        **other,
     )
 
 
-def read_mixed(fields: ConfigFields, dense: FeedForward, experts: Experts, *, n_shared: int) -> FeedForward:
-    """Read the widths of experts and of the shared one; `n_shared` is the default of n_shared_experts."""
+def read_mixed(fields: ConfigFields, dense: Layer, experts: Experts, *, n_shared: int) -> Layer:
+    """Read the widths of experts and of the shared one; `n_shared` is the default of n_shared_experts.
+
+    `dense` is the layer without experts.
+    """
     size = fields.whole("moe_intermediate_size")
     shared = fields.whole("n_shared_experts", default=n_shared) * size
-    return replace(dense, size=size, experts=replace(experts, shared_size=shared or None))
+    return dense.with_feed_forward(size=size, experts=replace(experts, shared_size=shared or None))
 
 
 def mixed_fields(model: ModelConfig) -> dict[str, Any] | None:
@@ -112,7 +116,7 @@ def mixed_fields(model: ModelConfig) -> dict[str, Any] | None:
     sparse = first_sparse(model)
     if sparse is None or sparse.experts is None:
         return None
-    kinds = (layer.feed_forward for layer in model.layers)
+    kinds = feed_forwards_of(model)
     dense, experts = next((kind for kind in kinds if kind.experts is None), sparse), sparse.experts
     return {
         "intermediate_size": dense.size,
@@ -141,7 +145,7 @@ def sparse_layers(fields: ConfigFields, n_layers: int) -> list[bool]:
 
 def sparse_fields(model: ModelConfig) -> dict[str, Any] | None:
     """The fields that `sparse_layers` reads, and both kinds of layers' widths; None without experts."""
-    kinds = [layer.feed_forward for layer in model.layers]
+    kinds = feed_forwards_of(model)
     sparse = first_sparse(model)
     if sparse is None or sparse.experts is None:
         return None
@@ -159,5 +163,9 @@ def sparse_fields(model: ModelConfig) -> dict[str, Any] | None:
 
 def first_sparse(model: ModelConfig) -> FeedForward | None:
     """The feed-forward part of the first layer with experts."""
-    every = (layer.feed_forward for layer in model.layers)
-    return next((each for each in every if each.experts is not None), None)
+    return next((layer.sparse for layer in model.layers if layer.sparse is not None), None)
+
+
+def feed_forwards_of(model: ModelConfig) -> list[FeedForward]:
+    """The feed-forward part of each layer that has one."""
+    return [layer.feed_forward for layer in model.layers if layer.feed_forward is not None]

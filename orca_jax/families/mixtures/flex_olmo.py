@@ -18,8 +18,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
     rotary = read_rotary(fields, head_size=sizes.head_size, n_positions=sizes.n_positions, default_base=_BASE)
     layer = read_layer(fields, sizes, bias=bias, qk_norm="width", rotary=rotary)
     experts = read_experts(fields, "num_experts", alias="num_local_experts")
-    feed_forward = replace(layer.feed_forward, experts=experts)
-    return decoder(fields, sizes, replace(layer, residual="after", feed_forward=feed_forward))
+    return decoder(fields, sizes, replace(layer.with_feed_forward(experts=experts), residual="after"))
 
 
 FLEX_OLMO = relative(

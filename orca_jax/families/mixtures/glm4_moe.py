@@ -4,7 +4,6 @@ GLM-4.7-Flash (`glm4_moe_lite`) has DeepSeek's latent attention too. A checkpoin
 one that predict further tokens; they are not read.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from orca_jax.errors import BadModelConfig, UnsupportedModel
@@ -50,7 +49,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
         rotary=rotary,
     )
     experts = read_corrected_experts(fields, multiplier=_MULTIPLIER)
-    mixed = replace(layer, feed_forward=read_mixed(fields, layer.feed_forward, experts, n_shared=_N_SHARED))
+    mixed = read_mixed(fields, layer, experts, n_shared=_N_SHARED)
     first = fields.whole("first_k_dense_replace", default=_N_DENSE)
     return decoder(fields, sizes, [layer if i < first else mixed for i in range(sizes.n_layers)])
 
@@ -59,7 +58,7 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     rotary, experts = model.attention.rotary, mixed_fields(model)
     if rotary is None or experts is None:
         return None
-    mixed = [i for i, layer in enumerate(model.layers) if layer.feed_forward.experts is not None]
+    mixed = [i for i, layer in enumerate(model.layers) if layer.experts is not None]
     return (
         common_fields(model)
         | experts
@@ -116,7 +115,7 @@ def _write_lite(model: ModelConfig) -> dict[str, Any] | None:
     written, rotary = deepseek.latent_fields(model), model.attention.rotary
     if written is None or rotary is None:
         return None
-    experts = [layer.feed_forward.experts for layer in model.layers]
+    experts = [layer.experts for layer in model.layers]
     return written | {
         "mlp_layer_types": [_DENSE if each is None else _SPARSE for each in experts],
         "rope_interleave": rotary.interleaved,

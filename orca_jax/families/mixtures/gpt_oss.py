@@ -71,7 +71,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
         scores=Scores(sinks=True),
     )
     limit = fields.number("swiglu_limit", _LIMIT)
-    layer = replace(layer, feed_forward=replace(layer.feed_forward, gate_limit=limit, experts=experts))
+    layer = layer.with_feed_forward(gate_limit=limit, experts=experts)
     local = layer.with_window(fields.whole_or_null("sliding_window", _WINDOW))
     kinds = read_layer_kinds(fields, sizes.n_layers) or [
         FULL if i % 2 else SLIDING for i in range(sizes.n_layers)
@@ -80,7 +80,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
-    feed_forward = model.layers[0].feed_forward
+    feed_forward = model.feed_forward
     experts = feed_forward.experts
     if experts is None or feed_forward.gate_limit is None:
         return None

@@ -19,7 +19,7 @@ from orca_jax.families.hybrid_fields import (
 )
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.mixtures.experts_in_files import EXPERT_NAMES
-from orca_jax.families.model_config import FeedForward, ModelConfig
+from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.recurrence_config import Mamba2
 from orca_jax.families.stored_name import StoredName, all_experts, as_it_is
 from orca_jax.families.strict_json import shown
@@ -52,9 +52,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
             f"{shown(fields.path)}: logits_scaling: expected a number above 0, found {shown(divisor)}"
         )
     layer = replace(
-        layer,
-        feed_forward=_feed_forward(fields, layer.feed_forward),
-        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        _with_experts(fields, layer), residual_multiplier=fields.number("residual_multiplier", 1.0)
     )
     recurrent = with_mixer(layer, read_mamba2(fields, sizes.hidden_size, layer.norm))
     kinds = read_mixers(fields, "layer_types", sizes.n_layers)
@@ -69,7 +67,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
     )
 
 
-def _feed_forward(fields: ConfigFields, dense: FeedForward) -> FeedForward:
+def _with_experts(fields: ConfigFields, dense: Layer) -> Layer:
     """Read the experts with a shared one, or where there are none the shared one alone."""
     shared = fields.whole("shared_intermediate_size", default=1024)
     number, top_k = (
@@ -77,16 +75,16 @@ def _feed_forward(fields: ConfigFields, dense: FeedForward) -> FeedForward:
         fields.whole("num_experts_per_tok", default=2),
     )
     if number == 0:
-        return replace(dense, size=shared)
+        return dense.with_feed_forward(size=shared)
     experts = Experts(number=number, top_k=top_k, scores="softmax_of_chosen", shared_size=shared)
-    return replace(dense, experts=experts)
+    return dense.with_feed_forward(experts=experts)
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
     layer, mixer = model.layers[0], first_recurrence(model)
     if not isinstance(mixer, Mamba2) or (own := mamba2_fields(mixer, model.hidden_size)) is None:
         return None
-    dense, experts = layer.feed_forward, layer.feed_forward.experts
+    dense, experts = model.feed_forward, layer.experts
     return (
         common_fields(model)
         | own
@@ -106,7 +104,7 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _renamed(model: ModelConfig) -> dict[str, StoredName]:
-    dense = model.layers[0].feed_forward.experts is None
+    dense = model.layers[0].experts is None
     return {f"layers.{{i}}.{name}.weight": stored for name, stored in _SHARED.items()} if dense else {}
 
 

@@ -7,7 +7,12 @@ from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.lfm2 import LFM2, LFM2_LAYER, hybrid_fields, read_kinds, read_mixers
 from orca_jax.families.decoders.llama_like import decoder, read_sizes
 from orca_jax.families.mixtures.experts_config import Experts
-from orca_jax.families.mixtures.experts_in_files import EXPERT_NAMES, first_sparse, separate_experts
+from orca_jax.families.mixtures.experts_in_files import (
+    EXPERT_NAMES,
+    feed_forwards_of,
+    first_sparse,
+    separate_experts,
+)
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.stored_name import all_experts, as_it_is
 
@@ -29,12 +34,9 @@ def _read(fields: ConfigFields) -> ModelConfig:
     inner, size = fields.whole("moe_intermediate_size"), fields.whole("intermediate_size")
     n_dense = fields.whole("num_dense_layers", default=2)
     layers = [
-        replace(
-            layer,
-            feed_forward=replace(layer.feed_forward, size=size)
-            if i < n_dense
-            else replace(layer.feed_forward, size=inner, experts=experts),
-        )
+        layer.with_feed_forward(size=size)
+        if i < n_dense
+        else layer.with_feed_forward(size=inner, experts=experts)
         for i, layer in enumerate(read_mixers(fields, sizes, read_kinds(fields, sizes.n_layers)))
     ]
     return decoder(fields, sizes, layers, tied=fields.flag("tie_embedding", True))
@@ -44,7 +46,7 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     sparse = first_sparse(model)
     if sparse is None or sparse.experts is None:
         return None
-    kinds = [layer.feed_forward for layer in model.layers]
+    kinds = feed_forwards_of(model)
     dense = [kind for kind in kinds if kind.experts is None]
     return hybrid_fields(model) | {
         "intermediate_size": (dense[0] if dense else sparse).size,

@@ -1,6 +1,5 @@
 """MiniMax M2 (MiniMax, 2025): experts chosen by sigmoid, and norms over all queries and all keys."""
 
-from dataclasses import replace
 from typing import Any
 
 from orca_jax.errors import UnsupportedModel
@@ -57,11 +56,11 @@ def _read(fields: ConfigFields) -> ModelConfig:
         scores="sigmoid",
         correction_bias=True,
     )
-    return decoder(fields, sizes, replace(layer, feed_forward=replace(layer.feed_forward, experts=experts)))
+    return decoder(fields, sizes, layer.with_feed_forward(experts=experts))
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
-    experts, rotary = model.layers[0].feed_forward.experts, model.attention.rotary
+    experts, rotary = model.layers[0].experts, model.attention.rotary
     if experts is None or rotary is None:
         return None
     return common_fields(model) | {

@@ -76,7 +76,7 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     written = fields and with_temperature(model, fields)
     if written is None or rotary is None:
         return None
-    mixed = [i for i, layer in enumerate(model.layers) if layer.feed_forward.experts is not None]
+    mixed = [i for i, layer in enumerate(model.layers) if layer.experts is not None]
     return written | {"first_k_dense_replace": mixed[0], "rope_interleave": rotary.interleaved}
 
 

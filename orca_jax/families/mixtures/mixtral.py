@@ -1,6 +1,5 @@
 """Mixtral (Jiang et al., 2024): Mistral with eight experts in each layer."""
 
-from dataclasses import replace
 from typing import Any
 
 from orca_jax.families.attention_config import Scores
@@ -17,11 +16,11 @@ def _read(fields: ConfigFields) -> ModelConfig:
     experts = read_experts(fields, "num_local_experts", alias="num_experts", renormalised=True)
     scores = Scores(window=fields.whole_or_null("sliding_window", None))
     layer = read_layer(fields, sizes, eps=1e-5, scores=scores)
-    return decoder(fields, sizes, replace(layer, feed_forward=replace(layer.feed_forward, experts=experts)))
+    return decoder(fields, sizes, layer.with_feed_forward(experts=experts))
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
-    experts = model.layers[0].feed_forward.experts
+    experts = model.layers[0].experts
     if experts is None:
         return None
     return common_fields(model) | {

@@ -1,6 +1,5 @@
 """OLMoE (Muennighoff et al., 2024): small experts, and norms over all queries and all keys."""
 
-from dataclasses import replace
 from typing import Any
 
 from orca_jax.errors import UnsupportedModel
@@ -20,12 +19,12 @@ def _read(fields: ConfigFields) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
     layer = read_layer(fields, sizes, bias=bias, eps=1e-5, qk_norm="width")
     experts = read_experts(fields, "num_experts", alias="num_local_experts")
-    return decoder(fields, sizes, replace(layer, feed_forward=replace(layer.feed_forward, experts=experts)))
+    return decoder(fields, sizes, layer.with_feed_forward(experts=experts))
 
 
 def write_olmoe(model: ModelConfig) -> dict[str, Any] | None:
     """Write the fields of a model with experts in all layers; None without experts."""
-    experts = model.layers[0].feed_forward.experts
+    experts = model.layers[0].experts
     if experts is None:
         return None
     return common_fields(model) | {

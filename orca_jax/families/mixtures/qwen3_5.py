@@ -49,7 +49,7 @@ def _read_moe(fields: ConfigFields) -> ModelConfig:
         shared_size=fields.whole("shared_expert_intermediate_size", default=512),
         shared_gate=True,
     )
-    mixed = (replace(layer, feed_forward=replace(layer.feed_forward, experts=experts)) for layer in layers)
+    mixed = (layer.with_feed_forward(experts=experts) for layer in layers)
     return replace(model, layers=tuple(mixed))
 
 

@@ -98,9 +98,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
     )
     size = fields.whole("moe_intermediate_size", default=512)
     mixed = [
-        replace(layer, feed_forward=replace(layer.feed_forward, size=size, experts=experts))
-        if sparse
-        else layer
+        layer.with_feed_forward(size=size, experts=experts) if sparse else layer
         for layer, sparse in zip(layers, sparse_layers(fields, len(layers)), strict=True)
     ]
     return replace(model, layers=tuple(mixed))

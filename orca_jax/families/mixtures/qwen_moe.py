@@ -1,7 +1,6 @@
 """Qwen 1.5 and 2 (Yang et al., 2024) and Qwen 3 (Yang et al., 2025): the mixtures of experts."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from orca_jax.errors import UnsupportedModel
@@ -68,7 +67,7 @@ def _read_qwen3(fields: ConfigFields) -> ModelConfig:
 
 def _with_experts(fields: ConfigFields, layer: Layer, experts: Experts, n_layers: int) -> Sequence[Layer]:
     size = fields.whole("moe_intermediate_size")
-    mixed = replace(layer, feed_forward=replace(layer.feed_forward, size=size, experts=experts))
+    mixed = layer.with_feed_forward(size=size, experts=experts)
     return [mixed if sparse else layer for sparse in sparse_layers(fields, n_layers)]
 
 

@@ -89,7 +89,7 @@ def axis_sizes(model: ModelConfig, name: str) -> dict[str, int]:
     """The size of each letter but L in the array of the weight `name`; 0 if the model has none."""
     attention = model.attention
     feed_forward = layers_with(model, name)[int(in_layers(name)[1] or 0)].feed_forward
-    experts = feed_forward.experts
+    experts = feed_forward.experts if feed_forward else None
     sizes = attention_sizes(attention)
     return {
         **{letter: sizes.get(letter, 0) for letter in "QWMAC"},
@@ -101,7 +101,7 @@ def axis_sizes(model: ModelConfig, name: str) -> dict[str, int]:
         "N": attention.n_heads,
         "K": attention.n_kv_heads // attention.kv_repeats,
         "D": attention.head_size,
-        "F": feed_forward.size,
+        "F": feed_forward.size if feed_forward else 0,
         "X": experts.number if experts else 0,
         "S": (experts.shared_size or 0) if experts else 0,
     }

@@ -107,7 +107,8 @@ def _named(
     table = parameter_table(model)
     for layer in model.layers:
         if (
-            not layer.feed_forward.gated
+            layer.feed_forward is None
+            or not layer.feed_forward.gated
             or layer.norm.kind != "rms_norm"
             or layer.residual not in ("pre", "both")
         ):

@@ -90,7 +90,7 @@ def _place(model: ModelConfig, mixture: Mixture | None, i: int, scanned: bool) -
     A layer with arrays of its own is layer 0 of 0.
     """
     if mixture == "deepseek":
-        n_dense = sum(layer.feed_forward.experts is None for layer in model.layers)
+        n_dense = sum(layer.experts is None for layer in model.layers)
         kind, number, n_layers = "dense_layers", i, n_dense
         if i >= n_dense:
             kind, number, n_layers = "moe_layers", i - n_dense, model.n_layers - n_dense

@@ -70,7 +70,7 @@ def mixture_of(model: ModelConfig, layout: str) -> Mixture | None:
         kind = "gpt_oss"
     elif attention.qk_norm is not None:
         kind = "qwen3_moe"
-    has_experts = [layer.feed_forward.experts is not None for layer in model.layers]
+    has_experts = [layer.experts is not None for layer in model.layers]
     for differs, what in (
         (experts.shared_gate, "a gate of the shared expert"),
         (experts.shared_size is not None and kind != "deepseek", "a shared expert"),

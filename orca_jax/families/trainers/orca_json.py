@@ -35,7 +35,7 @@ from orca_jax.families.model_config import (
     alike,
 )
 from orca_jax.families.norm_config import Norm
-from orca_jax.families.parameters import in_layers, layers_with, parameter_table
+from orca_jax.families.parameters import attention_of, in_layers, layers_with, parameter_table
 from orca_jax.families.presets import PRESETS
 from orca_jax.families.stored_name import HeadOrder, StoredName, engine_order
 from orca_jax.families.strict_json import read_object, shown
@@ -221,7 +221,7 @@ def latest_step(directory: Path) -> Path | None:
 def same_names(model: ModelConfig) -> dict[str, StoredName]:
     """The arrays of a checkpoint that has our names."""
     return {
-        name: StoredName((name,), heads=engine_order(parameter, model.attention))
+        name: StoredName((name,), heads=engine_order(parameter, attention_of(model, name)))
         for name, parameter in parameter_table(model).items()
     }
 
@@ -274,7 +274,7 @@ def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredNa
             n_layers = len(layers_with(model, parameter))
             forms = (replace(form, layer=int(layer), n_layers=n_layers) for form in stored.forms)
             stored = replace(stored, forms=tuple(forms))
-        heads = stored.heads or engine_order(table[parameter], model.attention)
+        heads = stored.heads or engine_order(table[parameter], attention_of(model, parameter))
         if heads == "slices" and len(stored.names) == 3:
             heads = "separate"
         names[parameter] = replace(stored, heads=heads)

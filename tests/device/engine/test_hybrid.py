@@ -18,6 +18,7 @@ from orca_jax.errors import ConfigError, NotSupported
 from orca_jax.execution.worker import LocalWorkers
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.config_json import config_from_json, config_to_json, plain_error
+from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.recurrence_config import GatedDeltaNet, Mamba2, Recurrence, ShortConvolution
@@ -70,6 +71,21 @@ def mamba(**other: Any) -> Layer:
     return mixing(Mamba2(**sizes, conv_bias=not other, bias=bool(other), **other))
 
 
+def alone(layer: Layer) -> Layer:
+    """The same layer without its feed-forward."""
+    return replace(layer, feed_forward=None)
+
+
+def beside(layer: Layer) -> Layer:
+    """The same recurrent layer with attention beside its mixer, as in Falcon-H1."""
+    return replace(layer, attention=ATTENTION, attention_multiplier=0.7, recurrence_multiplier=1.3)
+
+
+def feeding(**other: Any) -> Layer:
+    """A feed-forward alone."""
+    return Layer(attention=None, feed_forward=replace(FEED_FORWARD, **other), norm=NORM)
+
+
 def hybrid(*layers: Layer) -> ModelConfig:
     return ModelConfig(
         vocab_size=53,
@@ -89,22 +105,38 @@ DELTA = hybrid(
     delta(by_key_head=True), attending().with_attention(output_gate=True), delta(by_key_head=False)
 )
 MAMBA = hybrid(mamba(), attending(), mamba(least_step=0.6, most_step=0.8))
+BOTH_LAST = hybrid(
+    beside(mamba(norm=None, multipliers=(0.9, 1.1, 0.8, 1.2, 0.7))),
+    beside(mixing(ShortConvolution(channels=20, width=3))).with_feed_forward(
+        gate_multiplier=1.4, multiplier=0.6
+    ),
+)
+ONE_PART = hybrid(
+    feeding(gated=False, activation="relu2"),
+    alone(attending()),
+    alone(mamba()),
+    feeding(experts=Experts(number=5, top_k=2, scores="sigmoid", shared_size=12, latent_size=14)),
+)
 
 
 @pytest.mark.matrix
 @settings(any_model, max_examples=2)
-@given(model=st.sampled_from([RECURRENT_LAST, ATTENDING_LAST, DELTA, MAMBA]), seed=st.integers(0, 99))
+@given(
+    model=st.sampled_from([RECURRENT_LAST, ATTENDING_LAST, DELTA, MAMBA, ONE_PART, BOTH_LAST]),
+    seed=st.integers(0, 99),
+)
 def test_the_tokens_are_the_references(model: ModelConfig, seed: int) -> None:
     check(model, seed)
 
 
-# A layer of each kind, and the last one recurrent.
+# A layer of each kind, and the last one recurrent; some have one part alone, one has both.
 EVERY = hybrid(
     delta(by_key_head=True),
-    mamba(),
-    attending().with_attention(output_gate=True),
+    alone(mamba()),
+    alone(attending().with_attention(output_gate=True)),
+    feeding(),
     delta(by_key_head=False),
-    mamba(least_step=0.6, most_step=0.8),
+    beside(mamba(least_step=0.6, most_step=0.8, norm_first=True)),
     convolving(4, bias=True),
 )
 ON_DEMAND = SchedulingConfig(prefix_caching=False)
@@ -115,7 +147,7 @@ FEW_SLOTS = replace(CHUNKED, n_slots=48, block_size=4, n_snapshots=3)
 
 @pytest.fixture(scope="module")
 def weights() -> dict[ModelConfig, Parameters]:
-    return {model: drawn(model, 5) for model in (RECURRENT_LAST, EVERY)}
+    return {model: drawn(model, 5) for model in (RECURRENT_LAST, EVERY, BOTH_LAST)}
 
 
 @dataclass(frozen=True)
@@ -220,20 +252,22 @@ def local_workers(ran: Harness) -> LocalWorkers:
     return ran.scheduler.engine._workers
 
 
+@pytest.mark.parametrize("model", [RECURRENT_LAST, BOTH_LAST], ids=["recurrent", "both"])
 def test_a_prompts_tokens_are_scored_after_a_recurrent_last_layer(
+    model: ModelConfig,
     weights: dict[ModelConfig, Parameters],
 ) -> None:
-    """Log-probabilities of a prompt go on from the sum after the mixer, which must not take a token twice."""
+    """Log-probabilities of a prompt go on from what the mixer made, which must not take a token twice."""
     prompt = [7 * i % 53 for i in range(25)]
     sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=0)
     request = Request("scored", tuple(prompt), len(prompt) + 4, sampling, seed=0)
-    harness(RECURRENT_LAST, weights[RECURRENT_LAST], CHUNKED, buckets=(11,)).run([request])
-    logits = reference.forward(RECURRENT_LAST, weights[RECURRENT_LAST], jnp.array(prompt))
+    harness(model, weights[model], CHUNKED, buckets=(11,)).run([request])
+    logits = reference.forward(model, weights[model], jnp.array(prompt))
     wanted = np.asarray(jax.nn.log_softmax(logits))[np.arange(24), prompt[1:]]
     assert request.prompt_logprobs is not None
     found = [record.logprob for record in request.prompt_logprobs]
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
-    GreedyReference(RECURRENT_LAST, weights[RECURRENT_LAST]).sure(request)
+    GreedyReference(model, weights[model]).sure(request)
 
 
 def test_what_recurrent_layers_do_not_support_is_refused_by_name() -> None:

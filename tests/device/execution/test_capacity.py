@@ -83,6 +83,11 @@ def test_the_weights_of_every_preset_are_split_as_planned(name: str, n_stages: i
         with pytest.raises(ConfigError, match="recurrent layers, whose states are not split"):
             PRESETS[name].for_devices(tensor)
         return
+    kv_heads = {attention.n_kv_heads for attention in PRESETS[name].attentions}
+    if len(kv_heads) > 1 and any(number % tensor for number in kv_heads):
+        with pytest.raises(ConfigError, match="where layers differ, it must divide each"):
+            PRESETS[name].for_devices(tensor)
+        return
     model = PRESETS[name].for_devices(tensor)
     mesh = AbstractMesh((tensor,), (TENSOR,))
     for layers in stage_layers(model.n_layers, n_stages):

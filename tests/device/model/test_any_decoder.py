@@ -45,13 +45,14 @@ def scalings(size: int) -> st.SearchStrategy[Scaling | None]:
 
 
 @st.composite
-def mixtures(draw: st.DrawFn) -> Experts:
-    """Random mixtures in which every expert is chosen by some token."""
+def mixtures(draw: st.DrawFn, bias: bool) -> Experts:
+    """Random mixtures in which every expert is chosen by some token; with `bias` experts have biases."""
     maybe = st.booleans()
     n_groups, each = draw(st.sampled_from([(1, 1), (1, 3), (1, 8), (2, 2), (4, 3)]))
     top_groups = draw(st.integers(1, n_groups))
     shared: Any = draw(st.sampled_from([{}, {"shared_size": 12}, {"shared_size": 16, "shared_gate": True}]))
     scores: Any = draw(st.sampled_from(["softmax", "softmax_of_chosen", "sigmoid"]))
+    narrow = not bias and draw(maybe)
     own = scores != "softmax_of_chosen"
     return Experts(
         number=n_groups * each,
@@ -63,6 +64,7 @@ def mixtures(draw: st.DrawFn) -> Experts:
         correction_bias=own and draw(maybe),
         n_groups=n_groups,
         top_groups=top_groups,
+        latent_size=14 if narrow else None,
         **shared,
     )
 
@@ -73,13 +75,14 @@ def feed_forwards(draw: st.DrawFn) -> FeedForward:
     gated = draw(maybe)
     if draw(st.integers(0, 5)) == 0:
         return FeedForward(size=draw(st.sampled_from([16, 24])), activation="xielu", bias=draw(maybe))
+    bias = draw(maybe)
     return FeedForward(
         size=draw(st.sampled_from([16, 24])),
         activation=draw(st.sampled_from(["gelu_tanh", "gelu", "relu", "silu", "relu2"])),
         gated=gated,
-        bias=draw(maybe),
+        bias=bias,
         gate_limit=draw(st.sampled_from([None, 0.8])) if gated else None,
-        experts=draw(st.one_of(st.none(), mixtures())),
+        experts=draw(st.one_of(st.none(), mixtures(bias))),
     )
 
 
@@ -111,13 +114,20 @@ def layers(draw: st.DrawFn, heads: dict[str, int], norm: Norm) -> Layer:
         rotary=rotary if draw(maybe) else None,
         scores=scores,
     )
+    feed_forward = draw(feed_forwards())
+    if draw(st.integers(0, 4)) == 0:  # one part alone
+        return Layer(attention=attention, feed_forward=None, norm=norm)
     return Layer(
         attention=attention,
-        feed_forward=draw(feed_forwards()),
+        feed_forward=feed_forward,
         norm=norm,
         residual=draw(st.sampled_from(["pre", "post", "both", "after", "parallel", "parallel_two_norms"])),
         residual_multiplier=draw(st.sampled_from([1.0, 0.7])),
     )
+
+
+def _feeds(layers: list[Layer]) -> bool:
+    return any(layer.feed_forward is not None for layer in layers)
 
 
 @st.composite
@@ -129,7 +139,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
         vocab_size=VOCABULARY,
         n_positions=N_POSITIONS,
         hidden_size=20,
-        layers=tuple(draw(st.lists(layers(heads, norm), min_size=1, max_size=3))),
+        layers=tuple(draw(st.lists(layers(heads, norm), min_size=1, max_size=3).filter(_feeds))),
         embedding=Embedding(
             size=draw(st.sampled_from([20, 12])),
             tied=draw(st.booleans()),

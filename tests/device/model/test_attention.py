@@ -27,9 +27,16 @@ class Ragged:
     seed: int
     scale: float | None = None
     window: int | None = None
+    chunked: bool = False
     soft_cap: float | None = None
     alibi: bool = False
     sinks: bool = False
+
+    def first_seen(self, position: int) -> int:
+        """The first key that a query at `position` sees."""
+        if self.window is None:
+            return 0
+        return position // self.window * self.window if self.chunked else max(0, position - self.window + 1)
 
 
 MOST_KEYS = 256
@@ -48,6 +55,7 @@ def ragged(draw: st.DrawFn) -> Ragged:
         if sum(n for n, _ in rows) + n_queries <= n_tokens:
             rows.append((n_queries, before))
     sizes = draw(st.sampled_from(SIZES))
+    window = draw(st.sampled_from([None, None, 1, 3, 16, 50, 1000]))
     return Ragged(
         rows,
         n_tokens,
@@ -55,14 +63,17 @@ def ragged(draw: st.DrawFn) -> Ragged:
         *sizes,
         seed=draw(st.integers(0, 2**31)),
         scale=draw(st.sampled_from([None, None, 0.4])),
-        window=draw(st.sampled_from([None, None, 1, 3, 16, 50, 1000])),
+        window=window,
+        chunked=window is not None and draw(st.booleans()),
         soft_cap=draw(st.sampled_from([None, None, 2.0])),
         alibi=draw(st.sampled_from([False, False, True])),
         sinks=draw(st.booleans()),
     )
 
 
-attend_jitted = jax.jit(split_attention, static_argnames=("follow_lengths", "scale", "window", "soft_cap"))
+attend_jitted = jax.jit(
+    split_attention, static_argnames=("follow_lengths", "scale", "window", "chunked", "soft_cap")
+)
 work_jitted = jax.jit(attention_work, static_argnums=2, static_argnames="follow_lengths")
 
 
@@ -95,7 +106,7 @@ def attend(case: Ragged, *, follow_lengths: bool, one_each: bool = False) -> tup
             keys[block, :, offset], values[block, :, offset] = own[:, position]
         wide = own.astype(np.float64)
         for i in range(before, length):
-            first = 0 if case.window is None else max(0, i - case.window + 1)
+            first = case.first_seen(i)
             seen = wide[:, first : i + 1]
             scores = scale * np.einsum("gkd,ckd->gkc", q[token].astype(np.float64), seen[0])
             if case.soft_cap is not None:
@@ -107,9 +118,8 @@ def attend(case: Ragged, *, follow_lengths: bool, one_each: bool = False) -> tup
             weights /= total if sinks is None else total + np.exp(sinks.astype(np.float64))[:, :, None]
             expected[token] = np.einsum("gkc,ckd->gkd", weights, seen[1])
             token += 1
-        if case.window is not None:  # blocks that no query sees: not this row's any more
-            for block in range((before - case.window + 1) // case.block_size):
-                table[r, block] = order[-1]
+        for block in range(case.first_seen(before) // case.block_size):
+            table[r, block] = order[-1]  # no query sees it: not this row's any more
     row_start = np.full(n_rows + 1, n_real, np.int32)
     row_start[: len(case.rows) + 1] = np.cumsum([0] + [n for n, _ in case.rows])
     kv_length = np.zeros(n_rows, np.int32)
@@ -128,6 +138,7 @@ def attend(case: Ragged, *, follow_lengths: bool, one_each: bool = False) -> tup
         follow_lengths=follow_lengths,
         scale=case.scale,
         window=case.window,
+        chunked=case.chunked,
         soft_cap=case.soft_cap,
         slopes=None if slopes is None else jnp.asarray(slopes),
         sinks=None if sinks is None else jnp.asarray(sinks),

@@ -42,7 +42,10 @@ def test_reference_gives_the_same_logits(name: str) -> None:
 
 
 # Families whose layers, together, have each part that decoders have.
-PARTS = {"bloom", "deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "gptj", "granite", "lfm2", "mixtral"}
+PARTS = {
+    *("bloom", "deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "gptj", "granite", "lfm2", "mixtral"),
+    *("gemma4_text", "nemotron_h"),
+}
 
 
 def names_and_strides() -> Iterator[Any]:

@@ -155,7 +155,7 @@ def test_padding_belongs_to_no_expert() -> None:
 
     model = mixture_model(hidden=32, size=16, top_k=3)
     values = drawn(model, 5)
-    mixture = Mixture(model.layers[0].feed_forward, lambda name: values.get(f"layers.0.{name}"))
+    mixture = Mixture(model.feed_forward, lambda name: values.get(f"layers.0.{name}"))
     x = jax.random.normal(jax.random.key(0), (9, 32))
     padded = jnp.concatenate([x, jnp.full((7, 32), jnp.nan)])
 

@@ -179,8 +179,8 @@ def test_over_devices_the_tokens_are_the_same() -> None:
     """Random packed experts, two on each of two devices, against the same experts dequantised on one."""
     plain = load_checkpoint(DIRECTORY / PACKED, dtype=jnp.float32)
     layer = plain.config.layers[0]
-    assert layer.feed_forward.experts is not None
-    four = replace(layer.feed_forward, experts=replace(layer.feed_forward.experts, number=4))
+    assert layer.experts is not None and layer.feed_forward is not None
+    four = replace(layer.feed_forward, experts=replace(layer.experts, number=4))
     model = replace(
         plain.config, layers=tuple(replace(each, feed_forward=four) for each in plain.config.layers)
     )

@@ -20,6 +20,7 @@ class Form(NamedTuple):
     block_size: int
     scale: float | None = None
     window: int | None = None
+    chunked: bool = False
     soft_cap: float | None = None
     alibi: bool = False
     causal: bool = True
@@ -41,6 +42,12 @@ class Form(NamedTuple):
         shape = (2 * self.furthest + 1, self.n_kv_heads)
         return np.random.default_rng(self.furthest).normal(size=shape).astype(np.float32)
 
+    def first_seen(self, position: int) -> int:
+        """The first key that a query at `position` sees."""
+        if self.window is None:
+            return 0
+        return position // self.window * self.window if self.chunked else max(0, position + 1 - self.window)
+
     def sinks(self) -> np.ndarray | None:
         """Sinks [G, K]: one is far above all scores, one far below."""
         if not self.with_sinks:
@@ -54,6 +61,7 @@ class Form(NamedTuple):
         return {
             "scale": self.scale,
             "window": self.window,
+            "chunked": self.chunked,
             "soft_cap": self.soft_cap,
             "slopes": self.slopes(),
             "causal": self.causal,
@@ -77,7 +85,7 @@ def batch_of(rows: list[tuple[int, int]], form: Form, *, seed: int) -> Ragged:
         max_blocks=MOST_KEYS // form.block_size,
     )
     for (n, length), table in zip(rows, batch.block_table, strict=False):
-        first_seen = max(0, length - n + 1 - form.window) if form.window else 0
+        first_seen = form.first_seen(length - n)
         for cache in (batch.k_cache, batch.v_cache):
             cache[table[: first_seen // form.block_size]] = np.nan
     return batch._replace(q=batch.q.reshape(MOST_TOKENS, form.group, form.n_kv_heads, form.head_size))
@@ -92,7 +100,7 @@ def truth(batch: Ragged, form: Form) -> np.ndarray:
         begin, end = batch.row_start[r], batch.row_start[r + 1]
         for token in range(begin, end):
             position = n_keys - end + token
-            seen = np.arange(max(0, position + 1 - (form.window or n_keys)), position + 1)
+            seen = np.arange(form.first_seen(position), position + 1)
             if not form.causal:
                 seen = np.arange(n_keys)
             if not len(seen):

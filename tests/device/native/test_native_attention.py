@@ -44,6 +44,8 @@ FORMS = [
     Form(8, 2, 64, 16, with_sinks=True),
     Form(4, 2, 64, 16, window=37, with_sinks=True),
     Form(16, 1, 16, 8, window=3, soft_cap=5.0, with_sinks=True),
+    Form(3, 2, 16, 8, window=19, chunked=True),
+    Form(2, 1, 64, 16, window=48, chunked=True, soft_cap=2.0),
 ]
 BFLOAT16 = ml_dtypes.bfloat16
 HALF_UNIT = 2.0**-8  # of a bfloat16, relative

@@ -93,7 +93,7 @@ def read(tmp_path: Path, config: dict[str, Any], **changes: Any) -> ModelConfig:
 
 
 def experts(model: ModelConfig) -> Experts:
-    found = model.layers[-1].feed_forward.experts
+    found = model.layers[-1].experts
     assert found is not None
     return found
 
@@ -107,7 +107,7 @@ def test_deepseek_v2_lite_as_published(tmp_path: Path) -> None:
     assert model.attention.rotary.attention_factor == 1.0
     assert model.attention.scale == pytest.approx(192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
     assert experts(model) == Experts(number=64, top_k=6, shared_size=2816)
-    assert [layer.feed_forward.size for layer in model.layers] == [10944] + [1408] * 26
+    assert [layer.feed_forward and layer.feed_forward.size for layer in model.layers] == [10944] + [1408] * 26
     assert sum(math.prod(shape) for shape in parameter_shapes(model).values()) == 15_706_484_224  # "16B"
     assert (model.head_size, model.n_kv_heads, model.attention.cached_width) == (576, 1, 576)
 
@@ -143,7 +143,7 @@ def test_groups_and_corrections(tmp_path: Path) -> None:
 )
 def test_which_layers_are_sparse(tmp_path: Path, first: int, every: int, sparse: range) -> None:
     model = read(tmp_path, V3, first_k_dense_replace=first, moe_layer_freq=every)
-    mixed = [i for i, layer in enumerate(model.layers) if layer.feed_forward.experts is not None]
+    mixed = [i for i, layer in enumerate(model.layers) if layer.experts is not None]
     assert mixed == list(sparse)
 
 
@@ -152,7 +152,7 @@ def test_defaults_of_missing_fields(tmp_path: Path) -> None:
     less = {"first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"}
     less |= {"scoring_func", "topk_method", "moe_layer_freq", "attention_bias", "num_key_value_heads"}
     model = read(tmp_path, V3 | dict.fromkeys(less, ...))
-    assert [layer.feed_forward.experts is None for layer in model.layers[:4]] == [True] * 3 + [False]
+    assert [layer.experts is None for layer in model.layers[:4]] == [True] * 3 + [False]
     assert experts(model) == experts(read(tmp_path, V3))
     assert experts(read(tmp_path, V3, n_shared_experts=...)).shared_size is None
 

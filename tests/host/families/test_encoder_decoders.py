@@ -205,14 +205,14 @@ def test_the_shape_of_t5(tmp_path: Path) -> None:
     assert layer.cross is not None and not layer.cross.causal
     assert model.attention.scores.relative == RelativeBias(n_buckets=32, max_distance=128, shared=True)
     assert layer.cross.scores.relative is None and layer.cross.scale == model.attention.scale == 1.0
-    assert layer.feed_forward.activation == "relu" and not layer.feed_forward.gated
+    assert model.feed_forward.activation == "relu" and not model.feed_forward.gated
     assert (model.decoder_start_token_id, model.eos_token_ids, model.bos_token_id) == (0, (1,), None)
 
 
 def test_other_spellings_of_a_t5(tmp_path: Path) -> None:
     flan = _read(tmp_path, FLAN_XL)
     assert not flan.embedding.tied and flan.logit_multiplier == 1.0
-    assert flan.layers[0].feed_forward.gated and flan.layers[0].feed_forward.activation == "gelu_tanh"
+    assert flan.feed_forward.gated and flan.feed_forward.activation == "gelu_tanh"
     newer = FLAN_XL | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
     assert _read(tmp_path, newer) == flan
     general = {key: value for key, value in T5_SMALL.items() if not key.startswith(("d_m", "num_"))}

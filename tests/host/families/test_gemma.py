@@ -128,7 +128,7 @@ def test_gemma2_has_caps_unless_the_file_says_null(tmp_path: Path) -> None:
 
 def test_gemmas_gelu_is_the_approximation(tmp_path: Path) -> None:
     model = read(tmp_path, GEMMA_2B)
-    assert model.layers[0].feed_forward.activation == "gelu_tanh"
+    assert model.feed_forward.activation == "gelu_tanh"
     assert read(tmp_path, GEMMA_2B, hidden_activation="gelu_pytorch_tanh") == model
 
 

@@ -53,7 +53,7 @@ def read(tmp_path: Path, **changes: Any) -> ModelConfig:
 
 def test_the_fields_of_gpt_oss(tmp_path: Path) -> None:
     model = read(tmp_path)
-    feed_forward, attention = model.layers[0].feed_forward, model.attention
+    feed_forward, attention = model.feed_forward, model.attention
     assert feed_forward.experts == Experts(number=6, top_k=3, scores="softmax_of_chosen", router_bias=True)
     assert (feed_forward.gate_limit, feed_forward.bias, feed_forward.gated) == (7.0, True, True)
     assert attention.qkv_bias and attention.out_bias and attention.head_size == 10
@@ -73,9 +73,9 @@ def test_transformers_defaults_of_missing_fields(tmp_path: Path) -> None:
     rotary = model.attention.rotary
     assert rotary is not None and (rotary.base, rotary.scaling) == (150_000, YARN)
     assert (model.head_size, model.attention.scores.window) == (64, 128)
-    experts = model.layers[0].feed_forward.experts
+    experts = model.layers[0].experts
     assert experts is not None and experts.top_k == 2
-    assert model.layers[0].feed_forward.gate_limit == 7.0
+    assert model.feed_forward.gate_limit == 7.0
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_it_is_written_as_it_is_read(tmp_path: Path, changes: dict[str, Any]) ->
 
 def test_no_other_family_writes_sinks(tmp_path: Path) -> None:
     model = read(tmp_path)
-    plain = replace(model.layers[0].feed_forward, experts=None, gate_limit=None)
+    plain = replace(model.feed_forward, experts=None, gate_limit=None)
     dense = tuple(replace(layer, feed_forward=plain) for layer in model.layers)
     gpt2 = PRESETS["gpt2"]
     attention = replace(gpt2.attention, scores=Scores(sinks=True))

@@ -72,7 +72,7 @@ def test_the_shape_of_a_model(tmp_path: Path) -> None:
     own = model.attention
     assert (own.n_heads, own.n_kv_heads, own.group, own.head_size) == (6, 2, 3, 8)
     assert own.rotary is not None and (own.rotary.size, own.rotary.base) == (8, 500000.0)
-    assert model.layers[0].feed_forward.gated and model.positions is None and not model.embedding.tied
+    assert model.feed_forward.gated and model.positions is None and not model.embedding.tied
     assert model.eos_token_ids == (2, 3)
     assert read(tmp_path, head_dim=10).attention.width == 60
     assert read(tmp_path, num_key_value_heads=...).attention.group == 1

@@ -137,7 +137,10 @@ def test_fields_with_a_default_may_be_omitted() -> None:
             "bias: expected true or false, found 1",
         ),
         (lambda m: m["layers"][0]["feed_forward"].update(gated=1), "gated: expected true or false, found 1"),
-        (lambda m: m["layers"][0].update(attention=None), "a layer needs attention or a recurrence"),
+        (
+            lambda m: m.update(layers=[m["layers"][0] | {"attention": None}]),
+            "a model without any attention layer",
+        ),
         (lambda m: m["layers"][0].update(attention=3), "attention: expected an object or null, found 3"),
         (lambda m: m.update(positions=[]), "model.positions: expected an object or null"),
         (lambda m: m.update(eos_token_ids=[1.5]), "model.eos_token_ids: expected a whole number"),

@@ -41,6 +41,13 @@ PAGES = {
         "granite-4.0-h-tiny": "ibm-granite/granite-4.0-h-tiny",
         "granite-4.0-h-small": "ibm-granite/granite-4.0-h-small",
         "bamba-9b": "ibm-ai-platform/Bamba-9B-v1",
+        "gemma-4-e2b": "google/gemma-4-E2B-it",
+        "gemma-4-26b-a4b": "google/gemma-4-26B-A4B-it",
+        "gemma-4-31b": "google/gemma-4-31B-it",
+        "falcon-h1-0.5b": "tiiuae/Falcon-H1-0.5B-Instruct",
+        "nemotron-nano-9b-v2": "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+        "nemotron-3-nano-30b-a3b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "llama-4-scout": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
     }.items()
 }
 

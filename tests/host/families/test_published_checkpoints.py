@@ -24,7 +24,7 @@ def read(tmp_path: Path, published: Published) -> HFConfig:
 def shape_of(model: ModelConfig) -> tuple[int, ...]:
     return (
         *(model.n_layers, model.hidden_size, model.n_heads, model.n_kv_heads, model.head_size),
-        *(model.layers[0].feed_forward.size, model.vocab_size, model.n_positions),
+        *(model.feed_forward.size, model.vocab_size, model.n_positions),
     )
 
 

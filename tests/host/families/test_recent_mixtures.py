@@ -114,13 +114,13 @@ def read(tmp_path: Path, config: Config, **changes: Any) -> ModelConfig:
 
 
 def experts(model: ModelConfig) -> Experts:
-    found = model.layers[-1].feed_forward.experts
+    found = model.layers[-1].experts
     assert found is not None
     return found
 
 
 def sparse(model: ModelConfig) -> list[int]:
-    return [i for i, layer in enumerate(model.layers) if layer.feed_forward.experts is not None]
+    return [i for i, layer in enumerate(model.layers) if layer.experts is not None]
 
 
 def rotated(model: ModelConfig) -> int:

@@ -130,6 +130,15 @@ _QWEN3_5_IMAGES = {
     *("image_token_id", "video_token_id", "vision_config", "in_channels", "out_hidden_size", "patch_size"),
     *("spatial_merge_size", "temporal_patch_size"),
 }
+_GEMMA4_OTHERS = {
+    *("audio_config", "audio_token_id", "image_token_id", "video_token_id", "vision_config"),
+    *("gradient_clipping", "output_proj_dims", "patch_size", "pooling_kernel_size", "standardize"),
+    *("moe_intermediate_size", "num_experts", "top_k_experts"),  # without enable_moe_block
+}
+_LLAMA4_IMAGES = {
+    *("image_size", "image_token_id", "num_channels", "patch_size", "pixel_shuffle_ratio", "vision_config"),
+    *("projector_input_dim", "projector_output_dim"),
+}
 # What a reference names and does not compute with here.
 _WITHOUT_EFFECT = {
     "falcon": {"_is_quantized"},
@@ -144,7 +153,12 @@ _WITHOUT_EFFECT = {
         *("merge_kernel_size", "patch_size", "projection_hidden_size", "vision_config"),
         "tie_word_embeddings",  # outside of text_config, which has its own
     },
+    "gemma4_text": _GEMMA4_OTHERS,
+    "gemma4": _GEMMA4_OTHERS | {"boa_token_id", "boi_token_id", "eoa_token_index", "eoi_token_id"},
+    "llama4_text": _LLAMA4_IMAGES,
+    "llama4": _LLAMA4_IMAGES | {"boi_token_index", "eoi_token_index", "image_token_index"},
     "bamba": {"mamba_chunk_size"},
+    "falcon_h1": {"mamba_chunk_size"},
     "granitemoehybrid": {"mamba_chunk_size"},
     "qwen3_5_text": _QWEN3_5_IMAGES,
     "qwen3_5": _QWEN3_5_IMAGES | {"vision_start_token_id", "vision_end_token_id"},

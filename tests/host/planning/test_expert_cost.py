@@ -57,7 +57,7 @@ def test_a_device_reads_its_share_whether_experts_are_whole_or_cut() -> None:
     # Two experts of the four, and three of the six rows.
     assert (whole.n_bytes, whole.n_flops) == (2 * (1.75 * 48 + 3 * (4 + 12)), 2 * 3 * 48)
     layer = MODEL.layers[0]
-    odd = replace(layer.feed_forward, experts=Experts(number=3, top_k=2))
+    odd = replace(MODEL.feed_forward, experts=Experts(number=3, top_k=2))
     cut = feed_forward(replace(MODEL, layers=(replace(layer, feed_forward=odd),) * 2), 1, n_shards=2)[1]
     # Half of each of the two experts that one token hits.
     assert (cut.n_bytes, cut.n_flops) == (pytest.approx(2 * (2 * 24 + 2 * (4 + 6))), 2 * 2 * 24)
@@ -119,7 +119,7 @@ def test_a_token_has_a_row_for_each_of_its_experts() -> None:
     )
 
     def needed(top_k: int) -> int:
-        own = replace(MODEL.layers[0].feed_forward, experts=Experts(number=4, top_k=top_k))
+        own = replace(MODEL.feed_forward, experts=Experts(number=4, top_k=top_k))
         layers = tuple(replace(layer, feed_forward=own) for layer in MODEL.layers)
         model = replace(MODEL, layers=layers, n_positions=4)
         return temporary_bytes(model, range(1), 1, shape, itemsize=2, attention="kernel")
