@@ -137,7 +137,9 @@ class Transformer(nnx.Module):
         weight = self.token_embedding.get_value()  # [V / n, E]
         if isinstance(weight, AdaptedWeight):
             groups = product.adapters
-            change = None if groups is None else partial(weight.change_of_rows, groups=groups, products=product)
+            change = (
+                None if groups is None else partial(weight.change_of_rows, groups=groups, products=product)
+            )
             x = self._rows(weight.base, token_ids, shard, change)
         else:
             x = self._rows(weight, token_ids, shard)
