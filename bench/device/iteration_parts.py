@@ -81,10 +81,11 @@ def time_parts(
     @jax.jit
     def linear(p: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
         for i, layer in enumerate(model.layers):
-            y = x
+            y, own = x, layer.feed_forward
             for name, parameter in layer_parameters(model, i).items():
                 if parameter.use == "expert":
-                    y = through_experts(y, p[f"layers.{i}.{name}"], layer.feed_forward)
+                    assert own is not None
+                    y = through_experts(y, p[f"layers.{i}.{name}"], own)
                     if parameter.axes[-1] == "F":
                         x = x + y.reshape(len(x), -1, y.shape[1]).sum(axis=1)
                 # The router, whose output has the axis Y, returns no hidden states.
@@ -95,7 +96,8 @@ def time_parts(
                     x, y = x[:n_rows], y[:n_rows]  # from here on the last layer has a token a row
                 y = matmul(y[:, : weight.shape[1]], weight)
                 if parameter.axes[0] == "F":
-                    y = activate(y, layer.feed_forward.activation)
+                    assert own is not None
+                    y = activate(y, own.activation)
                 elif parameter.axes[0] == "H":  # as in the model: without the residual, values vanish
                     y = x = x + y
         return x

@@ -154,8 +154,7 @@ def pooled(
     n_apart = max(1, min(n_calls, _MOST_APART // case.kv_bytes))
     n_blocks = n_rows * max_blocks if same_program else each * n_apart
 
-    made = {"block_size": block_size, "n_cores": n_cores}
-    plan = Plan(n_tokens, n_rows, n_kv, heads.group, **made)
+    plan = Plan(n_tokens, n_rows, n_kv, heads.group, block_size, n_cores)
     lengths = [n for n, _ in case.rows]
     row_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     kv_length = np.array([n for _, n in case.rows], np.int32)
@@ -166,7 +165,7 @@ def pooled(
         return shape_of(*shape, dtype=jnp.int32)
 
     # Each row's row_start, kv_length, plan and work list; equal rows share a kernel.
-    alone = [Plan(n, 1, n_kv, heads.group, **made) for n in lengths]
+    alone = [Plan(n, 1, n_kv, heads.group, block_size, n_cores) for n in lengths]
     starts = [np.array([0, n], np.int32) for n in lengths]
 
     def kernel(q: jax.Array, shared: Any, table: jax.Array) -> jax.Array:

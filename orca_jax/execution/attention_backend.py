@@ -92,10 +92,10 @@ _KERNEL = _EVERY_FEATURE - {
     *("keys and values in eight bits", "heads that differ by layer", "attention in chunks"),
 }
 # The features of each path, beyond causal attention with as many K/V heads as query heads. The kernels' work
-# lists and cuDNN's masks assume causal attention, and none adds a bias to scores or has a scale for each key
-# and value. cuDNN does not support heads as large as a latent key, or values that are read from the keys. All
-# plan their work for heads of one size in all layers. The kernel divides the results of unsplit rows by their
-# softmax sums before a sink could be added to these.
+# lists and cuDNN's masks assume causal attention, all plan their work for heads of one size in all layers,
+# and none adds a bias to scores or has a scale for each key and value. cuDNN does not support heads as large
+# as a latent key, or values that are read from the keys. The kernel divides the results of unsplit rows by
+# their softmax sums before a sink could be added to these.
 KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
     "native": _EVERY_FEATURE,
     "follow_lengths": _EVERY_FEATURE,

@@ -5,7 +5,6 @@ all of this class: a configuration names the parts of each layer, and block.py p
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -134,37 +133,23 @@ class Transformer(nnx.Module):
 
     def _embedded(self, token_ids: jax.Array, shard: Shard, product: Matmul) -> jax.Array:
         """The tokens' rows of the embedding, [T, E]."""
-        weight = self.token_embedding.get_value()  # [V / n, E]
-        if isinstance(weight, AdaptedWeight):
-            groups = product.adapters
-            change = (
-                None if groups is None else partial(weight.change_of_rows, groups=groups, products=product)
-            )
-            x = self._rows(weight.base, token_ids, shard, change)
-        else:
-            x = self._rows(weight, token_ids, shard)
+        x = self._rows(self.token_embedding.get_value(), token_ids, shard, product)  # [T, E]
         if self.config.embedding.multiplier != 1.0:
             x = x * jnp.asarray(self.config.embedding.multiplier, x.dtype)
         return x
 
-    def _rows(
-        self,
-        table: Any,
-        token_ids: jax.Array,
-        shard: Shard,
-        change: Callable[[jax.Array], jax.Array] | None = None,
-    ) -> jax.Array:
-        """The tokens' rows of a table whose vocabulary the shards share, [V / n, ...].
-
-        `change` gives what an adapter adds to this shard's rows, of which some may be other shards'.
-        """
+    def _rows(self, adapted: Any, token_ids: jax.Array, shard: Shard, product: Matmul) -> jax.Array:
+        """The tokens' rows of a table whose vocabulary the shards share, [V / n, ...]."""
+        table = adapted.base if isinstance(adapted, AdaptedWeight) else adapted
         n_here = jax.tree.leaves(table)[0].shape[0]  # in every form the vocabulary is the first axis
         row = token_ids - shard.index * n_here if shard.n > 1 else token_ids
         x = rows_of(table, row, self.dtype)
         if shard.n > 1:
             is_here = (row >= 0) & (row < n_here)
             x = jnp.where(is_here[:, None], x, 0)
-        return shard.total(x if change is None else x + change(row))
+        if isinstance(adapted, AdaptedWeight) and product.adapters is not None:
+            x = x + adapted.change_of_rows(row, product.adapters, product)
+        return shard.total(x)
 
     def layer_inputs(
         self,
@@ -181,7 +166,7 @@ class Transformer(nnx.Module):
             return None
         size = self.config.input_size
         assert size is not None
-        own = self._rows(self.input_embedding.get_value(), token_ids, shard)
+        own = self._rows(self.input_embedding.get_value(), token_ids, shard, product)
         own = (own * jnp.asarray(size**0.5, own.dtype)).reshape(len(x), -1, size)
         made = self.input_project(x, product) * jnp.asarray(self.config.hidden_size**-0.5, x.dtype)
         return (self.input_norm(made.reshape(own.shape)) + own) * jnp.asarray(2**-0.5, x.dtype)

@@ -8,10 +8,5 @@ from tests.host.engines import MODEL
 _LAYER = MODEL.layers[0]
 SPARSE = replace(
     MODEL,
-    layers=(
-        replace(
-            _LAYER,
-            feed_forward=replace(_LAYER.feed_forward, gated=True, experts=Experts(number=256, top_k=1)),
-        ),
-    ),
+    layers=(_LAYER.with_feed_forward(gated=True, experts=Experts(number=256, top_k=1)),),
 )

@@ -98,7 +98,7 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
         "context": model.n_positions,
         "width": model.hidden_size,
         "heads": model.n_heads,
-        "inner": [layer.feed_forward.size for layer in model.layers],
+        "inner": [each.size for each in model.feed_forwards],
         "nonlinearity": "swish",
         "eps": norm.eps,
     }
@@ -194,7 +194,7 @@ def greedy() -> list[list[int]]:
 
 def test_it_loads(directory: Path) -> None:
     loaded = load_checkpoint(directory, dtype=np.float32)
-    assert [layer.feed_forward.size for layer in loaded.config.layers] == [48, 80]
+    assert [each.size for each in loaded.config.feed_forwards] == [48, 80]
     stored = tensors()
     for name, expected in {
         "token_embedding": stored["toy.words"],

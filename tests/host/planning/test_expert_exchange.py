@@ -88,9 +88,12 @@ def crossover(device: str, n_devices: int, layer: Layer = LAYER) -> int | None:
 
 
 def with_experts(**changes: Any) -> Layer:
-    own = LAYER.feed_forward
-    assert own.experts is not None
-    return replace(LAYER, feed_forward=replace(own, experts=replace(own.experts, **changes)))
+    return LAYER.with_feed_forward(experts=replace(experts_of(LAYER), **changes))
+
+
+def experts_of(layer: Layer) -> Experts:
+    assert layer.feed_forward is not None and layer.feed_forward.experts is not None
+    return layer.feed_forward.experts
 
 
 def test_from_how_many_tokens_on() -> None:
@@ -145,8 +148,5 @@ def test_a_plan_counts_what_the_engine_would_do() -> None:
         )
         for asked in ("auto", "gather")
     }
-    assert LAYER.feed_forward.experts is not None
-    saved = gathered_bytes(WIDTH, 3200, 16) - sum(
-        exchanged_bytes(LAYER.feed_forward.experts, WIDTH, 3200, 16)
-    )
+    saved = gathered_bytes(WIDTH, 3200, 16) - sum(exchanged_bytes(experts_of(LAYER), WIDTH, 3200, 16))
     assert moved["gather"] - moved["auto"] == pytest.approx((QWEN.n_layers - 1) * saved)

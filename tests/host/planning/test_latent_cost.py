@@ -134,7 +134,7 @@ def test_a_slot_is_what_is_compressed() -> None:
 
 def test_corrections_are_float32_in_any_model() -> None:
     experts = Experts(number=6, top_k=2, scores="sigmoid", correction_bias=True)
-    sparse = replace(LAYER, feed_forward=replace(LAYER.feed_forward, experts=experts))
+    sparse = LAYER.with_feed_forward(experts=experts)
     model = replace(MODEL, layers=(LAYER, sparse))
     exact = sum(one.shape[0] for one in parameter_table(model).values() if one.form == EXACT)
     assert exact == 6

@@ -95,9 +95,7 @@ def test_each_kind_of_rotary_positions_has_its_cosines_and_sines_once() -> None:
 
 
 def test_a_gated_layers_activation_needs_an_array_of_its_own() -> None:
-    layers = tuple(
-        replace(layer, feed_forward=replace(layer.feed_forward, gated=True)) for layer in SMALL.layers
-    )
+    layers = tuple(layer.with_feed_forward(gated=True) for layer in SMALL.layers)
 
     def elements(model: ModelConfig, n_devices: int = 1) -> float:
         needed = temporary_bytes(model, range(1), n_devices, SHAPE, itemsize=4, attention="kernel")
@@ -107,9 +105,7 @@ def test_a_gated_layers_activation_needs_an_array_of_its_own() -> None:
     # with the activation, half as wide (2 F + F).
     assert elements(SMALL) == 4 + 16 + 4
     assert elements(replace(SMALL, layers=layers)) == 4 + 32 + 16
-    wide = tuple(
-        replace(layer, feed_forward=replace(layer.feed_forward, size=6, gated=True)) for layer in SMALL.layers
-    )
+    wide = tuple(layer.with_feed_forward(size=6, gated=True) for layer in SMALL.layers)
     assert elements(replace(SMALL, layers=wide), 2) == 4 + 6 + 4, "3 elements of F on each device: H is more"
 
 
