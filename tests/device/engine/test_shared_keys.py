@@ -95,6 +95,7 @@ def test_a_prompts_log_probabilities_are_the_references() -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.matrix
 def test_two_devices_give_the_same_tokens() -> None:
     parameters = drawn(MODEL, 5)
     serving = ServingConfig(max_batch_size=2, n_slots=2 * 48, max_batch_tokens=48)

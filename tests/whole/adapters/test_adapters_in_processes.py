@@ -73,7 +73,7 @@ class Killer:
 @pytest.mark.parametrize(
     "policy",
     [
-        pytest.param({}, id="default"),
+        pytest.param({}, id="default", marks=pytest.mark.matrix),
         # Admitted requests keep their place over a loss.
         pytest.param({"policy": "orca"}, id="orca", marks=pytest.mark.long),
         pytest.param({"tensor_parallel": 2}, id="two devices", marks=pytest.mark.long),

@@ -56,6 +56,7 @@ def test_tokens_over_new_weights_and_sleep(old: Path, new: Path) -> None:
         assert tokens(llm) == expected[new]
 
 
+@pytest.mark.matrix
 def test_a_recording_is_repeated_with_its_draft_model(old: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = SIZES | {"max_batch_size": 16, "max_batch_tokens": 32}
     with LLM(old, speculative=f"draft:{old}", record=tmp_path / "recording", **options) as llm:
