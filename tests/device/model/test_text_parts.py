@@ -10,7 +10,7 @@ from orca_jax import LLM, SamplingParams
 TEXT_PARTS = sorted((Path(__file__).parents[2] / "data" / "text_parts").glob("*/golden.json"))
 
 
-# The dense Qwen 3.5 has the tensors of the mixture's, but for the experts. test_golden.py has Gemma 4 and Llama 4.
+# The dense Qwen 3.5 has the tensors of the mixture's, but for the experts; test_golden.py has the other two.
 FURTHER = {"qwen3-5", "gemma4", "llama4"}
 
 
