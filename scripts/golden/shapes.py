@@ -986,7 +986,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         mlp_hidden_act="silu",
     ),
     "nemotron-h-experts-latent": _nemotron(
-        *("E*M-E", (113, 24, 2, 2, 26), (6, 4, 3, 6, 2)),
+        *("E*M-E", (139, 24, 2, 2, 26), (6, 4, 3, 6, 2)),
         **{"head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 10},
         **{"moe_shared_expert_intermediate_size": 18, "moe_latent_size": 12},
         **{"n_group": 4, "topk_group": 2, "norm_topk_prob": False},

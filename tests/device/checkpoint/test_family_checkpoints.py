@@ -80,10 +80,14 @@ def _wrong_configs(model_type: str, config: Config) -> Iterator[tuple[Config, ty
         for wrong in (0, config[heads] + 1, 2 * config[heads]):
             yield {kv_heads: wrong}, BadModelConfig, kv_heads
     layers = family.config_names["n_layers"]
-    fewer = config[layers] - 1
-    of_layers = ("layer_types", "mlp_layer_types")  # which have an entry for each layer
-    kinds = {name: config[name][:fewer] for name in of_layers if config.get(name)}
-    yield {layers: fewer, **kinds}, BadModelConfig, f"layer {fewer}"
+    # Nemotron-H's number follows from the list of its layers, and Gemma 4 says more about single ones.
+    if layers in config and "per_layer_config" not in config:
+        fewer = config[layers] - 1
+        of_layers = ("layer_types", "mlp_layer_types", "no_rope_layers")  # which have an entry for each layer
+        changed: Config = {name: config[name][:fewer] for name in of_layers if config.get(name)}
+        if "moe_layers" in config:
+            changed["moe_layers"] = [layer for layer in config["moe_layers"] if layer < fewer]
+        yield {layers: fewer, **changed}, BadModelConfig, f"layer {fewer}"
     yield {"vocab_size": config["vocab_size"] + 1}, TensorMismatch, "expected shape"
     yield {"architectures": ["StrangeForCausalLM"]}, UnsupportedModel, "StrangeForCausalLM"
     yield {"quantization_config": {"quant_method": "hqq", "bits": 4}}, UnsupportedModel, "quantization_config"
