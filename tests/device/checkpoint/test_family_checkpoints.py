@@ -88,7 +88,9 @@ def _wrong_configs(model_type: str, config: Config) -> Iterator[tuple[Config, ty
         if "moe_layers" in config:
             changed["moe_layers"] = [layer for layer in config["moe_layers"] if layer < fewer]
         yield {layers: fewer, **changed}, BadModelConfig, f"layer {fewer}"
-    yield {"vocab_size": config["vocab_size"] + 1}, TensorMismatch, "expected shape"
+    sizes = ("vocab_size", "vocab_size_per_layer_input")
+    larger = {name: config[name] + 1 for name in sizes if name in config}
+    yield larger, TensorMismatch, "expected shape"
     yield {"architectures": ["StrangeForCausalLM"]}, UnsupportedModel, "StrangeForCausalLM"
     yield {"quantization_config": {"quant_method": "hqq", "bits": 4}}, UnsupportedModel, "quantization_config"
     yield {"odd_attention": True}, UnsupportedModel, "odd_attention"
