@@ -5,12 +5,12 @@
 
 The real engine (random weights, compiled ahead) plays requests at several rates, U(8, 128) tokens in and U(1,
 32) out, Poisson arrivals. At each rate it plays three traces: one to be predicted, and before and after it
-two with other seeds for the calibration, which uses only their iterations, each with its bucket, its rows,
-the keys in its context and its seconds. A formula of few coefficients is fitted to all the calibration's
-iterations by least squares (bench/simulate/measured_cost.py). The simulation then plays the traces to be
-predicted: the same scheduler, sizes, buckets and arrivals on a simulated engine of that cost. Throughput and
-median normalized latency are compared; the target is 15 %. Without --rates: 0.3, 0.6 and 0.9 of the requests
-per second that the engine finishes when all arrive at once.
+two with other seeds for the calibration, which uses only their iterations, each with its bucket, the keys in
+its context and its seconds. Four coefficients are fitted to all the calibration's iterations by least squares
+(bench/simulate/measured_cost.py). The simulation then plays the traces to be predicted: the same scheduler,
+sizes, buckets and arrivals on a simulated engine of that cost. Throughput and median normalized latency are
+compared; the target is 15 %. Without --rates: 0.3, 0.6 and 0.9 of the requests per second that the engine
+finishes when all arrive at once.
 
 With --trace the requests are a file's (docs/load.md), for each file in three parts: the first and the last
 third are for the calibration, and the middle one is predicted. The targets are 5 % for throughput, 10 % for
@@ -254,13 +254,12 @@ def main() -> None:
     ]
     Console(width=140).print(table(compared))
     coefficients = {
-        "constant_ms": round(cost.constant * 1e3, 6),
-        "token_us": [round(slope * 1e6, 3) for slope in cost.per_token],  # by stretch of buckets
-        "row_us": round(cost.per_row * 1e6, 3),
-        "key_us": round(cost.per_key * 1e6, 6),
-        "pair_us": round(cost.per_pair * 1e6, 6),
+        "constant_ms": cost.constant * 1e3,
+        "token_us": cost.per_token * 1e6,
+        "key_us": cost.per_key * 1e6,
+        "pair_us": cost.per_pair * 1e6,
     }
-    terms = ", ".join(f"{name} {value}" for name, value in coefficients.items())
+    terms = ", ".join(f"{name} {value:.4g}" for name, value in coefficients.items())
     print(f"{len(iterations)} iterations: {terms}; median error of one {error_of(cost, iterations):.1%}")
     aims = TRACE_AIMS if flags.trace else (AIM, AIM)
     worst = max(abs(error) for one in compared for error in one.errors[: len(aims)])
@@ -276,7 +275,7 @@ def main() -> None:
                 "python": platform.python_version(),
                 "cores": len(os.sched_getaffinity(0)),
                 "iterations": len(iterations),
-                **coefficients,
+                **{name: round(value, 6) for name, value in coefficients.items()},
                 "rates": [record(one) for one in compared],
                 "worst_error": round(worst, 4),
                 "within_aim": all(one.within(aims) for one in compared),

@@ -1,17 +1,13 @@
 """An iteration's time on a measured machine, as a formula with few coefficients, fitted by least squares.
 
-seconds = a + f(tokens in the bucket) + b * rows + c * keys in the context + d * pairs of a query and a key
+seconds = a + b * tokens in the bucket + c * keys in the context + d * pairs of a query and a key that it sees
 
-f is piecewise linear and does not descend, with a slope for each stretch between KNOTS. One slope for all
-buckets is wrong on any machine: small buckets wait for the weights, while large ones compute; and the head
-and the sampler see a row for each request, not for each token, so that a token of a long prompt costs less
-than one of a batch of decodes. a is the fixed time of an iteration, including the host's part: an iteration
-counts from the return of the previous one, or from its own issue if the engine was idle until then.
+a is the fixed time of an iteration, including the host's part: an iteration counts from the return of the
+previous one, or from its own issue if the engine was idle until then.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +15,6 @@ import numpy.typing as npt
 from bench.paper.serving_records import ServingRecords
 from orca_jax.iteration.shape import bucket_for
 from orca_jax.planning.cost_model import IterationShape, IterationSums
-
-KNOTS = (0, 4, 16, 64, 256, 1 << 30)  # between stretches of buckets
-_N_OTHERS = 4  # coefficients that are no slopes
-_FITS = 20
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +28,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCost:
-    """Seconds of an iteration, for `SimulatedEngine` with one stage; no coefficient is negative.
-
-    `per_token` has the slope of each stretch of buckets.
-    """
+    """Seconds of an iteration, for `SimulatedEngine` with one stage; no coefficient is negative."""
 
     constant: float
-    per_token: tuple[float, ...]
-    per_row: float
+    per_token: float
     per_key: float
     per_pair: float
     bucket_sizes: tuple[int, ...]
@@ -56,9 +43,8 @@ class MeasuredCost:
 
     def seconds(self, sums: IterationSums, bucket: int) -> float:
         """The seconds of an iteration in this bucket."""
-        in_bucket = sum(slope * n for slope, n in zip(self.per_token, _stretches(bucket), strict=True))
         in_reach = self.per_key * sums.n_keys + self.per_pair * sums.n_seen
-        return self.constant + in_bucket + self.per_row * sums.n_rows + in_reach
+        return self.constant + self.per_token * bucket + in_reach
 
 
 def measured(records: ServingRecords) -> list[Measured]:
@@ -82,38 +68,22 @@ def measured(records: ServingRecords) -> list[Measured]:
 
 
 def fit(iterations: Sequence[Measured], bucket_sizes: Sequence[int]) -> MeasuredCost:
-    """Least squares over all iterations, each weighted by one over its time.
-
-    Without weights the few iterations over long prompts decide, and the many over decodes fit badly. The
-    weights are those of the fitted times, so that the sum of all iterations' times is the measured one. A
-    coefficient that would be negative is set to 0, and the others are fitted without it. Stretches beyond the
-    largest bucket seen go on with the last slope.
+    """Least squares over all iterations; a coefficient that would be negative is set to 0, and the others are
+    fitted without it.
     """
     features = np.array([_features(iteration) for iteration in iterations])
     seconds = np.array([iteration.seconds for iteration in iterations])
-    coefficients = _least_squares(features, seconds, np.ones_like(seconds))
-    for _ in range(_FITS):
-        coefficients = _least_squares(features, seconds, 1 / (features @ coefficients))
-    constant, per_row, per_key, per_pair, *per_token = coefficients.tolist()
-    n_seen = int(features.any(axis=0).sum()) - _N_OTHERS
-    per_token[n_seen:] = [per_token[n_seen - 1]] * (len(per_token) - n_seen)
-    return MeasuredCost(constant, tuple(per_token), per_row, per_key, per_pair, tuple(bucket_sizes))
-
-
-def _least_squares(features: Floats, seconds: Floats, weights: Floats) -> Floats:
-    """The coefficients, none below 0."""
-    kept = [i for i in range(features.shape[1]) if features[:, i].any()]
-    coefficients: Floats = np.zeros(features.shape[1])
-    root = np.sqrt(weights)
+    kept = list(range(features.shape[1]))
+    coefficients: npt.NDArray[np.float64] = np.zeros(features.shape[1])
     while kept:
         scale = features[:, kept].mean(axis=0)  # so that columns of different sizes round alike
-        scaled = root[:, None] * features[:, kept] / scale
-        solved = np.linalg.lstsq(scaled, root * seconds, rcond=None)[0] / scale
+        solved = np.linalg.lstsq(features[:, kept] / scale, seconds, rcond=None)[0] / scale
         if solved.min() >= 0:
             coefficients[kept] = solved
             break
         kept.pop(int(np.argmin(solved * scale)))
-    return coefficients
+    constant, per_token, per_key, per_pair = coefficients.tolist()
+    return MeasuredCost(constant, per_token, per_key, per_pair, tuple(bucket_sizes))
 
 
 def error_of(cost: MeasuredCost, iterations: Sequence[Measured]) -> float:
@@ -126,10 +96,4 @@ def error_of(cost: MeasuredCost, iterations: Sequence[Measured]) -> float:
 
 
 def _features(iteration: Measured) -> tuple[float, ...]:
-    sums = iteration.sums
-    return (1.0, sums.n_rows, sums.n_keys, sums.n_seen, *_stretches(iteration.bucket))
-
-
-def _stretches(bucket: int) -> list[int]:
-    """The bucket's tokens in each stretch."""
-    return [max(0, min(bucket, end) - start) for start, end in pairwise(KNOTS)]
+    return (1.0, iteration.bucket, iteration.sums.n_keys, iteration.sums.n_seen)
