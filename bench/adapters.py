@@ -89,7 +89,7 @@ def rate(llm: LLM, adapters: Sequence[str | None], n_tokens: int, vocab_size: in
 
 @dataclass
 class Phase:
-    """What clients saw in a part of a run; times are in seconds."""
+    """Figures that clients saw in a part of a run; times are in seconds."""
 
     n_ended: dict[str, int] = field(default_factory=lambda: {"the model": 0, "an adapter": 0})
     per_token: list[float] = field(default_factory=list[float])  # of each request to the model itself

@@ -133,7 +133,7 @@ def meets(seen: Sequence[Seen]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Systems:
-    """What is compared with one cost: of one engine together, and of one apart."""
+    """The systems compared with one cost: of one engine together, and of one apart."""
 
     title: str
     together: Cost
@@ -146,7 +146,7 @@ class Systems:
         return poisson_jobs([(N_INPUT, N_OUTPUT)] * self.n_requests, rate)
 
     def seen(self, name: str, rate: float) -> list[Seen]:
-        """What clients see of a system at `rate` requests a second for each GPU."""
+        """The latencies that clients see of a system at `rate` requests a second for each GPU."""
         if name.startswith("together"):
             scheduling = CHUNKED if name.endswith("chunked") else PREFILL_FIRST
             cost = self.apart if name.endswith("same engine") else self.together

@@ -73,7 +73,7 @@ def _within(normal: Normal, parameters: Normal, most: int) -> Normal:
 
 @cache
 def _parameters(dataset: Dataset) -> Normal:
-    """Of each length, the mean and the deviation of its logarithm, `[2, 2]`.
+    """The mean and the deviation of each length's logarithm, `[2, 2]`.
 
     By fixed-point iteration, so that the quantiles are Table 2's once the longer requests are left out.
     """

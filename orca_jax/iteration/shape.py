@@ -91,7 +91,7 @@ class EngineShape:
 
     @property
     def adapter_extras(self) -> tuple[LoraExtra, ...]:
-        """What adapters may change beside linear layers."""
+        """The parts that adapters may change beside linear layers."""
         return tuple(extra for extra, name in _ADAPTED.items() if getattr(self, name))
 
     @property

@@ -142,7 +142,7 @@ def test_an_adapter_in_pieces_is_the_same_again() -> None:
 
 
 def test_tunix_adapters_are_low_products_of_our_parts() -> None:
-    """Their products are the changes that would be merged, part by part; None where nothing is adapted."""
+    """The products are the changes that would be merged, part by part; None where nothing is adapted."""
     attention, chance = MODEL.model.attention, np.random.default_rng(5)
     heads, keys = ((n, attention.head_size) for n in (attention.n_heads, attention.n_kv_heads))
     names = held_names(MODEL.model, "tunix")

@@ -1,4 +1,4 @@
-"""Which models may draft for another: those whose token ids mean the same."""
+"""Models that may draft for another: those whose token ids mean the same."""
 
 from collections.abc import Mapping
 

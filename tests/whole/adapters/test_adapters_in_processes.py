@@ -109,7 +109,7 @@ def test_killed_workers_get_the_adapters_again(policy: Mapping[str, Any]) -> Non
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_workers_of_another_machine() -> None:
-    """They share no directory with the server but the model's: an adapter comes over the network."""
+    """Such workers share no directory with the server but the model's: an adapter comes over the network."""
     secret = "a secret that is long enough"
     with ExitStack() as stack:
         workers = [
