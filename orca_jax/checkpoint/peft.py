@@ -169,7 +169,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
 
 
 def extras_in(directory: Path, family: Family, config: ModelConfig) -> set[LoraExtra]:
-    """The parts that an adapter changes beside linear layers, by its tensors' names. Raises as `read_adapter` does."""
+    """The parts changed beside linear layers, by their tensors' names. Raises as `read_adapter` does."""
     targets, found = _targets(family, config), set[LoraExtra]()
     for name in read_header(_weights_of(directory)):
         match = _TENSOR.fullmatch(name)

@@ -1,4 +1,4 @@
-"""The number of tokens that a shared drafter drafts for each request of a batch, before the batch verifies them."""
+"""The number of tokens that a shared drafter drafts for each request, before the batch verifies them."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -81,7 +81,7 @@ def test_the_tokens_are_the_references() -> None:
 
 
 def test_a_prompts_log_probabilities_are_the_references() -> None:
-    """Prompts pass through the last layer after the forward pass, with the layer's input and another's keys."""
+    """Prompts pass the last layer after the forward pass, with the layer's input and another's keys."""
     parameters, prompt = drawn(MODEL, 5), [7 * i % VOCABULARY for i in range(30)]
     scheduling = SchedulingConfig()
     serving = ServingConfig(max_batch_size=4, n_slots=4 * 48, max_batch_tokens=11, scheduling=scheduling)
