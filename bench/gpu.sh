@@ -78,6 +78,18 @@ measure() {
     fi
 }
 
+# memory_checked NAME SECONDS MODULE [ARGUMENT ...]: the same under compute-sanitizer, where there is one.
+memory_checked() {
+    PATH=$PATH:/usr/local/cuda/bin
+    if [ -n "$list" ] || command -v compute-sanitizer >/dev/null; then
+        under="env XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 9"
+        measure "$@"
+        under=
+    else
+        echo "== $1: there is no compute-sanitizer here; left out"
+    fi
+}
+
 # Whether a module can be imported; always while parts are listed.
 has() {
     [ -n "$list" ] || "$python" -c "import $1" >/dev/null 2>&1
@@ -102,14 +114,7 @@ correct() {
         return
     fi
     measure correct 340 bench.kernel --only correctness --seconds 300 --json "$out/correct.json"
-    PATH=$PATH:/usr/local/cuda/bin
-    if [ -n "$list" ] || command -v compute-sanitizer >/dev/null; then
-        under="env XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 9"
-        measure memcheck 180 bench.kernel.one_form
-        under=
-    else
-        echo "== memcheck: there is no compute-sanitizer here; left out"
-    fi
+    memory_checked memcheck 180 bench.kernel.one_form
 }
 
 experts() {
@@ -120,14 +125,7 @@ experts() {
         return
     fi
     measure experts 280 bench.kernel.experts --json "$out/experts.json"
-    PATH=$PATH:/usr/local/cuda/bin
-    if [ -n "$list" ] || command -v compute-sanitizer >/dev/null; then
-        under="env XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 9"
-        measure experts-memcheck 120 bench.kernel.experts --one
-        under=
-    else
-        echo "== experts-memcheck: there is no compute-sanitizer here; left out"
-    fi
+    memory_checked experts-memcheck 120 bench.kernel.experts --one
     measure experts-iteration 180 bench.iteration --preset small-mixture --rows 1,8,32 --context 512 --prefill 1023
 }
 
@@ -139,14 +137,7 @@ latent() {
         return
     fi
     measure latent 280 bench.kernel.latent --json "$out/latent.json"
-    PATH=$PATH:/usr/local/cuda/bin
-    if [ -n "$list" ] || command -v compute-sanitizer >/dev/null; then
-        under="env XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 9"
-        measure latent-memcheck 120 bench.kernel.latent --one
-        under=
-    else
-        echo "== latent-memcheck: there is no compute-sanitizer here; left out"
-    fi
+    memory_checked latent-memcheck 120 bench.kernel.latent --one
 }
 
 tokens() {

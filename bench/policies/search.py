@@ -14,7 +14,6 @@ def highest_rate(
 ) -> tuple[float, Figures] | None:
     """The rate and its figures; None if even a hundredth of `start` is too much."""
     best: tuple[float, Figures] | None = None
-    low = high = 0.0
 
     def fits(rate: float) -> bool:
         nonlocal best
@@ -24,15 +23,22 @@ def highest_rate(
         best = rate, figures
         return True
 
+    highest(fits, start, step=STEP, halvings=HALVINGS)
+    return best
+
+
+def highest(meets: Callable[[float], bool], start: float, *, step: float = 1.4, halvings: int = 5) -> float:
+    """The highest rate found that `meets` its limits; 0 if even a hundredth of `start` does not."""
+    low = high = 0.0
     rate = start
     while not (low and high):
         if not start / _FAR <= rate <= start * _FAR:
-            return best
-        if fits(rate):
-            low, rate = rate, rate * STEP
+            return low
+        if meets(rate):
+            low, rate = rate, rate * step
         else:
-            high, rate = rate, rate / STEP
-    for _ in range(HALVINGS):
+            high, rate = rate, rate / step
+    for _ in range(halvings):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return best
+        low, high = (middle, high) if meets(middle) else (low, middle)
+    return low

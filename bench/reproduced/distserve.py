@@ -22,9 +22,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.policies.search import highest
 from bench.reproduced.chart import Panel, document
 from bench.reproduced.models import OPT_13B
-from bench.reproduced.played import Cost, Job, floors, highest, per_token, play, poisson_jobs
+from bench.reproduced.played import Cost, Job, floors, per_token, play, poisson_jobs
 from bench.reproduced.profile import DISTSERVE, VLLM
 from bench.simulate.cluster import Cluster
 from bench.simulate.places import Partition

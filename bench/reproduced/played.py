@@ -1,4 +1,4 @@
-"""Plays requests with the real scheduler on a simulated engine, and searches the highest rate that is met."""
+"""Plays requests with the real scheduler on a simulated engine, and what their clients see."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -102,20 +102,3 @@ def per_token(record: RequestRecord) -> float:
     """The mean seconds between the tokens of a request; 0 for a single one."""
     times = record.token_times
     return (times[-1] - times[0]) / max(1, len(times) - 1)
-
-
-def highest(meets: Callable[[float], bool], start: float, *, step: float = 1.4, halvings: int = 5) -> float:
-    """The highest rate found that `meets` its limits; 0 if even a hundredth of `start` does not."""
-    low = high = 0.0
-    rate = start
-    while not (low and high):
-        if not start / 100 <= rate <= start * 100:
-            return low
-        if meets(rate):
-            low, rate = rate, rate * step
-        else:
-            high, rate = rate, rate / step
-    for _ in range(halvings):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if meets(middle) else (low, middle)
-    return low

@@ -25,9 +25,10 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from bench.policies.search import highest
 from bench.reproduced.chart import Panel, document
 from bench.reproduced.models import YI_34B
-from bench.reproduced.played import Cost, Job, first_token, floors, gaps, highest, play, poisson_jobs
+from bench.reproduced.played import Cost, Job, first_token, floors, gaps, play, poisson_jobs
 from bench.simulate.cluster import Cluster
 from bench.simulate.places import Partition
 from orca_jax.config import SchedulingConfig, ServingConfig

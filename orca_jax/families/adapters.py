@@ -57,15 +57,14 @@ def adaptable(
         or ("experts" in extras and one.use == "expert")
     }
     first, last = layers is None or layers.start == 0, layers is None or layers.stop == config.n_layers
-    if TOKEN_EMBEDDING in table:
-        embedding = replace(table[TOKEN_EMBEDDING], form=DENSE, stage=None)
+    embedding = table.get(TOKEN_EMBEDDING)
+    head = table.get(HEAD, embedding)
+    if "embedding" in extras and first and embedding is not None:
         (rows, width), (n_rows, size) = embedding.axes, embedding.shape
-        if "embedding" in extras and first:
-            found[TOKEN_EMBEDDING] = replace(embedding, axes=(width, rows), shape=(size, n_rows))
-        if "head" in extras and last:
-            found[HEAD] = replace(table.get(HEAD, embedding), form=DENSE, stage=None, use="head")
-    elif "head" in extras and HEAD in table:
-        found[HEAD] = replace(table[HEAD], form=DENSE, stage=None)
+        turned = {"axes": (width, rows), "shape": (size, n_rows)}
+        found[TOKEN_EMBEDDING] = replace(embedding, form=DENSE, stage=None, **turned)
+    if "head" in extras and last and head is not None:
+        found[HEAD] = replace(head, form=DENSE, stage=None, use="head")
     return found
 
 
@@ -73,7 +72,9 @@ def extra_of(name: str, parameter: Parameter) -> LoraExtra | None:
     """The extra that a weight belongs to; None for a linear layer."""
     if parameter.use == "expert":
         return "experts"
-    return {TOKEN_EMBEDDING: "embedding", HEAD: "head"}.get(name)  # pyright: ignore[reportReturnType]
+    if name == TOKEN_EMBEDDING:
+        return "embedding"
+    return "head" if name == HEAD else None
 
 
 def is_by_expert(parameter: Parameter) -> bool:

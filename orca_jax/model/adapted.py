@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from orca_jax.model.ranks import sorted_places
 from orca_jax.model.weight import FormedWeight
 
 
@@ -27,14 +28,8 @@ class AdapterGroups(NamedTuple):
     def of(cls, adapter: Array, n: int) -> "AdapterGroups":
         """Group tokens by their `adapter` [T] int32: 0 for none, or 1 to `n`."""
         key = jnp.where(adapter == 0, n, adapter - 1)
-        order = jnp.argsort(key, stable=True).astype(jnp.int32)
         sizes = (key[:, None] == jnp.arange(n)).sum(axis=0, dtype=jnp.int32)
-        return cls(order, inverse(order), sizes, key)
-
-
-def inverse(order: Array) -> Array:
-    """The place of each index [N] int32 in an order of all of them."""
-    return jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=order.dtype), unique_indices=True)
+        return cls(*sorted_places(key), sizes, key)
 
 
 class _Products(Protocol):
@@ -109,9 +104,8 @@ class ExpertPairs(NamedTuple):
         adapter = groups.group.at[token].get(mode="clip")
         is_pair = (adapter < n) & (expert < n_experts)
         key = jnp.where(is_pair, adapter * n_experts + expert, n * n_experts)
-        order = jnp.argsort(key, stable=True).astype(jnp.int32)
         sizes = jnp.zeros(n * n_experts, jnp.int32).at[key].add(1, mode="drop")
-        return cls(order, inverse(order), sizes)
+        return cls(*sorted_places(key), sizes)
 
 
 def _by_pair(stack: Array) -> Array:

@@ -8,10 +8,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from bench.policies.search import highest
 from bench.reproduced import distserve, paged_attention, sarathi_serve
 from bench.reproduced.buddy import BuddyAllocator, chunk_size
 from bench.reproduced.chart import Bars, Panel, document
-from bench.reproduced.played import Job, first_token, gaps, highest, per_token, play
+from bench.reproduced.played import Job, first_token, gaps, per_token, play
 from bench.reproduced.profile import VLLM
 from orca_jax.planning.cost_model import IterationShape
 
