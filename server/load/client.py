@@ -1,8 +1,8 @@
 """One process of the load client: sends its share of a trace, and notes when each answer's parts arrive.
 
-A stream is read with as little work as possible, so that the client is not what is measured. Events are
-parsed as JSON until the first one with output, then only the one with the finish reason and the one with the
-usage; the others are counted. All times are of the system's monotonic clock, which processes share.
+A stream is read with as little work as possible, so that the client is not what is measured (http_stream.py).
+Events are parsed as JSON until the first one with output, then only the one with the finish reason and that
+with the usage; the others are counted. All times are of the system's monotonic clock, which processes share.
 """
 
 import asyncio
@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import aiohttp
 import uvloop
 
+from server.load.http_stream import Connections
 from server.load.trace import TracedRequest
 
 Route = Literal["completions", "chat"]
@@ -123,11 +123,9 @@ async def _play(share: Share, on_end: Callable[[], object]) -> Played:
     place = asyncio.Semaphore(share.concurrency) if share.concurrency else None
     continued = {request.after for request in share.requests if request.after is not None}
     done: dict[int, asyncio.Future[Outcome]] = {}
-    no_timeout = aiohttp.ClientTimeout(total=None)  # _send has one; aiohttp's would be started for each read
-    connector = aiohttp.TCPConnector(limit=0)
     loop = asyncio.get_running_loop()
 
-    async def one(session: aiohttp.ClientSession, index: int, request: TracedRequest) -> Outcome:
+    async def one(connections: Connections, index: int, request: TracedRequest) -> None:
         prompt: Sequence[int] = request.prompt_ids
         planned = share.start + request.arrival
         if request.after is not None:
@@ -143,7 +141,7 @@ async def _play(share: Share, on_end: Callable[[], object]) -> Played:
         try:
             outcome = Outcome(index, planned, time.monotonic())
             body = target.body(prompt, request.n_output, needs_ids=index in continued)
-            await _send(session, target, body, outcome)
+            await _send(connections, target, body, outcome)
             if index in continued and len(outcome.token_ids) != outcome.n_output:
                 # The server does not tell the ids; the next turn then shares the prompt's prefix alone.
                 rng = random.Random(index)
@@ -153,61 +151,80 @@ async def _play(share: Share, on_end: Callable[[], object]) -> Played:
                 place.release()
         if index in done:
             done[index].set_result(outcome)
+        outcomes.append(outcome)
         on_end()
-        return outcome
 
     prompts: dict[int, Sequence[int]] = {}
+    outcomes: list[Outcome] = []  # not the tasks' results, which asyncio formats for its own messages
     for index in continued:
         done[index] = loop.create_future()
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=no_timeout, headers=target.headers
-    ) as session:
+    connections = Connections(target.url, target.headers)
+    try:
         cpu, start = time.process_time(), time.monotonic()
-        outcomes = await asyncio.gather(
-            *(one(session, i, request) for i, request in zip(share.indices, share.requests, strict=True))
+        await asyncio.gather(
+            *(one(connections, i, request) for i, request in zip(share.indices, share.requests, strict=True))
         )
         return Played(outcomes, time.process_time() - cpu, time.monotonic() - start)
+    finally:
+        connections.close()
 
 
-async def _send(
-    session: aiohttp.ClientSession, target: Target, body: Mapping[str, Any], outcome: Outcome
-) -> None:
+async def _send(connections: Connections, target: Target, body: Mapping[str, Any], outcome: Outcome) -> None:
     """Send one request and fill in its outcome. Never raises for what the server does."""
     path = "/completions" if target.route == "completions" else "/chat/completions"
+    answer = _Answer(outcome)
     try:
-        async with asyncio.timeout(target.timeout), session.post(target.url + path, json=body) as response:
-            if response.status != 200:
-                text = (await response.content.read(_MAX_ERROR_CHARACTERS)).decode("utf-8", "replace")
-                outcome.error = f"status {response.status}: {text}"
-            else:
-                await _read_stream(response, outcome)
+        async with asyncio.timeout(target.timeout):
+            await connections.post(path, json.dumps(body).encode(), answer)
+        answer.end()
     except TimeoutError:
         outcome.error = f"no complete answer within {target.timeout:g} seconds"
-    except (aiohttp.ClientError, ConnectionError, ValueError) as error:
+    except (OSError, ValueError) as error:
         outcome.error = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
     outcome.ended = time.monotonic()
 
 
-async def _read_stream(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
-    """Read server-sent events until [DONE]. Sets `error` if the stream ends before it, or says so itself."""
-    rest = b""
-    done = False
-    read = response.content.readany
-    while data := await read():
+class _Answer:
+    """The reader of one answer: server-sent events until [DONE], or an error's text."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self._status = 200
+        self._rest = b""  # of an event that has not ended, or the text of an error
+        self._is_done = False
+
+    def begin(self, status: int) -> None:
+        self._status = status
+
+    def take(self, data: bytes) -> None:
+        """Take what arrived. Raises ValueError for an event that is too long or no JSON."""
         now = time.monotonic()
-        *events, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
-        if len(rest) > _MAX_EVENT_BYTES:
+        data = self._rest + data
+        if self._status != 200:
+            self._rest = data[:_MAX_ERROR_CHARACTERS]
+            return
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
+        *events, self._rest = data.split(b"\n\n")
+        if len(self._rest) > _MAX_EVENT_BYTES:
             raise ValueError(f"an event of the stream has more than {_MAX_EVENT_BYTES} bytes")
+        outcome = self._outcome
         for event in events:
             if event.startswith(b"data: {"):
                 if _is_output(event, outcome):
                     outcome.times.append(now)
             elif event.startswith(b"data: [DONE]"):
-                done = True
-    if not done and outcome.error is None:
-        outcome.error = "the stream ended before [DONE]"
-    if outcome.error is None and not outcome.n_output:
-        outcome.n_output = len(outcome.times)  # no usage: a server that sends one token an event
+                self._is_done = True
+
+    def end(self) -> None:
+        """The answer is complete. Sets `error` if the stream ended before [DONE], or was refused."""
+        outcome = self._outcome
+        if self._status != 200:
+            outcome.error = f"status {self._status}: {self._rest.decode('utf-8', 'replace')}"
+        elif not self._is_done and outcome.error is None:
+            outcome.error = "the stream ended before [DONE]"
+        if outcome.error is None and not outcome.n_output:
+            outcome.n_output = len(outcome.times)  # no usage: a server that sends one token an event
 
 
 def _is_output(event: bytes, outcome: Outcome) -> bool:
