@@ -398,6 +398,10 @@ def _stage_plans(target: PlanTarget, serving: ServingConfig) -> list[StagePlan]:
 
 
 def _fits(target: PlanTarget, n_stages: int, n_devices: int) -> bool:
+    # A quick answer first, as a hint may try 64 stages by 8 devices: the weights of the mean stage.
+    whole = stage_bytes(target.model, range(target.config.n_layers), n_devices, target.itemsize)
+    if whole > n_stages * target.budget:
+        return False
     # The exchange of tokens, which not every split allows, takes no memory, so it is left at its default.
     parallel = ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=n_devices)
     other = replace(target, parallel=parallel, temporaries=None)
@@ -419,10 +423,10 @@ def _split_that_fits(target: PlanTarget) -> str:
     ways += [f"--tensor-parallel {tensor}"] * (tensor is not None)
     if ways:
         return f"use {' or '.join(ways)}"
-    both = [(p * t, -t, p, t) for t in tensors for p in range(1, most + 1) if _fits(target, p, t)]
-    if both:
-        *_, p, t = min(both)
-        return f"use --pipeline-parallel {p} --tensor-parallel {t}"
+    both = sorted((p * t, -t, p, t) for t in tensors for p in range(1, most + 1))
+    least = next(((p, t) for *_, p, t in both if _fits(target, p, t)), None)
+    if least is not None:
+        return f"use --pipeline-parallel {least[0]} --tensor-parallel {least[1]}"
     return (
         f"no split over up to {most} stages of up to {tensors[-1]} devices fits; use devices with more memory"
     )

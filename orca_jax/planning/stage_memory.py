@@ -105,12 +105,14 @@ class StageRoom:
             slot=slot_bytes(config, layers, n_devices, itemsize),
             states=shape.n_rows * state,
             snapshots=shape.n_snapshots * state,
-            adapters=shape.max_adapters
-            * adapter_bytes(
-                config, layers, n_devices, itemsize, padded_rank(shape.adapter_rank), shape.adapter_extras
-            ),
+            adapters=self._adapter_bytes(config, shape) if shape.max_adapters else 0,
             source="arithmetic" if self.temporaries is None else "compiled",
         )
+
+    def _adapter_bytes(self, config: ModelConfig, shape: EngineShape) -> int:
+        rank, extras = padded_rank(shape.adapter_rank), shape.adapter_extras
+        each = adapter_bytes(config, self.layers, self.n_devices, self.itemsize, rank, extras)
+        return shape.max_adapters * each
 
     def kv_bytes(self, memory: StageMemory) -> int | None:
         """The bytes left for the KV cache; None if the devices do not report their memory."""
