@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.progress import Progress
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns 1 if a request failed."""
     notes = Notes()
     headers = _headers(os.environ)
-    url = args.url.rstrip("/").removesuffix("/v1") + "/v1"
+    url = _address(args.url)
     model = args.model or _first_model(url, headers)
     target = Target(
         url=url, model=model, route=args.route, headers=headers, extra=args.extra, timeout=args.timeout
@@ -118,10 +119,24 @@ def _headers(environment: Mapping[str, str]) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+def _address(url: str) -> str:
+    """The address of the API, with /v1. Raises UsageError."""
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"--url is {url!r}; it must begin with http:// or https://")
+    try:
+        parts = urlsplit(url)
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        has_host = False
+    if not has_host:
+        raise UsageError(
+            f"--url is {url!r}; after http:// it needs a host, and perhaps a port as in host:8000"
+        )
+    return url.rstrip("/").removesuffix("/v1") + "/v1"
+
+
 def _first_model(url: str, headers: Mapping[str, str]) -> str:
     """The name of the server's first model. Raises UsageError if no such server answers."""
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"--url is {url.removesuffix('/v1')!r}; it must begin with http:// or https://")
     request = urllib.request.Request(f"{url}/models", headers=dict(headers))
     try:
         with urllib.request.urlopen(request, timeout=_ASK_SECONDS) as response:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from server.cli import main
 from server.load.client import Outcome, Target, words
 from server.load.figures import figures, spread, times
 from server.load.player import Players, Run, n_processes, shares
@@ -300,3 +301,11 @@ def test_arrivals_have_the_rate_and_the_burstiness() -> None:
         assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.05)
     assert arrivals(4, 2.0, math.inf, seed=1) == [0.0, 0.5, 1.0, 1.5]
     assert arrivals(2, None, 1.0, seed=1) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host", "http://", "http://host:port", "https://:80"]
+)
+def test_an_address_that_is_none_is_named(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--url", url, "--model", "m"]) == 2
+    assert f"--url is {url!r}" in capsys.readouterr().err
