@@ -19,7 +19,7 @@ from server.errors import TooManyConnections, TooManyFromAddress
 from server.http.bodies.errors import error_response
 from server.process.addresses import network_of
 
-_STARTED_AT_ONCE = 8  # pieces started per turn of the loop; starting a request takes up to 1 ms
+_STARTED_AT_ONCE = 4  # pieces started per turn of the loop; starting a request takes up to 1 ms
 
 
 class Turns:
