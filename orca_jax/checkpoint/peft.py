@@ -41,7 +41,7 @@ _TENSOR = re.compile(
 )
 # All experts of a layer, whose two parameters PEFT wraps one after the other.
 _EXPERTS = re.compile(r"layers\.(?P<layer>\d{1,9})\.(\w+\.)*experts(\.base_layer)*")
-_BASE = ".base_layer.weight"
+_BASE, _BASE_BIAS = ".base_layer.weight", ".base_layer.bias"
 # Fields that say how an adapter was trained, or that its tensors' names and shapes say again.
 _UNREAD = frozenset(
     {
@@ -60,7 +60,12 @@ _READ = frozenset(
 )
 # These start from the base's own factors, and leave the base without them.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_PLAIN_PATTERN = re.compile(r"\^?(?:[\w.-]|\\\.)+\$?")
+_PLAIN_PATTERN = re.compile(r"\^?(?:\.\*\\\.)?(?:[\w.-]|\\\.)+\$?")
+_VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(\..*)?")
+# The first version of PEFT whose A has the inputs' side of all experts, whatever the parameter's order.
+_SIDES_SINCE = (0, 19)
+# What transformers calls the matrices of all experts.
+_UP, _DOWN = ("gate_up_proj", "up_proj"), ("down_proj",)
 _LARGEST_RANK = 4096
 
 
@@ -109,19 +114,20 @@ class AdapterConfig(NamedTuple):
     ranks: Mapping[str, Any]
     alphas: Mapping[str, Any]
     root_scale: bool  # rsLoRA: the scale is alpha / sqrt(r)
+    a_has_inputs: bool  # also of experts in one parameter
 
     @property
     def largest_rank(self) -> int:
         return max([self.rank, *(_whole(self.path, "rank_pattern", rank) for rank in self.ranks.values())])
 
-    def rank_of(self, module: str) -> int:
-        """The rank of a module. Raises BadAdapter."""
-        key = _matching(self.ranks, module)
+    def rank_of(self, *names: str) -> int:
+        """The rank of a module, or parameter, that may have any of these names. Raises BadAdapter."""
+        key = _matching(self.ranks, names)
         return self.rank if key is None else _whole(self.path, "rank_pattern", self.ranks[key])
 
-    def scale_of(self, module: str) -> float:
+    def scale_of(self, *names: str) -> float:
         """The factor of B A. Raises BadAdapter."""
-        key, rank = _matching(self.alphas, module), self.rank_of(module)
+        key, rank = _matching(self.alphas, names), self.rank_of(*names)
         alpha = self.alpha if key is None else _number(self.path, "alpha_pattern", self.alphas[key])
         return alpha / (math.sqrt(rank) if self.root_scale else rank)
 
@@ -156,7 +162,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
             if _PLAIN_PATTERN.fullmatch(key) is None:
                 raise BadAdapter(
                     f"{shown(path)}: {name}: {shown(key)}: expected the end of a module's name, perhaps "
-                    "between ^ and $; other regular expressions are not read"
+                    "between ^ and $ or after .*\\.; other regular expressions are not read"
                 )
     return AdapterConfig(
         path,
@@ -165,6 +171,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
         patterns[0],
         patterns[1],
         bool(values.get("use_rslora")),
+        _is_since(values.get("peft_version"), _SIDES_SINCE),
     )
 
 
@@ -293,17 +300,16 @@ def _is_copy_of_base(
     family: Family,
     config: ModelConfig,
 ) -> bool:
-    """Whether a tensor is the base's own embedding or head, which PEFT saves beside their adapters."""
-    if not name.endswith(_BASE):
-        return False
-    target = targets.get(_without_prefix(name.removesuffix(_BASE), family))
+    """Whether a tensor is the base's embedding or head, or the head's bias, which PEFT saves too."""
+    end = next((end for end in (_BASE, _BASE_BIAS) if name.endswith(end)), None)
+    target = None if end is None else targets.get(_without_prefix(name.removesuffix(end), family))
     if target is None or extra_of(target.name, target.parameter) not in ("embedding", "head"):
         return False
-    shape = (config.vocab_size, config.embedding.size)
+    shape = (config.vocab_size, config.embedding.size) if end == _BASE else (config.vocab_size,)
     if tensor.shape != shape:
         raise BadAdapter(
-            f"{tensor}: the adapter's model has an embedding of the shape {list(tensor.shape)}, and this one "
-            f"{list(shape)}; merge an adapter of a resized vocabulary into its model"
+            f"{tensor}: the adapter's model has an embedding or head of the shape {list(tensor.shape)}, and "
+            f"this one {list(shape)}; merge an adapter of a resized vocabulary into its model"
         )
     return True
 
@@ -364,30 +370,36 @@ class _Reader:
     ) -> None:
         """Take the pair of a parameter of all experts of a layer. Raises BadAdapter or CorruptFile.
 
-        PEFT stores A [X r, n] and B [m, r X], and its change is that of the parameter [X, n, m] or, in some
-        versions, [X, m, n]: the sizes say which, and which of the two parameters it is.
+        PEFT stores A [X r, n] and B [m, r X], where n are the inputs; in older versions m are those of some
+        models. The sizes say which, and which of the two parameters it is, unless several have the same.
         """
-        rank, scale = self._own.rank_of(module), self._own.scale_of(module)
-        for kind in ("up", "down"):
+        module = module.replace(".base_layer", "")
+        kinds, sizes = list[tuple[str, tuple[str, ...], bool]](), (a.shape[-1], b.shape[0])
+        for kind, names in (("up", _UP), ("down", _DOWN)):
+            parameter = table.get(f"layers.{layer}.experts.{kind}.weight")
+            if parameter is not None:
+                both = parameter.shape[-1], math.prod(parameter.shape[1:-1])
+                sides = [turned for turned in (False, True) if sizes == both[:: -1 if turned else 1]]
+                kinds += [(kind, names, turned) for turned in sides]
+        if len(kinds) > 1 and self._own.a_has_inputs:
+            kinds = [each for each in kinds if not each[2]]
+        if len(kinds) > 1:
+            raise BadAdapter(
+                f"{a}: several matrices of the experts have these sizes, and the file does not say which it "
+                "is; save the adapter with PEFT 0.19 or later, or merge it into its model"
+            )
+        for kind, names, turned in kinds:
             name = f"layers.{layer}.experts.{kind}.weight"
-            parameter = table.get(name)
-            if parameter is None:
-                continue
-            number, n_in = parameter.shape[0], parameter.shape[-1]
-            n_out, sizes = math.prod(parameter.shape[1:-1]), (a.shape[-1], b.shape[0])
-            if sizes not in ((n_in, n_out), (n_out, n_in)):
-                continue
+            parameter = table[name]
+            number, n_out = parameter.shape[0], math.prod(parameter.shape[1:-1])
             if name in self._found:
                 raise BadAdapter(f"{a}: another pair of the file changes {name} too")
-            if n_in == n_out:
-                raise BadAdapter(
-                    f"{a}: the experts' matrices are square, and the file does not say which side is which; "
-                    "merge the adapter into its model"
-                )
+            paths = [f"{module}.{each}" for each in names]
+            rank, scale = self._own.rank_of(*paths), self._own.scale_of(*paths)
             down = _read(a, (number * rank, sizes[0])).astype(np.float32)
             up = _read(b, (sizes[1], rank * number)).astype(np.float32) * np.float32(scale)
             down, up = down.reshape(number, rank, -1), up.reshape(-1, rank, number).transpose(2, 1, 0)
-            if sizes[0] != n_in:  # up to here both are [X, r, n], and either may be the inputs' side
+            if turned:  # up to here both are [X, r, n], and either may be the inputs' side
                 down, up = up, down
             up = up.swapaxes(1, 2)  # [X, out, r]
             stored = self._family.alternatives.get("layers.{i}.experts.up.weight")
@@ -512,9 +524,14 @@ def _padded(
     return a, b
 
 
-def _matching(pattern: Mapping[str, Any], module: str) -> str | None:
-    """The first key of a pattern that a module's name ends with, as PEFT matches them."""
-    return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", module)), None)
+def _matching(pattern: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """The first key of a pattern that one of these names ends with, as PEFT matches them."""
+    return next((key for key in pattern if any(re.match(rf"(.*\.)?({key})$", name) for name in names)), None)
+
+
+def _is_since(version: object, first: tuple[int, int]) -> bool:
+    found = _VERSION.fullmatch(version) if isinstance(version, str) else None
+    return found is not None and (int(found[1]), int(found[2])) >= first
 
 
 def _whole(path: Path, name: str, value: object) -> int:

@@ -268,10 +268,11 @@ class Worker:
         """
         buffer = jax.device_put(flat.buffer, self._place)
         stage, layout = self.stage, flat.layout
+        weights = stage.weights_of(layout)
         if stage.part.first:
-            encoded, self._caches[0] = stage.encode(stage.weights, self._caches[0], buffer, layout=layout)
+            encoded, self._caches[0] = stage.encode(weights, self._caches[0], buffer, layout=layout)
         assert encoded is not None
-        self._caches = stage.cross(stage.weights, self._caches, encoded, buffer, layout=layout)
+        self._caches = stage.cross(weights, self._caches, encoded, buffer, layout=layout)
         return encoded
 
     def read_prompts(
@@ -321,10 +322,11 @@ class Worker:
             yield ToCompile(f"forward pass, {layout.in_words}", forward)
         for layout in reversed(sizes.encoder_layouts):
             buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=place)
+            every = weights_like(layout)
             if stage.part.first:
-                encode = partial(stage.encode.compile, weights, caches[0], buffer, layout=layout)
+                encode = partial(stage.encode.compile, every, caches[0], buffer, layout=layout)
                 yield ToCompile(f"encoder, {layout.in_words}", encode)
-            arrays = (weights, caches, self.hidden_like(layout.n_tokens), buffer)
+            arrays = (every, caches, self.hidden_like(layout.n_tokens), buffer)
             cross = partial(stage.cross.compile, *arrays, layout=layout)
             yield ToCompile(f"cross attention's keys and values, {layout.in_words}", cross)
         if self.prompts is not None and self._config.encoder is None:

@@ -47,18 +47,19 @@ def adaptable(
 ) -> dict[str, Parameter]:
     """The weights of these layers (default: all) that may have an adapter: linear layers, and `extras`.
 
-    A matrix's outputs come first, also those of the embedding; a tied head is among them as HEAD.
+    A matrix's outputs come first, also those of the embedding; a tied head is among them as HEAD. A model
+    with an encoder has no such extras: encoder, decoder and perhaps the head share one embedding.
     """
     table = parameter_table(config) if layers is None else stage_parameters(config, layers)
     found = {
         name: one
         for name, one in table.items()
-        if (one.use == "linear" and one.stage is None and not name.endswith(_NOT_BY_PRODUCT))
+        if (one.use == "linear" and not name.endswith(_NOT_BY_PRODUCT))
         or ("experts" in extras and one.use == "expert")
     }
     first, last = layers is None or layers.start == 0, layers is None or layers.stop == config.n_layers
-    embedding = table.get(TOKEN_EMBEDDING)
-    head = table.get(HEAD, embedding)
+    embedding = None if config.encoder is not None else table.get(TOKEN_EMBEDDING)
+    head = None if config.encoder is not None else table.get(HEAD, embedding)
     if "embedding" in extras and first and embedding is not None:
         (rows, width), (n_rows, size) = embedding.axes, embedding.shape
         turned = {"axes": (width, rows), "shape": (size, n_rows)}

@@ -385,8 +385,15 @@ class BatchSizes:
             if n <= of_decodes
             for tier in self.tiers
         ]
-        adapted = [replace(layout, adapters=True) for layout in plain] if shape.max_adapters else []
+        return self._with_adapted(plain)
+
+    def _with_adapted(self, plain: list[FlatLayout]) -> list[FlatLayout]:
+        adapted = [replace(layout, adapters=True) for layout in plain] if self.shape.max_adapters else []
         return adapted if self._always_adapted else plain + adapted
+
+    def adapted(self, message: ControlMessage) -> bool:
+        """Whether the message's batches have a layout with adapters."""
+        return message.adapter is not None or self._always_adapted
 
     @property
     def _always_adapted(self) -> bool:
@@ -408,11 +415,12 @@ class BatchSizes:
 
     @property
     def encoder_layouts(self) -> list[FlatLayout]:
-        """One layout per bucket of the encoder; none without one."""
+        """One layout per bucket of the encoder, or two as in `layouts`; none without an encoder."""
         shape = self.shape
-        return [
+        plain = [
             FlatLayout(n, min(n, shape.max_rows), shape.max_encoder_blocks) for n in shape.encoder_buckets
         ]
+        return self._with_adapted(plain)
 
     def lay_out(self, message: ControlMessage) -> FlatBatch:
         """Lay out an iteration in the smallest bucket that holds it, or if deterministic in its phase's."""
@@ -433,7 +441,7 @@ class BatchSizes:
             one_each=tier is not None,
             states=shape.states,
             n_snapshots=shape.n_snapshots,
-            adapters=message.adapter is not None or self._always_adapted,
+            adapters=self.adapted(message),
         )
         if shape.deterministic and flat.programs.sampler != "greedy":
             flat = replace(flat, programs=replace(flat.programs, sampler="full"))

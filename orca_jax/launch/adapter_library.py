@@ -43,8 +43,6 @@ def with_room_for_adapters(found: FoundModel, config: C) -> C:
     model, why = found.config, None
     if found.user_model is not None:
         why = "a model of your own"
-    elif model.encoder is not None:
-        why = "a model with an encoder"
     elif config.tensor_parallel > 1 and model.has_experts:
         why = "a mixture of experts with tensor_parallel"
     elif found.directory is None:

@@ -115,6 +115,15 @@ class AdaptersChange:
                 found.append((np.asarray(a), np.asarray(b), np.asarray(rows) != 0))
         return found
 
+    def first(self, i: int, axes: Sequence[int]) -> int:
+        """The place, among these axes of array `i` in their order, of the weight's first element."""
+        shape, index = self.recipe.shape(i), self.recipe.forms[i].index
+        place = 0
+        for axis in axes:
+            at = index[axis]
+            place = place * shape[axis] + (0 if isinstance(at, slice) else at)
+        return place
+
     def placed(self, i: int, matrix: jax.Array, *, multiplied: bool) -> jax.Array:
         """The weight whose array `i` is a `matrix` [inputs, outputs], and whose other arrays are zero."""
         forms = [replace(form, add=0.0) for form in self.recipe.forms]
@@ -147,7 +156,9 @@ def _factors(
     n_out = len(parameter.axes) - parameter.n_in
     outputs, inputs = tuple(range(n_out)), tuple(range(n_out, len(parameter.axes)))
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    one_in, one_out = jnp.zeros(len(a)).at[0].set(1), jnp.zeros(b.shape[1]).at[0].set(1)
+    into, out = change.recipe.into_and_out(i)
+    one_in = jnp.zeros(len(a)).at[change.first(i, into)].set(1)
+    one_out = jnp.zeros(b.shape[1]).at[change.first(i, out)].set(1)
 
     def of_inputs(column: jax.Array) -> jax.Array:
         return change.placed(i, jnp.outer(column, one_out), multiplied=False).sum(axis=outputs)

@@ -128,7 +128,7 @@ class Transformer(nnx.Module):
 
     def embed_input(self, token_ids: jax.Array, positions: jax.Array, shard: Shard = ALONE) -> jax.Array:
         """Embed tokens for the encoder's first layer: token_ids, positions [T] int32 to [T, H]."""
-        assert self.encoder is not None
+        assert self.encoder is not None  # such a model's embedding has no adapters
         return self.encoder.begin(self._embedded(token_ids, shard, matmul), positions)
 
     def _embedded(self, token_ids: jax.Array, shard: Shard, product: Matmul) -> jax.Array:

@@ -66,8 +66,13 @@ def application(settings: ServeSettings, replicas: ReplicaOptions) -> serve.Appl
         graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
         logging_config=_LOGGING,
     )(Door)
-    keys = {"api_keys": settings.api_keys, "admin_keys": settings.admin_keys}
-    return door.bind(engine.bind(settings, needs), settings.endpoint, **keys)
+    return door.bind(
+        engine.bind(settings, needs),
+        settings.endpoint,
+        model_name=settings.model_name,
+        api_keys=settings.api_keys,
+        admin_keys=settings.admin_keys,
+    )
 
 
 def _scaling(replicas: ReplicaOptions) -> AutoscalingConfig | None:

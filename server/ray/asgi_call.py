@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Scope
 
+from server.ray.routing.prefix_key import NO_KEY, RoutingKey
+
 _MOST_UNREAD = 1 << 20  # bytes of a response that may wait for their reader
 _GRACE_SECONDS = 10.0  # for the application to end after its client has left
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpCall:
-    """A whole HTTP request. `prefix` is the chain of hashes by which routers find a cached prompt."""
+    """A whole HTTP request. Routers find a cached prompt and a loaded adapter by the hashes of `key`."""
 
     method: str
     path: str
@@ -20,7 +22,7 @@ class HttpCall:
     headers: list[tuple[bytes, bytes]]
     client: tuple[str, int] | None
     body: bytes
-    prefix: tuple[int, ...] = ()
+    key: RoutingKey = NO_KEY
 
     def scope(self) -> Scope:
         """Make the request's ASGI scope."""

@@ -26,7 +26,7 @@ from server.http.bodies.errors import NOT_READY_SECONDS, error_response, status_
 from server.http.connections.body_limit import read_body
 from server.ray.asgi_call import HttpCall
 from server.ray.relay import Relay
-from server.ray.routing.prefix_key import prefix_chain
+from server.ray.routing.prefix_key import NO_KEY, RoutingKey, routing_key
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 
@@ -43,11 +43,17 @@ class Door:
     """
 
     def __init__(
-        self, engine: DeploymentHandle, options: EndpointOptions, *, api_keys: ApiKeys, admin_keys: ApiKeys
+        self,
+        engine: DeploymentHandle,
+        options: EndpointOptions,
+        *,
+        model_name: str,
+        api_keys: ApiKeys,
+        admin_keys: ApiKeys,
     ) -> None:
         self._engine = engine
         self._call = engine.options(stream=True).call
-        self._options = options
+        self._options, self._model_name = options, model_name
         self._keys = {"api_keys": api_keys, "admin_keys": admin_keys}
         self._metrics = DoorMetrics()
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -61,7 +67,7 @@ class Door:
             return await answer()
         self._metrics.began()
         try:
-            body, prefix = await self._read(request, path)
+            body, key = await self._read(request, path)
         except HTTPException as error:
             self._metrics.ended(error.status_code)
             return status_response(error.status_code, error.detail, error.headers, path=path)
@@ -83,7 +89,7 @@ class Door:
             headers=list(scope["headers"]),
             client=scope.get("client"),
             body=body,
-            prefix=prefix,
+            key=key,
         )
         stream = self._call.remote(call)
         assert isinstance(stream, DeploymentResponseGenerator)
@@ -91,24 +97,24 @@ class Door:
             stream, path=path, seconds=options.request_timeout + _SPARE_SECONDS, done=self._metrics.ended
         )
 
-    async def _read(self, request: Request, path: str) -> tuple[bytes, tuple[int, ...]]:
-        """Read the body and make the chain of hashes of its prompt. API keys share no prefixes.
+    async def _read(self, request: Request, path: str) -> tuple[bytes, RoutingKey]:
+        """Read the body and make its hashes. API keys share no prefixes.
 
         The body of a request without a valid key is not read: any engine refuses it by its headers.
         """
         try:
             tenant = identify(request.scope, path, **self._keys)
         except Unauthorized:
-            return b"", ()
+            return b"", NO_KEY
         options = self._options
         body = await read_body(
             request.scope, request.receive, max_bytes=options.max_body_bytes, seconds=options.body_timeout
         )
         try:
-            chain = partial(prefix_chain, path, tenant.encode(), body)
-            return body, await run_for_request(len(body), chain)
+            key = partial(routing_key, path, tenant.encode(), body, self._model_name)
+            return body, await run_for_request(len(body), key)
         except QueueFull:  # any engine will do
-            return body, ()
+            return body, NO_KEY
 
     async def _health(self) -> Response:
         return JSONResponse({"status": "ok"})

@@ -12,6 +12,7 @@ from server.gateway import lanes
 from server.ray import door as door_module
 from server.ray.asgi_call import HttpCall
 from server.ray.door import Door
+from server.ray.routing.prefix_key import RoutingKey
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 
@@ -45,16 +46,16 @@ class Client:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, keys: ApiKeys) -> None:
         replica = SimpleNamespace(replica_id=SimpleNamespace(unique_id="door"))
         monkeypatch.setattr(door_module.serve, "get_replica_context", lambda: replica)
-        monkeypatch.setattr(door_module, "prefix_chain", self._prefix_chain)
+        monkeypatch.setattr(door_module, "routing_key", self._routing_key)
         handle: Any = Handle()
         self.handle = handle
-        self.door = Door(handle, EndpointOptions(), api_keys=keys, admin_keys=ApiKeys())
+        self.door = Door(handle, EndpointOptions(), model_name="base", api_keys=keys, admin_keys=ApiKeys())
         self.read: list[tuple[str, bytes]] = []  # owner and tenant of each body
 
-    def _prefix_chain(self, path: str, tenant: bytes, body: bytes) -> tuple[int, ...]:
-        assert body == BODY
+    def _routing_key(self, path: str, tenant: bytes, body: bytes, base: str) -> RoutingKey:
+        assert (body, base) == (BODY, "base")
         self.read.append((lanes._owner.get(), tenant))
-        return ()
+        return RoutingKey()
 
     def send(self, address: str, path: str = "/v1/completions", **headers: str) -> HttpCall:
         """Send a request below the application's prefix; return what reached the engine's handle."""

@@ -62,6 +62,18 @@ def test_the_longest_match_wins_and_a_part_counts_as_a_part() -> None:
     assert choice.order([1, 2, 3, 4], {"a": 4, "b": 0, "c": 0}) == ["b", "c", "a"]
 
 
+def test_an_adapter_stays_on_an_engine_that_is_not_much_fuller() -> None:
+    choice, sql, support = PrefixChoice(adapter_tolerance=0.25), 1 << 50, 1 << 51
+    choice.sent([1, 2], "a", sql)
+    assert choice.order([7], {**IDLE, "a": 0.24}, sql)[0] == "a"
+    assert choice.order([7], {**IDLE, "a": 0.26}, sql)[0] != "a"
+    assert choice.order([7], {**IDLE, "a": 0.01}, support)[0] != "a"
+    assert choice.order([7], {**IDLE, "a": 0.01})[0] != "a"
+    # Of an adapter that no engine has, all prompts go to one engine, which every router chooses.
+    first = {choice.order([n], IDLE, support)[0] for n in range(20)}
+    assert first == {PrefixChoice().order([], IDLE, support)[0]}
+
+
 @given(st.lists(CHAIN, max_size=60))
 def test_the_memory_is_bounded_and_keeps_the_latest(chains: list[list[int]]) -> None:
     choice = PrefixChoice(most_steps=16)

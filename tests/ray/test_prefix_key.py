@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.ray.routing.prefix_choice import MOST_STEPS, covered_bytes
-from server.ray.routing.prefix_key import prefix_chain
+from server.ray.routing.prefix_key import RoutingKey, routing_key
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -20,7 +20,7 @@ IDS = st.lists(st.integers(0, 50_000), max_size=300)
 
 
 def chain(path: str, tenant: bytes = b"", **body: Any) -> tuple[int, ...]:
-    return prefix_chain(path, tenant, json.dumps(body).encode())
+    return routing_key(path, tenant, json.dumps(body).encode()).prefix
 
 
 @given(st.lists(MESSAGE, max_size=12), st.lists(MESSAGE, min_size=1, max_size=4))
@@ -82,7 +82,16 @@ def test_equal_requests_have_equal_chains() -> None:
     assert chain(TEXT, prompt=[1] * 64) == chain(TEXT, prompt=[[1] * 64, [2]])
     ordered = b'{"messages": [{"role": "user", "content": "hello", "name": null}], "max_tokens": 5}'
     other = b'{"max_tokens":9,"messages":[{"content":"hello","role":"user"}]}'
-    assert prefix_chain(CHAT, b"", ordered) == prefix_chain(CHAT, b"", other) != ()
+    assert routing_key(CHAT, b"", ordered) == routing_key(CHAT, b"", other) != RoutingKey()
+
+
+def test_a_model_that_is_not_the_base_is_an_adapter() -> None:
+    def adapter(model: Any, base: str | None = "base") -> int | None:
+        body = json.dumps({"model": model, "prompt": "hello"}).encode()
+        return routing_key(TEXT, b"a", body, base).adapter
+
+    assert adapter("base") is adapter(None) is adapter(3) is adapter("sql", None) is None
+    assert adapter("sql") == adapter("sql") not in (None, adapter("support"))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +101,7 @@ def test_equal_requests_have_equal_chains() -> None:
     + [b'{"messages": 1, "prompt": 1}', b'{"messages": ["a"]}', b'{"prompt": "\\ud800"}', b"[" * 100_000],
 )
 def test_a_request_that_cannot_be_read_has_no_chain(body: bytes) -> None:
-    assert prefix_chain(TEXT, b"", body) == prefix_chain(CHAT, b"", body) == ()
+    assert routing_key(TEXT, b"", body) == routing_key(CHAT, b"", body) == RoutingKey()
 
 
 @given(st.binary(max_size=60) | st.recursive(st.none() | st.integers() | st.text(), st.lists, max_leaves=8))
@@ -100,7 +109,7 @@ def test_no_body_is_an_error(value: Any) -> None:
     for body in (value,) if isinstance(value, bytes) else (json.dumps({"messages": value, "prompt": value}),):
         data = body if isinstance(body, bytes) else body.encode()
         for path in (TEXT, CHAT, "/v1/models"):
-            assert len(prefix_chain(path, b"", data)) <= MOST_STEPS
+            assert len(routing_key(path, b"", data).prefix) <= MOST_STEPS
 
 
 def test_a_chain_is_bounded_and_covers_a_long_prompt() -> None:

@@ -45,7 +45,7 @@ def lay_out_encoder(message: ControlMessage, sizes: BatchSizes) -> FlatBatch | N
     length, table = encoder.length[rows], encoder.block_table[rows]
     n_rows, n_tokens = len(length), len(token_ids)
     bucket = bucket_for(n_tokens, shape.encoder_buckets)
-    layout = FlatLayout(bucket, min(bucket, shape.max_rows), table.shape[1])
+    layout = FlatLayout(bucket, min(bucket, shape.max_rows), table.shape[1], adapters=sizes.adapted(message))
     assert n_rows <= layout.n_rows, f"{n_rows} rows, {n_tokens} tokens"
     buffer, arrays = padding(layout, n_tokens, 0, n_slots=shape.n_slots, n_rows=shape.n_rows)
     np.cumsum(length, out=arrays.row_start[1 : n_rows + 1])
@@ -54,6 +54,8 @@ def lay_out_encoder(message: ControlMessage, sizes: BatchSizes) -> FlatBatch | N
     arrays.block_table[:n_rows] = table
     owner = np.repeat(np.arange(n_rows, dtype=np.intp), length)
     positions = np.arange(n_tokens, dtype=np.int32) - arrays.row_start[owner]
+    if message.adapter is not None:
+        arrays.adapter_of_token[:n_tokens] = message.adapter[rows].take(owner)
     arrays.token_ids[:n_tokens] = token_ids
     arrays.positions[:n_tokens] = positions
     block, offset = np.divmod(positions, shape.block_size)

@@ -1,10 +1,11 @@
-"""Chooses the engine that has most of a prompt cached, unless that engine is too busy.
+"""Chooses the engine that has most of a prompt cached, and its adapter, unless that engine is too busy.
 
-An engine's score is `tolerance * share - pressure`. `share` is the part of the prompt that the engine was
-sent before, 0 to 1, and `pressure` is how full the engine is, 1 for a full batch. So an engine with the whole
-prompt may be fuller than the emptiest one by `tolerance` of a batch, and one with a tenth of the prompt by a
-tenth of that: conversations stay on their engines, and a short beginning that all prompts have in common does
-not send all of them to one engine.
+An engine's score is `tolerance * share - pressure`, and `adapter_tolerance` more if it was sent a request
+for the same LoRA adapter before, which it then need not read. `share` is the part of the prompt that the
+engine was sent before, 0 to 1, and `pressure` is how full the engine is, 1 for a full batch. So an engine
+with the whole prompt may be fuller than the emptiest one by `tolerance` of a batch, and one with a tenth of
+the prompt by a tenth of that: conversations stay on their engines, and a short beginning that all prompts
+have in common does not send all of them to one engine.
 
 The router remembers what each engine was sent and asks no engine. If an engine has evicted a prompt since,
 it computes the prompt again, as any other engine would have to.
@@ -62,10 +63,12 @@ class PrefixChoice:
     about 200 bytes each.
     """
 
-    def __init__(self, *, tolerance: float = 0.5, most_steps: int = 1 << 17) -> None:
-        self._tolerance = tolerance
+    def __init__(
+        self, *, tolerance: float = 0.5, adapter_tolerance: float = 0.25, most_steps: int = 1 << 17
+    ) -> None:
+        self._tolerance, self._adapter_tolerance = tolerance, adapter_tolerance
         self._most_steps = most_steps
-        # Engines by step, the most recent first.
+        # Engines by step, or by adapter, the most recent first.
         self._holders: OrderedDict[int, tuple[str, ...]] = OrderedDict()
         self._n_chosen = 0
         self._last_chosen: dict[str, int] = {}
@@ -74,30 +77,39 @@ class PrefixChoice:
         """Return the number of remembered steps."""
         return len(self._holders)
 
-    def order(self, chain: Sequence[int], pressures: Mapping[str, float]) -> list[str]:
-        """Order the engines of `pressures`, the best for a prompt with this `chain` first.
+    def order(
+        self, chain: Sequence[int], pressures: Mapping[str, float], adapter: int | None = None
+    ) -> list[str]:
+        """Order the engines of `pressures`, the best for a prompt with this `chain` and `adapter` first.
 
-        A hash of the chain's first step orders equally good engines, so that routers with different memories
-        often agree; without a chain the one that was chosen longest ago comes first.
+        A hash of the adapter, or of the chain's first step, orders equally good engines, so that routers with
+        different memories often agree; without either the one that was chosen longest ago comes first.
         """
         depths = self._depths(chain, pressures)
         whole = covered_bytes(len(chain)) or 1
+        with_adapter = () if adapter is None else self._holders.get(adapter, ())
+        first = chain[0] if adapter is None and chain else adapter
+
+        def score(name: str) -> float:
+            known = self._adapter_tolerance * (name in with_adapter)
+            return self._tolerance * covered_bytes(depths[name]) / whole + known - pressures[name]
+
         keys = {
             name: (
-                -round((self._tolerance * covered_bytes(depths[name]) / whole - pressure) / _SAME),
-                _rendezvous(chain[0], name) if chain else self._last_chosen.get(name, 0),
+                -round(score(name) / _SAME),
+                self._last_chosen.get(name, 0) if first is None else _rendezvous(first, name),
             )
-            for name, pressure in pressures.items()
+            for name in pressures
         }
         return sorted(pressures, key=keys.__getitem__)
 
-    def sent(self, chain: Sequence[int], name: str) -> None:
-        """Remember that engine `name` was sent a request with this chain."""
+    def sent(self, chain: Sequence[int], name: str, adapter: int | None = None) -> None:
+        """Remember that engine `name` was sent a request with this chain and adapter."""
         self._n_chosen += 1
         self._last_chosen[name] = self._n_chosen
         holders = self._holders
         # The first step comes last, so it is forgotten last: the others are found through it.
-        for step in reversed(chain):
+        for step in (*reversed(chain), *(() if adapter is None else (adapter,))):
             known = holders.get(step, ())
             if not known or known[0] != name:
                 others = [other for other in known if other != name]

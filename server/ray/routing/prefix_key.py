@@ -1,4 +1,4 @@
-"""Turns a prompt into a chain of hashes, by which a router finds the engine that computed its beginning.
+"""Turns a request into hashes, by which a router finds the engine that computed its prompt's beginning.
 
 The router compares prompts before they are tokenized:
 
@@ -7,10 +7,11 @@ The router compares prompts before they are tokenized:
   before, with steps for the reply and the new message.
 """
 
+import hashlib
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 
@@ -25,29 +26,43 @@ _BEFORE_MESSAGES = (
 _KINDS = {"/v1/completions": "text", "/v1/chat/completions": "chat", "/v1/messages": "messages"}
 
 
-def prefix_chain(path: str, tenant: bytes, body: bytes) -> tuple[int, ...]:
-    """Make a chain of at most MOST_STEPS hashes of 64 bits; an empty one without a readable prompt.
+class RoutingKey(NamedTuple):
+    """Hashes of 64 bits: `prefix` of a prompt's steps, `adapter` of a model's name that is not the base's."""
 
-    Requests with different tenants, models or `cache_salt` share no hashes. 100 KB take about a millisecond,
-    so call it by `run_for_request`.
+    prefix: tuple[int, ...] = ()
+    adapter: int | None = None
+
+
+NO_KEY = RoutingKey()
+
+
+def routing_key(path: str, tenant: bytes, body: bytes, base: str | None = None) -> RoutingKey:
+    """Make a request's hashes, at most MOST_STEPS of its prompt; none without a readable prompt.
+
+    Requests with different tenants, models or `cache_salt` share no hashes of prompts. `base` is the name of
+    the engines' model, and other names are of adapters. 100 KB take about a millisecond, so call it by
+    `run_for_request`.
     """
     kind = _KINDS.get(path)
     if kind is None:
-        return ()
+        return NO_KEY
     try:
         request = parse(body)
         if not isinstance(request, dict):
-            return ()
+            return NO_KEY
         if kind != "text":
             before = [request.get(name) for name in _BEFORE_MESSAGES]
             pieces, whole_steps = map(_canonical, _messages(request)), False
         else:
             kind, prompt = _prompt(request.get("prompt"))
             before, pieces, whole_steps = [request.get("add_special_tokens")], [prompt], True
-        root = _canonical([kind, tenant.hex(), request.get("model"), request.get("cache_salt"), before])
-        return step_hashes(root, pieces, whole_steps=whole_steps)
+        model = request.get("model")
+        root = _canonical([kind, tenant.hex(), model, request.get("cache_salt"), before])
+        chain = step_hashes(root, pieces, whole_steps=whole_steps)
+        is_adapter = isinstance(model, str) and base is not None and model != base
+        return RoutingKey(chain, _of_name(model) if is_adapter else None)
     except (HTTPException, TypeError, ValueError, OverflowError, RecursionError):
-        return ()  # the engine says what is wrong with the request
+        return NO_KEY  # the engine says what is wrong with the request
 
 
 def _messages(request: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -66,6 +81,11 @@ def _prompt(prompt: Any) -> tuple[str, bytes]:
     if isinstance(prompt, list):
         return "ids", array("i", prompt).tobytes()
     raise TypeError("prompt is neither text nor token ids")
+
+
+def _of_name(adapter: str) -> int:
+    digest = hashlib.blake2b(adapter.encode(), digest_size=8, person=b"adapter").digest()
+    return int.from_bytes(digest, "little")
 
 
 def _canonical(value: Any) -> bytes:

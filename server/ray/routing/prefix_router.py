@@ -7,11 +7,12 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from server.ray.asgi_call import HttpCall
 from server.ray.routing.prefix_choice import Ongoing, PrefixChoice
+from server.ray.routing.prefix_key import NO_KEY, RoutingKey
 from server.ray.scaling import LOAD
 
 
 class PrefixRouter(RequestRouter):
-    """Chooses an engine by the `prefix` of an HttpCall. Each door has a router, and routers share no memory.
+    """Chooses an engine by the `key` of an HttpCall. Each door has a router, and routers share no memory.
 
     It has no FIFOMixin, which would send the first request in line to the engine chosen for another.
     """
@@ -30,15 +31,16 @@ class PrefixRouter(RequestRouter):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        chain = _prefix(pending_request)
-        order = self._choice.order(chain, {name: self._pressure(name, replicas[name]) for name in replicas})
-        self._choice.sent(chain, order[0])
+        key, pressures = _key(pending_request), {n: self._pressure(n, one) for n, one in replicas.items()}
+        order = self._choice.order(key.prefix, pressures, key.adapter)
+        self._choice.sent(key.prefix, order[0], key.adapter)
         self._ongoing.chose(pending_request.metadata.internal_request_id, order[0])
         return [[replicas[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Note which replica accepted the request: nearly always the first choice."""
-        self._choice.sent(_prefix(pending_request), replica_id.unique_id)
+        key = _key(pending_request)
+        self._choice.sent(key.prefix, replica_id.unique_id, key.adapter)
         self._ongoing.arrived(pending_request.metadata.internal_request_id, replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
@@ -64,6 +66,6 @@ class PrefixRouter(RequestRouter):
         return max(self._ongoing.count(name) / self._places, reported.get(LOAD, 0.0))
 
 
-def _prefix(request: PendingRequest) -> tuple[int, ...]:
+def _key(request: PendingRequest) -> RoutingKey:
     call = request.args[0] if request.args else None
-    return call.prefix if isinstance(call, HttpCall) else ()
+    return call.key if isinstance(call, HttpCall) else NO_KEY

@@ -4,6 +4,7 @@ tests/whole/adapters compares what is computed with PEFT.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,51 @@ def test_experts_by_their_names_are_those_of_one_parameter(tmp_path: Path) -> No
         BadAdapter, match=r"changes experts, for which .* has no room; .*--lora-extras experts"
     ):
         read_adapter(tmp_path, family, config, dtype, most_rank=16)
+
+
+def test_ranks_of_experts_are_those_of_their_parameters(files: Any) -> None:
+    """PEFT names them so in the patterns that it makes of a mixture's `gate_proj` and `up_proj`."""
+    model, dtype = read_hf_config(MODELS / "mixtral-grouped"), np.dtype(np.float32)
+    source = DATA / "adapters" / "mixtral-grouped" / "experts"
+    whole = read_adapter(source, model.family, model.model, dtype, most_rank=16, extras=["experts"])
+    config = json.loads((source / "adapter_config.json").read_text())
+    ranks = {r".*\.gate_up_proj": 3, "experts.down_proj": 3, "q_proj": 3}
+    alphas = dict.fromkeys(ranks, 5)
+    write_json(
+        files[0] / "adapter_config.json",
+        config | {"r": 9, "rank_pattern": ranks, "lora_alpha": 1, "alpha_pattern": alphas},
+    )
+    shutil.copy(source / "adapter_model.safetensors", files[0])
+    again = read_adapter(files[0], model.family, model.model, dtype, most_rank=16, extras=["experts"])
+    for name, parts in whole.changes.items():
+        for one, other in zip(parts, again.changes[name], strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                np.testing.assert_array_equal(one.b, other.b)
+
+
+def test_square_experts_need_a_version_that_says_the_side(files: Any) -> None:
+    """A layer of gpt-oss has as many inputs as outputs."""
+    config = json.loads((MODELS / "gpt-oss-yarn" / "config.json").read_text())
+    write_json(files[0] / "config.json", config | {"intermediate_size": config["hidden_size"]})
+    model, dtype = read_hf_config(files[0]), np.dtype(np.float32)
+    n, size, chance = config["num_local_experts"], config["hidden_size"], np.random.default_rng(3)
+    name = "base_model.model.model.layers.0.mlp.experts.lora_{}.weight"
+    a, b = (chance.standard_normal(shape).astype(np.float32) for shape in ((n * 2, size), (size, n * 2)))
+    write_tensors(files[0] / "adapter_model.safetensors", {name.format("A"): a, name.format("B"): b})
+
+    def loaded(version: str) -> LoadedAdapter:
+        fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "peft_version": version}
+        write_json(files[0] / "adapter_config.json", fields)
+        return read_adapter(files[0], model.family, model.model, dtype, most_rank=2, extras=["experts"])
+
+    (down,) = loaded("0.21.2").changes["layers.0.experts.down.weight"]
+    assert down is not None
+    for expert in range(n):
+        whole = b[:, expert::n] @ a[2 * expert : 2 * expert + 2]
+        np.testing.assert_allclose(down.b[expert] @ down.a[expert], whole, atol=1e-5)
+    with pytest.raises(BadAdapter, match=r"several matrices .* have these sizes.* PEFT 0\.19 or later"):
+        loaded("0.18.1")
 
 
 def test_files_that_are_missing_cut_or_pickles(files: Any) -> None:

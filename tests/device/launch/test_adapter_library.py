@@ -1,5 +1,6 @@
 """The adapters of an engine: which stay in memory, and a trainer's arrays as an adapter."""
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,14 @@ import pytest
 
 from orca_jax.control.adapter_call import AdapterPiece
 from orca_jax.errors import BadAdapter, BadFrame, CheckpointError, ConfigError
-from orca_jax.families.hf_config import read_hf_config
+from orca_jax.families.hf_config import HFConfig, read_hf_config
+from orca_jax.families.trainers.array_form import axis_sizes
 from orca_jax.families.trainers.layouts import held_names
 from orca_jax.launch.adapter_library import AdapterLibrary
 from orca_jax.launch.new_weights import check_adapters
 from orca_jax.launch.placed_adapters import from_pieces, sent_to
 from orca_jax.planning.stage_layers import stage_layers
+from tests.device.checkpoint.tiny_checkpoint import write_json
 from tests.device.model.golden import DIRECTORY as MODELS
 from tests.places import DATA
 
@@ -26,13 +29,13 @@ STAGES = stage_layers(MODEL.model.n_layers, 2)
 QKV, DOWN = "layers.0.qkv.weight", "layers.1.down.weight"
 
 
-def adapters(host_bytes: int = 1 << 30) -> AdapterLibrary:
+def adapters(host_bytes: int = 1 << 30, found: HFConfig = MODEL) -> AdapterLibrary:
     return AdapterLibrary(
         lambda adapter, loaded: lambda slot: None,
-        MODEL.family,
-        MODEL.model,
+        found.family,
+        found.model,
         jnp.dtype("float32"),
-        stored=MODEL.model,
+        stored=found.model,
         max_rank=40,
         extras=(),
         host_bytes=host_bytes,
@@ -172,3 +175,27 @@ def test_tunix_adapters_are_low_products_of_our_parts() -> None:
             np.testing.assert_allclose(made, part, atol=1e-5, err_msg=f"{name} {i}")
     assert [low is None for low in loaded.changes[QKV]] == [False, True, False]
     assert [low is None for low in loaded.changes["layers.1.up.weight"]] == [True, False]
+
+
+@pytest.mark.parametrize("n_kv_heads", [2, 4])
+def test_one_array_of_tunix_has_several_of_our_parts(n_kv_heads: int, tmp_path: Path) -> None:
+    """Gemma's keys and values, or with as many of them also its queries, are one array with one adapter."""
+    config = json.loads((MODELS / "gemma2-caps" / "config.json").read_text())
+    write_json(tmp_path / "config.json", config | {"num_key_value_heads": n_kv_heads})
+    found, chance = read_hf_config(tmp_path), np.random.default_rng(5)
+    held, arrays = held_names(found.model, "tunix")[QKV], dict[str, np.ndarray]()
+    sizes = axis_sizes(found.model, QKV)
+    for tensor, form in zip(held.names, held.forms, strict=True):
+        assert form.letters[-2:] == ("H", "D")
+        *first, into, size = form.shape(sizes)
+        arrays[f"{tensor}_lora_a"] = chance.standard_normal((into, 3)).astype(np.float32)
+        arrays[f"{tensor}_lora_b"] = chance.standard_normal((3, *first, size)).astype(np.float32)
+    assert len(arrays) < 2 * len(held.names)
+    store = adapters(found=found)
+    loaded = store.loaded(store.update("new", arrays, scale=0.5))
+    pairs = check_adapters(arrays, found.model)
+    assert pairs is not None
+    whole = 0.5 * np.asarray(pairs[QKV].change(pairs[QKV].arrays))
+    parts = [np.tensordot(low.b, low.a, 1) for low in loaded.changes[QKV] if low is not None]
+    assert len(parts) == 3
+    np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-5)

@@ -59,6 +59,18 @@ def test_the_encoder_s_batch() -> None:
     assert a.block_table.tolist() == [[8, 1], [6, 7], [0, 0], [0, 0]]
 
 
+def test_the_encoder_s_tokens_have_their_row_s_adapter() -> None:
+    sizes = batch_sizes(replace(SHAPE, max_adapters=2, adapter_rank=16))
+    plain, adapted = (
+        lay_out_encoder(replace(MESSAGE, adapter=adapter), sizes)
+        for adapter in (None, np.array([2, 0, 1], np.int32))
+    )
+    assert plain is not None and plain.layout == FlatLayout(8, 4, 2)
+    assert adapted is not None and adapted.layout == FlatLayout(8, 4, 2, adapters=True)
+    assert adapted.arrays.adapter_of_token.tolist() == [2, 2, 2, 1, 1, 1, 1, 0]
+    assert {plain.layout, adapted.layout} <= set(sizes.encoder_layouts)
+
+
 def test_the_decoder_s_batch_names_the_encoder_s_blocks_of_every_row() -> None:
     a = batch_sizes(SHAPE).lay_out(MESSAGE).arrays
     assert a.token_ids[:4].tolist() == [7, 0, 7, 50]

@@ -1,6 +1,7 @@
 """LoRA adapters by request: logits and tokens equal PEFT's, in batches that mix adapters and none."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,13 @@ import pytest
 from orca_jax import LLM, SamplingParams
 from orca_jax.errors import ConfigError, UnknownAdapter
 from orca_jax.families.parameters import parameter_table
-from tests.whole.adapters.golden_adapters import NAMES, Expected, load_golden_adapters
+from tests.whole.adapters.golden_adapters import (
+    DRAWN,
+    NAMES,
+    Expected,
+    GoldenAdapters,
+    load_golden_adapters,
+)
 
 # All requests of a test run in one batch, so that few programs are compiled.
 SIZES: dict[str, Any] = {
@@ -24,6 +31,7 @@ N_TOP = 5
 BLOCK = 16
 
 
+EIGHT = "llama3-rope-tied"  # with adapters of ranks 4 to 64
 # A model, and how it is split.
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in NAMES},
@@ -40,24 +48,51 @@ Engine = tuple[LLM, list[tuple[str | None, Expected]]]
     ],
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """An engine with a model's adapters, and PEFT's results, one adapter's after the other's."""
     name, split = ENGINES[request.param]
     golden = load_golden_adapters(name)
-    mixed = [(name or None, each) for name, every in golden.expected.items() for each in every]
     with LLM(golden.model, adapters=golden.directories, **SIZES, **split) as llm:
-        yield llm, mixed
+        yield llm, all_of(golden)
+
+
+def all_of(golden: GoldenAdapters) -> list[tuple[str | None, Expected]]:
+    """PEFT's results, one adapter's after the other's."""
+    return [(name or None, each) for name, every in golden.expected.items() for each in every]
 
 
 def test_mixed_batches_give_pefts_logits_and_the_merged_models_tokens(engine: Engine):
-    llm, mixed = engine
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=N_TOP, prompt_logprobs=0)
+    check(*engine)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", DRAWN)
+def test_each_family(name: str, tmp_path: Path) -> None:
+    golden = load_golden_adapters(name, tmp_path)
+    more = {"max_loras": 8, "max_batch_size": 27} if name == EIGHT else {}
+    with LLM(golden.model, adapters=golden.directories, **SIZES | more) as llm:
+        check(llm, all_of(golden))
+
+
+def check(llm: LLM, mixed: Sequence[tuple[str | None, Expected]]) -> None:
+    """Compare one batch of all prompts with PEFT's results."""
+    encoded = mixed[0][1].encoded
+    params = SamplingParams(
+        max_tokens=6,
+        temperature=0.0,
+        ignore_eos=True,
+        logprobs=N_TOP,
+        prompt_logprobs=None if encoded else 0,
+    )
     results = llm.generate([each.prompt for _, each in mixed], params, adapter=[name for name, _ in mixed])
     for (name, each), result in zip(mixed, results, strict=True):
         assert result.token_ids[: len(each.outputs)] == each.outputs, name
-        assert result.prompt_logprobs is not None and result.logprobs is not None
-        scores = [token.logprob for token in result.prompt_logprobs]
-        np.testing.assert_allclose(scores, each.scores, atol=CLOSE, err_msg=str(name))
-        top = dict(result.logprobs[0].top)
+        assert result.logprobs is not None
+        scored = result.logprobs[: len(each.outputs)] if encoded else result.prompt_logprobs
+        assert scored is not None
+        scores, free = np.array([token.logprob for token in scored]), each.scores[: len(scored)] <= 0
+        np.testing.assert_allclose(scores[free], each.scores[free], atol=CLOSE, err_msg=str(name))
+        if encoded and len(each.outputs) < 2:
+            continue
+        top = dict(result.logprobs[int(encoded)].top)
         assert top.keys() == each.top.keys()
         for token_id, logprob in each.top.items():
             assert abs(top[token_id] - logprob) < CLOSE, name
