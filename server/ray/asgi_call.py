@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Scope
 
-from server.ray.routing.prefix_key import NO_KEY, RoutingKey
+from server.ray.routing.prefix_choice import NO_KEY, RoutingKey
 
 _MOST_UNREAD = 1 << 20  # bytes of a response that may wait for their reader
 _GRACE_SECONDS = 10.0  # for the application to end after its client has left

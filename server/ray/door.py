@@ -26,7 +26,8 @@ from server.http.bodies.errors import NOT_READY_SECONDS, error_response, status_
 from server.http.connections.body_limit import read_body
 from server.ray.asgi_call import HttpCall
 from server.ray.relay import Relay
-from server.ray.routing.prefix_key import NO_KEY, RoutingKey, routing_key
+from server.ray.routing.prefix_choice import NO_KEY, RoutingKey
+from server.ray.routing.prefix_key import routing_key
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 

@@ -12,7 +12,7 @@ from server.gateway import lanes
 from server.ray import door as door_module
 from server.ray.asgi_call import HttpCall
 from server.ray.door import Door
-from server.ray.routing.prefix_key import RoutingKey
+from server.ray.routing.prefix_choice import RoutingKey
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 

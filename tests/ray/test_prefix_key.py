@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.ray.routing.prefix_choice import MOST_STEPS, covered_bytes
-from server.ray.routing.prefix_key import RoutingKey, routing_key
+from server.ray.routing.prefix_choice import MOST_STEPS, RoutingKey, covered_bytes
+from server.ray.routing.prefix_key import routing_key
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 

@@ -15,6 +15,18 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic
+from typing import NamedTuple
+
+
+class RoutingKey(NamedTuple):
+    """Hashes of 64 bits: `prefix` of a prompt's steps, `adapter` of a model's name that is not the base's."""
+
+    prefix: tuple[int, ...] = ()
+    adapter: int | None = None
+
+
+NO_KEY = RoutingKey()
+
 
 _STEP = 64  # bytes of each of the first steps
 _GROWS_AFTER = 64  # steps of one length; the steps after them are four times as long

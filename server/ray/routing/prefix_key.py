@@ -11,12 +11,12 @@ import hashlib
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.exceptions import HTTPException
 
 from server.http.bodies.json_text import parse
-from server.ray.routing.prefix_choice import step_hashes
+from server.ray.routing.prefix_choice import NO_KEY, RoutingKey, step_hashes
 
 # Fields that are rendered before the messages, or that choose how messages are rendered.
 _BEFORE_MESSAGES = (
@@ -24,16 +24,6 @@ _BEFORE_MESSAGES = (
     *("system", "thinking"),  # in Anthropic's protocol
 )
 _KINDS = {"/v1/completions": "text", "/v1/chat/completions": "chat", "/v1/messages": "messages"}
-
-
-class RoutingKey(NamedTuple):
-    """Hashes of 64 bits: `prefix` of a prompt's steps, `adapter` of a model's name that is not the base's."""
-
-    prefix: tuple[int, ...] = ()
-    adapter: int | None = None
-
-
-NO_KEY = RoutingKey()
 
 
 def routing_key(path: str, tenant: bytes, body: bytes, base: str | None = None) -> RoutingKey:

@@ -6,8 +6,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from server.ray.asgi_call import HttpCall
-from server.ray.routing.prefix_choice import Ongoing, PrefixChoice
-from server.ray.routing.prefix_key import NO_KEY, RoutingKey
+from server.ray.routing.prefix_choice import NO_KEY, Ongoing, PrefixChoice, RoutingKey
 from server.ray.scaling import LOAD
 
 
