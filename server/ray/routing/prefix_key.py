@@ -49,8 +49,9 @@ def routing_key(path: str, tenant: bytes, body: bytes, base: str | None = None) 
         model = request.get("model")
         root = _canonical([kind, tenant.hex(), model, request.get("cache_salt"), before])
         chain = step_hashes(root, pieces, whole_steps=whole_steps)
-        is_adapter = isinstance(model, str) and base is not None and model != base
-        return RoutingKey(chain, _of_name(model) if is_adapter else None)
+        if isinstance(model, str) and base is not None and model != base:
+            return RoutingKey(chain, _of_name(model))
+        return RoutingKey(chain)
     except (HTTPException, TypeError, ValueError, OverflowError, RecursionError):
         return NO_KEY  # the engine says what is wrong with the request
 

@@ -67,7 +67,7 @@ def test_mixed_batches_give_pefts_logits_and_the_merged_models_tokens(engine: En
 @pytest.mark.parametrize("name", DRAWN)
 def test_each_family(name: str, tmp_path: Path) -> None:
     golden = load_golden_adapters(name, tmp_path)
-    sizes = SIZES | ({"max_loras": 8, "max_batch_size": 27} if name == EIGHT else {})
+    sizes: dict[str, Any] = SIZES | ({"max_loras": 8, "max_batch_size": 27} if name == EIGHT else {})
     with LLM(golden.model, adapters=golden.directories, **sizes) as llm:
         check(llm, all_of(golden))
 

@@ -33,6 +33,5 @@ def test_adapters_of_a_packed_base(tmp_path: Path, name: str) -> None:
     adapters = {"one": tmp_path / "adapter"}
     (plain, adapted), (without, exact) = (scores(one, adapters, [None, "one"]) for one in (packed, dense))
     rounding, change = np.abs(plain - without).max(), np.abs(exact - without).max()
-    print(rounding, np.abs(adapted - exact).max(), change)
-    assert change > max(1.0, 10 * rounding)
+    assert change > max(0.5, 10 * rounding)
     np.testing.assert_allclose(adapted, exact, atol=1e-4 if name == "fp8-block" else change / 10)
