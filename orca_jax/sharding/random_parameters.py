@@ -15,6 +15,7 @@ from orca_jax.families.stored_name import engine_order, head_places, size_of_hea
 from orca_jax.families.weight_form import DENSE
 from orca_jax.model.transformer import Parameters, init_parameter
 from orca_jax.sharding.partition import Placement
+from orca_jax.sharding.pieces import Box, Part
 
 
 def random_parameters(config: ModelConfig, seed: int, dtype: jnp.dtype, placement: Placement) -> Parameters:
@@ -54,6 +55,36 @@ def with_repeated_heads(value: jax.Array, parameter: Parameter, attention: Atten
     places = head_places(order, attention)
     heads = np.array([[place.head for place in slice_] for slice_ in places])  # [slices, K]
     return in_order_of_heads(value, parameter, heads, size_of_heads(parameter, attention))
+
+
+def parts_of_heads(parameter: Parameter, attention: Attention) -> tuple[list[Part], int]:
+    """Repeated heads as parts of the stored array, one for each head that is held, and the axis of slices.
+
+    They make what `with_repeated_heads` makes, and without that axis, if it has one index then, what
+    `with_flat_heads` makes.
+    """
+    stored = parameter.shape
+    size = size_of_heads(parameter, attention)
+    order = engine_order(parameter, attention.repeated(1))
+    assert order is not None
+    places = head_places(order, attention)
+    first = 1 if parameter.takes_attention else 0  # the axis of heads, or before it that of their slices
+    has_slices = order != "keys"
+    n_axes = 1 + has_slices
+    before, after = [(0, n) for n in stored[:first]], [(0, n) for n in stored[first + n_axes :]]
+    per_slice = stored[first + n_axes - 1] // size
+
+    def box(slice_: int | None, head: int) -> Box:
+        within = [] if slice_ is None else [(slice_, slice_ + 1)]
+        return (*before, *within, (head * size, (head + 1) * size), *after)
+
+    parts: list[Part] = []
+    for i, row in enumerate(places):
+        for k, place in enumerate(row):
+            from_slice, from_head = divmod(place.head, per_slice)
+            to = box(i if has_slices else None, k)
+            parts.append((to, box(from_slice if has_slices else None, from_head)))
+    return parts, first
 
 
 def with_flat_heads(value: jax.Array, parameter: Parameter, attention: Attention) -> jax.Array:
