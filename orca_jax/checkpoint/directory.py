@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from orca_jax.checkpoint import gguf as gguf_checkpoint
 from orca_jax.checkpoint import huggingface as hf_checkpoint
 from orca_jax.checkpoint import orbax as orbax_checkpoint
-from orca_jax.checkpoint.shard_reader import Place, Plane, Source, bytes_read, put
+from orca_jax.checkpoint.shard_reader import Place, Plane, Source, bytes_read, put, read_whole
 from orca_jax.errors import ConfigError, UnsupportedModel
 from orca_jax.families.hf_config import read_hf_config
 from orca_jax.families.model_config import ModelConfig
@@ -128,6 +128,17 @@ def put_in_form(source: Source, parameter: Parameter, dtype: np.dtype, places: S
             kind_of(form)(form, dict(zip(names, arrays, strict=True))) for arrays in zip(*read, strict=True)
         ]
     return [in_form(parameter, one, place) for one, place in zip(read[0], places, strict=True)]
+
+
+def read_ahead(source: Source, parameter: Parameter, dtype: np.dtype) -> Source:
+    """Read a parameter whole into host memory. Raises TensorMismatch or CorruptFile."""
+    read = [
+        read_whole(one, array.shape, np.dtype(array.dtype))
+        for one, array, _ in _arrays(source, parameter, dtype, [])
+    ]
+    if isinstance(source, Mapping):
+        return dict(zip(source, read, strict=True))
+    return read[0]
 
 
 def _arrays(

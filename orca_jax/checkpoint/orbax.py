@@ -96,6 +96,21 @@ def find_parameters(
     return model, parts
 
 
+def open_chosen(place: Path, choose: Callable[[Collection[str]], Iterable[str]]) -> dict[str, Any]:
+    """Open the arrays of a checkpoint that `choose` takes of all names, whatever they are; reads no data.
+
+    Raises CorruptFile, for an unfinished checkpoint too, and what `choose` raises.
+    """
+    _refuse_unfinished(place)
+    about = read_object(place / TREE, _MAX_TREE_BYTES)
+    located = _locate(place, about)
+    return _library().open_arrays(
+        {name: located[name] for name in choose(located)},
+        lambda name: _array(place, name),
+        zeros_are_stored=about.get("store_array_data_equal_to_fill_value") is True,
+    )
+
+
 def _named(description: Description, stored: Collection[str]) -> Description:
     """Complete the description's names: its own, ours, or those of the detected trainer."""
     if description.names is not None:

@@ -171,7 +171,7 @@ class Parts:
         for where, tensor, part in self._segments(shape, box):
             target = out[where].T if self.transpose else out[where]
             for row, piece in tensor.pieces(part):
-                _assign(target[row : row + len(piece)], piece, tensor)
+                assign(target[row : row + len(piece)], piece, tensor)
         return out.reshape(sizes)
 
     def _segments(self, shape: tuple[int, ...], box: Box) -> Iterator[tuple[Any, Stored, Box]]:
@@ -195,6 +195,29 @@ class Parts:
                     rows = (begin - top, stop - top)
                     part = (*columns, rows) if self.transpose else (rows, *columns)
                     yield (*at, slice(begin - row, stop - row)), tensor, part
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlane:
+    """An array that was read whole into host memory."""
+
+    values: np.ndarray
+
+    @property
+    def divisible(self) -> bool:
+        return True
+
+    def n_bytes(self, shape: tuple[int, ...], box: Box) -> int:
+        return 0
+
+    def read(self, shape: tuple[int, ...], dtype: np.dtype, box: Box) -> np.ndarray:
+        assert (shape, dtype) == (self.values.shape, self.values.dtype)
+        return self.values[tuple(slice(*each) for each in box)]
+
+
+def read_whole(plane: Plane, shape: tuple[int, ...], dtype: np.dtype) -> ReadPlane:
+    """Read the array [shape] in `dtype` into host memory. Raises TensorMismatch or CorruptFile."""
+    return ReadPlane(plane.read(shape, dtype, tuple((0, n) for n in shape)))
 
 
 def bytes_read(parts: Plane, shape: tuple[int, ...], places: Sequence[Place]) -> int:
@@ -241,7 +264,8 @@ def put(parts: Plane, shape: tuple[int, ...], dtype: np.dtype, places: Sequence[
     ]
 
 
-def _assign(target: np.ndarray, piece: np.ndarray, tensor: Stored) -> None:
+def assign(target: np.ndarray, piece: np.ndarray, tensor: object) -> None:
+    """Convert `piece` into `target`; raises TensorMismatch, which names `tensor`, for numbers too large."""
     if target.dtype == np.float16 and piece.dtype == ml_dtypes.bfloat16:
         piece = piece.astype(np.float32)  # bfloat16's own cast would silently turn large numbers into inf
     try:

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -136,6 +137,9 @@ class MemoryWithDraft:
                 self._draft.forget()
 
         return install
+
+    def read_ahead(self, directory: Path) -> Callable[[], None]:
+        return self._served.read_ahead(directory)
 
     def release(self, level: int) -> None:
         self._draft.forget()

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orca_jax.checkpoint.directory import find_parameters, put_in_form
+from orca_jax.checkpoint.directory import find_parameters, put_in_form, read_ahead
+from orca_jax.checkpoint.module_weights import find_module_weights
 from orca_jax.checkpoint.safetensors_reader import StoredTensor, read_header
-from orca_jax.checkpoint.shard_reader import Source
+from orca_jax.checkpoint.shard_reader import Plane, Source, put, read_whole
 from orca_jax.config import Layout
 from orca_jax.errors import ConfigError, CorruptFile, EngineError, TensorMismatch
 from orca_jax.execution.stage import StageWeights
@@ -38,7 +39,8 @@ from orca_jax.launch.new_weights import (
     named_arrays,
 )
 from orca_jax.model_files.weight_files import SINGLE
-from orca_jax.sharding.random_parameters import with_flat_heads, with_repeated_heads
+from orca_jax.sharding.pieces import moved
+from orca_jax.sharding.random_parameters import parts_of_heads, with_flat_heads, with_repeated_heads
 from orca_jax.sharding.specs import in_form, place_of_dense
 from orca_jax.user_model.decoder import UserParameters
 
@@ -82,11 +84,11 @@ class LocalMemory:
         self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
     ) -> Callable[[], None]:
         if self._module is not None:
-            if layout is not None or isinstance(weights, str | Path):
-                raise ConfigError(
-                    "a user's model takes new weights as arrays by their paths in the module: give the "
-                    "module, its nnx.State or a dict"
-                )
+            if layout is not None:
+                raise ConfigError("layout is for models of a family; leave it out for a model of your own")
+            if isinstance(weights, str | Path):
+                planes = self._module.found(Path(weights))
+                return partial(self._replace, planes, partial(self._module.read, planes))
             made = self._module.checked(named_arrays(weights), cast=cast)
             return partial(self._replace, made, partial(self._module.placed, made))
         check_replaceable(self._model)
@@ -100,6 +102,19 @@ class LocalMemory:
             return partial(self._merge, adapters, lora_scale)
         made = check_arrays(arrays, self._stored, self._dtype, cast=cast, layout=layout)
         return partial(self._install, partial(self._convert, made))
+
+    def read_ahead(self, directory: Path) -> Callable[[], None]:
+        if self._module is not None:
+            planes = self._module.read_ahead(self._module.found(directory))
+            return partial(self._replace, planes, partial(self._module.read, planes))
+        check_replaceable(self._model)
+        table = parameter_table(self._model)
+        read = {
+            name: read_ahead(source, table[name], np.dtype(self._dtype))
+            for name, source in checked_directory(directory, self._model).items()
+            if self._stages_of(name)
+        }
+        return partial(self._install, partial(self._read, read))
 
     def release(self, level: int) -> None:
         if self._has_caches:
@@ -237,6 +252,25 @@ class _ModuleWeights:
         }
         self._optional = {name for stage in stages for name in stage.optional}
 
+    def found(self, directory: Path) -> dict[str, Plane]:
+        """The arrays of a checkpoint, if they fit. Raises a CheckpointError."""
+        shapes = {name: held.shape for name, held in self._held.items()}
+        return find_module_weights(directory, shapes, self._optional)
+
+    def read_ahead(self, planes: Mapping[str, Plane]) -> dict[str, Plane]:
+        """Read arrays whole into host memory. Raises a CheckpointError."""
+        return {
+            name: read_whole(plane, self._held[name].shape, np.dtype(self._held[name].dtype))
+            for name, plane in planes.items()
+        }
+
+    def read(
+        self, planes: Mapping[str, Plane], name: str, places: Sequence[jax.sharding.Sharding]
+    ) -> Iterator[jax.Array]:
+        """Read an array onto each place, in the dtype that the engine holds."""
+        held = self._held[name]
+        return iter(put(planes[name], held.shape, np.dtype(held.dtype), places))
+
     def checked(self, arrays: Mapping[str, Any], *, cast: bool) -> dict[str, Any]:
         """The arrays, if they fit. Raises TensorMismatch."""
         return check_module_arrays(arrays, self._held, optional=self._optional, cast=cast)
@@ -245,20 +279,7 @@ class _ModuleWeights:
         self, arrays: Mapping[str, Any], name: str, places: Sequence[jax.sharding.Sharding]
     ) -> Iterator[jax.Array]:
         """A copy in each place, in the dtype that the engine holds."""
-        return (_copied(arrays[name], self._held[name].dtype, place) for place in places)
-
-
-def _copied(value: Any, dtype: jnp.dtype, place: jax.sharding.Sharding) -> jax.Array:
-    """A copy in `dtype` at `place` that shares no memory with `value`, which its owner may donate or change.
-
-    `may_alias=False` alone is not enough. A CPU's device may use a NumPy array's memory all the same, and
-    JAX (0.10.2) reuses the buffer of a single-device array as one of the copies of a replicated one.
-    """
-    if value.dtype != dtype:
-        value = value.astype(dtype)
-    elif isinstance(value, np.ndarray) or (place.is_fully_replicated and len(place.device_set) > 1):
-        value = value.copy()
-    return jax.device_put(value, place, may_alias=False)
+        return (moved(arrays[name], place, self._held[name].dtype) for place in places)
 
 
 # A weight as stored, its shape on the devices, and the attention of its layer.
@@ -275,7 +296,6 @@ class _Fitting:
         self._dtype = dtype
         self._repeats = model.attention.kv_repeats != stored.attention.kv_repeats
         self._attention = stored.attention
-        self._fitted = cache(self._make_fitted)
         self._merged = cache(self._make_merged)
 
     def placed(self, name: str, value: Any, places: Any) -> Any:
@@ -286,11 +306,12 @@ class _Fitting:
 
     def _placed_dense(self, name: str, value: Any, place: jax.sharding.Sharding) -> jax.Array:
         dtype = self._held[name].dense_dtype(self._dtype)
-        if not self._differs(name):
-            return _copied(value, dtype, place)
-        whole = jax.sharding.SingleDeviceSharding(min(place.device_set, key=lambda device: device.id))
-        fitted = self._fitted(self._kind(name), whole)(_copied(value, dtype, whole))
-        return jax.device_put(fitted, place, may_alias=False)
+        held, stored = self._held[name].shape, self._stored[name]
+        parts = without = None
+        if self._repeats and self._has_heads(stored):
+            parts, slices = parts_of_heads(stored, attention_of(self._model, name))
+            without = slices if len(held) < len(stored.shape) else None
+        return moved(value, place, dtype, shape=held, parts=parts, without=without)
 
     def merged(self, name: str, base: jax.Array, adapter: Adapter, scale: float) -> jax.Array:
         """`base`, as the devices hold it, plus the adapter, added in float32."""
@@ -300,10 +321,6 @@ class _Fitting:
             every = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
         arrays, factor = jax.device_put((adapter.arrays, np.float32(scale)), every)
         return self._merged(self._kind(name), place, adapter.change)(base, arrays, factor)
-
-    def _differs(self, name: str) -> bool:
-        stored, held = self._stored[name], self._held[name]
-        return stored.shape != held.shape or (self._repeats and self._has_heads(stored))
 
     def _has_heads(self, stored: Parameter) -> bool:
         return engine_order(stored, self._attention) is not None
@@ -320,9 +337,6 @@ class _Fitting:
         elif len(value.shape) > len(shape):
             return with_flat_heads(value, stored, attention.repeated(1))
         return jnp.pad(value, [(0, held - own) for own, held in zip(value.shape, shape, strict=True)])
-
-    def _make_fitted(self, kind: _Kind, place: jax.sharding.Sharding) -> Callable[..., jax.Array]:
-        return jax.jit(lambda value: self._fit(value, *kind), out_shardings=place)
 
     def _make_merged(
         self, kind: _Kind, place: jax.sharding.Sharding, change: Change

@@ -298,6 +298,8 @@ def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             value = value.get_value()
         elif isinstance(value, AxisMetadata):  # as Linen's modules hold weights with their axes' names
             value = value.unbox()
+        if isinstance(value, list | tuple) and not all(isinstance(each, int | float) for each in value):
+            value = dict(enumerate(value))  # layers of plain functions
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{name}.")
         else:

@@ -79,6 +79,9 @@ class RemoteMemory:
         write_arrays(files.directory / "weights", self._dense, self._dtype, made)
         return partial(self._load, files.directory / "weights", files)
 
+    def read_ahead(self, directory: Path) -> Callable[[], None]:
+        return self.prepare(directory, cast=False, lora_scale=1.0)
+
     def release(self, level: int) -> None:
         self._change("go to sleep", sleep_level=level)
 

@@ -27,7 +27,7 @@ def recording_header(config: EngineConfig, built: BuiltEngine) -> dict[str, Any]
         "versions": {"jax": jax.__version__, "python": platform.python_version()},
         "device": built.device,
         "attention": built.attention,
-        "model": None if config.model is None else str(config.model),
+        "model": _named(config.model),
         "n_positions": built.model.n_positions,
         "vocab_size": built.model.vocab_size,
         "load_format": config.load_format,
@@ -47,11 +47,16 @@ def recording_header(config: EngineConfig, built: BuiltEngine) -> dict[str, Any]
     }
 
 
-def replay(of: str | Path | Recording, *, model: str | Path | None = None) -> ReplayReport:
+def _named(model: object) -> str | None:
+    """A model as a recording names it: its place, or the class of a user's module."""
+    return str(model) if isinstance(model, str | Path) else None if model is None else type(model).__name__
+
+
+def replay(of: str | Path | Recording, *, model: object = None) -> ReplayReport:
     """Repeat a Recording, or that of a file, on an engine of the same sizes; compare batches and outputs.
 
     The engine runs in this process. `model` is the recorded model's place on this machine, if another than
-    recorded. Raises BadRecording, ConfigError, a CheckpointError or EngineError.
+    recorded, or a user's module. Raises BadRecording, ConfigError, a CheckpointError or EngineError.
     """
     recording = of if isinstance(of, Recording) else read_recording(of)
     config = _engine_config(recording, model)
@@ -85,7 +90,7 @@ def replay(of: str | Path | Recording, *, model: str | Path | None = None) -> Re
         built.close()
 
 
-def _engine_config(recording: Recording, model: str | Path | None) -> Start:
+def _engine_config(recording: Recording, model: Any) -> Start:
     """The options of the recorded engine, with all stages in this process."""
     header = recording.header
     try:

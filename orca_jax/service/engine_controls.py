@@ -58,8 +58,14 @@ class EngineControls:
         lora_scale: float = 1.0,
         layout: Layout | None = None,
         adapter: str | None = None,
+        read_ahead: bool = False,
     ) -> int:
-        """Replace the weights, or one `adapter`; return their version. See `LLM.update_weights`."""
+        """Replace the weights, or one `adapter`; return their version. See `LLM.update_weights`.
+
+        With `read_ahead` the weights are a checkpoint's directory, which is read into host memory while
+        requests run: what is wrong with its data then changes nothing. Worker processes read it themselves,
+        and keep the old weights if one of them cannot.
+        """
         if adapter is not None:
             if version is not None or cast or layout is not None:
                 raise ConfigError(
@@ -75,7 +81,11 @@ class EngineControls:
                 "layout is for arrays; a checkpoint names its layout itself, so leave layout out"
             )
         installed = list[int]()
-        install = self._memory.prepare(weights, cast=cast, lora_scale=lora_scale, layout=layout)
+        if read_ahead:
+            assert isinstance(weights, str | Path)
+            install = self._memory.read_ahead(Path(weights))
+        else:
+            install = self._memory.prepare(weights, cast=cast, lora_scale=lora_scale, layout=layout)
 
         def work() -> None:
             now = self.weights_version

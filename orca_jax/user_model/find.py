@@ -116,8 +116,13 @@ def _name_in_model(path: Sequence[Any], first_layer: int) -> str:
     """Turn a path in a UserDecoder into the weight's path in the user's model, joined by dots."""
     kind, *inside = path
     if kind == "layers":
-        return ".".join(map(str, (kind, first_layer + inside[0], *inside[1:])))
-    return ".".join(map(str, inside))  # without "rest"
+        return _joined((kind, first_layer + inside[0], *inside[1:]))
+    return _joined(inside)  # without "rest"
+
+
+def _joined(path: Sequence[Any]) -> str:
+    # A tree of functions that is one array has no name.
+    return ".".join(str(key) for key in path if key != "")
 
 
 def _spec(name: str, spec: Any, shape: tuple[int, ...], n_devices: int) -> PartitionSpec:

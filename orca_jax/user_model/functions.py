@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from orca_jax.errors import ConfigError
 from orca_jax.user_model.decoder import UserAttend
 
 
@@ -17,6 +18,7 @@ class FunctionModel(nnx.Module):
     `embed(outside, token_ids, positions)`, `layer(weights, x, positions, attend)` and `unembed(outside, x)`
     are the methods there. `outside` and the `weights` of each of `layers` are pytrees of arrays; specs are
     pytrees of the same structure with a PartitionSpec or None for each array. All layers share `layer_specs`.
+    New weights for `LLM.update_weights` are `{"outside": outside, "layers": layers}`.
     """
 
     def __init__(
@@ -42,40 +44,43 @@ class FunctionModel(nnx.Module):
         self.n_heads, self.n_kv_heads, self.head_size = n_heads, n_kv_heads, head_size
         self.eos_token_ids, self.tokenizer = eos_token_ids, tokenizer
         self.outside = _Weights(outside, outside_specs)
-        self.layers = nnx.List([_Layer(layer, _Weights(weights, layer_specs)) for weights in layers])
+        self.layers = nnx.List([_Layer(layer, weights, layer_specs) for weights in layers])
         self._embed, self._unembed = embed, unembed
 
     def embed(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """UserModel.embed."""
-        return self._embed(self.outside.tree(), token_ids, positions)
+        return self._embed(self.outside._tree(), token_ids, positions)
 
     def unembed(self, x: jax.Array) -> jax.Array:
         """UserModel.unembed."""
-        return self._unembed(self.outside.tree(), x)
+        return self._unembed(self.outside._tree(), x)
 
 
 class _Weights(nnx.Module):
-    """A pytree of arrays with their specs."""
+    """A pytree of arrays with their specs; each array is an attribute, named by its path in the tree."""
 
     def __init__(self, tree: Any, specs: Any) -> None:
-        leaves, self._form = jax.tree.flatten(tree)
-        by_leaf = [None] * len(leaves)
+        paths, self._form = jax.tree_util.tree_flatten_with_path(tree)
+        by_leaf = [None] * len(paths)
         if specs is not None:
             by_leaf = self._form.flatten_up_to(specs)
-        self.leaves = nnx.List([_parameter(*pair) for pair in zip(leaves, by_leaf, strict=True)])
+        self._names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
+        for name, (_, leaf), spec in zip(self._names, paths, by_leaf, strict=True):
+            if hasattr(self, name):
+                raise ConfigError(f"a weight is named {name!r}, which names cannot be; rename it")
+            setattr(self, name, _parameter(leaf, spec))
 
-    def tree(self) -> Any:
-        """The pytree."""
-        return jax.tree.unflatten(self._form, [leaf[...] for leaf in self.leaves])
+    def _tree(self) -> Any:
+        return jax.tree.unflatten(self._form, [getattr(self, name)[...] for name in self._names])
 
 
-class _Layer(nnx.Module):
-    def __init__(self, function: Callable[..., jax.Array], weights: _Weights) -> None:
+class _Layer(_Weights):
+    def __init__(self, function: Callable[..., jax.Array], tree: Any, specs: Any) -> None:
+        super().__init__(tree, specs)
         self._function = function
-        self.weights = weights
 
     def __call__(self, x: jax.Array, positions: jax.Array, attend: UserAttend) -> jax.Array:
-        return self._function(self.weights.tree(), x, positions, attend)
+        return self._function(self._tree(), x, positions, attend)
 
 
 def _parameter(array: jax.Array, spec: PartitionSpec | None) -> nnx.Param:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -107,6 +108,9 @@ class FakeMemory:
         if weights == "wrong":
             raise TensorMismatch("layers.0.up.weight has the shape [3], expected [4]")
         return lambda: self._install(weights)
+
+    def read_ahead(self, directory: Path) -> Callable[[], None]:
+        return self.prepare(str(directory), cast=False, lora_scale=1.0)
 
     def release(self, level: int) -> None:
         self._do(f"release {level}")

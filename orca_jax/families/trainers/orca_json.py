@@ -49,7 +49,7 @@ MANIFEST = "manifest.ocdbt"
 _MAX_BYTES = 1_000_000
 _ROTARY = {"halves": False, "interleaved": True}
 # An item with a step's weights: of Tunix, MaxText, a manager with one item, others.
-_ITEMS = ("model_params", "items", "default", "params", ".")
+_ITEMS = ("model_params", "items", "default", "params", "state", "model", ".")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,8 +140,12 @@ class Description:
 def read_description(directory: Path) -> Description:
     """Read orca.json, or config.json if there is no orca.json.
 
-    Raises NotACheckpoint if neither exists, CorruptFile, BadModelConfig or UnsupportedModel.
+    `directory` may also be a step, a directory with a number, in one that has such a file. Raises
+    NotACheckpoint if neither exists, CorruptFile, BadModelConfig or UnsupportedModel.
     """
+    if _is_step(directory) and not _has_description(directory) and _has_description(directory.parent):
+        description = read_description(directory.parent)
+        return replace(description, checkpoint=weights_in(directory))
     path = directory / ORCA_JSON
     if not os.path.exists(path):
         if not _has_description(directory):
@@ -208,14 +212,27 @@ def latest_step(directory: Path) -> Path | None:
     if os.path.exists(directory / TREE):
         return None
     try:
-        steps = [path for path in directory.iterdir() if re.fullmatch(r"\d{1,18}", path.name)]
+        steps = [path for path in directory.iterdir() if _is_step(path)]
     except OSError:
         return None
     for step in sorted(steps, key=lambda path: int(path.name), reverse=True):
-        for item in _ITEMS:
-            if os.path.exists(step / item / TREE):
-                return step / item
+        weights = _weights_of(step)
+        if weights is not None:
+            return weights
     return None
+
+
+def _is_step(path: Path) -> bool:
+    return re.fullmatch(r"\d{1,18}", path.name) is not None
+
+
+def weights_in(directory: Path) -> Path:
+    """Find the weights of a step, or of the last step in a directory, or the directory itself has them."""
+    return latest_step(directory) or _weights_of(directory) or directory
+
+
+def _weights_of(step: Path) -> Path | None:
+    return next((step / item for item in _ITEMS if os.path.exists(step / item / TREE)), None)
 
 
 def same_names(model: ModelConfig) -> dict[str, StoredName]:
