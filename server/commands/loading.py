@@ -135,7 +135,7 @@ def load_served(
         reasoning_format=formats.reasoning,
         defaults=llm.generation_defaults,
         compiles=lambda: llm.compiles,
-        controls=llm.controls if settings.admin_keys.required else None,
+        controls=llm.controls if settings.admin_keys.required or options.follow is not None else None,
     )
 
 

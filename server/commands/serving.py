@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from orca_jax.iteration.shape import serving_buckets
+from orca_jax.service.follower import CheckpointFollower
 from server.commands.endpoints import Endpoints
 from server.commands.loading import load_served, summary
 from server.commands.notes import Notes
@@ -66,6 +67,7 @@ async def _serve(settings: ServeSettings, notes: Notes, log: LogWriter) -> int:
         live_view=LiveView.of(gateway, settings, watchdog),
         tracing=tracing,
     )
+    follower: CheckpointFollower | None = None
     with closing(tracing) if tracing is not None else nullcontext(), closing(RouterView(settings)) as view:
         # Before reading the weights, so that a port in use is reported at once; as for those of the view.
         await endpoints.start()
@@ -76,6 +78,9 @@ async def _serve(settings: ServeSettings, notes: Notes, log: LogWriter) -> int:
             if tracing is not None:
                 tracing.start(model)
             gateway.open(model)
+            if options.follow is not None:
+                follower = CheckpointFollower(options.follow, llm.controls, on_event=notes)
+                follower.start()
             watchdog.start()  # loading holds the GIL while JAX is imported
             keyed = settings.api_keys.required
             show_banner(notes, llm, model, endpoints, keyed=keyed, template_file=options.chat_template)
@@ -83,6 +88,8 @@ async def _serve(settings: ServeSettings, notes: Notes, log: LogWriter) -> int:
             await _drain(gateway, options.drain_timeout, stop, notes)
         finally:
             watchdog.stop()
+            if follower is not None:
+                await asyncio.to_thread(follower.close)
             await endpoints.stop()
     await asyncio.to_thread(llm.close)
     return 0

@@ -136,6 +136,11 @@ def for_replicas(
         raise ConfigError("record is one file, and each engine would write it; leave it out")
     if endpoint.batch_dir is not None:
         raise ConfigError("batch_dir is one folder, and each engine would write to it; leave it out")
+    if endpoint.follow is not None:
+        raise ConfigError(
+            "follow would give the engines new weights at different times; leave it out, and start new "
+            "replicas with a new checkpoint"
+        )
     if settings.routing.kv_events is not None:
         raise ConfigError(
             "kv_events is one address, and each engine would bind it; under Ray Serve the router needs no "

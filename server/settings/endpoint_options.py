@@ -81,6 +81,12 @@ class EndpointOptions(Options):
         "engine; ORCA_ADMIN_KEYS adds more (default: no such routes)",
         "security",
     ] = None
+    follow: Annotated[
+        Path | None,
+        "folder where a training run saves checkpoints of the model: each is loaded while serving, once it "
+        "is complete, and responses have the version of the weights (default: none)",
+        "model and engine",
+    ] = None
     control_secret_file: Annotated[
         Path | None,
         "file with the secret shared by server and workers; or set ORCA_CONTROL_SECRET (default: none, and "

@@ -33,6 +33,7 @@ def test_variables_apply_and_arguments_come_first() -> None:
         ({"max_batch_size": [1]}, "max_batch_size is list; it must be a whole number"),
         ({"router": "random"}, "router: invalid choice"),
         ({"record": "all.jsonl"}, "each engine would write it"),
+        ({"follow": "run"}, "new weights at different times"),
         ({"kv_events": "tcp://*:5557"}, "each engine would bind it"),
         ({"workers": "a:1,b:2", "num_replicas": 2}, "workers are those of one engine"),
         ({"max_batch_size": 0}, "max_batch_size"),

@@ -78,6 +78,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "reasoning_format": ("think", "none", "gpt_oss", "auto"),
     "api_key_file": (None, None, None, None),  # the file is read: see below
     "admin_key_file": (None, None, None, None),
+    "follow": (Path("a"), Path("/b"), Path("c d"), None),
     "ssl_certfile": (Path("a.pem"), Path("b.pem"), Path("c.pem"), Path("d.pem")),
     "ssl_keyfile": (Path("a.key"), Path("b.key"), Path("c.key"), Path("d.key")),
     "request_timeout": (1.0, 2.5, 1e-3, 1e7),

@@ -1,5 +1,7 @@
 """A user's model gives the tokens of its training code: on one device, on several, and in stages."""
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,16 +10,21 @@ import httpx2
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
 
+import orca_jax
 from examples import train_own_model
 from examples.own_model import GatedModel
 from orca_jax import LLM, SamplingParams
-from orca_jax.errors import ConfigError, TensorMismatch
+from orca_jax.errors import CheckpointError, ConfigError, TensorMismatch
 from orca_jax.model_files.found_model import DEMO_MODEL
 from orca_jax.request.tokenizer import Tokenizer
+from orca_jax.service.follower import CheckpointFollower
 from orca_jax.service.generation import GenerationResult
 from orca_jax.user_model.functions import FunctionModel
 from tests.whole.documents.commands import serving
@@ -88,6 +95,15 @@ def engine_weights(llm: LLM) -> list[list[jax.Array]]:
     return [worker.stage.weights for worker in workers._workers.workers]
 
 
+@pytest.mark.matrix
+def test_a_recording_is_replayed_with_the_module(tmp_path: Path) -> None:
+    with LLM(GatedModel(), **ROOM, record=tmp_path / "recording") as llm:
+        llm.generate(prompts(), PARAMS)
+    assert '"model":"GatedModel"' in (tmp_path / "recording").read_text().replace(" ", "")
+    report = orca_jax.replay(tmp_path / "recording", model=GatedModel())
+    assert report.same and report.n_outputs == len(prompts())
+
+
 def test_a_function_by_name() -> None:
     with LLM("examples.own_model:GatedModel", **ROOM, deterministic=True) as llm:
         check(GatedModel(), llm.generate(prompts(), PARAMS))
@@ -113,6 +129,14 @@ def test_plain_functions_give_the_same_tokens() -> None:
     )
     with LLM(functions, **ROOM, deterministic=True, tensor_parallel=2) as llm:
         check(model, llm.generate(prompts(), PARAMS))
+        trained = trained_further(model)
+        outside = {"tokens": trained.tokens.embedding[...], "head": trained.head.kernel[...]}
+        layers = [nnx.to_pure_dict(nnx.state(layer)) for layer in trained.layers]
+        llm.update_weights({"outside": outside, "layers": layers})
+        check(trained, llm.generate(prompts(), PARAMS))
+        del outside["head"]
+        with pytest.raises(TensorMismatch, match=r"outside\.head is missing"):
+            llm.update_weights({"outside": outside, "layers": layers})
 
 
 def trained_further(model: GatedModel) -> GatedModel:
@@ -140,9 +164,11 @@ def test_new_weights_in_every_form_are_served() -> None:
         llm.wake_up()
         check(model, llm.generate(prompts(), PARAMS))
         assert [[w.sharding for w in stage] for stage in engine_weights(llm)] == before
-        # The trainer may donate its arrays: the engine has copies.
-        llm.update_weights(nnx.state(trained, nnx.Param))
-        for leaf in jax.tree.leaves(nnx.state(trained)):
+        # The trainer splits its arrays over eight devices, and may donate them: the engine has copies.
+        fsdp = NamedSharding(Mesh(jax.devices()[:8], "fsdp"), P("fsdp"))
+        split = jax.device_put(nnx.state(trained, nnx.Param), fsdp)
+        llm.update_weights(split)
+        for leaf in jax.tree.leaves(split):
             leaf.delete()
         check(trained_further(model), llm.generate(prompts(), PARAMS))
 
@@ -159,7 +185,7 @@ def test_new_weights_in_every_form_are_served() -> None:
 def test_new_weights_that_do_not_fit(
     own_llm: LLM, change: Callable[[dict[str, Any]], Any], words: str
 ) -> None:
-    model = GatedModel()
+    model, before = GatedModel(), own_llm.weights_version
     weights = {
         ".".join(map(str, path)): np.asarray(value[...])
         for path, value in nnx.to_flat_state(nnx.state(model))
@@ -167,12 +193,112 @@ def test_new_weights_that_do_not_fit(
     change(weights)
     with pytest.raises(TensorMismatch, match=words):
         own_llm.update_weights(weights)
-    assert own_llm.weights_version == 0
+    assert own_llm.weights_version == before
 
 
-def test_new_weights_come_as_arrays(own_llm: LLM, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="takes new weights as arrays"):
+def test_training_pushes_each_step_and_compiles_nothing(own_llm: LLM) -> None:
+    """The engine's log-probabilities are the trainer's at each step, and its memory is level."""
+    model, sequences = GatedModel(), [[*range(3, 40)], [7, 7, 9], [*range(20)]]
+    window = jnp.asarray(np.resize(sequences[0], (2, 33)))
+
+    @nnx.jit
+    def train_step(model: GatedModel) -> None:
+        def loss(model: GatedModel) -> jax.Array:
+            scores = jax.nn.log_softmax(model(window[:, :-1]))
+            return -jnp.take_along_axis(scores, window[:, 1:, None], 2).mean()
+
+        gradients = nnx.grad(loss)(model)
+        stepped = jax.tree.map(lambda w, g: w - 0.5 * g, nnx.state(model, nnx.Param), gradients)
+        nnx.update(model, stepped)
+
+    own, before = as_trained(model), own_llm.weights_version
+    levels, compiled, scores = list[int](), list[int](), list[float]()
+    for step in range(1, 6):
+        train_step(model)
+        assert own_llm.update_weights(model) == before + step
+        for sequence, served in zip(sequences, own_llm.score(sequences), strict=True):
+            expected = own(sequence)[np.arange(len(sequence) - 1), sequence[1:]]
+            np.testing.assert_allclose(served, expected, atol=1e-4)
+            scores.append(served[0])
+        assert own_llm.generate([sequences[1]], PARAMS)[0].token_versions == [before + step] * 10
+        compiled.append(own_llm.compiles.programs)
+        levels.append(sum(array.nbytes for array in jax.live_arrays()))
+    assert len({*scores}) == len(scores)  # each step changed the weights
+    assert {*compiled[1:]} == {compiled[0]}
+    assert max(levels[1:]) <= levels[0] + 1000  # an iteration in flight has a few tokens
+
+
+@pytest.mark.parametrize("form", ["state", "training state", "safetensors"])
+def test_new_weights_from_a_checkpoint(own_llm: LLM, tmp_path: Path, form: str) -> None:
+    trained, before = trained_further(GatedModel()), own_llm.weights_version
+    state = nnx.state(trained, nnx.Param)
+    if form == "safetensors":
+        flat = {".".join(map(str, path)): np.asarray(v[...]) for path, v in nnx.to_flat_state(state)}
+        save_file(flat, tmp_path / "model.safetensors")
+    else:
+        moments = jax.tree.map(jnp.zeros_like, state)
+        tree = {"model": state, "opt": {"mu": moments}, "step": 3} if form == "training state" else state
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "saved", tree)
+        tmp_path /= "saved"
+    assert own_llm.update_weights(tmp_path) == before + 1
+    check(trained, own_llm.generate(prompts(), PARAMS))
+
+
+def test_steps_of_a_training_run_by_orbax(
+    own_llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only complete ones are loaded: not one under its temporary name, nor one whose data is damaged."""
+    first, trained, events = own_llm.weights_version, trained_further(GatedModel()), list[str]()
+    follower = CheckpointFollower(tmp_path, own_llm.controls, on_event=events.append)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step, model in ((first + 1, GatedModel()), (first + 2, trained)):
+            manager.save(step, args=ocp.args.StandardSave(nnx.state(model, nnx.Param)))
+        manager.wait_until_finished()
+    shutil.copytree(tmp_path / f"{first + 2}", tmp_path / f"{first + 4}.orbax-checkpoint-tmp-7")
+    damaged = shutil.copytree(tmp_path / f"{first + 2}", tmp_path / f"{first + 3}")
+    for file in damaged.glob("**/d/*"):
+        os.truncate(file, file.stat().st_size // 2)
+    assert follower.look()
+    assert own_llm.weights_version == first + 2
+    check(trained, own_llm.generate(prompts(), PARAMS))
+    assert not follower.look()
+    damage, loaded = events
+    assert damage.startswith(f"step {first + 3} is left out until its files change: ") and "\n" not in damage
+    assert loaded == f"loaded step {first + 2} from {tmp_path / str(first + 2)}"
+    # The trainer may remove a step as soon as it is read.
+    memory, earlier = own_llm.controls._memory, tmp_path / str(first + 1)
+    read_ahead = memory.read_ahead
+
+    def read_and_remove(directory: Path) -> Callable[[], None]:
+        install = read_ahead(directory)
+        shutil.rmtree(directory)
+        return install
+
+    monkeypatch.setattr(memory, "read_ahead", read_and_remove)
+    own_llm.controls.update_weights(
+        str(earlier), version=None, running="finish", timeout=60.0, read_ahead=True
+    )
+    check(GatedModel(), own_llm.generate(prompts(), PARAMS))
+
+
+def test_checkpoints_that_do_not_fit(own_llm: LLM, tmp_path: Path) -> None:
+    before = own_llm.weights_version
+    with pytest.raises(CheckpointError):
         own_llm.update_weights(tmp_path)
+    for change, words in (
+        ({"head.kernel": None}, "1 of the module's weights are missing, such as head.kernel"),
+        ({"head.kernel": np.zeros((64, 255), np.float32)}, r"expected the shape \[64, 256\] of head.kernel"),
+        ({"bias": np.zeros(3, np.float32)}, "1 arrays are not the module's, such as bias"),
+    ):
+        state = nnx.to_flat_state(nnx.state(GatedModel(), nnx.Param))
+        flat = {".".join(map(str, path)): np.asarray(v[...]) for path, v in state} | change
+        save_file({name: v for name, v in flat.items() if v is not None}, tmp_path / "model.safetensors")
+        with pytest.raises(TensorMismatch, match=words):
+            own_llm.update_weights(tmp_path)
+    with pytest.raises(ConfigError, match="layout is for models of a family"):
+        own_llm.update_weights(GatedModel(), layout="tunix")
+    assert own_llm.weights_version == before
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +356,29 @@ def test_trained_saved_and_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         body = {"messages": CHAT, "max_tokens": 8}
         answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         assert answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.matrix
+def test_a_server_follows_a_training_run(tmp_path: Path) -> None:
+    trained = trained_further(GatedModel())
+    command = ["orca", "serve", "examples.own_model:GatedModel", "--follow", str(tmp_path / "run")]
+    body = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
+    with serving([*command, "--dtype", "float32"], tmp_path) as url:
+        versions = list[int]()
+        choice: dict[str, Any] = {}
+        while len(versions) < 2:
+            choice = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+            if choice["weights_version"] not in versions:
+                versions.append(choice["weights_version"])
+            if len(versions) == 1 and not (tmp_path / "run").exists():
+                with ocp.CheckpointManager(tmp_path / "run") as manager:
+                    manager.save(30, args=ocp.args.StandardSave(nnx.state(trained, nnx.Param)))
+        body["return_token_ids"] = True
+        choice = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    assert versions == [0, 30]
+    with LLM(trained, **ROOM) as llm:
+        (result,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, temperature=0))
+    assert choice["token_ids"] == result.token_ids
 
 
 def test_a_missing_tokenizer(tmp_path: Path) -> None:
