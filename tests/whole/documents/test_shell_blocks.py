@@ -23,6 +23,7 @@ NOT_RUN = {
     "shortest_first:ShortestFirst": "a policy to write; test_policy_tutorial.py",
     "--lora": "needs adapters; tests/whole/adapters",
     "model.gguf": "a file to download; tests/whole/commands/test_real_models.py",
+    "bench": "needs a server, and minutes; tests/endpoint/load",
     "gpt2": "measures this machine for 15 seconds; tests/endpoint/settings/test_plan_command.py",
 }
 # Commands of other programs are not run: what they need is a GPU, a cluster, or hours.
