@@ -241,6 +241,7 @@ class ServingConfig(ServingOptions):
 
     `coarse_buckets` pads iterations to fewer sizes, for GPUs (orca_jax/iteration/shape.py). `n_snapshots` of
     recurrent layers' states are kept for the prefix cache; 0 without such layers or without the cache.
+    `n_host_blocks` more blocks fit in the host's memory; 0 without a host tier.
     `scheduling` says what the scheduler does beyond Algorithm 1. `iteration_costs` has the time of an
     iteration of each bucket, in any unit, which decides how many tokens are drafted; if it is empty all
     iterations cost the same.
@@ -253,6 +254,7 @@ class ServingConfig(ServingOptions):
     lora_extras: Sequence[str] = ()
     coarse_buckets: Annotated[bool, "pad iterations to fewer sizes", In()] = False
     n_snapshots: Annotated[int, "recurrent states that the prefix cache keeps", In()] = 0
+    n_host_blocks: Annotated[int, "blocks that the prefix cache keeps in the host's memory", In()] = 0
     scheduling: SchedulingConfig = ORCA
     iteration_costs: tuple[float, ...] = ()
 
@@ -260,6 +262,7 @@ class ServingConfig(ServingOptions):
         super().__post_init__()
         check_whole("n_slots", self.n_slots, self.block_size, 1 << 31)
         check_whole("n_snapshots", self.n_snapshots, 0, 1 << 22)
+        check_whole("n_host_blocks", self.n_host_blocks, 0, 1 << 31)
         if self.deterministic:
             self.scheduling.check_deterministic()
         if self.max_batch_size > self.max_batch_tokens:
@@ -316,6 +319,12 @@ class Sizes(SchedulingOptions, ServingOptions):
         Whole(0, 1 << 50),
         Also("plan"),
     ] = None
+    kv_host_bytes: Annotated[
+        int,
+        "maximum bytes of host memory, all stages together, for blocks that the prefix cache evicts from the "
+        "devices; a prompt that begins with them reads them in instead of computing them; 0: none",
+        *(Whole(0, 1 << 50), Also("compile")),
+    ] = 0
     adapters: Annotated[
         Mapping[str, str | Path] | None,
         "a LoRA adapter in PEFT's format, which requests choose by its name (docs/adapters.md); give the "
@@ -336,6 +345,12 @@ class Sizes(SchedulingOptions, ServingOptions):
                 "out"
             )
         self.filled(n_slots=self.block_size, max_batch_tokens=1 << 20)
+        if self.kv_host_bytes and not self.scheduling.prefix_caching:
+            raise ConfigError(
+                f"kv_host_bytes is {self.kv_host_bytes}, and there is no prefix cache, whose blocks it would "
+                "keep; leave it out, or leave out what excludes the prefix cache (prefix_caching=False, policy "
+                "'orca', deterministic)"
+            )
 
     @property
     def scheduling(self) -> SchedulingConfig:
@@ -345,7 +360,13 @@ class Sizes(SchedulingOptions, ServingOptions):
         return replace(defaults, **{name: value for name, value in asked.items() if value is not None})
 
     def filled(
-        self, *, n_slots: int, max_batch_tokens: int, coarse_buckets: bool = False, n_snapshots: int = 0
+        self,
+        *,
+        n_slots: int,
+        max_batch_tokens: int,
+        coarse_buckets: bool = False,
+        n_snapshots: int = 0,
+        n_host_blocks: int = 0,
     ) -> ServingConfig:
         """Sizes with the arguments in place of None. Raises ConfigError."""
         asked: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(ServingOptions)}
@@ -354,6 +375,7 @@ class Sizes(SchedulingOptions, ServingOptions):
         sizes |= {"lora_extras": ()}
         asked |= {name: value for name, value in sizes.items() if asked[name] is None}
         given: dict[str, Any] = {"coarse_buckets": coarse_buckets, "n_snapshots": n_snapshots}
+        given["n_host_blocks"] = n_host_blocks
         return ServingConfig(**asked, **given, scheduling=self.scheduling)
 
 

@@ -59,6 +59,7 @@ def most_bytes(shape: EngineShape) -> int:
     message += (4 * shape.max_rows + 8 * shape.max_adapters) * (shape.max_adapters > 0)
     message += 4 * (shape.max_tokens + shape.n_blocks + shape.n_slots)
     message += 4 * (shape.max_rows + shape.max_tokens) * (shape.max_encoder_blocks > 0)
+    message += 2 * _COPY_BYTES * min(shape.n_blocks, shape.n_host_blocks)
     words = 4 * shape.max_rows * n_words(shape.vocab_size)
     tokens = 4 * shape.max_rows + LOGPROBS.itemsize * (shape.max_rows + shape.max_tokens)
     tokens += 4 * shape.max_rows * shape.embedding_size
@@ -84,6 +85,8 @@ def encode_message(message: ControlMessage, shape: EngineShape) -> worker_pb2.It
         adapters=b"" if message.adapter is None else _ints(message.adapter),
         put_adapters=_ints(message.put_adapters),
         copies=_ints(message.copies),
+        to_host=_ints(message.to_host),
+        from_host=_ints(message.from_host),
         states_before=_ints(message.states_before),
         states_after=_ints(message.states_after),
     )
@@ -107,11 +110,13 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     n_earlier = len(payload.earlier_ids) // 4
     earlier_ids = _array("earlier_ids", payload.earlier_ids, _INT, n_earlier)
     bias = _array("bias", payload.bias, BIAS, len(payload.bias) // BIAS.itemsize)
-    put, copies, before, after = (
+    put, copies, to_host, from_host, before, after = (
         _array(name, data, _INT, len(data) // _COPY_BYTES * 2).reshape(-1, 2)
         for name, data in (
             ("put_adapters", payload.put_adapters),
             ("copies", payload.copies),
+            ("to_host", payload.to_host),
+            ("from_host", payload.from_host),
             ("states_before", payload.states_before),
             ("states_after", payload.states_after),
         )
@@ -119,6 +124,8 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     _check(integers, token_ids, shape)
     _check_put(put, shape)
     _check_copies(copies, shape)
+    _check_host_copies("to_host", to_host, block=to_host[:, 0], place=to_host[:, 1], shape=shape)
+    _check_host_copies("from_host", from_host, block=from_host[:, 1], place=from_host[:, 0], shape=shape)
     _check_state_copies(before, row=before[:, 1], snapshot=before[:, 0], rows=integers[0], shape=shape)
     _check_state_copies(after, row=after[:, 0], snapshot=after[:, 1], rows=integers[0], shape=shape)
     _check_sampling(sampling, bias, shape.vocab_size)
@@ -165,6 +172,8 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
         adapter=_decode_adapters(payload.adapters, n, shape),
         put_adapters=put,
         copies=copies,
+        to_host=to_host,
+        from_host=from_host,
         states_before=before,
         states_after=after,
     )
@@ -296,6 +305,23 @@ def _check_copies(copies: npt.NDArray[np.int32], shape: EngineShape) -> None:
             f"{len(copies)} copies of blocks came; at most {shape.max_rows} are allowed, each to a block "
         )
         raise BadFrame(message + "of its own that is not copied itself")
+
+
+def _check_host_copies(
+    name: str,
+    copies: npt.NDArray[np.int32],
+    *,
+    block: npt.NDArray[np.int32],
+    place: npt.NDArray[np.int32],
+    shape: EngineShape,
+) -> None:
+    """Check copies between blocks and places in the host's memory, each to a block or place of its own."""
+    if not len(copies):
+        return
+    _within("a block of the host tier", block, 0, shape.n_blocks - 1)
+    _within("a place of the host tier", place, 0, shape.n_host_blocks - 1)
+    if np.unique(copies[:, 1]).size < len(copies):
+        raise BadFrame(f"{len(copies)} copies {name} came; each must have a target of its own")
 
 
 def _check_state_copies(

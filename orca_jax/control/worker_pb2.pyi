@@ -132,7 +132,7 @@ class Start(_message.Message):
     def __init__(self, shape: _Optional[_Union[Shape, _Mapping]] = ..., next_address: _Optional[str] = ..., worker_seconds: _Optional[float] = ..., ready_seconds: _Optional[float] = ..., weights_version: _Optional[int] = ..., weights_directory: _Optional[str] = ..., sleep_level: _Optional[int] = ..., adapters_version: _Optional[int] = ..., adapters_directory: _Optional[str] = ...) -> None: ...
 
 class Shape(_message.Message):
-    __slots__ = ("block_size", "max_blocks", "max_rows", "max_tokens", "n_rows", "n_blocks", "vocab_size", "deterministic", "coarse_buckets", "max_encoder_blocks", "embedding_size", "sparse_layers", "top_k", "n_experts", "states", "n_snapshots", "drafts", "max_adapters", "adapter_rank", "adapted_embedding", "adapted_head", "adapted_experts")
+    __slots__ = ("block_size", "max_blocks", "max_rows", "max_tokens", "n_rows", "n_blocks", "vocab_size", "deterministic", "coarse_buckets", "max_encoder_blocks", "embedding_size", "sparse_layers", "top_k", "n_experts", "states", "n_snapshots", "drafts", "max_adapters", "adapter_rank", "adapted_embedding", "adapted_head", "adapted_experts", "n_host_blocks")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,7 @@ class Shape(_message.Message):
     ADAPTED_EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     ADAPTED_HEAD_FIELD_NUMBER: _ClassVar[int]
     ADAPTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    N_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     max_blocks: int
     max_rows: int
@@ -177,10 +178,11 @@ class Shape(_message.Message):
     adapted_embedding: bool
     adapted_head: bool
     adapted_experts: bool
-    def __init__(self, block_size: _Optional[int] = ..., max_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., deterministic: _Optional[bool] = ..., coarse_buckets: _Optional[bool] = ..., max_encoder_blocks: _Optional[int] = ..., embedding_size: _Optional[int] = ..., sparse_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., n_experts: _Optional[int] = ..., states: _Optional[bool] = ..., n_snapshots: _Optional[int] = ..., drafts: _Optional[bool] = ..., max_adapters: _Optional[int] = ..., adapter_rank: _Optional[int] = ..., adapted_embedding: _Optional[bool] = ..., adapted_head: _Optional[bool] = ..., adapted_experts: _Optional[bool] = ...) -> None: ...
+    n_host_blocks: int
+    def __init__(self, block_size: _Optional[int] = ..., max_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., deterministic: _Optional[bool] = ..., coarse_buckets: _Optional[bool] = ..., max_encoder_blocks: _Optional[int] = ..., embedding_size: _Optional[int] = ..., sparse_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., n_experts: _Optional[int] = ..., states: _Optional[bool] = ..., n_snapshots: _Optional[int] = ..., drafts: _Optional[bool] = ..., max_adapters: _Optional[int] = ..., adapter_rank: _Optional[int] = ..., adapted_embedding: _Optional[bool] = ..., adapted_head: _Optional[bool] = ..., adapted_experts: _Optional[bool] = ..., n_host_blocks: _Optional[int] = ...) -> None: ...
 
 class Iteration(_message.Message):
-    __slots__ = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias", "encoder_length", "encoder_ids", "encoder_blocks", "adapters", "put_adapters", "copies", "states_before", "states_after")
+    __slots__ = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias", "encoder_length", "encoder_ids", "encoder_blocks", "adapters", "put_adapters", "copies", "to_host", "from_host", "states_before", "states_after")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     INTEGERS_FIELD_NUMBER: _ClassVar[int]
     FLAGS_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +196,8 @@ class Iteration(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     PUT_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
+    TO_HOST_FIELD_NUMBER: _ClassVar[int]
+    FROM_HOST_FIELD_NUMBER: _ClassVar[int]
     STATES_BEFORE_FIELD_NUMBER: _ClassVar[int]
     STATES_AFTER_FIELD_NUMBER: _ClassVar[int]
     sampling: bytes
@@ -209,9 +213,11 @@ class Iteration(_message.Message):
     adapters: bytes
     put_adapters: bytes
     copies: bytes
+    to_host: bytes
+    from_host: bytes
     states_before: bytes
     states_after: bytes
-    def __init__(self, sampling: _Optional[bytes] = ..., integers: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., earlier_ids: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., bias: _Optional[bytes] = ..., encoder_length: _Optional[bytes] = ..., encoder_ids: _Optional[bytes] = ..., encoder_blocks: _Optional[bytes] = ..., adapters: _Optional[bytes] = ..., put_adapters: _Optional[bytes] = ..., copies: _Optional[bytes] = ..., states_before: _Optional[bytes] = ..., states_after: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sampling: _Optional[bytes] = ..., integers: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., earlier_ids: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., bias: _Optional[bytes] = ..., encoder_length: _Optional[bytes] = ..., encoder_ids: _Optional[bytes] = ..., encoder_blocks: _Optional[bytes] = ..., adapters: _Optional[bytes] = ..., put_adapters: _Optional[bytes] = ..., copies: _Optional[bytes] = ..., to_host: _Optional[bytes] = ..., from_host: _Optional[bytes] = ..., states_before: _Optional[bytes] = ..., states_after: _Optional[bytes] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("seconds", "link_bytes", "routed")

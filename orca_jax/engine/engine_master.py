@@ -107,7 +107,8 @@ class EngineMaster:
         """Start one iteration; never blocks on the device. Raises EngineError."""
         try:
             sent = self._builder.rows(rows)
-            message = self._builder.message(sent, self._kv.copies, self._kv.state_copies)
+            kv = self._kv
+            message = self._builder.message(sent, kv.copies, kv.state_copies, kv.host_copies)
             pending = self._workers.issue(message, partial(self._words, sent.requests, message))
         except EngineError:
             raise

@@ -1,7 +1,7 @@
 """The workers of one process (ORCA 4.1): each feeds one stage's programs, and never waits for its device."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from orca_jax.config import Attention
 from orca_jax.execution.attention_backend import choose_attention
+from orca_jax.execution.host_blocks import HostBlocks
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.execution.prompt_reads import PromptReader, PromptReads
@@ -26,6 +27,7 @@ from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.iteration.rows.encoder import lay_out_encoder
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.kv_cache import (
+    LayerCache,
     LayerMemory,
     cache_in,
     copy_blocks,
@@ -114,6 +116,10 @@ class Worker:
         copy = jax.jit(copy_state, donate_argnums=0, out_shardings=self._place)
         self._copy_state = Program(copy, key=lambda *_: ())
         self._caches: list[LayerMemory] = []
+        self._host: HostBlocks | None = None
+        if shape.n_host_blocks:
+            likes = self._paged(self._memory(self._paged_like, jax.ShapeDtypeStruct))
+            self._host = HostBlocks(shape.n_host_blocks, shape.n_blocks, [*likes.values()], group)
         self._routed = Routed(None, None)  # from the newest forward pass
         self.chooser = None
         if part.last:
@@ -181,6 +187,8 @@ class Worker:
             lambda shape, dtype: self._empty(shape=shape, dtype=dtype),
             lambda shape, dtype: self._empty_state(shape=shape, dtype=np.dtype(dtype)),
         )
+        if self._host is not None:
+            self._host.renew()
         if self.chooser is not None:
             self.chooser.renew()
 
@@ -203,6 +211,8 @@ class Worker:
     def release_caches(self) -> None:
         """Free the caches and the rows' tables; `renew` must follow before the next iteration."""
         self._caches = []
+        if self._host is not None:
+            self._host.release()
         if self.chooser is not None:
             self.chooser.give_up()
 
@@ -215,14 +225,36 @@ class Worker:
         """Start the work before a forward pass: copies and, on the last stage, new rows' tables."""
         if self.chooser is not None:
             self.chooser.begin_rows(message)
+        if self._host is not None:
+            self._copy_host(self._host, message)
         if len(message.copies):
             copies = self._no_copies.copy()
             copies[: len(message.copies)] = message.copies
-            paged = {i: found for i, one in enumerate(self._caches) if (found := cache_in(one)) is not None}
+            paged = self._paged(self._caches)
             copied = self._copy([*paged.values()], jax.device_put(copies, self._place))
-            for i, cache in zip(paged, copied, strict=True):
-                self._caches[i] = with_cache(self._caches[i], cache)
+            self._put(paged, copied)
         self._copy_states(message.states_before)
+
+    def _copy_host(self, host: HostBlocks, message: ControlMessage) -> None:
+        """Start copying blocks to the host's memory, before they are overwritten, and then from it."""
+        host.settle()
+        paged = self._paged(self._caches)
+        if len(message.to_host):
+            host.copy_out([*paged.values()], message.to_host)
+        if len(message.from_host):
+            self._put(paged, host.copy_in([*paged.values()], message.from_host))
+
+    @staticmethod
+    def _paged(memories: Sequence[LayerMemory]) -> dict[int, LayerCache]:
+        """The paged keys and values, by their layer's place in `_caches`."""
+        return {i: found for i, one in enumerate(memories) if (found := cache_in(one)) is not None}
+
+    def _put(self, places: Iterable[int], caches: Iterable[LayerCache]) -> None:
+        for i, cache in zip(places, caches, strict=True):
+            self._caches[i] = with_cache(self._caches[i], cache)
+
+    def _paged_like(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._cache_place)
 
     def conclude(self, message: ControlMessage) -> None:
         """Start the work after a forward pass: snapshots of recurrent layers' states."""
@@ -302,8 +334,7 @@ class Worker:
         paged_arrays: dict[Any, Any] = {}
 
         def paged_like(shape: tuple[int, ...], dtype: Any) -> Any:
-            one = jax.ShapeDtypeStruct(shape, dtype, sharding=self._cache_place)
-            return paged_arrays.setdefault((shape, dtype), one)
+            return paged_arrays.setdefault((shape, dtype), self._paged_like(shape, dtype))
 
         def state_like(shape: tuple[int, ...], dtype: Any) -> Any:
             one = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -339,8 +370,10 @@ class Worker:
             slot = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
             yield ToCompile("an adapter", partial(self._put_adapter.compile, stacks, new, slot))
         copies = jax.ShapeDtypeStruct(self._no_copies.shape, jnp.int32, sharding=place)
-        paged = [found for one in caches if (found := cache_in(one)) is not None]
+        paged = [*self._paged(caches).values()]
         yield ToCompile("copies of blocks", partial(self._copy.compile, paged, copies))
+        if self._host is not None:
+            yield from self._host.programs(paged)
         if self._recurrent and self._shape.n_snapshots:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=place)
             of_states = [state_in(caches[i]) for i in self._recurrent]

@@ -113,6 +113,10 @@ class ControlMessage:
     put_adapters: npt.NDArray[np.int32] = field(default_factory=no_copies)
     # [any number, 2] blocks to copy before the iteration: from, to
     copies: npt.NDArray[np.int32] = field(default_factory=no_copies)
+    # [any number, 2] blocks to copy before that: first out to the host's memory, block and place, then in from
+    # it, place and block
+    to_host: npt.NDArray[np.int32] = field(default_factory=no_copies)
+    from_host: npt.NDArray[np.int32] = field(default_factory=no_copies)
     # [any number, 2] recurrent layers' states to copy, from and to: before the iteration snapshots that new
     # rows go on from, and after it rows of which snapshots are made. Snapshot s is state n_rows + s.
     states_before: npt.NDArray[np.int32] = field(default_factory=no_copies)

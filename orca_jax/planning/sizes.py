@@ -46,6 +46,8 @@ def serving_config(
                 "prefix_caching is on, and the model has an encoder: what its decoder keeps depends on the "
                 "encoder's input, so that a prompt's beginning can never be reused; leave it out"
             )
+        if requested.kv_host_bytes:
+            raise _no_host_tier(requested, "the model has an encoder, and so no prefix cache; leave it out")
         requested = replace(requested, prefix_caching=False)
     if requested.speculates and (config.encoder is not None or config.has_state):
         part = "an encoder" if config.encoder is not None else "recurrent layers"
@@ -79,6 +81,7 @@ def serving_config(
         max_batch_tokens=sizes.max_batch_tokens,
         coarse_buckets=coarse_buckets,
         n_snapshots=n_snapshots,
+        n_host_blocks=_n_host_blocks(config, requested, shape, rooms),
     )
     if device is None:
         return serving
@@ -113,6 +116,31 @@ def _n_snapshots(
             f"snapshot of their states, and {why}; leave it out, or raise snapshot_bytes"
         )
     return found
+
+
+def _n_host_blocks(
+    config: ModelConfig, requested: Sizes, shape: EngineShape, rooms: Sequence[StageRoom]
+) -> int:
+    """The blocks of all stages' keys and values that fit in `kv_host_bytes`. Raises ConfigError."""
+    if not requested.kv_host_bytes:
+        return 0
+    if config.has_state:
+        why = (
+            "a block of a model with recurrent layers is of use only with their state; it does not work yet "
+        )
+        raise _no_host_tier(requested, why + "with such a model, so leave it out")
+    slot = sum(room.memory(config, shape).slot * room.n_devices for room in rooms)
+    n = requested.kv_host_bytes // (requested.block_size * slot)
+    if not n:
+        why = f"one block of keys and values takes {requested.block_size * slot} bytes"
+        raise _no_host_tier(
+            requested, f"{why}; give room for as many as a conversation needs, or leave it out"
+        )
+    return n
+
+
+def _no_host_tier(requested: Sizes, why: str) -> ConfigError:
+    return ConfigError(f"kv_host_bytes is {requested.kv_host_bytes}, and {why}")
 
 
 def batch_tokens(config: ModelConfig, requested: Sizes) -> int:
@@ -157,6 +185,7 @@ def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) 
         n_experts=n_experts,
         states=model.has_state,
         n_snapshots=serving.n_snapshots if model.has_state else 0,
+        n_host_blocks=serving.n_host_blocks,
         drafts=serving.scheduling.speculates,
         max_adapters=serving.max_loras,
         adapter_rank=serving.max_lora_rank if serving.max_loras else 0,
@@ -183,6 +212,7 @@ def kv_manager(shape: EngineShape, scheduling: SchedulingConfig = ORCA) -> KVMan
         prefix_caching=scheduling.prefix_caching and (not shape.states or shape.n_snapshots > 0),
         n_snapshots=shape.n_snapshots if scheduling.prefix_caching else 0,
         snapshot_blocks=scheduling.snapshot_blocks,
+        n_host_blocks=shape.n_host_blocks if scheduling.prefix_caching else 0,
     )
 
 

@@ -15,9 +15,16 @@ def rows_without_slots(rows: Sequence[Row], kv: KVManager) -> list[Row]:
 
 
 def allocate(
-    new: Sequence[Request], cached: Mapping[Request, list[int]], kv: KVManager, *, on_demand: bool
+    new: Sequence[Request],
+    cached: Mapping[Request, list[int]],
+    kv: KVManager,
+    *,
+    on_demand: bool,
+    read_in: Mapping[Request, int],
 ) -> None:
     """Give each new request a row, its cached blocks, and new blocks for the rest.
+
+    The first `read_in` of the new blocks are read in from the host tier.
 
     A request gets blocks for `max_tokens`, or on demand for the tokens it has. A beam search begins with one
     row of blocks; the others that it can need are promised to it.
@@ -30,7 +37,7 @@ def allocate(
         for req in new:
             req.row = kv.reserve(n_tokens(req), fixed_blocks(req, kv.block_size))
     else:
-        reserve_sharing(new, map(n_tokens, new), cached, kv)
+        reserve_sharing(new, map(n_tokens, new), cached, kv, read_in)
     for req in new:
         if req.kind.forks:
             n_most = slots_to_reserve(req, kv.block_size) // kv.block_size

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from orca_jax.scheduling.host_tier import HostTier
 from orca_jax.scheduling.prefix_cache import PrefixCache
 from orca_jax.scheduling.snapshots import Snapshots
 
@@ -28,8 +29,8 @@ class Blocks:
 
     With `prefix_caching`, `prefixes` keeps full blocks after the request that computed them has ended, until
     they are evicted. For a model with recurrent layers it has `n_snapshots` of their states, one every
-    `snapshot_blocks` blocks of a prompt. `n_promised` counts free blocks that are promised to running beam
-    searches.
+    `snapshot_blocks` blocks of a prompt. `host` keeps up to `n_host_blocks` evicted blocks. `n_promised` counts
+    free blocks that are promised to running beam searches.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Blocks:
         prefix_caching: bool = False,
         n_snapshots: int = 0,
         snapshot_blocks: int = 64,
+        n_host_blocks: int = 0,
     ) -> None:
         assert min(n_blocks, block_size, n_rows, max_blocks_per_row) >= 1
         self.n_blocks = n_blocks
@@ -61,7 +63,12 @@ class Blocks:
             self.snapshots = Snapshots(
                 n_snapshots, n_rows=n_rows, block_size=block_size, every=snapshot_blocks
             )
-        self.prefixes = PrefixCache(self.snapshots) if prefix_caching else None
+        self.host: HostTier | None = None
+        if n_host_blocks:
+            assert prefix_caching, "the host tier is a part of the prefix cache"
+            assert not n_snapshots, "a block without the state after it is of no use to recurrent layers"
+            self.host = HostTier(n_host_blocks)
+        self.prefixes = PrefixCache(self.snapshots, self.host) if prefix_caching else None
         self.n_promised = 0
         # A stack. Block 0 starts on top and is allocated first.
         self._free_blocks = list(range(n_blocks - 1, -1, -1))
@@ -162,7 +169,7 @@ class Blocks:
         return len(unused)
 
     def forget(self) -> None:
-        """Empty the prefix cache: the contents of all blocks are lost."""
+        """Empty the prefix cache and its host tier: the contents of all blocks are lost."""
         if self.prefixes is not None:
             self._free_blocks += self.prefixes.clear()
 

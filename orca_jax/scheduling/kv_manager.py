@@ -13,6 +13,7 @@ from functools import cached_property
 
 from orca_jax.scheduling.beam_blocks import BeamBlocks
 from orca_jax.scheduling.blocks import Blocks
+from orca_jax.scheduling.host_tier import NO_HOST_COPIES, HostCopies
 from orca_jax.scheduling.snapshots import NO_STATE_COPIES, StateCopies
 
 
@@ -31,6 +32,11 @@ class KVManager(Blocks):
     def state_copies(self) -> StateCopies:
         """Recurrent layers' states to copy before and after the next issued iteration."""
         return NO_STATE_COPIES if self.snapshots is None else self.snapshots.copies
+
+    @property
+    def host_copies(self) -> HostCopies:
+        """Blocks to copy to the host's memory and from it before the next issued iteration."""
+        return NO_HOST_COPIES if self.host is None else self.host.copies
 
     @cached_property
     def beams(self) -> BeamBlocks:

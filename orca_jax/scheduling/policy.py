@@ -12,6 +12,7 @@ from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.select import Held, select_rows
 
 _NONE: Mapping[Request, list[int]] = MappingProxyType({})
+_NONE_READ: Mapping[Request, int] = MappingProxyType({})
 
 
 class Choice(NamedTuple):
@@ -20,7 +21,8 @@ class Choice(NamedTuple):
     The requests in `preempted` give up their slots first; none of them is in flight. `cached` maps newly
     admitted requests to the cached blocks they begin with. `held` is the first request in order that was
     ready and not chosen, and why; None if there is none. `short` lists the rows whose requests need a row or
-    blocks first; None if the policy does not know, so that the scheduler looks for them.
+    blocks first; None if the policy does not know, so that the scheduler looks for them. `read_in` has
+    the number of blocks that a newly admitted request reads in from the host tier, after its `cached` ones.
     """
 
     rows: list[Row]
@@ -29,6 +31,7 @@ class Choice(NamedTuple):
     cached: Mapping[Request, list[int]] = _NONE
     held: Held | None = None
     short: list[Row] | None = None
+    read_in: Mapping[Request, int] = _NONE_READ
 
 
 def fill_places(rows: list[Row], max_bs: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from struct import pack
 from typing import Protocol
 
+from orca_jax.scheduling.host_tier import HostTier
 from orca_jax.scheduling.snapshots import Snapshots
 
 _Hash = bytes
@@ -64,11 +65,12 @@ class PrefixCache:
 
     `n_queries` and `n_hits` count prompt tokens that were looked up and found, `n_evictions` the evicted
     blocks. All methods are O(1) per block. `listener` receives changes; see `tell`. With recurrent layers a
-    prefix ends where their `snapshots` has a state.
+    prefix ends where their `snapshots` has a state. Evicted blocks go to the `host` tier, if there is one.
     """
 
-    def __init__(self, snapshots: Snapshots | None = None) -> None:
+    def __init__(self, snapshots: Snapshots | None = None, host: HostTier | None = None) -> None:
         self.snapshots = snapshots
+        self.host = host
         self.n_queries = 0
         self.n_hits = 0
         self.n_evictions = 0
@@ -150,6 +152,8 @@ class PrefixCache:
         block_hash = self._hash_of.pop(block)
         del self._block_of[block_hash]
         self.n_evictions += 1
+        if self.host is not None:
+            self.host.store(block_hash, block)
         if self.snapshots is not None:
             self.snapshots.drop(block_hash)
         if self.listener is not None and block_hash in self._announced:
@@ -165,6 +169,8 @@ class PrefixCache:
         self._hash_of.clear()
         if self.snapshots is not None:
             self.snapshots.clear()
+        if self.host is not None:
+            self.host.clear()
         if self.listener is not None:
             self._announced.clear()
             self.listener.cleared()

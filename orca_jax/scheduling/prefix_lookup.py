@@ -2,10 +2,13 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 
 from orca_jax.request.request import Request, Row
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_cache import chain_hashes, next_hash, root_hash
+
+_NONE: Mapping[Request, int] = MappingProxyType({})
 
 
 def prompt_hashes(prompt_ids: Sequence[int], cache_salt: Sequence[str], kv: KVManager) -> list[bytes] | None:
@@ -34,8 +37,25 @@ def cached_blocks(req: Request, kv: KVManager) -> list[int]:
     prefixes = kv.prefixes
     if prefixes is None or _needs_whole_prompt(req):
         return []
+    return prefixes.find(hash_prompt(req, kv), _most_blocks(req, kv))
+
+
+def host_blocks(req: Request, n_cached: int, kv: KVManager) -> int:
+    """The number of blocks that a waiting request can read in from the host after its `n_cached` blocks."""
+    if kv.host is None or _needs_whole_prompt(req):
+        return 0
+    return kv.host.find(hash_prompt(req, kv), n_cached, _most_blocks(req, kv))
+
+
+def _most_blocks(req: Request, kv: KVManager) -> int:
+    """The most blocks that a waiting request can begin with."""
     n_most = min(req.n_tokens - 1, req.n_routed) if req.sampling.return_routed_experts else req.n_tokens - 1
-    return prefixes.find(hash_prompt(req, kv), n_most // kv.block_size)
+    return n_most // kv.block_size
+
+
+def _n_found(req: Request, kv: KVManager) -> int:
+    n_cached = len(cached_blocks(req, kv))
+    return n_cached + host_blocks(req, n_cached, kv)
 
 
 def next_block_hash(req: Request, n_blocks: int, kv: KVManager) -> bytes | None:
@@ -106,27 +126,45 @@ class LongestPrefixFirst:
         if not self._window:
             self._window.update(first)
         # The sort keeps the order of arrival among equals.
-        first.sort(key=lambda req: (req not in self._window, -len(cached_blocks(req, self._kv))))
+        first.sort(key=lambda req: (req not in self._window, -_n_found(req, self._kv)))
         yield from first
         yield from rest
 
 
 def reserve_sharing(
-    new: Sequence[Request], n_tokens: Iterable[int], cached: Mapping[Request, list[int]], kv: KVManager
+    new: Sequence[Request],
+    n_tokens: Iterable[int],
+    cached: Mapping[Request, list[int]],
+    kv: KVManager,
+    read_in: Mapping[Request, int] = _NONE,
 ) -> None:
     """Reserve a row for each request, with blocks for its `n_tokens` that begin with its `cached` blocks.
 
-    Hits are counted at a request's first admission only.
+    After these, its `read_in` blocks are read in from the host tier; other requests find them once the
+    iteration is issued. Hits are counted at a request's first admission only.
     """
     prefixes = kv.prefixes
     assert prefixes is not None
     shared = [cached.get(req, []) for req in new]
+    read = {
+        req: hash_prompt(req, kv)[len(blocks) : len(blocks) + read_in[req]]
+        for req, blocks in zip(new, shared, strict=True)
+        if req in read_in
+    }
+    if kv.host is not None:
+        for hashes in read.values():  # before any block is allocated, which may evict others to the host
+            kv.host.hold(hashes)
     rows = kv.reserve_sharing(list(zip(n_tokens, shared, strict=True)))
     for req, row, blocks in zip(new, rows, shared, strict=True):
         req.row = row
         req.n_found = len(blocks)
-        req.n_computed = len(blocks) * kv.block_size
-        req.full_at = req.n_computed + kv.block_size
+        req.full_at = (len(blocks) + 1) * kv.block_size
+        n = len(blocks)
+        if req in read:
+            assert kv.host is not None
+            n += len(read[req])
+            kv.host.read(read[req], kv.block_table[row, len(blocks) : n].tolist())
+        req.n_computed = n * kv.block_size
         if kv.snapshots is not None and blocks:
             kv.snapshots.use(hash_prompt(req, kv)[len(blocks) - 1], row, req.n_computed)
         if not req.n_preempted:

@@ -24,7 +24,9 @@ from orca_jax.scheduling.prefix_lookup import (
     LongestPrefixFirst,
     cached_blocks,
     coming_hash,
+    host_blocks,
     is_coming,
+    next_block_hash,
     next_border,
 )
 from orca_jax.scheduling.request_pool import InArrivalOrder, split
@@ -54,6 +56,7 @@ class _Plan:
     held_back: set[Request] = field(default_factory=set[Request])
     cached: dict[Request, list[int]] = field(default_factory=dict[Request, list[int]])
     revived: set[int] = field(default_factory=set[int])  # all blocks in `cached`
+    read_in: dict[Request, int] = field(default_factory=dict[Request, int])  # blocks, from the host tier
     held: Held | None = None
     short: list[Row] | None = None
     all_decode: bool = False  # whether no admitted request is in its initiation
@@ -206,7 +209,7 @@ class ServingPolicy:
     def _choice(self, plan: _Plan) -> Choice:
         n_held = self._kv.n_blocks - self._kv.n_free_blocks + plan.taken
         n_rsrv = n_held * self._kv.block_size
-        return Choice(plan.rows, n_rsrv, plan.preempted, plan.cached, plan.held, plan.short)
+        return Choice(plan.rows, n_rsrv, plan.preempted, plan.cached, plan.held, plan.short, plan.read_in)
 
     def _plan_alone(self, req: Request, admitted: Sequence[Request]) -> _Plan:
         """Choose only this request. The others, none of which is in flight, make room for it."""
@@ -425,10 +428,14 @@ class ServingPolicy:
                     for other in (() if plan.all_decode else admitted)
                     if other.state is not _INCREMENT and other.n_in_flight == other.n_partial
                 }
-            if is_coming(req, len(cached), coming, kv):
+            n_read = host_blocks(req, len(cached), kv)
+            if is_coming(req, len(cached), coming, kv) or (
+                n_read and is_coming(req, len(cached) + n_read, coming, kv)
+            ):
                 plan.hold(req, "prefix")
-                return True  # another request computes this block now; in the next iteration it is cached
-            n_cached = len(cached) * kv.block_size
+                # Another request computes this block now, or reads it in; in the next iteration it is cached.
+                return True
+            n_cached = (len(cached) + n_read) * kv.block_size
             n_tokens = self._n_tokens(req, n_cached, req.n_tokens - n_cached, room - req.n_to_encode)
             if not n_tokens:
                 plan.hold(req, "tokens")
@@ -440,6 +447,9 @@ class ServingPolicy:
             plan.free -= n_new
             plan.taken += n_new
             plan.cached[req] = cached
+            if n_read:
+                plan.read_in[req] = n_read
+                coming.add(next_block_hash(req, len(cached), kv))
             plan.revived.update(cached)
             plan.add(req, n_tokens)
             if plan.short is not None:

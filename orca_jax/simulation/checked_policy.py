@@ -11,7 +11,7 @@ from orca_jax.errors import BadPolicy
 from orca_jax.request.request import Request, RequestState
 from orca_jax.scheduling.cache_kinds import blocks_at_first, slots_to_reserve
 from orca_jax.scheduling.policy import Choice
-from orca_jax.scheduling.prefix_lookup import cached_blocks
+from orca_jax.scheduling.prefix_lookup import cached_blocks, host_blocks
 from orca_jax.scheduling.scheduler import Scheduler
 
 PATIENCE = 10_000  # turns
@@ -110,6 +110,10 @@ class CheckedPolicy:
             known = cached_blocks(req, kv)
             if blocks != known[: len(blocks)]:
                 self._refuse(f"request {req.request_id} begins with blocks {blocks}; it may share {known}")
+        for req, n in choice.read_in.items():
+            n_found = host_blocks(req, len(choice.cached.get(req, ())), kv)
+            if n > n_found:
+                self._refuse(f"request {req.request_id} reads in {n} blocks; the host tier has {n_found}")
         if any(req.kind.forks for req, _ in choice.rows):  # beams share blocks in ways that only they know
             return
         revived = {block for req in new for block in choice.cached.get(req, ())}

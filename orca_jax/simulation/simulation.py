@@ -113,6 +113,7 @@ class Simulation:
             prefix_caching=config.scheduling.prefix_caching,
             n_snapshots=config.n_snapshots,
             snapshot_blocks=config.scheduling.snapshot_blocks,
+            n_host_blocks=config.n_host_blocks,
         )
         self.scheduler = Scheduler(self.pool, self.engine, self.kv, config=config, timeline=self.timeline)
         watch(self.scheduler, patience)
@@ -170,6 +171,7 @@ def simulated_replay(recording: Recording) -> ReplayReport:
         prefix_caching=serving.scheduling.prefix_caching,
         n_snapshots=serving.n_snapshots,
         snapshot_blocks=serving.scheduling.snapshot_blocks,
+        n_host_blocks=serving.n_host_blocks,
     )
 
     def token(request: Request, index: int) -> int:

@@ -133,10 +133,12 @@ class MessageBuilder:
         sent: SentRows,
         copies: Sequence[tuple[int, int]] = (),
         states: tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]] = ((), ()),
+        host: tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]] = ((), ()),
     ) -> ControlMessage:
         """The message, with the `copies` of blocks to make before its iteration.
 
-        `states` are the copies of recurrent layers' states before it, and after it.
+        `states` are the copies of recurrent layers' states before it, and after it. `host` are copies of blocks
+        to the host's memory, and from it.
         """
         requests, lengths, row, inputs, given, _, _ = sent
         plain, n = self._plain, len(requests)
@@ -223,6 +225,8 @@ class MessageBuilder:
             bias=np.array(biases, BIAS) if biases else _NO_BIASES,
             encoder=encoder,
             copies=_pairs(copies),
+            to_host=_pairs(host[0]),
+            from_host=_pairs(host[1]),
             states_before=_pairs(states[0]),
             states_after=_pairs(states[1]),
             adapter=adapter if adapter is not None and adapter.any() else None,

@@ -1,0 +1,183 @@
+"""Blocks that travel: a stage's part of the host tier, and the programs that copy blocks out and in.
+
+Out: a program gathers some blocks of all layers into one packed array for each kind of array, which the
+host copies to its memory. In: the host's arrays go to the devices, and a program scatters them into the
+caches. Both are compiled for a few numbers of blocks. They run in order with the iterations, and the host
+waits for neither, except to bound the bytes on their way.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import PartitionSpec
+
+from orca_jax.errors import ConfigError
+from orca_jax.execution.programs import Program, ToCompile
+from orca_jax.model.kv_cache import LayerCache
+from orca_jax.sharding.device_group import DeviceGroup
+from orca_jax.sharding.specs import CACHE_SPEC
+
+_CHUNK_BYTES = 16 << 20  # of the blocks that one call copies, so that those in flight take little memory
+_MOST_BLOCKS = 64  # that one call copies
+_IN_FLIGHT = 2  # calls in each direction; the host waits before there are more
+
+# A kind of array in the caches: its shape after the first axis, which counts blocks, and its dtype.
+_Kind = tuple[tuple[int, ...], np.dtype[Any]]
+_PACKED_SPEC = PartitionSpec(None, None, *CACHE_SPEC[1:])  # [n, arrays of the kind, K, B, D], or without D
+
+
+class HostBlocks:
+    """Room for `n_places` blocks of a stage's `caches` in the host's memory.
+
+    `caches` may be jax.ShapeDtypeStructs. The memory is taken as places are first written.
+    """
+
+    def __init__(
+        self, n_places: int, n_blocks: int, caches: Sequence[LayerCache], group: DeviceGroup
+    ) -> None:
+        self._n_places, self._n_blocks = n_places, n_blocks
+        self._kinds = _by_kind(caches)
+        self._place, self._packed_place = group.place(), group.place(_PACKED_SPEC)
+        self.block_bytes = sum(_bytes_of(kind) * len(at) for kind, at in self._kinds.items())
+        most = max(1, min(_MOST_BLOCKS, n_blocks, n_places, _CHUNK_BYTES // max(1, self.block_bytes)))
+        self.buckets = tuple(sorted({1, min(8, most), most}))
+        self._gather = Program(jax.jit(_gather, out_shardings=self._packed_place), key=_n_ids)
+        scatter = jax.jit(
+            partial(_scatter, kinds=tuple(tuple(at) for at in self._kinds.values())),
+            donate_argnums=0,
+            out_shardings=(group.place(CACHE_SPEC), self._place),
+        )
+        self._scatter = Program(scatter, key=_n_ids)
+        self._memory: list[npt.NDArray[Any]] = []  # [n_places, arrays of the kind, K, B, D] of each kind
+        self._leaving: deque[tuple[npt.NDArray[np.int32], list[jax.Array]]] = deque()
+        self._entering: deque[jax.Array] = deque()
+
+    def renew(self) -> None:
+        """Take the memory, empty. Raises ConfigError if the system has not enough."""
+        self.release()
+        try:
+            self._memory = [
+                np.empty((self._n_places, len(at), *shape), dtype)
+                for (shape, dtype), at in self._kinds.items()
+            ]
+        except MemoryError as error:
+            raise ConfigError(
+                f"kv_host_bytes asks for {self._n_places * self.block_bytes} bytes for the keys and values of "
+                "a stage's layers, and the system does not give them; lower it"
+            ) from error
+
+    def release(self) -> None:
+        """Give the memory back; what it has is lost."""
+        self._memory = []
+        self._leaving.clear()
+        self._entering.clear()
+
+    def copy_out(self, caches: Sequence[LayerCache], copies: npt.NDArray[np.int32]) -> None:
+        """Start copying blocks to places in the host's memory: copies [n, 2], block and place."""
+        for chunk, ids in self._chunks(copies, copies[:, 0]):
+            packed = self._gather(jax.tree.leaves(list(caches)), ids)
+            for array in packed:
+                array.copy_to_host_async()
+            self._leaving.append((chunk[:, 1], packed))
+            self._settle(_IN_FLIGHT)
+
+    def copy_in(self, caches: Sequence[LayerCache], copies: npt.NDArray[np.int32]) -> list[LayerCache]:
+        """Start copying places of the host's memory to blocks: copies [n, 2], place and block."""
+        self._settle(0)
+        leaves, tree = jax.tree.flatten(list(caches))
+        for chunk, ids in self._chunks(copies, copies[:, 1]):
+            packed: list[Any] = []
+            for memory in self._memory:
+                array = np.empty((len(ids), *memory.shape[1:]), memory.dtype)
+                np.take(memory, chunk[:, 0], axis=0, out=array[: len(chunk)])
+                packed.append(array)
+            leaves, done = self._scatter(leaves, ids, jax.device_put(packed, self._packed_place))
+            self._entering.append(done)
+            if len(self._entering) > _IN_FLIGHT:
+                self._entering.popleft().block_until_ready()
+        return jax.tree.unflatten(tree, leaves)
+
+    def settle(self) -> None:
+        """Copy to the host's memory what the devices have gathered by now."""
+        while self._leaving and all(array.is_ready() for array in self._leaving[0][1]):
+            self._settle(len(self._leaving) - 1)
+
+    def programs(self, caches: Sequence[LayerCache]) -> Iterator[ToCompile]:
+        """The programs for caches like these, jax.ShapeDtypeStructs with their shardings."""
+        leaves = jax.tree.leaves(list(caches))
+        for n in self.buckets:
+            ids = jax.ShapeDtypeStruct((n,), jnp.int32, sharding=self._place)
+            packed = [
+                jax.ShapeDtypeStruct((n, len(at), *shape), dtype, sharding=self._packed_place)
+                for (shape, dtype), at in self._kinds.items()
+            ]
+            yield ToCompile(f"copies of {n} blocks to the host", partial(self._gather.compile, leaves, ids))
+            yield ToCompile(
+                f"copies of {n} blocks from the host", partial(self._scatter.compile, leaves, ids, packed)
+            )
+
+    def _settle(self, n: int) -> None:
+        """Wait until at most `n` calls' blocks are on their way out."""
+        while len(self._leaving) > n:
+            places, packed = self._leaving.popleft()
+            for memory, array in zip(self._memory, packed, strict=True):
+                memory[places] = np.asarray(array)[: len(places)]
+
+    def _chunks(
+        self, copies: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]
+    ) -> Iterator[tuple[npt.NDArray[np.int32], jax.Array]]:
+        """Parts of the copies, and the blocks of each, padded to a bucket by different ones out of range."""
+        most, start = self.buckets[-1], 0
+        while start < len(copies):
+            chunk = copies[start : start + most]
+            n = next(size for size in self.buckets if size >= len(chunk))
+            ids = np.arange(self._n_blocks, self._n_blocks + n, dtype=np.int32)
+            ids[: len(chunk)] = blocks[start : start + most]
+            yield chunk, jax.device_put(ids, self._place)
+            start += most
+
+
+def _by_kind(caches: Sequence[LayerCache]) -> dict[_Kind, list[int]]:
+    """The indices of the caches' arrays, by their kind."""
+    kinds: dict[_Kind, list[int]] = {}
+    for i, array in enumerate(jax.tree.leaves(list(caches))):
+        kinds.setdefault((tuple(array.shape[1:]), np.dtype(array.dtype)), []).append(i)
+    return kinds
+
+
+def _bytes_of(kind: _Kind) -> int:
+    shape, dtype = kind
+    return int(np.prod(shape)) * dtype.itemsize
+
+
+def _n_ids(arrays: Sequence[jax.Array], ids: jax.Array, *_: Any) -> int:
+    return ids.shape[0]
+
+
+def _gather(arrays: Sequence[jax.Array], ids: jax.Array) -> list[jax.Array]:
+    """Pack blocks [n] of all arrays: for each kind, [n, arrays of the kind, ...]."""
+    kinds: dict[_Kind, list[jax.Array]] = {}
+    for array in arrays:
+        kinds.setdefault((tuple(array.shape[1:]), array.dtype), []).append(array.at[ids].get(mode="clip"))
+    return [jnp.stack(each, axis=1) for each in kinds.values()]
+
+
+def _scatter(
+    arrays: Sequence[jax.Array],
+    ids: jax.Array,
+    packed: Sequence[jax.Array],
+    *,
+    kinds: Sequence[Sequence[int]],
+) -> tuple[list[jax.Array], jax.Array]:
+    """Unpack blocks [n] into all arrays; those out of range are dropped. Also returns an array to wait for."""
+    into = list(arrays)
+    for at, each in zip(kinds, packed, strict=True):
+        for j, i in enumerate(at):
+            into[i] = into[i].at[ids].set(each[:, j], mode="drop", unique_indices=True)
+    return into, ids + 1

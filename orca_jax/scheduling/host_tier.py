@@ -1,0 +1,114 @@
+"""The host tier: blocks that the device's prefix cache evicts, kept in host memory and found by their hash.
+
+The K/V manager only knows which hash is at which place of the host's memory. The bytes are with the workers,
+each of which copies its stage's part of a block when a control message lists it. Iterations run in the order
+of issue, so a block can be found as soon as the iteration that copies it out is issued, and a request that
+begins with it can run in the iteration that copies it in.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class HostCopies(NamedTuple):
+    """Blocks to copy before an iteration: first out (block, place), then in (place, block)."""
+
+    out: list[tuple[int, int]]
+    into: list[tuple[int, int]]
+
+
+NO_HOST_COPIES = HostCopies([], [])
+
+
+class HostTier:
+    """`n` places for blocks in the host's memory. All methods are O(1) per block.
+
+    A block that is read in stays here too, so that its next eviction copies nothing. If no place is free, the
+    block that was used longest ago goes. Blocks that the next iteration reads in are held until it is issued.
+    `n_stored`, `n_read` and `n_evicted` count blocks.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.n_stored = self.n_read = self.n_evicted = 0
+        self._place_of: OrderedDict[bytes, int] = OrderedDict()  # by hash, least recently used first
+        self._free = list(range(n - 1, -1, -1))  # a stack
+        self._held: set[bytes] = set()
+        # Of the next issued iteration. The last block that goes to a place replaces an earlier one there.
+        self._out: dict[int, int] = {}  # by place
+        self._into: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        return len(self._place_of)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._place_of
+
+    @property
+    def copies(self) -> HostCopies:
+        """The copies of the next issued iteration."""
+        if not self._out and not self._into:
+            return NO_HOST_COPIES
+        return HostCopies([(block, place) for place, block in self._out.items()], self._into)
+
+    def begin(self) -> None:
+        """Forget the copies of the iteration before."""
+        if self._out or self._into:
+            self._held.clear()
+            self._out = {}
+            self._into = []
+
+    def find(self, hashes: Sequence[bytes], first: int, limit: int) -> int:
+        """The number of blocks here, one after another, from `hashes[first]` on and before `limit`."""
+        end = first
+        while end < min(limit, len(hashes)) and hashes[end] in self._place_of:
+            end += 1
+        return end - first
+
+    def hold(self, hashes: Sequence[bytes]) -> None:
+        """Keep these blocks of a prompt until the next iteration is issued, which reads them in.
+
+        The last one becomes the least recently used of them: without the blocks before it, it is of no use.
+        """
+        self._held.update(hashes)
+        for block_hash in reversed(hashes):
+            self._place_of.move_to_end(block_hash)
+
+    def read(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Copy held blocks to these blocks of the device before the next iteration."""
+        for block_hash, block in zip(hashes, blocks, strict=True):
+            assert block_hash in self._held, "hold blocks before others are allocated"
+            self._into.append((self._place_of[block_hash], block))
+        self.n_read += len(hashes)
+
+    def store(self, block_hash: bytes, block: int) -> None:
+        """Copy a block out before the next iteration, which may write to it, unless it is here already."""
+        if block_hash in self._place_of:
+            self._place_of.move_to_end(block_hash)
+            return
+        place = self._take()
+        if place is None:
+            return
+        self._place_of[block_hash] = place
+        self._out[place] = block
+        self.n_stored += 1
+
+    def clear(self) -> None:
+        """Forget all blocks, because the contents are lost."""
+        self._free += self._place_of.values()
+        self._place_of.clear()
+        self._held.clear()
+        self._out = {}
+        self._into = []
+
+    def _take(self) -> int | None:
+        """A free place, or that of the block used longest ago; None if that block is held."""
+        if not self._free:
+            oldest = next(iter(self._place_of))
+            if oldest in self._held:
+                return None
+            self._free.append(self._place_of.pop(oldest))
+            self.n_evicted += 1
+        return self._free.pop()
