@@ -348,8 +348,8 @@ class Sizes(SchedulingOptions, ServingOptions):
         if self.kv_host_bytes and not self.scheduling.prefix_caching:
             raise ConfigError(
                 f"kv_host_bytes is {self.kv_host_bytes}, and there is no prefix cache, whose blocks it would "
-                "keep; leave it out, or leave out what excludes the prefix cache (prefix_caching=False, policy "
-                "'orca', deterministic)"
+                "keep; leave it out, or leave out what excludes the prefix cache (prefix_caching=False, "
+                "policy 'orca', deterministic)"
             )
 
     @property

@@ -68,8 +68,8 @@ class HostBlocks:
             ]
         except MemoryError as error:
             raise ConfigError(
-                f"kv_host_bytes asks for {self._n_places * self.block_bytes} bytes for the keys and values of "
-                "a stage's layers, and the system does not give them; lower it"
+                f"kv_host_bytes asks for {self._n_places * self.block_bytes} bytes for the keys and values "
+                "of a stage's layers, and the system does not give them; lower it"
             ) from error
 
     def release(self) -> None:
@@ -105,7 +105,11 @@ class HostBlocks:
 
     def settle(self) -> None:
         """Copy to the host's memory what the devices have gathered by now."""
-        while self._leaving and all(array.is_ready() for array in self._leaving[0][1]):
+        # jax's stub lacks `is_ready`.
+        while self._leaving and all(
+            array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+            for array in self._leaving[0][1]
+        ):
             self._settle(len(self._leaving) - 1)
 
     def programs(self, caches: Sequence[LayerCache]) -> Iterator[ToCompile]:
@@ -175,7 +179,7 @@ def _scatter(
     *,
     kinds: Sequence[Sequence[int]],
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Unpack blocks [n] into all arrays; those out of range are dropped. Also returns an array to wait for."""
+    """Unpack blocks [n] into all arrays; those out of range are dropped. Also returns what to wait for."""
     into = list(arrays)
     for at, each in zip(kinds, packed, strict=True):
         for j, i in enumerate(at):

@@ -113,8 +113,8 @@ class ControlMessage:
     put_adapters: npt.NDArray[np.int32] = field(default_factory=no_copies)
     # [any number, 2] blocks to copy before the iteration: from, to
     copies: npt.NDArray[np.int32] = field(default_factory=no_copies)
-    # [any number, 2] blocks to copy before that: first out to the host's memory, block and place, then in from
-    # it, place and block
+    # [any number, 2] blocks to copy before that: first out to the host's memory, block and place, then in
+    # from it, place and block
     to_host: npt.NDArray[np.int32] = field(default_factory=no_copies)
     from_host: npt.NDArray[np.int32] = field(default_factory=no_copies)
     # [any number, 2] recurrent layers' states to copy, from and to: before the iteration snapshots that new

@@ -29,8 +29,8 @@ class Blocks:
 
     With `prefix_caching`, `prefixes` keeps full blocks after the request that computed them has ended, until
     they are evicted. For a model with recurrent layers it has `n_snapshots` of their states, one every
-    `snapshot_blocks` blocks of a prompt. `host` keeps up to `n_host_blocks` evicted blocks. `n_promised` counts
-    free blocks that are promised to running beam searches.
+    `snapshot_blocks` blocks of a prompt. `host` keeps up to `n_host_blocks` evicted blocks. `n_promised`
+    counts free blocks that are promised to running beam searches.
     """
 
     def __init__(

@@ -137,8 +137,8 @@ class MessageBuilder:
     ) -> ControlMessage:
         """The message, with the `copies` of blocks to make before its iteration.
 
-        `states` are the copies of recurrent layers' states before it, and after it. `host` are copies of blocks
-        to the host's memory, and from it.
+        `states` are the copies of recurrent layers' states before it, and after it. `host` are copies of
+        blocks to the host's memory, and from it.
         """
         requests, lengths, row, inputs, given, _, _ = sent
         plain, n = self._plain, len(requests)

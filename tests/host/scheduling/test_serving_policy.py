@@ -3,6 +3,7 @@
 The checked engine keeps a model of the cache: for each slot, the tokens that its key and value depend on. A
 row may only read slots that hold exactly its own tokens, and only write to blocks that no other row holds.
 With snapshots it keeps the same of each state of recurrent layers: a row goes on from exactly its own tokens.
+With a host tier it copies what slots hold out and in, as the workers do.
 """
 
 import itertools
@@ -88,6 +89,9 @@ def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
     # Of a model with recurrent layers, or of one without.
     kept = random.Random(f"snapshots {seed}")
     n_snapshots, snapshot_blocks = kept.choice((0, 1, 2, 6)) if prefixes else 0, kept.choice((1, 2, 5))
+    n_host_blocks = (
+        random.Random(f"host {seed}").choice((0, 4, 30, 30)) if prefixes and not n_snapshots else 0
+    )
     return Trace(
         ServingConfig(
             max_batch_size=max_bs,
@@ -96,6 +100,7 @@ def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
             max_batch_tokens=max_batch_tokens,
             overlap=rng.random() < 0.7,
             n_snapshots=n_snapshots,
+            n_host_blocks=n_host_blocks,
             scheduling=SchedulingConfig(
                 chunked_prefill=chunked,
                 prefill_tokens=rng.choice((None, 1, 3, 8)),
@@ -138,8 +143,10 @@ class CheckedEngine:
         self.n_workers = self.engine.n_workers
         self.keeps_tokens = True
         self.in_flight: deque[Sequence[Row]] = deque()
+        self.n_read = 0  # blocks from the host tier
         self.content: dict[int, tuple[object, ...]] = {}  # by slot: salt, and tokens up to this one
         self.states: dict[int, tuple[object, ...]] = {}  # likewise, of recurrent layers: rows, then snapshots
+        self.host: dict[int, list[tuple[object, ...]]] = {}  # by place in the host's memory: a block's slots
 
     def issue(self, rows: Sequence[Row]) -> Iteration:
         serving, kv = self.player.trace.serving, self.player.simulation.kv
@@ -157,6 +164,7 @@ class CheckedEngine:
             if req.row >= 0
             for block in kv.blocks_of(req.row).tolist()
         )
+        self.copy_host(kv, serving.block_size)
         for req, n in rows:
             assert 1 <= n <= req.n_to_compute
             assert n == req.n_to_compute or serving.scheduling.chunked_prefill
@@ -199,6 +207,17 @@ class CheckedEngine:
             self.states[req.row] = (req.cache_salt, *tokens[: req.n_computed + n])
         self.copy_states(after)
 
+    def copy_host(self, kv: KVManager, block_size: int) -> None:
+        """Copy blocks out, and then others in."""
+        out, into = kv.host_copies
+        assert len({place for _, place in out}) == len(out) and len({block for _, block in into}) == len(into)
+        for block, place in out:
+            self.host[place] = [self.content[block * block_size + i] for i in range(block_size)]
+        for place, block in into:
+            for i in range(block_size):
+                self.content[block * block_size + i] = self.host[place][i]
+        self.n_read += len(into)
+
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         self.states |= {into: self.states[source] for source, into in copies}
 
@@ -217,6 +236,7 @@ class CheckedEngine:
             self.in_flight.clear()
             self.content.clear()
             self.states.clear()
+            self.host.clear()
             raise
 
 
@@ -227,7 +247,7 @@ class Player:
         self.trace = trace
         self.simulation = Simulation(trace.serving, n_workers=trace.n_workers, token=token_of)
         self.scheduler = self.simulation.scheduler
-        self.scheduler.engine = CheckedEngine(self)
+        self.engine = self.scheduler.engine = CheckedEngine(self)
         self.n_moments = 0
         self.n_faults = 0
         self.asked_to_end: set[str] = set()
@@ -306,6 +326,9 @@ class Player:
         assert len({req.row for req in holding}) == len(holding)
         assert len(holding) + kv.n_free_rows == kv.n_rows
         assert len(held) + kv.n_free_blocks == kv.n_blocks, "a block was lost"
+        if kv.host is not None:
+            places = [*kv.host._place_of.values(), *kv.host._free]
+            assert sorted(places) == list(range(serving.n_host_blocks)), "a place was lost"
         assert scheduler.n_rsrv == len(held) * serving.block_size <= serving.n_slots
         assert len(admitted) <= serving.max_batch_size * self.trace.n_workers
         if not serving.scheduling.prefix_caching:
@@ -369,6 +392,7 @@ def play_all(switches: tuple[bool, bool, str, str], n_traces: int) -> Counter[st
         snapshots = player.simulation.kv.snapshots
         seen["snapshots used"] += 0 if snapshots is None else snapshots.n_used
         seen["snapshots evicted"] += 0 if snapshots is None else snapshots.n_evicted
+        seen["read in"] += player.engine.n_read
         seen["evictions"] += prefixes.n_evictions if prefixes is not None else 0
         limit = player.trace.serving.max_batch_tokens
         seen["prompts longer than an iteration"] += sum(len(a.prompt) > limit for a in player.trace.arrivals)
@@ -387,6 +411,7 @@ def test_random_traces_keep_every_invariant(switches: tuple[bool, bool, str, str
     # Whole prompts leave a snapshot only where they end at a border.
     least = 100 if chunked else 20
     assert (seen["snapshots used"] > least and seen["snapshots evicted"] > 100) == prefixes
+    assert (seen["read in"] > 20) == prefixes, seen["read in"]
     assert (seen["preemptions"] > 50) == (reservation == "on-demand")
     assert not chunked or seen["chunks"] > 50
     assert (seen["prompts longer than an iteration"] > 50) == chunked
