@@ -76,12 +76,14 @@ def serving_config(
     fitting = [room.slots(room.memory(config, shape)) for room in rooms]
     modest = any(room.modest is not None for room in rooms)
     n_requests = shape.max_rows if modest else shape.n_rows
+    n_host_blocks, host_block_bytes = _host_tier(config, requested, shape, rooms)
     serving = requested.filled(
         n_slots=max(whole_request, min(n_requests * whole_request, *fitting)),
         max_batch_tokens=sizes.max_batch_tokens,
         coarse_buckets=coarse_buckets,
         n_snapshots=n_snapshots,
-        n_host_blocks=_n_host_blocks(config, requested, shape, rooms),
+        n_host_blocks=n_host_blocks,
+        host_block_bytes=host_block_bytes,
     )
     if device is None:
         return serving
@@ -118,25 +120,29 @@ def _n_snapshots(
     return found
 
 
-def _n_host_blocks(
+def _host_tier(
     config: ModelConfig, requested: Sizes, shape: EngineShape, rooms: Sequence[StageRoom]
-) -> int:
-    """The blocks of all stages' keys and values that fit in `kv_host_bytes`. Raises ConfigError."""
+) -> tuple[int, int]:
+    """The blocks of all stages' keys and values that fit in `kv_host_bytes`, and the bytes of one.
+
+    Raises ConfigError.
+    """
     if not requested.kv_host_bytes:
-        return 0
+        return 0, 0
     if config.has_state:
         why = (
             "a block of a model with recurrent layers is of use only with their state; it does not work yet "
         )
         raise _no_host_tier(requested, why + "with such a model, so leave it out")
     slot = sum(room.memory(config, shape).slot * room.n_devices for room in rooms)
-    n = requested.kv_host_bytes // (requested.block_size * slot)
+    each = requested.block_size * slot
+    n = requested.kv_host_bytes // each
     if not n:
-        why = f"one block of keys and values takes {requested.block_size * slot} bytes"
+        why = f"one block of keys and values takes {each} bytes"
         raise _no_host_tier(
             requested, f"{why}; give room for as many as a conversation needs, or leave it out"
         )
-    return n
+    return n, each
 
 
 def _no_host_tier(requested: Sizes, why: str) -> ConfigError:

@@ -44,6 +44,8 @@ class IterationLines:
             line["adapters"] = _without_adapter(scheduler)
         if scheduler.kv.snapshots is not None:
             line["snapshots"] = len(scheduler.kv.snapshots)
+        if scheduler.kv.host is not None:
+            line["host_blocks"] = len(scheduler.kv.host)
         self._in_flight[record.number] = line
         return line
 

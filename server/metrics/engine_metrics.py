@@ -350,6 +350,8 @@ class EngineMetrics(TimelineObserver):
             (0, 0, 0) if prefixes is None else (prefixes.n_queries, prefixes.n_hits, prefixes.n_evictions)
         )
         kept = scheduler.kv.snapshots
+        host = scheduler.kv.host
+        n_stored, n_read, n_lost = (0, 0, 0) if host is None else (host.n_stored, host.n_read, host.n_evicted)
         n_made, n_used, n_dropped = (0, 0, 0) if kept is None else (kept.n_made, kept.n_used, kept.n_evicted)
         counts = (
             ("num_preemptions", "Requests preempted for others.", scheduler.n_preemptions),
@@ -357,6 +359,9 @@ class EngineMetrics(TimelineObserver):
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", n_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", n_hits),
             ("prefix_cache_evictions", "Blocks evicted from the prefix cache.", n_evictions),
+            ("kv_host_blocks_stored", "Evicted blocks that went to the host's memory.", n_stored),
+            ("kv_host_blocks_read", "Blocks that prompts read in from the host's memory.", n_read),
+            ("kv_host_blocks_evicted", "Blocks dropped from the host's memory for others.", n_lost),
             ("state_snapshots_made", "Snapshots of recurrent layers' states.", n_made),
             ("state_snapshots_used", "Requests that began with a snapshot.", n_used),
             ("state_snapshots_evicted", "Snapshots dropped to make room for others.", n_dropped),
@@ -419,6 +424,10 @@ class EngineMetrics(TimelineObserver):
         yield "state_snapshots_most", "Snapshots of states that fit.", n_snapshots
         yield "state_snapshots", "Snapshots of states in the prefix cache.", n_kept
         n_cached = 0 if kv.prefixes is None else len(kv.prefixes)
+        n_kept, each = 0 if kv.host is None else len(kv.host), self._model.serving.host_block_bytes
+        yield "kv_host_blocks", "Blocks in the host's memory that prompts can read in.", n_kept
+        yield "kv_host_bytes", "Bytes of these blocks, all stages together.", n_kept * each
+        yield "kv_host_bytes_most", "Bytes that they may take.", self._model.serving.n_host_blocks * each
         yield "prefix_cache_blocks", "Blocks that the prefix cache can find.", n_cached
 
     def _cache_config(self) -> Metric:

@@ -223,7 +223,9 @@ def _sizes(model: ServedModel | None) -> Line:
     """Describe the model and the sizes of its engine; all None while it loads."""
     if model is None:
         names = ("model", "policy", "scheduling_policy", "n_workers", "max_batch_size", "n_slots", "n_states")
-        return dict.fromkeys((*names, "n_snapshots", "block_size", "max_batch_tokens", "buckets"))
+        return dict.fromkeys(
+            (*names, "n_snapshots", "n_host_blocks", "block_size", "max_batch_tokens", "buckets")
+        )
     serving = model.serving
     return {
         "model": model.name,
@@ -234,6 +236,7 @@ def _sizes(model: ServedModel | None) -> Line:
         "n_slots": serving.n_slots,
         "n_states": model.service.scheduler.kv.n_rows if model.config.has_state else 0,
         "n_snapshots": serving.n_snapshots,
+        "n_host_blocks": serving.n_host_blocks,
         "block_size": serving.block_size,
         "max_batch_tokens": serving.max_batch_tokens,
         "buckets": list(model.service.timeline.bucket_sizes),

@@ -30,6 +30,9 @@ NOT_SHOWN = {
     # Of hybrids alone.
     *("orca_states_total", "orca_states_used", "orca_state_snapshots_most", "orca_state_snapshots"),
     *(f"orca_state_snapshots_{what}" for what in ("made", "used", "evicted")),
+    # With --kv-host-bytes alone.
+    *("orca_kv_host_blocks", "orca_kv_host_bytes", "orca_kv_host_bytes_most"),
+    *(f"orca_kv_host_blocks_{what}" for what in ("stored", "read", "evicted")),
 }
 # How Grafana fills in its variables.
 FILLED = {"$__rate_interval": "5m", "$model": ".*", "$instance": ".*"}

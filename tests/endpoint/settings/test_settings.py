@@ -60,6 +60,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "compile_cache": ("a", "/b", "c d", None),
     "lora": ({"a": "b"}, {"a": "/b", "c": "d=e"}, {"a b": "c d"}, None),
     "lora_host_bytes": (0, 1, 2, 3),
+    "kv_host_bytes": (1, 2, 3, 4),
     "max_loras": (0, 1, 2, None),
     "max_lora_rank": (1, 16, 64, None),
     "lora_extras": (("head",), ("embedding", "head"), ("experts",), None),

@@ -414,6 +414,30 @@ def test_adapters_for_slots_go_over_the_wire() -> None:
         decode_message(encode_message(message, SHAPE), replace(SHAPE, max_adapters=0))
 
 
+WITH_HOST = replace(SHAPE, n_host_blocks=5)
+
+
+def test_copies_to_the_host_and_from_it_go_over_the_wire() -> None:
+    out, into = np.array([[63, 4], [0, 0]], np.int32), np.array([[4, 1], [4, 2]], np.int32)
+    message = replace(message_of([ONE]), to_host=out, from_host=into)
+    decoded = decode_message(encode_message(message, WITH_HOST), WITH_HOST)
+    np.testing.assert_array_equal(decoded.to_host, out)
+    np.testing.assert_array_equal(decoded.from_host, into)
+    with pytest.raises(BadFrame, match="a place of the host tier 4; it must be 0 to -1"):
+        decode_message(encode_message(message, SHAPE), SHAPE)
+    for name, wrong, complaint in (
+        ("to_host", [[64, 0]], "a block of the host tier 64; it must be 0 to 63"),
+        ("to_host", [[0, 5]], "a place of the host tier 5; it must be 0 to 4"),
+        ("to_host", [[1, 0], [2, 0]], "2 copies to_host came; each must have a target of its own"),
+        ("from_host", [[-1, 0]], "a place of the host tier -1; it must be 0 to 4"),
+        ("from_host", [[0, 64]], "a block of the host tier 64; it must be 0 to 63"),
+        ("from_host", [[1, 0], [2, 0]], "2 copies from_host came; each must have a target of its own"),
+    ):
+        sent = replace(message, **{name: np.array(wrong, np.int32)})
+        with pytest.raises(BadFrame, match=complaint):
+            decode_message(encode_message(sent, WITH_HOST), WITH_HOST)
+
+
 HYBRID = replace(SHAPE, states=True, n_snapshots=3)  # the snapshots are states 12 to 14
 
 

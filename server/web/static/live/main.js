@@ -83,7 +83,8 @@ function labelOf(name) {
   const [held, used, cached] = one.slots;
   if (name === "slots") {
     const snapshots = one.snapshots === null ? "" : `; ${one.snapshots} snapshots of states, of ${model.sizes.n_snapshots ?? "?"}`;
-    return `Slots: ${used} used, ${held} reserved, ${cached} cached, ${model.sizes.n_slots ?? "?"} in all${snapshots}`;
+    const host = one.hostBlocks === null ? "" : `; ${one.hostBlocks} blocks in host memory, of ${model.sizes.n_host_blocks ?? "?"}`;
+    return `Slots: ${used} used, ${held} reserved, ${cached} cached, ${model.sizes.n_slots ?? "?"} in all${snapshots}${host}`;
   }
   if (name === "stages") return `Stages, busy in view: ${(charts.stages.shares ?? []).join(", ") || "unknown"}`;
   return summaryOf(model);
