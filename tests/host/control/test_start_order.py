@@ -145,6 +145,7 @@ def test_the_order_has_every_size_of_an_engine():
         "embedding_size",
         "states",
         "n_snapshots",
+        "n_host_blocks",
         "drafts",
         *EXPERTS,
         *ADAPTERS,

@@ -22,7 +22,7 @@ SIZES.remove(WITHOUT_ENCODER)
 SIZES.remove(WITHOUT_EMBEDDINGS)
 EXPERTS = ("sparse_layers", "top_k", "n_experts")  # may be 0 too
 ADAPTERS = ("max_adapters", "adapter_rank")  # may be 0 too
-SIZES = [name for name in SIZES if name not in (*EXPERTS, *ADAPTERS, "n_snapshots")]
+SIZES = [name for name in SIZES if name not in (*EXPERTS, *ADAPTERS, "n_snapshots", "n_host_blocks")]
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None, (1 << 31) + 1])
@@ -42,6 +42,12 @@ def test_the_encoder_s_blocks_are_a_whole_number_within_bounds(value: Any) -> No
 def test_the_size_of_an_embedding_is_a_whole_number_within_bounds(value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{WITHOUT_EMBEDDINGS} is .*; it must be .* from 0 to 1048576$"):
         replace(SHAPE, embedding_size=value)
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, (1 << 31) + 1])
+def test_the_host_s_blocks_are_a_whole_number_within_bounds(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^n_host_blocks is .*; it must be .* from 0 to 2147483648$"):
+        replace(SHAPE, n_host_blocks=value)
 
 
 @pytest.mark.parametrize("states", [False, True])
