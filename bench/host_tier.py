@@ -1,12 +1,13 @@
 """Conversations whose users pause while others fill the device: first tokens with a host tier and without.
 
     python -m bench.host_tier [--model M] [--conversations 6] [--turns 8] [--beginning 1000] [--message 80]
-        [--answer 48] [--n-slots 4096]
+        [--answer 48] [--n-slots 4096] [--disk]
 
 Without M the model is a Llama of four layers of 512 with random weights. All conversations take turns, so
-that between two turns of one the others need more slots than there are. Each turn adds a message to all before
-it, and asks for an answer. Two engines answer each turn: one with a host tier, one without. Their answers must
-be equal. The last line is JSON.
+that between two turns of one the others need more slots than there are. Each turn adds a message to all
+before it, and asks for an answer. Two engines answer each turn: one with a host tier, one without. Their
+answers must be equal. With --disk both are then restarted for one more turn, the first with a disk tier.
+The last line is JSON.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,25 +42,39 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def rounds(
-    engines: Sequence[LLM], args: argparse.Namespace, n_turns: int, seed: int
-) -> list[list[list[Turn]]]:
-    """Play all conversations on all engines; returns each turn's results of each conversation."""
-    rng, vocab_size = random.Random(seed), engines[0].service.model.vocab_size
+class Conversations:
+    """Conversations that take turns."""
 
-    def text(n: int) -> list[int]:
-        return [rng.randrange(vocab_size) for _ in range(n)]
+    def __init__(self, args: argparse.Namespace, vocab_size: int, seed: int) -> None:
+        self._args, self._vocab_size, self._rng = args, vocab_size, random.Random(seed)
+        self._prompts = [self._text(args.beginning) for _ in range(args.conversations)]
 
-    prompts = [text(args.beginning) for _ in range(args.conversations)]
-    turns = list[list[list[Turn]]]()
-    for _ in range(n_turns):
+    def _text(self, n: int) -> list[int]:
+        return [self._rng.randrange(self._vocab_size) for _ in range(n)]
+
+    def turn(self, engines: Sequence[LLM]) -> list[list[Turn]]:
+        """Play a turn of each conversation on all engines; returns each conversation's results."""
         answers = list[list[Turn]]()
-        for prompt in prompts:
-            prompt += text(args.message)
-            answers.append([ask(llm, prompt, args.answer) for llm in engines])
+        for prompt in self._prompts:
+            prompt += self._text(self._args.message)
+            answers.append([ask(llm, prompt, self._args.answer) for llm in engines])
             prompt += answers[-1][0].token_ids
-        turns.append(answers)
-    return turns
+        return answers
+
+
+def row_of(number: int, answers: list[list[Turn]]) -> dict[str, Any]:
+    """The figures of a turn."""
+    with_it, without = (statistics.median(turn[i].seconds for turn in answers) for i in (0, 1))
+    return {
+        "turn": number,
+        "n_prompt": answers[0][0].n_prompt,
+        "n_found": statistics.median_low(turn[0].n_found for turn in answers),
+        "n_found_without": statistics.median_low(turn[1].n_found for turn in answers),
+        "with_ms": round(with_it * 1e3, 1),
+        "without_ms": round(without * 1e3, 1),
+        "sooner": round(without / with_it, 2),
+        "same_tokens": all(a.token_ids == b.token_ids for a, b in answers),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,47 +88,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--answer", type=int, default=48, help="tokens of an answer")
     parser.add_argument("--n-slots", type=int, default=4096, help="tokens that the device has room for")
     parser.add_argument("--host-bytes", type=int, default=1 << 30)
+    parser.add_argument("--disk", action="store_true", help="also restart with a disk tier, for a last turn")
     args = parser.parse_args(argv)
+    sizes: dict[str, Any] = {"load_format": "dummy", "max_batch_size": 4, "n_slots": args.n_slots}
+    sizes["max_batch_tokens"] = 512  # few programs to compile
     with tempfile.TemporaryDirectory() as directory:
+        model = args.model or directory
         if args.model is None:
             Path(directory, "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-        sizes: dict[str, Any] = {"load_format": "dummy", "max_batch_size": 4, "n_slots": args.n_slots}
-        sizes["max_batch_tokens"] = 512  # few programs to compile
-        engines = [
-            LLM(args.model or directory, kv_host_bytes=n_bytes, **sizes) for n_bytes in (args.host_bytes, 0)
-        ]
-    rounds(engines, args, 2, seed=0)  # compiles
-    turns = rounds(engines, args, args.turns, seed=1)
-    tier = engines[0].service.scheduler.kv.host
-    assert tier is not None
-    counts = {"stored": tier.n_stored, "read": tier.n_read, "evicted": tier.n_evicted}
-    for llm in engines:
-        llm.close()
+        tier: dict[str, Any] = {"kv_host_bytes": args.host_bytes}
+        if args.disk:
+            tier["kv_disk"] = Path(directory, "blocks")
+
+        def started() -> list[LLM]:
+            engines = [LLM(model, **tier, **sizes), LLM(model, **sizes)]
+            warm = Conversations(args, engines[0].service.model.vocab_size, seed=int(time.time()))
+            warm.turn(engines)  # compiles
+            warm.turn(engines)
+            return engines
+
+        engines = started()
+        asked = Conversations(args, engines[0].service.model.vocab_size, seed=1)
+        rows = [row_of(number, asked.turn(engines)) for number in range(1, args.turns + 1)]
+        host = engines[0].service.scheduler.kv.host
+        assert host is not None
+        counts = {"stored": host.n_stored, "read": host.n_read, "evicted": host.n_evicted}
+        for llm in engines:
+            llm.close()
+        if args.disk:
+            engines = started()
+            rows.append(row_of(args.turns + 1, asked.turn(engines)))
+            for llm in engines:
+                llm.close()
     table = Table(title=f"first token, ms: median of {args.conversations} conversations")
     for column in ("turn", "prompt", "found", "found without", "with the tier", "without", "times sooner"):
         table.add_column(column, justify="right")
-    rows = list[dict[str, Any]]()
-    for number, answers in enumerate(turns, 1):
-        with_it, without = (statistics.median(turn[i].seconds for turn in answers) for i in (0, 1))
-        row = {
-            "turn": number,
-            "n_prompt": answers[0][0].n_prompt,
-            "n_found": statistics.median_low(turn[0].n_found for turn in answers),
-            "n_found_without": statistics.median_low(turn[1].n_found for turn in answers),
-            "with_ms": round(with_it * 1e3, 1),
-            "without_ms": round(without * 1e3, 1),
-            "sooner": round(without / with_it, 2),
-            "same_tokens": all(a.token_ids == b.token_ids for a, b in answers),
-        }
-        rows.append(row)
+    for row in rows:
         table.add_row(*(str(row[name]) for name in row if name != "same_tokens"))
     Console().print(table)
-    later = statistics.median(row["sooner"] for row in rows[1:])
-    print(
-        json.dumps(
-            {"benchmark": "host tier", "sooner_after_the_first": later, "blocks": counts, "turns": rows}
-        )
-    )
+    later = statistics.median(row["sooner"] for row in rows[1 : args.turns])
+    figures = {"benchmark": "host tier", "sooner_after_the_first": later, "blocks": counts, "turns": rows}
+    if args.disk:
+        figures["sooner_after_a_restart"] = rows[-1]["sooner"]
+    print(json.dumps(figures))
     return 0 if all(row["same_tokens"] for row in rows) else 1
 
 

@@ -327,6 +327,14 @@ class Sizes(SchedulingOptions, ServingOptions):
         "devices; a prompt that begins with them reads them in instead of computing them; 0: none",
         *(Whole(0, 1 << 50), Also("compile")),
     ] = 0
+    kv_disk: Annotated[
+        Path | str | None,
+        "directory for blocks of the host tier, which are found again after a restart; it needs "
+        "--kv-host-bytes, through which they are read (default: none)",
+    ] = None
+    kv_disk_bytes: Annotated[int, "maximum bytes of the files in --kv-disk", Whole(1 << 16, 1 << 50)] = (
+        16 << 30
+    )
     adapters: Annotated[
         Mapping[str, str | Path] | None,
         "a LoRA adapter in PEFT's format, which requests choose by its name (docs/adapters.md); give the "
@@ -625,6 +633,8 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             raise ConfigError(
                 "LoRA adapters (lora, max_loras) do not work with record yet; leave one of the two out"
             )
+        if self.kv_disk is not None:
+            self._check_disk()
         if self.draft_model is not None and not self.in_this_process:
             raise ConfigError(
                 f"speculative is {self.speculative!r}; a draft model does not work with workers or "
@@ -636,6 +646,20 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             raise ConfigError(
                 'on_compile="error" needs compile_ahead, without which no program could be compiled; set '
                 "compile_ahead, or leave on_compile out"
+            )
+
+    def _check_disk(self) -> None:
+        excluded = {
+            "workers or worker_processes": not self.in_this_process,
+            "LoRA adapters (lora, max_loras)": bool(self.adapters or self.max_loras),
+        }
+        for name, is_asked in excluded.items():
+            if is_asked:
+                raise ConfigError(f"kv_disk does not work with {name} yet; leave one of the two out")
+        if not self.kv_host_bytes:
+            raise ConfigError(
+                f"kv_disk is {str(self.kv_disk)!r}, and kv_host_bytes is 0: blocks are read from the disk "
+                "through the host's memory; add kv_host_bytes"
             )
 
     def _refuse_worker_options(self) -> None:

@@ -105,9 +105,9 @@ class EngineMaster:
 
     def issue(self, rows: Sequence[Row]) -> Iteration:
         """Start one iteration; never blocks on the device. Raises EngineError."""
+        kv = self._kv
         try:
             sent = self._builder.rows(rows)
-            kv = self._kv
             message = self._builder.message(sent, kv.copies, kv.state_copies, kv.host_copies)
             pending = self._workers.issue(message, partial(self._words, sent.requests, message))
         except EngineError:
@@ -115,6 +115,8 @@ class EngineMaster:
         except Exception as error:
             raise self._failed(error) from error
         self._n_issued += 1
+        if kv.host is not None:
+            kv.host.n_issued += 1
         return Iteration(rows, _Issued(pending, sent, message))
 
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:

@@ -9,7 +9,7 @@ waits for neither, except to bound the bytes on their way.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,14 @@ _IN_FLIGHT = 2  # calls in each direction; the host waits before there are more
 # A kind of array in the caches: its shape after the first axis, which counts blocks, and its dtype.
 _Kind = tuple[tuple[int, ...], np.dtype[Any]]
 _PACKED_SPEC = PartitionSpec(None, None, *CACHE_SPEC[1:])  # [n, arrays of the kind, K, B, D], or without D
+
+
+class _Leaving(NamedTuple):
+    """Blocks on their way out, which the iteration of this number, from 1, listed."""
+
+    iteration: int
+    places: npt.NDArray[np.int32]
+    packed: list[jax.Array]
 
 
 class HostBlocks:
@@ -55,7 +63,8 @@ class HostBlocks:
         )
         self._scatter = Program(scatter, key=_n_ids)
         self._memory: list[npt.NDArray[Any]] = []  # [n_places, arrays of the kind, K, B, D] of each kind
-        self._leaving: deque[tuple[npt.NDArray[np.int32], list[jax.Array]]] = deque()
+        self._leaving: deque[_Leaving] = deque()
+        self._n_begun = 0
         self._entering: deque[jax.Array] = deque()
 
     def renew(self) -> None:
@@ -84,12 +93,14 @@ class HostBlocks:
             packed = self._gather(jax.tree.leaves(list(caches)), ids)
             for array in packed:
                 array.copy_to_host_async()
-            self._leaving.append((chunk[:, 1], packed))
+            self._leaving.append(_Leaving(self._n_begun, chunk[:, 1], packed))
             self._settle(_IN_FLIGHT)
 
     def copy_in(self, caches: Sequence[LayerCache], copies: npt.NDArray[np.int32]) -> list[LayerCache]:
         """Start copying places of the host's memory to blocks: copies [n, 2], place and block."""
-        self._settle(0)
+        needed = [i for i, one in enumerate(self._leaving) if np.isin(one.places, copies[:, 0]).any()]
+        if needed:
+            self._settle(len(self._leaving) - 1 - needed[-1])
         leaves, tree = jax.tree.flatten(list(caches))
         for chunk, ids in self._chunks(copies, copies[:, 1]):
             packed: list[Any] = []
@@ -103,12 +114,49 @@ class HostBlocks:
                 self._entering.popleft().block_until_ready()
         return jax.tree.unflatten(tree, leaves)
 
+    @property
+    def kinds(self) -> list[tuple[_Kind, int]]:
+        """The kinds of arrays of a block, in the order of its bytes, and how many there are of each."""
+        return [(kind, len(at)) for kind, at in self._kinds.items()]
+
+    def gathered(self, caches: Sequence[LayerCache], block: int) -> list[bytes]:
+        """A block's bytes, from the devices."""
+        if not self._memory:
+            raise ValueError("the caches are released")
+        ids = jax.device_put(np.array([block], np.int32), self._place)
+        packed = self._gather(jax.tree.leaves(list(caches)), ids)
+        return [np.asarray(array)[0].tobytes() for array in packed]
+
+    def begin(self) -> None:
+        """Begin an iteration's copies."""
+        self._n_begun += 1
+        self.settle()
+
+    @property
+    def n_done(self) -> int:
+        """Iterations whose copies are all made."""
+        self.settle()
+        return self._leaving[0].iteration - 1 if self._leaving else self._n_begun
+
+    def get(self, place: int) -> list[bytes]:
+        """A copy of a block in the host's memory."""
+        return [memory[place].tobytes() for memory in self._memory]
+
+    def put(self, place: int, data: memoryview) -> None:
+        """Write a block of `block_bytes` bytes to the host's memory."""
+        if not self._memory:
+            raise ValueError("the memory is released")
+        for memory in self._memory:
+            n = memory[place].nbytes
+            memory[place] = np.frombuffer(data[:n], memory.dtype).reshape(memory.shape[1:])
+            data = data[n:]
+
     def settle(self) -> None:
         """Copy to the host's memory what the devices have gathered by now."""
         # jax's stub lacks `is_ready`.
         while self._leaving and all(
             array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
-            for array in self._leaving[0][1]
+            for array in self._leaving[0].packed
         ):
             self._settle(len(self._leaving) - 1)
 
@@ -129,7 +177,7 @@ class HostBlocks:
     def _settle(self, n: int) -> None:
         """Wait until at most `n` calls' blocks are on their way out."""
         while len(self._leaving) > n:
-            places, packed = self._leaving.popleft()
+            _, places, packed = self._leaving.popleft()
             for memory, array in zip(self._memory, packed, strict=True):
                 memory[places] = np.asarray(array)[: len(places)]
 
@@ -185,3 +233,26 @@ def _scatter(
         for j, i in enumerate(at):
             into[i] = into[i].at[ids].set(each[:, j], mode="drop", unique_indices=True)
     return into, ids + 1
+
+
+class StagesMemory:
+    """The host tier's memory of all stages in this process (scheduling/disk_tier.py's HostMemory)."""
+
+    def __init__(self, stages: Sequence[HostBlocks]) -> None:
+        self._stages = stages
+        self.block_bytes = sum(stage.block_bytes for stage in stages)
+
+    @property
+    def n_done(self) -> int:
+        return min(stage.n_done for stage in self._stages)
+
+    def get(self, place: int) -> list[bytes]:
+        return [part for stage in self._stages for part in stage.get(place)]
+
+    def put(self, place: int, data: bytes) -> None:
+        if len(data) != self.block_bytes:
+            raise ValueError(f"{len(data)} bytes came for a block of {self.block_bytes}")
+        rest = memoryview(data)
+        for stage in self._stages:
+            stage.put(place, rest[: stage.block_bytes])
+            rest = rest[stage.block_bytes :]

@@ -116,10 +116,10 @@ class Worker:
         copy = jax.jit(copy_state, donate_argnums=0, out_shardings=self._place)
         self._copy_state = Program(copy, key=lambda *_: ())
         self._caches: list[LayerMemory] = []
-        self._host: HostBlocks | None = None
+        self.host: HostBlocks | None = None
         if shape.n_host_blocks:
             likes = self._paged(self._memory(self._paged_like, jax.ShapeDtypeStruct))
-            self._host = HostBlocks(shape.n_host_blocks, shape.n_blocks, [*likes.values()], group)
+            self.host = HostBlocks(shape.n_host_blocks, shape.n_blocks, [*likes.values()], group)
         self._routed = Routed(None, None)  # from the newest forward pass
         self.chooser = None
         if part.last:
@@ -187,8 +187,8 @@ class Worker:
             lambda shape, dtype: self._empty(shape=shape, dtype=dtype),
             lambda shape, dtype: self._empty_state(shape=shape, dtype=np.dtype(dtype)),
         )
-        if self._host is not None:
-            self._host.renew()
+        if self.host is not None:
+            self.host.renew()
         if self.chooser is not None:
             self.chooser.renew()
 
@@ -211,8 +211,8 @@ class Worker:
     def release_caches(self) -> None:
         """Free the caches and the rows' tables; `renew` must follow before the next iteration."""
         self._caches = []
-        if self._host is not None:
-            self._host.release()
+        if self.host is not None:
+            self.host.release()
         if self.chooser is not None:
             self.chooser.give_up()
 
@@ -225,8 +225,8 @@ class Worker:
         """Start the work before a forward pass: copies and, on the last stage, new rows' tables."""
         if self.chooser is not None:
             self.chooser.begin_rows(message)
-        if self._host is not None:
-            self._copy_host(self._host, message)
+        if self.host is not None:
+            self._copy_host(self.host, message)
         if len(message.copies):
             copies = self._no_copies.copy()
             copies[: len(message.copies)] = message.copies
@@ -235,9 +235,14 @@ class Worker:
             self._put(paged, copied)
         self._copy_states(message.states_before)
 
+    def block_bytes(self, block: int) -> list[bytes]:
+        """A block's bytes, as `host` has them. Waits for the devices."""
+        assert self.host is not None
+        return self.host.gathered([*self._paged(self._caches).values()], block)
+
     def _copy_host(self, host: HostBlocks, message: ControlMessage) -> None:
         """Start copying blocks to the host's memory, before they are overwritten, and then from it."""
-        host.settle()
+        host.begin()
         paged = self._paged(self._caches)
         if len(message.to_host):
             host.copy_out([*paged.values()], message.to_host)
@@ -372,8 +377,8 @@ class Worker:
         copies = jax.ShapeDtypeStruct(self._no_copies.shape, jnp.int32, sharding=place)
         paged = [*self._paged(caches).values()]
         yield ToCompile("copies of blocks", partial(self._copy.compile, paged, copies))
-        if self._host is not None:
-            yield from self._host.programs(paged)
+        if self.host is not None:
+            yield from self.host.programs(paged)
         if self._recurrent and self._shape.n_snapshots:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=place)
             of_states = [state_in(caches[i]) for i in self._recurrent]

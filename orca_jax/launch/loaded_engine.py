@@ -2,6 +2,7 @@
 """Composition: loads a found model into an engine whose workers all run in this process."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.host_memory import keep_large_buffers
 from orca_jax.iteration.shape import serving_buckets
 from orca_jax.launch.adapter_library import AdapterLibrary, family_of, with_room_for_adapters
+from orca_jax.launch.disk_blocks import DiskBlocks
 from orca_jax.launch.local_draft import MemoryWithDraft, draft_place, local_draft_engine
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
 from orca_jax.launch.local_memory import LocalMemory
@@ -138,6 +140,9 @@ def loaded_engine(
             host_bytes=config.lora_host_bytes,
         )
         adapters.add_all(config.adapters or {})
+    closing: list[Callable[[], None]] = [] if built.later is None else [built.later.close]
+    if config.kv_disk is not None:
+        closing.append(DiskBlocks(found, config, dtype, built.kv, built.workers.workers).close)
     later = built.later
     memory: EngineMemory = LocalMemory(
         built.workers.workers, stored=found.config, model=model, dtype=jnp.dtype(dtype), module=module
@@ -156,8 +161,13 @@ def loaded_engine(
         attention=built.attention,
         compile_later=None if later is None else later.start,
         adapters=adapters,
-        close=(lambda: None) if later is None else later.close,
+        close=partial(_close_all, closing),
     )
+
+
+def _close_all(closing: Sequence[Callable[[], None]]) -> None:
+    for close in closing:
+        close()
 
 
 def _may_be_ready_early(config: EngineConfig, model: ModelConfig) -> bool:

@@ -309,6 +309,7 @@ class Request:
     n_preempted: int = 0
     n_dropped: int = 0  # tokens computed before a preemption, until the request is admitted again
     block_hashes: list[bytes] | None = None  # None: not hashed yet
+    asked_blocks: Sequence[bytes] | None = None  # of the disk tier; None: not asked yet
     n_found: int = 0
     full_at: int = _NEVER  # `n_computed` at which the next block can be found
     n_losses: int = 0

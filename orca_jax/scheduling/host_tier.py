@@ -7,7 +7,7 @@ begins with it can run in the iteration that copies it in.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -26,15 +26,18 @@ class HostTier:
 
     A block that is read in stays here too, so that its next eviction copies nothing. If no place is free, the
     block that was used longest ago goes. Blocks that the next iteration reads in are held until it is issued.
-    `n_stored`, `n_read` and `n_evicted` count blocks.
+    `n_stored`, `n_read` and `n_evicted` count blocks. `n_issued` counts iterations. `on_store` is called
+    with each block's hash and place.
     """
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.n_stored = self.n_read = self.n_evicted = 0
+        self.n_stored = self.n_read = self.n_evicted = self.n_issued = 0
+        self.on_store: Callable[[bytes, int], object] | None = None
         self._place_of: OrderedDict[bytes, int] = OrderedDict()  # by hash, least recently used first
         self._free = list(range(n - 1, -1, -1))  # a stack
         self._held: set[bytes] = set()
+        self._last_use: dict[int, int] = {}  # by place: the iteration that copies last to it or from it
         # Of the next issued iteration. The last block that goes to a place replaces an earlier one there.
         self._out: dict[int, int] = {}  # by place
         self._into: list[tuple[int, int]] = []
@@ -80,7 +83,9 @@ class HostTier:
         """Copy held blocks to these blocks of the device before the next iteration."""
         for block_hash, block in zip(hashes, blocks, strict=True):
             assert block_hash in self._held, "hold blocks before others are allocated"
-            self._into.append((self._place_of[block_hash], block))
+            place = self._place_of[block_hash]
+            self._into.append((place, block))
+            self._last_use[place] = self.n_issued
         self.n_read += len(hashes)
 
     def store(self, block_hash: bytes, block: int) -> None:
@@ -93,7 +98,38 @@ class HostTier:
             return
         self._place_of[block_hash] = place
         self._out[place] = block
+        self._last_use[place] = self.n_issued
         self.n_stored += 1
+        if self.on_store is not None:
+            self.on_store(block_hash, place)
+
+    def place_of(self, block_hash: bytes) -> int | None:
+        """The block's place; None if it is not here."""
+        return self._place_of.get(block_hash)
+
+    def last_use(self, place: int) -> int:
+        """The iteration that copies last to a place or from it, counted from 0; -1 for none."""
+        return self._last_use.get(place, -1)
+
+    def take_place(self, n_done: int) -> int | None:
+        """A place for a block from elsewhere, to `insert` or `give_back`.
+
+        None if there is none that the first `n_done` iterations alone have used.
+        """
+        place = self._take()
+        if place is not None and self.last_use(place) >= n_done:
+            self._free.append(place)
+            return None
+        return place
+
+    def give_back(self, place: int) -> None:
+        """Free a place that was taken."""
+        self._free.append(place)
+
+    def insert(self, block_hash: bytes, place: int) -> None:
+        """Let a block that somebody wrote to a taken place be found."""
+        assert block_hash not in self._place_of
+        self._place_of[block_hash] = place
 
     def clear(self) -> None:
         """Forget all blocks, because the contents are lost."""

@@ -8,11 +8,13 @@ once.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 
 from orca_jax.scheduling.beam_blocks import BeamBlocks
 from orca_jax.scheduling.blocks import Blocks
+from orca_jax.scheduling.disk_tier import DiskTier
 from orca_jax.scheduling.host_tier import NO_HOST_COPIES, HostCopies
 from orca_jax.scheduling.snapshots import NO_STATE_COPIES, StateCopies
 
@@ -21,11 +23,14 @@ class KVManager(Blocks):
     """The blocks of an engine's requests; see Blocks for the sizes.
 
     Blocks of different `namespace`s, such as versions of the weights, never have the same hash in the prefix
-    cache, nor do blocks of engines with different `hash_seed`s, which is set before the first request.
+    cache, nor do blocks of engines with different `hash_seed`s, which is set before the first request. So is
+    `tenants`, the texts that stand for tenants in hashes where their names do not outlive the engine.
     """
 
     namespace = ""
     hash_seed = ""
+    tenants: Mapping[str, str] = MappingProxyType({})
+    disk: DiskTier | None = None  # below `host`, set before the first request
     copies: Sequence[tuple[int, int]] = ()  # blocks (from, to) to copy before the next issued iteration
 
     @property

@@ -89,6 +89,10 @@ class PrefixCache:
         """Blocks that no request holds."""
         return len(self._idle)
 
+    def blocks(self) -> list[tuple[_Hash, int]]:
+        """All blocks that can be found, with their hashes."""
+        return [*self._block_of.items()]
+
     def find(self, hashes: Sequence[_Hash], limit: int) -> list[int]:
         """The blocks of the longest cached prefix of `hashes`, at most `limit` blocks."""
         blocks = self._found(hashes, limit)

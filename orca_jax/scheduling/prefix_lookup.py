@@ -47,6 +47,13 @@ def host_blocks(req: Request, n_cached: int, kv: KVManager) -> int:
     return kv.host.find(hash_prompt(req, kv), n_cached, _most_blocks(req, kv))
 
 
+def awaits_blocks(req: Request, n_found: int, kv: KVManager) -> bool:
+    """Whether blocks after the first `n_found` are being read from the disk tier for a waiting request."""
+    if kv.disk is None or _needs_whole_prompt(req):
+        return False
+    return kv.disk.awaits(req, hash_prompt(req, kv), n_found, _most_blocks(req, kv))
+
+
 def _most_blocks(req: Request, kv: KVManager) -> int:
     """The most blocks that a waiting request can begin with."""
     n_most = min(req.n_tokens - 1, req.n_routed) if req.sampling.return_routed_experts else req.n_tokens - 1
@@ -217,7 +224,8 @@ def publish_full_blocks(requests: Iterable[Request], kv: KVManager) -> None:
 
 
 def _root(cache_salt: Sequence[str], kv: KVManager) -> bytes:
-    return root_hash(kv.hash_seed, kv.namespace, *cache_salt)
+    tenant = [kv.tenants.get(name, name) for name in cache_salt[:1]]
+    return root_hash(kv.hash_seed, kv.namespace, *tenant, *cache_salt[1:])
 
 
 def _needs_whole_prompt(req: Request) -> bool:

@@ -67,6 +67,8 @@ def change_weights(scheduler: Scheduler, version: int) -> None:
     """
     scheduler.weights_version = version
     scheduler.kv.namespace = f"weights {version}"
+    if scheduler.kv.disk is not None:
+        scheduler.kv.disk.stop()
     compute_all_again(scheduler)
     for req in scheduler.begun():
         req.block_hashes = None  # they have the old namespace

@@ -95,6 +95,8 @@ class Scheduler:
         """
         activity = self.pool.activity()  # read before the pool, so that later arrivals interrupt the wait
         ended = self.end_cancelled()
+        if self.kv.disk is not None:
+            self.kv.disk.step()
         choice = self._next_rows()  # line 4
         self.timeline.interrupted(choice.preempted, "preempted")
         for req in choice.preempted:

@@ -22,6 +22,7 @@ from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import Choice
 from orca_jax.scheduling.prefix_lookup import (
     LongestPrefixFirst,
+    awaits_blocks,
     cached_blocks,
     coming_hash,
     host_blocks,
@@ -434,6 +435,9 @@ class ServingPolicy:
             ):
                 plan.hold(req, "prefix")
                 # Another request computes this block now, or reads it in; in the next iteration it is cached.
+                return True
+            if awaits_blocks(req, len(cached) + n_read, kv):
+                plan.hold(req, "disk")
                 return True
             n_cached = (len(cached) + n_read) * kv.block_size
             n_tokens = self._n_tokens(req, n_cached, req.n_tokens - n_cached, room - req.n_to_encode)

@@ -126,6 +126,8 @@ class Orca:
             slots.fill()
             self.scheduler.adapters = slots
         self._kv = kv
+        if kv.disk is not None:
+            kv.disk.files.wake = self.pool.wake
         self._order = config.scheduling.scheduling_policy
         self._limit = longest_request(config=config, model=model)
         self.token_name: TokenName = unnamed if tokenizer is None else tokenizer.token_name

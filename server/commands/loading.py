@@ -116,6 +116,8 @@ def load_served(
                 notes(note)
         formats = reply_formats(template, options.tool_format, options.reasoning_format)
         llm.service.scheduler.kv.hash_seed = settings.routing.prefix_hash_seed  # before the first request
+        # A key's name is its place in the file, which another key may have after a restart.
+        llm.service.scheduler.kv.tenants = settings.api_keys.fingerprints
         if settings.api_keys.weights:
             llm.service.weigh_owners(settings.api_keys.weights)
         n_output = min(2, llm.service.most_output(1))

@@ -28,6 +28,7 @@ from prometheus_client.utils import floatToGoString
 from orca_jax.engine.stage_counters import RemoteCounters, StageCounters
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.scheduling.cache_kinds import slots_to_reserve
+from orca_jax.scheduling.disk_tier import DiskTier
 from orca_jax.scheduling.select import Why
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord, TimelineObserver
 from orca_jax.service.orca import Orca
@@ -362,6 +363,7 @@ class EngineMetrics(TimelineObserver):
             ("kv_host_blocks_stored", "Evicted blocks that went to the host's memory.", n_stored),
             ("kv_host_blocks_read", "Blocks that prompts read in from the host's memory.", n_read),
             ("kv_host_blocks_evicted", "Blocks dropped from the host's memory for others.", n_lost),
+            *_disk_counts(scheduler.kv.disk),
             ("state_snapshots_made", "Snapshots of recurrent layers' states.", n_made),
             ("state_snapshots_used", "Requests that began with a snapshot.", n_used),
             ("state_snapshots_evicted", "Snapshots dropped to make room for others.", n_dropped),
@@ -428,6 +430,9 @@ class EngineMetrics(TimelineObserver):
         yield "kv_host_blocks", "Blocks in the host's memory that prompts can read in.", n_kept
         yield "kv_host_bytes", "Bytes of these blocks, all stages together.", n_kept * each
         yield "kv_host_bytes_most", "Bytes that they may take.", self._model.serving.n_host_blocks * each
+        n_blocks, n_bytes = (0, 0) if kv.disk is None else (kv.disk.files.n_blocks, kv.disk.files.n_bytes)
+        yield "kv_disk_blocks", "Blocks in the files of the disk tier.", n_blocks
+        yield "kv_disk_bytes", "Bytes of these files.", n_bytes
         yield "prefix_cache_blocks", "Blocks that the prefix cache can find.", n_cached
 
     def _cache_config(self) -> Metric:
@@ -484,3 +489,17 @@ class EngineMetrics(TimelineObserver):
         if self._is_vllm(name):
             return f"vllm:{name}", ("model_name", "engine"), (self._model.name, _ENGINE)
         return f"orca_{name}", ("model_name",), (self._model.name,)
+
+
+def _disk_counts(disk: DiskTier | None) -> list[tuple[str, str, int]]:
+    files = None if disk is None else disk.files
+    return [
+        (
+            "kv_disk_blocks_written",
+            "Blocks written to the disk tier.",
+            0 if files is None else files.n_written,
+        ),
+        ("kv_disk_blocks_read", "Blocks read from the disk tier.", 0 if files is None else files.n_read),
+        ("kv_disk_blocks_bad", "Blocks that were damaged or missing.", 0 if files is None else files.n_bad),
+        ("kv_disk_blocks_removed", "Blocks removed for others.", 0 if files is None else files.n_removed),
+    ]

@@ -94,6 +94,11 @@ class ApiKeys:
         digest = next(digest for i, digest in enumerate(self._digests) if _name(i) == name)
         return hashlib.sha256(b"fingerprint " + digest).hexdigest()[:32]
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprint of each key, by the key's name."""
+        return {name: self.fingerprint(name) for name in map(_name, range(self.n_keys))}
+
     def name_of(self, fingerprint: str) -> str | None:
         """The name of the key with this fingerprint, "" if it stands for no key; None for an unknown one."""
         names = ["" if not self.required else None, *map(_name, range(self.n_keys))]

@@ -61,6 +61,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "lora": ({"a": "b"}, {"a": "/b", "c": "d=e"}, {"a b": "c d"}, None),
     "lora_host_bytes": (0, 1, 2, 3),
     "kv_host_bytes": (1, 2, 3, 4),
+    "kv_disk": (Path("a"), Path("/b"), Path("c d"), None),
+    "kv_disk_bytes": (1 << 16, 1 << 17, 1 << 18, 1 << 19),
     "max_loras": (0, 1, 2, None),
     "max_lora_rank": (1, 16, 64, None),
     "lora_extras": (("head",), ("embedding", "head"), ("experts",), None),

@@ -3,9 +3,10 @@
 The checked engine keeps a model of the cache: for each slot, the tokens that its key and value depend on. A
 row may only read slots that hold exactly its own tokens, and only write to blocks that no other row holds.
 With snapshots it keeps the same of each state of recurrent layers: a row goes on from exactly its own tokens.
-With a host tier it copies what slots hold out and in, as the workers do.
+With a host tier it copies what slots hold out and in, as the workers do; a disk tier has files of the same.
 """
 
+import ast
 import itertools
 import random
 from collections import Counter, deque
@@ -21,6 +22,7 @@ from orca_jax.request.request import FinishReason, Request, RequestState, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling import serving_policy
 from orca_jax.scheduling.blocks import round_up
+from orca_jax.scheduling.disk_tier import DiskTier
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery
@@ -56,6 +58,7 @@ class Trace:
     arrivals: tuple[Arrival, ...]
     ends: tuple[tuple[int, int], ...]  # a moment, and a request's number
     faults: tuple[int, ...]  # moments
+    has_disk: bool = False  # a disk tier, below the host tier
 
 
 def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
@@ -118,6 +121,7 @@ def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
             for _ in range(rng.choice((0, 0, 2, 6)))
         ),
         faults=(rng.randrange(50),) if rng.random() < 0.1 else (),
+        has_disk=random.Random(f"disk {seed}").random() < 0.5,
     )
 
 
@@ -132,6 +136,65 @@ class Sink:
     def push(self, token_id: int) -> bool:
         self.moment()
         return False
+
+
+class Disk:
+    """Files of blocks that say what they hold, some damaged, and the host's memory of a checked engine.
+
+    As many of the newest iterations as `lag` still have copies to make.
+    """
+
+    def __init__(self, player: "Player", seed: int) -> None:
+        self.player = player
+        self.rng = random.Random(seed)
+        self.lag = self.rng.choice((0, 0, 1, 2))
+        self.files: dict[bytes, bytes] = {}
+        self.loaded: list[tuple[bytes, bytes | None]] = []
+        self.wake: Callable[[], object] = lambda: None
+        self.n_read = 0
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self.files
+
+    def write(self, block_hash: bytes, data: Sequence[bytes]) -> bool:
+        self.files[block_hash] = b"".join(data)
+        return self.rng.random() < 0.9
+
+    def read(self, hashes: Sequence[bytes]) -> None:
+        for block_hash in hashes:
+            data = self.files[block_hash]
+            if self.rng.random() < 0.1:
+                data = None
+                del self.files[block_hash]
+            self.loaded.append((block_hash, data))
+        clock = self.player.simulation.clock
+        clock.call_at(clock.now(), lambda: None)  # wakes the scheduler
+
+    def take_loaded(self) -> list[tuple[bytes, bytes | None]]:
+        n = self.rng.randint(0, len(self.loaded))
+        taken, self.loaded = self.loaded[:n], self.loaded[n:]
+        if self.loaded:
+            clock = self.player.simulation.clock
+            clock.call_at(clock.now(), lambda: None)
+        self.n_read += sum(data is not None for _, data in taken)
+        return taken
+
+    @property
+    def n_done(self) -> int:
+        host = self.player.simulation.kv.host
+        assert host is not None
+        # At rest the devices have made all copies.
+        return host.n_issued - self.lag * bool(self.player.scheduler.in_flight)
+
+    def get(self, place: int) -> list[bytes]:
+        host = self.player.simulation.kv.host
+        assert host is not None and host.last_use(place) < self.n_done
+        return [repr(self.player.engine.host[place]).encode()]
+
+    def put(self, place: int, data: bytes) -> None:
+        host = self.player.simulation.kv.host
+        assert host is not None and host.last_use(place) < self.n_done
+        self.player.engine.host[place] = ast.literal_eval(data.decode())
 
 
 class CheckedEngine:
@@ -217,6 +280,8 @@ class CheckedEngine:
             for i in range(block_size):
                 self.content[block * block_size + i] = self.host[place][i]
         self.n_read += len(into)
+        if kv.host is not None:
+            kv.host.n_issued += 1
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         self.states |= {into: self.states[source] for source, into in copies}
@@ -248,6 +313,10 @@ class Player:
         self.simulation = Simulation(trace.serving, n_workers=trace.n_workers, token=token_of)
         self.scheduler = self.simulation.scheduler
         self.engine = self.scheduler.engine = CheckedEngine(self)
+        self.disk = Disk(self, len(trace.arrivals))
+        kv = self.simulation.kv
+        if trace.has_disk and kv.host is not None:
+            kv.disk = DiskTier(kv.host, self.disk, self.disk)
         self.n_moments = 0
         self.n_faults = 0
         self.asked_to_end: set[str] = set()
@@ -393,6 +462,7 @@ def play_all(switches: tuple[bool, bool, str, str], n_traces: int) -> Counter[st
         seen["snapshots used"] += 0 if snapshots is None else snapshots.n_used
         seen["snapshots evicted"] += 0 if snapshots is None else snapshots.n_evicted
         seen["read in"] += player.engine.n_read
+        seen["read from the disk"] += player.disk.n_read
         seen["evictions"] += prefixes.n_evictions if prefixes is not None else 0
         limit = player.trace.serving.max_batch_tokens
         seen["prompts longer than an iteration"] += sum(len(a.prompt) > limit for a in player.trace.arrivals)
@@ -412,6 +482,8 @@ def test_random_traces_keep_every_invariant(switches: tuple[bool, bool, str, str
     least = 100 if chunked else 20
     assert (seen["snapshots used"] > least and seen["snapshots evicted"] > 100) == prefixes
     assert (seen["read in"] > 20) == prefixes, seen["read in"]
+    print("DISK", seen["read from the disk"])
+    assert (seen["read from the disk"] > 20) == prefixes
     assert (seen["preemptions"] > 50) == (reservation == "on-demand")
     assert not chunked or seen["chunks"] > 50
     assert (seen["prompts longer than an iteration"] > 50) == chunked

@@ -40,6 +40,7 @@ ENGINE = EngineConfig(
     snapshot_bytes=1 << 20,
     prefix_caching=True,
     kv_host_bytes=1 << 20,
+    kv_disk_bytes=1 << 20,
     reservation="full",
     scheduling_policy="priority",
     tensor_parallel=2,
@@ -87,7 +88,7 @@ def defaults(config: Any, but: Collection[str]) -> list[str]:
 
 def test_the_child_reads_what_the_parent_writes() -> None:
     # These exclude other fields that OPTIONS gives.
-    excluded = ("workers", "deterministic", "policy", "speculative", "record")
+    excluded = ("workers", "deterministic", "policy", "speculative", "record", "kv_disk")
     assert defaults(OPTIONS, but=excluded) == []
     assert WorkerOptions.from_json(OPTIONS.as_json()) == OPTIONS
     orca = replace(OPTIONS, engine=EngineConfig(deterministic=True, policy="orca", pipeline_parallel=2))

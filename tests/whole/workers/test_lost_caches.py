@@ -1,6 +1,7 @@
 """If a worker process is lost, an encoder's input and recurrent states are computed again.
 
-Prompts that come again are found by snapshots of the states, in each stage's process.
+Prompts that come again are found by snapshots of the states, in each stage's process, and blocks that were
+evicted in the memory of each process.
 """
 
 import os
@@ -35,13 +36,20 @@ def of_a_hybrid() -> tuple[Path, list[list[int]]]:
     return golden.directory, [list(prompt) for prompt in golden.prompts if len(prompt) < 50]
 
 
+def of_a_decoder() -> tuple[Path, list[list[int]]]:
+    golden = load_golden("llama-grouped")
+    return golden.directory, [list(prompt) for prompt in golden.prompts if 15 < len(prompt) < 70]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("of_model", [of_an_encoder, of_a_hybrid])
+@pytest.mark.parametrize("of_model", [of_an_encoder, of_a_hybrid, of_a_decoder])
 def test_requests_lose_nothing_with_a_worker(
     of_model: Callable[[], tuple[Path, list[list[int]]]],
 ) -> None:
     """One stage dies while prompts are in flight, the other when outputs have begun."""
     directory, prompts = of_model()
+    has_tier = of_model is of_a_decoder
+    sizes = SIZES | ({"n_slots": 192, "block_size": 4, "kv_host_bytes": 1 << 20} if has_tier else {})
     with LLM(directory, **SIZES) as llm:
         right = [result.token_ids for result in llm.generate(prompts, PARAMS)]
     pids: dict[int, int] = {}
@@ -55,7 +63,7 @@ def test_requests_lose_nothing_with_a_worker(
 
     with LLM(
         directory,
-        **SIZES,
+        **sizes,
         pipeline_parallel=2,
         worker_processes=True,
         deadlines=Deadlines(ready_seconds=SOON, iteration_seconds=SOON / 4, worker_seconds=SOON / 4),
@@ -80,3 +88,9 @@ def test_requests_lose_nothing_with_a_worker(
                 assert any(result.n_cached for result in results)
             assert killed == [(stage, n_tokens)]
             assert (service.recovery.losses, service.recovery.n_blamed) == (i, 0)
+        if has_tier:  # which is filled and read by the processes that live now
+            tier = service.scheduler.kv.host
+            assert tier is not None
+            n_before = tier.n_read
+            assert [result.token_ids for result in llm.generate(prompts, PARAMS)] == right
+            assert tier.n_read > n_before

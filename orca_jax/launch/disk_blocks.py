@@ -1,0 +1,88 @@
+"""Puts a disk tier together: its files, their fingerprint, and the memory of the workers."""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from orca_jax.config import EngineConfig
+from orca_jax.control.handshake import model_digest
+from orca_jax.engine.block_files import BlockFiles
+from orca_jax.errors import ConfigError
+from orca_jax.execution.host_blocks import StagesMemory
+from orca_jax.execution.worker import Worker
+from orca_jax.model_files.found_model import FoundModel
+from orca_jax.scheduling.disk_tier import DiskTier
+from orca_jax.scheduling.kv_manager import KVManager
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = 1
+_CLOSE_SECONDS = 20.0
+
+
+class DiskBlocks:
+    """The disk tier of an engine in this process. Raises ConfigError."""
+
+    def __init__(
+        self, found: FoundModel, config: EngineConfig, dtype: str, kv: KVManager, workers: Sequence[Worker]
+    ) -> None:
+        assert config.kv_disk is not None and kv.host is not None
+        self._kv, self._workers = kv, workers
+        stages = [worker.host for worker in workers if worker.host is not None]
+        key = fingerprint(found, config, dtype, [stage.kinds for stage in stages])
+        self._files = BlockFiles(Path(config.kv_disk).expanduser(), key, config.kv_disk_bytes)
+        kv.disk = DiskTier(kv.host, self._files, StagesMemory(stages))
+
+    def close(self) -> None:
+        """Write the blocks that only the devices have, and end the files' thread. No iteration is issued."""
+        ends = time.monotonic() + _CLOSE_SECONDS
+        try:
+            self._save(ends)
+        except Exception:  # a device that failed has nothing to save
+            _log.warning("blocks that were still on the devices are not in the disk tier", exc_info=True)
+        self._files.close(max(1.0, ends - time.monotonic()))
+
+    def _save(self, ends: float) -> None:
+        disk, prefixes = self._kv.disk, self._kv.prefixes
+        if disk is None or prefixes is None or disk.stopped:
+            return
+        disk.step()
+        blocks = [pair for pair in prefixes.blocks() if pair[0] not in self._files]
+        for block_hash, block in blocks:
+            parts = [part for worker in self._workers for part in worker.block_bytes(block)]
+            if not self._files.write(block_hash, parts, wait=ends - time.monotonic()):
+                return
+
+
+def fingerprint(found: FoundModel, config: EngineConfig, dtype: str, kinds: Sequence[object]) -> str:
+    """A text that differs wherever the bytes of a block differ. `kinds` are those of each stage's arrays.
+
+    Weights count by the names, sizes and times of their files. Raises ConfigError for weights without files.
+    """
+    facts = {
+        "format": _FORMAT,
+        "model": model_digest(found.config),
+        "weights": _weights(found, config),
+        "quantization": config.quantization,
+        "dtype": dtype,
+        "block_size": config.block_size,
+        "kinds": [str(kind) for kind in kinds],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _weights(found: FoundModel, config: EngineConfig) -> object:
+    if config.load_format == "dummy":
+        return config.seed or 0
+    if found.directory is None or found.user_model is not None:
+        raise ConfigError(
+            f"kv_disk is {str(config.kv_disk)!r}, and the model {found.name} has no files by which its "
+            "weights would be known again after a restart; leave kv_disk out"
+        )
+    place = found.directory
+    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+    stats = [(path, path.stat()) for path in files]
+    return [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
