@@ -79,7 +79,8 @@ def test_the_bytes_of_a_block_are_those_of_all_layers_arrays() -> None:
     eight = HostBlocks(N_PLACES, N_BLOCKS, made("eight bits", 0, group), group)
     assert eight.block_bytes == 2 * 2 * (2 * 4 * 3 + 4 * 2 * 4)
     assert eight.buckets == (1, 8, 64)
-    large = [LayerCache(*[jax.ShapeDtypeStruct((9, 8, 16, 4096), np.float32)] * 2)] * 2  # 2 MiB an array
+    like: Any = jax.ShapeDtypeStruct((9, 8, 16, 4096), np.float32)  # 2 MiB a block
+    large = [LayerCache(like, like)] * 2
     assert HostBlocks(N_PLACES, 9, large, group).buckets == (1, 2), "few of 8 MiB in flight"
 
 

@@ -49,7 +49,9 @@ def test_requests_lose_nothing_with_a_worker(
     """One stage dies while prompts are in flight, the other when outputs have begun."""
     directory, prompts = of_model()
     has_tier = of_model is of_a_decoder
-    sizes = SIZES | ({"n_slots": 192, "block_size": 4, "kv_host_bytes": 1 << 20} if has_tier else {})
+    sizes: dict[str, Any] = SIZES | (
+        {"n_slots": 192, "block_size": 4, "kv_host_bytes": 1 << 20} if has_tier else {}
+    )
     with LLM(directory, **SIZES) as llm:
         right = [result.token_ids for result in llm.generate(prompts, PARAMS)]
     pids: dict[int, int] = {}
