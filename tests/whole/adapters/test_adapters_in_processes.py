@@ -75,7 +75,7 @@ class Killer:
     [
         pytest.param({}, id="default", marks=pytest.mark.matrix),
         # Admitted requests keep their place over a loss.
-        pytest.param({"policy": "orca"}, id="orca", marks=pytest.mark.long),
+        pytest.param({"policy": "orca", "max_batch_tokens": 128}, id="orca", marks=pytest.mark.long),
         pytest.param({"tensor_parallel": 2}, id="two devices", marks=pytest.mark.long),
     ],
 )
@@ -85,8 +85,7 @@ def test_killed_workers_get_the_adapters_again(policy: Mapping[str, Any]) -> Non
     with LLM(
         GOLDEN.model,
         adapters=GOLDEN.directories,
-        **SIZES,
-        **policy,
+        **{**SIZES, **policy},
         pipeline_parallel=2,
         worker_processes=True,
         deadlines=Deadlines(ready_seconds=SOON, iteration_seconds=SOON / 4, worker_seconds=SOON / 4),
