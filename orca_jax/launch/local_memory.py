@@ -308,9 +308,10 @@ class _Fitting:
         dtype = self._held[name].dense_dtype(self._dtype)
         held, stored = self._held[name].shape, self._stored[name]
         parts = without = None
-        if self._repeats and self._has_heads(stored):
-            parts, slices = parts_of_heads(stored, attention_of(self._model, name))
-            without = slices if len(held) < len(stored.shape) else None
+        is_flat = len(held) < len(stored.shape)
+        if is_flat or (self._repeats and self._has_heads(stored)):
+            parts, slices = parts_of_heads(stored, attention_of(self._model, name), flat=is_flat)
+            without = slices if is_flat else None
         return moved(value, place, dtype, shape=held, parts=parts, without=without)
 
     def merged(self, name: str, base: jax.Array, adapter: Adapter, scale: float) -> jax.Array:

@@ -57,11 +57,11 @@ def with_repeated_heads(value: jax.Array, parameter: Parameter, attention: Atten
     return in_order_of_heads(value, parameter, heads, size_of_heads(parameter, attention))
 
 
-def parts_of_heads(parameter: Parameter, attention: Attention) -> tuple[list[Part], int]:
-    """Repeated heads as parts of the stored array, one for each head that is held, and the axis of slices.
+def parts_of_heads(parameter: Parameter, attention: Attention, *, flat: bool) -> tuple[list[Part], int]:
+    """Heads, perhaps repeated, as parts of the stored array, one for each that is held; the axis of slices.
 
-    They make what `with_repeated_heads` makes, and without that axis, if it has one index then, what
-    `with_flat_heads` makes.
+    They make what `with_repeated_heads` makes; if `flat` all are in one slice, in a checkpoint's order, so
+    that they make what `with_flat_heads` makes once that axis is left out.
     """
     stored = parameter.shape
     size = size_of_heads(parameter, attention)
@@ -82,7 +82,8 @@ def parts_of_heads(parameter: Parameter, attention: Attention) -> tuple[list[Par
     for i, row in enumerate(places):
         for k, place in enumerate(row):
             from_slice, from_head = divmod(place.head, per_slice)
-            to = box(i if has_slices else None, k)
+            to_slice, to_head = (0, k * len(places) + i) if flat else (i, k)
+            to = box(to_slice if has_slices else None, to_head)
             parts.append((to, box(from_slice if has_slices else None, from_head)))
     return parts, first
 
