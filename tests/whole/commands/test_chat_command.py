@@ -345,7 +345,8 @@ def hanging(chat, events):
     show(chat, events)
     if n_shown == 1:
         print("<hangs>", flush=True)
-        threading.Event().wait()
+        while not threading.Event().wait(0.05):  # without end, one would miss a signal just before it
+            pass
 
 chat_session.Chat._show = hanging
 sys.exit(cli.main(sys.argv[1:]))
