@@ -243,6 +243,8 @@ class Worker:
     def _copy_host(self, host: HostBlocks, message: ControlMessage) -> None:
         """Start copying blocks to the host's memory, before they are overwritten, and then from it."""
         host.begin()
+        if not (len(message.to_host) or len(message.from_host)):
+            return
         paged = self._paged(self._caches)
         if len(message.to_host):
             host.copy_out([*paged.values()], message.to_host)

@@ -140,10 +140,10 @@ def loaded_engine(
             host_bytes=config.lora_host_bytes,
         )
         adapters.add_all(config.adapters or {})
-    closing: list[Callable[[], None]] = [] if built.later is None else [built.later.close]
+    later = built.later
+    closing: list[Callable[[], None]] = [] if later is None else [later.close]
     if config.kv_disk is not None:
         closing.append(DiskBlocks(found, config, dtype, built.kv, built.workers.workers).close)
-    later = built.later
     memory: EngineMemory = LocalMemory(
         built.workers.workers, stored=found.config, model=model, dtype=jnp.dtype(dtype), module=module
     )

@@ -1,7 +1,7 @@
 """The disk tier: blocks of the host tier in files, which survive a restart.
 
 A block is written once it is in the host's memory, and read back to there, so that all other copies are
-those of the host tier. Files are read and written on a thread of their own; the host's memory is read and
+those of the host tier. Files are read and written on a separate thread; the host's memory is read and
 written on the scheduler's thread, and only where no issued iteration still has a copy to make.
 """
 

@@ -4,6 +4,8 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from orca_jax.errors import EngineError, OrcaError, RequestsStillRunning, ServiceClosed
@@ -20,10 +22,10 @@ _MOST_FILES = 10_000  # of a step that could not be loaded
 class CheckpointFollower:
     """Loads the newest complete step in `directory` whenever its number is above the weights' version.
 
-    Each step is a directory of its own with a number, such as `100`, `step-100` or `checkpoint-100`; under
-    any other name, as Orbax and careful writers use until a step is complete, it is not seen. The number
-    becomes the version of the weights. A step is read into host memory while requests run, and requests go on
-    with the new weights.
+    Each step is a directory with a number, such as `100`, `step-100` or `checkpoint-100`; under any other
+    name, as Orbax and careful writers use until a step is complete, it is not seen. The number becomes the
+    version of the weights. A step is read into host memory while requests run, and requests go on with the
+    new weights.
 
     A step that cannot be loaded is reported to `on_event` and left out until its files change; nothing that
     is in the directory can end the engine. `start` begins to look on a thread, and `close` ends that.
@@ -117,15 +119,10 @@ class CheckpointFollower:
 
 def _hash_of_files(step: Path) -> int:
     """A hash of the files' names, sizes and times, which changes as a step is written further."""
+    paths = (os.path.join(folder, name) for folder, _, names in os.walk(step) for name in names)
     found: list[tuple[str, int, int]] = []
-    for folder, _, names in os.walk(step):
-        for name in names:
-            path = os.path.join(folder, name)
-            try:
-                about = os.stat(path)
-            except OSError:
-                continue
+    for path in islice(paths, _MOST_FILES):
+        with suppress(OSError):  # it is gone
+            about = os.stat(path)
             found.append((path, about.st_size, about.st_mtime_ns))
-            if len(found) == _MOST_FILES:
-                return hash(tuple(sorted(found)))
     return hash(tuple(sorted(found)))

@@ -103,17 +103,12 @@ class Simulation:
         self.engine = SimulatedEngine(
             self.clock, n_workers=n_workers, duration=duration, places=places, token=token
         )
-        self.kv = KVManager(
-            n_blocks=config.n_blocks,
-            block_size=config.block_size,
+        self.kv = _kv_manager(
+            config,
             # One row for each place of the batches in flight suffices: a request is admitted only together
             # with all earlier ones that may run, and all other requests with a row are in flight.
             n_rows=(n_workers + config.overlap) * config.max_batch_size,
             max_blocks_per_row=config.n_blocks,
-            prefix_caching=config.scheduling.prefix_caching,
-            n_snapshots=config.n_snapshots,
-            snapshot_blocks=config.scheduling.snapshot_blocks,
-            n_host_blocks=config.n_host_blocks,
         )
         self.scheduler = Scheduler(self.pool, self.engine, self.kv, config=config, timeline=self.timeline)
         watch(self.scheduler, patience)
@@ -163,15 +158,10 @@ def simulated_replay(recording: Recording) -> ReplayReport:
             "the recording has drafts that follow a request's grammar, words or predicted output, which "
             "needs the model; replay it without simulation"
         )
-    kv = KVManager(
-        n_blocks=serving.n_blocks,
-        block_size=serving.block_size,
+    kv = _kv_manager(
+        serving,
         n_rows=n_rows(serving.max_batch_size, n_workers=n_workers),
         max_blocks_per_row=-(-n_positions // serving.block_size),
-        prefix_caching=serving.scheduling.prefix_caching,
-        n_snapshots=serving.n_snapshots,
-        snapshot_blocks=serving.scheduling.snapshot_blocks,
-        n_host_blocks=serving.n_host_blocks,
     )
 
     def token(request: Request, index: int) -> int:
@@ -181,6 +171,20 @@ def simulated_replay(recording: Recording) -> ReplayReport:
 
     engine = SimulatedEngine(VirtualClock(), n_workers=n_workers, token=token)
     return Replay(recording, engine, kv, config=serving, compares_outputs=False).run()
+
+
+def _kv_manager(config: ServingConfig, *, n_rows: int, max_blocks_per_row: int) -> KVManager:
+    """A K/V manager with the blocks and caches of these sizes."""
+    return KVManager(
+        n_blocks=config.n_blocks,
+        block_size=config.block_size,
+        n_rows=n_rows,
+        max_blocks_per_row=max_blocks_per_row,
+        prefix_caching=config.scheduling.prefix_caching,
+        n_snapshots=config.n_snapshots,
+        snapshot_blocks=config.scheduling.snapshot_blocks,
+        n_host_blocks=config.n_host_blocks,
+    )
 
 
 def _needs_model(sampling: SamplingParams) -> bool:

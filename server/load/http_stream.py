@@ -124,10 +124,9 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._feed(data)
-        except (httptools.HttpParserError, ValueError) as error:
-            # The parser wraps what its callbacks raise.
-            cause = error.__context__ if isinstance(error.__context__, ValueError) else error
-            self._end(cause if isinstance(cause, ValueError) else ValueError(f"not HTTP: {cause}"))
+        except httptools.HttpParserError as error:
+            raised = error.__context__  # by the reader, in one of the calls below
+            self._end(raised if isinstance(raised, ValueError) else ValueError(f"not HTTP: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_reusable = False

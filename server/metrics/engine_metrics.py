@@ -28,7 +28,6 @@ from prometheus_client.utils import floatToGoString
 from orca_jax.engine.stage_counters import RemoteCounters, StageCounters
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.scheduling.cache_kinds import slots_to_reserve
-from orca_jax.scheduling.disk_tier import DiskTier
 from orca_jax.scheduling.select import Why
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord, TimelineObserver
 from orca_jax.service.orca import Orca
@@ -353,6 +352,10 @@ class EngineMetrics(TimelineObserver):
         kept = scheduler.kv.snapshots
         host = scheduler.kv.host
         n_stored, n_read, n_lost = (0, 0, 0) if host is None else (host.n_stored, host.n_read, host.n_evicted)
+        files = None if scheduler.kv.disk is None else scheduler.kv.disk.files
+        n_written, n_loaded, n_bad, n_removed = (
+            (0, 0, 0, 0) if files is None else (files.n_written, files.n_read, files.n_bad, files.n_removed)
+        )
         n_made, n_used, n_dropped = (0, 0, 0) if kept is None else (kept.n_made, kept.n_used, kept.n_evicted)
         counts = (
             ("num_preemptions", "Requests preempted for others.", scheduler.n_preemptions),
@@ -363,7 +366,10 @@ class EngineMetrics(TimelineObserver):
             ("kv_host_blocks_stored", "Evicted blocks that went to the host's memory.", n_stored),
             ("kv_host_blocks_read", "Blocks that prompts read in from the host's memory.", n_read),
             ("kv_host_blocks_evicted", "Blocks dropped from the host's memory for others.", n_lost),
-            *_disk_counts(scheduler.kv.disk),
+            ("kv_disk_blocks_written", "Blocks written to the disk tier.", n_written),
+            ("kv_disk_blocks_read", "Blocks read from the disk tier.", n_loaded),
+            ("kv_disk_blocks_bad", "Blocks that were damaged or missing.", n_bad),
+            ("kv_disk_blocks_removed", "Blocks removed for others.", n_removed),
             ("state_snapshots_made", "Snapshots of recurrent layers' states.", n_made),
             ("state_snapshots_used", "Requests that began with a snapshot.", n_used),
             ("state_snapshots_evicted", "Snapshots dropped to make room for others.", n_dropped),
@@ -489,17 +495,3 @@ class EngineMetrics(TimelineObserver):
         if self._is_vllm(name):
             return f"vllm:{name}", ("model_name", "engine"), (self._model.name, _ENGINE)
         return f"orca_{name}", ("model_name",), (self._model.name,)
-
-
-def _disk_counts(disk: DiskTier | None) -> list[tuple[str, str, int]]:
-    files = None if disk is None else disk.files
-    return [
-        (
-            "kv_disk_blocks_written",
-            "Blocks written to the disk tier.",
-            0 if files is None else files.n_written,
-        ),
-        ("kv_disk_blocks_read", "Blocks read from the disk tier.", 0 if files is None else files.n_read),
-        ("kv_disk_blocks_bad", "Blocks that were damaged or missing.", 0 if files is None else files.n_bad),
-        ("kv_disk_blocks_removed", "Blocks removed for others.", 0 if files is None else files.n_removed),
-    ]

@@ -277,18 +277,25 @@ JOIN = Join(
 )
 
 
-def metadata_of(join: Join | bytes, version: bytes = b'{"protocol_version": 10}') -> dict[str, str | bytes]:
+VERSION = 10  # of the wire
+
+
+def metadata_of(
+    join: Join | bytes, version: bytes = b'{"protocol_version": %d}' % VERSION
+) -> dict[str, str | bytes]:
     """A caller's terms as gRPC metadata."""
     data = join.SerializeToString() if isinstance(join, Join) else join
     return {"orca-terms-bin": version, "orca-join-bin": data}
 
 
 def test_another_protocol_version_is_named_first(ends: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 11)
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", VERSION + 1)
     sent = dict(handshake.metadata(MASTER, replace(FIRST, dtype="float16"), SECRET))
     monkeypatch.undo()
     why = handshake.disagreement(sent, FIRST)
-    assert why is not None and why.startswith("protocol_version: this worker has 10, but the caller has 11")
+    assert why is not None and why.startswith(
+        f"protocol_version: this worker has {VERSION}, but the caller has {VERSION + 1}"
+    )
     sent["orca-join-bin"] = b"\xff what a later version may send"
     assert handshake.disagreement(sent, FIRST) == why
 
@@ -312,7 +319,9 @@ def test_a_caller_of_the_wire_before_is_refused_by_version(ends: ExitStack) -> N
         with pytest.raises(grpc.RpcError):
             list(call)
     assert call.code() is grpc.StatusCode.FAILED_PRECONDITION
-    message = "protocol_version: this worker has 10, but the caller has 4; start both with the same value"
+    message = (
+        f"protocol_version: this worker has {VERSION}, but the caller has 4; start both with the same value"
+    )
     assert call.details() == message
     assert works(join(ends, worker), worker)
 
@@ -321,7 +330,7 @@ def test_a_worker_of_the_wire_before_can_refuse_by_version() -> None:
     """An older worker reads just two entries: the secret, and JSON whose first term is the version."""
     sent = dict(handshake.metadata(MASTER, FIRST, SECRET))
     assert sent["orca-secret-bin"] == SECRET.encode()
-    assert json.loads(sent["orca-terms-bin"]) == {"protocol_version": 10}
+    assert json.loads(sent["orca-terms-bin"]) == {"protocol_version": VERSION}
 
 
 @pytest.mark.parametrize(
@@ -333,7 +342,7 @@ def test_a_version_that_is_rubbish(version: bytes) -> None:
     assert why is not None
     assert (
         "terms are missing or unreadable" in why
-        or "protocol_version: this worker has 10, but the caller has" in why
+        or f"protocol_version: this worker has {VERSION}, but the caller has" in why
     )
 
 

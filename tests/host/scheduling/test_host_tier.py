@@ -4,19 +4,16 @@ That each block which is read in holds exactly its request's tokens is checked o
 test_serving_policy.py.
 """
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orca_jax.config import SchedulingConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
-from orca_jax.request.request import Request
-from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.host_tier import HostCopies, HostTier
 from orca_jax.scheduling.restart import change_weights, compute_all_again
 from orca_jax.simulation.simulation import Simulation
+from tests.host.scheduling.found_tokens import asked, run
 
 SIZE = 4  # of a block
 
@@ -106,20 +103,6 @@ def simulation(*, n_slots: int, n_host_blocks: int) -> Simulation:
     )
 
 
-def asked(prompt: Sequence[int], n_output: int = 1, salt: str = "") -> Request:
-    sampling = SamplingParams(max_tokens=n_output)
-    return Request("", tuple(prompt), len(prompt) + n_output, sampling, seed=1, cache_salt=(salt,))
-
-
-def run(on: Simulation, *requests: Request) -> list[int]:
-    """Run requests that arrive together; returns how many tokens each found."""
-    for i, request in enumerate(requests):
-        request.request_id = str(i)
-        on.pool.add(request)
-    on.run()
-    return [request.n_cached for request in requests]
-
-
 def a_prompt(of: int, n: int = 33) -> list[int]:
     return [100 * of + i for i in range(n)]
 
@@ -127,7 +110,7 @@ def a_prompt(of: int, n: int = 33) -> list[int]:
 def test_a_prompt_that_the_device_had_to_evict_is_read_in_by_its_salt_alone() -> None:
     on = simulation(n_slots=40, n_host_blocks=30)  # the device has room for one prompt
     assert run(on, asked(a_prompt(0))) == run(on, asked(a_prompt(1))) == run(on, asked(a_prompt(2))) == [0]
-    assert run(on, asked(a_prompt(0), salt="other")) == [0]
+    assert run(on, asked(a_prompt(0), salt=("other",))) == [0]
     assert run(on, asked(a_prompt(0))) == [32]
     assert on.kv.host is not None and on.kv.host.n_read == 8
 

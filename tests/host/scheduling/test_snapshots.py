@@ -3,15 +3,12 @@
 That each row goes on from exactly its own tokens is checked over random traces in test_serving_policy.py.
 """
 
-from collections.abc import Sequence
-
 from orca_jax.config import SchedulingConfig, ServingConfig
-from orca_jax.request.request import Request
-from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.prefix_cache import PrefixCache
 from orca_jax.scheduling.restart import change_weights
 from orca_jax.scheduling.snapshots import Snapshots
 from orca_jax.simulation.simulation import Simulation
+from tests.host.scheduling.found_tokens import asked, run
 
 SIZE = 4  # of a block
 LEAST = 4 * SIZE  # tokens between two snapshots of a request
@@ -29,20 +26,6 @@ def simulation(*, n: int = 8, every: int = 100, chunked: bool = True) -> Simulat
             scheduling=SchedulingConfig(snapshot_blocks=every, chunked_prefill=chunked),
         )
     )
-
-
-def asked(prompt: Sequence[int], n_output: int = 1, salt: tuple[str, ...] = ()) -> Request:
-    sampling = SamplingParams(max_tokens=n_output)
-    return Request("", tuple(prompt), len(prompt) + n_output, sampling, seed=1, cache_salt=salt)
-
-
-def run(on: Simulation, *requests: Request) -> list[int]:
-    """Run requests that arrive together; returns how many tokens each found."""
-    for i, request in enumerate(requests):
-        request.request_id = str(i)
-        on.pool.add(request)
-    on.run()
-    return [request.n_cached for request in requests]
 
 
 def a_prompt(n: int, of: int = 0) -> list[int]:

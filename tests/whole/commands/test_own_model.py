@@ -28,6 +28,7 @@ from orca_jax.service.follower import CheckpointFollower
 from orca_jax.service.generation import GenerationResult
 from orca_jax.user_model.functions import FunctionModel
 from tests.whole.documents.commands import serving
+from tests.whole.training.weights import remove_once_read
 
 ROOM: dict[str, Any] = {"max_batch_size": 4, "max_batch_tokens": 128, "n_slots": 1024, "dtype": "float32"}
 SIZES = ("vocab_size", "n_positions", "hidden_size", "n_heads", "n_kv_heads", "head_size")
@@ -267,15 +268,8 @@ def test_steps_of_a_training_run_by_orbax(
     assert damage.startswith(f"step {first + 3} is left out until its files change: ") and "\n" not in damage
     assert loaded == f"loaded step {first + 2} from {tmp_path / str(first + 2)}"
     # The trainer may remove a step as soon as it is read.
-    memory, earlier = own_llm.controls._memory, tmp_path / str(first + 1)
-    read_ahead = memory.read_ahead
-
-    def read_and_remove(directory: Path) -> Callable[[], None]:
-        install = read_ahead(directory)
-        shutil.rmtree(directory)
-        return install
-
-    monkeypatch.setattr(memory, "read_ahead", read_and_remove)
+    earlier = tmp_path / str(first + 1)
+    remove_once_read(own_llm, monkeypatch)
     own_llm.controls.update_weights(
         str(earlier), version=None, running="finish", timeout=60.0, read_ahead=True
     )

@@ -3,7 +3,7 @@
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -16,7 +16,16 @@ from orca_jax.model import reference
 from orca_jax.service.follower import CheckpointFollower
 from orca_jax.service.generation import GenerationResult
 from tests.device.checkpoint.tiny_checkpoint import gpt2_tensors, write_checkpoint
-from tests.whole.training.weights import CONFIG, LONG, PROMPTS, SIZES, arrays, model_of, tokens
+from tests.whole.training.weights import (
+    CONFIG,
+    LONG,
+    PROMPTS,
+    SIZES,
+    arrays,
+    model_of,
+    remove_once_read,
+    tokens,
+)
 
 SOON = 60.0
 
@@ -120,15 +129,7 @@ def test_a_step_may_be_removed_once_it_is_read(
     expected = tokens(llm)
     llm.update_weights({name: np.zeros_like(value) for name, value in arrays(new).items()})
     assert tokens(llm) != expected
-    memory = llm.controls._memory
-    read_ahead = memory.read_ahead
-
-    def read_and_remove(directory: Path) -> Callable[[], None]:
-        install = read_ahead(directory)
-        shutil.rmtree(directory)
-        return install
-
-    monkeypatch.setattr(memory, "read_ahead", read_and_remove)
+    remove_once_read(llm, monkeypatch)
     shutil.copytree(new, tmp_path / "1000")
     follower = CheckpointFollower(tmp_path, llm.controls, on_event=lambda text: None)
     assert follower.look() and llm.weights_version == 1000

@@ -1,12 +1,14 @@
 """Two checkpoints of one small model with different weights, and the tokens that each gives."""
 
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.directory import load_checkpoint
@@ -81,3 +83,16 @@ def tokens_of(directory: Path, **arguments: Any) -> list[list[int]]:
     """Tokens of a fresh engine with these weights."""
     with LLM(directory, **SIZES | arguments) as llm:
         return tokens(llm)
+
+
+def remove_once_read(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on each checkpoint disappears as soon as the engine has read it ahead."""
+    memory = llm.controls._memory
+    read_ahead = memory.read_ahead
+
+    def read_and_remove(directory: Path) -> Callable[[], None]:
+        install = read_ahead(directory)
+        shutil.rmtree(directory)
+        return install
+
+    monkeypatch.setattr(memory, "read_ahead", read_and_remove)
