@@ -101,10 +101,12 @@ def check(llm: LLM, mixed: Sequence[tuple[str | None, Expected]]) -> None:
 
 
 def test_the_prefix_cache_keeps_adapters_apart(engine: Engine):
-    """Each prompt is in the cache now, computed by every adapter; only its own blocks are found again."""
+    """Once each adapter has computed each prompt, a request finds the blocks of its own adapter only."""
     llm, mixed = engine
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    results = llm.generate([each.prompt for _, each in mixed], params, adapter=[name for name, _ in mixed])
+    names = [name for name, _ in mixed]
+    llm.generate([each.prompt for _, each in mixed], params, adapter=names)
+    results = llm.generate([each.prompt for _, each in mixed], params, adapter=names)
     for (name, each), result in zip(mixed, results, strict=True):
         assert result.token_ids[: len(each.outputs)] == each.outputs, name
         assert result.n_cached == (len(each.prompt) - 1) // BLOCK * BLOCK
