@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.errors import OutputFailed
+from orca_jax.errors import InvalidPrompt, OutputFailed
 from orca_jax.request.adapter import Adapter
 from orca_jax.request.beam_search import Hypothesis
 from orca_jax.request.pooled_vector import Vector
@@ -401,6 +401,27 @@ class Request:
         if not before or before[-1][1] != version:
             before += ((n, version),)
         self.weights_versions = before
+
+    def continue_from(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        weights_versions: tuple[tuple[int, int], ...],
+    ) -> None:
+        """Begin with these output tokens, as after a preemption. For a request that is not in the pool yet.
+
+        The versions are those of the weights that computed them. Raises InvalidPrompt if the tokens are a
+        complete output.
+        """
+        for token_id in token_ids:
+            if self.accept(token_id) is not None:
+                message = (
+                    f"the output ends after {len(self.output_ids)} of its {len(token_ids)} tokens, so it "
+                )
+                raise InvalidPrompt(message + "cannot be continued", param="begun")
+        self.logprobs += logprobs
+        if token_ids:
+            self.weights_versions = weights_versions
 
     def add_routed(self, first: int, ids: ExpertIds) -> None:
         """Add the experts chosen by an iteration's tokens, which begin at index `first`."""

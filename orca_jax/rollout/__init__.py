@@ -1,4 +1,12 @@
-"""Adapters that make the engine the rollout of a reinforcement-learning trainer: tunix.py for Tunix.
+"""Rollouts for trainers by reinforcement: groups of samples from an engine that has the trainer's weights.
 
-A file with a trainer's name imports its library, and no other file does, so the package works without it.
+Read first: sample.py, which says what a sample is, then rollout.py, the interface of six methods.
+
+A file with a trainer's name, such as tunix.py, adapts it to that trainer's library and imports it; no other
+file does, so the package works without it.
 """
+
+from orca_jax.rollout.rollout import Rollout
+from orca_jax.rollout.sample import Group, Sample
+
+__all__ = ["Group", "Rollout", "Sample"]

@@ -7,6 +7,7 @@ import itertools
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from orca_jax.errors import ConfigError, NotSupported
 from orca_jax.launch.new_weights import named_arrays
 from orca_jax.llm import LLM
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.service.generation import GenerationResult
+from orca_jax.rollout.rollout import Rollout
+from orca_jax.rollout.sample import Key, Sample
 
 
 class OrcaRollout(BaseRollout):
@@ -75,6 +77,7 @@ class OrcaRollout(BaseRollout):
         # With the trainer's own module Tunix would consider the weights shared, and never call update_params.
         graph, variables = nnx.split(rollout_actor)
         self._model = nnx.merge(graph, jax.eval_shape(lambda: variables))
+        self._rollout = Rollout(self.llm, max_groups=1 << 20, max_tokens=1 << 40)  # a call takes what it gave
         self._calls = itertools.count()
         self.update_params(state)
 
@@ -101,26 +104,22 @@ class OrcaRollout(BaseRollout):
         ends = tuple(rollout_config.eos_tokens or [self.eos_id()])
         token_ids = [self._encoded(prompt) for prompt in prompts]
         seed = self._seed(rollout_config.seed)
-        sampling = [
-            SamplingParams(
-                max_tokens=rollout_config.max_tokens_to_generate,
-                temperature=temperature,
-                top_p=1.0 if rollout_config.top_p is None else rollout_config.top_p,
-                top_k=rollout_config.top_k or 0,
-                seed=seed + i,
-                ignore_eos=True,
-                stop_token_ids=ends,
-                logprobs=0 if rollout_config.return_logprobs else None,
-            )
-            for i in range(len(token_ids))
-        ]
-        results = self.llm.generate(token_ids, sampling, adapter=self._adapter)
+        sampling = SamplingParams(
+            max_tokens=rollout_config.max_tokens_to_generate,
+            temperature=temperature,
+            top_p=1.0 if rollout_config.top_p is None else rollout_config.top_p,
+            top_k=rollout_config.top_k or 0,
+            ignore_eos=True,
+            stop_token_ids=ends,
+            logprobs=0 if rollout_config.return_logprobs else None,
+        )
+        samples = self._samples(token_ids, [replace(sampling, seed=seed + i) for i in range(len(token_ids))])
         return RolloutOutput(
-            text=[self._text(result, ends) for result in results],
+            text=[self._text(sample.token_ids.tolist(), ends) for sample in samples],
             logits=None,
-            tokens=[np.array(result.token_ids, np.int32) for result in results],
+            tokens=[sample.token_ids for sample in samples],
             left_padded_prompt_tokens=self._left_padded(token_ids, rollout_config.max_prompt_length),
-            logprobs=[_logprobs(result) for result in results] if rollout_config.return_logprobs else None,
+            logprobs=[sample.logprobs for sample in samples] if rollout_config.return_logprobs else None,
         )
 
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
@@ -129,26 +128,22 @@ class OrcaRollout(BaseRollout):
         prompt_tokens [B, P] are padded on the left, completion_tokens [B, C] on the right.
         """
         pad_id = self.pad_id()
-        prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
-        lists = list[list[int]]()
-        lengths = list[int]()
-        for prompt, completion in zip(prompts, completions, strict=True):
+        prompts, outputs = list[list[int]](), list[list[int]]()
+        for prompt, completion in zip(np.asarray(prompt_tokens), np.asarray(completion_tokens), strict=True):
             (real,) = np.nonzero(prompt != pad_id)
             (kept,) = np.nonzero(completion != pad_id)
-            first = real[0] if len(real) else len(prompt)
-            n = kept[-1] + 1 if len(kept) else 0
-            lists.append([*prompt[first:].tolist(), *completion[:n].tolist()])
-            lengths.append(n)
-        given = [i for i, n in enumerate(lengths) if n]
-        scores = self.llm.score(
-            [lists[i] for i in given],
-            n_prompt=[max(1, len(lists[i]) - lengths[i]) for i in given],
+            prompts.append(prompt[real[0] if len(real) else len(prompt) :].tolist())
+            outputs.append(completion[: kept[-1] + 1 if len(kept) else 0].tolist())
+        # Without a prompt the first token has no log-probability, and begins the others.
+        unprompted = [not prompt for prompt in prompts]
+        scores = self._rollout.score(
+            [prompt or output[:1] for prompt, output in zip(prompts, outputs, strict=True)],
+            [output[n:] for n, output in zip(unprompted, outputs, strict=True)],
             adapter=self._adapter,
         )
-        logps = np.zeros(completions.shape, np.float32)
-        for i, score in zip(given, scores, strict=True):
-            n = min(lengths[i], len(score))  # without a prompt the first token has none
-            logps[i, lengths[i] - n : lengths[i]] = score[len(score) - n :]
+        logps = np.zeros(completion_tokens.shape, np.float32)
+        for row, n, score in zip(logps, unprompted, scores, strict=True):
+            row[n : n + len(score)] = score
         return jnp.asarray(logps)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
@@ -162,11 +157,11 @@ class OrcaRollout(BaseRollout):
         scale = self._lora_scale(adapters)
         others = {name: value for name, value in arrays.items() if name not in adapters}
         if others:
-            self.llm.update_weights(others, layout="tunix", cast=True)
+            self._rollout.update(others, running="finish", layout="tunix", cast=True)
         if scale is not None and self._adapter is not None:
-            self.llm.update_weights(adapters, adapter=self._adapter, lora_scale=scale)
+            self._rollout.update(adapters, running="finish", adapter=self._adapter, lora_scale=scale)
         elif scale is not None:
-            self.llm.update_weights(adapters, layout="tunix", lora_scale=scale)
+            self._rollout.update(adapters, running="finish", layout="tunix", lora_scale=scale)
 
     def _lora_scale(self, adapters: Mapping[str, jax.Array]) -> float | None:
         """The factor of these adapters' products; None without adapters."""
@@ -201,6 +196,7 @@ class OrcaRollout(BaseRollout):
 
     def close(self) -> None:
         """Free the engine's memory."""
+        self._rollout.close()
         self.llm.close()
 
     def _encoded(self, prompt: str) -> list[int]:
@@ -209,8 +205,18 @@ class OrcaRollout(BaseRollout):
         token_ids = [*([bos_id] if bos_id else []), *self._tokenizer.encode(prompt)]
         return [int(token_id) for token_id in self._tokenizer.dedup_bos_ids(token_ids)]
 
-    def _text(self, result: GenerationResult, ends: tuple[int, ...]) -> str:
-        token_ids = result.token_ids
+    def _samples(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Sample]:
+        """A sample of each prompt, in their order."""
+        keys = list[Key]()
+        try:
+            for token_ids, params in zip(prompts, sampling, strict=True):
+                keys.append(self._rollout.submit(token_ids, params, adapter=self._adapter))
+        finally:  # a prompt that is refused leaves nothing running
+            taken = self._rollout.take(len(keys), timeout=_A_DAY) if keys else []
+        groups = {group.key: group for group in taken}
+        return [groups[key].samples[0] for key in keys]
+
+    def _text(self, token_ids: list[int], ends: tuple[int, ...]) -> str:
         return self._tokenizer.decode(token_ids[:-1] if token_ids[-1] in ends else token_ids)
 
     def _left_padded(self, prompts: Sequence[Sequence[int]], length: int) -> np.ndarray:
@@ -232,6 +238,7 @@ class OrcaRollout(BaseRollout):
         return (int(high) & 0x7FFF) << 48 | (int(low) & 0xFFFF_FFFF) << 16
 
 
+_A_DAY = 86_400.0  # seconds, the limit of a call; a failure of the engine is noticed at once
 _ADAPTER = "policy"  # the name of the trainer's adapters in the engine
 
 
@@ -241,10 +248,6 @@ def _adapters_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ranks(adapters: Mapping[str, Any]) -> set[int]:
     return {array.shape[-1 if name.endswith("_a") else 0] for name, array in adapters.items()}
-
-
-def _logprobs(result: GenerationResult) -> np.ndarray:
-    return np.array([token.logprob for token in result.logprobs or ()], np.float32)
 
 
 # Tunix's Llama 3 and Qwen 3 rotate with this, whatever their config's rope_theta says (0.1.7).

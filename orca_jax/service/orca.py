@@ -52,7 +52,7 @@ from orca_jax.scheduling.timeline import Timeline
 from orca_jax.scheduling.waiting_queue import FairQueue, waiting_queue
 from orca_jax.service.generation import Generation
 from orca_jax.service.interludes import Interludes
-from orca_jax.service.output import LOOK_SECONDS, Output, RequestHandle, no_stream
+from orca_jax.service.output import LOOK_SECONDS, Output, OutputSoFar, RequestHandle, no_stream
 from orca_jax.service.prepared_params import OutputRules, RuleMaker
 from orca_jax.service.recorder import RecordedPool, Recorder, TimelineRecorder
 from orca_jax.speculation.drafter import configured_speculation
@@ -140,6 +140,7 @@ class Orca:
         )
         self._thread = threading.Thread(target=self._run, name=SCHEDULER_THREAD, daemon=True)
         self._stopping = False
+        self._continued = False  # whether a request has continued another one's output
         self._ended = False  # the thread ended normally; set on that thread alone
         self._lock = threading.Lock()  # for the next three
         self._started = False
@@ -286,6 +287,8 @@ class Orca:
         request_id: str | None = None,
         owner: str = "",
         scheduling: SchedulingParams = PLAIN,
+        begun: OutputSoFar | None = None,
+        on_end: Callable[[], object] | None = None,
     ) -> Generation: ...
 
     @overload
@@ -297,6 +300,8 @@ class Orca:
         request_id: str | None = None,
         owner: str = "",
         scheduling: SchedulingParams = PLAIN,
+        begun: OutputSoFar | None = None,
+        on_end: Callable[[], object] | None = None,
         handle: Callable[[Output, _End, _Drop], H],
     ) -> H: ...
 
@@ -308,12 +313,17 @@ class Orca:
         request_id: str | None = None,
         owner: str = "",
         scheduling: SchedulingParams = PLAIN,
+        begun: OutputSoFar | None = None,
+        on_end: Callable[[], object] | None = None,
         handle: Callable[[Output, _End, _Drop], H] | type[Generation] = Generation,
     ) -> H | Generation:
         """Submit a request for one output; `OutputRules.choices` are the rules of several.
 
         `owner` is the client whose share of the queue the request uses. `scheduling` is for a prompt that
         `check` has not seen. `handle` makes the object that the user holds.
+
+        `begun` is the output of an earlier request of the same prompt, parameters and seed: its tokens are
+        the first of this output, and are not sampled again. `on_end` is Output's.
 
         Raises a leaf of InvalidRequest, QueueFull, ServiceClosed, EngineAsleep, or EngineError if the engine
         has failed.
@@ -357,7 +367,10 @@ class Orca:
         )
         has_text = not checked.scored_ids and checked.pooling is None
         new_stream = partial(rules.text_stream, checked.token_ids) if has_text else no_stream
-        output = request.sink = Output(request, new_stream, self._stopped)
+        output = request.sink = Output(request, new_stream, self._stopped, on_end)
+        if begun is not None:
+            self._continued = True
+            request.continue_from(begun.token_ids, begun.logprobs, begun.weights_versions)
         try:
             self.pool.add(request)
         except ServiceClosed:
@@ -409,6 +422,8 @@ class Orca:
             return "the weights were replaced"
         if self.interludes.active:
             return "the engine was paused, put to sleep or given new weights"
+        if self._continued:
+            return "a request continued an earlier output"
         return "a worker was lost" if self.recovery.losses else ""
 
     def _has_other_work(self) -> bool:

@@ -33,13 +33,28 @@ class Piece:
     score: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class OutputSoFar:
+    """The tokens of an output up to now, from which another request can continue it.
+
+    `logprobs` belong to `token_ids`, and are empty unless requested. `weights_versions` are those of a
+    GenerationResult. The finish reason is None if further tokens were to come.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    weights_versions: tuple[tuple[int, int], ...]
+    finish_reason: FinishReason | None = None
+
+
 class Output:
     """The output of one request: the service writes it, and one user reads it in pieces.
 
     Tokens and log-probabilities stay in the request, which only appends to them. The scheduler publishes them
     once per iteration, or for a beam search at its end, so a user never sees the last token without its
     finish reason. `new_stream` makes the decoder from tokens to text; None for a model without a tokenizer.
-    `stopped` returns why the service will publish nothing more, or None while it runs.
+    `stopped` returns why the service will publish nothing more, or None while it runs. `on_end` is called on
+    the scheduler's thread once the finish reason can be read, and must not wait.
     """
 
     def __init__(
@@ -47,8 +62,10 @@ class Output:
         request: Request,
         new_stream: Callable[[], TextStream | None],
         stopped: Callable[[], EngineError | None],
+        on_end: Callable[[], object] | None = None,
     ) -> None:
         self.request = request
+        self._on_end = on_end
         self.finish_reason: FinishReason | None = None
         self.failure: EngineError | None = None
         self._new_stream = new_stream
@@ -86,6 +103,8 @@ class Output:
             if self._is_waiting:
                 self._is_waiting = False
                 self._changed.notify_all()
+        if reason is not None and self._on_end is not None:
+            self._on_end()
 
     # For the user's thread.
 
@@ -98,6 +117,19 @@ class Output:
     def stop_string(self) -> str | None:
         """The stop string that ended the output."""
         return None if self._stream is None else self._stream.stop_string
+
+    def so_far(self) -> OutputSoFar:
+        """The published tokens, also if the engine has failed meanwhile."""
+        request = self.request
+        with self._lock:  # the request may have more tokens by now, and only appends
+            n, reason = self._n_tokens, self.finish_reason
+        first, *others = request.weights_versions or ((0, 0),)
+        return OutputSoFar(
+            tuple(request.final_ids[:n]),
+            tuple(request.logprobs[:n]),
+            (first, *(pair for pair in others if pair[0] < n)),
+            None if reason is FinishReason.ERROR else reason,
+        )
 
     def pieces(self) -> list[Piece]:
         """The `n` best whole outputs of a beam search, best first; none before its end."""
@@ -258,6 +290,10 @@ class RequestHandle:
     def pieces(self) -> list[Piece]:
         """The whole outputs of a beam search that has ended, best first; for other requests none."""
         return self._output.pieces()
+
+    def so_far(self) -> OutputSoFar:
+        """The output up to now. Never waits, and can be read after a failure of the engine too."""
+        return self._output.so_far()
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -34,7 +34,7 @@ NOT_RUN = {
         "docs/experts.md",
         "(result,) = llm.generate([prompt], SamplingParams(max_tokens=64, return_routed_experts=True))",
     ): "needs a mixture of experts; tests/device/engine/test_routed_experts.py",
-    ("docs/training.md", "from functools import partial"): "needs Tunix; tests/whole/rollout runs it",
+    ("docs/rollouts.md", "from functools import partial"): "needs Tunix; tests/whole/rollout runs it",
     (
         "docs/tutorials/write-a-policy.md",
         "from shortest_first import ShortestFirst",
