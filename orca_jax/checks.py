@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 from orca_jax.errors import ConfigError
 
 _MAX_NAME = 256
+_ADDRESS = re.compile(r"(?P<host>[\w.-]+|\[[0-9A-Fa-f:]+\]):(?P<port>\d{1,5})", re.ASCII)
 _PLACE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -37,6 +38,22 @@ def check_place(name: str, value: object) -> None:
     """Raises ConfigError unless `value` has the form "package.file:name"."""
     if not isinstance(value, str) or _PLACE.fullmatch(value) is None:
         raise ConfigError(f"{name} is {value!r}; it must have the form package.file:name")
+
+
+def host_and_port(name: str, value: object) -> tuple[str, int]:
+    """The host and port in "host:port" or "[IPv6 address]:port". Raises ConfigError."""
+    found = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
+    if found is None or int(found["port"]) >= 1 << 16 or found["host"] in ("0.0.0.0", "[::]"):
+        raise ConfigError(
+            f"{name} is {value!r}; it must be host:port or [IPv6 address]:port, with an address of this "
+            "machine at which the other servers reach it"
+        )
+    return found["host"].strip("[]"), int(found["port"])
+
+
+def check_host_and_port(name: str, value: object) -> None:
+    """Raises ConfigError unless `value` has the form "host:port"."""
+    host_and_port(name, value)
 
 
 _DRAFT_MODEL = "draft:"

@@ -10,9 +10,11 @@ from orca_jax.checks import (
     Whole,
     check_drafter,
     check_fraction,
+    check_host_and_port,
     check_names,
     check_place,
     check_seconds,
+    check_timeout,
     check_whole,
     drafting_model,
 )
@@ -46,6 +48,8 @@ Reservation = Literal["full", "on-demand"]
 QueueOrder = Literal["fcfs", "priority", "fair", "longest-prefix"]
 # Who drafts tokens that an iteration verifies. Others are the names of users' classes.
 DrafterName = Literal["off", "ngram", "suffix"]
+# What a server does for others (docs/separation.md).
+Role = Literal["prefill", "decode", "both"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)  # only a base: quicker to make
@@ -335,6 +339,26 @@ class Sizes(SchedulingOptions, ServingOptions):
     kv_disk_bytes: Annotated[int, "maximum bytes of the files in --kv-disk", Whole(1 << 16, 1 << 50)] = (
         16 << 30
     )
+    role: Annotated[
+        Role,
+        "prefill: computes prompts, whose keys and values other servers fetch; decode: fetches them and "
+        "generates; both: all of it, and for other servers only with --kv-transfer-address",
+        In("serve"),
+    ] = "both"
+    kv_transfer_address: Annotated[
+        str | None,
+        "host:port at which other servers fetch keys and values from this one; port 0 is any free port "
+        "(default: 127.0.0.1:0 with --role prefill, otherwise none)",
+        *(check_host_and_port, In("serve")),
+    ] = None
+    kv_lease_seconds: Annotated[
+        float, "seconds for which a finished prompt is kept for another server", *(check_timeout, In("serve"))
+    ] = 30.0
+    kv_transfer_seconds: Annotated[
+        float,
+        "seconds in which a prompt must arrive from another server; it is computed here if it does not",
+        *(check_timeout, In("serve")),
+    ] = 10.0
     adapters: Annotated[
         Mapping[str, str | Path] | None,
         "a LoRA adapter in PEFT's format, which requests choose by its name (docs/adapters.md); give the "
@@ -635,6 +659,8 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             )
         if self.kv_disk is not None:
             self._check_disk()
+        if self.gives_blocks or self.takes_blocks:
+            self._check_transfer()
         if self.draft_model is not None and not self.in_this_process:
             raise ConfigError(
                 f"speculative is {self.speculative!r}; a draft model does not work with workers or "
@@ -646,6 +672,37 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             raise ConfigError(
                 'on_compile="error" needs compile_ahead, without which no program could be compiled; set '
                 "compile_ahead, or leave on_compile out"
+            )
+
+    @property
+    def gives_blocks(self) -> bool:
+        """Whether other servers fetch prompts from this one."""
+        return self.role == "prefill" or (self.role == "both" and self.kv_transfer_address is not None)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether this server fetches prompts from others."""
+        return self.role == "decode" or (self.role == "both" and self.kv_transfer_address is not None)
+
+    def _check_transfer(self) -> None:
+        name = f"role {self.role!r}" + (" with kv_transfer_address" if self.role == "both" else "")
+        excluded = {
+            "workers or worker_processes": not self.in_this_process,
+            "LoRA adapters (lora, max_loras)": bool(self.adapters or self.max_loras),
+            "record": self.record is not None,
+        }
+        for other, is_asked in excluded.items():
+            if is_asked:
+                raise ConfigError(f"{name} does not work with {other} yet; leave one of the two out")
+        if self.role == "decode" and self.kv_transfer_address is not None:
+            raise ConfigError(
+                f"kv_transfer_address is {self.kv_transfer_address!r}, and role 'decode' gives nothing to "
+                "other servers; leave it out, or choose role 'both'"
+            )
+        if not self.kv_host_bytes:
+            raise ConfigError(
+                f"{name} moves keys and values through the host's memory, and kv_host_bytes is 0; set it to "
+                "room for several prompts"
             )
 
     def _check_disk(self) -> None:

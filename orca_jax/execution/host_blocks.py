@@ -6,6 +6,7 @@ caches. Both are compiled for a few numbers of blocks. They run in order with th
 waits for neither, except to bound the bytes on their way.
 """
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -127,6 +128,25 @@ class HostBlocks:
         packed = self._gather(jax.tree.leaves(list(caches)), ids)
         return [np.asarray(array)[0].tobytes() for array in packed]
 
+    def pack(self, caches: Sequence[LayerCache], blocks: Sequence[int]) -> list[list[Any]]:
+        """Start gathering blocks: for each chunk of `buckets[-1]` blocks, an array [n, ...] of each kind."""
+        ids = np.asarray(blocks, np.int32)
+        chunks: list[list[Any]] = []
+        for _, padded in self._chunks(ids, ids):
+            packed = self._gather(jax.tree.leaves(list(caches)), padded)
+            for array in packed:
+                array.copy_to_host_async()
+            chunks.append(packed)
+            if len(chunks) > _IN_FLIGHT:
+                chunks[-_IN_FLIGHT - 1] = [np.asarray(array) for array in chunks[-_IN_FLIGHT - 1]]
+        return chunks
+
+    def views(self, place: int) -> list[memoryview]:
+        """The memory of a block in the host's memory, for each kind."""
+        if not self._memory:
+            raise ValueError("the memory is released")
+        return [_view(memory[place]) for memory in self._memory]
+
     def begin(self) -> None:
         """Begin an iteration's copies."""
         self._n_begun += 1
@@ -235,6 +255,11 @@ def _scatter(
     return into, ids + 1
 
 
+def _view(array: npt.NDArray[Any]) -> memoryview:
+    """The bytes of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
+
+
 class StagesMemory:
     """The host tier's memory of all stages in this process (scheduling/disk_tier.py's HostMemory)."""
 
@@ -256,3 +281,57 @@ class StagesMemory:
         for stage in self._stages:
             stage.put(place, rest[: stage.block_bytes])
             rest = rest[stage.block_bytes :]
+
+    def views(self, place: int) -> list[memoryview]:
+        """The memory of a block, in the order of `kinds`, for another thread to write to."""
+        found = [stage.views(place) for stage in self._stages]
+        return [found[stage][at] for _, parts in self._order() for stage, at in parts]
+
+    @property
+    def kinds(self) -> list[tuple[_Kind, int]]:
+        """The kinds of arrays of a block over all stages, which are the same however layers are split."""
+        counts = [[n for _, n in stage.kinds] for stage in self._stages]
+        return [(kind, sum(counts[stage][at] for stage, at in parts)) for kind, parts in self._order()]
+
+    def pack(self, blocks: Sequence[int], caches: Sequence[Sequence[LayerCache]]) -> "PackedStages":
+        """Start gathering blocks from each stage's `caches`."""
+        chunks = [stage.pack(each, blocks) for stage, each in zip(self._stages, caches, strict=True)]
+        sizes = [stage.buckets[-1] for stage in self._stages]
+        return PackedStages(chunks, sizes, [parts for _, parts in self._order()])
+
+    def _order(self) -> list[tuple[_Kind, list[tuple[int, int]]]]:
+        """The kinds in the order of layers, and of each its places: stage, and index in the stage's kinds."""
+        found: dict[_Kind, list[tuple[int, int]]] = {}
+        for i, stage in enumerate(self._stages):
+            for at, (kind, _) in enumerate(stage.kinds):
+                found.setdefault(kind, []).append((i, at))
+        return [*found.items()]
+
+
+class PackedStages:
+    """Blocks gathered from all stages (scheduling/leases.py's PackedBlocks)."""
+
+    def __init__(
+        self,
+        chunks: Sequence[list[list[Any]]],
+        sizes: Sequence[int],
+        order: Sequence[Sequence[tuple[int, int]]],
+    ) -> None:
+        self._chunks, self._sizes, self._order = chunks, sizes, order
+        self._lock = threading.Lock()
+
+    def settle(self) -> None:
+        """Wait until the blocks are in host memory, and free their memory on the devices."""
+        with self._lock:
+            for stage in self._chunks:
+                stage[:] = [[np.asarray(array) for array in packed] for packed in stage]
+
+    def parts(self, index: int) -> list[memoryview]:
+        """The bytes of a block, as in `StagesMemory.views`."""
+        self.settle()
+        found: list[memoryview] = []
+        for parts in self._order:
+            for stage, at in parts:
+                chunk, i = divmod(index, self._sizes[stage])
+                found.append(_view(self._chunks[stage][chunk][at][i]))
+        return found

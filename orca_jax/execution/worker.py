@@ -235,6 +235,11 @@ class Worker:
             self._put(paged, copied)
         self._copy_states(message.states_before)
 
+    @property
+    def paged_caches(self) -> list[LayerCache]:
+        """The paged keys and values of the stage's layers."""
+        return [*self._paged(self._caches).values()]
+
     def block_bytes(self, block: int) -> list[bytes]:
         """A block's bytes, as `host` has them. Waits for the devices."""
         assert self.host is not None

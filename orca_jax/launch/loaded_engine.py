@@ -22,6 +22,7 @@ from orca_jax.launch.local_draft import MemoryWithDraft, draft_place, local_draf
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.launch.placed_adapters import placed_here
+from orca_jax.launch.travelling_blocks import TravellingBlocks
 from orca_jax.model.transformer import Parameters
 from orca_jax.model_files.draft_model import find_draft_model
 from orca_jax.model_files.found_model import FoundModel
@@ -144,6 +145,8 @@ def loaded_engine(
     closing: list[Callable[[], None]] = [] if later is None else [later.close]
     if config.kv_disk is not None:
         closing.append(DiskBlocks(found, config, dtype, built.kv, built.workers.workers).close)
+    if config.gives_blocks or config.takes_blocks:
+        closing.append(TravellingBlocks(found, config, dtype, built.kv, built.workers.workers).close)
     memory: EngineMemory = LocalMemory(
         built.workers.workers, stored=found.config, model=model, dtype=jnp.dtype(dtype), module=module
     )

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from orca_jax.errors import InvalidPrompt, OutputFailed
 from orca_jax.request.adapter import Adapter
 from orca_jax.request.beam_search import Hypothesis
+from orca_jax.request.kv_transfer import KVTransferParams
 from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.pooling import Pooling
 from orca_jax.request.routed_experts import ExpertIds, RoutedTokens
@@ -266,6 +267,8 @@ class Request:
 
     `adapter` is the LoRA adapter that changes its model; None for the model itself.
 
+    With `kv_transfer` its prompt comes from another server, or goes to one (kv_transfer.py).
+
     `kind` is how the request enters iterations: as a plain row, with a scored output, as a beam search, ...
 
     With `pooling` it is a request for an embedding, and its one sampled token is ignored. `pooled` is the sum
@@ -291,6 +294,7 @@ class Request:
     priority: int = 0
     cache_salt: tuple[str, ...] = ()
     adapter: Adapter | None = None
+    kv_transfer: KVTransferParams | None = None
     arrival: int = -1
     arrived: float = 0.0
     rank: float = 0.0
@@ -310,6 +314,7 @@ class Request:
     n_dropped: int = 0  # tokens computed before a preemption, until the request is admitted again
     block_hashes: list[bytes] | None = None  # None: not hashed yet
     asked_blocks: Sequence[bytes] | None = None  # of the disk tier; None: not asked yet
+    kv_lease: KVTransferParams | None = None  # for another server, once this request has ended
     n_found: int = 0
     full_at: int = _NEVER  # `n_computed` at which the next block can be found
     n_losses: int = 0

@@ -7,6 +7,7 @@ import reprlib
 from dataclasses import dataclass
 
 from orca_jax.errors import InvalidSchedulingParameter, UnknownAdapter
+from orca_jax.request.kv_transfer import KVTransferParams
 
 PRIORITY_RANGE = (-(1 << 31), (1 << 31) - 1)
 MAX_CACHE_SALT = 512  # characters
@@ -19,12 +20,14 @@ class SchedulingParams:
     A request with a lower `priority` goes first, if the engine's scheduling policy is "priority". A request
     reuses only keys and values of requests with the same `cache_salt` (1 to 512 characters, or None). Without
     the salt, nobody can find out from the time to the first token whether a prompt was sent before.
-    `adapter` names the LoRA adapter that changes its model; None for the model itself.
+    `adapter` names the LoRA adapter that changes its model; None for the model itself. With `kv_transfer`
+    another server computes the prompt, or the output after the first token (docs/separation.md).
     """
 
     priority: int = 0
     cache_salt: str | None = None
     adapter: str | None = None
+    kv_transfer: KVTransferParams | None = None
 
     def __post_init__(self) -> None:
         low, high = PRIORITY_RANGE

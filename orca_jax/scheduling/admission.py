@@ -8,6 +8,7 @@ from orca_jax.config import ServingConfig
 from orca_jax.errors import EmptyPrompt, NotSupported, PromptTooLong, RequestTooLarge, TokenOutOfRange
 from orca_jax.families.model_config import Encoder, ModelConfig
 from orca_jax.request.adapter import Adapter
+from orca_jax.request.kv_transfer import KVTransferParams
 from orca_jax.request.pooling import Pooling
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
@@ -61,6 +62,7 @@ class CheckedPrompt:
     cache_salt: tuple[str, ...] = ()
     block_hashes: tuple[bytes, ...] | None = None
     adapter: Adapter | None = None
+    kv_transfer: KVTransferParams | None = None
 
     @property
     def n_input(self) -> int:

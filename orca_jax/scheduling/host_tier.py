@@ -26,13 +26,14 @@ class HostTier:
 
     A block that is read in stays here too, so that its next eviction copies nothing. If no place is free, the
     block that was used longest ago goes. Blocks that the next iteration reads in are held until it is issued.
-    `n_stored`, `n_read` and `n_evicted` count blocks. `n_issued` counts iterations. `on_store` is called
-    with each block's hash and place.
+    `n_stored`, `n_read` and `n_evicted` count blocks. `n_issued` counts iterations, `generation` the losses
+    of all contents. `on_store` is called with each block's hash and place.
     """
 
     def __init__(self, n: int) -> None:
         self.n = n
         self.n_stored = self.n_read = self.n_evicted = self.n_issued = 0
+        self.generation = 0
         self.on_store: Callable[[bytes, int], object] | None = None
         self._place_of: OrderedDict[bytes, int] = OrderedDict()  # by hash, least recently used first
         self._free = list(range(n - 1, -1, -1))  # a stack
@@ -45,6 +46,11 @@ class HostTier:
     def __len__(self) -> int:
         """Blocks that can be found."""
         return len(self._place_of)
+
+    @property
+    def n_free(self) -> int:
+        """Places that have no block, and that nobody has taken."""
+        return len(self._free)
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._place_of
@@ -132,7 +138,8 @@ class HostTier:
         self._place_of[block_hash] = place
 
     def clear(self) -> None:
-        """Forget all blocks, because the contents are lost."""
+        """Forget all blocks, because the contents are lost; what others write to taken places is lost too."""
+        self.generation += 1
         self._free += self._place_of.values()
         self._place_of.clear()
         self._held.clear()

@@ -8,15 +8,39 @@ once.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
+from typing import Protocol
 
+from orca_jax.request.request import Request
 from orca_jax.scheduling.beam_blocks import BeamBlocks
 from orca_jax.scheduling.blocks import Blocks
 from orca_jax.scheduling.disk_tier import DiskTier
 from orca_jax.scheduling.host_tier import NO_HOST_COPIES, HostCopies
 from orca_jax.scheduling.snapshots import NO_STATE_COPIES, StateCopies
+
+
+class Arriving(Protocol):
+    """Blocks that other servers send (arriving_blocks.py)."""
+
+    wake: Callable[[], object]
+
+    def ask(self, req: Request) -> None: ...
+
+    def step(self) -> None: ...
+
+    def awaits(self, req: Request) -> bool: ...
+
+    def stop(self) -> None: ...
+
+
+class Leasing(Protocol):
+    """Blocks that other servers fetch (leases.py)."""
+
+    def grant(self, req: Request) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class KVManager(Blocks):
@@ -30,8 +54,15 @@ class KVManager(Blocks):
     namespace = ""
     hash_seed = ""
     tenants: Mapping[str, str] = MappingProxyType({})
-    disk: DiskTier | None = None  # below `host`, set before the first request
+    # These three are set before the first request.
+    disk: DiskTier | None = None  # below `host`
+    arriving: Arriving | None = None  # blocks from other servers
+    leases: Leasing | None = None  # blocks for other servers
     copies: Sequence[tuple[int, int]] = ()  # blocks (from, to) to copy before the next issued iteration
+
+    def owner_of(self, cache_salt: Sequence[str]) -> tuple[str, ...]:
+        """The texts that stand for a request's `cache_salt` in hashes: its tenant's, and the others."""
+        return (*(self.tenants.get(name, name) for name in cache_salt[:1]), *cache_salt[1:])
 
     @property
     def state_copies(self) -> StateCopies:

@@ -37,24 +37,29 @@ def cached_blocks(req: Request, kv: KVManager) -> list[int]:
     prefixes = kv.prefixes
     if prefixes is None or _needs_whole_prompt(req):
         return []
-    return prefixes.find(hash_prompt(req, kv), _most_blocks(req, kv))
+    return prefixes.find(hash_prompt(req, kv), most_blocks(req, kv))
 
 
 def host_blocks(req: Request, n_cached: int, kv: KVManager) -> int:
     """The number of blocks that a waiting request can read in from the host after its `n_cached` blocks."""
     if kv.host is None or _needs_whole_prompt(req):
         return 0
-    return kv.host.find(hash_prompt(req, kv), n_cached, _most_blocks(req, kv))
+    return kv.host.find(hash_prompt(req, kv), n_cached, most_blocks(req, kv))
+
+
+def awaits_transfer(req: Request, kv: KVManager) -> bool:
+    """Whether blocks are being fetched from another server for a waiting request."""
+    return req.kv_transfer is not None and kv.arriving is not None and kv.arriving.awaits(req)
 
 
 def awaits_blocks(req: Request, n_found: int, kv: KVManager) -> bool:
     """Whether blocks after the first `n_found` are being read from the disk tier for a waiting request."""
     if kv.disk is None or _needs_whole_prompt(req):
         return False
-    return kv.disk.awaits(req, hash_prompt(req, kv), n_found, _most_blocks(req, kv))
+    return kv.disk.awaits(req, hash_prompt(req, kv), n_found, most_blocks(req, kv))
 
 
-def _most_blocks(req: Request, kv: KVManager) -> int:
+def most_blocks(req: Request, kv: KVManager) -> int:
     """The most blocks that a waiting request can begin with."""
     n_most = min(req.n_tokens - 1, req.n_routed) if req.sampling.return_routed_experts else req.n_tokens - 1
     return n_most // kv.block_size
@@ -224,8 +229,7 @@ def publish_full_blocks(requests: Iterable[Request], kv: KVManager) -> None:
 
 
 def _root(cache_salt: Sequence[str], kv: KVManager) -> bytes:
-    tenant = [kv.tenants.get(name, name) for name in cache_salt[:1]]
-    return root_hash(kv.hash_seed, kv.namespace, *tenant, *cache_salt[1:])
+    return root_hash(kv.hash_seed, kv.namespace, *kv.owner_of(cache_salt))
 
 
 def _needs_whole_prompt(req: Request) -> bool:

@@ -69,6 +69,10 @@ def change_weights(scheduler: Scheduler, version: int) -> None:
     scheduler.kv.namespace = f"weights {version}"
     if scheduler.kv.disk is not None:
         scheduler.kv.disk.stop()
+    if scheduler.kv.arriving is not None:
+        scheduler.kv.arriving.stop()
+    if scheduler.kv.leases is not None:
+        scheduler.kv.leases.stop()
     compute_all_again(scheduler)
     for req in scheduler.begun():
         req.block_hashes = None  # they have the old namespace

@@ -97,6 +97,8 @@ class Scheduler:
         ended = self.end_cancelled()
         if self.kv.disk is not None:
             self.kv.disk.step()
+        if self.kv.arriving is not None:
+            self.kv.arriving.step()
         choice = self._next_rows()  # line 4
         self.timeline.interrupted(choice.preempted, "preempted")
         for req in choice.preempted:
@@ -287,13 +289,16 @@ class Scheduler:
 
     def end(self, req: Request, reason: FinishReason) -> Delivery:
         """End a request, whatever the reason. Its slots are released once no batch writes to them."""
+        has_output = reason is FinishReason.STOP or reason is FinishReason.LENGTH
+        if has_output and req.kv_transfer is not None and self.kv.leases is not None:
+            self.kv.leases.grant(req)
         if req.n_in_flight:
             self.leaving.append(req)
         elif req.row >= 0:
             self.release(req)
         req.state = FINISHED
         req.finish_reason = reason
-        if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
+        if has_output:
             req.kind.end(req)
         self.pool.remove(req)
         self.waiting_again.discard(req)

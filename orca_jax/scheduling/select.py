@@ -19,7 +19,7 @@ INITIATION, RUNNING, INCREMENT, _ = RequestState
 # for its tokens; another request is computing a prefix that it can share afterwards; a request that may have
 # cost a worker runs alone; a deterministic engine runs an iteration of the other phase; its LoRA adapter is
 # on its way to the devices, and policies do not see it; blocks that it may begin with are read from a disk.
-Why = Literal["batch", "slots", "tokens", "prefix", "alone", "phase", "adapter", "disk"]
+Why = Literal["batch", "slots", "tokens", "prefix", "alone", "phase", "adapter", "disk", "transfer"]
 Held = tuple[Request, Why]
 
 

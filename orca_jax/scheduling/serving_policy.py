@@ -23,6 +23,7 @@ from orca_jax.scheduling.policy import Choice
 from orca_jax.scheduling.prefix_lookup import (
     LongestPrefixFirst,
     awaits_blocks,
+    awaits_transfer,
     cached_blocks,
     coming_hash,
     host_blocks,
@@ -187,6 +188,8 @@ class ServingPolicy:
         plan = _Plan(self._kv.n_free_blocks, all_decode=len(decodes) == len(admitted))
         if self._preempts:
             for first in waiting:
+                if awaits_transfer(first, self._kv):
+                    continue
                 self._make_way(plan, first, admitted)
                 break
             decodes = [req for req in decodes if not plan.gives_up(req)]
@@ -417,6 +420,9 @@ class ServingPolicy:
         coming: set[bytes | None] | None = None
         n_admitted, n_free_rows = self._n_places(admitted), kv.n_free_rows
         for req in waiting:
+            if awaits_transfer(req, kv):
+                plan.hold(req, "transfer")  # later requests go past it: its blocks come from elsewhere
+                continue
             most = min(self._max_bs - plan.n_places, self._max_admitted - n_admitted, n_free_rows)
             if req.kind.n_rows > most:
                 plan.hold(req, "batch")

@@ -107,7 +107,7 @@ class Orca:
             max_bytes=config.max_queue_bytes,
             max_each=config.max_queue_each,
             on_deliveries=self._publish_all,
-            on_arrival=self.timeline.arrived,
+            on_arrival=self.timeline.arrived if kv.arriving is None else self._arrived,
             queue=self._queue,
             clock=clock,
         )
@@ -128,6 +128,8 @@ class Orca:
         self._kv = kv
         if kv.disk is not None:
             kv.disk.files.wake = self.pool.wake
+        if kv.arriving is not None:
+            kv.arriving.wake = self.pool.wake
         self._order = config.scheduling.scheduling_policy
         self._limit = longest_request(config=config, model=model)
         self.token_name: TokenName = unnamed if tokenizer is None else tokenizer.token_name
@@ -258,6 +260,7 @@ class Orca:
             cache_salt=salt,
             block_hashes=None if hashes is None else tuple(hashes),
             adapter=adapter,
+            kv_transfer=scheduling.kv_transfer,
         )
 
     @property
@@ -363,6 +366,7 @@ class Orca:
             cache_salt=checked.cache_salt,
             block_hashes=None if checked.block_hashes is None else list(checked.block_hashes),
             adapter=checked.adapter,
+            kv_transfer=checked.kv_transfer,
             weights_versions=((0, self.scheduler.weights_version),),  # until it is admitted
         )
         has_text = not checked.scored_ids and checked.pooling is None
@@ -379,6 +383,11 @@ class Orca:
                 raise EngineError(message) from self.failure
             raise
         return handle(output, partial(self.pool.end, request), partial(self._dropped.append, request))
+
+    def _arrived(self, request: Request) -> None:
+        self.timeline.arrived(request)
+        if self._kv.arriving is not None and request.kv_transfer is not None:
+            self._kv.arriving.ask(request)
 
     def _stopped(self) -> EngineError | None:
         """Why live requests will get no more output; None while the service runs."""

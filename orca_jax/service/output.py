@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from orca_jax.errors import EngineError, OutputFailed
+from orca_jax.request.kv_transfer import KVTransferParams
 from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.routed_experts import ExpertIds
@@ -261,6 +262,11 @@ class RequestHandle:
     def n_cached(self) -> int:
         """Prompt tokens whose keys and values were in the prefix cache; 0 before the first piece."""
         return self._request.n_cached
+
+    @property
+    def kv_lease(self) -> KVTransferParams | None:
+        """The params with which another server fetches an ended request's prompt; None without a lease."""
+        return self._request.kv_lease
 
     @property
     def predicted(self) -> tuple[int, int] | None:

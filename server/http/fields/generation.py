@@ -8,12 +8,14 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest, NotSupported
+from orca_jax.request.kv_transfer import KVTransferParams
 from orca_jax.request.sampling_params import (
     MAX_BAD_WORDS,
     REPETITION_RANGE,
@@ -326,6 +328,14 @@ class StreamOptions(Strict):
 class GenerationRequest(SamplingFields, SchedulingFields):
     """The fields that chat and completions accept."""
 
+    kv_transfer_params: Annotated[
+        dict[str, Any] | None,
+        Field(
+            description="an extension, as in vLLM: routers set it to let one server compute the prompt and "
+            "another the output (docs/separation.md)"
+        ),
+    ] = None
+
     model: Annotated[str | None, Field(description="default: the served model")] = None
     stream: Annotated[bool | None, Field(description="respond with server-sent events")] = None
     stream_options: StreamOptions | None = None
@@ -350,6 +360,14 @@ class GenerationRequest(SamplingFields, SchedulingFields):
         bool | None, NotBuilt(True, why="special tokens have no text")
     ] = None
     truncate_prompt_tokens: Annotated[int | None, NotBuilt(why="the prompt would be whole")] = None
+
+    @property
+    def scheduling(self) -> SchedulingParams:
+        """As in SchedulingFields, with the transfer of keys and values."""
+        params = super().scheduling
+        if self.kv_transfer_params is None:
+            return params
+        return replace(params, kv_transfer=KVTransferParams.read(self.kv_transfer_params))
 
     def check_stream_options(self) -> None:
         """Raise InvalidRequest for `stream_options` without `stream`, or a stream of a beam search."""
@@ -427,6 +445,10 @@ class GeneratedResponse(BaseModel):
     model: str
     system_fingerprint: str
     usage: Usage
+    kv_transfer_params: Annotated[
+        dict[str, Any] | None,
+        Field(description="for the server that goes on, if the request's had do_remote_decode"),
+    ] = None
 
 
 @contextmanager

@@ -105,6 +105,8 @@ async def answer(
         whole = {**head, "object": form.object, "choices": written, "usage": usage}
         if choices.returns_token_ids and not form.prompt_ids_by_choice:
             whole["prompt_token_ids"] = [*choices.prompt_ids(0)]
+        if (lease := choices.kv_lease) is not None:
+            whole["kv_transfer_params"] = lease.as_dict()
         return as_json(whole, n, ascii=False).encode()
 
     return Response(await run_for_response(n, write), media_type="application/json")

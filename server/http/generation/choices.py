@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from starlette.types import Receive
 
+from orca_jax.request.kv_transfer import KVTransferParams
 from orca_jax.request.request import FinishReason
 from orca_jax.request.routed_experts import EncodedIds, as_base64
 from orca_jax.request.token_text import TokenText
@@ -294,6 +295,11 @@ class Choices:
     def prompt_ids(self, index: int) -> Sequence[int]:
         """The tokens of the prompt of choice `index`."""
         return self._prompts[index // self._n_each].token_ids
+
+    @property
+    def kv_lease(self) -> KVTransferParams | None:
+        """The params with which another server fetches the first prompt, once its choice is complete."""
+        return self._requests[0].kv_lease
 
     def routed_experts(self, index: int) -> EncodedIds | None:
         """The experts of choice `index`, which must be complete; None if they were not requested."""

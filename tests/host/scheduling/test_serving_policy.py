@@ -3,7 +3,8 @@
 The checked engine keeps a model of the cache: for each slot, the tokens that its key and value depend on. A
 row may only read slots that hold exactly its own tokens, and only write to blocks that no other row holds.
 With snapshots it keeps the same of each state of recurrent layers: a row goes on from exactly its own tokens.
-With a host tier it copies what slots hold out and in, as the workers do; a disk tier has files of the same.
+With a host tier it copies what slots hold out and in, as the workers do; a disk tier has files of the same,
+and prompts of other servers arrive there.
 """
 
 import ast
@@ -12,15 +13,18 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 
 from orca_jax.config import SchedulingConfig, ServingConfig
 from orca_jax.errors import EngineError
+from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
 from orca_jax.request.request import FinishReason, Request, RequestState, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling import serving_policy
+from orca_jax.scheduling.arriving_blocks import ArrivingBlocks
 from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.disk_tier import DiskTier
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
@@ -59,6 +63,7 @@ class Trace:
     ends: tuple[tuple[int, int], ...]  # a moment, and a request's number
     faults: tuple[int, ...]  # moments
     has_disk: bool = False  # a disk tier, below the host tier
+    has_peer: bool = False  # another server, which has computed some prompts
 
 
 def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
@@ -122,6 +127,7 @@ def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
         ),
         faults=(rng.randrange(50),) if rng.random() < 0.1 else (),
         has_disk=random.Random(f"disk {seed}").random() < 0.5,
+        has_peer=random.Random(f"peer {seed}").random() < 0.5,
     )
 
 
@@ -195,6 +201,82 @@ class Disk:
         host = self.player.simulation.kv.host
         assert host is not None and host.last_use(place) < self.n_done
         self.player.engine.host[place] = ast.literal_eval(data.decode())
+
+
+class Peer:
+    """Another server, and the wire to it: blocks arrive in pieces, late, too late, or not at all.
+
+    A lease's `remote_engine_id` is the number of its request. What arrives is written part by part, and what
+    is wrong is too: only a whole transfer may be found.
+    """
+
+    FACTS = TransferFacts("a model", "a secret")
+
+    def __init__(self, player: "Player", seed: int) -> None:
+        self.player = player
+        self.rng = random.Random(seed)
+        self.n_fetched = 0
+        self.under_way: list[list[int]] = []  # places
+        self._place_of: dict[int, int] = {}  # by the id of its view
+        self._views: list[memoryview] = []
+
+    @property
+    def n_done(self) -> int:
+        return self.player.disk.n_done
+
+    def views(self, place: int) -> list[memoryview]:
+        host = self.player.simulation.kv.host
+        assert host is not None and host.last_use(place) < self.n_done
+        view = memoryview(bytearray(1))
+        self._views.append(view)
+        self._place_of[id(view)] = place
+        return [view]
+
+    def params(self, number: int, arrival: Arrival, block_size: int) -> KVTransferParams | None:
+        """The lease of a prompt; None for a request that comes without."""
+        if self.rng.random() < 0.4 or len(arrival.prompt) < block_size:
+            return None
+        n = len(arrival.prompt) // block_size
+        if self.rng.random() < 0.1:
+            n += 1  # which cannot be
+        return self.FACTS.new_lease(engine_id=str(number), host="peer", port=7, n_blocks=n)
+
+    def fetch(
+        self,
+        params: KVTransferParams,
+        digest: bytes,
+        first: int,
+        into: Sequence[Sequence[memoryview]],
+        done: Callable[[bool], object],
+        seconds: float,
+    ) -> None:
+        player, clock = self.player, self.player.simulation.clock
+        request = player.requests[int(params.remote_engine_id)]
+        size = player.simulation.kv.block_size
+        places = [self._place_of[id(view)] for (view,) in into]
+        tokens = request.prompt_ids[: len(params.remote_block_ids) * size]
+        assert digest == self.FACTS.digest(tokens, request.cache_salt)
+        ok = self.rng.random() < 0.75
+        n_written = len(places) if ok else self.rng.randint(0, len(places))
+        at = clock.now()
+        self.under_way.append(places)
+        for i, place in enumerate(places[:n_written]):
+            at += self.rng.choice((0.0, 0.0, 0.1, 2.0))
+            slots = [
+                (request.cache_salt, *request.prompt_ids[: position + 1])
+                for position in range((first + i) * size, (first + i + 1) * size)
+            ]
+            clock.call_at(at, lambda place=place, slots=slots: player.engine.host.update({place: slots}))
+
+        def end() -> None:
+            self.under_way.remove(places)
+            self.n_fetched += len(places) if ok else 0
+            done(ok)
+
+        clock.call_at(at + self.rng.choice((0.0, 0.5, 0.5, 30.0)), end)
+
+    def close(self) -> None:
+        pass
 
 
 class CheckedEngine:
@@ -317,6 +399,13 @@ class Player:
         kv = self.simulation.kv
         if trace.has_disk and kv.host is not None:
             kv.disk = DiskTier(kv.host, self.disk, self.disk)
+        self.peer = Peer(self, len(trace.arrivals))
+        self.arriving: ArrivingBlocks | None = None
+        if trace.has_peer and kv.host is not None:
+            clock = self.simulation.clock
+            self.arriving = kv.arriving = ArrivingBlocks(
+                kv, Peer.FACTS, self.peer, self.peer, seconds=8.0, clock=clock.now
+            )
         self.n_moments = 0
         self.n_faults = 0
         self.asked_to_end: set[str] = set()
@@ -337,6 +426,10 @@ class Player:
                 cache_salt=arrival.salt,
             )
             self.requests.append(request)
+            if self.arriving is not None:
+                request.kv_transfer = self.peer.params(i, arrival, kv.block_size)
+                self.simulation.clock.call_at(arrival.time, partial(self.arriving.ask, request))
+                self.simulation.clock.call_at(arrival.time + 8.0, lambda: None)  # looks again
             self.simulation.add_at(arrival.time, request)
 
     def moment(self) -> None:
@@ -397,12 +490,18 @@ class Player:
         assert len(held) + kv.n_free_blocks == kv.n_blocks, "a block was lost"
         if kv.host is not None:
             places = [*kv.host._place_of.values(), *kv.host._free]
+            if self.arriving is not None:
+                places += [place for fetch in self.arriving._fetches.values() for place in fetch.places]
             assert sorted(places) == list(range(serving.n_host_blocks)), "a place was lost"
         assert scheduler.n_rsrv == len(held) * serving.block_size <= serving.n_slots
         assert len(admitted) <= serving.max_batch_size * self.trace.n_workers
         if not serving.scheduling.prefix_caching:
             assert sum(len(kv.blocks_of(req.row)) for req in holding) == len(held)
-        waiting = [req for req in self.simulation.pool.in_arrival_order() if req.row < 0]
+        waiting = [
+            req
+            for req in self.simulation.pool.in_arrival_order()
+            if req.row < 0 and (self.arriving is None or req.kv_transfer is None)
+        ]
         if serving.scheduling.scheduling_policy == "fcfs" and admitted and waiting:
             assert max(req.arrival for req in admitted) < min(req.arrival for req in waiting), "overtaken"
         if serving.scheduling.scheduling_policy == "longest-prefix":
@@ -464,6 +563,26 @@ def test_blocks_come_back_from_a_disk_with_what_they_held(overlap: bool, lag: in
     assert player.disk.n_read > 20 and player.engine.n_read > 20
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompts_arrive_from_another_server_or_are_computed(overlap: bool) -> None:
+    prompts = [tuple(100 * of + i for i in range(33)) for of in range(40)]
+    arrivals = [Arrival(9.0 * i, prompts[i], 4, ("key", str(i % 2)), "A", 0) for i in range(40)]
+    serving = ServingConfig(
+        max_batch_size=2,
+        n_slots=80,
+        block_size=4,
+        max_batch_tokens=16,
+        overlap=overlap,
+        n_host_blocks=100,
+        scheduling=SchedulingConfig(),
+    )
+    player = Player(Trace(serving, 1, tuple(arrivals), (), (), has_peer=True))
+    player.play()
+    assert player.arriving is not None and player.arriving.n_failed > 4
+    assert player.peer.n_fetched > 60 and player.engine.n_read > 60
+    assert sum(req.n_cached for req in player.requests) > 4 * 60
+
+
 def play_all(switches: tuple[bool, bool, str, str], n_traces: int) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in range(n_traces):
@@ -483,6 +602,7 @@ def play_all(switches: tuple[bool, bool, str, str], n_traces: int) -> Counter[st
         seen["snapshots used"] += 0 if snapshots is None else snapshots.n_used
         seen["snapshots evicted"] += 0 if snapshots is None else snapshots.n_evicted
         seen["read in"] += player.engine.n_read
+        seen["arrived"] += player.peer.n_fetched
         seen["evictions"] += prefixes.n_evictions if prefixes is not None else 0
         limit = player.trace.serving.max_batch_tokens
         seen["prompts longer than an iteration"] += sum(len(a.prompt) > limit for a in player.trace.arrivals)
@@ -501,7 +621,7 @@ def test_random_traces_keep_every_invariant(switches: tuple[bool, bool, str, str
     # Whole prompts leave a snapshot only where they end at a border.
     least = 100 if chunked else 20
     assert (seen["snapshots used"] > least and seen["snapshots evicted"] > 100) == prefixes
-    assert (seen["read in"] > 20) == prefixes, seen["read in"]
+    assert (seen["read in"] > 20) == (seen["arrived"] > 20) == prefixes, seen
     assert (seen["preemptions"] > 50) == (reservation == "on-demand")
     assert not chunked or seen["chunks"] > 50
     assert (seen["prompts longer than an iteration"] > 50) == chunked

@@ -41,6 +41,8 @@ ENGINE = EngineConfig(
     prefix_caching=True,
     kv_host_bytes=1 << 20,
     kv_disk_bytes=1 << 20,
+    kv_lease_seconds=1,
+    kv_transfer_seconds=1,
     reservation="full",
     scheduling_policy="priority",
     tensor_parallel=2,
@@ -88,7 +90,16 @@ def defaults(config: Any, but: Collection[str]) -> list[str]:
 
 def test_the_child_reads_what_the_parent_writes() -> None:
     # These exclude other fields that OPTIONS gives.
-    excluded = ("workers", "deterministic", "policy", "speculative", "record", "kv_disk")
+    excluded = (
+        "workers",
+        "deterministic",
+        "policy",
+        "speculative",
+        "record",
+        "kv_disk",
+        "role",
+        "kv_transfer_address",
+    )
     assert defaults(OPTIONS, but=excluded) == []
     assert WorkerOptions.from_json(OPTIONS.as_json()) == OPTIONS
     orca = replace(OPTIONS, engine=EngineConfig(deterministic=True, policy="orca", pipeline_parallel=2))

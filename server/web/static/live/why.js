@@ -9,6 +9,7 @@ export const WHY = {
   prefix: ["shared prefix", "another request is computing the beginning of its prompt, which it will share"],
   gate: ["paused", "the operator has stopped admission, or is bringing the engine to rest"],
   alone: ["one runs alone", "a request that may have made a worker die runs alone"],
+  transfer: ["transfer", "its prompt is on its way from the server that computed it"],
   disk: ["disk", "the beginning of its prompt is being read from the disk"],
   adapter: ["adapter", "its LoRA adapter is on its way to the devices"],
   phase: ["other phase", "a deterministic engine alternates between prefill and decode"],

@@ -1,0 +1,110 @@
+"""Puts the transfer of prompts between servers together: leases, arriving blocks, and their transport."""
+
+import hashlib
+import json
+import secrets
+from collections.abc import Sequence
+
+from orca_jax.checks import host_and_port
+from orca_jax.config import EngineConfig
+from orca_jax.control.handshake import model_digest
+from orca_jax.engine.block_transfer import LeaseServer, SocketTransport
+from orca_jax.errors import ConfigError
+from orca_jax.execution.host_blocks import StagesMemory
+from orca_jax.execution.worker import Worker
+from orca_jax.model_files.found_model import FoundModel
+from orca_jax.request.kv_transfer import TransferFacts, is_local
+from orca_jax.scheduling.arriving_blocks import ArrivingBlocks
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.leases import Leases
+
+_FORMAT = 1
+_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of each file of weights
+
+
+class TravellingBlocks:
+    """The transfer of prompts to an engine in this process, and from it. Raises ConfigError."""
+
+    def __init__(
+        self, found: FoundModel, config: EngineConfig, dtype: str, kv: KVManager, workers: Sequence[Worker]
+    ) -> None:
+        memory = StagesMemory([worker.host for worker in workers if worker.host is not None])
+        key = fingerprint(found, config, dtype, memory.kinds)
+        facts = TransferFacts(key, config.control_secret)
+        host, port = host_and_port("kv_transfer_address", config.kv_transfer_address or "127.0.0.1:0")
+        if not config.control_secret and not is_local(host):
+            raise ConfigError(
+                f"kv_transfer_address is {config.kv_transfer_address!r}, which other machines can reach, and "
+                "there is no control secret; set the same one for all servers, or use 127.0.0.1"
+            )
+        self._server: LeaseServer | None = None
+        self._leases: Leases | None = None
+        self._arriving: ArrivingBlocks | None = None
+        if config.gives_blocks:
+            self._server = LeaseServer(host, port, facts)
+            self._leases = Leases(
+                kv,
+                facts,
+                lambda blocks: memory.pack(blocks, [worker.paged_caches for worker in workers]),
+                block_bytes=memory.block_bytes,
+                most_bytes=config.kv_host_bytes,
+                seconds=config.kv_lease_seconds,
+                engine_id=secrets.token_hex(16),
+                address=(host, self._server.port),
+            )
+            self._server.start(self._leases)
+            kv.leases = self._leases
+        if config.takes_blocks:
+            self._arriving = ArrivingBlocks(
+                kv, facts, memory, SocketTransport(facts), seconds=config.kv_transfer_seconds
+            )
+            kv.arriving = self._arriving
+
+    def close(self) -> None:
+        """End all transfers. No iteration is issued."""
+        if self._arriving is not None:
+            self._arriving.close()
+        if self._leases is not None:
+            self._leases.stop()
+        if self._server is not None:
+            self._server.close()
+
+
+def fingerprint(found: FoundModel, config: EngineConfig, dtype: str, kinds: Sequence[object]) -> str:
+    """A text that differs wherever the bytes of a block differ, and is the same on two machines.
+
+    Weights count by the names and sizes of their files and by samples of their contents. Raises ConfigError
+    for weights without files.
+    """
+    facts = {
+        "format": _FORMAT,
+        "model": model_digest(found.config),
+        "weights": _weights(found, config),
+        "quantization": config.quantization,
+        "dtype": dtype,
+        "block_size": config.block_size,
+        "kinds": [str(kind) for kind in kinds],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _weights(found: FoundModel, config: EngineConfig) -> object:
+    if config.load_format == "dummy":
+        return config.seed or 0
+    if found.directory is None or found.user_model is not None:
+        raise ConfigError(
+            f"role is {config.role!r}, and the model {found.name} has no files by which two servers would "
+            "know that they have the same weights; leave it out"
+        )
+    place = found.directory
+    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+    weights = [path for path in files if path.suffix in (".safetensors", ".gguf")] or files
+    digest = hashlib.sha256()
+    for path in weights:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for i in range(_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,114 @@
+"""Blocks over TCP: whole or not at all, only for a server with the secret, never later than the deadline."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from orca_jax.engine.block_transfer import LeaseServer, SocketTransport
+from orca_jax.errors import ConfigError
+from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
+from tests.host.scheduling.test_leases import FACTS, SIZE, Rig
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig(8)
+    server = LeaseServer("127.0.0.1", 0, FACTS)
+    rig.leases.address = ("127.0.0.1", server.port)
+    server.start(rig.leases)
+    yield rig
+    server.close()
+    server.close()
+
+
+def fetched(
+    params: KVTransferParams,
+    digest: bytes,
+    first: int,
+    n: int,
+    facts: TransferFacts = FACTS,
+    size: int = SIZE,
+) -> list[bytes] | None:
+    """The blocks that a transport fetches; None for a failure."""
+    into = [[bytearray(size - 1), bytearray(1)] for _ in range(n)]
+    ended, results = threading.Event(), list[bool]()
+
+    def done(ok: bool) -> None:
+        results.append(ok)
+        ended.set()
+
+    transport = SocketTransport(facts)
+    transport.fetch(params, digest, first, [[*map(memoryview, each)] for each in into], done, 5.0)
+    assert ended.wait(10.0) and len(results) == 1
+    transport.close()
+    transport.fetch(params, digest, first, [], results.append, 5.0)
+    assert results[1:] == [False], "closed"
+    return [bytes(a + b) for a, b in into] if results[0] else None
+
+
+def test_blocks_arrive_as_they_were_leased(rig: Rig) -> None:
+    params, digest = rig.grant(20)
+    assert params is not None
+    expected = [bytes([block] * SIZE) for block in rig.packed[0].blocks]
+    assert fetched(params, digest, 1, 3) == expected[1:4]
+    assert fetched(params, digest, 1, 3) is None, "once"
+    assert not rig.leases.n_bytes
+    params, digest = rig.grant(20)
+    assert params is not None and fetched(params, digest, 0, 0) == [] and not rig.leases.n_bytes
+
+
+def test_what_does_not_fit_together_is_not_sent(rig: Rig) -> None:
+    params, digest = rig.grant(20)
+    assert params is not None
+    assert fetched(params, digest, 0, 5, facts=replace(FACTS, secret="another")) is None
+    assert fetched(params, FACTS.digest((1,), ()), 0, 5) is None
+    assert rig.leases.n_bytes == 5 * SIZE, "strangers end no lease"
+    assert fetched(params, digest, 3, 3) is None, "more than there are"
+    params, digest = rig.grant(20)
+    assert params is not None and fetched(params, digest, 0, 5, size=SIZE + 1) is None
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n" + b" " * 40, b"orca-kv1" + bytes(32)])
+def test_another_server_gets_nothing_and_holds_nobody(said: bytes) -> None:
+    """One that closes, one of another protocol, and one that only repeats the greeting."""
+    heard = list[bytes]()
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, suppress(ConnectionError):
+            connection.sendall(said)
+            connection.shutdown(socket.SHUT_WR)
+            while data := connection.recv(4096):
+                heard.append(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        params = FACTS.new_lease(engine_id="", host="127.0.0.1", port=listener.getsockname()[1], n_blocks=3)
+        assert fetched(params, b"", 0, 1) is None
+        thread.join(10.0)
+    assert bool(heard) == said.startswith(b"orca-kv1") and b"secret" not in b"".join(heard)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"\xff\xff\xff\xff", b"\x02\x00\x00\x00{}", b"\x02\x00\x00\x00[]", b"\x02"]
+)
+def test_a_client_that_talks_nonsense_ends_only_its_connection(rig: Rig, sent: bytes) -> None:
+    params, digest = rig.grant(20)
+    assert params is not None
+    with socket.create_connection(rig.leases.address, timeout=10.0) as connection:
+        assert len(connection.recv(40, socket.MSG_WAITALL)) == 40
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b""
+    assert fetched(params, digest, 0, 5) is not None
+
+
+def test_an_address_in_use_is_refused() -> None:
+    match = r"kv_transfer_address is 127.0.0.1:\d+, which cannot be used"
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(ConfigError, match=match):
+        LeaseServer("127.0.0.1", listener.getsockname()[1], FACTS)

@@ -1,0 +1,123 @@
+"""Arriving blocks: what happens to a fetch whose engine loses its memory, or whose request waits too long."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
+from orca_jax.request.request import Request
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.arriving_blocks import ArrivingBlocks
+from orca_jax.scheduling.kv_manager import KVManager
+
+FACTS = TransferFacts("model", "secret")
+PROMPT = tuple(range(13))
+
+
+class Wire:
+    """A transport whose fetches end when a test says so."""
+
+    n_done = 0
+
+    def __init__(self) -> None:
+        self.fetches: list[tuple[int, int, Callable[[bool], object]]] = []
+
+    def views(self, place: int) -> Sequence[memoryview]:
+        return [memoryview(bytearray(1))]
+
+    def fetch(
+        self,
+        params: KVTransferParams,
+        digest: bytes,
+        first: int,
+        into: Sequence[Sequence[memoryview]],
+        done: Callable[[bool], object],
+        seconds: float,
+    ) -> None:
+        assert seconds > 0 and digest == FACTS.digest(PROMPT[: 4 * len(params.remote_block_ids)], ("key", ""))
+        self.fetches.append((first, len(into), done))
+
+    def close(self) -> None:
+        pass
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.kv = KVManager(
+            n_rows=4, max_blocks_per_row=8, n_blocks=32, block_size=4, prefix_caching=True, n_host_blocks=8
+        )
+        assert self.kv.host is not None
+        self.host, self.wire, self.now = self.kv.host, Wire(), 0.0
+        self.arriving = ArrivingBlocks(
+            self.kv, FACTS, self.wire, self.wire, seconds=5.0, clock=lambda: self.now
+        )
+
+    def ask(self, n_blocks: int = 3) -> Request:
+        request = Request(
+            request_id="r",
+            prompt_ids=PROMPT,
+            max_tokens=20,
+            sampling=SamplingParams(max_tokens=7),
+            seed=0,
+            cache_salt=("key", ""),
+            kv_transfer=FACTS.new_lease(engine_id="", host="a", port=7, n_blocks=n_blocks),
+        )
+        self.arriving.ask(request)
+        return request
+
+
+def test_blocks_are_found_once_they_are_whole() -> None:
+    rig = Rig()
+    request = rig.ask()
+    assert rig.arriving.awaits(request) and not rig.wire.fetches
+    rig.arriving.step()
+    ((first, n, done),) = rig.wire.fetches
+    assert (first, n) == (0, 3) and rig.arriving.awaits(request) and not len(rig.host)
+    done(True)
+    assert rig.arriving.awaits(request), "until the scheduler's thread has seen it"
+    rig.arriving.step()
+    assert not rig.arriving.awaits(request) and len(rig.host) == 3
+    rig.arriving.step()
+    other = rig.ask()
+    rig.arriving.step()
+    assert rig.wire.fetches[1][:2] == (0, 0), "all are here: the lease is ended"
+    assert not rig.arriving.awaits(other)
+
+
+@pytest.mark.parametrize("cause", ["failed", "lost memory", "new weights"])
+def test_what_did_not_arrive_whole_is_not_found(cause: str) -> None:
+    rig = Rig()
+    request = rig.ask()
+    rig.arriving.step()
+    if cause == "lost memory":
+        rig.host.clear()
+    if cause == "new weights":
+        rig.arriving.stop()
+    rig.wire.fetches[0][2](cause != "failed")
+    rig.arriving.step()
+    assert not rig.arriving.awaits(request)
+    assert len(rig.host) == 0 and rig.host.n_free == 8 and rig.arriving.n_failed == 1
+    assert rig.ask() and rig.arriving.n_under_way == (cause != "new weights")
+
+
+def test_a_request_waits_for_a_bounded_time_and_its_places_longer() -> None:
+    rig = Rig()
+    request = rig.ask()
+    rig.arriving.step()
+    behind = rig.ask()
+    rig.arriving.step()
+    assert len(rig.wire.fetches) == 1 and rig.arriving.awaits(behind), "no room for both"
+    rig.now = 5.0
+    rig.arriving.step()
+    assert not rig.arriving.awaits(request) and not rig.arriving.awaits(behind)
+    assert rig.host.n_free == 5, "somebody may still write there"
+    rig.wire.fetches[0][2](False)
+    rig.arriving.step()
+    assert rig.host.n_free == 8 and not rig.arriving.n_under_way
+
+
+def test_more_blocks_than_the_prompt_has_are_not_fetched() -> None:
+    rig = Rig()
+    request = rig.ask(n_blocks=4)
+    rig.arriving.step()
+    assert not rig.wire.fetches and not rig.arriving.awaits(request) and rig.arriving.n_failed == 1

@@ -1,0 +1,102 @@
+"""Leases: bounded in bytes and in time, each for whoever knows its name and digest, once."""
+
+from collections.abc import Sequence
+
+from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
+from orca_jax.request.request import Request
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.leases import Leases
+
+SIZE = 100  # bytes of a block
+FACTS = TransferFacts("model", "secret")
+
+
+class Packed:
+    def __init__(self, blocks: Sequence[int]) -> None:
+        self.blocks, self.settled = blocks, False
+
+    def settle(self) -> None:
+        self.settled = True
+
+    def parts(self, index: int) -> list[memoryview]:
+        return [memoryview(bytes([self.blocks[index]] * SIZE))]
+
+
+class Rig:
+    def __init__(self, most_blocks: int) -> None:
+        self.kv = KVManager(n_rows=4, max_blocks_per_row=8, n_blocks=32, block_size=4, prefix_caching=True)
+        self.now = 0.0
+        self.packed: list[Packed] = []
+        self.leases = Leases(
+            self.kv,
+            FACTS,
+            self.pack,
+            block_bytes=SIZE,
+            most_bytes=most_blocks * SIZE,
+            seconds=10.0,
+            engine_id="engine",
+            address=("127.0.0.1", 7),
+            clock=lambda: self.now,
+        )
+
+    def pack(self, blocks: Sequence[int]) -> Packed:
+        self.packed.append(Packed(blocks))
+        return self.packed[-1]
+
+    def grant(self, n_tokens: int, salt: tuple[str, ...] = ()) -> tuple[KVTransferParams | None, bytes]:
+        prompt = tuple(range(n_tokens))
+        request = Request(
+            request_id="r",
+            prompt_ids=prompt,
+            max_tokens=n_tokens + 1,
+            sampling=SamplingParams(max_tokens=1),
+            seed=0,
+            cache_salt=salt,
+            kv_transfer=KVTransferParams(do_remote_decode=True),
+        )
+        (request.row,) = self.kv.reserve_sharing([(n_tokens, ())])
+        self.leases.grant(request)
+        self.kv.release(request.row)
+        return request.kv_lease, FACTS.digest(prompt[: n_tokens // 4 * 4], salt)
+
+
+def test_a_lease_has_the_full_blocks_of_a_prompt_for_one_taker() -> None:
+    rig = Rig(8)
+    params, digest = rig.grant(11, ("key 1", "salt"))
+    assert params is not None and FACTS.trusts(params)
+    assert params.remote_block_ids == (0, 1) and params.remote_engine_id == "engine"
+    assert (params.remote_host, params.remote_port) == ("127.0.0.1", 7)
+    assert len(rig.packed[0].blocks) == 2 and rig.leases.n_bytes == 2 * SIZE
+    name = params.remote_request_id
+    assert rig.leases.take(name, rig.grant(11, ("key 2", "salt"))[1]) is None
+    assert rig.leases.take("x" + name, digest) is None
+    lease = rig.leases.take(name, digest)
+    assert lease is not None and lease.n_blocks == 2
+    assert rig.leases.take(name, digest) is None
+    assert rig.leases.n_bytes == 4 * SIZE, "it counts until it is sent"
+    rig.leases.sent(lease)
+    assert rig.leases.n_bytes == 2 * SIZE
+    assert rig.grant(3)[0] is None, "no full block"
+
+
+def test_leases_end_with_their_time_and_for_newer_ones() -> None:
+    rig = Rig(5)
+    first, digest = rig.grant(8)
+    rig.now = 9.0
+    second, _ = rig.grant(8)
+    assert first is not None and second is not None and rig.packed[0].settled
+    rig.now = 10.0
+    assert rig.leases.take(first.remote_request_id, digest) is None
+    assert (len(rig.leases), rig.leases.n_bytes, rig.leases.n_expired) == (1, 2 * SIZE, 1)
+    third, _ = rig.grant(16)
+    assert third is not None and len(rig.leases) == 1, "the second made room"
+    assert rig.grant(24)[0] is None and len(rig.leases) == 0, "more than all"
+    held, digest = rig.grant(16)
+    assert held is not None
+    taken = rig.leases.take(held.remote_request_id, digest)
+    assert taken is not None and rig.grant(8)[0] is None, "no room beside what is being sent"
+    rig.leases.sent(taken)
+    assert rig.grant(8)[0] is not None
+    rig.leases.stop()
+    assert rig.grant(8)[0] is None and not rig.leases.n_bytes and not len(rig.leases)
