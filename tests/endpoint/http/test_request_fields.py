@@ -286,6 +286,7 @@ WRONG: dict[str, list[Any]] = {
     "user": [1, {"id": 1}],
     "priority": ["1", 1.5, True],
     "cache_salt": [1, True, ["a"]],
+    "kv_transfer_params": [1, "a", ["a"]],
     "prompt": [1, 1.5, True, {"a": 1}, None],
     "echo": [0, 1, "true"],
     "logprobs": ["1", 1.5, []],

@@ -14,6 +14,7 @@ NOT_RUN = {
     "worker": "several machines; tests/whole/workers",
     "--replicas": "needs Ray; tests/ray/test_launch.py",
     "--kv-events": "needs ZeroMQ; tests/scaleout/test_serve_kv_events.py",
+    "--role": "two servers; tests/device/launch/test_travelling_blocks.py",
     "--worker-processes": "tests/whole/workers",
     "/image/programs": "a folder of an image; tests/whole/commands/test_compile_ahead.py",
     "DST": "a form to fill in; tests/whole/commands/test_convert_command.py",
