@@ -112,6 +112,7 @@ class LLM:
             recorder=recorder,
             adapters=built.adapters,
             drafter=built.drafter,
+            pooling=found.pooling,
         )
         assert built.memory is not None
         self._controls = EngineControls(self._service, built.memory)
@@ -368,7 +369,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: Pooling = "last",
+        pooling: Pooling | None = None,
         dimensions: int | None = None,
         normalize: bool = True,
         priority: int = 0,
@@ -378,8 +379,9 @@ class LLM:
         """A vector for each prompt (one or a list, as in `generate`), from its final hidden states.
 
         Final hidden states are the inputs of the model's head, after the final norm; for a model of your own,
-        the outputs of its last layer. `pooling` "last" takes the last token's state, "mean" the mean over all
-        tokens. A vector is cut to its first `dimensions` numbers, by default all, and then scaled to length 1
+        the outputs of its last layer. `pooling` "last" takes the last token's state, "cls" the first one's,
+        which models like BERT have, and "mean" the mean over all tokens. The default is the checkpoint's, in
+        `1_Pooling/config.json` of Sentence Transformers, or else "cls" for models like BERT and "last". A vector is cut to its first `dimensions` numbers, by default all, and then scaled to length 1
         unless `normalize` is False. The requests run in the same batches as all others.
 
         Checks everything before running anything; raises a subclass of InvalidRequest that names the prompt.

@@ -23,6 +23,7 @@ counts: the cost of the attack itself shows in every try.
 import argparse
 import json
 import sys
+import time
 
 from rich.console import Console
 from rich.progress import Progress
@@ -30,6 +31,9 @@ from rich.progress import Progress
 from bench.hostile.attacker import ATTACKS
 from bench.hostile.report import Report, attack_table, round_table, summary
 from bench.hostile.trial import Cost, Trial
+
+# Freed memory goes back to the system a few seconds after a long body, so that many of them share the work.
+_GIVE_BACK_SECONDS = 6.0
 
 
 def attacked(trial: Trial, report: Report, name: str, seconds: float, number: int, tries: int) -> Cost:
@@ -61,6 +65,7 @@ def run(names: list[str], flags: argparse.Namespace, progress: Progress) -> Repo
                 cost = attacked(trial, report, name, round_seconds, number, flags.tries)
                 report.round_costs.append(cost)
                 progress.advance(task)
+            time.sleep(_GIVE_BACK_SECONDS)
             report.rounds.append(trial.footprint())
         report.exit_status = trial.finish()
         report.n_servers, report.traceback = trial.n_servers, trial.traceback

@@ -56,7 +56,8 @@ class PromptReader:
                 scores[place].append((part, flat.n_tokens))
         pooled: list[tuple[jax.Array, list[int]]] = []
         if pools:
-            for places, at, flat in pooled_parts(message, message.n_pooled, self._shape):
+            parts = pooled_parts(message, message.n_pooled, self._shape, causal=self._stage.causal)
+            for places, at, flat in parts:
                 part = self._past_last_layer(self._stage.pool, hidden, cache, at, flat)
                 pooled.append((part, places))
         return PromptReads(scores, pooled, routed)

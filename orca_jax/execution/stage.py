@@ -95,7 +95,7 @@ class Stage:
         stacks: Mapping[str, tuple[Any, Sequence[Any]]] | None = None,
         max_adapters: int = 0,
     ) -> None:
-        self.part = part
+        self.part, self.causal = part, not config.is_bidirectional
         by_user = isinstance(parameters, UserParameters)
         # A layer that a user wrote may need all tokens to the end.
         self.host_buffer = HostBuffer(attention, last=part.last and not by_user)

@@ -275,16 +275,19 @@ class Embedding:
     """The token embedding. Where `size` is not the hidden size, there are projections around the layers.
 
     With `tied` the head has the same weights. A token's row is multiplied by `multiplier`, rounded to the
-    weights' dtype; `norm` follows the sum with the position (BLOOM).
+    weights' dtype; `norm` follows the sum with the position (BLOOM). With `n_segments` there is a table with
+    a row for each segment of an input, and all tokens count to the first (BERT).
     """
 
     size: int
     tied: bool = True
     multiplier: float = 1.0
     norm: Norm | None = None
+    n_segments: int = 0
 
     def __post_init__(self) -> None:
         check_size("embedding_size", self.size)
+        check_whole("type_vocab_size", self.n_segments, 0, 1 << 10)
         check_positive("embedding_multiplier", self.multiplier)
 
 
@@ -320,6 +323,10 @@ class ModelConfig:
     attention. Then `n_positions` counts the decoder's tokens alone, which begin with
     `decoder_start_token_id`; the forced ids are the decoder's first token after its prompt, and its last one
     where it reaches its longest output.
+
+    Without causal masks the model makes embeddings and generates nothing: a request's tokens all run in one
+    iteration. The last of the `n_positions` is then of the sampled token that ends the request, and is never
+    computed.
 
     Layers may differ, but not in the number of their query heads. Without `positions` nothing is added to
     token embeddings. `vocab_multiple` pads the embedding table to a multiple, for hardware or for sharding;
@@ -418,8 +425,11 @@ class ModelConfig:
             raise ConfigError(
                 "cross attention without an encoder, or an encoder without it, is not supported"
             )
-        if not all(layer.attention.causal for layer in self.layers if layer.attention is not None):
-            raise ConfigError("a decoder's layer that is not causal is not supported")
+        if len({attention.causal for attention in self.attentions}) > 1:
+            raise ConfigError("layers with and without a causal mask in one model are not supported")
+        if self.is_bidirectional and (self.encoder is not None or self.has_state):
+            part = "a decoder's layer" if self.encoder is not None else "a layer beside recurrent ones"
+            raise ConfigError(f"{part} that is not causal is not supported")
         if self.encoder is None:
             return
         if self.attention.group != 1:
@@ -460,6 +470,11 @@ class ModelConfig:
     def has_state(self) -> bool:
         """Whether any layer is recurrent, so that each request has a state of fixed size."""
         return any(layer.recurrence is not None for layer in self.layers)
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether tokens see later ones, so that the model makes embeddings and generates nothing (BERT)."""
+        return not self.attention.causal
 
     @property
     def n_heads(self) -> int:

@@ -3,6 +3,7 @@
 An axis is written in letters, and its size is their product; a digit is a size, and + makes a sum:
 
     V  rows of the vocabulary, padded     E  embedding size     P  rows of the position table
+    t  rows of the table of segments
     H  hidden size                        K  key/value heads    D  head size
     G  query heads of each K/V head       F  feed-forward size     U  buckets of a relative bias
     X  experts, each with a matrix        Y  experts, each with a row of the router
@@ -512,6 +513,9 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
     }
     if config.positions is not None:
         before["position_embedding"] = _parameter(("P", "H"), sizes, "normal", "embedding", "first")
+    if config.embedding.n_segments:
+        own = sizes | {"t": config.embedding.n_segments}
+        before["segment_embedding"] = _parameter(("t", "H"), own, "normal", "embedding", "first")
     if config.embedding.norm is not None:
         before |= _norm("embedding_norm", config.embedding.norm, sizes, "first")
     encoder = config.encoder
@@ -564,7 +568,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     return {
         "V": config.padded_vocab_size,
         "E": config.embedding.size,
-        "P": config.n_positions + (config.positions.offset if config.positions else 0),
+        "P": config.n_positions - config.is_bidirectional + (config.positions.offset if config.positions else 0),
         "H": config.hidden_size,
     }
 

@@ -33,6 +33,7 @@ from orca_jax.families.decoders.smollm3 import SMOLLM3
 from orca_jax.families.decoders.starcoder2 import STARCODER2
 from orca_jax.families.encoder_decoders.bart import BART, MBART, PEGASUS
 from orca_jax.families.encoder_decoders.t5 import MT5, T5, UMT5
+from orca_jax.families.encoders.bert import BERT, ROBERTA, XLM_ROBERTA
 from orca_jax.families.family import Family
 from orca_jax.families.mixtures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25
 from orca_jax.families.mixtures.ernie4_5_moe import ERNIE4_5_MOE
@@ -119,6 +120,9 @@ _families: dict[str, Family] = {
         BART,
         MBART,
         PEGASUS,
+        BERT,
+        ROBERTA,
+        XLM_ROBERTA,
     )
 }
 

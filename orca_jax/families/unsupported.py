@@ -27,9 +27,9 @@ _KINDS: Mapping[str, str] = {
         qwen2_5_omni qwen2_5_vl qwen2_vl qwen3_omni_moe qwen3_vl qwen3_vl_moe smolvlm video_llava vipllava
     """,
     _ENCODER: """
-        albert bert camembert data2vec-text deberta deberta-v2 distilbert electra ernie esm eurobert
-        flaubert gte ibert longformer luke mobilebert modernbert mpnet new nomic_bert roberta roformer
-        splinter squeezebert xlm xlm-roberta xlm-roberta-xl xmod
+        albert camembert data2vec-text deberta deberta-v2 distilbert electra ernie esm eurobert
+        flaubert gte ibert longformer luke mobilebert modernbert mpnet new nomic_bert roformer splinter
+        squeezebert xlm xlm-roberta-xl xmod
     """,
     _OF_SPEECH: """
         audio-spectrogram-transformer bark clap csm encodec granite_speech hubert kyutai mimi moonshine

@@ -15,7 +15,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from orca_jax.errors import OutputFailed, QueueFull, is_failure
-from orca_jax.grammar.memory import MAX_BYTES, HeapGrowth, LiveGrammars, grown_by
+from orca_jax.grammar.memory import KEPT_BYTES, MAX_BYTES, HeapGrowth, LiveGrammars, grown_by
 from orca_jax.grammar.schema_document import CannotFollow
 from orca_jax.grammar.source import GrammarText, grammar_text, refuse, shortened
 from orca_jax.grammar.token_mask import Words, has, words_of
@@ -27,7 +27,7 @@ COMPILE_SECONDS = 2.0  # of a processor: limit of a compilation; and limit of th
 COMPILE_PATIENCE = 5  # times that: how long a busy machine may take for it
 COMPILE_PLACES = 3  # concurrent compilations; a timed-out one keeps its place until it finishes
 COMPILE_STACK_BYTES = 256 << 20  # of address space; llguidance recurses, 3,000 rules in a chain take 8 MB
-N_KEPT = 64  # cached grammars, compiled or rejected; compiled ones within MAX_BYTES
+N_KEPT = 64  # cached grammars, compiled or rejected; compiled ones within KEPT_BYTES
 N_TRIED = 8  # tokens of the trial output after compiling: a grammar that fails at once is rejected here
 
 _FORCED_BYTES = 16  # of a text that must follow: how many are read for each token that is wanted
@@ -131,8 +131,10 @@ class GrammarCompiler:
             if not (unless_known and source in self._kept):
                 self._kept[source] = known
             self._kept.move_to_end(source)
-            while len(self._kept) > N_KEPT:
-                self._kept.popitem(last=False)
+            n_bytes = sum(each.n_bytes for each in self._kept.values() if isinstance(each, Grammar))
+            while len(self._kept) > N_KEPT or (n_bytes > KEPT_BYTES and len(self._kept) > 1):
+                _, oldest = self._kept.popitem(last=False)
+                n_bytes -= oldest.n_bytes if isinstance(oldest, Grammar) else 0
 
     def _compile(self, source: GrammarText) -> "Grammar | str":
         growth = HeapGrowth()

@@ -23,7 +23,8 @@ ADJUSTED = 1  # has biases or penalties
 CONSTRAINED = 2  # has a token mask, which follows the message
 POOLS_LAST = 4  # wants the final hidden state of its last input token
 POOLS_ALL = 8  # wants the sum of the final hidden states of all its input tokens
-POOLED = POOLS_LAST | POOLS_ALL
+POOLS_FIRST = 64  # wants the final hidden state of its first input token
+POOLED = POOLS_LAST | POOLS_ALL | POOLS_FIRST
 ROUTED = 16  # wants the experts that its input tokens choose
 DRAFTED = 32  # is ADJUSTED, and its penalties count its known input token and those of the rows before it
 
@@ -150,9 +151,13 @@ class ControlMessage:
 
     @property
     def n_pooled(self) -> npt.NDArray[np.int32]:
-        """[R]: the number of last input tokens whose final hidden states are summed; mostly 0."""
+        """[R]: the number of input tokens whose final hidden states are summed; mostly 0.
+
+        They are the last ones, or with POOLS_FIRST the first.
+        """
         flags = self.sampling["flags"]
-        pooled = np.where(flags & POOLS_ALL, self.input_length, (flags & POOLS_LAST) > 0)
+        one = (flags & (POOLS_LAST | POOLS_FIRST)) > 0
+        pooled = np.where(flags & POOLS_ALL, self.input_length, one)
         return pooled.astype(np.int32)
 
     @property

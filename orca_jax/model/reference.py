@@ -336,6 +336,8 @@ def forward(
             x = x @ p["project_in"].T
         if stack.positions is not None:
             x = x + p[f"{side}position_embedding"][jnp.arange(len(ids)) + stack.positions.offset]
+        if "segment_embedding" in p:
+            x = x + p["segment_embedding"][0]
         kind = stack.embedding.norm if isinstance(stack, ModelConfig) else stack.embedding_norm
         return x if kind is None else norm(kind, f"{side}embedding_norm", x)
 

@@ -93,6 +93,8 @@ class Transformer(nnx.Module):
             self.input_norm = norm_of(config.layers[0].norm, parameters.get, "inputs.norm") if sized else None
             positions = None if config.positions is None else nnx.Param(parameters["position_embedding"])
             self.position_embedding = positions
+            segments = nnx.Param(parameters["segment_embedding"]) if config.embedding.n_segments else None
+            self.segment_embedding = segments
             embedding_norm = config.embedding.norm
             self.embedding_norm = (
                 None if embedding_norm is None else norm_of(embedding_norm, parameters.get, "embedding_norm")
@@ -124,6 +126,8 @@ class Transformer(nnx.Module):
         if self.position_embedding is not None and self.config.positions is not None:
             place = positions + self.config.positions.offset
             x = x + self.position_embedding[...].at[place].get(mode="clip")
+        if self.segment_embedding is not None:
+            x = x + self.segment_embedding[...][0]
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def embed_input(self, token_ids: jax.Array, positions: jax.Array, shard: Shard = ALONE) -> jax.Array:

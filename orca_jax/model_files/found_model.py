@@ -23,9 +23,11 @@ from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.orca_json import described_model, is_orbax
 from orca_jax.gguf_file import GgufFile, is_gguf, open_gguf
 from orca_jax.model_files.locate import find_directory
+from orca_jax.model_files.sentence_pooling import stored_pooling
 from orca_jax.model_files.weight_files import find_weight_files
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from orca_jax.request.gguf_tokenizer import has_tokenizer
+from orca_jax.request.pooling import Pooling
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.request.tokenizer_config import read_tokenizer_config
@@ -43,6 +45,7 @@ class FoundModel:
     `config` has all end-of-sequence tokens: config.json's, the generation defaults' and the tokenizer's.
     `text_directory` has the tokenizer's config and chat templates. `user_model` is a module of the user's
     own class (user_model/find.py). `note` names fields of config.json that are not used, to show at load.
+    `pooling` is that of embeddings, if the checkpoint says so.
     """
 
     name: str
@@ -53,6 +56,7 @@ class FoundModel:
     text_directory: Path | None = None
     user_model: object | None = None
     note: str = ""
+    pooling: Pooling | None = None
 
 
 def find_model(
@@ -92,7 +96,9 @@ def _found(
     generation = read_generation_defaults(directory, generation_config)
     described, note = described_model(directory)
     config = _with_end_tokens(_held(described, load_format, quantization), generation, None)
-    found = FoundModel(name, config, None, directory, generation, directory, note=note)
+    found = FoundModel(
+        name, config, None, directory, generation, directory, note=note, pooling=stored_pooling(directory)
+    )
     if is_gguf(directory):  # whose tokenizer may be of a kind that is not read, and takes a second to make
         has_one = needs_tokenizer and has_tokenizer(open_gguf(directory))
     else:

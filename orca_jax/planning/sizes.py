@@ -40,6 +40,8 @@ def serving_config(
     follows from `device`, the name of the stages' devices; without it that setting stays as given. Raises
     ConfigError.
     """
+    if config.is_bidirectional:
+        requested = _whole_prompts(requested)
     if config.encoder is not None:
         if requested.prefix_caching:
             raise ConfigError(
@@ -49,8 +51,9 @@ def serving_config(
         if requested.kv_host_bytes:
             raise _no_host_tier(requested, "the model has an encoder, and so no prefix cache; leave it out")
         requested = replace(requested, prefix_caching=False)
-    if requested.speculates and (config.encoder is not None or config.has_state):
-        part = "an encoder" if config.encoder is not None else "recurrent layers"
+    no_drafts = config.encoder is not None or config.has_state or config.is_bidirectional
+    if requested.speculates and no_drafts:
+        part = "recurrent layers" if config.has_state else "an encoder"
         raise ConfigError(
             f"speculative is {requested.speculative!r}, which does not work yet with a model with {part}; "
             "leave it out"
@@ -91,6 +94,17 @@ def serving_config(
         costs = iteration_costs(serving, config, rooms, device=device)
         serving = replace(serving, iteration_costs=costs)
     return with_prefill_tokens(serving, config, rooms, device=device)
+
+
+def _whole_prompts(requested: Sizes) -> Sizes:
+    """The sizes for a model whose tokens see later ones: prompts are neither cut nor cached. ConfigError."""
+    for name in ("chunked_prefill", "prefix_caching", "kv_host_bytes"):
+        if getattr(requested, name):
+            raise ConfigError(
+                f"{name} is {getattr(requested, name)}, and the tokens of this model see later ones, so that a "
+                "prompt runs whole and nothing of it can be reused; leave it out"
+            )
+    return replace(requested, chunked_prefill=False, prefix_caching=False)
 
 
 def _n_snapshots(

@@ -4,15 +4,15 @@ from typing import Literal, cast, get_args
 
 from orca_jax.errors import InvalidRequest
 
-# last: the hidden state of the last token. mean: the mean over all tokens.
-Pooling = Literal["last", "mean"]
+# last, cls: the hidden state of the last or the first token. mean: the mean over all tokens.
+Pooling = Literal["last", "mean", "cls"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
 def checked_pooling(pooling: object) -> Pooling:
     """Return `pooling` if it is a known one. Raises InvalidRequest."""
     if pooling not in POOLINGS:
-        raise InvalidRequest(f"pooling is {str(pooling)[:100]!r}; it must be last or mean", param="pooling")
+        raise InvalidRequest(f"pooling is {str(pooling)[:100]!r}; it must be last, mean or cls", param="pooling")
     return cast(Pooling, pooling)
 
 

@@ -97,6 +97,18 @@ def check_prompt(
     return CheckedPrompt(tuple(prompt_ids), n_output)
 
 
+def check_use(model: ModelConfig, pooling: Pooling | None) -> None:
+    """Raise NotSupported if the model cannot make embeddings, or with this `pooling`, or makes nothing else."""
+    if pooling is None and model.is_bidirectional:
+        message = "this model makes embeddings and generates nothing, since its tokens see later ones; use "
+        raise NotSupported(f"{message}/v1/embeddings or LLM.embed", param="prompt")
+    if pooling is not None and model.encoder is not None:
+        raise NotSupported("embeddings are not supported for a model with an encoder", param="prompt")
+    if pooling == "cls" and not model.is_bidirectional:
+        message = "pooling is 'cls', the first token's state, and in this model that token sees no other; use "
+        raise NotSupported(f"{message}last or mean", param="pooling")
+
+
 def check_routing(sampling: SamplingParams, model: ModelConfig) -> None:
     """Raise NotSupported if the request asks for experts that the model does not have."""
     if sampling.return_routed_experts and not any(model.expert_routing):

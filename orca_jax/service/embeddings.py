@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
-from orca_jax.errors import NotSupported, RequestCancelled
+from orca_jax.errors import RequestCancelled
 from orca_jax.request.pooled_vector import Vector
 from orca_jax.request.pooling import checked_pooling
 from orca_jax.request.request import FinishReason
@@ -26,12 +25,13 @@ def pooled_prompt(
     *,
     tenant: str = "",
 ) -> tuple[CheckedPrompt, OutputRules]:
-    """Check a request for an embedding; see `LLM.embed`. Raises a leaf of InvalidRequest."""
-    if service.model.encoder is not None:
-        raise NotSupported("embeddings are not supported for a model with an encoder", param="prompt")
-    checked_pool = checked_pooling(pooling)
+    """Check a request for an embedding; see `LLM.embed`. Without `pooling` it is the service's.
+
+    Raises a leaf of InvalidRequest.
+    """
+    checked_pool = service.pooling if pooling is None else checked_pooling(pooling)
     rules = service.rules(_ONE_TOKEN)
-    return replace(service.check(token_ids, rules, scheduling, tenant=tenant), pooling=checked_pool), rules
+    return service.check(token_ids, rules, scheduling, tenant=tenant, pooling=checked_pool), rules
 
 
 def pooled_vectors(service: Orca, checked: Sequence[tuple[CheckedPrompt, OutputRules]]) -> list[Vector]:

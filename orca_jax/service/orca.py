@@ -26,6 +26,7 @@ from orca_jax.errors import (
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.adapter import Adapter
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
+from orca_jax.request.pooling import Pooling
 from orca_jax.request.request import FinishReason, Request, SharedDrafter
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
@@ -37,6 +38,7 @@ from orca_jax.scheduling.admission import (
     TokenName,
     check_prompt,
     check_search,
+    check_use,
     longest_request,
     unnamed,
     weight_in_bytes,
@@ -74,8 +76,9 @@ class Orca:
     its requests resume. `failure` is a permanent failure of the engine: every live request then ends with the
     reason `error`, and new ones are rejected. `on_delivered`, if set, is called on the scheduler's thread
     with all deliveries of an iteration, after they are in the requests' Outputs. Without a `tokenizer`,
-    output text is empty. `adapters` has the engine's LoRA adapters, and `drafter` is its draft model. A
-    `recorder` records until `close` what is needed to repeat the batches.
+    output text is empty. `adapters` has the engine's LoRA adapters, and `drafter` is its draft model. Embeddings
+    have this `pooling` by default; without, that which models of the kind mostly have. A `recorder` records
+    until `close` what is needed to repeat the batches.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Orca:
         recorder: Recorder | None = None,
         adapters: AdapterStore | None = None,
         drafter: SharedDrafter | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         self._failure: EngineError | None = None
         self.on_delivered: Callable[[Sequence[Delivery]], None] | None = None
@@ -120,6 +124,7 @@ class Orca:
             self.scheduler, self.recovery, wake=self.pool.wake, stopped=self._stopped
         )
         self.model = model
+        self.pooling: Pooling = pooling or ("cls" if model.is_bidirectional else "last")
         self.adapter_store = adapters
         if adapters is not None:
             slots = AdapterSlots(config.max_loras, adapters, wake=self.pool.wake)
@@ -228,8 +233,9 @@ class Orca:
         *,
         tenant: str = "",
         decoder_ids: Sequence[int] | None = None,
+        pooling: Pooling | None = None,
     ) -> CheckedPrompt:
-        """Check a prompt before anything runs; `submit` does not check it again.
+        """Check a prompt before anything runs; `submit` does not check it again. With `pooling` it is embedded.
 
         With an encoder the prompt is its input, and the output follows `decoder_ids`. These begin with the
         model's `decoder_start_token_id`, which is added if it is missing.
@@ -241,6 +247,7 @@ class Orca:
         """
         if scheduling.priority:
             scheduling.check_policy(self._order)
+        check_use(self.model, pooling)
         encoder_ids, prompt_ids = self._inputs.split(prompt_ids, decoder_ids, rules.sampling)
         checked = check_prompt(
             prompt_ids,
@@ -256,6 +263,7 @@ class Orca:
         return replace(
             checked,
             encoder_ids=encoder_ids,
+            pooling=pooling,
             priority=scheduling.priority,
             cache_salt=salt,
             block_hashes=None if hashes is None else tuple(hashes),

@@ -17,6 +17,7 @@ KINDS = {
     "beams": "results of generate() with several beams",
     "adapters": "LoRA adapters that PEFT saves, and its results with them",
     "hidden": "final hidden states",
+    "embeddings": "checkpoints of models like BERT, and their final hidden states",
     "routing": "the experts that mixtures choose",
     "mxfp4": "a model with experts packed in MXFP4",
     "fp8": "a matrix in FP8, and dequantised",
@@ -30,7 +31,7 @@ KINDS = {
     "gemma": "the same for Google's gemma package",
 }
 # Kinds that can make some of their models.
-BY_NAME = {"decoders", "adapters", "encoders", "beams", "hidden", "text_parts", "tunix", "maxtext"}
+BY_NAME = {"decoders", "adapters", "encoders", "beams", "embeddings", "hidden", "text_parts", "tunix", "maxtext"}
 
 
 def main() -> None:

@@ -121,11 +121,11 @@ class EndpointOptions(Options):
         int, "maximum inputs of a request for embeddings, scores or a ranking", Whole(1, 1 << 16)
     ] = 2048
     pooling: Annotated[
-        Pooling,
-        "pooling of embeddings if a request does not set it; last: the last token's state; mean: the mean "
-        "over all tokens",
+        Pooling | None,
+        "pooling of embeddings if a request does not set it; last, cls: the last or the first token's state; "
+        "mean: the mean over all tokens (default: the checkpoint's; else cls for models like BERT, and last)",
         "model and engine",
-    ] = "last"
+    ] = None
     batch_dir: Annotated[
         Path | None,
         "folder for clients' files and batches (/v1/files, /v1/batches), which continue after a restart "

@@ -103,6 +103,24 @@ def test_the_oldest_that_are_kept_make_room(monkeypatch: pytest.MonkeyPatch) -> 
     assert first
 
 
+def test_cached_grammars_have_bytes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if there is room in all, the cache has room for two of 100 bytes; one that is larger is kept alone."""
+    sized(monkeypatch, 100, 10_000)
+    monkeypatch.setattr(rooms, "KEPT_BYTES", 250)
+    cache = compiler()
+    first = compiled(cache, "a")
+    second = compiled(cache, "b")
+    assert compiled(cache, "a") is first  # used again, so not the oldest
+    third = compiled(cache, "c")
+    assert cache._live.n_bytes() == 300  # the second is still in use
+    assert compiled(cache, "a") is first and compiled(cache, "c") is third
+    assert compiled(cache, "b") is not second
+    del first, second, third
+    monkeypatch.setattr(HeapGrowth, "n_bytes", lambda _: 1000)
+    large = compiled(cache, "d")
+    assert cache._live.n_bytes() == 1000 and compiled(cache, "d") is large
+
+
 def test_grammars_in_use_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     sized(monkeypatch, 100, 300)
     cache = compiler()

@@ -1,0 +1,1 @@
+"""Families of encoders alone, which make embeddings: every token sees all others, and nothing is generated."""

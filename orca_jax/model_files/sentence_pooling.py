@@ -1,0 +1,36 @@
+"""The pooling that a checkpoint of Sentence Transformers names in `1_Pooling/config.json`."""
+
+from pathlib import Path
+
+from orca_jax.errors import UnsupportedModel
+from orca_jax.families.strict_json import read_object, shown
+from orca_jax.request.pooling import Pooling
+
+POOLING_FILE = "1_Pooling/config.json"
+_DENSE = "2_Dense"  # a layer that changes the pooled vector
+_MAX_BYTES = 100_000
+_PREFIX = "pooling_mode_"
+_MODES: dict[str, Pooling] = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}
+
+
+def stored_pooling(directory: Path) -> Pooling | None:
+    """The pooling of the checkpoint in `directory`; None if it names none.
+
+    Raises UnsupportedModel for another pooling, and for a layer after it; CorruptFile for a damaged file.
+    """
+    path = directory / POOLING_FILE
+    if not path.exists():
+        return None
+    if (directory / _DENSE).exists():
+        raise UnsupportedModel(
+            f"{shown(directory)} has {_DENSE}, a layer after the pooling, which is not supported: its embeddings "
+            "would not be those of Sentence Transformers; remove it if you want those before the layer"
+        )
+    values = read_object(path, _MAX_BYTES)
+    modes = [name.removeprefix(_PREFIX) for name, value in values.items() if value is True]
+    modes = [name for name in modes if f"{_PREFIX}{name}" in values]
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise UnsupportedModel(
+            f"{shown(path)}: the pooling is {', '.join(modes) or 'none'}; it must be one of {', '.join(_MODES)}"
+        )
+    return _MODES[modes[0]]

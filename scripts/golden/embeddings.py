@@ -1,0 +1,104 @@
+"""Make the golden files of models like BERT: small random models, and Hugging Face's final hidden states.
+
+Each model gets a directory with a checkpoint and `embedding_golden.npz`, which
+tests/device/model/golden_embeddings.py describes. Every weight is drawn, norms and biases too, and the states
+are compared with those of the same model in float64 before anything is written.
+"""
+
+# pyright: reportMissingImports=false
+
+import json
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+
+from scripts.golden.with_torch import GOLDEN, SEED, versions
+
+N_PROMPTS = 16
+ROUNDING = 1e-5
+_SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "pad_token_id": 1,
+}
+# "_masked": the checkpoint is of the model with the head of masked language modelling.
+SHAPES: dict[str, dict[str, Any]] = {
+    "bert-segments": {"model_type": "bert", "max_position_embeddings": 64, "type_vocab_size": 2},
+    "bert-relu-masked": {
+        **{"model_type": "bert", "max_position_embeddings": 33, "type_vocab_size": 1},
+        **{"hidden_act": "relu", "layer_norm_eps": 1e-5, "_masked": True},
+    },
+    "roberta-padding": {
+        **{"model_type": "roberta", "max_position_embeddings": 50, "type_vocab_size": 1, "pad_token_id": 5},
+        **{"layer_norm_eps": 1e-5, "_masked": True},
+    },
+    "xlm-roberta-one-head": {
+        **{"model_type": "xlm-roberta", "max_position_embeddings": 66, "type_vocab_size": 1},
+        **{"num_attention_heads": 1, "hidden_act": "gelu_new"},
+    },
+}
+
+
+def _draw(model: torch.nn.Module, rng: np.random.Generator) -> None:
+    for name, parameter in sorted(model.named_parameters()):
+        values = rng.standard_normal(tuple(parameter.shape), dtype=np.float32)
+        if "LayerNorm" in name or "layer_norm" in name:
+            values = values * 0.1 + (1.0 if name.endswith("weight") else 0.0)
+        elif values.ndim == 2 and "embeddings" not in name:
+            values *= 1.5 / np.sqrt(values.shape[1])
+        elif values.ndim == 1:
+            values *= 0.1
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(values.astype(np.float32)))
+
+
+def _states(model: Any, prompt: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        ids = torch.from_numpy(prompt.astype(np.int64))[None]
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0].double().numpy()
+
+
+def make_files(only: Sequence[str]) -> None:
+    """Write the directories, all or those in `only`, and print a line for each."""
+    for name, shape in SHAPES.items():
+        if only and name not in only:
+            continue
+        fields = _SIZES | {key: value for key, value in shape.items() if not key.startswith("_")}
+        config = AutoConfig.for_model(**fields)
+        config._attn_implementation = "eager"
+        kind = AutoModelForMaskedLM if shape.get("_masked") else AutoModel
+        whole = kind.from_config(config).eval().float()
+        rng = np.random.default_rng([SEED, *name.encode()])
+        _draw(whole, rng)
+        directory = GOLDEN / name
+        shutil.rmtree(directory, ignore_errors=True)
+        whole.save_pretrained(directory)
+        model = whole.base_model if shape.get("_masked") else whole
+        # Padding ids would move RoBERTa's positions.
+        allowed = np.setdiff1d(np.arange(fields["vocab_size"]), [fields["pad_token_id"]])
+        first = fields["pad_token_id"] + 1 if "roberta" in fields["model_type"] else 0
+        longest = fields["max_position_embeddings"] - first
+        lengths = [1, longest, *rng.integers(2, longest, N_PROMPTS - 2).tolist()]
+        prompts = [rng.choice(allowed, n).astype(np.int32) for n in lengths]
+        states = [_states(model, prompt) for prompt in prompts]
+        model.double()
+        exact = [_states(model, prompt) for prompt in prompts]
+        worst = max(float(np.abs(a - b).max()) for a, b in zip(states, exact, strict=True))
+        assert worst < ROUNDING, f"{name}: rounding moves a hidden state by {worst}"
+        np.savez_compressed(
+            directory / "embedding_golden.npz",
+            prompt_tokens=np.concatenate(prompts),
+            prompt_lengths=np.array(lengths, np.int32),
+            cls=np.stack([each[0] for each in states]).astype(np.float32),
+            last=np.stack([each[-1] for each in states]).astype(np.float32),
+            mean=np.stack([each.mean(axis=0) for each in states]).astype(np.float32),
+            versions=np.array(json.dumps(versions())),
+        )
+        print(f"{name:24} {len(prompts)} prompts of 1 to {longest} tokens, rounding {worst:.1e}", flush=True)
