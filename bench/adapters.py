@@ -107,10 +107,13 @@ def resident_kb() -> int:
 
 
 def clients(llm: LLM, n: int, names: Sequence[str], seconds: float, n_tokens: int, *, seed: int) -> Phase:
-    """Let `n` clients send requests for some time, every second one to adapters if there are `names`."""
+    """Let `n` clients send requests for some time, every second one to adapters if there are `names`.
+
+    Outputs have half to one and a half times `n_tokens`, so that prompts come one by one in any case: clients
+    that all begin together share an iteration for their prompts, and those that wait for adapters do not.
+    """
     phase, lock, until = Phase(), threading.Lock(), time.perf_counter() + seconds
     shares = 1.0 / np.arange(1, len(names) + 1)
-    params = SamplingParams(max_tokens=n_tokens, temperature=0.0, ignore_eos=True)
 
     def client(number: int) -> None:
         chance = np.random.default_rng((seed, number))
@@ -119,6 +122,8 @@ def clients(llm: LLM, n: int, names: Sequence[str], seconds: float, n_tokens: in
             if names and number % 2:
                 adapter = names[int(chance.choice(len(names), p=shares / shares.sum()))]
             prompt, times = chance.integers(3, llm.config.vocab_size, N_INPUT).tolist(), list[float]()
+            n_output = int(chance.integers(n_tokens // 2, 3 * n_tokens // 2, endpoint=True))
+            params = SamplingParams(max_tokens=n_output, temperature=0.0, ignore_eos=True)
             try:
                 times += [time.perf_counter() for _ in llm.stream(prompt, params, adapter=adapter)]
             except OrcaError as error:
@@ -128,7 +133,7 @@ def clients(llm: LLM, n: int, names: Sequence[str], seconds: float, n_tokens: in
             with lock:
                 phase.n_ended["the model" if adapter is None else "an adapter"] += 1
                 if adapter is None:
-                    phase.per_token.append((times[-1] - times[0]) / (n_tokens - 1))
+                    phase.per_token.append((times[-1] - times[0]) / (n_output - 1))
                     phase.longest_gap = max(phase.longest_gap, *np.diff(times))
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(n)]
@@ -243,7 +248,7 @@ def engine(flags: argparse.Namespace, names: Sequence[str]) -> Iterator[LLM]:
             max_lora_rank=flags.rank,
             lora_host_bytes=flags.host_mb << 20,
             max_batch_size=flags.rows,
-            n_slots=flags.rows * (N_INPUT + flags.tokens + 32),
+            n_slots=flags.rows * (N_INPUT + 3 * flags.tokens // 2 + 32),
             compile_ahead=True,
             on_compile="error",
         ) as llm:

@@ -380,9 +380,10 @@ class LLM:
 
         Final hidden states are the inputs of the model's head, after the final norm; for a model of your own,
         the outputs of its last layer. `pooling` "last" takes the last token's state, "cls" the first one's,
-        which models like BERT have, and "mean" the mean over all tokens. The default is the checkpoint's, in
-        `1_Pooling/config.json` of Sentence Transformers, or else "cls" for models like BERT and "last". A vector is cut to its first `dimensions` numbers, by default all, and then scaled to length 1
-        unless `normalize` is False. The requests run in the same batches as all others.
+        which models like BERT have, and "mean" the mean over all tokens. The default is the one that the
+        checkpoint names (Sentence Transformers' `1_Pooling`), or else "cls" for models like BERT and "last"
+        for others. A vector is cut to its first `dimensions` numbers, by default all, and then scaled to
+        length 1 unless `normalize` is False. The requests run in the same batches as all others.
 
         Checks everything before running anything; raises a subclass of InvalidRequest that names the prompt.
         Raises EngineError if the engine fails, and ServiceClosed after `close`.

@@ -568,7 +568,9 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     return {
         "V": config.padded_vocab_size,
         "E": config.embedding.size,
-        "P": config.n_positions - config.is_bidirectional + (config.positions.offset if config.positions else 0),
+        "P": config.n_positions
+        - config.is_bidirectional
+        + (config.positions.offset if config.positions else 0),
         "H": config.hidden_size,
     }
 

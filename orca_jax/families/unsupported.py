@@ -11,7 +11,8 @@ from orca_jax.families.strict_json import shown
 
 _OF_IMAGES_AND_TEXT = "a model of images and text, and only the text of a few such models is served here"
 _ENCODER = (
-    "an encoder, which writes no text; for embeddings and rankings use a decoder, such as Qwen3-Embedding"
+    "an encoder, and only BERT, RoBERTa and XLM-RoBERTa are served here; a decoder such as "
+    "Qwen3-Embedding makes embeddings too"
 )
 _OF_SPEECH = "a model of speech or sound; language models are served here"
 _OF_IMAGES = "a model of images; language models are served here"

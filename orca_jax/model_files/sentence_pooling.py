@@ -23,7 +23,7 @@ def stored_pooling(directory: Path) -> Pooling | None:
         return None
     if (directory / _DENSE).exists():
         raise UnsupportedModel(
-            f"{shown(directory)} has {_DENSE}, a layer after the pooling, which is not supported: its embeddings "
+            f"{shown(directory)} has {_DENSE}, a layer after the pooling, which is not supported: embeddings "
             "would not be those of Sentence Transformers; remove it if you want those before the layer"
         )
     values = read_object(path, _MAX_BYTES)
@@ -31,6 +31,7 @@ def stored_pooling(directory: Path) -> Pooling | None:
     modes = [name for name in modes if f"{_PREFIX}{name}" in values]
     if len(modes) != 1 or modes[0] not in _MODES:
         raise UnsupportedModel(
-            f"{shown(path)}: the pooling is {', '.join(modes) or 'none'}; it must be one of {', '.join(_MODES)}"
+            f"{shown(path)}: the pooling is {', '.join(modes) or 'none'}; it must be one of "
+            f"{', '.join(_MODES)}"
         )
     return _MODES[modes[0]]

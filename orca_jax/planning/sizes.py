@@ -101,8 +101,8 @@ def _whole_prompts(requested: Sizes) -> Sizes:
     for name in ("chunked_prefill", "prefix_caching", "kv_host_bytes"):
         if getattr(requested, name):
             raise ConfigError(
-                f"{name} is {getattr(requested, name)}, and the tokens of this model see later ones, so that a "
-                "prompt runs whole and nothing of it can be reused; leave it out"
+                f"{name} is {getattr(requested, name)}, and the tokens of this model see later ones, so that "
+                "a prompt runs whole and nothing of it can be reused; leave it out"
             )
     return replace(requested, chunked_prefill=False, prefix_caching=False)
 

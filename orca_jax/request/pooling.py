@@ -12,7 +12,9 @@ POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 def checked_pooling(pooling: object) -> Pooling:
     """Return `pooling` if it is a known one. Raises InvalidRequest."""
     if pooling not in POOLINGS:
-        raise InvalidRequest(f"pooling is {str(pooling)[:100]!r}; it must be last, mean or cls", param="pooling")
+        raise InvalidRequest(
+            f"pooling is {str(pooling)[:100]!r}; it must be last, mean or cls", param="pooling"
+        )
     return cast(Pooling, pooling)
 
 

@@ -1,8 +1,9 @@
 """Decodes tokens to text, one token at a time, by the decoders of tokenizer.json.
 
-Two kinds are supported. Byte-level BPE (GPT-2, Llama 3, Qwen, Falcon, BLOOM ...) writes every token in an
+Three kinds are supported. Byte-level BPE (GPT-2, Llama 3, Qwen, Falcon, BLOOM ...) writes every token in an
 alphabet of bytes. SentencePiece's kind (Llama 2, Mistral, Gemma, Phi-3, T5) writes text with U+2581 for a
-space, and `<0xE4>` for a byte that has no token of its own. Either way the text of the tokens so far equals
+space, and `<0xE4>` for a byte that has no token of its own. WordPiece (BERT) marks a token that continues a
+word, and puts a space before all others. In any case the text of the tokens so far equals
 what the `tokenizers` library decodes at once, at constant cost per token.
 """
 
@@ -86,6 +87,8 @@ def token_decoder(state: bytes | None) -> TokenDecoder:
         space = step["replacement"]
         dropped = "" if step.get("prepend_scheme", "always") == "never" else space
         return _SentencePiece(((space, " "),), dropped_from_first=dropped)
+    if kinds == ["WordPiece"]:
+        return _WordPiece(steps[0]["prefix"], cleans=steps[0]["cleanup"])
     replacements = list[tuple[str, str]]()
     while steps and steps[0]["type"] == "Replace" and "String" in steps[0]["pattern"]:
         step = steps.pop(0)
@@ -102,8 +105,8 @@ def token_decoder(state: bytes | None) -> TokenDecoder:
         content, n_stripped = step["content"], step["start"]
     if steps or not replacements:
         raise UnsupportedDecoder(
-            f"its decoder is {' + '.join(kinds) or 'missing'}; it must be byte-level (ByteLevel) or "
-            "SentencePiece's (Metaspace; or Replace, ByteFallback, Fuse and, at the text's beginning, Strip)"
+            f"its decoder is {' + '.join(kinds) or 'missing'}; it must be byte-level (ByteLevel), WordPiece, "
+            "or SentencePiece's (Metaspace; or Replace, ByteFallback, Fuse and, at a text's beginning, Strip)"
         )
     return _SentencePiece(tuple(replacements), byte_fallback, content, n_stripped)
 
@@ -202,6 +205,39 @@ class _SentencePiece:
 
     def begin(self, *, continuing: bool) -> TextDecoder:
         return _Pieces(self.stripped, 0 if continuing else self.n_stripped, at_start=not continuing)
+
+
+# Texts of which the library's WordPiece decoder drops a space, in this order, within a token's text.
+_CLEANED = (
+    *((f" {mark}", mark) for mark in ".?!,"),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" do not", " don't"),
+    *((f" '{end}", f"'{end}") for end in ("s", "ve", "re")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _WordPiece:
+    """WordPiece's decoder; `prefix` marks a token that continues a word."""
+
+    prefix: str
+    cleans: bool
+    drops_first_space = True
+
+    def token_text(self, token: str) -> TokenText:
+        is_inside = token.startswith(self.prefix)
+        inside = token[len(self.prefix) :] if is_inside else f" {token}"
+        return TokenText(self._cleaned(inside).encode("utf-8"), self._cleaned(token).encode("utf-8"))
+
+    def _cleaned(self, text: str) -> str:
+        for old, new in _CLEANED if self.cleans else ():
+            text = text.replace(old, new)
+        return text
+
+    def begin(self, *, continuing: bool) -> TextDecoder:
+        return _Pieces("", 0, at_start=not continuing)
 
 
 class _Pieces:

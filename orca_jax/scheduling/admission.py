@@ -98,14 +98,16 @@ def check_prompt(
 
 
 def check_use(model: ModelConfig, pooling: Pooling | None) -> None:
-    """Raise NotSupported if the model cannot make embeddings, or with this `pooling`, or makes nothing else."""
+    """Raise NotSupported unless the model makes embeddings with `pooling`, or with None other outputs."""
     if pooling is None and model.is_bidirectional:
         message = "this model makes embeddings and generates nothing, since its tokens see later ones; use "
         raise NotSupported(f"{message}/v1/embeddings or LLM.embed", param="prompt")
     if pooling is not None and model.encoder is not None:
         raise NotSupported("embeddings are not supported for a model with an encoder", param="prompt")
     if pooling == "cls" and not model.is_bidirectional:
-        message = "pooling is 'cls', the first token's state, and in this model that token sees no other; use "
+        message = (
+            "pooling is 'cls', the first token's state, and in this model that token sees no other; use "
+        )
         raise NotSupported(f"{message}last or mean", param="pooling")
 
 

@@ -76,9 +76,9 @@ class Orca:
     its requests resume. `failure` is a permanent failure of the engine: every live request then ends with the
     reason `error`, and new ones are rejected. `on_delivered`, if set, is called on the scheduler's thread
     with all deliveries of an iteration, after they are in the requests' Outputs. Without a `tokenizer`,
-    output text is empty. `adapters` has the engine's LoRA adapters, and `drafter` is its draft model. Embeddings
-    have this `pooling` by default; without, that which models of the kind mostly have. A `recorder` records
-    until `close` what is needed to repeat the batches.
+    output text is empty. `adapters` has the engine's LoRA adapters, and `drafter` is its draft model. A
+    `recorder` records until `close` what is needed to repeat the batches. `pooling` is the default of
+    embeddings; without it, the last token's state, or the first one's in a model without causal masks.
     """
 
     def __init__(
@@ -235,7 +235,9 @@ class Orca:
         decoder_ids: Sequence[int] | None = None,
         pooling: Pooling | None = None,
     ) -> CheckedPrompt:
-        """Check a prompt before anything runs; `submit` does not check it again. With `pooling` it is embedded.
+        """Check a prompt before anything runs; `submit` does not check it again.
+
+        With `pooling` the request is for an embedding.
 
         With an encoder the prompt is its input, and the output follows `decoder_ids`. These begin with the
         model's `decoder_start_token_id`, which is added if it is missing.

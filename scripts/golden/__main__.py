@@ -31,7 +31,17 @@ KINDS = {
     "gemma": "the same for Google's gemma package",
 }
 # Kinds that can make some of their models.
-BY_NAME = {"decoders", "adapters", "encoders", "beams", "embeddings", "hidden", "text_parts", "tunix", "maxtext"}
+BY_NAME = {
+    "decoders",
+    "adapters",
+    "encoders",
+    "beams",
+    "embeddings",
+    "hidden",
+    "text_parts",
+    "tunix",
+    "maxtext",
+}
 
 
 def main() -> None:

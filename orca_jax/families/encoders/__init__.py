@@ -1,1 +1,1 @@
-"""Families of encoders alone, which make embeddings: every token sees all others, and nothing is generated."""
+"""Encoders alone, which make embeddings: every token sees all others, and nothing is generated. No JAX."""

@@ -37,7 +37,10 @@ _NAMES = {
     "ffn_size": "intermediate_size",
     "norm_eps": "layer_norm_eps",
 }
-_UNREAD: Mapping[str, str] = {"classifier_activation": "of a classifier's head, which is not read"}
+_UNREAD: Mapping[str, str] = {
+    "classifier_activation": "of a classifier's head, which is not read",
+    "embedding_size": "its presence alone, in transformers: heads need not divide the hidden size evenly",
+}
 
 
 def _read(fields: ConfigFields, *, from_padding: bool) -> ModelConfig:
@@ -123,7 +126,9 @@ def _family(model_type: str, title: str, classes: str, prefix: str, *, from_padd
             **linear("layers.{i}.up", f"{_LAYER}intermediate.dense"),
             **linear("layers.{i}.down", f"{_LAYER}output.dense"),
             **layer_norm("layers.{i}.mlp_norm", f"{_LAYER}output.LayerNorm"),
-            "head.weight": as_it_is("lm_head.decoder.weight" if from_padding else "cls.predictions.decoder.weight"),
+            "head.weight": as_it_is(
+                "lm_head.decoder.weight" if from_padding else "cls.predictions.decoder.weight"
+            ),
         },
         aliases={"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"},
         buffers=r"embeddings\.(position_ids|token_type_ids)",

@@ -87,9 +87,7 @@ def _pieces(message: ControlMessage, n_pooled: list[int], shape: EngineShape) ->
             left = left - n or SCORED
 
 
-def _part(
-    message: ControlMessage, layout: FlatLayout, pieces: list[_Piece], *, causal: bool
-) -> PooledPart:
+def _part(message: ControlMessage, layout: FlatLayout, pieces: list[_Piece], *, causal: bool) -> PooledPart:
     buffer = np.zeros(layout.size, np.int32)
     arrays = layout.split(buffer)
     rows = np.array([piece.row for piece in pieces])

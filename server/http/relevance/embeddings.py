@@ -37,8 +37,8 @@ class EmbeddingRequest(RelevanceRequest):
     pooling: Annotated[
         Pooling | None,
         Field(
-            description="an extension: the hidden state of the last or the first token (cls), or the mean over "
-            "all tokens; default: the server's --pooling"
+            description="an extension: the hidden state of the last or the first token (cls), or the mean "
+            "over all tokens; default: the server's --pooling"
         ),
     ] = None
     normalize: Annotated[

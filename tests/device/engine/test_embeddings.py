@@ -12,7 +12,7 @@ import pytest
 from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import ORCA, ParallelConfig, SchedulingConfig, ServingConfig
 from orca_jax.families.hf_config import read_config
-from orca_jax.request.pooling import POOLINGS, Pooling
+from orca_jax.request.pooling import Pooling
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.restart import run_again
@@ -50,7 +50,7 @@ def play_all(engine: Harness, golden: HiddenStates, name: str) -> list[Request]:
     asked = [
         embedding(f"{pooling} {i} {time}", prompt, pooling)
         for time in ("first", "again")
-        for pooling in POOLINGS
+        for pooling in ("last", "mean")
         for i, prompt in enumerate(golden.prompts)
     ]
     outputs = load_golden(name)

@@ -1,4 +1,4 @@
-"""Reader of embedding_golden.npz: final hidden states of models like BERT by Hugging Face transformers, float32.
+"""Reader of embedding_golden.npz: final hidden states of models like BERT, by transformers in float32.
 
 scripts/golden/embeddings.py makes the files:
 

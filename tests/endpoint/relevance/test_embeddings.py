@@ -74,7 +74,11 @@ def test_more_inputs_than_the_queue_takes(client: httpx2.Client) -> None:
         ({"input": "a" * 513}, "input", "input has 513 characters"),
         ({"input": "a", "dimensions": 9}, "dimensions", "dimensions is 9; it must be from 1 to 8"),
         ({"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0"),
-        ({"input": "a", "pooling": "max"}, "pooling", "pooling is 'max'; it should be 'last' or 'mean'"),
+        (
+            {"input": "a", "pooling": "max"},
+            "pooling",
+            "pooling is 'max'; it should be 'last', 'mean' or 'cls'",
+        ),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
         ({"input": "a", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "is not built yet"),
         ({"input": "a", "task": "query"}, "task", "task is not known here"),

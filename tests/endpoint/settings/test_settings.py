@@ -97,7 +97,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "max_stored_bytes": (1 << 16, 1 << 17, 1 << 18, 1 << 19),
     "stored_response_seconds": (1.0, 2.0, 3.0, 4.0),
     "max_inputs": (1, 2, 3, 4),
-    "pooling": ("mean", "last", "mean", "last"),
+    "pooling": ("mean", None, "mean", "last"),
     "batch_dir": (Path("a"), Path("/b"), Path("c d"), None),
     "batch_bytes": (1 << 20, 1 << 21, 1 << 22, 1 << 23),
     "max_connections": (1, 2, 3, 4),

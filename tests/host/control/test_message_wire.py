@@ -260,7 +260,7 @@ ROWS, TOKEN_INDEX, INPUT_LENGTH, KV_LENGTH, N_PROMPT, NEXT_TOKEN = 0, 2, 4, 6, 8
         (altered("sampling", "presence_penalty", float("inf")), "presence_penalty is out of range"),
         (altered("sampling", "logprobs", 21), "logprobs is out of range"),
         (altered("sampling", "prompt_logprobs", -2), "prompt_logprobs is out of range"),
-        (altered("sampling", "flags", 64), "flags is out of range"),
+        (altered("sampling", "flags", 128), "flags is out of range"),
         (altered("sampling", "flags", 32), "a row counts drafts"),
         (altered("bias", "index", 1, [BIASED]), "has a bias's place 1;"),
         (altered("bias", "token_id", 300, [BIASED]), "has token id 300;"),

@@ -84,7 +84,7 @@ MODEL = ModelConfig(
             "or an encoder without it",
         ),
         (
-            lambda: replace(MODEL, encoder=None, layers=(ENCODING,)),
+            lambda: replace(MODEL, layers=(replace(DECODING, attention=ENCODING.attention),)),
             "a decoder's layer that is not causal",
         ),
         (

@@ -104,7 +104,7 @@ def test_the_oldest_that_are_kept_make_room(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_cached_grammars_have_bytes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if there is room in all, the cache has room for two of 100 bytes; one that is larger is kept alone."""
+    """Even if there is room in all, the cache has room for two of 100 bytes; a larger one is kept alone."""
     sized(monkeypatch, 100, 10_000)
     monkeypatch.setattr(rooms, "KEPT_BYTES", 250)
     cache = compiler()

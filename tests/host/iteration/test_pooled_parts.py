@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orca_jax.iteration.message import POOLS_ALL, POOLS_LAST
+from orca_jax.iteration.message import POOLS_ALL, POOLS_FIRST, POOLS_LAST
 from orca_jax.iteration.rows.pooled import pooled_parts
 from orca_jax.iteration.rows.scored import SCORED
 from orca_jax.iteration.shape import EngineShape
@@ -15,11 +15,14 @@ from tests.host.control.test_message_wire import ONE, message_of
 SHAPE = EngineShape(
     block_size=128, max_blocks=8, max_rows=6, max_tokens=4096, n_rows=12, n_blocks=64, vocab_size=300
 )
-ROWS = st.tuples(st.integers(1, 300), st.integers(0, 300), st.sampled_from([0, POOLS_LAST, POOLS_ALL]))
+FLAGS = (0, POOLS_LAST, POOLS_FIRST, POOLS_ALL)
+ROWS = st.tuples(st.integers(1, 300), st.integers(0, 300), st.sampled_from(FLAGS))
 
 
-@given(rows=st.lists(ROWS, min_size=1, max_size=6), deterministic=st.booleans())
-def test_each_pooled_token_is_in_one_part(rows: list[tuple[int, int, int]], deterministic: bool) -> None:
+@given(rows=st.lists(ROWS, min_size=1, max_size=6), deterministic=st.booleans(), causal=st.booleans())
+def test_each_pooled_token_is_in_one_part(
+    rows: list[tuple[int, int, int]], deterministic: bool, causal: bool
+) -> None:
     message = message_of(
         [
             {
@@ -33,10 +36,11 @@ def test_each_pooled_token_is_in_one_part(rows: list[tuple[int, int, int]], dete
     expected = {
         (i, before + n - 1 - back, end - 1 - back)
         for i, ((n, before, flags), end) in enumerate(zip(rows, ends, strict=True))
-        for back in range({0: 0, POOLS_LAST: 1, POOLS_ALL: n}[flags])
+        for back in {0: (), POOLS_LAST: (0,), POOLS_FIRST: (n - 1,), POOLS_ALL: range(n)}[flags]
     }
     found: list[tuple[int, int, int]] = []
-    parts = list(pooled_parts(message, message.n_pooled, replace(SHAPE, deterministic=deterministic)))
+    shape = replace(SHAPE, deterministic=deterministic)
+    parts = list(pooled_parts(message, message.n_pooled, shape, causal=causal))
     for places, at, flat in parts:
         arrays = flat.arrays
         assert flat.n_tokens <= SCORED and flat.n_rows == len(places) <= flat.layout.n_rows
@@ -46,7 +50,7 @@ def test_each_pooled_token_is_in_one_part(rows: list[tuple[int, int, int]], dete
         for i, place in enumerate(places):
             own = slice(arrays.row_start[i], arrays.row_start[i + 1])
             positions = arrays.positions[own].tolist()
-            assert arrays.kv_length[i] == positions[-1] + 1
+            assert arrays.kv_length[i] == (positions[-1] + 1 if causal else message.kv_length[place])
             assert arrays.block_table[i].tolist() == message.block_table[place].tolist()
             found += [(place, *pair) for pair in zip(positions, at[own].tolist(), strict=True)]
     assert sorted(found) == sorted(expected)

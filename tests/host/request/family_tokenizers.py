@@ -169,7 +169,24 @@ def _t5() -> tokenizers.Tokenizer:
 _NFC = normalizers.NFC
 END = "<|endoftext|>"
 
+
+def _bert() -> tokenizers.Tokenizer:
+    """WordPiece of lower-case words; [CLS] begins a text and [SEP] ends it."""
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=200, show_progress=False, special_tokens=names)
+    more = ["it's, I've, do not. they're? n't! isn't", "' ' , . ? !", "do not ' do not"]
+    tokenizer.train_from_iterator([*CORPUS, *more] * 3, trainer)
+    ends = [(name, id_of(tokenizer, name)) for name in names[2:]]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    return tokenizer
+
+
 FAMILIES: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "bert": _bert,
     "llama 1 and 2": _llama2,
     "llama 2, saved again": lambda: _llama2(metaspace=True),
     "llama 3": _llama3,

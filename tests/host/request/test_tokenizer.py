@@ -158,7 +158,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
         Tokenizer.from_file(tmp_path / "tokenizer.json")
 
 
-@pytest.mark.parametrize("decoder", [None, {"type": "WordPiece", "prefix": "##", "cleanup": True}])
+@pytest.mark.parametrize("decoder", [None, {"type": "BPEDecoder", "suffix": "</w>"}])
 def test_another_kind_of_tokenizer_is_refused(tmp_path: Path, decoder: Any) -> None:
     values = json.loads(LIBRARY.to_str())
     values["decoder"] = decoder

@@ -1,0 +1,149 @@
+"""Models like BERT: Hugging Face's vectors on the whole engine, default poolings, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orca_jax import LLM, SamplingParams
+from orca_jax.checkpoint.directory import load_checkpoint
+from orca_jax.errors import ConfigError, InvalidRequest, NotSupported, PromptTooLong, UnsupportedModel
+from orca_jax.model import reference
+from orca_jax.request.pooling import POOLINGS, Pooling
+from tests.device.model.golden import DIRECTORY
+from tests.device.model.golden_embeddings import EMBEDDING_NAMES, load_embeddings
+
+CLOSE = 1e-4
+NAME = "bert-segments"
+SIZES: dict[str, Any] = {"max_batch_size": 5, "max_batch_tokens": 96, "dtype": "float32"}
+
+
+def assert_hugging_faces(llm: LLM, name: str, rows: list[int], pooling: Pooling) -> None:
+    golden = load_embeddings(name)
+    ours = llm.embed([golden.prompts[row] for row in rows], pooling=pooling, normalize=False)
+    np.testing.assert_allclose(np.stack(ours), golden.vectors[pooling][rows], rtol=0, atol=CLOSE)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(DIRECTORY / NAME, **SIZES) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("bert-relu-masked", {}, marks=pytest.mark.matrix),
+        ("roberta-padding", {}),
+        pytest.param("xlm-roberta-one-head", {}, marks=pytest.mark.matrix),
+        pytest.param(NAME, {}, marks=pytest.mark.matrix),
+        pytest.param(NAME, {"tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.matrix),
+        pytest.param(NAME, {"policy": "orca"}, marks=pytest.mark.matrix),
+        pytest.param(NAME, {"deterministic": True}, marks=pytest.mark.matrix),
+        pytest.param(NAME, {"quantization": "int8"}, marks=pytest.mark.matrix),
+    ],
+)
+def test_vectors_are_hugging_faces(name: str, options: dict[str, Any]) -> None:
+    golden = load_embeddings(name)
+    every = [*range(len(golden.prompts))]
+    with LLM(DIRECTORY / name, **SIZES, **options) as llm:
+        if "quantization" not in options:
+            for pooling in POOLINGS:
+                assert_hugging_faces(llm, name, every, pooling)
+            return
+        ours = np.stack(llm.embed(golden.prompts))
+        exact = golden.vectors["cls"] / np.linalg.norm(golden.vectors["cls"], axis=1, keepdims=True)
+        assert (ours * exact).sum(axis=1).min() > 0.999
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_in_any_company(llm: LLM, data: st.DataObject) -> None:
+    """Prompts of any lengths share iterations, in any order."""
+    rows = data.draw(st.lists(st.integers(0, 15), min_size=1, max_size=9))
+    assert_hugging_faces(llm, NAME, rows, data.draw(st.sampled_from(POOLINGS)))
+
+
+@pytest.mark.matrix(but=[NAME])
+@pytest.mark.parametrize("name", EMBEDDING_NAMES)
+def test_the_reference_agrees(name: str) -> None:
+    """The reference's logits of the first and the last token are the products of Hugging Face's states."""
+    golden, loaded = load_embeddings(name), load_checkpoint(DIRECTORY / name, dtype=jnp.float32)
+    table = np.asarray(loaded.parameters["token_embedding"])
+    for row in (0, 1, 5):
+        logits = reference.forward(loaded.config, loaded.parameters, jnp.array(golden.prompts[row]))
+        for place, pooling in ((0, "cls"), (-1, "last")):
+            expected = table @ golden.vectors[pooling][row]
+            np.testing.assert_allclose(logits[place], expected, rtol=1e-4, atol=1e-3)
+
+
+def test_they_generate_nothing(llm: LLM) -> None:
+    with pytest.raises(NotSupported, match=r"makes embeddings and generates nothing.*LLM\.embed"):
+        llm.generate([[1, 2]], SamplingParams(max_tokens=1))
+    with pytest.raises(NotSupported, match="makes embeddings and generates nothing"):
+        llm.score([[1, 2]])
+    with pytest.raises(PromptTooLong, match="the prompt may have at most 64"):
+        llm.embed([[1] * 65])
+
+
+def test_the_first_token_of_a_decoder_sees_no_other() -> None:
+    with (
+        LLM(DIRECTORY / "qwen2-tied", **SIZES) as llm,
+        pytest.raises(InvalidRequest, match=r"pooling is 'cls', .* use last or mean"),
+    ):
+        llm.embed([[1, 2]], pooling="cls")
+
+
+@pytest.mark.parametrize("option", ["chunked_prefill", "prefix_caching"])
+def test_prompts_run_whole(option: str) -> None:
+    options: dict[str, Any] = {option: True}
+    with pytest.raises(ConfigError, match=f"{option} is True, and the tokens of this model see later ones"):
+        LLM(DIRECTORY / NAME, **SIZES, **options)
+
+
+def sentence_transformers(tmp_path: Path, **modes: bool) -> Path:
+    place = tmp_path / "model"
+    shutil.copytree(DIRECTORY / NAME, place)
+    (place / "1_Pooling").mkdir()
+    fields = {"word_embedding_dimension": 48, "include_prompt": True, **modes}
+    (place / "1_Pooling" / "config.json").write_text(json.dumps(fields))
+    return place
+
+
+def test_the_checkpoint_names_its_pooling_and_special_tokens_are_added(tmp_path: Path) -> None:
+    """As a checkpoint of Sentence Transformers: mean pooling, and a tokenizer that adds [CLS] and [SEP]."""
+    place = sentence_transformers(tmp_path, pooling_mode_cls_token=False, pooling_mode_mean_tokens=True)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "to", "be", "or", "not", "##s"]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.decoder = tokenizers.decoders.WordPiece()
+    ends: Any = [("[CLS]", 2), ("[SEP]", 3)]
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=ends
+    )
+    made.save(str(place / "tokenizer.json"))
+    with LLM(place, **SIZES) as llm:
+        (of_text,) = llm.embed("to bes or")
+        (of_ids,) = llm.embed([[2, 4, 5, 8, 6, 3]], pooling="mean")
+        (first,) = llm.embed([[2, 4, 5, 8, 6, 3]], pooling="cls")
+    np.testing.assert_allclose(of_text, of_ids, atol=1e-6)
+    assert np.abs(of_text - first).max() > 0.01
+
+
+def test_vectors_that_would_differ_are_refused(tmp_path: Path) -> None:
+    place = sentence_transformers(tmp_path, pooling_mode_cls_token=False, pooling_mode_max_tokens=True)
+    with pytest.raises(UnsupportedModel, match="the pooling is max_tokens; it must be one of cls_token"):
+        LLM(place, **SIZES)
+    (place / "2_Dense").mkdir()
+    with pytest.raises(UnsupportedModel, match="has 2_Dense, a layer after the pooling"):
+        LLM(place, **SIZES)
