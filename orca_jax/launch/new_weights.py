@@ -302,8 +302,12 @@ def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             value = dict(enumerate(value))  # layers of plain functions
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{name}.")
-        else:
+        elif value is None or isinstance(value, list | tuple):
             yield name, value
+        else:  # an array, or any other pytree of plain functions, such as a module of Equinox
+            for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+                inside = jax.tree_util.keystr(path, simple=True, separator=".")
+                yield f"{name}.{inside}" if inside else name, leaf
 
 
 def _differences(
