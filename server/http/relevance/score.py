@@ -1,8 +1,9 @@
 """`POST /v1/score` and `/v1/rerank`: how likely one text is after another, according to the model.
 
 The score of a pair is the mean log-probability per token of the second text, given the first and the template
-around them; docs/embeddings.md has the exact definition. `/v1/score` returns scores in vLLM's form;
-`/v1/rerank` sorts documents, in Jina's form, by the score of the query after each.
+around them; docs/embeddings.md has the exact definition. A model that only makes embeddings compares vectors
+instead (similarity.py). `/v1/score` returns scores in vLLM's form; `/v1/rerank` sorts documents, in Jina's
+form, by the score of the query after each.
 """
 
 import math
@@ -25,6 +26,7 @@ from server.http.fields.generation import ranged, renamed_fields
 from server.http.fields.strict import Strict
 from server.http.generation.answer import GENERATION_ERRORS, each, new_response_id
 from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
+from server.http.relevance.similarity import refuse_template, similarities
 from server.http.state import ApiCall, CallOf
 
 _PLAIN = "{text_1}{text_2}"
@@ -62,7 +64,7 @@ class ScoreRequest(RelevanceRequest):
 
 
 class ScoreData(BaseModel):
-    """The score of one pair: a mean log-probability, at most 0."""
+    """The score of one pair: a mean log-probability, at most 0, or the cosine of two vectors."""
 
     index: int
     object: Literal["score"] = "score"
@@ -106,7 +108,7 @@ class RerankRequest(RelevanceRequest):
 
 
 class RankedDocument(BaseModel):
-    """A document. `relevance_score` is between 0 and 1: the geometric mean of its query's probabilities."""
+    """A document. `relevance_score` is the geometric mean of its query's probabilities, or a cosine."""
 
     index: int
     relevance_score: float
@@ -129,11 +131,18 @@ async def create_scores(body: ScoreRequest, call: CallOf) -> Response:
     model = call.accept(body.scheduling, model=body.model, user=body.user)
     response_id = new_response_id("score")
 
-    def read() -> _Comparison:
-        template = _template(body.template or _PLAIN, "text_1", "text_2")
-        return _Comparison(body.pairs(call.options.max_inputs), template, ("text_1", "text_2"))
+    params = "text_1", "text_2"
 
-    scores, usage = await _scores(call, model, body.scheduling, response_id, read)
+    def read() -> _Comparison:
+        template = _template(body.template or _PLAIN, *params)
+        return _Comparison(body.pairs(call.options.max_inputs), template, params)
+
+    if model.config.is_bidirectional:
+        refuse_template(body.template)
+        pairs = body.pairs(call.options.max_inputs)
+        scores, usage = await similarities(call, model, body.scheduling, response_id, pairs, params)
+    else:
+        scores, usage = await _scores(call, model, body.scheduling, response_id, read)
     whole = {
         "id": response_id,
         "object": "list",
@@ -153,20 +162,29 @@ async def rerank(body: RerankRequest, call: CallOf) -> Response:
     response_id = new_response_id("rerank")
     documents = [one if isinstance(one, str) else one.text for one in body.documents]
 
-    def read() -> _Comparison:
+    params = "documents", "query"
+
+    def pairs() -> list[tuple[str, str]]:
         check_inputs(len(documents), call.options.max_inputs, "documents")
         if body.top_n is not None and body.top_n < 1:
             raise InvalidRequest(f"top_n is {body.top_n}; it must be at least 1", param="top_n")
-        pairs = [(document, body.query) for document in documents]
-        template = _template(body.template or _LINES, "document", "query")
-        return _Comparison(pairs, template, ("documents", "query"))
+        return [(document, body.query) for document in documents]
 
-    scores, usage = await _scores(call, model, body.scheduling, response_id, read)
+    def read() -> _Comparison:
+        return _Comparison(pairs(), _template(body.template or _LINES, "document", "query"), params)
+
+    compares = model.config.is_bidirectional
+    if compares:
+        refuse_template(body.template)
+        scores, usage = await similarities(call, model, body.scheduling, response_id, pairs(), params)
+    else:
+        scores, usage = await _scores(call, model, body.scheduling, response_id, read)
     shows = body.return_documents is not False
     results: list[dict[str, Any]] = []
     for i in sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]:
         document = {"document": {"text": documents[i]}} if shows else {}
-        results.append({"index": i, "relevance_score": math.exp(scores[i]), **document})
+        relevance = scores[i] if compares else math.exp(scores[i])
+        results.append({"index": i, "relevance_score": relevance, **document})
     whole = {"id": response_id, "model": model.name, "usage": usage, "results": results}
     return await _json(whole, sum(map(len, documents)) * shows + 60 * len(results))
 

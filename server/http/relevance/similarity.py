@@ -1,0 +1,65 @@
+"""Scores of pairs of texts by a model that only makes embeddings: the cosine of the two texts' vectors."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from orca_jax.errors import InvalidRequest
+from orca_jax.request.pooled_vector import embedding
+from orca_jax.request.scheduling_params import SchedulingParams
+from orca_jax.service.embeddings import pooled_prompt
+from server.gateway.gateway import Submission
+from server.gateway.served_model import ServedModel
+from server.gateway.side_threads import run_for_request, run_for_response
+from server.http.fields.generation import renamed_fields
+from server.http.relevance.running import all_ended, usage_of
+from server.http.state import ApiCall
+
+
+def refuse_template(template: str | None) -> None:
+    """Raise InvalidRequest for a template, which is for models that score one text after another."""
+    if template is not None:
+        message = "template is set, and this model compares the vectors of two texts; leave it out"
+        raise InvalidRequest(message, param="template")
+
+
+async def similarities(
+    call: ApiCall,
+    model: ServedModel,
+    scheduling: SchedulingParams,
+    response_id: str,
+    pairs: Sequence[tuple[str, str]],
+    params: tuple[str, str],
+) -> tuple[list[float], dict[str, int]]:
+    """The cosine of each pair's vectors, from -1 to 1, and the usage; each different text runs once.
+
+    `params` are the fields that the first and the second texts come from. Raises a leaf of InvalidRequest.
+    """
+    field_of = {text: param for pair in pairs for text, param in zip(pair, params, strict=True)}
+    scheduling = model.scheduled(scheduling)
+
+    def read() -> list[Submission]:
+        def checked(text: str) -> Submission:
+            ids = model.encode(text, param=field_of[text])
+            prompt = pooled_prompt(model.service, ids, call.options.pooling, scheduling, tenant=call.tenant)
+            return Submission(*prompt, f"{response_id}-{len(submissions)}")
+
+        submissions: list[Submission] = []
+        for text in field_of:
+            with renamed_fields(prompt=field_of[text]):
+                submissions.append(checked(text))
+        return submissions
+
+    ended = await all_ended(call, await run_for_request(call.n_bytes, read))
+    n_read = {text: live.n_input for text, live in zip(field_of, ended, strict=True)}
+
+    def cosines() -> list[float]:
+        vectors = {
+            text: embedding(live.pooled)
+            for text, live in zip(field_of, ended, strict=True)
+            if live.pooled is not None
+        }
+        return [float(np.dot(vectors[first], vectors[second])) for first, second in pairs]
+
+    scores = await run_for_response(len(pairs) * model.config.hidden_size, cosines)
+    return scores, usage_of(sum(n_read[text] for pair in pairs for text in pair))
