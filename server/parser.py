@@ -95,7 +95,19 @@ def parser() -> CommandParser:
     top.add_argument("--version", action="version", version=f"orca {orca_jax.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    for add in (_generate, _chat, _serve, _compile, _worker, _plan, _bench, _replay, _convert, _completion):
+    for add in (
+        _generate,
+        _chat,
+        _serve,
+        _compile,
+        _worker,
+        _plan,
+        _bench,
+        _route,
+        _replay,
+        _convert,
+        _completion,
+    ):
         add(commands)
     for name, command in commands.choices.items():
         command.set_defaults(run=f"server.commands.{name}:run", quiet=name != "serve")
@@ -248,6 +260,25 @@ def _bench(commands: Commands) -> None:
         formatter_class=_wide,
     )
     add_bench_flags(command)
+
+
+def _route(commands: Commands) -> None:
+    command = commands.add_parser(
+        "route",
+        help="a proxy before servers of the roles prefill and decode",
+        usage="orca route --prefill URL --decode URL [FLAGS]",
+        description="Let servers with --role prefill compute the prompts of completions and chats, and "
+        "servers with --role decode generate from them. Works with any servers that know vLLM's "
+        "kv_transfer_params.",
+        epilog="If no server computes a prompt, the one that generates does. Give --prefill and --decode "
+        "once for each server; they take turns. Exit status: 0 after SIGTERM or Ctrl-C; 2 for a mistake in "
+        "the flags.",
+        formatter_class=_wide,
+    )
+    command.add_argument("--prefill", metavar="URL", action="append", required=True, help="of prompts")
+    command.add_argument("--decode", metavar="URL", action="append", required=True, help="that generates")
+    command.add_argument("--host", default="127.0.0.1", help="to listen on (default: 127.0.0.1)")
+    command.add_argument("--port", type=int, default=8000, help="0 picks a free one (default: 8000)")
 
 
 def _replay(commands: Commands) -> None:

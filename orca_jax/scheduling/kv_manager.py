@@ -25,6 +25,12 @@ class Arriving(Protocol):
     """Blocks that other servers send (arriving_blocks.py)."""
 
     wake: Callable[[], object]
+    n_asked: int
+    n_failed: int
+    n_blocks: int
+
+    @property
+    def n_under_way(self) -> int: ...
 
     def ask(self, req: Request) -> None: ...
 
@@ -37,6 +43,11 @@ class Arriving(Protocol):
 
 class Leasing(Protocol):
     """Blocks that other servers fetch (leases.py)."""
+
+    n_granted: int
+    n_taken: int
+    n_expired: int
+    n_bytes: int
 
     def grant(self, req: Request) -> None: ...
 

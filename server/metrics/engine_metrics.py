@@ -356,6 +356,13 @@ class EngineMetrics(TimelineObserver):
         n_written, n_loaded, n_bad, n_removed = (
             (0, 0, 0, 0) if files is None else (files.n_written, files.n_read, files.n_bad, files.n_removed)
         )
+        leases, arriving = scheduler.kv.leases, scheduler.kv.arriving
+        n_granted, n_taken, n_over = (
+            (0, 0, 0) if leases is None else (leases.n_granted, leases.n_taken, leases.n_expired)
+        )
+        n_asked, n_failed, n_blocks = (
+            (0, 0, 0) if arriving is None else (arriving.n_asked, arriving.n_failed, arriving.n_blocks)
+        )
         n_made, n_used, n_dropped = (0, 0, 0) if kept is None else (kept.n_made, kept.n_used, kept.n_evicted)
         counts = (
             ("num_preemptions", "Requests preempted for others.", scheduler.n_preemptions),
@@ -370,6 +377,12 @@ class EngineMetrics(TimelineObserver):
             ("kv_disk_blocks_read", "Blocks read from the disk tier.", n_loaded),
             ("kv_disk_blocks_bad", "Blocks that were damaged or missing.", n_bad),
             ("kv_disk_blocks_removed", "Blocks removed for others.", n_removed),
+            ("kv_leases_granted", "Prompts kept for other servers.", n_granted),
+            ("kv_leases_taken", "Prompts that other servers fetched.", n_taken),
+            ("kv_leases_expired", "Prompts that nobody fetched in time.", n_over),
+            ("kv_transfers", "Prompts asked of other servers.", n_asked),
+            ("kv_transfers_failed", "Prompts that did not come, and were computed.", n_failed),
+            ("kv_transfer_blocks", "Blocks that came from other servers.", n_blocks),
             ("state_snapshots_made", "Snapshots of recurrent layers' states.", n_made),
             ("state_snapshots_used", "Requests that began with a snapshot.", n_used),
             ("state_snapshots_evicted", "Snapshots dropped to make room for others.", n_dropped),
@@ -439,6 +452,13 @@ class EngineMetrics(TimelineObserver):
         n_blocks, n_bytes = (0, 0) if kv.disk is None else (kv.disk.files.n_blocks, kv.disk.files.n_bytes)
         yield "kv_disk_blocks", "Blocks in the files of the disk tier.", n_blocks
         yield "kv_disk_bytes", "Bytes of these files.", n_bytes
+        yield (
+            "kv_lease_bytes",
+            "Bytes of prompts kept for others.",
+            0 if kv.leases is None else kv.leases.n_bytes,
+        )
+        n_under_way = 0 if kv.arriving is None else kv.arriving.n_under_way
+        yield "kv_transfers_under_way", "Requests whose prompts are on their way.", n_under_way
         yield "prefix_cache_blocks", "Blocks that the prefix cache can find.", n_cached
 
     def _cache_config(self) -> Metric:

@@ -67,6 +67,9 @@ def serve_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Serv
     if keys.required and routing.kv_events is not None:
         message = "kv_events tells of blocks that all clients share, and each API key has blocks of its own"
         raise ConfigError(f"{message}; let the router check the keys, or leave kv_events out")
+    if keys.required and not secret and (engine.gives_blocks or engine.takes_blocks):
+        message = f"role is {engine.role!r} and requests need API keys, whose prompts travel between servers"
+        raise ConfigError(f"{message}; set the same control_secret_file for all of them")
     admin_keys = ApiKeys.read(endpoint.admin_key_file, environ, api_keys.ADMIN_VARIABLE)
     return ServeSettings(
         engine=engine,

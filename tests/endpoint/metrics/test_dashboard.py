@@ -35,6 +35,10 @@ NOT_SHOWN = {
     *(f"orca_kv_host_blocks_{what}" for what in ("stored", "read", "evicted")),
     *("orca_kv_disk_blocks", "orca_kv_disk_bytes"),
     *(f"orca_kv_disk_blocks_{what}" for what in ("written", "read", "bad", "removed")),
+    # With --role alone.
+    *("orca_kv_lease_bytes", "orca_kv_transfers", "orca_kv_transfers_failed", "orca_kv_transfer_blocks"),
+    *("orca_kv_leases_granted", "orca_kv_leases_taken", "orca_kv_leases_expired"),
+    "orca_kv_transfers_under_way",
 }
 # How Grafana fills in its variables.
 FILLED = {"$__rate_interval": "5m", "$model": ".*", "$instance": ".*"}

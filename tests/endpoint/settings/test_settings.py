@@ -612,3 +612,12 @@ def test_every_type_of_field() -> None:
     for text in ("none", "2", ""):
         with pytest.raises(ValueError, match=f"invalid bool value: '{text}'; it must be true or false"):
             truth.parse(text)
+
+
+def test_prompts_of_api_keys_travel_only_with_a_secret() -> None:
+    flags = ("--role=decode", "--kv-host-bytes=1000000")
+    keys = {"ORCA_API_KEYS": "a-key-of-somebody"}
+    assert re.search("role is 'decode' and requests need API keys.*; set", refused(*flags, environ=keys))
+    settings(*flags, environ=keys | {"ORCA_CONTROL_SECRET": "a secret of all servers"})
+    settings(*flags)
+    settings(environ=keys)

@@ -262,11 +262,11 @@ class Peer:
         self.under_way.append(places)
         for i, place in enumerate(places[:n_written]):
             at += self.rng.choice((0.0, 0.0, 0.1, 2.0))
-            slots = [
+            slots: list[tuple[object, ...]] = [
                 (request.cache_salt, *request.prompt_ids[: position + 1])
                 for position in range((first + i) * size, (first + i + 1) * size)
             ]
-            clock.call_at(at, lambda place=place, slots=slots: player.engine.host.update({place: slots}))
+            clock.call_at(at, partial(player.engine.host.__setitem__, place, slots))
 
         def end() -> None:
             self.under_way.remove(places)

@@ -15,6 +15,7 @@ NOT_RUN = {
     "--replicas": "needs Ray; tests/ray/test_launch.py",
     "--kv-events": "needs ZeroMQ; tests/scaleout/test_serve_kv_events.py",
     "--role": "two servers; tests/device/launch/test_travelling_blocks.py",
+    "route": "three servers; tests/whole/server/test_apart.py",
     "--worker-processes": "tests/whole/workers",
     "/image/programs": "a folder of an image; tests/whole/commands/test_compile_ahead.py",
     "DST": "a form to fill in; tests/whole/commands/test_convert_command.py",

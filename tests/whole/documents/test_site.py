@@ -18,7 +18,7 @@ from server.settings.flags import ALL_OPTIONS
 def test_a_page_has_every_flag_of_its_command() -> None:
     pages = dict(command_pages())
     commands = (
-        *("generate", "chat", "serve", "compile", "worker", "plan", "bench", "replay", "convert"),
+        *("generate", "chat", "serve", "compile", "worker", "plan", "bench", "route", "replay", "convert"),
         "completion",
     )
     assert tuple(pages) == commands

@@ -1,0 +1,170 @@
+"""The proxy between clients and servers of two roles, as an ASGI application.
+
+Like the proxies of vLLM and llm-d, it sends each generating request twice: first with one output token to a
+server that computes the prompt, and then, with the `kv_transfer_params` of the answer, to a server that
+generates. If the first step fails, the second computes the prompt itself, so that no request is lost.
+"""
+
+import itertools
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from server.apart.upstream import Address, Upstream
+
+_log = logging.getLogger(__name__)
+
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+# What a server that computes the prompt gets: all fields of vLLM's proxies.
+_TO_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# About the output alone, or about its form.
+_LEFT_OUT = ("stream_options", "min_tokens", "min_completion_tokens", "n", "best_of", "use_beam_search")
+_MOST_ANSWER = 64 << 20  # bytes of an answer of the first step
+_PASSED_ON = ("authorization", "content-type", "x-request-id", "accept", "traceparent", "x-api-key")
+_RETURNED = ("content-type", "retry-after", "x-request-id", "x-orca-ignored", "cache-control")
+_FAILURES = (OSError, EOFError, ValueError, TimeoutError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyOptions:
+    """`prefill_seconds` bounds the first step, `idle_seconds` each wait for more of an answer."""
+
+    prefill: Sequence[Address]
+    decode: Sequence[Address]
+    prefill_seconds: float = 60.0
+    idle_seconds: float = 600.0
+    max_body_bytes: int = 16 << 20
+
+
+class Proxy:
+    """Takes the servers of each role in turn. `n_alone` counts requests whose first step failed."""
+
+    def __init__(self, options: ProxyOptions) -> None:
+        self._options = options
+        self._prefill: Iterator[int] = itertools.cycle(range(len(options.prefill)))
+        self._decode: Iterator[int] = itertools.cycle(range(len(options.decode)))
+        self.n_requests = self.n_alone = 0
+
+    def app(self) -> Starlette:
+        """The application."""
+        routes = [Route(path, self.generate, methods=["POST"]) for path in GENERATING]
+        passed = [Route(path, self.pass_on) for path in ("/v1/models", "/health", "/ready")]
+        return Starlette(routes=[*routes, *passed])
+
+    async def generate(self, request: Request) -> Response:
+        """Answer a generating request in two steps."""
+        self.n_requests += 1
+        try:
+            content = await self._body(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        if content is None:
+            most = self._options.max_body_bytes
+            return _error(413, f"the request has more than {most} bytes, the most that the proxy takes")
+        headers = _kept(request.headers, _PASSED_ON)
+        try:
+            body = json.loads(content)
+        except ValueError:
+            body = None  # the server says what is wrong with it
+        if isinstance(body, dict):
+            params = await self._first_step(request.url.path, body, headers)
+            if params is None:
+                self.n_alone += 1
+            else:
+                content = json.dumps({**body, "kv_transfer_params": params}).encode()
+        return await self._answer("POST", request.url.path, headers, content)
+
+    async def pass_on(self, request: Request) -> Response:
+        """Answer as a server that generates does."""
+        return await self._answer("GET", request.url.path, _kept(request.headers, _PASSED_ON), b"")
+
+    async def _body(self, request: Request) -> bytes | None:
+        found = bytearray()
+        async for piece in request.stream():
+            found += piece
+            if len(found) > self._options.max_body_bytes:
+                return None
+        return bytes(found)
+
+    async def _first_step(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> dict[str, Any] | None:
+        """Let a server compute the prompt; None if none does."""
+        first = {name: value for name, value in body.items() if name not in _LEFT_OUT}
+        first |= {"kv_transfer_params": _TO_PREFILL, "stream": False, "max_tokens": 1}
+        if "max_completion_tokens" in first:
+            first["max_completion_tokens"] = 1
+        at = self._options.prefill[next(self._prefill)]
+        try:
+            async with Upstream(
+                at,
+                "POST",
+                path,
+                headers=headers,
+                body=json.dumps(first).encode(),
+                seconds=self._options.prefill_seconds,
+            ) as answer:
+                if answer.status != 200:
+                    _log.warning("%s answered %d, so another server computes the prompt", at, answer.status)
+                    return None
+                found = json.loads(await answer.body(_MOST_ANSWER))
+        except _FAILURES as error:
+            _log.warning("%s failed, so another server computes the prompt: %r", at, error)
+            return None
+        params = found.get("kv_transfer_params") if isinstance(found, dict) else None
+        return params if isinstance(params, dict) and params else None
+
+    async def _answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Response:
+        """Pass on the answer of the first server that gives one."""
+        servers, start = self._options.decode, next(self._decode)
+        why = ""
+        for i in range(len(servers)):
+            at = servers[(start + i) % len(servers)]
+            upstream = Upstream(
+                at, method, path, headers=headers, body=body, seconds=self._options.idle_seconds
+            )
+            try:
+                await upstream.__aenter__()
+            except _FAILURES as error:
+                why = f"{at}: {error or type(error).__name__}"
+                _log.warning("%s failed: %r", at, error)
+                continue
+            if upstream.status == 503 and i + 1 < len(servers):  # it is loading or shuts down
+                await upstream.__aexit__(None, None, None)
+                continue
+            return StreamingResponse(
+                _relayed(upstream), upstream.status, headers=_kept(upstream.headers, _RETURNED)
+            )
+        return _error(502, f"no server that generates answers ({why})")
+
+
+async def _relayed(upstream: Upstream) -> AsyncIterator[bytes]:
+    """The body's pieces; leaving it, as when the client does, disconnects from the server."""
+    try:
+        async for piece in upstream.pieces():
+            yield piece
+    finally:
+        await upstream.__aexit__(None, None, None)
+
+
+def _kept(headers: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    return {name: headers[name] for name in names if name in headers}
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    error = {"message": message, "type": "api_error", "param": None, "code": None}
+    return JSONResponse({"error": error}, status)

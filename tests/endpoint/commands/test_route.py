@@ -1,0 +1,137 @@
+"""The proxy of `orca route`: two steps a request, and what it does if a step fails."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import requests
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from server.apart.proxy import Proxy, ProxyOptions
+from server.apart.upstream import Address, address
+from server.errors import UsageError
+
+PARAMS = {"do_remote_prefill": True, "remote_request_id": "a lease", "remote_port": 7}
+
+
+@contextmanager
+def running(app: Starlette) -> Iterator[Address]:
+    """Run an application on a free port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+        thread.start()
+        try:
+            yield Address("127.0.0.1", listener.getsockname()[1], False)
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+class Stand:
+    """A server that notes what it is asked and answers as a test says."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, str], Any]] = []
+        self.answer: Response = JSONResponse({"id": "x", "kv_transfer_params": PARAMS})
+
+    async def __call__(self, request: Request) -> Response:
+        body = await request.body()
+        said = json.loads(body) if body.startswith(b"{") else body
+        self.asked.append((request.url.path, dict(request.headers), said))
+        return self.answer
+
+    def app(self) -> Starlette:
+        paths = ("/v1/completions", "/v1/chat/completions", "/v1/models")
+        return Starlette(routes=[Route(path, self.__call__, methods=["GET", "POST"]) for path in paths])
+
+
+@pytest.fixture
+def stands() -> Iterator[tuple[Stand, Stand, str]]:
+    """A server of each role, and the proxy's address; a second of each is gone."""
+    prefill, decode = Stand(), Stand()
+    decode.answer = JSONResponse({"choices": []})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        gone = Address("127.0.0.1", listener.getsockname()[1], False)
+    with running(prefill.app()) as first, running(decode.app()) as second:
+        options = ProxyOptions(prefill=[first, gone], decode=[second, gone], max_body_bytes=1 << 16)
+        with running(Proxy(options).app()) as proxy:
+            yield prefill, decode, str(proxy)
+
+
+def test_the_first_server_computes_the_prompt_and_the_second_goes_on(
+    stands: tuple[Stand, Stand, str],
+) -> None:
+    prefill, decode, url = stands
+    body = {"prompt": "a", "max_tokens": 9, "stream": True, "stream_options": {}, "n": 2, "min_tokens": 3}
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        yield b"data: 2\n\n"
+
+    decode.answer = StreamingResponse(events(), media_type="text/event-stream")
+    headers = {"Authorization": "Bearer k", "X-Request-Id": "r", "Cookie": "c"}
+    answer = requests.post(f"{url}/v1/completions", json=body, headers=headers, timeout=10)
+    assert answer.content == b"data: 1\n\ndata: 2\n\n"
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    ((path, sent, first),) = prefill.asked
+    assert path == "/v1/completions" and first == {
+        "prompt": "a",
+        "max_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        },
+    }
+    assert (sent["authorization"], sent["x-request-id"]) == ("Bearer k", "r") and "cookie" not in sent
+    ((path, sent, second),) = decode.asked
+    assert path == "/v1/completions" and second == body | {"kv_transfer_params": PARAMS}
+    assert sent["authorization"] == "Bearer k"
+
+
+def test_a_step_that_fails_is_left_to_the_other_servers(stands: tuple[Stand, Stand, str]) -> None:
+    prefill, decode, url = stands
+    for i, answer in enumerate(
+        (JSONResponse({}, 503), JSONResponse({"id": "x"}), Response("nonsense"), JSONResponse([]))
+    ):
+        prefill.answer = answer  # every second request finds a server that is gone
+        for _ in range(2):
+            answer = requests.post(f"{url}/v1/chat/completions", json={"messages": i}, timeout=10)
+            assert answer.status_code == 200
+            assert decode.asked.pop()[2] == {"messages": i}
+    assert len(prefill.asked) == 4
+
+
+def test_what_the_second_server_says_reaches_the_client(stands: tuple[Stand, Stand, str]) -> None:
+    prefill, decode, url = stands
+    decode.answer = JSONResponse({"error": "no"}, 429, {"Retry-After": "3"})
+    answer = requests.post(f"{url}/v1/completions", data=b"not JSON", timeout=10)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+    assert not prefill.asked and decode.asked[0][2] == b"not JSON"
+    answer = requests.get(f"{url}/v1/models", timeout=10)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
+    answer = requests.post(f"{url}/v1/completions", data=b" " * (1 << 16) + b"{}", timeout=10)
+    assert answer.status_code == 413 and "65536 bytes" in answer.json()["error"]["message"]
+
+
+def test_an_address_is_a_servers() -> None:
+    assert address("http://a:1/v1") == Address("a", 1, False)
+    assert address("https://[::1]/x/") == Address("::1", 443, True, "/x")
+    for wrong in ("", "a:1", "ftp://a", "http://", "http://a:b", "http://a?b"):
+        with pytest.raises(UsageError, match="it must have the form http://host:port"):
+            address(wrong)
