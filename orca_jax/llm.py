@@ -389,7 +389,7 @@ class LLM:
         Raises EngineError if the engine fails, and ServiceClosed after `close`.
         """
         service = self.service
-        check_dimensions(dimensions, service.model.embedding.size)
+        check_dimensions(dimensions, service.model.pooled_size)
         scheduling = SchedulingParams(priority=priority, cache_salt=cache_salt, adapter=adapter)
         checked: list[tuple[CheckedPrompt, OutputRules]] = []
         for i, prompt in enumerate(listed_prompts(prompts)):

@@ -276,7 +276,7 @@ class Embedding:
 
     With `tied` the head has the same weights. A token's row is multiplied by `multiplier`, rounded to the
     weights' dtype; `norm` follows the sum with the position (BLOOM). With `n_segments` there is a table with
-    a row for each segment of an input, and all tokens count to the first (BERT).
+    a row for each segment of an input (BERT). Each token `separator` ends one; without it there is only one.
     """
 
     size: int
@@ -284,6 +284,7 @@ class Embedding:
     multiplier: float = 1.0
     norm: Norm | None = None
     n_segments: int = 0
+    separator: int | None = None
 
     def __post_init__(self) -> None:
         check_size("embedding_size", self.size)
@@ -326,7 +327,8 @@ class ModelConfig:
 
     Without causal masks the model makes embeddings and generates nothing: a request's tokens all run in one
     iteration. The last of the `n_positions` is then of the sampled token that ends the request, and is never
-    computed.
+    computed. With a `ranker` its embedding is one number, the relevance of two texts to one another: a linear
+    layer of the tanh of a linear layer of the pooled state (a cross-encoder).
 
     Layers may differ, but not in the number of their query heads. Without `positions` nothing is added to
     token embeddings. `vocab_multiple` pads the embedding table to a multiple, for hardware or for sharding;
@@ -352,6 +354,7 @@ class ModelConfig:
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
     forms: Forms = ()
+    ranker: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_positions", "hidden_size", "vocab_multiple"):
@@ -430,6 +433,8 @@ class ModelConfig:
         if self.is_bidirectional and (self.encoder is not None or self.has_state):
             part = "a decoder's layer" if self.encoder is not None else "a layer beside recurrent ones"
             raise ConfigError(f"{part} that is not causal is not supported")
+        if self.ranker and not self.is_bidirectional:
+            raise ConfigError("a ranker in a model with causal masks is not supported")
         if self.encoder is None:
             return
         if self.attention.group != 1:
@@ -475,6 +480,11 @@ class ModelConfig:
     def is_bidirectional(self) -> bool:
         """Whether tokens see later ones, so that the model makes embeddings and generates nothing (BERT)."""
         return not self.attention.causal
+
+    @property
+    def pooled_size(self) -> int:
+        """Numbers of an embedding."""
+        return 1 if self.ranker else self.embedding.size
 
     @property
     def n_heads(self) -> int:

@@ -3,7 +3,7 @@
 An axis is written in letters, and its size is their product; a digit is a size, and + makes a sum:
 
     V  rows of the vocabulary, padded     E  embedding size     P  rows of the position table
-    t  rows of the table of segments
+    t  rows of the table of segments      r  results of a ranker
     H  hidden size                        K  key/value heads    D  head size
     G  query heads of each K/V head       F  feed-forward size     U  buckets of a relative bias
     X  experts, each with a matrix        Y  experts, each with a row of the router
@@ -535,6 +535,11 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
     after = {} if config.final_norm is None else _norm("final_norm", config.final_norm, sizes, "last")
     if encoder is not None and encoder.final_norm is not None:
         after |= _norm(f"{ENCODER}final_norm", encoder.final_norm, sizes, "first")
+    if config.ranker:
+        own = sizes | {"r": config.pooled_size}
+        for name, axes in (("ranker.dense", ("H", "H")), ("ranker.out", ("r", "H"))):
+            after[f"{name}.weight"] = _parameter(axes, own, "normal", "linear", "last")
+            after[f"{name}.bias"] = _parameter(axes[:1], own, "zeros", "bias", "last")
     if not tied:
         after[HEAD] = _parameter(("V", "E"), sizes, "normal", "head", "last")
     if config.head_bias:

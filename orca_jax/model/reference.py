@@ -337,7 +337,8 @@ def forward(
         if stack.positions is not None:
             x = x + p[f"{side}position_embedding"][jnp.arange(len(ids)) + stack.positions.offset]
         if "segment_embedding" in p:
-            x = x + p["segment_embedding"][0]
+            segment = np.cumsum([0, *(np.asarray(ids) == config.embedding.separator)])[: len(ids)]
+            x = x + p["segment_embedding"][np.minimum(segment, config.embedding.n_segments - 1)]
         kind = stack.embedding.norm if isinstance(stack, ModelConfig) else stack.embedding_norm
         return x if kind is None else norm(kind, f"{side}embedding_norm", x)
 

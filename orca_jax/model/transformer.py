@@ -111,6 +111,13 @@ class Transformer(nnx.Module):
             has_head = HEAD in parameters or not config.embedding.tied
             self.head = Linear(parameters[HEAD], None) if has_head else None
             self.head_bias = nnx.Param(parameters[HEAD_BIAS]) if config.head_bias else None
+            names = ("dense", "out") if config.ranker else ()
+            self.ranker = nnx.List(
+                [
+                    Linear(parameters[f"ranker.{name}.weight"], parameters[f"ranker.{name}.bias"])
+                    for name in names
+                ]
+            )
 
     def embed(
         self,
@@ -127,8 +134,18 @@ class Transformer(nnx.Module):
             place = positions + self.config.positions.offset
             x = x + self.position_embedding[...].at[place].get(mode="clip")
         if self.segment_embedding is not None:
-            x = x + self.segment_embedding[...][0]
+            x = x + self.segment_embedding[...].at[self._segments(token_ids, positions)].get(mode="clip")
         return x if self.embedding_norm is None else self.embedding_norm(x)
+
+    def _segments(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """Each token's segment [T] int32: the separators before it in its row, which begins in this batch."""
+        embedding = self.config.embedding
+        if embedding.separator is None:
+            return jnp.zeros_like(positions)
+        ends = (token_ids == embedding.separator).astype(jnp.int32)
+        before = jnp.cumsum(ends) - ends
+        first = jnp.maximum(jnp.arange(len(positions)) - positions, 0)
+        return jnp.clip(before - before[first], 0, embedding.n_segments - 1)
 
     def embed_input(self, token_ids: jax.Array, positions: jax.Array, shard: Shard = ALONE) -> jax.Array:
         """Embed tokens for the encoder's first layer: token_ids, positions [T] int32 to [T, H]."""
@@ -242,6 +259,14 @@ class Transformer(nnx.Module):
         if self.final_norm is not None:
             x = self.final_norm(x)
         return x if self.project_out is None else self.project_out(x, product)
+
+    def pooled_states(self, x: jax.Array, product: Matmul = matmul) -> jax.Array:
+        """The parts of an embedding [R, P] from the last layer's output x [R, H]."""
+        x = self.final_states(x, product)
+        if not self.config.ranker:
+            return x
+        dense, out = self.ranker
+        return out(jnp.tanh(dense(x, product)), product)
 
     def logits(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
         """The logits [R, V] float32 from the last layer's output x [R, H]."""

@@ -119,6 +119,10 @@ def with_tokenizer(found: FoundModel, place: str | Path) -> FoundModel:
     if end is not None and end >= found.config.vocab_size:
         end = None  # the model never generates an added token without an embedding
     config = _with_end_tokens(found.config, found.generation, end)
+    if config.ranker and config.embedding.n_segments > 1:
+        separator = read_tokenizer_config(directory).special_tokens.get("sep_token", "[SEP]")
+        embedding = replace(config.embedding, separator=tokenizer.token_id(separator))
+        config = replace(config, embedding=embedding)
     return replace(found, config=config, tokenizer=tokenizer, text_directory=directory)
 
 

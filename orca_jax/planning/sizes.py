@@ -199,7 +199,7 @@ def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) 
         deterministic=serving.deterministic,
         coarse_buckets=serving.coarse_buckets,
         max_encoder_blocks=-(-longest_input(model, serving) // serving.block_size),
-        embedding_size=model.embedding.size if model.encoder is None else 0,
+        embedding_size=model.pooled_size if model.encoder is None else 0,
         sparse_layers=sparse_layers,
         top_k=top_k,
         n_experts=n_experts,

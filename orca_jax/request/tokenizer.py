@@ -69,6 +69,15 @@ class Tokenizer:
                 raise
             raise InvalidPrompt(f"the tokenizer cannot encode the prompt: {error}", param="prompt") from error
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts with the special tokens around and between them; as `encode` otherwise."""
+        try:
+            return self._tokenizer.encode(first, second).ids
+        except BaseException as error:  # also for a lone surrogate
+            if not is_failure(error):
+                raise
+            raise InvalidPrompt(f"the tokenizer cannot encode the pair: {error}", param="prompt") from error
+
     def encode_inside(self, text: str) -> list[int]:
         """Token ids of `text` after other text, without the space that SentencePiece puts before a text.
 

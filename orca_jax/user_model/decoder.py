@@ -180,6 +180,8 @@ class UserDecoder(nnx.Module):
         """Transformer.final_states before any final norm, which only `unembed` knows."""
         return x
 
+    pooled_states = final_states
+
     def logits(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
         """Transformer.logits."""
         model: Any = self.rest

@@ -1,8 +1,8 @@
 """Make the golden files of models like BERT: small random models, and Hugging Face's final hidden states.
 
-Each model gets a directory with a checkpoint and `embedding_golden.npz`, which
-tests/device/model/golden_embeddings.py describes. Every weight is drawn, norms and biases too, and the states
-are compared with those of the same model in float64 before anything is written.
+Each model gets a directory with a checkpoint and `embedding_golden.npz`, or `ranker_golden.npz` if it ranks
+pairs of texts; tests/device/model/golden_embeddings.py describes them. Every weight is drawn, norms and biases
+too, and the states are compared with those of the same model in float64 before anything is written.
 """
 
 # pyright: reportMissingImports=false
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from scripts.golden.with_torch import GOLDEN, SEED, versions
 
@@ -45,6 +45,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+RANKERS: dict[str, dict[str, Any]] = {
+    "bert-ranker": {"model_type": "bert", "max_position_embeddings": 64, "type_vocab_size": 2},
+    "xlm-roberta-ranker": {"model_type": "xlm-roberta", "max_position_embeddings": 66, "type_vocab_size": 1},
+}
+BEGIN, SEPARATOR, FIRST_WORD = 2, 3, 5  # ids below the last are special
+
 
 def _draw(model: torch.nn.Module, rng: np.random.Generator) -> None:
     for name, parameter in sorted(model.named_parameters()):
@@ -65,21 +71,51 @@ def _states(model: Any, prompt: np.ndarray) -> np.ndarray:
         return model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0].double().numpy()
 
 
+def _save(name: str, kind: Any, fields: dict[str, Any]) -> tuple[Any, np.random.Generator]:
+    """Draw a model of these fields, and save it in its directory."""
+    config = AutoConfig.for_model(**fields)
+    config._attn_implementation = "eager"
+    whole = kind.from_config(config).eval().float()
+    rng = np.random.default_rng([SEED, *name.encode()])
+    _draw(whole, rng)
+    shutil.rmtree(GOLDEN / name, ignore_errors=True)
+    whole.save_pretrained(GOLDEN / name)
+    return whole, rng
+
+
+def _make_ranker(name: str, shape: dict[str, Any]) -> None:
+    """A ranker of pairs, and its results before the sigmoid."""
+    model, rng = _save(name, AutoModelForSequenceClassification, _SIZES | shape | {"num_labels": 1})
+    pairs: list[list[np.ndarray]] = [
+        [rng.integers(FIRST_WORD, _SIZES["vocab_size"], n) for n in rng.integers(1, 29, 2)]
+        for _ in range(N_PROMPTS)
+    ]
+    results: list[float] = []
+    for first, second in pairs:
+        ids = [BEGIN, *first, SEPARATOR, *second, SEPARATOR]
+        segments = [0] * (len(first) + 2) + [shape["type_vocab_size"] - 1] * (len(second) + 1)
+        given = {"input_ids": torch.tensor([ids]), "token_type_ids": torch.tensor([segments])}
+        with torch.no_grad():
+            results.append(
+                float(model(**given, attention_mask=torch.ones_like(given["input_ids"])).logits[0, 0])
+            )
+    np.savez_compressed(
+        GOLDEN / name / "ranker_golden.npz",
+        tokens=np.concatenate([text for pair in pairs for text in pair]).astype(np.int32),
+        lengths=np.array([[len(text) for text in pair] for pair in pairs], np.int32),
+        results=np.array(results, np.float32),
+        versions=np.array(json.dumps(versions())),
+    )
+    print(f"{name:24} {len(pairs)} pairs, results {min(results):.2f} to {max(results):.2f}", flush=True)
+
+
 def make_files(only: Sequence[str]) -> None:
     """Write the directories, all or those in `only`, and print a line for each."""
     for name, shape in SHAPES.items():
         if only and name not in only:
             continue
         fields = _SIZES | {key: value for key, value in shape.items() if not key.startswith("_")}
-        config = AutoConfig.for_model(**fields)
-        config._attn_implementation = "eager"
-        kind = AutoModelForMaskedLM if shape.get("_masked") else AutoModel
-        whole = kind.from_config(config).eval().float()
-        rng = np.random.default_rng([SEED, *name.encode()])
-        _draw(whole, rng)
-        directory = GOLDEN / name
-        shutil.rmtree(directory, ignore_errors=True)
-        whole.save_pretrained(directory)
+        whole, rng = _save(name, AutoModelForMaskedLM if shape.get("_masked") else AutoModel, fields)
         model = whole.base_model if shape.get("_masked") else whole
         # Padding ids would move RoBERTa's positions.
         allowed = np.setdiff1d(np.arange(fields["vocab_size"]), [fields["pad_token_id"]])
@@ -93,7 +129,7 @@ def make_files(only: Sequence[str]) -> None:
         worst = max(float(np.abs(a - b).max()) for a, b in zip(states, exact, strict=True))
         assert worst < ROUNDING, f"{name}: rounding moves a hidden state by {worst}"
         np.savez_compressed(
-            directory / "embedding_golden.npz",
+            GOLDEN / name / "embedding_golden.npz",
             prompt_tokens=np.concatenate(prompts),
             prompt_lengths=np.array(lengths, np.int32),
             cls=np.stack([each[0] for each in states]).astype(np.float32),
@@ -102,3 +138,6 @@ def make_files(only: Sequence[str]) -> None:
             versions=np.array(json.dumps(versions())),
         )
         print(f"{name:24} {len(prompts)} prompts of 1 to {longest} tokens, rounding {worst:.1e}", flush=True)
+    for name, shape in RANKERS.items():
+        if not only or name in only:
+            _make_ranker(name, shape)

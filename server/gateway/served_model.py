@@ -102,6 +102,22 @@ class ServedModel:
 
         Raises InvalidPrompt and PromptTooLong.
         """
+        tokenizer = self._tokenizer_for(text, param)
+        try:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except InvalidPrompt as error:
+            raise InvalidPrompt(str(error), param=param) from error
+
+    def encode_pair(self, first: str, second: str, *, param: str) -> list[int]:
+        """Token ids of two texts that a ranker compares. Raises InvalidPrompt and PromptTooLong."""
+        tokenizer = self._tokenizer_for(first + second, param)
+        try:
+            return tokenizer.encode_pair(first, second)
+        except InvalidPrompt as error:
+            raise InvalidPrompt(str(error), param=param) from error
+
+    def _tokenizer_for(self, text: str, param: str) -> Tokenizer:
+        """The tokenizer, unless `text` is certainly too long. Raises PromptTooLong, or NotSupported."""
         tokenizer = self.require_tokenizer(param)
         encoder = self.config.encoder
         n_positions = max(self.config.n_positions, 0 if encoder is None else encoder.n_positions)
@@ -109,10 +125,7 @@ class ServedModel:
             message = f"{param} has {len(text)} characters, which are more than the model's "
             message += f"{n_positions} positions can hold; shorten it"
             raise PromptTooLong(message, param=param)
-        try:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except InvalidPrompt as error:
-            raise InvalidPrompt(str(error), param=param) from error
+        return tokenizer
 
     def check_routed(self, prompts: Sequence[CheckedPrompt], sampling: SamplingParams) -> None:
         """Raise InvalidRequest if the experts of all choices' tokens are too much for one response."""

@@ -217,7 +217,7 @@ class Generation:
                 timeout=Deadline(context).seconds,
             )
             facts["prompt_tokens"] = sum(live.n_input for live in ended)
-            n_numbers = len(ended) * model.config.embedding.size
+            n_numbers = len(ended) * model.config.pooled_size
             return await run_for_response(n_numbers, partial(messages.embeddings, request, ended))
 
     async def cancel(self, data: bytes, context: Context) -> pb.CancelResponse:
@@ -256,7 +256,7 @@ class Generation:
         scheduling = model.scheduled(messages.scheduling_params(request))
         scheduling.check_policy(model.serving.scheduling.scheduling_policy)
         dimensions = request.dimensions if request.HasField("dimensions") else None
-        size = model.config.embedding.size
+        size = model.config.pooled_size
         check_inputs(len(request.inputs), self._options.max_inputs, "inputs")
         check_dimensions(dimensions, size)
         check_embeddings(len(request.inputs), size if dimensions is None else dimensions, "inputs")

@@ -1,8 +1,8 @@
 """BERT (Devlin et al., 2019), RoBERTa and XLM-RoBERTa: LayerNorm after each sum, and biases everywhere.
 
 RoBERTa and its multilingual form count positions from the padding token's id plus 1. An embedding is the
-first token's final state, or the mean over all. What a checkpoint has after the layers is not read: BERT's
-pooler, and the head of masked language modelling.
+first token's final state, or the mean over all. Of what a checkpoint has after the layers only a classifier
+of one label is read, which ranks two texts (a cross-encoder): the other models' pooler is for training.
 """
 
 import re
@@ -37,6 +37,7 @@ _NAMES = {
     "ffn_size": "intermediate_size",
     "norm_eps": "layer_norm_eps",
 }
+_RANKER = "ForSequenceClassification"
 _UNREAD: Mapping[str, str] = {
     "classifier_activation": "of a classifier's head, which is not read",
     "embedding_size": "its presence alone, in transformers: heads need not divide the hidden size evenly",
@@ -66,6 +67,16 @@ def _read(fields: ConfigFields, *, from_padding: bool) -> ModelConfig:
         norm=norm,
         residual="post",
     )
+    names = fields.texts("architectures") or ()
+    classifies = any(name.endswith(_RANKER) for name in names)
+    if classifies:
+        labels = fields.section("id2label")
+        n_labels = fields.whole("num_labels", default=2) if labels is None else len(labels.names())
+        if n_labels != 1:
+            raise UnsupportedModel(
+                f"{shown(fields.path)}: id2label has {n_labels} labels; only a classifier of one label, "
+                "which ranks pairs of texts, is supported"
+            )
     fields.flag("is_decoder", False)
     fields.flag("tie_word_embeddings", True)
     return ModelConfig(
@@ -76,10 +87,11 @@ def _read(fields: ConfigFields, *, from_padding: bool) -> ModelConfig:
         embedding=Embedding(size=hidden_size, norm=norm, n_segments=fields.whole("type_vocab_size")),
         positions=LearnedPositions(offset=offset),
         final_norm=None,
+        ranker=classifies,
     )
 
 
-def _write(model: ModelConfig, *, from_padding: bool) -> dict[str, Any] | None:
+def _write(model: ModelConfig, *, classes: str, from_padding: bool) -> dict[str, Any] | None:
     if not model.is_bidirectional or model.positions is None or model.embedding.norm is None:
         return None
     offset = model.positions.offset
@@ -94,6 +106,7 @@ def _write(model: ModelConfig, *, from_padding: bool) -> dict[str, Any] | None:
         "type_vocab_size": model.embedding.n_segments,
         "layer_norm_eps": model.embedding.norm.eps,
         **({"pad_token_id": offset - 1} if from_padding else {}),
+        **({"architectures": [f"{classes}{_RANKER}"], "id2label": {"0": "LABEL_0"}} if model.ranker else {}),
     }
 
 
@@ -105,10 +118,10 @@ def _family(model_type: str, title: str, classes: str, prefix: str, *, from_padd
     return Family(
         model_type=model_type,
         title=title,
-        architectures=(f"{classes}Model", f"{classes}ForMaskedLM", f"{classes}ForPreTraining"),
+        architectures=tuple(f"{classes}{end}" for end in ("Model", "ForMaskedLM", "ForPreTraining", _RANKER)),
         config_names=_NAMES,
         read=partial(_read, from_padding=from_padding),
-        write=partial(_write, from_padding=from_padding),
+        write=partial(_write, classes=classes, from_padding=from_padding),
         prefixes=(prefix, ""),
         weights={
             "token_embedding": as_it_is("{prefix}embeddings.word_embeddings.weight"),
@@ -126,6 +139,8 @@ def _family(model_type: str, title: str, classes: str, prefix: str, *, from_padd
             **linear("layers.{i}.up", f"{_LAYER}intermediate.dense"),
             **linear("layers.{i}.down", f"{_LAYER}output.dense"),
             **layer_norm("layers.{i}.mlp_norm", f"{_LAYER}output.LayerNorm"),
+            **linear("ranker.dense", "classifier.dense" if from_padding else "{prefix}pooler.dense"),
+            **linear("ranker.out", "classifier.out_proj" if from_padding else "classifier"),
             "head.weight": as_it_is(
                 "lm_head.decoder.weight" if from_padding else "cls.predictions.decoder.weight"
             ),

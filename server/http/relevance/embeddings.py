@@ -80,13 +80,13 @@ router = APIRouter(route_class=JsonRoute, tags=["relevance"])
 async def create_embeddings(body: EmbeddingRequest, call: CallOf) -> Response:
     """Make a vector of each input."""
     model = call.accept(body.scheduling, model=body.model, user=body.user)
-    size = model.config.embedding.size if body.dimensions is None else body.dimensions
+    size = model.config.pooled_size if body.dimensions is None else body.dimensions
     response_id, scheduling = new_response_id("embd"), model.scheduled(body.scheduling)
 
     def read() -> list[Submission]:
         inputs = body.inputs
         check_inputs(len(inputs), call.options.max_inputs, "input")
-        check_dimensions(body.dimensions, model.config.embedding.size)
+        check_dimensions(body.dimensions, model.config.pooled_size)
         check_embeddings(len(inputs), size, "input")
         special, pooling = body.add_special_tokens is not False, body.pooling or call.options.pooling
 

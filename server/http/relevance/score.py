@@ -2,8 +2,8 @@
 
 The score of a pair is the mean log-probability per token of the second text, given the first and the template
 around them; docs/embeddings.md has the exact definition. A model that only makes embeddings compares vectors
-instead (similarity.py). `/v1/score` returns scores in vLLM's form; `/v1/rerank` sorts documents, in Jina's
-form, by the score of the query after each.
+instead, and a ranker reads both texts at once (similarity.py). `/v1/score` returns scores in vLLM's form;
+`/v1/rerank` sorts documents, in Jina's form, by the score of the query after each.
 """
 
 import math
@@ -176,7 +176,8 @@ async def rerank(body: RerankRequest, call: CallOf) -> Response:
     compares = model.config.is_bidirectional
     if compares:
         refuse_template(body.template)
-        scores, usage = await similarities(call, model, body.scheduling, response_id, pairs(), params)
+        asked = [(query, document) for document, query in pairs()]  # the order that rankers are trained with
+        scores, usage = await similarities(call, model, body.scheduling, response_id, asked, params[::-1])
     else:
         scores, usage = await _scores(call, model, body.scheduling, response_id, read)
     shows = body.return_documents is not False

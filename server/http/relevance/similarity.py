@@ -1,5 +1,9 @@
-"""Scores of pairs of texts by a model that only makes embeddings: the cosine of the two texts' vectors."""
+"""Scores of pairs of texts by a model that generates nothing.
 
+A model that makes embeddings compares the two texts' vectors; a ranker reads both texts at once.
+"""
+
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +23,7 @@ from server.http.state import ApiCall
 def refuse_template(template: str | None) -> None:
     """Raise InvalidRequest for a template, which is for models that score one text after another."""
     if template is not None:
-        message = "template is set, and this model compares the vectors of two texts; leave it out"
+        message = "template is set, and this model compares two texts as they are; leave it out"
         raise InvalidRequest(message, param="template")
 
 
@@ -31,12 +35,16 @@ async def similarities(
     pairs: Sequence[tuple[str, str]],
     params: tuple[str, str],
 ) -> tuple[list[float], dict[str, int]]:
-    """The cosine of each pair's vectors, from -1 to 1, and the usage; each different text runs once.
+    """The score of each pair, and the usage.
 
-    `params` are the fields that the first and the second texts come from. Raises a leaf of InvalidRequest.
+    It is the cosine of the two vectors, from -1 to 1, for which each different text runs once, or the sigmoid
+    of a ranker's result, from 0 to 1. `params` are the fields that the first and the second texts come from.
+    Raises a leaf of InvalidRequest.
     """
-    field_of = {text: param for pair in pairs for text, param in zip(pair, params, strict=True)}
     scheduling = model.scheduled(scheduling)
+    if model.config.ranker:
+        return await _ranked(call, model, scheduling, response_id, pairs, params[1])
+    field_of = {text: param for pair in pairs for text, param in zip(pair, params, strict=True)}
 
     def read() -> list[Submission]:
         def checked(text: str) -> Submission:
@@ -63,3 +71,30 @@ async def similarities(
 
     scores = await run_for_response(len(pairs) * model.config.hidden_size, cosines)
     return scores, usage_of(sum(n_read[text] for pair in pairs for text in pair))
+
+
+async def _ranked(
+    call: ApiCall,
+    model: ServedModel,
+    scheduling: SchedulingParams,
+    response_id: str,
+    pairs: Sequence[tuple[str, str]],
+    param: str,
+) -> tuple[list[float], dict[str, int]]:
+    """A ranker's score of each pair, and the usage."""
+
+    def read() -> list[Submission]:
+        submissions: list[Submission] = []
+        with renamed_fields(prompt=param):
+            for i, (first, second) in enumerate(pairs):
+                ids = model.encode_pair(first, second, param=param)
+                prompt = pooled_prompt(model.service, ids, "cls", scheduling, tenant=call.tenant)
+                submissions.append(Submission(*prompt, f"{response_id}-{i}"))
+        return submissions
+
+    ended = await all_ended(call, await run_for_request(call.n_bytes, read))
+    results = [float(live.pooled[0]) for live in ended if live.pooled is not None]
+    assert len(results) == len(pairs)
+    # exp of at most 0, so that it never overflows
+    scores = [1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x)) for x in results]
+    return scores, usage_of(sum(live.n_input for live in ended))

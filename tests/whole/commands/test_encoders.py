@@ -19,7 +19,16 @@ from orca_jax.errors import ConfigError, InvalidRequest, NotSupported, PromptToo
 from orca_jax.model import reference
 from orca_jax.request.pooling import POOLINGS, Pooling
 from tests.device.model.golden import DIRECTORY
-from tests.device.model.golden_embeddings import EMBEDDING_NAMES, load_embeddings
+from tests.device.model.golden_embeddings import (
+    BEGIN,
+    EMBEDDING_NAMES,
+    RANKER_NAMES,
+    SEPARATOR,
+    load_embeddings,
+    load_ranked,
+)
+from tests.endpoint.harness import serving_model
+from tests.endpoint.http_client import connected
 
 CLOSE = 1e-4
 NAME = "bert-segments"
@@ -146,4 +155,65 @@ def test_vectors_that_would_differ_are_refused(tmp_path: Path) -> None:
         LLM(place, **SIZES)
     (place / "2_Dense").mkdir()
     with pytest.raises(UnsupportedModel, match="has 2_Dense, a layer after the pooling"):
+        LLM(place, **SIZES)
+
+
+def with_words(name: str, place: Path) -> Path:
+    """A copy of a ranker with a tokenizer whose words are "w5", "w6", ... for the token ids."""
+    shutil.copytree(DIRECTORY / name, place)
+    words = {"[PAD]": 0, "[UNK]": 1, "[CLS]": BEGIN, "[SEP]": SEPARATOR, "[MASK]": 4}
+    words |= {f"w{i}": i for i in range(5, 131)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.decoder = tokenizers.decoders.WordPiece()
+    ends: Any = [("[CLS]", BEGIN), ("[SEP]", SEPARATOR)]
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
+    )
+    made.save(str(place / "tokenizer.json"))
+    return place
+
+
+@pytest.mark.parametrize("name", RANKER_NAMES)
+def test_a_ranker_gives_hugging_faces_results(name: str, tmp_path: Path) -> None:
+    """Results on the engine, in the reference, and over HTTP, where pairs of texts become rankings."""
+    golden, place = load_ranked(name), with_words(name, tmp_path / "model")
+    prompts = [[BEGIN, *first, SEPARATOR, *second, SEPARATOR] for first, second in golden.pairs]
+    texts = [tuple(" ".join(f"w{i}" for i in text) for text in pair) for pair in golden.pairs]
+    relevance = 1 / (1 + np.exp(-golden.results.astype(np.float64)))
+    with LLM(place, **SIZES) as llm:
+        ours = llm.embed(prompts, normalize=False)
+        np.testing.assert_allclose(np.stack(ours)[:, 0], golden.results, atol=CLOSE)
+        service = llm.service
+        with (
+            serving_model(service, llm.config, llm.serving, tokenizer=llm.tokenizer) as server,
+            connected(server) as client,
+        ):
+            body = {"text_1": [first for first, _ in texts], "text_2": [second for _, second in texts]}
+            data = client.post("/v1/score", json=body).json()["data"]
+            assert [one["score"] for one in data] == pytest.approx(relevance.tolist(), abs=CLOSE)
+            query = texts[0][0]
+            documents = [second for _, second in texts[:4]]
+            ranked = client.post("/v1/rerank", json={"query": query, "documents": documents}).json()
+            of_each = {one["index"]: one["relevance_score"] for one in ranked["results"]}
+            assert of_each[0] == pytest.approx(relevance[0], abs=CLOSE)
+            assert list(of_each.values()) == sorted(of_each.values(), reverse=True)
+    config = llm.config
+    loaded = load_checkpoint(place, dtype=jnp.float32)
+    assert (config.embedding.separator == SEPARATOR) == (config.embedding.n_segments > 1)
+    table = np.asarray(loaded.parameters["token_embedding"])
+    parameters = {key: np.asarray(value) for key, value in loaded.parameters.items()}
+    logits = np.asarray(reference.forward(config, loaded.parameters, jnp.array(prompts[0])))[0]
+    state, *_ = np.linalg.lstsq(table, logits, rcond=None)  # the first token's, of which logits are products
+    inner = np.tanh(parameters["ranker.dense.weight"] @ state + parameters["ranker.dense.bias"])
+    result = parameters["ranker.out.weight"] @ inner + parameters["ranker.out.bias"]
+    assert result[0] == pytest.approx(golden.results[0], abs=1e-3)
+
+
+def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "model"
+    shutil.copytree(DIRECTORY / "bert-ranker", place)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"id2label": {"0": "a", "1": "b"}}))
+    with pytest.raises(UnsupportedModel, match="id2label has 2 labels; only a classifier of one label"):
         LLM(place, **SIZES)
