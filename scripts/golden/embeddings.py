@@ -1,8 +1,8 @@
 """Make the golden files of models like BERT: small random models, and Hugging Face's final hidden states.
 
 Each model gets a directory with a checkpoint and `embedding_golden.npz`, or `ranker_golden.npz` if it ranks
-pairs of texts; tests/device/model/golden_embeddings.py describes them. Every weight is drawn, norms and biases
-too, and the states are compared with those of the same model in float64 before anything is written.
+pairs of texts; tests/device/model/golden_embeddings.py describes them. All weights, norms and biases
+are drawn, and states are compared with those of the same model in float64 before anything is written.
 """
 
 # pyright: reportMissingImports=false

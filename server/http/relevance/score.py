@@ -177,7 +177,9 @@ async def rerank(body: RerankRequest, call: CallOf) -> Response:
     if compares:
         refuse_template(body.template)
         asked = [(query, document) for document, query in pairs()]  # the order that rankers are trained with
-        scores, usage = await similarities(call, model, body.scheduling, response_id, asked, params[::-1])
+        scores, usage = await similarities(
+            call, model, body.scheduling, response_id, asked, (params[1], params[0])
+        )
     else:
         scores, usage = await _scores(call, model, body.scheduling, response_id, read)
     shows = body.return_documents is not False
