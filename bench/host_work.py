@@ -185,7 +185,8 @@ class Serving:
         prompt_ids = tuple(range(self.n_requests, self.n_requests + N_INPUT))
         request = Request(name, prompt_ids, N_INPUT + n_output, sampling, seed=self.n_requests)
         if self.n_drafts:
-            request.kind = Drafted(Speculation(lambda ids, _: NgramDrafter(ids), self.n_drafts, VOCAB_SIZE))
+            made = Speculation(lambda ids, _: NgramDrafter(ids), self.n_drafts, VOCAB_SIZE, is_ours=True)
+            request.kind = Drafted(made)
         hash_prompt(request, self.kv)  # as the service does on the user's thread
         self.pool.add(request)
         self.n_requests += 1

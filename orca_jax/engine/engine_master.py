@@ -142,7 +142,7 @@ class EngineMaster:
             return Returned(token_ids)
         answers = _answers(sampled, token_ids, sent) if has_more else {}
         if sent.first is not None:
-            token_ids = [token_ids[i] for i in sent.first]
+            token_ids = [token_ids[i] for i in sent.first[:-1]]
         return Returned(token_ids, answers, *_of_prompts(sampled, sent, message))
 
     def _words(self, requests: Sequence[Request], message: ControlMessage) -> npt.NDArray[np.int32] | None:
@@ -222,14 +222,13 @@ class BuiltEngine:
 
 def _answers(sampled: Sampled, token_ids: Sequence[int], sent: SentRows) -> dict[int, RowAnswer]:
     """The answers of rows with more than one token or with log-probabilities, by place in the batch."""
-    requests, records, groups = sent.requests, sampled.logprobs, sent.groups
+    requests, records, first = sent.requests, sampled.logprobs, sent.first
     if records is None:
-        return {
-            place: RowAnswer(token_ids[groups[place].start : groups[place].stop]) for place in sent.places
-        }
+        assert first is not None, "an iteration of plain rows has no other answers"
+        return {place: RowAnswer(token_ids[first[place] : first[place + 1]]) for place in sent.places}
     given = set(sent.places)
     answers = dict[int, RowAnswer]()
-    for place, rows in enumerate(groups):
+    for place, rows in enumerate(sent.groups):
         request = requests[rows[0]]
         n_top = request.kind.n_logprobs(request)
         logprobs = [] if n_top is None else [token_logprobs(records[i], n_top) for i in rows]
@@ -252,7 +251,7 @@ def _of_prompts(
     }
     if sent.first is None:
         return prompts, sampled.pooled, routed
-    place = {i: place for place, i in enumerate(sent.first)}
+    place = {i: place for place, i in enumerate(sent.first[:-1])}
 
     def by_request(results: Mapping[int, T]) -> dict[int, T]:
         return {place[i]: result for i, result in results.items() if i in place}

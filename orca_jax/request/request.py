@@ -1,7 +1,7 @@
 """A request, its states (ORCA 4.2), and how it enters iterations."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
@@ -223,10 +223,10 @@ class RowKind:
         """
         return [prompt_chunk(req, n_tokens)]
 
-    def accept(self, req: "Request", answer: RowAnswer) -> Iterable[tuple[int, FinishReason | None]]:
-        """The tokens for the user, the last one of the request with its finish reason."""
+    def accept(self, req: "Request", answer: RowAnswer) -> tuple[Sequence[int], FinishReason | None]:
+        """The tokens for the user, at least one, and the finish reason if the last one ends the request."""
         req.logprobs += answer.logprobs
-        yield answer.token_ids[0], req.accept(answer.token_ids[0])
+        return answer.token_ids[:1], req.accept(answer.token_ids[0])
 
     def end(self, req: "Request") -> None:
         """Take note that the output is complete."""
@@ -480,6 +480,23 @@ class Request:
         if len(output_ids) >= self.most_output:
             return FinishReason.LENGTH
         return None
+
+    def accept_all(self, token_ids: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
+        """Take these tokens up to the first that ends the output; returns them and the finish reason."""
+        output_ids = self.output_ids
+        is_watched = self.sink is not None or self.constraint is not None or self.failure is not None
+        if (
+            not is_watched
+            and len(output_ids) + len(token_ids) < self.most_output
+            and self.end_token_ids.isdisjoint(token_ids)
+        ):
+            output_ids.extend(token_ids)
+            return token_ids, None
+        for i, token_id in enumerate(token_ids):
+            reason = self.accept(token_id)
+            if reason is not None:
+                return token_ids[: i + 1], reason
+        return token_ids, None
 
 
 # A request's part in an iteration, and the number n of tokens to compute for it: `n_computed` to

@@ -9,7 +9,8 @@ as many iterations.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import repeat
 from typing import Literal
 
 from orca_jax.config import ServingConfig
@@ -251,7 +252,7 @@ class Scheduler:
                 req.n_in_flight = n_in_flight = req.n_in_flight - 1  # line 11
                 if (rare and i in rare) or req.ending is not None or (leaving and req.state is FINISHED):
                     answer = returned.answers.get(i) or RowAnswer((token_id,))
-                    deliveries += self._take_row(req, None if i in iteration.partial else answer)
+                    self._take_row(req, None if i in iteration.partial else answer, deliveries)
                     continue
                 # Most rows of most batches get here: `_take_row` inlined for them.
                 if not n_in_flight:
@@ -266,7 +267,7 @@ class Scheduler:
             self.deliver(deliveries)
         self.in_flight.popleft()  # line 15
 
-    def _take_row(self, req: Request, answer: RowAnswer | None) -> Iterator[Delivery]:
+    def _take_row(self, req: Request, answer: RowAnswer | None, deliveries: list[Delivery]) -> None:
         """Lines 12 to 14 for a request of the returned batch; `answer` is None for a partial prompt chunk."""
         if answer is None:
             req.n_partial -= 1
@@ -278,14 +279,15 @@ class Scheduler:
         if not req.n_in_flight:
             req.state = INITIATION if answer is None else INCREMENT  # line 12
         if req.ending is not None:
-            yield self.end(req, req.ending)
+            deliveries.append(self.end(req, req.ending))
         elif answer is not None:
-            for token_id, reason in req.kind.accept(req, answer):
-                if req.n_computed >= req.full_at:
-                    publish_full_blocks((req,), self.kv)
-                if reason is not None:  # line 13
-                    self.end(req, reason)  # line 14
-                yield req, token_id, reason
+            token_ids, reason = req.kind.accept(req, answer)
+            if req.n_computed >= req.full_at:
+                publish_full_blocks((req,), self.kv)
+            deliveries.extend(zip(repeat(req), token_ids, repeat(None)))
+            if reason is not None:  # line 13
+                self.end(req, reason)  # line 14
+                deliveries[-1] = req, token_ids[-1], reason
 
     def end(self, req: Request, reason: FinishReason) -> Delivery:
         """End a request, whatever the reason. Its slots are released once no batch writes to them."""

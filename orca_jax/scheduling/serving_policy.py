@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
+from operator import itemgetter
 
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.shape import serving_buckets
@@ -34,6 +35,7 @@ from orca_jax.scheduling.prefix_lookup import (
 from orca_jax.scheduling.request_pool import InArrivalOrder, split
 from orca_jax.scheduling.select import Held, Why
 
+_chance = itemgetter(0)
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
 _WINDOW = 16  # the number of waiting requests among which the longest cached prefix goes first
 _WATERMARK = 0.01  # the fraction of all blocks that admission on demand leaves free for requests that grow
@@ -245,29 +247,38 @@ class ServingPolicy:
         if n_left <= 0:
             return
         uncertain: list[tuple[int, Request, float]] = []
+        most = 0.0
         for i, (req, n_tokens) in enumerate(plan.rows):
-            if req.kind is PLAIN or req.in_initiation:
+            kind = req.kind
+            # Request.in_initiation, inlined for speed.
+            if kind is PLAIN or (req.state is not _INCREMENT and req.n_in_flight == req.n_partial):
                 continue
-            chance = req.kind.chance(req)
+            chance = kind.chance(req)
             if chance < 1.0:
                 uncertain.append((i, req, chance))
-            elif n_left > 0 and (n_more := req.kind.most_tokens(req) - n_tokens) > 0:
+                most = max(most, chance)
+            elif n_left > 0 and (n_more := kind.most_tokens(req) - n_tokens) > 0:
                 n_more = self._extend(plan, i, min(n_more, n_left))
                 n_planned += n_more
                 n_left -= n_more
-        most = max([chance for _, _, chance in uncertain], default=0.0)
         if not self._n_worth_their_time(n_planned, [most] * n_left):
             return  # whatever is drafted
         if uncertain and uncertain[0][1].kind.shared_drafter is not None:
             draft_together([(req, chance) for _, req, chance in uncertain], n_left, self._worth(n_planned))
-        chances = [
-            (chance**n, i)
-            for i, req, chance in uncertain
-            for n in range(1, req.kind.most_tokens(req) - plan.rows[i][1] + 1)
-        ]
-        chances.sort(key=lambda each: -each[0])
+        counts, chances = dict[int, int](), list[tuple[float, int]]()
+        for i, req, chance in uncertain:
+            n_drafts = req.kind.most_tokens(req) - plan.rows[i][1]
+            if n_drafts > 0:
+                counts[i] = n_drafts
+                all_right = 1.0
+                for _ in range(n_drafts):
+                    all_right *= chance
+                    chances.append((all_right, i))
+        chances.sort(key=_chance, reverse=True)
         n_drafts = self._n_worth_their_time(n_planned, [chance for chance, _ in chances[:n_left]])
-        for i, n_more in Counter(i for _, i in chances[:n_drafts]).items():
+        if n_drafts < len(chances):
+            counts = Counter(i for _, i in chances[:n_drafts])
+        for i, n_more in counts.items():
             self._extend(plan, i, n_more)
 
     def _worth(self, n_planned: int) -> Worth:
@@ -305,6 +316,9 @@ class ServingPolicy:
         kv, size = self._kv, self._kv.block_size
         req, n_tokens = plan.rows[i]
         end, n_held = req.n_computed + n_tokens, kv.slots_of[req.row]
+        if end + n_more <= n_held:
+            plan.rows[i] = req, n_tokens + n_more
+            return n_more
         n_slots = max(n_held, round_up(end, size))  # once the row has what it needs
         n_wanted = kv.n_blocks_for(end + n_more) - n_slots // size
         n_new = max(0, min(n_wanted, plan.free - self._watermark))
@@ -313,7 +327,8 @@ class ServingPolicy:
         plan.taken += n_new
         plan.rows[i] = req, n_tokens + n_more
         if plan.short is not None and end + n_more > n_held:
-            plan.short = [row for row in plan.short if row[0] is not req]
+            if end > n_held:
+                plan.short = [row for row in plan.short if row[0] is not req]
             plan.short.append(plan.rows[i])
         return n_more
 

@@ -54,6 +54,7 @@ class Speculation:
     vocab_size: int
     learns: bool = False  # whether drafters have a method `end`
     shared: SharedDrafter | None = None
+    is_ours: bool = False  # drafts are at most as many as asked for, and tokens of the vocabulary
     n_drafted: int = 0
     n_accepted: int = 0
     n_right: int = 0
@@ -90,8 +91,10 @@ def configured_speculation(
             )
         return Speculation(lambda *_: _SILENT, n_tokens, vocab_size, shared=draft_model)
     if config.speculative == "suffix":
-        return Speculation(SuffixMemory(), n_tokens, vocab_size, learns=True)
-    made = NgramDrafter if config.speculative == "ngram" else _users_drafter(config.speculative)
+        return Speculation(SuffixMemory(), n_tokens, vocab_size, learns=True, is_ours=True)
+    if config.speculative == "ngram":
+        return Speculation(_without_salt(NgramDrafter), n_tokens, vocab_size, is_ours=True)
+    made = _users_drafter(config.speculative)
     make = _with_salt(made) if _takes_salt(made) else _without_salt(made)
     return Speculation(make, n_tokens, vocab_size, learns=callable(getattr(made, "end", None)))
 

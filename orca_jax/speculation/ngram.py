@@ -7,6 +7,8 @@ lookup decoding (Saxena, 2023).
 from collections.abc import Sequence
 
 _N = 3  # tokens that must agree; shorter sequences recur by chance
+_BITS = 22  # of a token id; the last `_N` ids are one number, which takes less time to find than a tuple
+_LAST = (1 << _N * _BITS) - 1  # the bits of `_N` ids; and the number before a text begins
 _INDEXED = 1 << 14  # the last tokens of a prompt, which bounds the time and memory of the index
 
 
@@ -18,21 +20,26 @@ class NgramDrafter:
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
-        ids = self._ids = list(prompt_ids[-_INDEXED:])
+        self._ids = list[int]()
         self._n_output = 0
-        # The place after the last occurrence of each `_N` tokens that have a successor.
-        self._after = dict(zip(zip(ids, ids[1:], ids[2:], strict=False), range(_N, len(ids)), strict=False))
+        self._last = _LAST  # the last `_N` ids
+        self._after = dict[int, int]()  # the place after the last occurrence of each `_N` ids
+        self._read(prompt_ids[-_INDEXED:])
+
+    def _read(self, new_ids: Sequence[int]) -> None:
+        after, last = self._after, self._last
+        for place, token_id in enumerate(new_ids, len(self._ids)):
+            after[last] = place
+            last = (last << _BITS | token_id) & _LAST
+        self._last = last
+        self._ids += new_ids
 
     def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
-        ids = self._ids
-        for token_id in output_ids[self._n_output :]:
-            if len(ids) >= _N:
-                self._after[ids[-3], ids[-2], ids[-1]] = len(ids)
-            ids.append(token_id)
+        self._read(output_ids[self._n_output :])
         self._n_output = len(output_ids)
-        start = self._after.get((ids[-3], ids[-2], ids[-1])) if len(ids) >= _N else None
+        ids, start = self._ids, self._after.get(self._last)
         if start is None:
             return ()
         # Past the end the copy goes on with what it has copied: a text that repeats itself keeps doing so.
         period = len(ids) - start
-        return ids[start : start + n] if n <= period else [ids[start + i % period] for i in range(n)]
+        return ids[start : start + n] if n <= period else (ids[start:] * (n // period + 1))[:n]

@@ -4,7 +4,7 @@ The host decides which beams continue, from the likeliest next tokens of each, s
 tokens. The K/V manager lets a beam's row begin with the blocks of the beam that it continues.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from orca_jax.request.beam_search import BeamSearch, Hypothesis
 from orca_jax.request.request import FinishReason, InputRow, Request, RowAnswer, RowKind
@@ -44,9 +44,9 @@ class Beams(RowKind):
         newest = self.search.last_ids
         return [InputRow(place, req.n_computed, (id_,)) for place, id_ in zip(places, newest, strict=True)]
 
-    def accept(self, req: Request, answer: RowAnswer) -> Iterator[tuple[int, FinishReason | None]]:
+    def accept(self, req: Request, answer: RowAnswer) -> tuple[Sequence[int], FinishReason | None]:
         req.logprobs += answer.logprobs[:1]  # the likeliest beam's, for recordings
-        yield answer.token_ids[0], self._step(req, answer)
+        return answer.token_ids[:1], self._step(req, answer)
 
     def restart(self, req: Request) -> None:
         self.search.restart()

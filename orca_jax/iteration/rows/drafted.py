@@ -30,9 +30,9 @@ _log = logging.getLogger(__name__)
 # Output tokens for which no drafts are made, by the number of iterations in a row that kept no draft.
 # Drafts that are always wrong then cost little, and a text that begins to repeat itself is found soon.
 _PAUSES = (0, 0, 0, 0, 2, 6, 14, 30)
-# A request's estimate of its drafts' chances forgets this fraction with each output token, so that all drafts
+# A request's estimate of its drafts' chances keeps this fraction with each output token, so that all drafts
 # are tried again some time, and counts as many drafts of the whole engine with it.
-_FORGOTTEN, _OF_ENGINE = 1 / 64, 4.0
+_REMEMBERED, _OF_ENGINE = 1 - 1 / 64, 4.0
 # Output tokens after right drafts for which no iteration runs ahead although there are no drafts: more than
 # n-grams need to find their place again. As many after drafts for which the batch had no use, iterations run
 # ahead although there are some.
@@ -77,7 +77,7 @@ class Drafted(RowKind):
         return None if self._predicted is None else (self._predicted.n_accepted, self._predicted.n_rejected)
 
     def chance(self, req: Request) -> float:
-        remembered = (1 - _FORGOTTEN) ** (len(req.output_ids) - self._n_before)
+        remembered = _REMEMBERED ** (len(req.output_ids) - self._n_before)
         n_right = remembered * self._n_right + _OF_ENGINE * self.speculation.chance
         return n_right / (remembered * self._n_compared + _OF_ENGINE)
 
@@ -123,66 +123,75 @@ class Drafted(RowKind):
         return self._may_ask(n_output + 1) and n_output + 2 < req.most_output
 
     def most_tokens(self, req: Request) -> int:
-        return 1 if req.n_in_flight else 1 + len(self._newest_drafts(req))
+        if req.n_in_flight:
+            return 1
+        is_new = len(req.output_ids) != self._n_output
+        return 1 + len(self._newest_drafts(req) if is_new else self._drafts)
 
     def rows(self, req: Request, n_tokens: int, places: Sequence[int]) -> list[InputRow]:
         before, self.sent = self.sent, ()
         if req.in_initiation:
             return []
-        self.sent = self._drafts[: n_tokens - 1]
-        if not (self.sent or req.n_in_flight):
+        self.sent = sent = self._drafts[: n_tokens - 1]
+        if not (sent or req.n_in_flight):
             if self._drafts:
                 self._declined_until = self._n_output + _AWAITED
             elif self.n_wanted(req):  # the shared drafter was not asked
                 self._declined_until = len(req.output_ids) + _AWAITED
-        if not (self.sent or before):
+        if not (sent or before):
             return []  # its last iteration sampled one token, so the device has it
-        return [InputRow(req.row, req.n_computed, (req.output_ids[-1], *self.sent))]
+        return [InputRow(req.row, req.n_computed, [req.output_ids[-1], *sent])]
 
-    def accept(self, req: Request, answer: RowAnswer) -> list[tuple[int, FinishReason | None]]:
-        sent, sampled, speculation = self.sent, answer.token_ids, self.speculation
-        n_verified = len(sent) if req.constraint is None else min(len(sent), req.constraint.n_followed)
-        n_right = 0
-        while n_right < n_verified and sent[n_right] == sampled[n_right]:
-            n_right += 1
-        req.n_computed -= len(sent) - n_right
-        if sent:
-            self._n_in_vain = 0 if n_right else min(self._n_in_vain + 1, len(_PAUSES) - 1)
-            n_output = len(req.output_ids) + 1 + n_right
-            self._awaited_until = n_output + _AWAITED if n_right else 0
-            self._paused_until = n_output + _PAUSES[self._n_in_vain]
-            n_compared = min(n_right + 1, len(sent))
-            remembered = (1 - _FORGOTTEN) ** (len(req.output_ids) - self._n_before)
-            self._n_right = remembered * self._n_right + n_right
-            self._n_compared = remembered * self._n_compared + n_compared
-            self._n_before = len(req.output_ids)
-            speculation.n_right += n_right
-            speculation.n_compared += n_compared
-        accepted = list[tuple[int, FinishReason | None]]()
-        for token_id in sampled[: n_right + 1]:
-            reason = req.accept(token_id)
-            accepted.append((token_id, reason))
-            if reason is not None:
-                break
-        req.logprobs += answer.logprobs[: len(accepted)]
-        speculation.n_drafted += len(sent)
-        speculation.n_accepted += min(len(accepted), n_right)
-        return accepted
+    def accept(self, req: Request, answer: RowAnswer) -> tuple[Sequence[int], FinishReason | None]:
+        sent, sampled, n_output = self.sent, answer.token_ids, len(req.output_ids)
+        n_sent = len(sent)
+        n_right = _n_right(sent, sampled)
+        if req.constraint is not None:
+            n_right = min(n_right, req.constraint.n_followed)
+        req.n_computed -= n_sent - n_right
+        token_ids, reason = req.accept_all(sampled[: n_right + 1])
+        if answer.logprobs:
+            req.logprobs += answer.logprobs[: len(token_ids)]
+        if n_sent:
+            self._learn(n_output, n_sent, n_right)
+            self.speculation.n_accepted += min(len(token_ids), n_right)
+        return token_ids, reason
+
+    def _learn(self, n_output: int, n_sent: int, n_right: int) -> None:
+        """Note how many drafts of those sent after `n_output` tokens were right."""
+        n_next = n_output + 1 + n_right
+        if n_right:
+            self._n_in_vain = 0
+            self._awaited_until, self._paused_until = n_next + _AWAITED, n_next
+        else:
+            self._n_in_vain = min(self._n_in_vain + 1, len(_PAUSES) - 1)
+            self._awaited_until, self._paused_until = 0, n_next + _PAUSES[self._n_in_vain]
+        n_compared = n_right + (n_right < n_sent)
+        remembered = _REMEMBERED ** (n_output - self._n_before)
+        self._n_right = remembered * self._n_right + n_right
+        self._n_compared = remembered * self._n_compared + n_compared
+        self._n_before = n_output
+        speculation = self.speculation
+        speculation.n_drafted += n_sent
+        speculation.n_right += n_right
+        speculation.n_compared += n_compared
 
     def _newest_drafts(self, req: Request) -> Sequence[int]:
         """The drafts after the output so far, cut where a constraint forbids one."""
-        n_output = len(req.output_ids)
+        output_ids = req.output_ids
+        n_output = len(output_ids)
         if n_output == self._n_output:
             return self._drafts
         self._n_output = n_output
-        self._drafts = ()
+        drafts: Sequence[int] = ()
         n = min(self.speculation.n_tokens, req.most_output - n_output - 1)
         if n > 0:
-            if n_output >= self._paused_until:
-                self._drafts = self._draft(req, n)
+            if n_output >= self._paused_until and not self._failed:
+                drafts = self._draft(req, n)
             if req.constraint is not None:
-                self._drafts = req.constraint.drafts(req.prompt_ids, req.output_ids, self._drafts, n)
-        return self._drafts
+                drafts = req.constraint.drafts(req.prompt_ids, output_ids, drafts, n)
+        self._drafts = drafts
+        return drafts
 
     def end(self, req: Request) -> None:
         # A drafter may learn from outputs.
@@ -199,13 +208,15 @@ class Drafted(RowKind):
 
     def _draft(self, req: Request, n: int) -> Sequence[int]:
         """Ask the drafter for up to `n` drafts. One that fails is not asked again, and costs no output."""
-        if self._failed:
-            return ()
         try:
             if self._drafter is None:
                 self._drafter = self.speculation.make(list(req.prompt_ids), req.cache_salt)
             drafts = () if self._predicted is None else self._predicted.draft(req.output_ids, n)
-            drafts = drafts or [int(token_id) for token_id in self._drafter.draft(req.output_ids, n)[:n]]
+            if not drafts:
+                drafts = self._drafter.draft(req.output_ids, n)
+                if self.speculation.is_ours:
+                    return drafts
+                drafts = [int(token_id) for token_id in drafts[:n]]
         except Exception:
             self._failed, self._drafter = True, None
             _log.exception("the drafter failed; request %s goes on without drafts", req.request_id)
@@ -219,3 +230,13 @@ class Drafted(RowKind):
             return drafts
         wrong = next((i for i, token_id in enumerate(drafts) if not 0 <= token_id < vocab_size), len(drafts))
         return drafts[:wrong]
+
+
+def _n_right(drafts: Sequence[int], sampled: Sequence[int]) -> int:
+    """The number of drafts before the first that was not sampled."""
+    if drafts == sampled[: len(drafts)]:
+        return len(drafts)
+    for n, (draft, token_id) in enumerate(zip(drafts, sampled, strict=False)):
+        if draft != token_id:
+            return n
+    return len(drafts)

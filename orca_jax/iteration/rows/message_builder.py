@@ -1,6 +1,7 @@
 """The control message of an iteration: the rows of all kinds, concatenated in the batch's order."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -22,43 +23,32 @@ from orca_jax.iteration.rows.encoder import encoder_inputs
 from orca_jax.iteration.rows.plain import PlainRows, packed
 from orca_jax.request.request import PLAIN, InputRow, Request, Row, prompt_chunk
 
-_NO_IDS, _NO_BIASES = np.zeros(0, np.int32), np.zeros(0, BIAS)
+_NO_IDS, _NO_BIASES, _NO_INDICES = np.zeros(0, np.int32), np.zeros(0, BIAS), np.zeros(0, np.intp)
 _NO_INPUTS: Mapping[int, InputRow] = {}
 
 
 class KnownTokens(NamedTuple):
-    """Increments whose token the host knows: each row's index, its token, and the number of tokens before.
+    """Rows of increments whose token the host knows.
 
     `others` has the inputs of the rows whose next token is known too, or does not belong to the output.
     """
 
-    at: list[int]
-    token_id: list[int]
-    start: list[int]
+    at: npt.NDArray[np.intp]  # the indices of these rows
+    token_ids: list[int]
     others: dict[int, InputRow]
-
-    def add(self, index: int, given: InputRow) -> int:
-        """Add a row for each token, from this index on; returns their number."""
-        n, start = len(given.ids), given.start
-        rows = range(index, index + n)
-        self.at.extend(rows)
-        self.token_id.extend(given.ids)
-        self.start.extend(range(start, start + n))
-        if given.next_id != SAMPLED or not given.answers:
-            self.others.update(dict.fromkeys(rows, given))
-        return n
 
 
 class SentRows(NamedTuple):
-    """The rows of a message [R]: each one's request, number of tokens, and row of the block table.
+    """The rows of a message [R]: each one's request, tokens before its input, and row of the block table.
 
     Of requests of other kinds than the plain one, `inputs` has the input of each row in its initiation, by
-    index, and `known` the increments. `first` has the index of each request's first row; None if each request
-    has one row. `places` are those in the batch of the requests that have such inputs.
+    index, and `known` the increments. `first` has the index of each request's first row, and then R; None if
+    each request has one row. `places` are those in the batch of the requests that have such inputs.
     """
 
     requests: Sequence[Request]
-    lengths: Sequence[int]
+    start: npt.NDArray[np.int32]
+    input_length: npt.NDArray[np.int32]
     row: npt.NDArray[np.intp]
     inputs: Mapping[int, InputRow] = _NO_INPUTS
     known: KnownTokens | None = None
@@ -68,8 +58,61 @@ class SentRows(NamedTuple):
     @property
     def groups(self) -> list[range]:
         """The indices of each request's rows."""
-        first = range(len(self.requests)) if self.first is None else self.first
-        return [range(i, end) for i, end in zip(first, [*first[1:], len(self.requests)], strict=True)]
+        if self.first is None:
+            return [range(i, i + 1) for i in range(len(self.requests))]
+        return [range(i, end) for i, end in pairwise(self.first)]
+
+
+class _Entries:
+    """The rows of a message in the making: as many neighbouring ones an entry as a request has known tokens.
+
+    An entry has the numbers of its first row. Each row after it begins a token later.
+    """
+
+    def __init__(self) -> None:
+        self.requests, self.inputs = list[Request](), dict[int, InputRow]()
+        self._token_ids, self._others = list[int](), dict[int, InputRow]()
+        # Row of the block table, tokens before the input, input tokens, number of rows, whether known.
+        self._entries = list[tuple[int, int, int, int, bool]]()
+
+    def plain(self, request: Request, n_tokens: int) -> None:
+        """Add a plain row."""
+        self.requests.append(request)
+        self._entries.append((request.row, request.n_computed, n_tokens, 1, False))
+
+    def initiation(self, request: Request, given: InputRow) -> None:
+        """Add a row of a prompt's chunk."""
+        self.inputs[len(self.requests)] = given
+        self.requests.append(request)
+        self._entries.append((given.place, given.start, len(given.ids), 1, False))
+
+    def increment(self, request: Request, given: InputRow) -> None:
+        """Add a row for each token."""
+        place, start, ids, next_id, answers = given
+        n, n_rows = len(self.requests), len(ids)
+        self.requests += [request] * n_rows
+        self._token_ids += ids
+        self._entries.append((place, start, 1, n_rows, True))
+        if next_id != SAMPLED or not answers:
+            self._others.update(dict.fromkeys(range(n, n + n_rows), given))
+
+    def sent(self, first: list[int], places: Collection[int]) -> SentRows:
+        """All rows; `first` and `places` as there."""
+        place, start, length, n_rows, known = zip(*self._entries, strict=True)
+        n, counts = len(self.requests), packed(n_rows, np.intp)
+        begins = np.add.accumulate(counts) - counts
+        starts = (packed(start, np.int32) - begins).repeat(counts) + np.arange(n)
+        at = packed(known, np.intp).repeat(counts).nonzero()[0]
+        return SentRows(
+            self.requests,
+            starts.astype(np.int32),
+            packed(length, np.int32).repeat(counts),
+            packed(place, np.intp).repeat(counts),
+            self.inputs,
+            KnownTokens(at, self._token_ids, self._others),
+            [*first, n],
+            places,
+        )
 
 
 class BlockTables(NamedTuple):
@@ -97,36 +140,28 @@ class MessageBuilder:
 
     def rows(self, rows: Sequence[Row]) -> SentRows:
         """The message's rows. A request of another kind than the plain one may have several."""
-        requests, lengths = [request for request, _ in rows], [n_tokens for _, n_tokens in rows]
+        requests = [request for request, _ in rows]
         places = [request.row for request in requests if request.kind is PLAIN]
         if len(places) == len(rows):
-            return SentRows(requests, lengths, packed(places, np.intp))
-        requests, lengths, places = list[Request](), list[int](), list[int]()
-        inputs, first = dict[int, InputRow](), list[int]()
-        known, given_at = KnownTokens([], [], [], {}), list[int]()
+            start = packed([request.n_computed for request in requests], np.int32)
+            lengths = packed([n_tokens for _, n_tokens in rows], np.int32)
+            return SentRows(requests, start, lengths, packed(places, np.intp))
+        entries, first, given_at = _Entries(), list[int](), list[int]()
         for place, (request, n_tokens) in enumerate(rows):
-            n = len(requests)
-            first.append(n)
-            kind = request.kind
-            given = [] if kind is PLAIN else kind.rows(request, n_tokens, self._tables.rows_of(request.row))
+            first.append(len(entries.requests))
+            kind, row = request.kind, request.row
+            if kind is PLAIN:
+                entries.plain(request, n_tokens)
+                continue
+            given = kind.rows(request, n_tokens, self._tables.rows_of(row) if kind.forks else (row,))
             if not given:
-                requests.append(request)
-                lengths.append(n_tokens)
-                places.append(request.row)
+                entries.plain(request, n_tokens)
                 continue
             given_at.append(place)
-            if request.in_initiation:
-                inputs.update(enumerate(given, n))
-                requests += [request] * len(given)
-                lengths += [len(each.ids) for each in given]
-                places += [each.place for each in given]
-            else:
-                for each in given:
-                    n_ids = known.add(len(requests), each)
-                    requests += [request] * n_ids
-                    lengths += [1] * n_ids
-                    places += [each.place] * n_ids
-        return SentRows(requests, lengths, packed(places, np.intp), inputs, known, first, given_at)
+            add = entries.initiation if request.in_initiation else entries.increment
+            for each in given:
+                add(request, each)
+        return entries.sent(first, given_at)
 
     def message(
         self,
@@ -140,17 +175,11 @@ class MessageBuilder:
         `states` are the copies of recurrent layers' states before it, and after it. `host` are copies of
         blocks to the host's memory, and from it.
         """
-        requests, lengths, row, inputs, given, _, _ = sent
+        requests, start, input_length, row, inputs, given, _, _ = sent
         plain, n = self._plain, len(requests)
-        start = packed([request.n_computed for request in requests], np.int32)
-        input_length = packed(lengths, np.int32)
-        increments = packed([] if given is None else given.at, np.intp)
+        increments = _NO_INDICES if given is None else given.at
         plain.begin(requests, row, start, increments)
-        if sent.places:
-            start = start.copy()
-            start[list(inputs)] = [each.start for each in inputs.values()]
-            if given is not None:
-                start[increments] = packed(given.start, np.int32)
+        if len(increments):
             plain.end_initiation(row[increments])
         kv_length = start + input_length
         plain.kv_length[row] = kv_length
@@ -166,12 +195,12 @@ class MessageBuilder:
         row_end = np.add.accumulate(input_length, dtype=np.int32)
         token_ids = np.zeros(row_end[-1], np.int32)
         if given is not None and answers is not None:
-            token_ids[row_end.take(increments) - 1] = packed(given.token_id, np.int32)
+            token_ids[row_end.take(increments) - 1] = packed(given.token_ids, np.int32)
             for i, known_row in given.others.items():
                 next_token[i], answers[i] = known_row.next_id, known_row.answers
         for i in initiation_rows:
-            chunk = inputs.get(i) or prompt_chunk(requests[i], lengths[i])
-            token_ids[row_end[i] - lengths[i] : row_end[i]] = chunk.ids
+            chunk = inputs.get(i) or prompt_chunk(requests[i], int(input_length[i]))
+            token_ids[row_end[i] - len(chunk.ids) : row_end[i]] = chunk.ids
             next_token[i] = chunk.next_id
             if answers is not None:
                 answers[i] = chunk.answers

@@ -40,13 +40,10 @@ class ScoredOutput(RowKind):
             return [self._answering(req, 1, req.n_computed + i) for i in range(n_tokens)]
         return [self._answering(req, n_tokens, req.n_computed)]
 
-    def accept(self, req: Request, answer: RowAnswer) -> Iterator[tuple[int, FinishReason | None]]:
-        for record in answer.logprobs:
-            req.logprobs.append(record)
-            reason = req.accept(record.token_id)
-            yield record.token_id, reason
-            if reason is not None:
-                return
+    def accept(self, req: Request, answer: RowAnswer) -> tuple[Sequence[int], FinishReason | None]:
+        token_ids, reason = req.accept_all([record.token_id for record in answer.logprobs])
+        req.logprobs += answer.logprobs[: len(token_ids)]
+        return token_ids, reason
 
     def _answering(self, req: Request, n_tokens: int, start: int) -> InputRow:
         """A row that returns its next token's log-probabilities if that token belongs to the output."""

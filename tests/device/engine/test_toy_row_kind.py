@@ -5,7 +5,7 @@ follows. A token is sampled after each of these, and the guesses that were right
 only on seed and index, so the tokens are those of a plain request with the same seed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import jax
@@ -52,18 +52,15 @@ class Drafted(RowKind):
         known = [req.output_ids[-1], *self._drafts]
         return [InputRow(req.row, req.n_computed + i, (token_id,)) for i, token_id in enumerate(known)]
 
-    def accept(self, req: Request, answer: RowAnswer) -> Iterator[tuple[int, FinishReason | None]]:
+    def accept(self, req: Request, answer: RowAnswer) -> tuple[Sequence[int], FinishReason | None]:
         n_right = 0
         while n_right < len(self._drafts) and self._drafts[n_right] == answer.token_ids[n_right]:
             n_right += 1
         req.n_computed -= len(self._drafts) - n_right
         self.n_kept += n_right
-        req.logprobs += answer.logprobs[: n_right + 1]
-        for token_id in answer.token_ids[: n_right + 1]:
-            reason = req.accept(token_id)
-            yield token_id, reason
-            if reason is not None:
-                return
+        token_ids, reason = req.accept_all(answer.token_ids[: n_right + 1])
+        req.logprobs += answer.logprobs[: len(token_ids)]
+        return token_ids, reason
 
 
 @cache
