@@ -16,7 +16,10 @@ from orca_jax.config import SchedulingConfig
 from orca_jax.engine import draft_engine
 from orca_jax.engine.draft_engine import DraftEngine
 from orca_jax.execution.worker import Worker
+from orca_jax.iteration.message import ControlMessage
+from orca_jax.iteration.rows import drafted as rows_of_drafts
 from orca_jax.iteration.rows.drafted import Drafted, takes_drafts
+from orca_jax.iteration.rows.message_builder import MessageBuilder, SentRows
 from orca_jax.iteration.shape import serving_buckets
 from orca_jax.launch import local_draft
 from orca_jax.launch.local_engine import build_engine
@@ -123,6 +126,32 @@ def test_streams_are_those_without_speculation() -> None:
     # The examples that are written out suffice for these.
     assert seen["preempted"] and seen["accepted"] > 30 and seen["rejected"] > 10, seen
     assert seen["adjusted"] > 3, seen
+
+
+@pytest.mark.parametrize("fault", ["one more draft is kept", "noise of the next token"])
+def test_a_fault_changes_streams(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = [planned for planned in CROWD if not planned.banned]  # a constraint would notice the latter
+    expected, _ = play(crowd, 1, "no overlap")
+    scheduling = SchedulingConfig(prefill_tokens=5, speculative="ngram")
+    requests, _ = play(crowd, 1, "overlap", scheduling=scheduling, kinds=drafted(crowd, expected))
+    for ours, theirs in zip(requests, expected, strict=True):
+        assert_same(ours, theirs)
+    n_right, message = rows_of_drafts._n_right, MessageBuilder.message
+    if fault == "one more draft is kept":
+        monkeypatch.setattr(
+            rows_of_drafts, "_n_right", lambda drafts, ids: min(n_right(drafts, ids) + 1, len(drafts))
+        )
+    else:
+
+        def mutant(self: MessageBuilder, sent: SentRows, *rest: Any) -> ControlMessage:
+            made = message(self, sent, *rest)
+            index = made.token_index.copy()
+            index[[] if sent.known is None else sent.known.at] += 1
+            return replace(made, token_index=index)
+
+        monkeypatch.setattr(MessageBuilder, "message", mutant)
+    requests, _ = play(crowd, 1, "overlap", scheduling=scheduling, kinds=drafted(crowd, expected))
+    assert [req.output_ids for req in requests] != [req.output_ids for req in expected]
 
 
 DRAFT_SIZES = replace(draft_serving(SERVING, n_slots=96, prefix_caching=True), max_batch_tokens=16)

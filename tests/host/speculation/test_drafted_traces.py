@@ -6,7 +6,7 @@ may only read slots of its request's tokens, and a block in the prefix cache onl
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,14 +14,17 @@ import pytest
 from orca_jax.config import SchedulingConfig, ServingConfig
 from orca_jax.engine.draft_engine import DraftEngine
 from orca_jax.errors import EngineError
+from orca_jax.iteration.rows import drafted
 from orca_jax.iteration.rows.drafted import Drafted
 from orca_jax.iteration.shape import serving_buckets
 from orca_jax.planning.sizes import engine_shape, kv_manager
-from orca_jax.request.request import PLAIN, FinishReason, Request, Row
+from orca_jax.request.request import PLAIN, FinishReason, Request, Row, RowAnswer
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling import scheduler
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_cache import chain_hashes, root_hash
+from orca_jax.scheduling.prefix_lookup import publish_full_blocks
 from orca_jax.scheduling.restart import run_again
 from orca_jax.simulation.simulation import Simulation
 from orca_jax.speculation.drafter import Speculation
@@ -100,9 +103,13 @@ class CheckedEngine:
         return [block * size + i for block in self.kv.blocks_of(row).tolist() for i in range(size)]
 
     def check_cache(self) -> None:
-        """Every block that can be found has the tokens that its hash says."""
+        """Every block that can be found has the tokens that its hash says, and each full one can be found."""
         if self.kv.prefixes is None:
             return
+        for req in self.pool.admitted():
+            if not (req.in_initiation or req.n_in_flight):
+                n_full = min(req.n_computed, req.n_tokens) // self.kv.block_size
+                assert req.n_found == n_full, "a full block that nobody can find"
         size, root = self.kv.block_size, root_hash(self.kv.hash_seed, self.kv.namespace)
         for block_hash, block in self.kv.prefixes._block_of.items():  # pyright: ignore[reportPrivateUsage]
             tokens = self.content[block * size + size - 1]
@@ -205,8 +212,7 @@ def play(seed: int) -> Counter[str]:
     shared_rng = random.Random(-seed)
     shared = draft_model(shared_rng, config, longest) if shared_rng.random() < 0.4 else None
     simulation = Simulation(config, n_workers=rng.choice((1, 1, 2, 3)), token=token_of)
-    scheduler = simulation.scheduler
-    engine = scheduler.engine = CheckedEngine(simulation)
+    engine = simulation.scheduler.engine = CheckedEngine(simulation)
     speculations = list[Speculation]()
     requests = list[Request]()
     for i, (prompt, n_output) in enumerate(zip(prompts, n_outputs, strict=True)):
@@ -235,14 +241,14 @@ def play(seed: int) -> Counter[str]:
         except StopIteration:
             break
         except EngineError:
-            run_again(scheduler)
+            run_again(simulation.scheduler)
             engine.content.clear()
             turns = simulation.steps()
         engine.check_cache()
         n_turns += 1
         assert n_turns < 2000, "no end in sight"
     kv = simulation.kv
-    assert (len(simulation.pool), scheduler.n_rsrv, scheduler.n_scheduled) == (0, 0, 0)
+    assert (len(simulation.pool), simulation.scheduler.n_rsrv, simulation.scheduler.n_scheduled) == (0, 0, 0)
     assert (kv.n_free_blocks, kv.n_free_rows) == (kv.n_blocks, kv.n_rows)
     for req in requests:
         whole = whole_output(req)
@@ -266,7 +272,7 @@ def play(seed: int) -> Counter[str]:
         {
             "accepted": n_accepted,
             "rejected": n_drafted - n_accepted,
-            "preempted": scheduler.n_preemptions,
+            "preempted": simulation.scheduler.n_preemptions,
             "cancelled": sum(req.finish_reason is FinishReason.CANCELLED for req in requests),
             "stopped": sum(req.output_ids[-1:] == [END] for req in requests if req.kind is not PLAIN),
             "losses": sum(req.n_losses > 0 for req in requests),
@@ -289,3 +295,58 @@ def test_outputs_are_those_without_drafts_and_nothing_is_lost(n_traces: int) -> 
             error.add_note(f"play({seed})")
             raise
     assert len(seen) == 9 and min(seen.values()) >= 10, seen
+
+
+# Faults in the verification of drafts, each of which some trace must show.
+
+
+def keep_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_right = drafted._n_right
+    monkeypatch.setattr(
+        drafted, "_n_right", lambda drafts, sampled: min(n_right(drafts, sampled) + 1, len(drafts))
+    )
+
+
+def overwrite_one_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = Drafted.accept
+
+    def mutant(self: Drafted, req: Request, answer: RowAnswer) -> object:
+        before, accepted = req.n_computed, accept(self, req, answer)
+        req.n_computed = min(before, req.n_computed + 1)
+        return accepted
+
+    monkeypatch.setattr(Drafted, "accept", mutant)
+
+
+def publish_no_kept_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mutant(requests: Iterable[Request], kv: KVManager) -> None:
+        publish_full_blocks([req for req in requests if not req.kind.sent], kv)
+
+    monkeypatch.setattr(scheduler, "publish_full_blocks", mutant)
+
+
+def publish_all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mutant(requests: Iterable[Request], kv: KVManager) -> None:
+        for req in requests:
+            n_output = len(req.output_ids)
+            req.output_ids += req.kind.sent if req.n_in_flight else ()
+            publish_full_blocks([req], kv)
+            del req.output_ids[n_output:]
+
+    monkeypatch.setattr(scheduler, "publish_full_blocks", mutant)
+
+
+@pytest.mark.parametrize(
+    "fault", [keep_one_more, overwrite_one_less, publish_no_kept_drafts, publish_all_drafts]
+)
+def test_a_fault_is_seen(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+
+    def play_all() -> None:
+        for seed in range(80):
+            play(seed)
+
+    with pytest.raises(AssertionError):
+        play_all()
