@@ -36,7 +36,7 @@ _NUMBER = 32  # bytes
 _LENGTH = struct.Struct("<I")
 _MOST_FRAME = 4096
 _OK, _GONE, _REFUSED = "ok", "no such lease", "wrong secret"
-_BUFFERS = 256  # that one system call takes
+_BUFFERS, _CALL_BYTES = 256, 4 << 20  # the most for one system call
 _LOOK_SECONDS = 0.5
 _BACKLOG = 64
 _MOST_CONNECTIONS = 32
@@ -325,7 +325,15 @@ def _receive(connection: socket.socket, parts: Sequence[memoryview], ends: float
 
 
 def _first(parts: deque[memoryview]) -> list[memoryview]:
-    return [parts[i] for i in range(min(len(parts), _BUFFERS))]
+    """The parts for one system call, which takes a few megabytes at most."""
+    found: list[memoryview] = []
+    n = 0
+    for part in parts:
+        found.append(part)
+        n += part.nbytes
+        if n >= _CALL_BYTES or len(found) == _BUFFERS:
+            break
+    return found
 
 
 def _advance(parts: deque[memoryview], n: int) -> None:

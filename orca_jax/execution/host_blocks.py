@@ -319,10 +319,14 @@ class PackedStages:
     ) -> None:
         self._chunks, self._sizes, self._order = chunks, sizes, order
         self._lock = threading.Lock()
+        self._settled = False
 
     def settle(self) -> None:
         """Wait until the blocks are in host memory, and free their memory on the devices."""
         with self._lock:
+            if self._settled:
+                return
+            self._settled = True
             for stage in self._chunks:
                 stage[:] = [[np.asarray(array) for array in packed] for packed in stage]
 
