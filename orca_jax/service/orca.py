@@ -289,7 +289,8 @@ class Orca:
 
     def most_output(self, n_input: int) -> int:
         """The largest `max_tokens` for a prompt of `n_input` tokens; below 1 if the prompt is too long."""
-        return self._limit.n_tokens - (n_input if self.model.encoder is None else 1)
+        n_output = self._limit.n_tokens - (n_input if self.model.encoder is None else 1)
+        return n_output - self.model.is_bidirectional  # whose token is no output
 
     @overload
     def submit(

@@ -92,7 +92,7 @@ def load(notes: Notes, config: EngineConfig, start_workers: "StartWorkers | None
 def load_served(
     settings: ServeSettings, notes: Notes, start_workers: "StartWorkers | None" = None
 ) -> "tuple[LLM, ServedModel]":
-    """Load and warm up: compile what is compiled ahead, and run a prefill and a decode iteration.
+    """Load and warm up: compile what is compiled ahead, and run a prefill and a decode iteration, or embed.
 
     `start_workers` is as in LLM.from_config. The caller closes the LLM. Raises ConfigError or EngineError;
     then nothing is left running.
@@ -120,8 +120,11 @@ def load_served(
         llm.service.scheduler.kv.tenants = settings.api_keys.fingerprints
         if settings.api_keys.weights:
             llm.service.weigh_owners(settings.api_keys.weights)
-        n_output = min(2, llm.service.most_output(1))
-        llm.generate([[0]], SamplingParams(max_tokens=n_output, temperature=0.0, ignore_eos=True))
+        if llm.config.is_bidirectional:
+            llm.embed([[0]])
+        else:
+            n_output = min(2, llm.service.most_output(1))
+            llm.generate([[0]], SamplingParams(max_tokens=n_output, temperature=0.0, ignore_eos=True))
     except BaseException:
         llm.close()
         raise

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.shape import serving_buckets
 from orca_jax.service.follower import CheckpointFollower
 from server.commands.endpoints import Endpoints
@@ -135,7 +136,7 @@ def show_banner(
     sizes = serving_buckets(serving)
     for name, value in (
         ("model", f"{model.name} ({summary(llm)})"),
-        ("length", f"{model.config.n_positions} tokens, input and output together"),
+        ("length", _length(model.config)),
         (
             "n_slots",
             f"{serving.n_slots} tokens of keys and values, {serving.block_size} a block",
@@ -157,6 +158,12 @@ def show_banner(
     notes(first_request(model, endpoints.http_url, keyed=keyed), style="")
 
 
+def _length(config: ModelConfig) -> str:
+    if config.is_bidirectional:
+        return f"{config.n_positions - 1} tokens of input"
+    return f"{config.n_positions} tokens, input and output together"
+
+
 def _end_tokens(model: ServedModel) -> str:
     """The end-of-sequence tokens, by id and name."""
     names = list[str]()
@@ -168,6 +175,8 @@ def _end_tokens(model: ServedModel) -> str:
 
 def chat_line(model: ServedModel, template_file: Path | None) -> str:
     """The source of the chat template, and the formats of tool calls and reasoning."""
+    if model.config.is_bidirectional:
+        return "off: the model makes embeddings" if not model.config.ranker else "off: the model ranks texts"
     if model.chat_template is None:
         return "no chat template: /v1/completions alone; --chat-template FILE gives one"
     if model.has_encoder or model.tokenizer is None:
@@ -180,13 +189,20 @@ def chat_line(model: ServedModel, template_file: Path | None) -> str:
 
 
 def first_request(model: ServedModel, url: str, *, keyed: bool) -> str:
-    """A command to paste into a shell: a chat where the model can, else a completion."""
+    """A command to paste into a shell: what the model can, a chat rather than a completion."""
     body: dict[str, Any] = {"model": model.name}
-    if model.can_chat:
+    if model.config.is_bidirectional:
+        path, text = "embeddings", "In the beginning" if model.tokenizer is not None else [1, 2, 3]
+        body["input"] = text
+        if model.config.ranker and model.tokenizer is not None:
+            path = "rerank"
+            body = {"model": model.name, "query": "beginnings", "documents": [text, "At the end"]}
+    elif model.can_chat:
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "Say hello."}]
     else:
         path, body["prompt"] = "completions", "In the beginning" if model.tokenizer is not None else [1, 2, 3]
     insecure = " --insecure" if url.startswith("https") else ""
     key = " -H 'Authorization: Bearer YOUR_KEY'" if keyed else ""
-    quoted = json.dumps(body | {"max_tokens": 32}).replace("'", "'\\''")
+    body |= {} if model.config.is_bidirectional else {"max_tokens": 32}
+    quoted = json.dumps(body).replace("'", "'\\''")
     return f"curl{insecure} {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{quoted}'"

@@ -88,7 +88,8 @@ class ServedModel:
     @property
     def can_chat(self) -> bool:
         """Whether the model can read a conversation."""
-        return self.chat_template is not None and self.tokenizer is not None and not self.has_encoder
+        reads = not self.has_encoder and not self.config.is_bidirectional
+        return reads and self.chat_template is not None and self.tokenizer is not None
 
     def require_tokenizer(self, param: str) -> Tokenizer:
         """The tokenizer. Raises InvalidPrompt for the field `param` if the model has none."""

@@ -148,7 +148,7 @@ def _family(model_type: str, title: str, classes: str, prefix: str, *, from_padd
         aliases={"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"},
         buffers=r"embeddings\.(position_ids|token_type_ids)",
         parts=rf"({re.escape(prefix)})?pooler\..*|cls\..*|lm_head\..*",
-        serves="its embeddings, without the pooler and the heads of training tasks",
+        serves="heads of training tasks, and a pooler that ranks nothing, are not read",
         unread=_UNREAD,
     )
 

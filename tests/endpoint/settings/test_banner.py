@@ -7,9 +7,12 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
+
+from orca_jax.config import SchedulingConfig
 from server.commands.serving import chat_line, first_request
 from server.gateway.tool_formats.table import REASONING_FORMATS, TOOL_FORMATS
-from tests.endpoint.harness import serving
+from tests.endpoint.harness import CONFIG, MODEL, serving
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -44,6 +47,21 @@ def test_an_engine_that_cannot() -> None:
         without = replace(server.model, tokenizer=None)
         path, body = shown_body(first_request(without, "http://a:8000", keyed=False))
         assert path == "/v1/completions" and body["prompt"] == [1, 2, 3]
+
+
+def test_a_model_that_only_makes_embeddings() -> None:
+    """The command works, and for a ranker it is a ranking."""
+    bidirectional = replace(MODEL, layers=tuple(layer.with_attention(causal=False) for layer in MODEL.layers))
+    whole = replace(CONFIG, scheduling=SchedulingConfig(chunked_prefill=False, prefix_caching=False))
+    with serving(model=bidirectional, config=whole) as server:
+        path, body = shown_body(first_request(server.model, "http://a:8000", keyed=False))
+        assert path == "/v1/embeddings" and httpx2.post(server.url + path, json=body).status_code == 200
+        assert chat_line(server.model, None) == "off: the model makes embeddings"
+        assert not server.model.can_chat
+        ranker = replace(server.model, config=replace(bidirectional, ranker=True))
+        path, body = shown_body(first_request(ranker, "http://a:8000", keyed=False))
+        assert path == "/v1/rerank" and httpx2.post(server.url + path, json=body).status_code == 200
+        assert chat_line(ranker, None) == "off: the model ranks texts"
 
 
 def test_tls_and_keys_have_their_place() -> None:

@@ -15,9 +15,15 @@ from hypothesis import strategies as st
 
 from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.directory import load_checkpoint
+from orca_jax.config import EngineConfig
 from orca_jax.errors import ConfigError, InvalidRequest, NotSupported, PromptTooLong, UnsupportedModel
 from orca_jax.model import reference
 from orca_jax.request.pooling import POOLINGS, Pooling
+from server.commands.loading import load_served
+from server.commands.notes import Notes
+from server.settings.api_keys import ApiKeys
+from server.settings.endpoint_options import EndpointOptions, RouterOptions
+from server.settings.serve_settings import ServeSettings
 from tests.device.model.golden import DIRECTORY
 from tests.device.model.golden_embeddings import (
     BEGIN,
@@ -208,6 +214,21 @@ def test_a_ranker_gives_hugging_faces_results(name: str, tmp_path: Path) -> None
     inner = np.tanh(parameters["ranker.dense.weight"] @ state + parameters["ranker.dense.bias"])
     result = parameters["ranker.out.weight"] @ inner + parameters["ranker.out.bias"]
     assert result[0] == pytest.approx(golden.results[0], abs=1e-3)
+
+
+def test_a_server_warms_up_by_an_embedding() -> None:
+    keys = ApiKeys.read(None, {})
+    settings = ServeSettings(
+        engine=EngineConfig(model=DIRECTORY / NAME, **SIZES),
+        endpoint=EndpointOptions(),
+        routing=RouterOptions(),
+        api_keys=keys,
+        admin_keys=keys,
+    )
+    llm, model = load_served(settings, Notes())
+    with llm:
+        assert not model.can_chat and llm.service.most_output(0) == 64
+        assert llm.service.timeline.n_arrived == 1
 
 
 def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
