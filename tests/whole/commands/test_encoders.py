@@ -219,7 +219,7 @@ def test_a_ranker_gives_hugging_faces_results(name: str, tmp_path: Path) -> None
 def test_a_server_warms_up_by_an_embedding() -> None:
     keys = ApiKeys.read(None, {})
     settings = ServeSettings(
-        engine=EngineConfig(model=DIRECTORY / NAME, **SIZES),
+        engine=EngineConfig(model=str(DIRECTORY / NAME), **SIZES),
         endpoint=EndpointOptions(),
         routing=RouterOptions(),
         api_keys=keys,
