@@ -31,10 +31,11 @@ END = frozenset({1})
 
 
 @cache
-def family(name: str) -> tuple[ModelConfig, Sequence[Worker]]:
+def family(name: str, deterministic: bool) -> tuple[ModelConfig, Sequence[Worker]]:
     checkpoint = load_checkpoint(load_golden(name).directory, dtype=jnp.float32)
     model = checkpoint.config
-    engine = harness(model, checkpoint.parameters, SERVING, buckets=BUCKETS).scheduler.engine
+    serving = replace(SERVING, deterministic=deterministic, scheduling=ORCA)
+    engine = harness(model, checkpoint.parameters, serving, buckets=BUCKETS).scheduler.engine
     assert isinstance(engine, EngineMaster)
     assert isinstance(engine._workers, LocalWorkers)
     return model, engine._workers.workers
@@ -64,7 +65,7 @@ class Told:
 def play(
     name: str, asked: Sequence[Asked], serving: ServingConfig, each: Sequence[Speculation | None]
 ) -> list[Request]:
-    model, workers = family(name)
+    model, workers = family(name, serving.deterministic)
     ran = harness(model, {}, serving, buckets=BUCKETS, workers=workers)
     requests = [
         Request(
@@ -141,7 +142,10 @@ def test_results_are_those_without_speculation(name: str, deterministic: bool, n
             policy = replace(policy, chunked_prefill=False, prefix_caching=False, reservation="full")
         plain = replace(SERVING, deterministic=deterministic, scheduling=ORCA)
         expected = play(name, asked, plain, [None] * len(asked))
-        size, speculative = family(name)[0].vocab_size, "ngram" if drafter == "told" else drafter
+        size, speculative = (
+            family(name, deterministic)[0].vocab_size,
+            "ngram" if drafter == "told" else drafter,
+        )
         policy = replace(policy, speculative=speculative, speculative_tokens=N_TOKENS)
         made = configured_speculation(policy, vocab_size=size)
         assert made is not None
