@@ -6,7 +6,8 @@ A file with a trainer's name, such as tunix.py, adapts it to that trainer's libr
 file does, so the package works without it.
 """
 
+from orca_jax.rollout.agreement import Agreement, agreement
 from orca_jax.rollout.rollout import Rollout
 from orca_jax.rollout.sample import Group, Sample
 
-__all__ = ["Group", "Rollout", "Sample"]
+__all__ = ["Agreement", "Group", "Rollout", "Sample", "agreement"]

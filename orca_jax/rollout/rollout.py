@@ -150,7 +150,7 @@ class Rollout:
                 param="logprobs",
             )
         token_ids = tuple(prompt_token_ids(self.llm.name, self.llm.tokenizer, prompt))
-        self._check(token_ids, params, adapter)
+        checked, rules = self._check(token_ids, params, adapter)  # once for all samples
         n_tokens = params.n * (len(token_ids) + params.max_tokens)
 
         def has_room() -> bool:
@@ -180,7 +180,7 @@ class Rollout:
             group.samples += [_Sample(group, seed + i) for i in range(params.n)]
             try:
                 for sample in group.samples:
-                    self._begin_turn(sample)
+                    self._begin_turn(sample, checked=(checked, rules))
             except BaseException:
                 self._forget(group)
                 raise
@@ -292,8 +292,16 @@ class Rollout:
                 return
             self._changed.wait(min(left, _LOOK_SECONDS))
 
-    def _begin_turn(self, sample: "_Sample", begun: OutputSoFar | None = None) -> None:
-        """Submit the request of a sample's next turn, or end the sample if there is no room for it."""
+    def _begin_turn(
+        self,
+        sample: "_Sample",
+        begun: OutputSoFar | None = None,
+        checked: tuple[CheckedPrompt, OutputRules] | None = None,
+    ) -> None:
+        """Submit the request of a sample's next turn, or end the sample if there is no room for it.
+
+        `checked` is what `_check` returned for the group's prompt and parameters, before its first turn.
+        """
         group, service = sample.group, self.llm.service
         token_ids = (*group.prompt_ids, *sample.transcript.token_ids)
         n_output = min(group.params.max_tokens, service.most_output(len(token_ids)))
@@ -310,12 +318,15 @@ class Rollout:
             max_tokens=n_output,
             min_tokens=min(n_output, group.params.min_tokens),
         )
-        checked, rules = self._check(token_ids, params, group.adapter)
+        if checked is None:
+            prompt, rules = self._check(token_ids, params, group.adapter)
+        else:
+            prompt, rules = checked[0], replace(checked[1], sampling=params)
         group.n_tokens += (added := len(token_ids) + n_output - sample.n_counted)
         self._n_tokens += added
         sample.n_counted += added
         event = partial(self._events.put, partial(self._turn_ended, sample))
-        sample.generation = service.submit(checked, rules, begun=begun, on_end=event)
+        sample.generation = service.submit(prompt, rules, begun=begun, on_end=event)
 
     def _check(
         self, token_ids: Sequence[int], params: SamplingParams, adapter: str | None

@@ -15,7 +15,8 @@ from flax import nnx
 from examples import grpo_own_model
 from examples.own_model import GatedModel
 from orca_jax import LLM, SamplingParams
-from orca_jax.errors import ConfigError, NotSupported, PromptTooLong, QueueFull, ServiceClosed
+from orca_jax.errors import ConfigError, EngineError, NotSupported, PromptTooLong, QueueFull, ServiceClosed
+from orca_jax.launch import local_memory
 from orca_jax.rollout import Group, Rollout, Sample
 from orca_jax.scheduling.request_pool import Delivery
 
@@ -143,26 +144,31 @@ def test_turns_put_exact_tokens_back(llm: LLM, trainer: Trainer) -> None:
         assert sample.n_cached >= sum((n + computed) // 4 * 4 for computed in (19, 43))
 
 
-def test_running_samples_continue_with_new_weights(model: GatedModel, llm: LLM, trainer: Trainer) -> None:
-    """Samples in the middle of a turn take an update; every token has the version that made it."""
+def pause_after(llm: LLM, n_tokens: int) -> threading.Event:
+    """Pause the engine as soon as a turn has this many tokens; the event is set then."""
     paused = threading.Event()
 
-    def pause(deliveries: Sequence[Delivery]) -> None:
-        if any(len(request.output_ids) == 10 for request, _, _ in deliveries):
+    def look(deliveries: Sequence[Delivery]) -> None:
+        if any(len(request.output_ids) == n_tokens for request, _, _ in deliveries):
             llm.service.interludes.paused = llm.service.interludes.active = True
             llm.service.on_delivered = None
             paused.set()
 
+    llm.service.on_delivered = look
+    return paused
+
+
+def test_running_samples_continue_with_new_weights(model: GatedModel, llm: LLM, trainer: Trainer) -> None:
+    """Samples in the middle of a turn take an update; every token has the version that made it."""
     with Rollout(llm, next_turn=tool) as rollout:
         for seed in (1, 2):
-            llm.service.on_delivered = pause
+            paused = pause_after(llm, 10)
             if seed == 1:
                 for prompt in PROMPTS:
                     rollout.submit(prompt, PARAMS)
             else:
                 llm.resume()
             assert paused.wait(SOON)
-            paused.clear()
             other = drawn(model, seed)
             trainer.weights[rollout.update(other)] = other
         llm.resume()
@@ -305,6 +311,44 @@ def test_another_rollout_continues_the_state(model: GatedModel, llm: LLM, traine
             assert sample.token_ids[: len(kept)].tolist() == kept
             assert (sample.versions[len(kept) :] != old).all()
             assert {*sample.versions[: len(kept)].tolist()} <= {old, -1}
+
+
+def test_an_update_that_fails_in_the_middle(
+    model: GatedModel, llm: LLM, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token comes from a mixture of weights, and another engine continues with the same tokens."""
+    with Rollout(llm, next_turn=tool, seed=11) as rollout:
+        for prompt in PROMPTS:
+            rollout.submit(prompt, PARAMS)
+        expected = rollout.take(3)
+    n_moved, moved = 0, local_memory.moved
+
+    def fails(*arguments: Any) -> jax.Array:
+        nonlocal n_moved
+        n_moved += 1
+        if n_moved == 12:
+            raise RuntimeError("the device is gone")
+        return moved(*arguments)
+
+    with LLM(model, **SIZES) as failing, Rollout(failing, next_turn=tool, seed=11) as rollout:
+        paused = pause_after(failing, 10)
+        for prompt in PROMPTS:
+            rollout.submit(prompt, PARAMS)
+        assert paused.wait(SOON)
+        monkeypatch.setattr(local_memory, "moved", fails)
+        with pytest.raises(EngineError, match="the device is gone"):
+            rollout.update(drawn(model, 1))
+        failing.resume()
+        with pytest.raises(EngineError, match="the device is gone"):
+            rollout.take()
+        state = json.loads(json.dumps(rollout.state()))
+    monkeypatch.undo()
+    assert any(sample["turn"]["token_ids"] for group in state["groups"] for sample in group["samples"])
+    trainer.weights[0] = weights_of(model)
+    with Rollout(llm, next_turn=tool, state=state) as rollout:
+        found = rollout.take(3)
+    assert tokens(found) == tokens(expected)
+    trainer.check([sample for group in found for sample in group.samples])
 
 
 def test_ten_steps_of_grpo(model: GatedModel, llm: LLM, trainer: Trainer) -> None:
