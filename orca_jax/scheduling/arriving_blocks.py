@@ -93,7 +93,7 @@ class ArrivingBlocks:
         assert kv.host is not None
         self._kv, self._host, self._facts = kv, kv.host, facts
         self._places, self._transport = places, transport
-        self._seconds, self._clock = seconds, clock
+        self.seconds, self._clock = seconds, clock
         self.wake: Callable[[], object] = lambda: None
         self.n_asked = self.n_failed = self.n_blocks = 0
         self.stopped = False
@@ -114,7 +114,7 @@ class ArrivingBlocks:
         if params is None or self.stopped or not self._facts.trusts(params):
             return
         self._waiting.add(req)
-        self._asked.append(_Asked(req, params, self._clock() + self._seconds))
+        self._asked.append(_Asked(req, params, self._clock() + self.seconds))
 
     def step(self) -> None:
         """Let blocks that have arrived be found, and start fetching others. Before each choice of rows."""
