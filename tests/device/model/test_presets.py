@@ -15,8 +15,8 @@ from orca_jax.families.hf_config import read_config
 from orca_jax.families.parameters import parameter_shapes, parameter_table
 from orca_jax.families.presets import PRESETS
 from orca_jax.model import reference
-from orca_jax.model.context import Iteration, Tokens
-from orca_jax.model.kv_cache import LayerCache, LayerMemory, layer_cache
+from orca_jax.model.context import Iteration, Rows, Tokens
+from orca_jax.model.kv_cache import BothMemory, LayerCache, LayerMemory, layer_memory
 from orca_jax.model.transformer import Parameters, Transformer, init_parameters
 
 TABLE_1 = {  # the paper's: parameters in billions, layers, hidden size
@@ -66,8 +66,10 @@ def test_presets_have_the_sizes_of_table_1(name: str) -> None:
 )
 @pytest.mark.parametrize("name", PRESETS)
 def test_shapes_of_init_and_forward(name: str) -> None:
-    # The kinds of layers repeat; seven have them all.
-    config = replace(PRESETS[name], layers=PRESETS[name].layers[:7])
+    # The kinds of layers repeat; seven have them all, or those up to the first with attention.
+    layers = PRESETS[name].layers
+    n_layers = max(7, 1 + next(i for i, layer in enumerate(layers) if layer.attention is not None))
+    config = replace(PRESETS[name], layers=layers[:n_layers])
     parameters = jax.eval_shape(
         partial(init_parameters, config, dtype=jnp.dtype(jnp.bfloat16)), jax.random.key(0)
     )
@@ -85,22 +87,38 @@ def test_shapes_of_init_and_forward(name: str) -> None:
         parameters: Parameters, tokens: jax.Array, rows: jax.Array
     ) -> tuple[jax.Array, list[LayerMemory]]:
         model = Transformer(config, parameters)
-        sizes = {"n_blocks": 2, "block_size": 4}
-        empty = layer_cache(config.attention, **sizes, stored=jnp.bfloat16, make=jnp.zeros)
-        caches = [empty] * config.n_layers
+        sizes = {"n_blocks": 2, "block_size": 4, "n_states": 2}
+        of_dtype = {"stored": jnp.bfloat16, "dtype": jnp.bfloat16}
+        caches = [
+            layer_memory(layer, **sizes, **of_dtype, make_cache=jnp.zeros, make_state=jnp.zeros)
+            for layer in config.layers
+        ]
 
         def attend(q: jax.Array, cache: LayerCache, attention: Attention, *_: jax.Array | None) -> jax.Array:
             return q[:, : attention.group, :, : attention.value_size]
 
-        around = Iteration(tokens, tokens, Tokens(attend, cross=attend))
-        x, _, caches, _ = model.through(model.embed(tokens, tokens), caches, around)
+        starts = jnp.array([0, 3])
+        states = Rows(starts, jnp.zeros_like(tokens), starts[:1], starts[:1] == 0)
+        x = model.embed(tokens, tokens)
+        around = Iteration(
+            tokens,
+            tokens,
+            Tokens(attend, cross=attend),
+            rows=states if config.has_state else None,
+            layer_inputs=model.layer_inputs(tokens, x),
+        )
+        x, _, caches, _ = model.through(x, caches, around)
         return model.logits(x.at[rows].get()), caches
 
     n_rows = jax.ShapeDtypeStruct((2,), jnp.int32)
     logits, caches = jax.eval_shape(iteration, parameters, n_tokens, n_rows)
     assert (logits.shape, logits.dtype) == ((2, config.vocab_size), jnp.float32)
     assert len(caches) == config.n_layers
-    assert {cache.keys.shape for cache in caches} == {(2, config.n_kv_heads, 4, config.head_size)}
+    first = next(layer for layer in config.layers if layer.attention is not None)
+    assert first.attention is not None
+    of_first = caches[config.layers.index(first)]
+    keys = of_first.cache.keys if isinstance(of_first, BothMemory) else of_first.keys
+    assert keys.shape == (2, first.attention.n_kv_heads, 4, first.attention.head_size)
 
 
 def test_demo_is_the_model_in_the_package() -> None:

@@ -133,8 +133,9 @@ def test_adapters_come_and_go_while_the_engine_runs(engine: Engine) -> None:
 
 def test_an_unknown_adapter_is_named(engine: Engine):
     llm, _ = engine
-    with pytest.raises(UnknownAdapter, match=r"no adapter 'al' here; .*did you mean all"):
-        llm.generate([[1, 2]], SamplingParams(max_tokens=1), adapter="al")
+    wrong = f"{next(iter(llm.adapters))}x"
+    with pytest.raises(UnknownAdapter, match=rf"no adapter '{wrong}' here; .*did you mean {wrong[:-1]}"):
+        llm.generate([[1, 2]], SamplingParams(max_tokens=1), adapter=wrong)
 
 
 @pytest.mark.matrix
