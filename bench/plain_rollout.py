@@ -11,7 +11,7 @@ timed.
 
 With `--steps` the engine samples that many steps of a trainer, which takes new weights after each:
 synchronously, so that it samples and then waits for the trainer, and asynchronously, one step ahead. The
-trainer has devices of its own: its step is a wait of `--train-seconds`, by default half of the time of a
+trainer has other devices: its step is a wait of `--train-seconds`, by default half of the time of a
 step's samples.
 """
 
@@ -184,9 +184,19 @@ def run_steps(
                 submit()
             groups = rollout.take(len(prompts))
             n_tokens += sum(len(sample.token_ids) for group in groups for sample in group.samples)
-            time.sleep(train_seconds)  # the trainer's step, on devices of its own
+            time.sleep(train_seconds)  # the trainer's step, on other devices
             rollout.update(weights[step % 2])
     return n_tokens
+
+
+def drawn_samples(n_prompts: int, n_samples: int) -> tuple[list[list[int]], list[int]]:
+    """The prompt and the length of each sample, drawn once; samples of one prompt follow one another."""
+    rng = np.random.default_rng(0)
+    drawn = [
+        rng.integers(1, VOCABULARY, rng.integers(4, LONGEST_PROMPT + 1)).tolist() for _ in range(n_prompts)
+    ]
+    prompts = [prompt for prompt in drawn for _ in range(n_samples)]
+    return prompts, rng.integers(8, LONGEST + 1, len(prompts)).tolist()
 
 
 def timed(run: Callable[[], int]) -> float:
@@ -208,13 +218,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="steps of a trainer, sampled in both ways")
     parser.add_argument("--train-seconds", type=float, help="the time of a trainer's step")
     options = parser.parse_args()
-    rng = np.random.default_rng(0)
-    drawn = [
-        rng.integers(1, VOCABULARY, rng.integers(4, LONGEST_PROMPT + 1)).tolist()
-        for _ in range(options.prompts)
-    ]
-    prompts = [prompt for prompt in drawn for _ in range(options.samples)]
-    lengths = rng.integers(8, LONGEST + 1, len(prompts)).tolist()
+    prompts, lengths = drawn_samples(options.prompts, options.samples)
     weights = [drawn_weights(options.layers, options.hidden, seed) for seed in (0, 1)]
     model = FunctionModel(
         embed=embed, layer=layer, unembed=unembed, **weights[0], vocab_size=VOCABULARY,

@@ -13,8 +13,7 @@ compile in a run that is not timed.
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -25,11 +24,10 @@ from tunix.models.llama3.model import Llama3, ModelConfig
 from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
+from bench.plain_rollout import LONGEST, LONGEST_PROMPT, VOCABULARY, drawn_samples, timed
 from bench.versions import packages
 from orca_jax import SamplingParams
 from orca_jax.rollout.tunix import OrcaRollout
-
-VOCABULARY, LONGEST_PROMPT, LONGEST = 512, 32, 256
 
 
 class Numbers:
@@ -100,13 +98,6 @@ def vanilla_samples(
     return sum(lengths)
 
 
-def timed(run: Callable[[], int]) -> float:
-    """Tokens per second."""
-    begin = time.perf_counter()
-    n_tokens = run()
-    return n_tokens / (time.perf_counter() - begin)
-
-
 def main() -> None:
     """Measure both in turn, and print the ratio of each pair."""
     parser = argparse.ArgumentParser(description="rollout throughput beside Tunix's own sampler")
@@ -115,13 +106,7 @@ def main() -> None:
     parser.add_argument("--vanilla-batch", type=int, default=64, help="samples of a batch of Tunix's sampler")
     parser.add_argument("--max-batch-size", type=int, default=64)
     options = parser.parse_args()
-    rng = np.random.default_rng(0)
-    drawn = [
-        rng.integers(1, VOCABULARY, rng.integers(4, LONGEST_PROMPT + 1)).tolist()
-        for _ in range(options.prompts)
-    ]
-    prompts = [prompt for prompt in drawn for _ in range(options.samples)]
-    lengths = rng.integers(8, LONGEST + 1, len(prompts)).tolist()
+    prompts, lengths = drawn_samples(options.prompts, options.samples)
     model = llama(options.layers, options.hidden)
     config = RolloutConfig(kv_cache_size=LONGEST_PROMPT + LONGEST, max_prompt_length=LONGEST_PROMPT)
     orca = OrcaRollout(model, Numbers(), None, config, max_batch_size=options.max_batch_size)

@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 from orca_jax.errors import ConfigError
 from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
@@ -125,20 +125,20 @@ class LeaseServer:
     def _answer(self, connection: socket.socket, leases: Leases) -> None:
         ends = time.monotonic() + _SEND_SECONDS
         _prepare(connection)
-        number = os.urandom(_NUMBER)
-        _send(connection, [memoryview(_MAGIC + number)], ends)
+        server_number = os.urandom(_NUMBER)
+        _send(connection, [memoryview(_MAGIC + server_number)], ends)
         asked = _receive_frame(connection, ends)
-        name, digest, theirs = (
+        name, digest, client_number = (
             str(asked["lease"]),
             bytes.fromhex(asked["digest"]),
             bytes.fromhex(asked["number"]),
         )
         first, n = int(asked["first"]), int(asked["n"])
-        right = self._facts.proof(b"client", number, theirs, name.encode(), digest)
+        right = self._facts.proof(b"client", server_number, client_number, name.encode(), digest)
         if not hmac.compare_digest(right, bytes.fromhex(asked["proof"])):
             _send_frame(connection, {"status": _REFUSED}, ends)
             return
-        proof = self._facts.proof(b"server", theirs, number).hex()
+        proof = self._facts.proof(b"server", client_number, server_number).hex()
         lease = leases.take(name, digest)
         if lease is None:
             _send_frame(connection, {"status": _GONE, "proof": proof}, ends)
@@ -244,7 +244,7 @@ class SocketTransport:
         _prepare(connection)
         hello = bytearray(len(_MAGIC) + _NUMBER)
         _receive(connection, [memoryview(hello)], ends)
-        theirs, number = bytes(hello[len(_MAGIC) :]), os.urandom(_NUMBER)
+        server_number, client_number = bytes(hello[len(_MAGIC) :]), os.urandom(_NUMBER)
         if not hello.startswith(_MAGIC):
             raise ConnectionError("this is no server of leased blocks")
         asked = {
@@ -252,14 +252,16 @@ class SocketTransport:
             "digest": digest.hex(),
             "first": first,
             "n": len(into),
-            "number": number.hex(),
-            "proof": self._facts.proof(b"client", theirs, number, name.encode(), digest).hex(),
+            "number": client_number.hex(),
+            "proof": self._facts.proof(b"client", server_number, client_number, name.encode(), digest).hex(),
         }
         _send_frame(connection, asked, ends)
         answer = _receive_frame(connection, ends)
         if answer.get("status") != _OK:
             raise ConnectionError(f"the server says: {str(answer.get('status'))[:80]}")
-        if not hmac.compare_digest(self._facts.proof(b"server", number, theirs).hex(), str(answer["proof"])):
+        if not hmac.compare_digest(
+            self._facts.proof(b"server", client_number, server_number).hex(), str(answer["proof"])
+        ):
             raise ConnectionError("the server does not know the control secret")
         if into and answer["block_bytes"] != (n := sum(part.nbytes for part in into[0])):
             raise ConnectionError(f"a block there has {answer['block_bytes']} bytes, and {n} here")
@@ -302,7 +304,7 @@ def _receive_frame(connection: socket.socket, ends: float) -> dict[str, Any]:
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError("a frame is no JSON object")
-    return value  # pyright: ignore[reportUnknownVariableType]
+    return cast("dict[str, Any]", value)
 
 
 def _send(connection: socket.socket, parts: Sequence[memoryview], ends: float) -> None:

@@ -95,7 +95,8 @@ class Stage:
         stacks: Mapping[str, tuple[Any, Sequence[Any]]] | None = None,
         max_adapters: int = 0,
     ) -> None:
-        self.part, self.causal = part, not config.is_bidirectional
+        self.part = part
+        self.causal = not config.is_bidirectional
         by_user = isinstance(parameters, UserParameters)
         # A layer that a user wrote may need all tokens to the end.
         self.host_buffer = HostBuffer(attention, last=part.last and not by_user)

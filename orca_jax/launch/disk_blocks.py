@@ -1,18 +1,15 @@
 """Puts a disk tier together: its files, their fingerprint, and the memory of the workers."""
 
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from orca_jax.config import EngineConfig
-from orca_jax.control.handshake import model_digest
 from orca_jax.engine.block_files import BlockFiles
-from orca_jax.errors import ConfigError
 from orca_jax.execution.host_blocks import StagesMemory
 from orca_jax.execution.worker import Worker
+from orca_jax.launch.block_fingerprint import block_fingerprint
 from orca_jax.model_files.found_model import FoundModel
 from orca_jax.scheduling.disk_tier import DiskTier
 from orca_jax.scheduling.kv_manager import KVManager
@@ -62,27 +59,14 @@ def fingerprint(found: FoundModel, config: EngineConfig, dtype: str, kinds: Sequ
 
     Weights count by the names, sizes and times of their files. Raises ConfigError for weights without files.
     """
-    facts = {
-        "format": _FORMAT,
-        "model": model_digest(found.config),
-        "weights": _weights(found, config),
-        "quantization": config.quantization,
-        "dtype": dtype,
-        "block_size": config.block_size,
-        "kinds": [str(kind) for kind in kinds],
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    refusal = (
+        f"kv_disk is {str(config.kv_disk)!r}, and the model {found.name} has no files by which its "
+        "weights would be known again after a restart; leave kv_disk out"
+    )
+    key = block_fingerprint(found, config, dtype, kinds, _names_and_times, version=_FORMAT, refusal=refusal)
+    return key[:32]
 
 
-def _weights(found: FoundModel, config: EngineConfig) -> object:
-    if config.load_format == "dummy":
-        return config.seed or 0
-    if found.directory is None or found.user_model is not None:
-        raise ConfigError(
-            f"kv_disk is {str(config.kv_disk)!r}, and the model {found.name} has no files by which its "
-            "weights would be known again after a restart; leave kv_disk out"
-        )
-    place = found.directory
-    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+def _names_and_times(files: Sequence[Path]) -> object:
     stats = [(path, path.stat()) for path in files]
     return [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in stats]

@@ -1,17 +1,17 @@
 """Puts the transfer of prompts between servers together: leases, arriving blocks, and their transport."""
 
 import hashlib
-import json
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 
 from orca_jax.checks import host_and_port
 from orca_jax.config import EngineConfig
-from orca_jax.control.handshake import model_digest
 from orca_jax.engine.block_transfer import LeaseServer, SocketTransport
 from orca_jax.errors import ConfigError
 from orca_jax.execution.host_blocks import StagesMemory
 from orca_jax.execution.worker import Worker
+from orca_jax.launch.block_fingerprint import block_fingerprint
 from orca_jax.model_files.found_model import FoundModel
 from orca_jax.request.kv_transfer import TransferFacts, is_local
 from orca_jax.scheduling.arriving_blocks import ArrivingBlocks
@@ -76,28 +76,15 @@ def fingerprint(found: FoundModel, config: EngineConfig, dtype: str, kinds: Sequ
     Weights count by the names and sizes of their files and by samples of their contents. Raises ConfigError
     for weights without files.
     """
-    facts = {
-        "format": _FORMAT,
-        "model": model_digest(found.config),
-        "weights": _weights(found, config),
-        "quantization": config.quantization,
-        "dtype": dtype,
-        "block_size": config.block_size,
-        "kinds": [str(kind) for kind in kinds],
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    refusal = (
+        f"role is {config.role!r}, and the model {found.name} has no files by which two servers would "
+        "know that they have the same weights; leave it out"
+    )
+    return block_fingerprint(found, config, dtype, kinds, _samples, version=_FORMAT, refusal=refusal)
 
 
-def _weights(found: FoundModel, config: EngineConfig) -> object:
-    if config.load_format == "dummy":
-        return config.seed or 0
-    if found.directory is None or found.user_model is not None:
-        raise ConfigError(
-            f"role is {config.role!r}, and the model {found.name} has no files by which two servers would "
-            "know that they have the same weights; leave it out"
-        )
-    place = found.directory
-    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+def _samples(files: Sequence[Path]) -> object:
+    """A digest of the weights' names, sizes and samples; of all files where none is known to have weights."""
     weights = [path for path in files if path.suffix in (".safetensors", ".gguf")] or files
     digest = hashlib.sha256()
     for path in weights:

@@ -71,7 +71,7 @@ class KVTransferParams:
 
 @dataclass(frozen=True, slots=True)
 class TransferFacts:
-    """What both servers of a transfer agree on, and never send.
+    """Facts on which both servers of a transfer agree, and which they never send.
 
     `fingerprint` says what the bytes of a block depend on besides the tokens; `secret` is the control secret.
     """

@@ -12,7 +12,7 @@ from orca_jax.rollout.sample import Sample
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far two log-probabilities of each sampled token are apart.
+    """The distance between two log-probabilities of each sampled token.
 
     `mean` and `largest` are of the absolute differences. `kl` estimates the divergence of the trainer's
     distribution from the one that was sampled, in nats per token: the mean of r - 1 - log r over the ratios

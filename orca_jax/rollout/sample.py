@@ -96,7 +96,7 @@ class Transcript:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields, copied; floats keep their bits."""
+        """Copy the fields; floats keep their bits."""
         return {name: copy.copy(value) for name, value in vars(self).items()}
 
     @classmethod

@@ -47,15 +47,12 @@ async def similarities(
     field_of = {text: param for pair in pairs for text, param in zip(pair, params, strict=True)}
 
     def read() -> list[Submission]:
-        def checked(text: str) -> Submission:
-            ids = model.encode(text, param=field_of[text])
-            prompt = pooled_prompt(model.service, ids, call.options.pooling, scheduling, tenant=call.tenant)
-            return Submission(*prompt, f"{response_id}-{len(submissions)}")
-
         submissions: list[Submission] = []
-        for text in field_of:
-            with renamed_fields(prompt=field_of[text]):
-                submissions.append(checked(text))
+        for text, param in field_of.items():
+            with renamed_fields(prompt=param):
+                ids, pooling = model.encode(text, param=param), call.options.pooling
+                prompt = pooled_prompt(model.service, ids, pooling, scheduling, tenant=call.tenant)
+                submissions.append(Submission(*prompt, f"{response_id}-{len(submissions)}"))
         return submissions
 
     ended = await all_ended(call, await run_for_request(call.n_bytes, read))

@@ -18,7 +18,7 @@ from orca_jax import LLM, SamplingParams
 from orca_jax.errors import ConfigError, EngineError, NotSupported, PromptTooLong, QueueFull, ServiceClosed
 from orca_jax.launch import local_memory
 from orca_jax.rollout import Group, Rollout, Sample
-from orca_jax.scheduling.request_pool import Delivery
+from tests.whole.pauses import pause_after
 
 SOON = 60.0
 SIZES: dict[str, Any] = {"max_batch_size": 16, "max_batch_tokens": 16, "n_slots": 4096, "block_size": 4}
@@ -142,20 +142,6 @@ def test_turns_put_exact_tokens_back(llm: LLM, trainer: Trainer) -> None:
         # A turn finds all full blocks of the turns before; the last sampled token was never computed.
         n = len(sample.prompt_ids)
         assert sample.n_cached >= sum((n + computed) // 4 * 4 for computed in (19, 43))
-
-
-def pause_after(llm: LLM, n_tokens: int) -> threading.Event:
-    """Pause the engine as soon as a turn has this many tokens; the event is set then."""
-    paused = threading.Event()
-
-    def look(deliveries: Sequence[Delivery]) -> None:
-        if any(len(request.output_ids) == n_tokens for request, _, _ in deliveries):
-            llm.service.interludes.paused = llm.service.interludes.active = True
-            llm.service.on_delivered = None
-            paused.set()
-
-    llm.service.on_delivered = look
-    return paused
 
 
 def test_running_samples_continue_with_new_weights(model: GatedModel, llm: LLM, trainer: Trainer) -> None:

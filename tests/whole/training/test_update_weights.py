@@ -16,9 +16,9 @@ from orca_jax.errors import CheckpointError, ConfigError, RequestsStillRunning, 
 from orca_jax.launch.new_weights import state_names
 from orca_jax.model.transformer import Transformer
 from orca_jax.request.request import FinishReason
-from orca_jax.scheduling.request_pool import Delivery
 from tests.device.checkpoint.tiny_checkpoint import gpt2_tensors, write_checkpoint
 from tests.device.model.golden import DIRECTORY as GOLDEN
+from tests.whole.pauses import pause_after
 from tests.whole.training.weights import (
     CONFIG,
     GREEDY,
@@ -231,20 +231,6 @@ def test_running_requests_are_aborted(llm: LLM, new: Path, expected: Any):
         assert result.finish_reason is FinishReason.CANCELLED
         assert len(result.token_ids) <= 11 and result.weights_version == llm.weights_version - 1
     assert tokens(llm) == expected["new"]
-
-
-def pause_after(llm: LLM, n_tokens: int) -> threading.Event:
-    """Pause before the next iteration once an output has this many tokens; return an event for that."""
-    paused = threading.Event()
-
-    def look(deliveries: Sequence[Delivery]) -> None:
-        if any(len(request.output_ids) == n_tokens for request, _, _ in deliveries):
-            llm.service.interludes.paused = llm.service.interludes.active = True
-            llm.service.on_delivered = None
-            paused.set()
-
-    llm.service.on_delivered = look
-    return paused
 
 
 def check_continued(llm: LLM, old: Path, new: Path) -> None:
