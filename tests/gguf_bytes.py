@@ -265,11 +265,13 @@ _KEYS = {
 def as_gguf(
     config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, keys_and_values: bool = False
 ) -> bytes:
-    """The GGUF file in float32 that llama.cpp's converter would make of a decoder's checkpoint.
+    """The GGUF file in float32 that llama.cpp's converter would make of a checkpoint.
 
     With `keys_and_values` latent attention is as newer versions write it.
     """
     kind: str = config["model_type"]
+    if kind in ("t5", "mt5", "umt5"):
+        return _t5(config, tensors)
     name: str = _ARCHITECTURES.get(kind, kind)
     metadata: dict[str, Any] = {"general.architecture": name, "general.file_type": 0}
     for field, key in _KEYS.items():
@@ -289,6 +291,51 @@ def as_gguf(
     if "rope_parameters" in config:
         metadata |= _rope(config, name, found)
     return gguf_bytes(metadata, {each: float_tensor(values) for each, values in found.items()})
+
+
+# The names of T5's families in a layer's parts, and llama.cpp's.
+_T5_NAMES = (
+    (r"SelfAttention\.([qkvo])\.", r"attn_\1."),
+    (r"SelfAttention\.relative_attention_bias", "attn_rel_b"),
+    (r"EncDecAttention\.([qkvo])\.", r"cross_attn_\1."),
+    (r"DenseReluDense\.wi_0", "ffn_gate"),
+    (r"DenseReluDense\.(wi_1|wi)\.", "ffn_up."),
+    (r"DenseReluDense\.wo", "ffn_down"),
+)
+_T5_KEYS = {
+    **{"d_model": "embedding_length", "d_ff": "feed_forward_length", "num_layers": "block_count"},
+    **{"num_heads": "attention.head_count", "d_kv": "attention.key_length"},
+    **{"relative_attention_num_buckets": "attention.relative_buckets_count"},
+    **{"layer_norm_epsilon": "attention.layer_norm_rms_epsilon"},
+    **{"num_decoder_layers": "decoder_block_count", "decoder_start_token_id": "decoder_start_token_id"},
+}
+
+
+def _t5(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> bytes:
+    metadata: dict[str, Any] = {"general.architecture": "t5", "t5.context_length": 512}
+    metadata |= {f"t5.{key}": config[field] for field, key in _T5_KEYS.items() if config[field] is not None}
+    metadata |= {"t5.attention.layer_norm_epsilon": config["layer_norm_epsilon"]}
+    metadata |= {"t5.attention.value_length": config["d_kv"]}
+    metadata["tokenizer.ggml.eos_token_id"] = config["eos_token_id"]
+    found: dict[str, Tensor] = {}
+    outside = {"shared.weight": "token_embd.weight", "lm_head.weight": "output.weight"}
+    for name, values in tensors.items():
+        layer = re.fullmatch(r"(enc|dec)oder\.block\.(\d+)\.layer\.(\d)\.(.*)", name)
+        if layer:
+            side, i, part, inner = layer.groups()
+            norms = (
+                ("attn_norm", "ffn_norm") if side == "enc" else ("attn_norm", "cross_attn_norm", "ffn_norm")
+            )
+            inner = inner.replace("layer_norm", norms[int(part)])
+            for pattern, theirs in _T5_NAMES:
+                inner = re.sub(f"^{pattern}", theirs, inner)
+            name = f"{side}.blk.{i}.{inner}"
+        else:
+            name = re.sub(r"^(enc|dec)oder\.final_layer_norm", r"\1.output_norm", outside.get(name, name))
+        found[name] = float_tensor(values)
+    if "dec.blk.1.attn_rel_b.weight" not in found:  # T5's first files have a table that nothing reads
+        found["dec.blk.0.cross_attn_rel_b.weight"] = found["dec.blk.0.attn_rel_b.weight"]
+    return gguf_bytes(metadata, found)
 
 
 def _renamed(name: str, kind: str) -> str:

@@ -11,6 +11,7 @@ Phi-3's rotary frequencies are tensors, not numbers in the configuration.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,9 +40,10 @@ from orca_jax.gguf_file import GgufFile
 
 _LAYER = "blk.{i}."
 _MODEL, _TOKENIZER = "general.architecture", "tokenizer.ggml."
-# Tensors that are part of the configuration, or that follow from it.
+# Tensors that are part of the configuration, that follow from it, or that no model reads.
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_BUFFERS = rf"({'|'.join(_FACTORS)}|blk\.\d+\.attn_rot_embd)".replace(".weight", r"\.weight")
+_UNUSED = (r"blk\.\d+\.attn_rot_embd", r"dec\.blk\.\d+\.cross_attn_rel_b\.weight")
+_BUFFERS = "|".join((*map(re.escape, _FACTORS), *_UNUSED))
 
 
 def _both(ours: str, theirs: str, make: Callable[[str], StoredName] = as_it_is) -> dict[str, StoredName]:
@@ -113,6 +115,42 @@ _LATENT: Mapping[str, StoredName] = {
     "layers.{i}.kv_b.weight": as_it_is(f"{_LAYER}attn_kv_b.weight"),
     "layers.{i}.out.weight": as_it_is(f"{_LAYER}attn_output.weight"),
     "layers.{i}.router.correction": as_it_is(f"{_LAYER}exp_probs_b.bias"),
+}
+
+
+def _t5_side(side: str, ours: str, bias_layer: str) -> dict[str, StoredName]:
+    """The weights of T5's encoder or decoder; each layer's relative bias is the table of `bias_layer`."""
+    block = f"{side}.blk.{{i}}."
+    return {
+        f"{ours}layers.{{i}}.qkv.weight": stacked(*(f"{block}attn_{part}.weight" for part in "qkv")),
+        f"{ours}layers.{{i}}.out.weight": as_it_is(f"{block}attn_o.weight"),
+        f"{ours}layers.{{i}}.relative_bias": as_it_is(f"{side}.blk.{bias_layer}.attn_rel_b.weight"),
+        f"{ours}layers.{{i}}.attn_norm.scale": as_it_is(f"{block}attn_norm.weight"),
+        f"{ours}layers.{{i}}.up.weight": as_it_is(f"{block}ffn_up.weight"),
+        f"{ours}layers.{{i}}.down.weight": as_it_is(f"{block}ffn_down.weight"),
+        f"{ours}layers.{{i}}.mlp_norm.scale": as_it_is(f"{block}ffn_norm.weight"),
+        f"{ours}final_norm.scale": as_it_is(f"{side}.output_norm.weight"),
+    }
+
+
+def _t5_weights(bias_layer: str) -> dict[str, StoredName]:
+    cross = "dec.blk.{i}.cross_attn_"
+    return {
+        **_t5_side("enc", "encoder.", bias_layer),
+        **_t5_side("dec", "", bias_layer),
+        "layers.{i}.cross_q.weight": as_it_is(f"{cross}q.weight"),
+        "layers.{i}.cross_kv.weight": stacked(*(f"{cross}{part}.weight" for part in "kv")),
+        "layers.{i}.cross_out.weight": as_it_is(f"{cross}o.weight"),
+        "layers.{i}.cross_norm.scale": as_it_is(f"{cross}norm.weight"),
+    }
+
+
+# Gated feed-forward parts have two tensors.
+_T5_GATED: Mapping[str, StoredName] = {
+    f"{ours}layers.{{i}}.up.weight": stacked(
+        *(f"{side}.blk.{{i}}.ffn_{part}.weight" for part in ("gate", "up"))
+    )
+    for side, ours in (("enc", "encoder."), ("dec", ""))
 }
 # Newer files have keys and values apart, the keys of each head transposed.
 KEYS_AND_VALUES = (f"{_LAYER}attn_k_b.weight", f"{_LAYER}attn_v_b.weight")
@@ -237,6 +275,8 @@ def read_architecture(file: GgufFile) -> tuple[Architecture, dict[str, Any]]:
         kind = _MIXTRAL
     if name == "deepseek2" and metadata.whole("expert_gating_func", 0) == _SIGMOID:
         kind = _DEEPSEEK_V3
+    if name == "t5" and any(map(metadata.has_tensor, _SECOND_TABLES)):
+        kind = _UMT5
     return kind, {"model_type": kind.model_type, **_common(metadata), **kind.fields(metadata)}
 
 
@@ -524,7 +564,27 @@ def _deepseek_v2(metadata: Metadata) -> dict[str, Any]:
     return fields | {"topk_method": "group_limited_greedy" if fields["n_group"] > 1 else "greedy"}
 
 
+def _t5(metadata: Metadata) -> dict[str, Any]:
+    """The fields of T5's families; llama.cpp knows ReLU, and gates with GELU."""
+    eps = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+    start = "decoder_start_token_id"
+    return {
+        **_NO_ROTARY,
+        **dict.fromkeys(("max_position_embeddings", "num_key_value_heads", "rms_norm_eps")),
+        "intermediate_size": None,
+        "d_ff": metadata.same_in_layers("feed_forward_length"),
+        "num_decoder_layers": metadata.whole("decoder_block_count", metadata.whole("block_count")),
+        "layer_norm_epsilon": metadata.number(eps[0], metadata.number(eps[1], 1e-6)),
+        "relative_attention_num_buckets": metadata.whole("attention.relative_buckets_count", 32),
+        "feed_forward_proj": "gated-gelu" if metadata.has_tensor("enc.blk.0.ffn_gate.weight") else "relu",
+        start: metadata.whole(start) if metadata.has(start) else None,
+    }
+
+
 _SIGMOID = 2  # of expert_gating_func
+_SECOND_TABLES = ("enc.blk.1.attn_rel_b.weight", "dec.blk.1.attn_rel_b.weight")  # umT5's
+_T5 = Architecture(model_type="t5", fields=_t5, weights=_t5_weights("0"), alternatives=_T5_GATED)
+_UMT5 = replace(_T5, model_type="umt5", weights=_t5_weights("{i}"))
 _ALTERNATIVES = {"layers.{i}.kv_b.weight": StoredName(KEYS_AND_VALUES)}
 _DEEPSEEK_V3 = Architecture(
     model_type="deepseek_v3", fields=_deepseek, weights=_LATENT, alternatives=_ALTERNATIVES
@@ -566,4 +626,5 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         weights={**_OLDER, **_norm("layers.{i}.mlp_norm", f"{_LAYER}attn_norm")},
         alternatives=_norm("layers.{i}.attn_norm", f"{_LAYER}attn_norm_2"),
     ),
+    "t5": _T5,
 }

@@ -1,9 +1,9 @@
-"""Makes the tokenizer of a GGUF file: byte-level BPE, or SentencePiece's BPE with a score for each piece.
+"""Makes the tokenizer of a GGUF file: byte-level BPE, or SentencePiece's BPE or Unigram with scores.
 
-A file has the tokens with a type each, and either merges with the name of a pre-tokenizer (where
-tokenizer.ggml.model is "gpt2"), or scores, from which the merges follow ("llama"). A name stands for the
-normalizer and the regular expressions of the model's original tokenizer.json; a name that is not in the table
-is refused, since text cut in other places has other tokens.
+A file has the tokens with a type each, and merges with the name of a pre-tokenizer (where
+tokenizer.ggml.model is "gpt2"), scores from which the merges follow ("llama"), or scores that are
+log-probabilities ("t5"). A name stands for the normalizer and the regular expressions of the model's original
+tokenizer.json; a name that is not in the table is refused, since text cut in other places has other tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -163,6 +163,10 @@ class Vocabulary:
         """The ids of tokens of these types."""
         return [i for i, one in enumerate(self.types) if one in types]
 
+    def unknown(self) -> int | None:
+        """The id of the token for text that no other token has."""
+        return self.ids.get("unknown", next(iter(self.of_type(_UNKNOWN)), None))
+
     def scores(self) -> Sequence[float]:
         """Each piece's score. Raises BadModelConfig without them."""
         found = self._of_each("scores")
@@ -202,7 +206,7 @@ def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
 def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     ids = vocabulary.by_text()
     has_bytes = bool(vocabulary.of_type(_BYTE))
-    unknown = vocabulary.ids.get("unknown", next(iter(vocabulary.of_type(_UNKNOWN)), None))
+    unknown = vocabulary.unknown()
     model = models.BPE(
         vocab=ids,
         merges=_merges(vocabulary, ids),
@@ -217,6 +221,27 @@ def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefixed else [])])
     _add_ends(tokenizer, vocabulary, start=True)
+    return tokenizer
+
+
+def _unigram(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    """T5's: pieces of the greatest sum of scores, after SentencePiece's normalization."""
+    unknown = vocabulary.unknown()
+    scored = list(zip(vocabulary.tokens, vocabulary.scores(), strict=True))
+    tokenizer = tokenizers.Tokenizer(
+        models.Unigram(scored, unk_id=unknown, byte_fallback=bool(vocabulary.of_type(_BYTE)))
+    )
+    table = vocabulary.file.numbers(f"{_PREFIX}precompiled_charsmap").astype(np.uint8).tobytes()
+    if table:
+        tokenizer.normalizer = normalizers.Precompiled(table)
+    prefixed = vocabulary.flag("add_space_prefix", True)
+    spaces = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="always" if prefixed else "never")
+    single = [pre_tokenizers.WhitespaceSplit()] if vocabulary.flag("remove_extra_whitespaces", True) else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*single, spaces])
+    tokenizer.decoder = decoders.Metaspace(
+        replacement=_SPACE, prepend_scheme="always" if prefixed else "never"
+    )
+    _add_ends(tokenizer, vocabulary, start=False, end=True)
     return tokenizer
 
 
@@ -285,10 +310,12 @@ class _Lookup:
         return np.where(self._sorted[near] == keys, self._order[near], -1)
 
 
-def _add_ends(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, *, start: bool) -> None:
-    """Make the tokenizer add the tokens that begin and end a text; `start` is the default of the first."""
+def _add_ends(
+    tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary, *, start: bool, end: bool = False
+) -> None:
+    """Make the tokenizer add the tokens that begin and end a text; `start` and `end` are the defaults."""
     before, after = list[tuple[str, int]](), list[tuple[str, int]]()
-    for name, default, where in (("bos", start, before), ("eos", False, after)):
+    for name, default, where in (("bos", start, before), ("eos", end, after)):
         i = vocabulary.ids.get(name)
         if i is not None and vocabulary.flag(f"add_{name}_token", default):
             where.append((vocabulary.tokens[i], i))
@@ -316,4 +343,5 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None
 _KINDS: Mapping[str, Callable[[Vocabulary], tokenizers.Tokenizer]] = {
     "gpt2": _byte_level,
     "llama": _sentence_piece,
+    "t5": _unigram,
 }

@@ -74,6 +74,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek-v2-groups-yarn-dense-first": {},
     "deepseek-v2-greedy-no-query-rank": {},
     "deepseek-v3-groups-yarn-dense-first": {},
+    "t5-relu": {},
+    "t5-gated": {},
+    "t5-few-buckets": {"relative_attention_max_distance": 128},
+    "mt5-untied": {},
+    "umt5-untied": {},
 }
 
 

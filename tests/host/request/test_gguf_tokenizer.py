@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -24,8 +25,9 @@ from orca_jax.request.generation_defaults import NO_DEFAULTS
 from orca_jax.request.gguf_tokenizer import gguf_tokenizer
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.request.tokenizer_config import read_tokenizer_config
-from tests.gguf_bytes import Tensor, gguf_bytes, small_model, small_tensors
+from tests.gguf_bytes import ARRAY, Tensor, Value, gguf_bytes, small_model, small_tensors
 from tests.host.request.family_tokenizers import CORPUS, FAMILIES, SPACE
+from tests.places import DATA
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 # Each family's pre-tokenizer, and whether a text begins with a token.
@@ -37,13 +39,18 @@ BYTE_LEVEL = {
     "starcoder2": "starcoder",
 }
 SENTENCE_PIECE = ("llama 1 and 2", "mistral", "gemma")
+UNIGRAM = ("t5",)
 
 
 def metadata_of(source: tokenizers.Tokenizer, pre: str = "") -> dict[str, Any]:
     """The metadata that llama.cpp's converter writes for a tokenizer.json; `pre` names its pre-tokenizer."""
     values = json.loads(source.to_str())
     added = {token["content"]: token for token in values["added_tokens"]}
-    ids: dict[str, int] = values["model"]["vocab"] | {name: token["id"] for name, token in added.items()}
+    vocabulary = values["model"]["vocab"]
+    is_unigram = values["model"]["type"] == "Unigram"
+    if is_unigram:
+        vocabulary = {name: i for i, (name, _) in enumerate(vocabulary)}
+    ids: dict[str, int] = vocabulary | {name: token["id"] for name, token in added.items()}
     tokens = sorted(ids, key=ids.__getitem__)
     starts = (values["post_processor"] or {}).get("processors", [values["post_processor"]])[-1] or {}
     start = next(iter(starts.get("special_tokens", {})), None)
@@ -54,6 +61,15 @@ def metadata_of(source: tokenizers.Tokenizer, pre: str = "") -> dict[str, Any]:
     if start is not None:
         found["tokenizer.ggml.bos_token_id"] = ids[start]
     found["tokenizer.ggml.add_bos_token"] = start is not None
+    if is_unigram:
+        scores = dict(values["model"]["vocab"])
+        return found | {
+            "tokenizer.ggml.model": "t5",
+            "tokenizer.ggml.scores": [scores.get(name, -1e4) for name in tokens],
+            "tokenizer.ggml.unknown_token_id": ids["<unk>"],
+            "tokenizer.ggml.remove_extra_whitespaces": False,
+            "tokenizer.ggml.add_eos_token": False,
+        }
     merges = values["model"]["merges"]
     if pre:
         pairs = [" ".join(pair) for pair in merges]
@@ -90,9 +106,15 @@ def made(folder: Path, metadata: Mapping[str, Any], n_rows: int = 96) -> Path:
     return path
 
 
-LIBRARIES = {
-    name: tokenizers.Tokenizer.from_str(FAMILIES[name]().to_str()) for name in (*BYTE_LEVEL, *SENTENCE_PIECE)
-}
+def _as_published(source: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same with a Unigram model's scores in float32, as SentencePiece has them."""
+    values = json.loads(source.to_str())
+    if values["model"]["type"] == "Unigram":
+        values["model"]["vocab"] = [(name, float(np.float32(x))) for name, x in values["model"]["vocab"]]
+    return tokenizers.Tokenizer.from_str(json.dumps(values))
+
+
+LIBRARIES = {name: _as_published(FAMILIES[name]()) for name in (*BYTE_LEVEL, *SENTENCE_PIECE, *UNIGRAM)}
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +154,25 @@ def test_a_text_begins_as_the_original_has_it(built: dict[str, Tokenizer], name:
 
 def _added(name: str) -> dict[str, Any]:
     return {token["content"]: token for token in json.loads(LIBRARIES[name].to_str())["added_tokens"]}
+
+
+def test_unigram_tokens_are_those_of_sentencepiece(tmp_path: Path) -> None:
+    """With its table of normalization, as scripts/golden/unigram.py wrote them."""
+    model = json.loads((DATA / "golden" / "unigram.json").read_text())
+    metadata = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": model["pieces"],
+        "tokenizer.ggml.scores": model["scores"],
+        "tokenizer.ggml.token_type": model["types"],
+        "tokenizer.ggml.precompiled_charsmap": Value(ARRAY, (0, model["charsmap"])),
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 2,
+    }
+    tokenizer = Tokenizer.from_file(made(tmp_path, metadata, n_rows=len(model["pieces"])))
+    for row in model["texts"]:
+        assert tokenizer.encode(row["text"]) == row["ids"], row["text"]
+    text = model["texts"][0]
+    assert tokenizer.decode(text["ids"]) == text["text"]
 
 
 pieces = st.lists(st.text("aé👩", min_size=1, max_size=4), min_size=1, max_size=40)
@@ -234,7 +275,7 @@ def test_the_samplers_that_a_file_recommends(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"model": "rwkv"}, UnsupportedModel, "ggml.model: expected one of gpt2, llama, found 'rwkv'"),
+        ({"model": "rwkv"}, UnsupportedModel, "ggml.model: expected one of gpt2, llama, t5, found 'rwkv'"),
         ({"pre": "unheard-of"}, UnsupportedModel, r"ggml.pre: expected one of gpt-2, .*found 'unheard-of'"),
         ({"tokens": ["a" * 2000]}, CorruptFile, "at most 1024 characters in each, found 2000"),
         ({"tokens": 5}, BadModelConfig, "ggml.tokens: expected an array, found 5"),
