@@ -13,7 +13,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 MAX_BYTES = 1 << 30  # of all grammars, cached or in use
-KEPT_BYTES = 128 << 20  # of cached grammars: dozens of usual ones, and few that were written to be large
+KEPT_BYTES = 64 << 20  # of cached grammars: dozens of usual ones, and few that were written to be large
 _UNKNOWN = 4 << 20  # assumed if the heap cannot be measured; most grammars need a tenth of this
 _LEAST = 64 << 10
 _MOST = 256 << 20  # the largest allowed grammar takes half; anything above is another thread's memory
