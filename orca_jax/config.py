@@ -688,7 +688,6 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
         name = f"role {self.role!r}" + (" with kv_transfer_address" if self.role == "both" else "")
         excluded = {
             "workers or worker_processes": not self.in_this_process,
-            "LoRA adapters (lora, max_loras)": bool(self.adapters or self.max_loras),
             "record": self.record is not None,
         }
         for other, is_asked in excluded.items():
@@ -706,13 +705,10 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             )
 
     def _check_disk(self) -> None:
-        excluded = {
-            "workers or worker_processes": not self.in_this_process,
-            "LoRA adapters (lora, max_loras)": bool(self.adapters or self.max_loras),
-        }
-        for name, is_asked in excluded.items():
-            if is_asked:
-                raise ConfigError(f"kv_disk does not work with {name} yet; leave one of the two out")
+        if not self.in_this_process:
+            raise ConfigError(
+                "kv_disk does not work with workers or worker_processes yet; leave one of the two out"
+            )
         if not self.kv_host_bytes:
             raise ConfigError(
                 f"kv_disk is {str(self.kv_disk)!r}, and kv_host_bytes is 0: blocks are read from the disk "

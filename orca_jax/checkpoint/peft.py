@@ -9,6 +9,7 @@ Experts have adapters in two ways: each expert's linear layers by their names (m
 with target_parameters, one pair for the matrices of all experts, which transformers 5 keeps in one parameter.
 """
 
+import hashlib
 import math
 import os.path
 import re
@@ -96,6 +97,16 @@ class LoadedAdapter:
     @property
     def n_bytes(self) -> int:
         return sum(low.a.nbytes + low.b.nbytes for parts in self.changes.values() for low in parts if low)
+
+    def digest(self) -> str:
+        """A text that differs wherever an array does."""
+        found = hashlib.sha256()
+        for name, parts in sorted(self.changes.items()):
+            for i, low in enumerate(parts):
+                for array in () if low is None else low:
+                    found.update(f"{name} {i} {array.dtype} {array.shape} ".encode())
+                    found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return found.hexdigest()
 
     def stacked(
         self, config: ModelConfig, rank: int, dtype: np.dtype

@@ -55,7 +55,7 @@ class HostBlocks:
         self._place, self._packed_place = group.place(), group.place(_PACKED_SPEC)
         self.block_bytes = sum(_bytes_of(kind) * len(at) for kind, at in self._kinds.items())
         most = max(1, min(_MOST_BLOCKS, n_blocks, n_places, _CHUNK_BYTES // max(1, self.block_bytes)))
-        self.buckets = tuple(sorted({1, min(8, most), most}))
+        self.buckets = tuple(sorted({1, min(8, most), min(32, most), most}))
         self._gather = Program(jax.jit(_gather, out_shardings=self._packed_place), key=_n_ids)
         scatter = jax.jit(
             partial(_scatter, kinds=tuple(tuple(at) for at in self._kinds.values())),
@@ -107,7 +107,9 @@ class HostBlocks:
             packed: list[Any] = []
             for memory in self._memory:
                 array = np.empty((len(ids), *memory.shape[1:]), memory.dtype)
-                np.take(memory, chunk[:, 0], axis=0, out=array[: len(chunk)])
+                np.take(
+                    memory, chunk[:, 0], axis=0, out=array[: len(chunk)], mode="clip"
+                )  # "raise" copies twice
                 packed.append(array)
             leaves, done = self._scatter(leaves, ids, jax.device_put(packed, self._packed_place))
             self._entering.append(done)

@@ -122,8 +122,9 @@ class AdapterLibrary:
         return self._add(name, "", self._of_arrays(named_arrays(weights), scale))
 
     def _add(self, name: str, directory: str, loaded: LoadedAdapter) -> Adapter:
+        content = loaded.digest()
         with self._lock:
-            adapter = Adapter(name, self._n_added, directory)
+            adapter = Adapter(name, self._n_added, content, directory)
             self._n_added += 1
             before = self._adapters.get(name)
             # Readers have no lock: they see the adapters of before or those of afterwards.
@@ -146,11 +147,20 @@ class AdapterLibrary:
         return self._place(adapter, self.loaded(adapter))
 
     def loaded(self, adapter: Adapter) -> LoadedAdapter:
-        """An adapter in host memory, read from disk if it is not there. Raises a CheckpointError."""
+        """An adapter in host memory, read from disk if it is not there.
+
+        Raises a CheckpointError, and BadAdapter if its files have changed: keys and values of before are in
+        the prefix cache.
+        """
         with self._lock:
             loaded = self._kept.get(adapter)
         if loaded is None:
             loaded = self._read(adapter.directory)
+            if loaded.digest() != adapter.content:
+                raise BadAdapter(
+                    f"{adapter.directory} holds other weights than when {shown(adapter.name)} was loaded; "
+                    "load it again, under the same name with load_inplace"
+                )
         with self._lock:
             self._keep(adapter, loaded)
         return loaded

@@ -91,7 +91,7 @@ class Leases:
             return
         n_blocks = len(req.prompt_ids) // kv.block_size
         n_bytes = n_blocks * self._block_bytes
-        if self._stopped or not n_blocks or req.kind.forks or req.adapter is not None:
+        if self._stopped or not n_blocks or req.kind.forks:
             return
         if self._newest is not None:
             self._newest.blocks.settle()  # so that the devices hold the copies of one prompt at most

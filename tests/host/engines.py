@@ -147,7 +147,7 @@ class FakeAdapters:
             raise ConfigError(f"there is an adapter {name!r} already")
         if directory == "wrong":
             raise BadAdapter("wrong: it holds NaN or infinite numbers")
-        adapter = Adapter(name, self._n_added, directory)
+        adapter = Adapter(name, self._n_added, f"{name} {self._n_added}", directory)
         self._n_added += 1
         self.adapters = {**self.adapters, name: adapter}
         return adapter

@@ -81,7 +81,6 @@ def test_a_fingerprint_tells_apart_all_that_changes_the_bytes(tmp_path: Path) ->
     [
         ({"kv_host_bytes": 0}, "kv_disk is 'd', and kv_host_bytes is 0: .*; add kv_host_bytes"),
         ({"worker_processes": True}, "kv_disk does not work with workers or worker_processes yet"),
-        ({"max_loras": 2}, r"kv_disk does not work with LoRA adapters \(lora, max_loras\) yet"),
     ],
 )
 def test_what_it_does_not_work_with_is_refused(other: dict[str, Any], why: str) -> None:

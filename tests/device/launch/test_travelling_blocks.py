@@ -98,6 +98,18 @@ def test_prompts_arrive_and_go_on_with_the_same_tokens(prefill: LLM, decode: LLM
     at_rest(decode)
 
 
+@pytest.mark.parametrize("split", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_servers_may_be_split_differently(prefill: LLM, decode: LLM, split: dict[str, int]) -> None:
+    """A block travels whole: heads of all devices, layers of all stages."""
+    row, salt = ROWS[0], str(split)
+    with engine("decode", kv_transfer_seconds=60.0, **split) as other:
+        assert n_cached_of(other, row, lease(prefill, row, salt), salt) == most_cached(row)
+        at_rest(other)
+    with engine("prefill", **split) as other:
+        assert n_cached_of(decode, row, lease(other, row, salt), salt) == most_cached(row)
+    at_rest(decode)
+
+
 def test_requests_that_wait_for_their_prompts_run_together(prefill: LLM, decode: LLM) -> None:
     """Eight at once: they take turns where the host tier has no room for all."""
     found = [(row, lease(prefill, row, "many")) for row in ROWS[:8]]
@@ -236,7 +248,7 @@ def test_a_fingerprint_tells_apart_all_that_changes_the_bytes(tmp_path: Path) ->
     [
         ({"kv_host_bytes": 0}, "role 'decode' moves keys .*, and kv_host_bytes is 0; set it"),
         ({"worker_processes": True}, "role 'decode' does not work with workers or worker_processes yet"),
-        ({"max_loras": 2}, r"role 'decode' does not work with LoRA adapters \(lora, max_loras\) yet"),
+        ({"record": "r"}, "role 'decode' does not work with record yet"),
         (
             {"kv_transfer_address": "127.0.0.1:7"},
             "role 'decode' gives nothing to other servers; leave it out",

@@ -22,7 +22,7 @@ class Store:
 
     def __init__(self, names: Iterable[str]) -> None:
         self.generation = 0
-        self.adapters: Mapping[str, Adapter] = {name: Adapter(name, i) for i, name in enumerate(names)}
+        self.adapters: Mapping[str, Adapter] = {name: Adapter(name, i, name) for i, name in enumerate(names)}
         self.broken = ""  # names of those that cannot be read
         self.held: dict[int, Adapter] = {}
         self.n_read = 0

@@ -77,7 +77,7 @@ def config(scheduling: SchedulingConfig, **sizes: int) -> ServingConfig:
 
 def test_requests_whose_adapter_is_not_there_are_named() -> None:
     simulation = Simulation(config(SERVING))
-    watched, adapter, thread = Watched(simulation), Adapter("sql", 0), NoThread()
+    watched, adapter, thread = Watched(simulation), Adapter("sql", 0, ""), NoThread()
     store = FakeAdapters("sql")
     simulation.scheduler.adapters = AdapterSlots(1, store, wake=simulation.pool.wake, thread=thread)
     for i, one in enumerate((None, adapter, None)):
