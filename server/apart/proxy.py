@@ -5,19 +5,20 @@ server that computes the prompt, and then, with the `kv_transfer_params` of the 
 generates. If the first step fails, the second computes the prompt itself, so that no request is lost.
 """
 
+import asyncio
 import itertools
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import httpx2
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-
-from server.apart.upstream import Address, Upstream
 
 _log = logging.getLogger(__name__)
 
@@ -36,15 +37,21 @@ _LEFT_OUT = ("stream_options", "min_tokens", "min_completion_tokens", "n", "best
 _MOST_ANSWER = 64 << 20  # bytes of an answer of the first step
 _PASSED_ON = ("authorization", "content-type", "x-request-id", "accept", "traceparent", "x-api-key")
 _RETURNED = ("content-type", "retry-after", "x-request-id", "x-orca-ignored", "cache-control")
-_FAILURES = (OSError, EOFError, ValueError, TimeoutError)
+_CONNECT_SECONDS = 10.0
+_IDLE_SECONDS = 3.0  # servers close connections that rest for five seconds
+_IDLE_CONNECTIONS = 256
+_FAILURES = (httpx2.TransportError, ValueError, TimeoutError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxyOptions:
-    """`prefill_seconds` bounds the first step, `idle_seconds` each wait for more of an answer."""
+    """The addresses of servers of each role, as http://host:port.
 
-    prefill: Sequence[Address]
-    decode: Sequence[Address]
+    `prefill_seconds` bounds the first step, `idle_seconds` each wait for more of an answer.
+    """
+
+    prefill: Sequence[str]
+    decode: Sequence[str]
     prefill_seconds: float = 60.0
     idle_seconds: float = 600.0
     max_body_bytes: int = 16 << 20
@@ -58,12 +65,27 @@ class Proxy:
         self._prefill: Iterator[int] = itertools.cycle(range(len(options.prefill)))
         self._decode: Iterator[int] = itertools.cycle(range(len(options.decode)))
         self.n_requests = self.n_alone = 0
+        self._client = httpx2.AsyncClient(
+            headers={"Accept-Encoding": "identity"},
+            timeout=httpx2.Timeout(options.idle_seconds, connect=_CONNECT_SECONDS),
+            limits=httpx2.Limits(
+                max_connections=None,
+                max_keepalive_connections=_IDLE_CONNECTIONS,
+                keepalive_expiry=_IDLE_SECONDS,
+            ),
+            trust_env=False,
+        )
 
     def app(self) -> Starlette:
-        """The application."""
+        """The application, whose lifespan ends the connections to the servers."""
         routes = [Route(path, self.generate, methods=["POST"]) for path in GENERATING]
         passed = [Route(path, self.pass_on) for path in ("/v1/models", "/health", "/ready")]
-        return Starlette(routes=[*routes, *passed])
+        return Starlette(routes=[*routes, *passed], lifespan=self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        async with self._client:
+            yield
 
     async def generate(self, request: Request) -> Response:
         """Answer a generating request in two steps."""
@@ -110,18 +132,16 @@ class Proxy:
             first["max_completion_tokens"] = 1
         at = self._options.prefill[next(self._prefill)]
         try:
-            async with Upstream(
-                at,
-                "POST",
-                path,
-                headers=headers,
-                body=json.dumps(first).encode(),
-                seconds=self._options.prefill_seconds,
-            ) as answer:
-                if answer.status != 200:
-                    _log.warning("%s answered %d, so another server computes the prompt", at, answer.status)
+            async with (
+                asyncio.timeout(self._options.prefill_seconds),
+                self._client.stream("POST", f"{at}{path}", headers=headers, json=first) as answer,
+            ):
+                if answer.status_code != 200:
+                    _log.warning(
+                        "%s answered %d, so another server computes the prompt", at, answer.status_code
+                    )
                     return None
-                found = json.loads(await answer.body(_MOST_ANSWER))
+                found = json.loads(await _body(answer))
         except _FAILURES as error:
             _log.warning("%s failed, so another server computes the prompt: %r", at, error)
             return None
@@ -134,31 +154,39 @@ class Proxy:
         why = ""
         for i in range(len(servers)):
             at = servers[(start + i) % len(servers)]
-            upstream = Upstream(
-                at, method, path, headers=headers, body=body, seconds=self._options.idle_seconds
-            )
+            request = self._client.build_request(method, f"{at}{path}", headers=headers, content=body)
             try:
-                await upstream.__aenter__()
+                answer = await self._client.send(request, stream=True)
             except _FAILURES as error:
                 why = f"{at}: {error or type(error).__name__}"
                 _log.warning("%s failed: %r", at, error)
                 continue
-            if upstream.status == 503 and i + 1 < len(servers):  # it is loading or shuts down
-                await upstream.__aexit__(None, None, None)
+            if answer.status_code == 503 and i + 1 < len(servers):  # it is loading or shuts down
+                await answer.aclose()
                 continue
             return StreamingResponse(
-                _relayed(upstream), upstream.status, headers=_kept(upstream.headers, _RETURNED)
+                _relayed(answer), answer.status_code, headers=_kept(answer.headers, _RETURNED)
             )
         return _error(502, f"no server that generates answers ({why})")
 
 
-async def _relayed(upstream: Upstream) -> AsyncIterator[bytes]:
+async def _body(answer: httpx2.Response) -> bytes:
+    """The whole body. Raises ValueError if it is longer than an answer may be."""
+    found = bytearray()
+    async for piece in answer.aiter_raw():
+        found += piece
+        if len(found) > _MOST_ANSWER:
+            raise ValueError(f"the answer has more than {_MOST_ANSWER} bytes")
+    return bytes(found)
+
+
+async def _relayed(answer: httpx2.Response) -> AsyncIterator[bytes]:
     """The body's pieces; leaving it, as when the client does, disconnects from the server."""
     try:
-        async for piece in upstream.pieces():
+        async for piece in answer.aiter_raw():
             yield piece
     finally:
-        await upstream.__aexit__(None, None, None)
+        await answer.aclose()
 
 
 def _kept(headers: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:

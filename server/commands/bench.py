@@ -9,7 +9,6 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.progress import Progress
@@ -22,6 +21,7 @@ from server.load.player import Players, n_processes
 from server.load.report import details, picture, table
 from server.load.trace import Trace
 from server.load.workload import Load, Requests
+from server.process.addresses import server_url
 
 _ASK_SECONDS = 10.0
 _MOST_STREAMS = 256  # that an open loop is expected to have at once
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns 1 if a request failed."""
     notes = Notes()
     headers = _headers(os.environ)
-    url = _address(args.url)
+    url = server_url(args.url, flag="--url") + "/v1"
     model = args.model or _first_model(url, headers)
     target = Target(
         url=url, model=model, route=args.route, headers=headers, extra=args.extra, timeout=args.timeout
@@ -117,22 +117,6 @@ def _traces(requests: Requests, loads: Sequence[Load], burstiness: float) -> lis
 def _headers(environment: Mapping[str, str]) -> dict[str, str]:
     key = environment.get("OPENAI_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _address(url: str) -> str:
-    """The address of the API, with /v1. Raises UsageError."""
-    if not url.startswith(("http://", "https://")):
-        raise UsageError(f"--url is {url!r}; it must begin with http:// or https://")
-    try:
-        parts = urlsplit(url)
-        has_host = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
-        has_host = False
-    if not has_host:
-        raise UsageError(
-            f"--url is {url!r}; after http:// it needs a host, and perhaps a port as in host:8000"
-        )
-    return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 def _first_model(url: str, headers: Mapping[str, str]) -> str:

@@ -6,9 +6,8 @@ import logging
 import uvicorn
 
 from server.apart.proxy import Proxy, ProxyOptions
-from server.apart.upstream import address
 from server.commands.notes import Notes
-from server.process.addresses import bound_socket, in_url
+from server.process.addresses import bound_socket, in_url, server_url
 
 _MOST_REQUESTS = 4096  # at the same time
 _STOP_SECONDS = 30
@@ -17,7 +16,8 @@ _STOP_SECONDS = 30
 def run(args: argparse.Namespace) -> int:
     """Run the proxy until SIGTERM or Ctrl-C."""
     options = ProxyOptions(
-        prefill=[address(url) for url in args.prefill], decode=[address(url) for url in args.decode]
+        prefill=[server_url(url, flag="--prefill") for url in args.prefill],
+        decode=[server_url(url, flag="--decode") for url in args.decode],
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     listener = bound_socket(args.host, args.port, flag="--port")
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
             Proxy(options).app(),
             http="httptools",
             ws="none",
-            lifespan="off",
+            lifespan="on",
             log_config=None,
             access_log=False,
             proxy_headers=False,

@@ -3,8 +3,10 @@
 import ipaddress
 import socket
 import ssl
+from urllib.parse import urlsplit
 
 from orca_jax.errors import ConfigError
+from server.errors import UsageError
 from server.settings.endpoint_options import EndpointOptions
 
 
@@ -32,6 +34,21 @@ def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
 def in_url(host: str) -> str:
     """The host as written in a URL, with brackets around an IPv6 address."""
     return f"[{host}]" if ":" in host else host
+
+
+def server_url(url: str, *, flag: str) -> str:
+    """A server's address, without a "/v1" at its end. Raises UsageError, which names the `flag`."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        parts, is_address = urlsplit(""), False
+    if not is_address or parts.query or parts.fragment:
+        raise UsageError(
+            f"{flag} is {url!r}; it must begin with http:// or https:// and have a host, and perhaps a port, "
+            "as in http://host:8000"
+        )
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def network_of(host: str) -> str:

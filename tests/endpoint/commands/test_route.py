@@ -17,22 +17,22 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from server.apart.proxy import Proxy, ProxyOptions
-from server.apart.upstream import Address, address
 from server.errors import UsageError
+from server.process.addresses import server_url
 
 PARAMS = {"do_remote_prefill": True, "remote_request_id": "a lease", "remote_port": 7}
 
 
 @contextmanager
-def running(app: Starlette) -> Iterator[Address]:
-    """Run an application on a free port."""
+def running(app: Starlette) -> Iterator[str]:
+    """Run an application on a free port, and give its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(app, lifespan="on", log_config=None, ws="none", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
         thread.start()
         try:
-            yield Address("127.0.0.1", listener.getsockname()[1], False)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join(10)
@@ -62,11 +62,11 @@ def stands() -> Iterator[tuple[Stand, Stand, str]]:
     prefill, decode = Stand(), Stand()
     decode.answer = JSONResponse({"choices": []})
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        gone = Address("127.0.0.1", listener.getsockname()[1], False)
+        gone = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with running(prefill.app()) as first, running(decode.app()) as second:
         options = ProxyOptions(prefill=[first, gone], decode=[second, gone], max_body_bytes=1 << 16)
         with running(Proxy(options).app()) as proxy:
-            yield prefill, decode, str(proxy)
+            yield prefill, decode, proxy
 
 
 def test_the_first_server_computes_the_prompt_and_the_second_goes_on(
@@ -130,8 +130,8 @@ def test_what_the_second_server_says_reaches_the_client(stands: tuple[Stand, Sta
 
 
 def test_an_address_is_a_servers() -> None:
-    assert address("http://a:1/v1") == Address("a", 1, False)
-    assert address("https://[::1]/x/") == Address("::1", 443, True, "/x")
-    for wrong in ("", "a:1", "ftp://a", "http://", "http://a:b", "http://a?b"):
-        with pytest.raises(UsageError, match="it must have the form http://host:port"):
-            address(wrong)
+    assert server_url("http://a:1/v1", flag="--url") == "http://a:1"
+    assert server_url("https://[::1]/x/", flag="--url") == "https://[::1]/x"
+    for wrong in ("", "a:1", "ftp://a", "http://", "http://a:b", "http://a:0", "http://a?b"):
+        with pytest.raises(UsageError, match=r"--url is .*; it must begin with http://"):
+            server_url(wrong, flag="--url")

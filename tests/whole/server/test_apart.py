@@ -16,7 +16,6 @@ import requests
 from bench.server.server_process import ServerProcess
 from orca_jax import LLM
 from server.apart.proxy import Proxy, ProxyOptions
-from server.apart.upstream import Address, address
 from tests.device.model.golden import load_golden
 from tests.endpoint.commands.test_route import running
 from tests.endpoint.harness import serving_model
@@ -51,9 +50,9 @@ def servers() -> Iterator[tuple[str, str]]:
 
 
 def test_the_proxy_drives_both_servers(servers: tuple[str, str]) -> None:
-    prefill, decode = map(address, servers)
+    prefill, decode = servers
     with running(Proxy(ProxyOptions(prefill=[prefill], decode=[decode])).app()) as proxy:
-        url = str(proxy)
+        url = proxy
         for row in ROWS[:2]:
             assert checked(url, row, cache_salt="a") == (len(GOLDEN.prompts[row]) - 1) // 4 * 4
         body = {"prompt": list(GOLDEN.prompts[ROWS[2]]), "max_tokens": 4, "stream": True}
@@ -62,9 +61,9 @@ def test_the_proxy_drives_both_servers(servers: tuple[str, str]) -> None:
         wrong = requests.post(f"{url}/v1/completions", json={"prompt": 7}, timeout=30)
         assert wrong.status_code == 400
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        gone = Address("127.0.0.1", listener.getsockname()[1], False)
+        gone = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with running(Proxy(ProxyOptions(prefill=[gone], decode=[decode])).app()) as proxy:
-        assert checked(str(proxy), ROWS[0], cache_salt="b") == 0
+        assert checked(proxy, ROWS[0], cache_salt="b") == 0
 
 
 def test_params_are_in_the_answer_of_the_first_step_alone(servers: tuple[str, str]) -> None:
@@ -130,12 +129,10 @@ def test_either_process_may_be_killed() -> None:
         except BaseException as error:
             failures.append(error)
 
-    options = ProxyOptions(
-        prefill=[Address("127.0.0.1", ports[0], False)], decode=[Address("127.0.0.1", ports[1], False)]
-    )
+    options = ProxyOptions(prefill=[f"http://127.0.0.1:{ports[0]}"], decode=[f"http://127.0.0.1:{ports[1]}"])
     try:
         with running(Proxy(options).app()) as proxy:
-            clients = [threading.Thread(target=client, args=(str(proxy), i)) for i in range(4)]
+            clients = [threading.Thread(target=client, args=(proxy, i)) for i in range(4)]
             for thread in clients:
                 thread.start()
             for i in range(N_KILLS):
@@ -151,7 +148,7 @@ def test_either_process_may_be_killed() -> None:
             for thread in clients:
                 thread.join(60)
             assert not failures and counts["answered"] > 4 * N_KILLS
-            checked(str(proxy), ROWS[0], cache_salt="last")
+            checked(proxy, ROWS[0], cache_salt="last")
     finally:
         done.set()
         for one in servers.values():
