@@ -125,13 +125,12 @@ class SamplingParams:
         self._real("presence_penalty", -2.0, 2.0)
         if self.logit_bias != {}:
             self._set("logit_bias", self._checked_bias())
-        self._set("stop", self._texts("stop", 16, one_text=True))
-        self._set("bad_words", self._texts("bad_words", 256))
-        n_characters = sum(map(len, self.bad_words))
-        if n_characters > MAX_BAD_WORDS:
-            message = f"bad_words has {n_characters} characters; its texts may have {MAX_BAD_WORDS} together"
-            raise InvalidSamplingParameter(message, param="bad_words")
-        self._set("stop_token_ids", self._token_ids("stop_token_ids", 0, 256))
+        if self.stop != ():
+            self._set("stop", self._texts("stop", 16, one_text=True))
+        if self.bad_words != ():
+            self._set("bad_words", self._checked_words())
+        if self.stop_token_ids != ():
+            self._set("stop_token_ids", self._token_ids("stop_token_ids", 0, 256))
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", self._token_ids("allowed_token_ids", 1, 1 << 22))
         for name in ("logprobs", "prompt_logprobs"):
@@ -182,8 +181,8 @@ class SamplingParams:
     def check_token_ids(self, vocab_size: int) -> None:
         """Raise InvalidSamplingParameter, naming the field, for a token id outside the model's vocabulary."""
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-            largest = max(getattr(self, name) or (), default=-1)
-            if largest >= vocab_size:
+            token_ids = getattr(self, name)
+            if token_ids and (largest := max(token_ids)) >= vocab_size:
                 message = f"{name} has {largest}; the model's token ids go from 0 to {vocab_size - 1}"
                 raise InvalidSamplingParameter(message, param=name)
 
@@ -197,14 +196,25 @@ class SamplingParams:
         raise InvalidSamplingParameter(f"{name} is {value}; it {rule}", param=name)
 
     def _integer(self, name: str, low: int, high: int) -> None:
-        if not _is_whole(getattr(self, name), low, high):
+        value = getattr(self, name)
+        if value is not _DEFAULTS[name] and not _is_whole(value, low, high):
             self._refuse(name, f"must be a whole number from {low} to {high}")
 
     def _real(self, name: str, low: float, high: float, *, or_zero: bool = False) -> None:
         value = getattr(self, name)
+        if value is _DEFAULTS[name]:
+            return
         if not _is_number(value) or not (low <= value <= high or (or_zero and value == 0)):
             start = "0, or a number" if or_zero else "a number"
             self._refuse(name, f"must be {start} from {low:g} to {high:g}")
+
+    def _checked_words(self) -> tuple[str, ...]:
+        words = self._texts("bad_words", 256)
+        n_characters = sum(map(len, words))
+        if n_characters > MAX_BAD_WORDS:
+            message = f"bad_words has {n_characters} characters; its texts may have {MAX_BAD_WORDS} together"
+            raise InvalidSamplingParameter(message, param="bad_words")
+        return words
 
     def _checked_bias(self) -> dict[int, float]:
         """`logit_bias` with integer keys: in JSON keys are strings."""

@@ -240,11 +240,15 @@ def weight_in_bytes(prompt_ids: Sequence[int], sampling: SamplingParams, n_hashe
     n += _BIAS * len(sampling.logit_bias)
     n += _STOP_TOKEN * len(sampling.stop_token_ids)
     n += 2 * _TOKEN_ID * len(sampling.allowed_token_ids or ())
-    n += sum(_STOP + _STOP_CHARACTER * len(text) for text in sampling.stop)
-    n += sum(_BAD_WORD + _BAD_CHARACTER * len(text) for text in sampling.bad_words)
+    for text in sampling.stop:
+        n += _STOP + _STOP_CHARACTER * len(text)
+    for text in sampling.bad_words:
+        n += _BAD_WORD + _BAD_CHARACTER * len(text)
     n += (2 * _TOKEN_ID + _CHARACTER) * len(sampling.prediction or "")
     for text in (sampling.guided_json, sampling.guided_regex, sampling.guided_grammar):
         n += _TEXT + _CHARACTER * len(text) if isinstance(text, str) else 0
     if sampling.grammar is not None:
         n += _GRAMMAR_STATE
-    return n + sum(_TEXT + _CHARACTER * len(text) for text in sampling.guided_choice or ())
+    for text in sampling.guided_choice or ():
+        n += _TEXT + _CHARACTER * len(text)
+    return n

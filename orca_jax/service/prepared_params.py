@@ -43,7 +43,9 @@ class OutputRules:
     def choices(self, *, prompt_once: bool = False) -> "list[OutputRules]":
         """The rules of each of the `n` outputs requested; see `SamplingParams.choices`."""
         choices = self.sampling.choices(prompt_once=prompt_once)
-        return [replace(self, sampling=sampling) for sampling in choices]
+        return [
+            self if sampling is self.sampling else replace(self, sampling=sampling) for sampling in choices
+        ]
 
     def text_stream(self, prompt_ids: Sequence[int] = ()) -> TextStream | None:
         """A decoder for an output that follows this prompt; None if the model has no tokenizer."""

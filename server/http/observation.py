@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.gateway.random_ids import random_id
 from server.http.bodies.errors import is_anthropic
+from server.http.connections.caller import caller_of
 from server.http.pages import PAGES, STATIC
 from server.metrics.access_log import log_access
 from server.metrics.metrics import Metrics
@@ -75,7 +76,9 @@ class Observation:
         try:
             await self._app(scope, exchange.receive, exchange.send)
         finally:
-            status = _CLIENT_LEFT if exchange.left else exchange.status if exchange.complete else 500
+            caller = caller_of(scope)
+            left = exchange.left or (caller is not None and caller.has_left and not exchange.complete)
+            status = _CLIENT_LEFT if left else exchange.status if exchange.complete else 500
             route = getattr(scope.get("route"), "path", "other")  # never a path that a client made up
             self._log_and_count(scope, exchange, route, status, facts)
             if self._tracing is not None and call is not None:

@@ -15,6 +15,7 @@ from orca_jax.request.scheduling_params import SchedulingParams
 from server.batches.service import Batches
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
+from server.http.connections.caller import caller_of
 from server.http.fields.strict import Unused
 from server.settings.endpoint_options import EndpointOptions
 
@@ -60,6 +61,7 @@ class ApiCall:
         self.gateway: Gateway = server.gateway
         self.options: EndpointOptions = server.options
         self.receive: Receive = request.receive
+        self.caller = caller_of(request.scope)
         self.n_bytes = n_bytes
         self.owner: str = state["owner"]
         self.tenant: str = state["tenant"]

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 from server.gateway.side_threads import LONG
@@ -43,7 +44,7 @@ def parse(data: bytes) -> Any:
     _check_size(data)
     try:
         text = data.decode("utf-8")
-        value = _DECODER.decode(text)
+        value = (_DECODER if len(data) > MAX_DIGITS else _SHORT_DECODER).decode(text)
         if "\\ud" in text or "\\uD" in text:
             _check_surrogates(value)
         return value
@@ -206,9 +207,13 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a JSON number")
 
 
-_DECODER: Any = json.JSONDecoder(
-    object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_number, parse_int=_whole_number
-)
+_HOOKS: dict[str, Any] = {
+    "object_pairs_hook": _object,
+    "parse_constant": _no_constant,
+    "parse_float": _number,
+}
+_DECODER: Any = json.JSONDecoder(**_HOOKS, parse_int=_whole_number)
+_SHORT_DECODER: Any = json.JSONDecoder(**_HOOKS)  # of texts that cannot have too long a number
 
 
 _AT_ONCE = (
@@ -229,6 +234,13 @@ def as_json(value: object, n_characters: int = 0, *, ascii: bool = True) -> str:
     if n_characters <= LONG:
         return encoder.encode(value)
     return "".join(_joined(encoder.iterencode(value)))
+
+
+def as_json_bytes(value: object, n_characters: int = 0) -> bytes:
+    """Encode `value` in UTF-8, characters outside ASCII not escaped. As `as_json`, and faster if short."""
+    if n_characters <= LONG:
+        return to_json(value)
+    return as_json(value, n_characters, ascii=False).encode()
 
 
 def _joined(parts: Iterator[str]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.bodies.errors import status_response
+from server.http.connections.caller import Caller, caller_of
 
 
 class Upload(NamedTuple):
@@ -53,7 +54,7 @@ class BodyLimit:
             response = status_response(413, _too_large(f"{length} bytes", max_bytes), path=scope["path"])
             await response(scope, receive, send)
             return
-        await self._app(scope, _Body(receive, max_bytes, seconds), send)
+        await self._app(scope, _Body(receive, max_bytes, seconds, caller_of(scope)), send)
 
 
 async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, seconds: float) -> bytes:
@@ -61,7 +62,7 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, seconds: 
     length = _content_length(scope)
     if length > max_bytes:
         raise HTTPException(413, _too_large(f"{length} bytes", max_bytes))
-    bounded, parts = _Body(receive, max_bytes, seconds), list[bytes]()
+    bounded, parts = _Body(receive, max_bytes, seconds, caller_of(scope)), list[bytes]()
     while True:
         message = await bounded()
         if message["type"] != "http.request":
@@ -74,8 +75,9 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, seconds: 
 class _Body:
     """Counts and times what a request's `receive` returns, until the body is complete."""
 
-    def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, seconds: float, caller: Caller | None) -> None:
         self._receive = receive
+        self._caller = caller
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._deadline: float | None = None
@@ -85,6 +87,8 @@ class _Body:
     async def __call__(self) -> Message:
         if self._complete:
             return await self._receive()
+        if self._caller is not None and self._caller.has_sent_all:
+            return self._counted(await self._receive())  # without a deadline, since it does not wait
         if self._deadline is None:
             self._deadline = asyncio.get_running_loop().time() + self._seconds
         try:
@@ -94,6 +98,9 @@ class _Body:
             problem = f"the body was not complete after {self._seconds:g} seconds"
             text = f"{problem}; send it faster (orca serve --body-timeout)"
             raise HTTPException(408, text, {"Connection": "close"}) from error
+        return self._counted(message)
+
+    def _counted(self, message: Message) -> Message:
         self._complete = not message.get("more_body", False)
         self._n_bytes += len(message.get("body", b""))
         if self._n_bytes > self._max_bytes:

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from server.http.bodies.errors import status_response
+from server.http.connections.caller import Caller
 from server.http.connections.listener import Place, Turns, response_bytes
 from server.settings.endpoint_options import EndpointOptions
 
@@ -113,6 +114,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._stage = _Stage.HEAD
         super().on_message_begin()
+        self.scope.setdefault("state", {})["caller"] = Caller()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Ignores trailers: they arrive after the headers have been processed."""
@@ -148,6 +150,7 @@ class Connection(HttpToolsProtocol):
         self._stage = _Stage.BETWEEN
         self._n_bytes = 0
         super().on_message_complete()
+        self.scope.get("state", {})["caller"].sent_all()
 
     # Limits.
 
@@ -271,3 +274,4 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
     """Tell the application, for this request, that the client has left."""
     cycle.disconnected = True
     cycle.message_event.set()
+    cycle.scope.get("state", {})["caller"].leave()

@@ -165,8 +165,11 @@ class SharedSamplingFields(Strict):
 
     def given(self) -> dict[str, Any]:
         """The fields that the client has set and that `SamplingParams` has under the same name."""
+        given = self.model_fields_set
         return {
-            name: value for name in _sampling_names(type(self)) if (value := getattr(self, name)) is not None
+            name: value
+            for name in _sampling_names(type(self))
+            if name in given and (value := getattr(self, name)) is not None
         }
 
 

@@ -17,7 +17,7 @@ from server.gateway.random_ids import random_id
 from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_response
 from server.http.bodies.errors import error_responses
-from server.http.bodies.json_text import as_json
+from server.http.bodies.json_text import as_json_bytes
 from server.http.fields.generation import GenerationRequest, StreamOptions
 from server.http.fields.logprobs import n_characters
 from server.http.generation.choices import Choices, CompleteChoice
@@ -107,7 +107,7 @@ async def answer(
             whole["prompt_token_ids"] = [*choices.prompt_ids(0)]
         if (lease := choices.kv_lease) is not None:
             whole["kv_transfer_params"] = lease.as_dict()
-        return as_json(whole, n, ascii=False).encode()
+        return as_json_bytes(whole, n)
 
     return Response(await run_for_response(n, write), media_type="application/json")
 

@@ -167,15 +167,36 @@ class CompleteChoice(NamedTuple):
     events: Sequence[ReplyEvent] | None
 
 
-async def end_if_client_leaves(
-    receive: Receive, requests: Sequence[LiveRequest], facts: dict[str, Any]
-) -> None:
-    """Wait until the client disconnects, then end the requests that the list has by then."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    facts["disconnected"] = True
-    for request in requests:
-        request.end(FinishReason.CANCELLED)
+class ClientWatch:
+    """Ends the requests that a list has by then, when the client leaves: from construction until `close`.
+
+    `receive` waits for the client's next message on a task, if the server has no `Caller`.
+    """
+
+    def __init__(self, call: ApiCall, receive: Receive, requests: Sequence[LiveRequest]) -> None:
+        self._caller, self._facts, self._requests = call.caller, call.facts, requests
+        self._task = None
+        if self._caller is None:
+            self._task = asyncio.create_task(self._wait(receive))
+        else:
+            self._caller.on_departure(self._end)
+
+    async def close(self) -> None:
+        if self._caller is not None:
+            self._caller.on_departure(None)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _wait(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._end()
+
+    def _end(self) -> None:
+        self._facts["disconnected"] = True
+        for request in self._requests:
+            request.end(FinishReason.CANCELLED)
 
 
 class Choices:
@@ -237,13 +258,12 @@ class Choices:
             self._requests = requests
             self.tally.requests = requests
             self.tally.first_choices = requests[:: self._n_requests]
-            watch = asyncio.create_task(end_if_client_leaves(receive, requests, self._call.facts))
+            watch = ClientWatch(self._call, receive, requests)
             try:
                 yield requests
             finally:
                 self._call.facts.update(self.tally.facts())
-                watch.cancel()
-                await asyncio.gather(watch, return_exceptions=True)
+                await watch.close()
 
     async def take(self, index: int, piece: Piece) -> ShownPiece:
         """The next piece of choice `index` for the client.

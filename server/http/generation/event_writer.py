@@ -11,7 +11,7 @@ from orca_jax.request.request import FinishReason
 from orca_jax.service.output import Piece
 from server.gateway.reply.events import ReplyEvent, Text
 from server.gateway.side_threads import run_for_response
-from server.http.bodies.json_text import as_json
+from server.http.bodies.json_text import as_json, as_json_bytes
 from server.http.fields.logprobs import PlacedToken, n_characters
 from server.http.generation.choices import Choices
 from server.http.generation.reply_stream import ReplyStream, ReplyWriter
@@ -130,7 +130,7 @@ async def reply(choices: Choices, events: ReplyEvents, receive: Receive, *, stre
         return ReplyStream(writer)
     await writer.complete(receive)
     n = events.n_characters
-    text = await run_for_response(n, lambda: as_json(events.whole, n, ascii=False).encode())
+    text = await run_for_response(n, lambda: as_json_bytes(events.whole, n))
     return Response(text, media_type="application/json")
 
 

@@ -157,11 +157,13 @@ async def prepared(
 
     def read() -> tuple[SamplingParams, list[int], ReplyPlan]:
         # Invalid parameters are rejected before the expensive work.
-        body.sampling(model.defaults, longest=service.most_output(1))
+        sampling = body.sampling(model.defaults, longest=service.most_output(1))
         messages = conversation()
         wish = body.wish(messages.tools or ())
         text, prompt = prompt_of(model, body, messages, call.unused)
-        sampling = body.sampling(model.defaults, longest=service.most_output(len(prompt)))
+        longest = service.most_output(len(prompt))
+        if sampling.max_tokens > longest:  # a limit that the prompt leaves room for stays as it is
+            sampling = body.sampling(model.defaults, longest=longest)
         return sampling, prompt, plan_reply(model, text, sampling, wish)
 
     with renamed_fields(**body.client_names):

@@ -1,6 +1,5 @@
 """Shared by the routes of this folder: common request fields, and many engine requests for one response."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -10,7 +9,7 @@ from server.gateway import gateway as engine
 from server.gateway.gateway import LiveRequest, Submission
 from server.http.fields.generation import SchedulingFields
 from server.http.fields.strict import NotBuilt
-from server.http.generation.choices import end_if_client_leaves
+from server.http.generation.choices import ClientWatch
 from server.http.state import ApiCall
 
 
@@ -41,13 +40,12 @@ async def all_ended(call: ApiCall, submissions: Sequence[Submission]) -> list[Li
     """
     running: list[LiveRequest] = []
     ended: list[LiveRequest] = []
-    watch = asyncio.create_task(end_if_client_leaves(call.receive, running, call.facts))
+    watch = ClientWatch(call, call.receive, running)
     try:
         ended = await engine.all_ended(call.gateway, submissions, owner=call.owner, running=running)
     finally:
         call.facts["n_input"] = sum(live.n_input for live in ended)
         call.facts["n_cached"] = sum(live.n_cached for live in ended)
         call.facts["n_output"] = 0
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
+        await watch.close()
     return ended

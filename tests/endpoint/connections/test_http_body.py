@@ -44,6 +44,13 @@ def test_a_body_that_grows_too_large_is_rejected_then(server: Server) -> None:
         assert status_line(connection) == b"HTTP/1.1 413 Request Entity Too Large"
 
 
+def test_a_body_in_chunks_that_arrives_at_once_and_is_too_large_is_rejected(server: Server) -> None:
+    chunk = b"1001\r\n" + b" " * (LIMIT + 1) + b"\r\n"
+    whole = post_head("/tokenize", "Transfer-Encoding: chunked") + chunk + b"0\r\n\r\n"
+    with raw(server, whole) as connection:
+        assert status_line(connection) == b"HTTP/1.1 413 Request Entity Too Large"
+
+
 def test_a_client_that_sends_megabytes_can_read_the_413(server: Server) -> None:
     """The connection stays usable for the next request."""
     with httpx2.Client(base_url=server.url, timeout=SOON, headers=JSON) as client:

@@ -9,6 +9,8 @@ import pytest
 
 from orca_jax.config import ServingConfig
 from orca_jax.request.request import FinishReason, Request
+from server.http import state
+from server.http.connections.caller import Caller
 from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import END, MODEL, Server, serving, until
 from tests.endpoint.http_client import post_head, raw, small_send_buffers, unread
@@ -41,7 +43,13 @@ def test_a_stream_that_takes_too_long() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_disconnects_while_queued(stream: bool) -> None:
+@pytest.mark.parametrize("has_caller", [True, False])
+def test_a_client_that_disconnects_while_queued(
+    stream: bool, has_caller: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a server that makes no Caller, as Ray's."""
+    if not has_caller:
+        monkeypatch.setattr(state, "caller_of", lambda scope: None)
     config = ServingConfig(max_batch_size=1, n_slots=1024, max_batch_tokens=512, block_size=16)
     body = json.dumps({"prompt": "bb", "max_tokens": 400, "stream": stream}).encode()
     head = post_head("/v1/completions", f"Content-Length: {len(body)}")
@@ -54,6 +62,16 @@ def test_a_client_that_disconnects_while_queued(stream: bool) -> None:
         assert reasons(server) == [FinishReason.CANCELLED], "the first one goes on"
         assert next(first).choices[0].text
         first.close()
+
+
+def test_who_asks_after_the_client_has_left_is_called_at_once_and_who_asked_no_more_never() -> None:
+    caller, calls = Caller(), list[str]()
+    caller.on_departure(lambda: calls.append("no more"))
+    caller.on_departure(lambda: calls.append("first"))
+    caller.leave()
+    caller.on_departure(lambda: calls.append("later"))
+    caller.on_departure(None)
+    assert calls == ["first", "later"] and caller.has_left and not caller.has_sent_all
 
 
 def test_a_client_that_does_not_read_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
