@@ -1,6 +1,7 @@
 /* The products of panels (packed_panel.h) of FP8 weights, e4m3, with x, in float32. A NaN counts as 480.
  *
- * A panel has scaled numbers. The products of a run of 32 are added up, then the runs, both in the order of inputs.
+ * A panel has scaled numbers. The products of its even runs of 32 are added up, then those of its odd runs, both in the
+ * order of inputs, and then the panels.
  *
  * One token alone takes codes from their rows: first the products of every eighth four inputs are added up, then,
  * scaled, the runs. A code's bits, moved to where a float has them, are its number times 2^-120: a subnormal float, if
@@ -13,8 +14,8 @@
 #include "packed_panel.h"
 
 /* Vectors of outputs that are computed together, and tokens whose sums for them stay in registers. */
-#define STRIPS (LANES == 16 ? 1 : 2)
-#define AT_ONCE (12 / STRIPS)
+#define STRIPS 2
+#define AT_ONCE (LANES == 16 ? 12 : 6)
 
 /* Whether one token alone takes codes from their rows (multiply_rows): another order of sums, and no panel. */
 #ifndef BY_ROWS
@@ -59,10 +60,8 @@ static void take_token(const x_type *x, size_t n_runs, size_t stride, bool is_al
   }
 }
 
-/* Adds `some` runs of panels to the totals of n tokens; both are constants to the compiler. */
-INLINE void add_runs(const Panel *panels, size_t run, const Run *runs, vec *totals, const int some, const int n) {
-  vec parts[12];
-  UNROLL for (int i = 0; i < some * n * STRIPS; i++) parts[i] = all(0);
+/* Adds `some` runs of panels to the parts [some][n][STRIPS] of n tokens; both are constants to the compiler. */
+INLINE void add_runs(const Panel *panels, size_t run, const Run *runs, vec *parts, const int some, const int n) {
   _Pragma("GCC unroll 4") for (int i = 0; i < RUN; i++) {
     UNROLL for (int r = 0; r < some; r++) {
       vec numbers[STRIPS];
@@ -73,18 +72,21 @@ INLINE void add_runs(const Panel *panels, size_t run, const Run *runs, vec *tota
       }
     }
   }
-  UNROLL for (int r = 0; r < some; r++)
-    UNROLL for (int i = 0; i < n * STRIPS; i++) totals[i] += parts[r * n * STRIPS + i];
 }
 
-/* Adds panels' n_runs runs to the sums of n tokens, a constant to the compiler. Few tokens take several runs at once,
- * since one sum's additions wait for one another. */
+/* Adds panels' n_runs runs to the sums of n tokens, a constant to the compiler. Up to three tokens take an even and an
+ * odd run at once, since one sum's additions wait for one another. */
 INLINE void multiply(const Panel *panels, const Run *runs, size_t n_runs, vec *sums, const int n) {
-  const int some = 8 / STRIPS / n > 1 ? 8 / STRIPS / n : 1;
-  size_t run = 0;
-  for (; run + some <= n_runs; run += some) add_runs(panels, run, runs + run * n, sums, some, n);
-  if (some > 1)
-    for (; run < n_runs; run++) add_runs(panels, run, runs + run * n, sums, 1, n);
+  const int some = n <= 3 ? 2 : 1;
+  for (int half = 0; half < 2; half += some) {
+    vec parts[AT_ONCE * STRIPS];
+    UNROLL for (int i = 0; i < some * n * STRIPS; i++) parts[i] = all(0);
+    size_t run = half;
+    for (; run + some <= n_runs; run += 2) add_runs(panels, run, runs + run * n, parts, some, n);
+    if (some == 2 && run < n_runs) add_runs(panels, run, runs + run * n, parts, 1, n);
+    UNROLL for (int r = 0; r < some; r++)
+      UNROLL for (int i = 0; i < n * STRIPS; i++) sums[i] += parts[r * n * STRIPS + i];
+  }
 }
 
 #if BY_ROWS

@@ -50,7 +50,7 @@
 #ifndef PANEL_INPUTS /* a multiple of SUPER; tests set it lower */
 #define PANEL_INPUTS 1024
 #endif
-#define FLOAT_INPUTS (PANEL_INPUTS < 256 ? PANEL_INPUTS : 256) /* of a panel of floats */
+#define FLOAT_INPUTS (2048 / LANES) /* of a panel of floats: two panels, and x of some tokens, stay in the first cache */
 
 #if SCALE == Q6_K
 #define SCALED 16 /* inputs with a scale in a panel */

@@ -140,24 +140,27 @@ static void (*const multiply_by[])(const Panel *, const Run *, size_t, vec *) = 
 #endif
 };
 
-/* Computes outputs [out, out + WIDTH) of tokens [first, end); `first` starts a group. */
+/* Computes outputs [out, out + WIDTH) of tokens [first, end); `first` starts a group. A vector of outputs that would
+ * end after the last starts earlier, so that some are computed twice, to the same bits. */
 static void strip(const Product *p, size_t out, size_t first, size_t end) {
   const size_t n_runs = p->n_in / RUN;
   vec sums[ITEM_TOKENS * STRIPS] __attribute__((aligned(64)));
   Panel panels[STRIPS];
+  size_t outs[STRIPS];
+  for (int i = 0; i < STRIPS; i++) outs[i] = least(out + i * LANES, p->n_out - LANES);
   const bool by_rows = BY_ROWS && p->n_tokens == 1;
   memset(sums, 0, (end - first) * STRIPS * sizeof *sums);
   for (size_t k = 0, n; k < p->n_in; k += n) {
     n = least(FLOATS && !by_rows ? FLOAT_INPUTS : PANEL_INPUTS, p->n_in - k);
-    for (int i = 0; i < STRIPS; i++) unpack_scales(&p->weight, out + i * LANES, k, n, panels + i);
+    for (int i = 0; i < STRIPS; i++) unpack_scales(&p->weight, outs[i], k, n, panels + i);
 #if BY_ROWS
     if (by_rows) {
       for (int i = 0; i < STRIPS; i++)
-        multiply_rows(&p->weight, out + i * LANES, k, n, panels + i, p->runs + k / RUN, sums + i);
+        multiply_rows(&p->weight, outs[i], k, n, panels + i, p->runs + k / RUN, sums + i);
       continue;
     }
 #endif
-    for (int i = 0; i < STRIPS; i++) unpack_codes(&p->weight, out + i * LANES, k, n, panels + i);
+    for (int i = 0; i < STRIPS; i++) unpack_codes(&p->weight, outs[i], k, n, panels + i);
     for (size_t token = first, some; token < end; token += some) {
       some = least(AT_ONCE, end - token);
       multiply_by[some](panels, p->runs + token * n_runs + k / RUN * some, n / RUN, sums + (token - first) * STRIPS);
@@ -167,7 +170,7 @@ static void strip(const Product *p, size_t out, size_t first, size_t end) {
     some = least(AT_ONCE, end - token);
     for (size_t t = 0; t < some; t++)
       for (int i = 0; i < STRIPS; i++)
-        store(p->y + (token + t) * p->n_out + out + i * LANES,
+        store(p->y + (token + t) * p->n_out + outs[i],
               finished(sums[(token + t - first) * STRIPS + i], p->runs + token * n_runs + t));
   }
 }
@@ -188,13 +191,12 @@ static inline size_t cut(Product *p, size_t n_wanted) {
   return p->n_taking + n_items * p->n_chunks;
 }
 
-/* The last strip starts early enough to be whole, so that some outputs are computed twice, to the same bits. */
 static void multiply_part(const Product *p, size_t item) {
   const size_t chunk = item % p->n_chunks, group = item / p->n_chunks, n_strips = p->n_out / WIDTH;
   const size_t start = n_strips * chunk / p->n_chunks * WIDTH;
   const size_t end = chunk + 1 < p->n_chunks ? n_strips * (chunk + 1) / p->n_chunks * WIDTH : p->n_out;
   for (size_t out = start; out < end; out += WIDTH)
-    strip(p, least(out, end - WIDTH), group * p->item_tokens, least(p->n_tokens, (group + 1) * p->item_tokens));
+    strip(p, out, group * p->item_tokens, least(p->n_tokens, (group + 1) * p->item_tokens));
 }
 
 static void do_part(Product *p, size_t item) {
