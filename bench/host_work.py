@@ -56,7 +56,7 @@ N_INPUT = 64
 BLOCK_SIZE = 16
 VOCAB_SIZE = 50257
 MODEL_LENGTH = 2048  # tokens: the width of the block table
-WARM_UP = 20
+WARM_UP = 20  # after the first requests, which begin together and so need new blocks together, have ended
 
 # Each part's name, and the methods of the engine's objects that belong to it.
 PARTS = {
@@ -159,6 +159,7 @@ class Serving:
         self.scheduler = Scheduler(
             self.pool, self.engine, self.kv, config=self.config, timeline=self.timeline
         )
+        self.speculation = Speculation(lambda ids, _: NgramDrafter(ids), n_drafts, VOCAB_SIZE, is_ours=True)
         # One request ends per iteration: the first ones have 1, 2, ... iterations to go.
         for i in range(n_rows // (1 + n_drafts)):
             self.arrive(n_output=(i + 1) * (1 + n_drafts))
@@ -185,8 +186,7 @@ class Serving:
         prompt_ids = tuple(range(self.n_requests, self.n_requests + N_INPUT))
         request = Request(name, prompt_ids, N_INPUT + n_output, sampling, seed=self.n_requests)
         if self.n_drafts:
-            made = Speculation(lambda ids, _: NgramDrafter(ids), self.n_drafts, VOCAB_SIZE, is_ours=True)
-            request.kind = Drafted(made)
+            request.kind = Drafted(self.speculation)
         hash_prompt(request, self.kv)  # as the service does on the user's thread
         self.pool.add(request)
         self.n_requests += 1
@@ -234,7 +234,7 @@ def measure(
 ) -> Figures:
     """Measure the whole iteration first, uninstrumented; then its parts on a second engine, with timers."""
     serving = Serving(n_rows, n_waiting, n_cached_blocks, n_drafts)
-    for _ in range(WARM_UP):
+    for _ in range(n_rows + WARM_UP):
         serving.step()
     whole = sorted(serving.step() / 1e3 for _ in range(n_iterations))
     return Figures(
@@ -266,7 +266,7 @@ def measure_parts(serving: Serving, n_iterations: int) -> dict[str, float]:
         for owner, name in methods:
             whose = getattr(serving, owner)
             setattr(whose, name, timed(part, getattr(whose, name)))
-    for _ in range(WARM_UP):
+    for _ in range(serving.n_rows + WARM_UP):
         serving.step()
     samples: dict[str, list[float]] = {column: [] for column in COLUMNS}
     for _ in range(n_iterations):

@@ -4,6 +4,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -126,6 +128,10 @@ class RowAnswer(NamedTuple):
     logprobs: Sequence[TokenLogprobs] = ()
 
 
+# The tokens for the user, at least one, and the finish reason if the last one ends the request.
+Accepted = tuple[Sequence[int], FinishReason | None]
+
+
 class SharedDrafter(Protocol):
     """Drafts for several requests at once, in iterations of its own. For the scheduler's thread.
 
@@ -160,6 +166,7 @@ class RowKind:
     """
 
     n_rows = 1  # rows of the block table per request, each of which takes a place in every batch
+    knows_ids = False  # whether `known_ids` takes the place of `rows`
     forks = False  # whether rows diverge after the prompt, and may continue one another's
     greedy = False  # whether temperature 0 replaces the request's
     scored_ids: Sequence[int] = ()  # the output, if it is known and only scored
@@ -180,9 +187,13 @@ class RowKind:
         """The numbers of a prediction's tokens that are in the output and that are not; None without one."""
         return None
 
-    def chance(self, req: "Request") -> float:
-        """The estimated probability that an increment's further token is kept if those before it are."""
-        return 1.0
+    @classmethod
+    def chances(cls, requests: "Sequence[Request]") -> list[float]:
+        """For each of these requests of the kind, the probability that an increment's further token is kept.
+
+        It is an estimate, if the tokens before it are kept.
+        """
+        return [1.0] * len(requests)
 
     @property
     def shared_drafter(self) -> SharedDrafter | None:
@@ -211,9 +222,18 @@ class RowKind:
         """The number of top log-probabilities to return; None: none, not even the token's."""
         return req.sampling.logprobs
 
-    def most_tokens(self, req: "Request") -> int:
-        """The most tokens that one increment of the request can compute, if the batch has places for them."""
-        return 1
+    @classmethod
+    def most_tokens(cls, requests: "Sequence[Request]") -> list[int]:
+        """For each of these requests of the kind, the most tokens that its next increment can compute."""
+        return [1] * len(requests)
+
+    @classmethod
+    def known_ids(cls, rows: "Sequence[Row]") -> list[Sequence[int]]:
+        """For each of these rows of the kind, the input tokens of the next iteration that the host knows.
+
+        No tokens make a plain row, and others a row each: neighbours in the request's row of the block table.
+        """
+        return [()] * len(rows)
 
     def rows(self, req: "Request", n_tokens: int, places: Sequence[int]) -> list[InputRow]:
         """The rows of the next iteration, which computes `n_tokens`; `places` are the request's table rows.
@@ -223,10 +243,15 @@ class RowKind:
         """
         return [prompt_chunk(req, n_tokens)]
 
-    def accept(self, req: "Request", answer: RowAnswer) -> tuple[Sequence[int], FinishReason | None]:
-        """The tokens for the user, at least one, and the finish reason if the last one ends the request."""
+    def accept(self, req: "Request", answer: RowAnswer) -> Accepted:
+        """Take the results of an iteration."""
         req.logprobs += answer.logprobs
         return answer.token_ids[:1], req.accept(answer.token_ids[0])
+
+    @classmethod
+    def accept_all(cls, requests: "Sequence[Request]", answers: Sequence[RowAnswer]) -> list[Accepted]:
+        """Take the results of an iteration for all of these requests of the kind."""
+        return [req.kind.accept(req, answer) for req, answer in zip(requests, answers, strict=True)]
 
     def end(self, req: "Request") -> None:
         """Take note that the output is complete."""
@@ -236,6 +261,21 @@ class RowKind:
 
 
 PLAIN = RowKind()
+
+
+_class_of_kind = attrgetter("kind.__class__")
+
+
+def by_kind(requests: "Sequence[Request]") -> list[tuple[type[RowKind], slice]]:
+    """The classes of the requests' kinds, each with the places of neighbours: it answers for all of them."""
+    if len(set(map(_class_of_kind, requests))) == 1:  # as mostly, in half the time
+        return [(_class_of_kind(requests[0]), slice(0, len(requests)))]
+    groups, first = list[tuple[type[RowKind], slice]](), 0
+    for cls, group in groupby(map(_class_of_kind, requests)):
+        end = first + len(list(group))
+        groups.append((cls, slice(first, end)))
+        first = end
+    return groups
 
 
 @dataclass(slots=True, eq=False)
@@ -481,7 +521,7 @@ class Request:
             return FinishReason.LENGTH
         return None
 
-    def accept_all(self, token_ids: Sequence[int]) -> tuple[Sequence[int], FinishReason | None]:
+    def accept_all(self, token_ids: Sequence[int]) -> Accepted:
         """Take these tokens up to the first that ends the output; returns them and the finish reason."""
         output_ids = self.output_ids
         is_watched = self.sink is not None or self.constraint is not None or self.failure is not None

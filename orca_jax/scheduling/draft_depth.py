@@ -2,8 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from orca_jax.request.request import Request, SharedDrafter
+
+T = TypeVar("T")
 
 # The tokens that an iteration with drafts of these chances yields in its time, which is longer by `more`.
 Worth = Callable[[Sequence[float], float], float]
@@ -27,7 +30,7 @@ def draft_together(
         return
     most = max(n for _, _, n in wanting)
     if worth is None:
-        wanted, _ = _likeliest(wanting, most, n_places)
+        wanted, _ = likeliest(wanting, most, n_places)
     else:
         wanted = _best(wanting, n_places, drafter, worth)
     if wanted:
@@ -42,24 +45,27 @@ def _best(
     best, best_depth, chosen = worth((), 0.0), 0, list[tuple[Request, int]]()
     most = max(n for _, _, n in wanting)
     for depth in (*(depth for depth in _DEPTHS if depth < most), most):
-        wanted, chances = _likeliest(wanting, depth, n_places)
+        wanted, chances = likeliest(wanting, depth, n_places)
         value = worth(chances, drafter.cost(wanted))
         if value > best:
             best, best_depth, chosen = value, depth, wanted
     n_chosen = sum(n for _, n in chosen)
     while n_chosen > 1:  # perhaps only the likeliest of them
         n_chosen //= 2
-        wanted, chances = _likeliest(wanting, best_depth, n_chosen)
+        wanted, chances = likeliest(wanting, best_depth, n_chosen)
         value = worth(chances, drafter.cost(wanted))
         if value > best:
             best, chosen = value, wanted
     return chosen
 
 
-def _likeliest(
-    wanting: Sequence[tuple[Request, float, int]], depth: int, n_places: int
-) -> tuple[list[tuple[Request, int]], list[float]]:
-    """Up to `depth` drafts of each request, the likeliest `n_places` of all, and the chance of each."""
+def likeliest(
+    wanting: Sequence[tuple[T, float, int]], depth: int, n_places: int
+) -> tuple[list[tuple[T, int]], list[float]]:
+    """Up to `depth` drafts of each, the likeliest `n_places` of all, and the chance of each.
+
+    Each has the chance of a draft and the most drafts that it can have.
+    """
     chances = [
         (chance**n, i) for i, (_, chance, most) in enumerate(wanting) for n in range(1, min(depth, most) + 1)
     ]

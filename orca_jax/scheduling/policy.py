@@ -37,14 +37,17 @@ class Choice(NamedTuple):
 def fill_places(rows: list[Row], max_bs: int) -> None:
     """Let increments that can compute several tokens use the places left in a batch of increments."""
     free = max_bs - sum(max(req.kind.n_rows, n_tokens) for req, n_tokens in rows)
-    drafted = [(req, req.kind.chance(req)) for req, _ in rows if req.kind.shared_drafter is not None]
+    drafted = [req for req, _ in rows if req.kind.shared_drafter is not None]
     if free > 0 and drafted:
-        draft_together(drafted, free)
-    for i, (req, n_tokens) in enumerate(rows):
-        if free > 0 and req.kind is not PLAIN and not req.in_initiation:
-            n_more = max(0, min(free, req.kind.most_tokens(req) - n_tokens))
-            rows[i] = req, n_tokens + n_more
-            free -= n_more
+        draft_together([(req, req.kind.chances([req])[0]) for req in drafted], free)
+    several = [i for i, (req, _) in enumerate(rows) if req.kind is not PLAIN and not req.in_initiation]
+    for i in several:
+        if free <= 0:
+            break
+        req, n_tokens = rows[i]
+        n_more = max(0, min(free, req.kind.most_tokens([req])[0] - n_tokens))
+        rows[i] = req, n_tokens + n_more
+        free -= n_more
 
 
 def one_phase(choice: Choice, n_rsrv: int, *, max_bs: int, initiated_last: bool) -> tuple[Choice, bool]:

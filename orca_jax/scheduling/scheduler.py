@@ -9,18 +9,19 @@ as many iterations.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import repeat
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 from orca_jax.config import ServingConfig
 from orca_jax.request.request import (
     PLAIN,
+    Accepted,
     FinishReason,
     Request,
     RequestState,
     RowAnswer,
     begin_iteration,
+    by_kind,
 )
 from orca_jax.scheduling.adapter_slots import AdapterSlots
 from orca_jax.scheduling.allocation import allocate, continue_beams, grow, rows_without_slots
@@ -247,29 +248,39 @@ class Scheduler:
         deliveries, leaving, overlaps = list[Delivery](), self.leaving, self.overlaps
         try:
             returned.give_prompts(iteration.rows)
-            rare = iteration.partial | returned.answers.keys()  # rows with no token, or more than a token
+            accepted = _accepted(iteration, returned.answers) if returned.answers else {}
+            partial = iteration.partial  # rows of prompt chunks, which sample no token
             for i, ((req, _), token_id) in enumerate(zip(iteration.rows, returned.token_ids, strict=True)):
                 req.n_in_flight = n_in_flight = req.n_in_flight - 1  # line 11
-                if (rare and i in rare) or req.ending is not None or (leaving and req.state is FINISHED):
-                    answer = returned.answers.get(i) or RowAnswer((token_id,))
-                    self._take_row(req, None if i in iteration.partial else answer, deliveries)
+                several = accepted.get(i) if accepted else None
+                if several is None and (
+                    (partial and i in partial)
+                    or req.ending is not None
+                    or (leaving and req.state is FINISHED)
+                ):
+                    self._take_row_without_tokens(req, deliveries, partial=i in partial)
                     continue
-                # Most rows of most batches get here: `_take_row` inlined for them.
                 if not n_in_flight:
                     req.state = INCREMENT  # line 12
-                reason = req.accept(token_id)
-                if overlaps and req.n_computed >= req.full_at:  # without overlap `_issue` has published
+                if several is None:
+                    reason = req.accept(token_id)
+                    deliveries.append((req, token_id, reason))
+                else:
+                    token_ids, reason = several
+                    deliveries += [(req, each, None) for each in token_ids]
+                # Without overlap `_issue` has published the blocks of tokens that are not drafts.
+                if (overlaps or several) and req.n_computed >= req.full_at:
                     publish_full_blocks((req,), self.kv)
                 if reason is not None:  # line 13
                     self.end(req, reason)  # line 14
-                deliveries.append((req, token_id, reason))
+                    deliveries[-1] = req, deliveries[-1][1], reason
         finally:  # even if a row raises: users of the rows before it must get their tokens and ends
             self.deliver(deliveries)
         self.in_flight.popleft()  # line 15
 
-    def _take_row(self, req: Request, answer: RowAnswer | None, deliveries: list[Delivery]) -> None:
-        """Lines 12 to 14 for a request of the returned batch; `answer` is None for a partial prompt chunk."""
-        if answer is None:
+    def _take_row_without_tokens(self, req: Request, deliveries: list[Delivery], *, partial: bool) -> None:
+        """Lines 12 to 14 for a `partial` prompt chunk, and for a request that has ended or is asked to."""
+        if partial:
             req.n_partial -= 1
         if req.state is FINISHED:  # it ended while the batch ran: discard the result
             if not req.n_in_flight:
@@ -277,17 +288,9 @@ class Scheduler:
                 self.release(req)
             return
         if not req.n_in_flight:
-            req.state = INITIATION if answer is None else INCREMENT  # line 12
+            req.state = INITIATION if partial else INCREMENT  # line 12
         if req.ending is not None:
             deliveries.append(self.end(req, req.ending))
-        elif answer is not None:
-            token_ids, reason = req.kind.accept(req, answer)
-            if req.n_computed >= req.full_at:
-                publish_full_blocks((req,), self.kv)
-            deliveries.extend(zip(repeat(req), token_ids, repeat(None)))
-            if reason is not None:  # line 13
-                self.end(req, reason)  # line 14
-                deliveries[-1] = req, token_ids[-1], reason
 
     def end(self, req: Request, reason: FinishReason) -> Delivery:
         """End a request, whatever the reason. Its slots are released once no batch writes to them."""
@@ -314,3 +317,17 @@ class Scheduler:
     def deliver(self, deliveries: Sequence[Delivery]) -> None:
         self.timeline.delivered(deliveries)
         self.pool.deliver(deliveries)
+
+
+def _accepted(iteration: Iteration, answers: Mapping[int, RowAnswer]) -> dict[int, Accepted]:
+    """Let the requests that go on take their answers, by place in the batch."""
+    rows, partial = iteration.rows, iteration.partial
+    places, requests = list[int](), list[Request]()
+    for i in answers:
+        req, _ = rows[i]
+        if req.ending is None and req.state is not FINISHED and not (partial and i in partial):
+            places.append(i)
+            requests.append(req)
+    given = [answers[i] for i in places]
+    accepted = [one for cls, some in by_kind(requests) for one in cls.accept_all(requests[some], given[some])]
+    return dict(zip(places, accepted, strict=True))

@@ -7,18 +7,16 @@ Sources: iteration-level scheduling, ORCA; blocks on demand and preemption, Page
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from operator import itemgetter
 
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.shape import serving_buckets
-from orca_jax.request.request import PLAIN, Request, RequestState, Row
+from orca_jax.request.request import PLAIN, Request, RequestState, Row, by_kind
 from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.cache_kinds import blocks_at_first, slots_to_reserve
-from orca_jax.scheduling.draft_depth import Worth, draft_together
+from orca_jax.scheduling.draft_depth import Worth, draft_together, likeliest
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import Choice
 from orca_jax.scheduling.prefix_lookup import (
@@ -35,7 +33,6 @@ from orca_jax.scheduling.prefix_lookup import (
 from orca_jax.scheduling.request_pool import InArrivalOrder, split
 from orca_jax.scheduling.select import Held, Why
 
-_chance = itemgetter(0)
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
 _WINDOW = 16  # the number of waiting requests among which the longest cached prefix goes first
 _WATERMARK = 0.01  # the fraction of all blocks that admission on demand leaves free for requests that grow
@@ -246,40 +243,73 @@ class ServingPolicy:
         n_left = min(self._max_bs - plan.n_places, self._max_tokens - n_planned)
         if n_left <= 0:
             return
-        uncertain: list[tuple[int, Request, float]] = []
-        most = 0.0
-        for i, (req, n_tokens) in enumerate(plan.rows):
-            kind = req.kind
-            # Request.in_initiation, inlined for speed.
-            if kind is PLAIN or (req.state is not _INCREMENT and req.n_in_flight == req.n_partial):
-                continue
-            chance = kind.chance(req)
-            if chance < 1.0:
-                uncertain.append((i, req, chance))
-                most = max(most, chance)
-            elif n_left > 0 and (n_more := kind.most_tokens(req) - n_tokens) > 0:
-                n_more = self._extend(plan, i, min(n_more, n_left))
-                n_planned += n_more
-                n_left -= n_more
-        if not self._n_worth_their_time(n_planned, [most] * n_left):
+        rows = plan.rows
+        # Request.in_initiation, inlined for speed.
+        several = [
+            i
+            for i, (req, _) in enumerate(rows)
+            if req.kind is not PLAIN and (req.state is _INCREMENT or req.n_in_flight != req.n_partial)
+        ]
+        drafted = [rows[i][0] for i in several]
+        groups = by_kind(drafted)
+        chances = [chance for cls, some in groups for chance in cls.chances(drafted[some])]
+        if 1.0 in chances:  # not drafts, but tokens that will be kept
+            for i, req, chance in zip(several, drafted, chances, strict=True):
+                if chance == 1.0:
+                    n_more = min(n_left, req.kind.most_tokens([req])[0] - rows[i][1])
+                    n_more = self._extend(plan, i, n_more)
+                    n_planned += n_more
+                    n_left -= n_more
+            several = [i for i, chance in zip(several, chances, strict=True) if chance < 1.0]
+            drafted = [rows[i][0] for i in several]
+            groups = by_kind(drafted)
+            chances = [chance for chance in chances if chance < 1.0]
+        if not drafted or not self._may_be_worth_their_time(n_planned, max(chances), n_left):
             return  # whatever is drafted
-        if uncertain and uncertain[0][1].kind.shared_drafter is not None:
-            draft_together([(req, chance) for _, req, chance in uncertain], n_left, self._worth(n_planned))
-        counts, chances = dict[int, int](), list[tuple[float, int]]()
-        for i, req, chance in uncertain:
-            n_drafts = req.kind.most_tokens(req) - plan.rows[i][1]
-            if n_drafts > 0:
-                counts[i] = n_drafts
-                all_right = 1.0
-                for _ in range(n_drafts):
-                    all_right *= chance
-                    chances.append((all_right, i))
-        chances.sort(key=_chance, reverse=True)
-        n_drafts = self._n_worth_their_time(n_planned, [chance for chance, _ in chances[:n_left]])
-        if n_drafts < len(chances):
-            counts = Counter(i for _, i in chances[:n_drafts])
-        for i, n_more in counts.items():
-            self._extend(plan, i, n_more)
+        if drafted[0].kind.shared_drafter is not None:
+            draft_together(list(zip(drafted, chances, strict=True)), n_left, self._worth(n_planned))
+        counts = [n - 1 for cls, some in groups for n in cls.most_tokens(drafted[some])]
+        if not self._are_worth_their_time(n_planned, counts, chances, n_left):
+            each = [p**j for p, n in zip(chances, counts, strict=True) for j in range(1, n + 1)]
+            each.sort(reverse=True)
+            n_drafts = self._n_worth_their_time(n_planned, each[:n_left])
+            if n_drafts < len(each):
+                wanting = list(zip(several, chances, counts, strict=True))
+                some_counts = dict(likeliest(wanting, self._max_bs, n_drafts)[0])
+                counts = [some_counts.get(i, 0) for i in several]
+        slots_of = self._kv.slots_of
+        for i, req, n_more in zip(several, drafted, counts, strict=True):
+            n_tokens = rows[i][1] + n_more
+            if req.n_computed + n_tokens <= slots_of[req.row]:
+                rows[i] = req, n_tokens
+            elif n_more:
+                self._extend(plan, i, n_more)
+
+    def _may_be_worth_their_time(self, n_planned: int, chance: float, n_left: int) -> bool:
+        """Whether any number of up to `n_left` drafts may be, none of which has a better chance."""
+        first, last = (bisect_left(self._buckets, n) for n in (n_planned, n_planned + n_left))
+        if self._buckets[first] > n_planned:
+            return True
+        without = n_planned / self._costs[first]
+        costs = zip(self._buckets[first + 1 : last + 1], self._costs[first + 1 : last + 1], strict=True)
+        return any(
+            n_planned + chance * min(size - n_planned, n_left) > without * cost for size, cost in costs
+        )
+
+    def _are_worth_their_time(
+        self, n_planned: int, counts: Sequence[int], chances: Sequence[float], n_left: int
+    ) -> bool:
+        """Whether all of these drafts surely are; quicker than `_n_worth_their_time`, which orders them."""
+        n_drafts = sum(counts)
+        if n_drafts > n_left:
+            return False
+        n_kept = sum([p * (1 - p**n) / (1 - p) for p, n in zip(chances, counts, strict=True)])
+        first, last = (bisect_left(self._buckets, n) for n in (n_planned, n_planned + n_drafts))
+        worth, most = (n_planned + n_kept) / self._costs[last], max(chances)
+        return all(
+            n_planned + min(n_kept, most * (size - n_planned)) <= worth * cost
+            for size, cost in zip(self._buckets[first:last], self._costs[first:last], strict=True)
+        )
 
     def _worth(self, n_planned: int) -> Worth:
         """The worth of drafts for an iteration that has `n_planned` tokens without them."""

@@ -88,7 +88,7 @@ class CheckedPolicy:
                 self._refuse(f"{name} has ended; choose among the requests of the pool")
             if req.state is RequestState.RUNNING and req not in ahead:
                 self._refuse(f"{name} is in flight; such a request may be chosen only if it is in `ahead`")
-            most = req.n_to_compute if req.in_initiation else req.kind.most_tokens(req)
+            most = req.n_to_compute if req.in_initiation else req.kind.most_tokens([req])[0]
             if not 1 <= n <= max(1, most):
                 self._refuse(f"{name} has a row of {n} tokens; it can have 1 to {max(1, most)}")
             n_places += req.kind.n_rows

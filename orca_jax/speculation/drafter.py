@@ -65,6 +65,13 @@ class Speculation:
         """The estimated probability that a draft is right if those before it are; hopeful at first."""
         return (self.n_right + _HOPED) / (self.n_compared + _FIRST)
 
+    def count(self, n_drafted: int, n_accepted: int, n_right: int, n_compared: int) -> None:
+        """Count what became of some drafts."""
+        self.n_drafted += n_drafted
+        self.n_accepted += n_accepted
+        self.n_right += n_right
+        self.n_compared += n_compared
+
 
 class _Silent:
     """The drafter of one request where a shared one drafts for all."""

@@ -11,12 +11,14 @@ Without drafts a request has a plain row, and its iterations may run ahead.
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from orca_jax.request.request import (
-    FinishReason,
+    Accepted,
     InputRow,
     Request,
     RequestState,
+    Row,
     RowAnswer,
     RowKind,
     SharedDrafter,
@@ -25,6 +27,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.speculation.drafter import Drafter, Speculation
 from orca_jax.speculation.prediction import PredictedOutput, Prediction
 
+_INCREMENT = RequestState.INCREMENT
 _log = logging.getLogger(__name__)
 
 # Output tokens for which no drafts are made, by the number of iterations in a row that kept no draft.
@@ -54,6 +57,8 @@ class Drafted(RowKind):
     `speculation` is the engine's.
     """
 
+    knows_ids = True
+
     def __init__(self, speculation: Speculation, prediction: Prediction | None = None) -> None:
         self.speculation = speculation
         self._predicted = None if prediction is None else PredictedOutput(prediction)
@@ -62,24 +67,33 @@ class Drafted(RowKind):
         self._drafts: Sequence[int] = ()  # after the first `_n_output` output tokens
         self._asked_at = -1  # the length of the output at which the shared drafter was asked last
         self._n_output = 0 if prediction is None else -1  # only a prediction knows the first token
-        self._n_in_vain = 0  # iterations in a row that kept none of their drafts
-        self._paused_until = 0  # the length of the output from which drafts are made again
-        self._awaited_until = 0  # the length of the output until which no iteration runs ahead
-        self._declined_until = 0  # and that until which drafts are held not to be worth that
+        self._declined_until = 0  # the length of the output until which no drafts are awaited
         self.sent: Sequence[int] = ()
-        # Drafts that were right, and that were compared, in an iteration up to the first wrong one: after
-        # `_n_before` output tokens.
+        # The length of the output after its last drafts, and the iterations in a row that kept none of them.
+        self._n_next, self._n_in_vain = -_AWAITED, 0
+        # Drafts that were right, and that were compared, in an iteration up to the first wrong one; the older
+        # ones count less.
         self._n_right = self._n_compared = 0.0
-        self._n_before = 0
 
     @property
     def predicted(self) -> tuple[int, int] | None:
         return None if self._predicted is None else (self._predicted.n_accepted, self._predicted.n_rejected)
 
-    def chance(self, req: Request) -> float:
-        remembered = _REMEMBERED ** (len(req.output_ids) - self._n_before)
-        n_right = remembered * self._n_right + _OF_ENGINE * self.speculation.chance
-        return n_right / (remembered * self._n_compared + _OF_ENGINE)
+    @classmethod
+    def chances(cls, requests: Sequence[Request]) -> list[float]:
+        chances = list[float]()
+        speculation, n_of_engine = None, 0.0
+        for req in requests:
+            kind = cast("Drafted", req.kind)
+            if kind.speculation is not speculation:
+                speculation = kind.speculation
+                n_of_engine = _OF_ENGINE * speculation.chance
+            n_right, n_compared = kind._n_right, kind._n_compared
+            n_without = len(req.output_ids) - kind._n_next
+            if n_without and n_compared:
+                n_right, n_compared = n_right * _REMEMBERED**n_without, n_compared * _REMEMBERED**n_without
+            chances.append((n_right + n_of_engine) / (n_compared + _OF_ENGINE))
+        return chances
 
     @property
     def shared_drafter(self) -> SharedDrafter | None:
@@ -102,7 +116,7 @@ class Drafted(RowKind):
         shared = self.speculation.shared
         if shared is None or shared.failed or self._failed:
             return False
-        return self._asked_at < n_output and n_output >= self._paused_until
+        return self._asked_at < n_output and n_output >= self._n_next + _PAUSES[self._n_in_vain]
 
     def runs_ahead(self, req: Request) -> bool:
         return not self.sent
@@ -118,80 +132,136 @@ class Drafted(RowKind):
         n_output = len(req.output_ids)
         if n_output < self._declined_until:
             return False
-        if n_output < self._awaited_until or self._newest_drafts(req):
+        is_awaited = not self._n_in_vain and n_output < self._n_next + _AWAITED
+        if is_awaited or self._newest_drafts(req):
             return True
         return self._may_ask(n_output + 1) and n_output + 2 < req.most_output
 
-    def most_tokens(self, req: Request) -> int:
-        if req.n_in_flight:
-            return 1
-        is_new = len(req.output_ids) != self._n_output
-        return 1 + len(self._newest_drafts(req) if is_new else self._drafts)
+    @classmethod
+    def most_tokens(cls, requests: Sequence[Request]) -> list[int]:
+        most = list[int]()
+        for req in requests:
+            kind = cast("Drafted", req.kind)
+            if len(req.output_ids) != kind._n_output and not req.n_in_flight:
+                kind._draft(req)
+            most.append(1 if req.n_in_flight else 1 + len(kind._drafts))
+        return most
 
-    def rows(self, req: Request, n_tokens: int, places: Sequence[int]) -> list[InputRow]:
-        before, self.sent = self.sent, ()
-        if req.in_initiation:
-            return []
-        self.sent = sent = self._drafts[: n_tokens - 1]
-        if not (sent or req.n_in_flight):
+    @classmethod
+    def known_ids(cls, rows: Sequence[Row]) -> list[Sequence[int]]:
+        known = list[Sequence[int]]()
+        for req, n_tokens in rows:
+            kind = cast("Drafted", req.kind)
+            before, kind.sent = kind.sent, ()
+            # Request.in_initiation, inlined for speed.
+            if req.state is not _INCREMENT and req.n_in_flight == req.n_partial:
+                known.append(())
+            elif n_tokens > 1:
+                drafts = kind._drafts
+                kind.sent = sent = drafts if len(drafts) < n_tokens else drafts[: n_tokens - 1]
+                known.append([req.output_ids[-1], *sent])
+            else:
+                kind._decline(req)
+                # If its last iteration sampled one token, the device has it.
+                known.append([req.output_ids[-1]] if before else ())
+        return known
+
+    def _decline(self, req: Request) -> None:
+        """Note that the batch has no use for drafts of this request, if it could have some."""
+        if not req.n_in_flight:
             if self._drafts:
                 self._declined_until = self._n_output + _AWAITED
             elif self.n_wanted(req):  # the shared drafter was not asked
                 self._declined_until = len(req.output_ids) + _AWAITED
-        if not (sent or before):
-            return []  # its last iteration sampled one token, so the device has it
-        return [InputRow(req.row, req.n_computed, [req.output_ids[-1], *sent])]
 
-    def accept(self, req: Request, answer: RowAnswer) -> tuple[Sequence[int], FinishReason | None]:
-        sent, sampled, n_output = self.sent, answer.token_ids, len(req.output_ids)
-        n_sent = len(sent)
-        n_right = _n_right(sent, sampled)
-        if req.constraint is not None:
-            n_right = min(n_right, req.constraint.n_followed)
-        req.n_computed -= n_sent - n_right
-        token_ids, reason = req.accept_all(sampled[: n_right + 1])
-        if answer.logprobs:
-            req.logprobs += answer.logprobs[: len(token_ids)]
-        if n_sent:
-            self._learn(n_output, n_sent, n_right)
-            self.speculation.n_accepted += min(len(token_ids), n_right)
-        return token_ids, reason
+    def rows(self, req: Request, n_tokens: int, places: Sequence[int]) -> list[InputRow]:
+        (ids,) = self.known_ids([(req, n_tokens)])
+        return [InputRow(req.row, req.n_computed, ids)] if ids else []
 
-    def _learn(self, n_output: int, n_sent: int, n_right: int) -> None:
-        """Note how many drafts of those sent after `n_output` tokens were right."""
-        n_next = n_output + 1 + n_right
+    @classmethod
+    def accept_all(cls, requests: Sequence[Request], answers: Sequence[RowAnswer]) -> list[Accepted]:
+        accepted = list[Accepted]()
+        speculation = cast("Drafted", requests[0].kind).speculation
+        n_drafted = n_accepted = n_all_right = n_compared = 0
+        for req, (sampled, logprobs) in zip(requests, answers, strict=True):
+            kind = cast("Drafted", req.kind)
+            sent = kind.sent
+            n_right = n_sent = len(sent)
+            if sent != sampled[:n_sent]:
+                n_right = _n_right(sent, sampled)
+            if req.constraint is not None:
+                n_right = min(n_right, req.constraint.n_followed)
+            if n_right < n_sent:
+                req.n_computed -= n_sent - n_right
+                sampled = sampled[: n_right + 1]
+            n_next = len(req.output_ids) + n_right + 1
+            kept = req.accept_all(sampled)
+            accepted.append(kept)
+            if logprobs:
+                req.logprobs += logprobs[: len(kept[0])]
+            if not n_sent:
+                continue
+            if kind.speculation is not speculation:
+                speculation.count(n_drafted, n_accepted, n_all_right, n_compared)
+                speculation = kind.speculation
+                n_drafted = n_accepted = n_all_right = n_compared = 0
+            n_drafted += n_sent
+            n_accepted += min(len(kept[0]), n_right)
+            n_all_right += n_right
+            n_compared += kind._learn(n_next, n_sent, n_right)
+        speculation.count(n_drafted, n_accepted, n_all_right, n_compared)
+        return accepted
+
+    def accept(self, req: Request, answer: RowAnswer) -> Accepted:
+        return self.accept_all([req], [answer])[0]
+
+    def _learn(self, n_next: int, n_sent: int, n_right: int) -> int:
+        """Note how many drafts were right, with which the output has `n_next` tokens.
+
+        Returns the number of drafts that were compared.
+        """
+        remembered = _REMEMBERED ** (n_next - self._n_next)
+        self._n_next = n_next
         if n_right:
             self._n_in_vain = 0
-            self._awaited_until, self._paused_until = n_next + _AWAITED, n_next
-        else:
-            self._n_in_vain = min(self._n_in_vain + 1, len(_PAUSES) - 1)
-            self._awaited_until, self._paused_until = 0, n_next + _PAUSES[self._n_in_vain]
+        elif self._n_in_vain < len(_PAUSES) - 1:
+            self._n_in_vain += 1
         n_compared = n_right + (n_right < n_sent)
-        remembered = _REMEMBERED ** (n_output - self._n_before)
         self._n_right = remembered * self._n_right + n_right
         self._n_compared = remembered * self._n_compared + n_compared
-        self._n_before = n_output
-        speculation = self.speculation
-        speculation.n_drafted += n_sent
-        speculation.n_right += n_right
-        speculation.n_compared += n_compared
+        return n_compared
 
     def _newest_drafts(self, req: Request) -> Sequence[int]:
         """The drafts after the output so far, cut where a constraint forbids one."""
-        output_ids = req.output_ids
-        n_output = len(output_ids)
-        if n_output == self._n_output:
-            return self._drafts
-        self._n_output = n_output
+        if len(req.output_ids) != self._n_output:
+            self._draft(req)
+        return self._drafts
+
+    def _draft(self, req: Request) -> None:
+        """Ask the drafter for drafts. One that fails is not asked again, and costs no output."""
+        output_ids, speculation = req.output_ids, self.speculation
+        self._n_output = n_output = len(output_ids)
         drafts: Sequence[int] = ()
-        n = min(self.speculation.n_tokens, req.most_output - n_output - 1)
-        if n > 0:
-            if n_output >= self._paused_until and not self._failed:
-                drafts = self._draft(req, n)
-            if req.constraint is not None:
-                drafts = req.constraint.drafts(req.prompt_ids, output_ids, drafts, n)
+        n, n_left = speculation.n_tokens, req.most_output - n_output - 1
+        if n > n_left:
+            n = max(0, n_left)
+        if n and n_output >= self._n_next + _PAUSES[self._n_in_vain] and not self._failed:
+            try:
+                if self._predicted is not None:
+                    drafts = self._predicted.draft(output_ids, n)
+                    drafts = self._in_vocabulary(drafts)
+                if not drafts:
+                    if self._drafter is None:
+                        self._drafter = speculation.make(list(req.prompt_ids), req.cache_salt)
+                    drafts = self._drafter.draft(output_ids, n)
+                    if not speculation.is_ours:
+                        drafts = self._in_vocabulary([int(token_id) for token_id in drafts[:n]])
+            except Exception:
+                self._failed, self._drafter, drafts = True, None, ()
+                _log.exception("the drafter failed; request %s goes on without drafts", req.request_id)
+        if n and req.constraint is not None:
+            drafts = req.constraint.drafts(req.prompt_ids, output_ids, drafts, n)
         self._drafts = drafts
-        return drafts
 
     def end(self, req: Request) -> None:
         # A drafter may learn from outputs.
@@ -206,23 +276,6 @@ class Drafted(RowKind):
         except Exception:
             _log.exception("the drafter failed at the end of request %s", req.request_id)
 
-    def _draft(self, req: Request, n: int) -> Sequence[int]:
-        """Ask the drafter for up to `n` drafts. One that fails is not asked again, and costs no output."""
-        try:
-            if self._drafter is None:
-                self._drafter = self.speculation.make(list(req.prompt_ids), req.cache_salt)
-            drafts = () if self._predicted is None else self._predicted.draft(req.output_ids, n)
-            if not drafts:
-                drafts = self._drafter.draft(req.output_ids, n)
-                if self.speculation.is_ours:
-                    return drafts
-                drafts = [int(token_id) for token_id in drafts[:n]]
-        except Exception:
-            self._failed, self._drafter = True, None
-            _log.exception("the drafter failed; request %s goes on without drafts", req.request_id)
-            return ()
-        return self._in_vocabulary(drafts)
-
     def _in_vocabulary(self, drafts: Sequence[int]) -> Sequence[int]:
         """The drafts before the first one that is no token."""
         vocab_size = self.speculation.vocab_size
@@ -234,8 +287,6 @@ class Drafted(RowKind):
 
 def _n_right(drafts: Sequence[int], sampled: Sequence[int]) -> int:
     """The number of drafts before the first that was not sampled."""
-    if drafts == sampled[: len(drafts)]:
-        return len(drafts)
     for n, (draft, token_id) in enumerate(zip(drafts, sampled, strict=False)):
         if draft != token_id:
             return n

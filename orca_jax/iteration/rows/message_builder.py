@@ -1,7 +1,7 @@
 """The control message of an iteration: the rows of all kinds, concatenated in the batch's order."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +21,19 @@ from orca_jax.iteration.message import (
 )
 from orca_jax.iteration.rows.encoder import encoder_inputs
 from orca_jax.iteration.rows.plain import PlainRows, packed
-from orca_jax.request.request import PLAIN, InputRow, Request, Row, prompt_chunk
+from orca_jax.request.request import (
+    PLAIN,
+    InputRow,
+    Request,
+    RequestState,
+    Row,
+    RowKind,
+    by_kind,
+    prompt_chunk,
+)
 
 _NO_IDS, _NO_BIASES, _NO_INDICES = np.zeros(0, np.int32), np.zeros(0, BIAS), np.zeros(0, np.intp)
+_INCREMENT = RequestState.INCREMENT
 _NO_INPUTS: Mapping[int, InputRow] = {}
 
 
@@ -63,58 +73,6 @@ class SentRows(NamedTuple):
         return [range(i, end) for i, end in pairwise(self.first)]
 
 
-class _Entries:
-    """The rows of a message in the making: as many neighbouring ones an entry as a request has known tokens.
-
-    An entry has the numbers of its first row. Each row after it begins a token later.
-    """
-
-    def __init__(self) -> None:
-        self.requests, self.inputs = list[Request](), dict[int, InputRow]()
-        self._token_ids, self._others = list[int](), dict[int, InputRow]()
-        # Row of the block table, tokens before the input, input tokens, number of rows, whether known.
-        self._entries = list[tuple[int, int, int, int, bool]]()
-
-    def plain(self, request: Request, n_tokens: int) -> None:
-        """Add a plain row."""
-        self.requests.append(request)
-        self._entries.append((request.row, request.n_computed, n_tokens, 1, False))
-
-    def initiation(self, request: Request, given: InputRow) -> None:
-        """Add a row of a prompt's chunk."""
-        self.inputs[len(self.requests)] = given
-        self.requests.append(request)
-        self._entries.append((given.place, given.start, len(given.ids), 1, False))
-
-    def increment(self, request: Request, given: InputRow) -> None:
-        """Add a row for each token."""
-        place, start, ids, next_id, answers = given
-        n, n_rows = len(self.requests), len(ids)
-        self.requests += [request] * n_rows
-        self._token_ids += ids
-        self._entries.append((place, start, 1, n_rows, True))
-        if next_id != SAMPLED or not answers:
-            self._others.update(dict.fromkeys(range(n, n + n_rows), given))
-
-    def sent(self, first: list[int], places: Collection[int]) -> SentRows:
-        """All rows; `first` and `places` as there."""
-        place, start, length, n_rows, known = zip(*self._entries, strict=True)
-        n, counts = len(self.requests), packed(n_rows, np.intp)
-        begins = np.add.accumulate(counts) - counts
-        starts = (packed(start, np.int32) - begins).repeat(counts) + np.arange(n)
-        at = packed(known, np.intp).repeat(counts).nonzero()[0]
-        return SentRows(
-            self.requests,
-            starts.astype(np.int32),
-            packed(length, np.int32).repeat(counts),
-            packed(place, np.intp).repeat(counts),
-            self.inputs,
-            KnownTokens(at, self._token_ids, self._others),
-            [*first, n],
-            places,
-        )
-
-
 class BlockTables(NamedTuple):
     """The K/V manager's arrays that messages are made from, `[n_rows, ...]`; see KVManager."""
 
@@ -146,22 +104,60 @@ class MessageBuilder:
             start = packed([request.n_computed for request in requests], np.int32)
             lengths = packed([n_tokens for _, n_tokens in rows], np.int32)
             return SentRows(requests, start, lengths, packed(places, np.intp))
-        entries, first, given_at = _Entries(), list[int](), list[int]()
+        groups = by_kind(requests)
+        if all(cls.knows_ids or cls is RowKind for cls, _ in groups):
+            known = [ids for cls, some in groups for ids in cls.known_ids(rows[some])]
+            return _of_increments(rows, requests, known)
+        return self._of_all_kinds(rows)
+
+    def _of_all_kinds(self, rows: Sequence[Row]) -> SentRows:
+        requests, inputs, others = list[Request](), dict[int, InputRow](), dict[int, InputRow]()
+        first, given_at, token_ids = list[int](), list[int](), list[int]()
+        # An entry has the numbers of neighbouring rows, as many as a request has known tokens, of which each
+        # begins a token after the one before: the row of the block table, tokens before the input, input
+        # tokens, rows, and whether the input is known.
+        entries = list[tuple[int, int, int, int, bool]]()
         for place, (request, n_tokens) in enumerate(rows):
-            first.append(len(entries.requests))
+            n = len(requests)
+            first.append(n)
             kind, row = request.kind, request.row
-            if kind is PLAIN:
-                entries.plain(request, n_tokens)
-                continue
-            given = kind.rows(request, n_tokens, self._tables.rows_of(row) if kind.forks else (row,))
-            if not given:
-                entries.plain(request, n_tokens)
+            if kind is PLAIN or not (
+                given := kind.rows(request, n_tokens, self._tables.rows_of(row) if kind.forks else (row,))
+            ):
+                requests.append(request)
+                entries.append((row, request.n_computed, n_tokens, 1, False))
                 continue
             given_at.append(place)
-            add = entries.initiation if request.in_initiation else entries.increment
+            # Request.in_initiation, inlined for speed.
+            if request.state is not _INCREMENT and request.n_in_flight == request.n_partial:
+                for i, each in enumerate(given, n):
+                    inputs[i] = each
+                    entries.append((each.place, each.start, len(each.ids), 1, False))
+                requests += [request] * len(given)
+                continue
             for each in given:
-                add(request, each)
-        return entries.sent(first, given_at)
+                at, start, ids, next_id, answers = each
+                n_rows = len(ids)
+                entries.append((at, start, 1, n_rows, True))
+                token_ids += ids
+                requests += [request] * n_rows
+                if next_id != SAMPLED or not answers:
+                    others.update(dict.fromkeys(range(n, n + n_rows), each))
+                n += n_rows
+        place_of, start, length, n_rows, known = zip(*entries, strict=True)
+        counts = packed(n_rows, np.intp)
+        begins = np.add.accumulate(counts) - counts
+        starts = (packed(start, np.int32) - begins).repeat(counts) + np.arange(len(requests))
+        return SentRows(
+            requests,
+            starts.astype(np.int32),
+            packed(length, np.int32).repeat(counts),
+            packed(place_of, np.intp).repeat(counts),
+            inputs,
+            KnownTokens(packed(known, np.intp).repeat(counts).nonzero()[0], token_ids, others),
+            [*first, len(requests)],
+            given_at,
+        )
 
     def message(
         self,
@@ -270,6 +266,27 @@ class MessageBuilder:
             return tables.block_table[row, : -(-int(kv_length.max()) // tables.block_size)], None
         table = tables.block_table.take(row, axis=0)
         return encoder_inputs(requests, table, tables.encoder_blocks[row], tables.max_encoder_blocks)
+
+
+def _of_increments(
+    rows: Sequence[Row], requests: Sequence[Request], known: Sequence[Sequence[int]]
+) -> SentRows:
+    """The rows of a batch in which each request has one plain row, or one for each of its `known` ids."""
+    n_known = packed(list(map(len, known)), np.intp)
+    n_rows, is_known = np.maximum(n_known, 1), n_known > 0
+    ends = np.add.accumulate(n_rows)
+    n = int(ends[-1])
+    start = packed([request.n_computed for request in requests], np.intp) - ends + n_rows
+    length = packed([n_tokens for _, n_tokens in rows], np.int32)
+    return SentRows(
+        list(chain.from_iterable(map(repeat, requests, n_rows.tolist()))),
+        (start.repeat(n_rows) + np.arange(n)).astype(np.int32),
+        np.where(is_known, np.int32(1), length).repeat(n_rows),
+        packed([request.row for request in requests], np.intp).repeat(n_rows),
+        known=KnownTokens(is_known.repeat(n_rows).nonzero()[0], list(chain.from_iterable(known)), {}),
+        first=[0, *ends.tolist()],
+        places=is_known.nonzero()[0].tolist(),
+    )
 
 
 def _pairs(copies: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:

@@ -32,8 +32,9 @@ class ScoredOutput(RowKind):
         # `n_tokens_issued` assumes that an iteration in flight has one token.
         return len(self.scored_ids) < 2
 
-    def most_tokens(self, req: Request) -> int:
-        return len(self.scored_ids) - len(req.output_ids)
+    @classmethod
+    def most_tokens(cls, requests: Sequence[Request]) -> list[int]:
+        return [len(req.kind.scored_ids) - len(req.output_ids) for req in requests]
 
     def rows(self, req: Request, n_tokens: int, places: Sequence[int]) -> list[InputRow]:
         if not req.in_initiation:

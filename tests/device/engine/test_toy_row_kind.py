@@ -33,15 +33,21 @@ class Drafted(RowKind):
         self._guesses = [
             (token_id + (i % wrong_each == 0)) % MODEL.vocab_size for i, token_id in enumerate(right)
         ]
-        self._n_drafts = n_drafts
+        self.n_drafts = n_drafts
         self._drafts: Sequence[int] = ()  # of the iteration in flight
         self.n_kept = 0
 
     def runs_ahead(self, req: Request) -> bool:
         return False
 
-    def most_tokens(self, req: Request) -> int:
-        return min(1 + self._n_drafts, req.most_output - len(req.output_ids))
+    @classmethod
+    def most_tokens(cls, requests: Sequence[Request]) -> list[int]:
+        drafted = ((req, req.kind) for req in requests)
+        return [
+            min(1 + kind.n_drafts, req.most_output - len(req.output_ids))
+            for req, kind in drafted
+            if isinstance(kind, Drafted)
+        ]
 
     def rows(self, req: Request, n_tokens: int, places: Sequence[int]) -> list[InputRow]:
         if req.in_initiation:

@@ -308,14 +308,15 @@ def keep_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def overwrite_one_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    accept = Drafted.accept
+    accept_all = Drafted.accept_all
 
-    def mutant(self: Drafted, req: Request, answer: RowAnswer) -> object:
-        before, accepted = req.n_computed, accept(self, req, answer)
-        req.n_computed = min(before, req.n_computed + 1)
+    def mutant(requests: Sequence[Request], answers: Sequence[RowAnswer]) -> object:
+        before, accepted = [req.n_computed for req in requests], accept_all(requests, answers)
+        for req, n_computed in zip(requests, before, strict=True):
+            req.n_computed = min(n_computed, req.n_computed + 1)
         return accepted
 
-    monkeypatch.setattr(Drafted, "accept", mutant)
+    monkeypatch.setattr(Drafted, "accept_all", mutant)
 
 
 def publish_no_kept_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
