@@ -7,7 +7,8 @@ edit a passage, greedily, so many at a time; with more streams some are asked ag
 engine, and they take turns; the first is what the others are compared with. `suffix` begins each run without
 earlier outputs, and `suffix-again` with those of the runs before. `told:0.8` is told each token of the output
 with a probability of 0.8 and else a wrong one, for the curves of the papers; the gain that the engine's costs
-promise stands beside it. The outputs must be equal. The last line is JSON.
+promise stands beside it. The outputs must be equal. The last line is JSON. `--keep FILE` keeps the prompts
+and the outputs for `bench.peers.vllm_speculation`.
 
 `--widened 16` serves a GPT-2 with feed-forward layers 16 times as wide, whose new units give 0: a slower
 model of the same outputs, for which MODEL is a draft model that is nearly always right (`--drafters off
@@ -178,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 32])
     parser.add_argument("--output", type=int, default=80, help="output tokens of a prompt")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--keep", type=Path, help="a file for the prompts and outputs, in token ids")
     parser.add_argument("--widened", type=int, help="serve a GPT-2 with feed-forward layers so much wider")
     args = parser.parse_args(argv)
     model = args.model
@@ -202,6 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 known = known or one.outputs
                 if i:  # the first compiles
                     runs[name].append(one)
+        if args.keep is not None:
+            outputs = [list(known[tuple(prompt)]) for prompt in prompts]
+            args.keep.write_text(json.dumps({"prompts": prompts, "outputs": outputs}), "utf-8")
         first = runs[args.drafters[0]]
         for name, each in runs.items():
             rates = [one.rate for one in each]
