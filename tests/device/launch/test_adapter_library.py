@@ -100,6 +100,20 @@ def test_what_is_too_much_for_the_memory_is_read_again(tmp_path: Path) -> None:
     assert store.loaded(arrays).rank == 3, "what has no files stays"
 
 
+def test_changed_files_are_not_read_under_the_same_content(tmp_path: Path) -> None:
+    """The prefix cache may have keys and values of the weights that the files held before."""
+    directory = tmp_path / "all"
+    shutil.copytree(SOURCE / "all", directory)
+    store = adapters(host_bytes=0)
+    first, other = store.add("first", str(directory)), store.add("other", str(SOURCE / "root"))
+    assert store.loaded(first).rank == 4 and store.loaded(other).rank == 33, "read again"
+    assert store.add("same", str(directory)).content == first.content != other.content
+    shutil.copytree(SOURCE / "root", directory, dirs_exist_ok=True)
+    with pytest.raises(BadAdapter, match="holds other weights than when 'first' was loaded; load it again"):
+        store.loaded(first)
+    assert store.loaded(store.add("first", str(directory), replace=True)).rank == 33
+
+
 class OneStage:
     """The parts of a Worker that take an adapter: the second of two stages."""
 
