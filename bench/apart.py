@@ -6,7 +6,7 @@ Three server processes: one with both roles on cores 0 and 1, and one of each ro
 Only one case has load at a time. In each case some streams decode while long prompts arrive one at a time,
 each `pause` seconds after the last one's answer. Reported are the gaps between tokens of the streams. Then
 prompts of 500 tokens come alone: the time to the first token of both steps, over that of the first step
-alone. The last line is JSON.
+alone, and the gap to the second token, which waits for the transfer. The last line is JSON.
 """
 
 import argparse
@@ -123,19 +123,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "most_ms": round(gaps[-1], 1),
             }
             print(name, cases[name], flush=True)
-        alone, both = list[float](), list[float]()
+        alone, both, second = list[float](), list[float](), list[float]()
         for _ in range(_RUNS):
             began = time.perf_counter()
             load.first(separate[0], load.prompt(_FEW))
             alone.append(time.perf_counter() - began)
             began = time.perf_counter()
-            both.append(load.complete(separate, load.prompt(_FEW), 2)[0] - began)
+            times = load.complete(separate, load.prompt(_FEW), 2)
+            both.append(times[0] - began)
+            second.append(times[1] - times[0])
     figures = {
         "benchmark": "apart",
         **cases,
         "p99_ratio": round(cases["apart"]["p99_ms"] / cases["together"]["p99_ms"], 3),
         "first_token_ms": round(1e3 * statistics.median(alone), 1),
         "first_token_after_transfer_ms": round(1e3 * statistics.median(both), 1),
+        "second_token_after_ms": round(1e3 * statistics.median(second), 1),
         "transfer_adds": round(statistics.median(both) / statistics.median(alone) - 1, 3),
     }
     print(json.dumps(figures))

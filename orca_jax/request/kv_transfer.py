@@ -10,7 +10,7 @@ import hmac
 import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from struct import pack
 from typing import Any, Self
@@ -28,7 +28,8 @@ class KVTransferParams:
     """The fields that this server reads or writes; a router's other fields are ignored.
 
     With `do_remote_decode` the request's prompt is kept for another server; the response has the params for
-    that one, with `do_remote_prefill`. `remote_block_ids` counts the prompt's full blocks.
+    that one, with `do_remote_prefill`. `remote_block_ids` counts the prompt's full blocks. `first_token_id`
+    is the first output token, if the server that computed the prompt sampled it as the other one would.
     """
 
     do_remote_decode: bool = False
@@ -38,6 +39,8 @@ class KVTransferParams:
     remote_block_ids: tuple[int, ...] = ()
     remote_host: str = ""
     remote_port: int = 0
+    first_token_id: int | None = None
+    first_token_proof: str = ""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
@@ -53,10 +56,13 @@ class KVTransferParams:
             remote_block_ids=_block_ids(values.get("remote_block_ids")),
             remote_host=_text(values, "remote_host"),
             remote_port=_port(values.get("remote_port")),
+            first_token_id=_token_id(values.get("first_token_id")),
+            first_token_proof=_text(values, "first_token_proof"),
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields in a response, in vLLM's order."""
+        """The fields in a response, in vLLM's order, and then our own."""
+        first = {"first_token_id": self.first_token_id, "first_token_proof": self.first_token_proof}
         return {
             "do_remote_prefill": self.do_remote_prefill,
             "do_remote_decode": self.do_remote_decode,
@@ -66,6 +72,7 @@ class KVTransferParams:
             "remote_host": self.remote_host,
             "remote_port": self.remote_port,
             "tp_size": 1,  # a block travels whole, however many devices share its heads
+            **({} if self.first_token_id is None else first),
         }
 
 
@@ -104,6 +111,24 @@ class TransferFacts:
         right = self._signature(token, params.remote_host, params.remote_port, len(params.remote_block_ids))
         return hmac.compare_digest(signature.encode("utf-8", "replace"), right.encode())
 
+    def with_first_token(
+        self, params: KVTransferParams, token_id: int, prompt_ids: Sequence[int], salt: Sequence[str]
+    ) -> KVTransferParams:
+        """Params that say the first output token after a prompt as well."""
+        proof = self._first_proof(params.remote_request_id, token_id, prompt_ids, salt)
+        return replace(params, first_token_id=token_id, first_token_proof=proof)
+
+    def first_token(
+        self, params: KVTransferParams, prompt_ids: Sequence[int], salt: Sequence[str]
+    ) -> int | None:
+        """The first output token after a prompt, if a server with the same facts has said it; else None."""
+        token_id = params.first_token_id
+        if token_id is None or not self.trusts(params):
+            return None
+        right = self._first_proof(params.remote_request_id, token_id, prompt_ids, salt)
+        given = params.first_token_proof.encode("utf-8", "replace")
+        return token_id if hmac.compare_digest(given, right.encode()) else None
+
     def digest(self, prompt_ids: Sequence[int], salt: Sequence[str]) -> bytes:
         """The digest of everything that these tokens' keys and values depend on, and of their owner."""
         found = hashlib.sha256(b"orca_jax transfer")
@@ -116,6 +141,10 @@ class TransferFacts:
     def proof(self, *parts: bytes) -> bytes:
         """The proof of knowing the secret, for fresh `parts`."""
         return hmac.digest(self.secret.encode(), b"".join(parts), "sha256")
+
+    def _first_proof(self, lease: str, token_id: int, prompt_ids: Sequence[int], salt: Sequence[str]) -> str:
+        said = f"first token {token_id} of {lease} ".encode("utf-8", "surrogatepass")
+        return hmac.new(self.secret.encode(), said + self.digest(prompt_ids, salt), "sha256").hexdigest()
 
     def _signature(self, token: str, host: str, port: int, n_blocks: int) -> str:
         signed = f"lease {token} {host} {port} {n_blocks}".encode("utf-8", "surrogatepass")
@@ -150,6 +179,12 @@ def _port(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 16:
         return value
     raise _wrong("remote_port", value, "a whole number from 1 to 65535")
+
+
+def _token_id(value: object) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31):
+        return value
+    raise _wrong("first_token_id", value, "a token id")
 
 
 def _block_ids(value: Any) -> tuple[int, ...]:

@@ -15,7 +15,13 @@ from typing import NamedTuple, Protocol
 from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
 from orca_jax.request.request import Request, RequestState
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling.prefix_lookup import cached_blocks, hash_prompt, host_blocks, most_blocks
+from orca_jax.scheduling.prefix_lookup import (
+    begins_with_a_known_token,
+    cached_blocks,
+    hash_prompt,
+    host_blocks,
+    most_blocks,
+)
 
 
 class Transport(Protocol):
@@ -115,6 +121,14 @@ class ArrivingBlocks:
             return
         self._waiting.add(req)
         self._asked.append(_Asked(req, params, self._clock() + self.seconds))
+
+    def first_token(self, req: Request) -> int | None:
+        """The first token of the output, if the other server has sampled it. Any thread."""
+        params = req.kv_transfer
+        if params is None or self.stopped or req.most_output < 2 or not begins_with_a_known_token(req):
+            return None
+        found = self._facts.first_token(params, req.prompt_ids, self._kv.owner_of(req.cache_salt))
+        return None if found in req.end_token_ids else found
 
     def step(self) -> None:
         """Let blocks that have arrived be found, and start fetching others. Before each choice of rows."""

@@ -13,7 +13,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol
 
-from orca_jax.request.request import Request
+from orca_jax.request.request import FinishReason, Request
 from orca_jax.scheduling.beam_blocks import BeamBlocks
 from orca_jax.scheduling.blocks import Blocks
 from orca_jax.scheduling.disk_tier import DiskTier
@@ -34,6 +34,8 @@ class Arriving(Protocol):
 
     def ask(self, req: Request) -> None: ...
 
+    def first_token(self, req: Request) -> int | None: ...
+
     def step(self) -> None: ...
 
     def awaits(self, req: Request) -> bool: ...
@@ -49,7 +51,7 @@ class Leasing(Protocol):
     n_expired: int
     n_bytes: int
 
-    def grant(self, req: Request) -> None: ...
+    def grant(self, req: Request, reason: FinishReason) -> None: ...
 
     def stop(self) -> None: ...
 

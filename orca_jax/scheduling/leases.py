@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
-from orca_jax.request.request import Request
+from orca_jax.request.request import FinishReason, Request
 from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.prefix_lookup import begins_with_a_known_token
 
 
 class PackedBlocks(Protocol):
@@ -79,10 +80,11 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, req: Request) -> None:
+    def grant(self, req: Request, reason: FinishReason) -> None:
         """Lease the blocks of a prompt, if its request asks for it.
 
-        Their keys and values are computed and not yet overwritten.
+        Their keys and values are computed and not yet overwritten. The other server may begin its output with
+        the token that was sampled here, unless the output ended with it for the finish `reason`.
 
         For the scheduler's thread, before the request's row is released.
         """
@@ -105,7 +107,10 @@ class Leases:
         host, port = self.address
         params = self._facts.new_lease(engine_id=self._engine_id, host=host, port=port, n_blocks=n_blocks)
         tokens = req.prompt_ids[: n_blocks * kv.block_size]
-        digest = self._facts.digest(tokens, kv.owner_of(req.cache_salt))
+        salt = kv.owner_of(req.cache_salt)
+        digest = self._facts.digest(tokens, salt)
+        if reason is FinishReason.LENGTH and begins_with_a_known_token(req):
+            params = self._facts.with_first_token(params, req.output_ids[0], req.prompt_ids, salt)
         blocks = self._pack(kv.block_table[req.row, :n_blocks].tolist())
         lease = self._newest = Lease(params, digest, blocks, n_bytes, self._clock() + self._seconds)
         with self._lock:

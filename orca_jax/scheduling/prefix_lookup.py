@@ -52,6 +52,17 @@ def awaits_transfer(req: Request, kv: KVManager) -> bool:
     return req.kv_transfer is not None and kv.arriving is not None and kv.arriving.awaits(req)
 
 
+def begins_with_a_known_token(req: Request) -> bool:
+    """Whether an output may begin with the token that another server sampled after its prompt.
+
+    Not if the output has more than its tokens: log-probabilities, experts, a grammar's state, stop strings.
+    """
+    sampling = req.sampling
+    plain = sampling.logprobs is None and sampling.prompt_logprobs is None and not sampling.stop
+    plain = plain and not sampling.return_routed_experts and req.constraint is None
+    return plain and req.pooling is None and not req.encoder_ids and not req.kind.forks
+
+
 def awaits_blocks(req: Request, n_found: int, kv: KVManager) -> bool:
     """Whether blocks after the first `n_found` are being read from the disk tier for a waiting request."""
     if kv.disk is None or _needs_whole_prompt(req):

@@ -296,7 +296,7 @@ class Scheduler:
         """End a request, whatever the reason. Its slots are released once no batch writes to them."""
         has_output = reason is FinishReason.STOP or reason is FinishReason.LENGTH
         if has_output and req.kv_transfer is not None and self.kv.leases is not None:
-            self.kv.leases.grant(req)
+            self.kv.leases.grant(req, reason)
         if req.n_in_flight:
             self.leaving.append(req)
         elif req.row >= 0:

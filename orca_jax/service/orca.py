@@ -383,9 +383,11 @@ class Orca:
         has_text = not checked.scored_ids and checked.pooling is None
         new_stream = partial(rules.text_stream, checked.token_ids) if has_text else no_stream
         output = request.sink = Output(request, new_stream, self._stopped, on_end)
+        begun = begun or self._begun_elsewhere(request)
         if begun is not None:
             self._continued = True
             request.continue_from(begun.token_ids, begun.logprobs, begun.weights_versions)
+            output.publish(None, None)
         try:
             self.pool.add(request)
         except ServiceClosed:
@@ -394,6 +396,11 @@ class Orca:
                 raise EngineError(message) from self.failure
             raise
         return handle(output, partial(self.pool.end, request), partial(self._dropped.append, request))
+
+    def _begun_elsewhere(self, request: Request) -> OutputSoFar | None:
+        """The first token of a request whose prompt another server has computed, if it says that token."""
+        first = None if self._kv.arriving is None else self._kv.arriving.first_token(request)
+        return None if first is None else OutputSoFar((first,), (), request.weights_versions)
 
     def _arrived(self, request: Request) -> None:
         self.timeline.arrived(request)

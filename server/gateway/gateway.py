@@ -104,7 +104,7 @@ class LiveRequest(RequestHandle):
         self.known_as = known_as
         self._gateway = gateway
         # Not an asyncio.Event: that costs several times as much, and this runs for each token.
-        self._woken = False
+        self._woken = True  # an output may begin with a token that another server has sampled
         self._waiter: asyncio.Future[None] | None = None
         self._error: RequestCancelled | RequestTimedOut | EngineError | None = None
         self._exhausted = False

@@ -370,7 +370,10 @@ class GenerationRequest(SamplingFields, SchedulingFields):
         params = super().scheduling
         if self.kv_transfer_params is None:
             return params
-        return replace(params, kv_transfer=KVTransferParams.read(self.kv_transfer_params))
+        transfer = KVTransferParams.read(self.kv_transfer_params)
+        if self.n is not None and self.n > 1:  # each output samples its own
+            transfer = replace(transfer, first_token_id=None)
+        return replace(params, kv_transfer=transfer)
 
     def check_stream_options(self) -> None:
         """Raise InvalidRequest for `stream_options` without `stream`, or a stream of a beam search."""

@@ -68,7 +68,8 @@ def n_cached_of(llm: LLM, row: int, transfer: KVTransferParams, salt: str) -> in
 
 
 def most_cached(row: int) -> int:
-    return (len(GOLDEN.prompts[row]) - 1) // 4 * 4
+    """All full blocks, since the next token is known too."""
+    return len(GOLDEN.prompts[row]) // 4 * 4
 
 
 def arriving(llm: LLM) -> ArrivingBlocks:
@@ -107,6 +108,36 @@ def test_servers_may_be_split_differently(prefill: LLM, decode: LLM, split: dict
         at_rest(other)
     with engine("prefill", **split) as other:
         assert n_cached_of(decode, row, lease(other, row, salt), salt) == most_cached(row)
+    at_rest(decode)
+
+
+def test_the_first_token_comes_from_the_server_that_computed_the_prompt(prefill: LLM, decode: LLM) -> None:
+    """It is there before the transfer, which hangs here, and the sampled tokens are those of one engine."""
+    sampled: dict[str, Any] = {"max_tokens": N_OUTPUT, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    prompt = GOLDEN.prompts[ROWS[0]]
+    with LLM(GOLDEN.directory, max_batch_size=4, n_slots=192, compile_ahead=False) as alone:
+        (expected,) = alone.generate([list(prompt)], SamplingParams(**sampled))
+    host, real_port = leases(prefill).address
+    with relay(real_port, 5, hang=True) as port:
+        leases(prefill).address = (host, port)
+        try:
+            params = SamplingParams(**dict(sampled, max_tokens=1))
+            scheduling = SchedulingParams(kv_transfer=FOR_ANOTHER)
+            with prefill.service.submit(prompt, params, scheduling=scheduling) as generation:
+                generation.result(30)
+        finally:
+            leases(prefill).address = (host, real_port)
+        assert generation.kv_lease is not None
+        scheduling = SchedulingParams(kv_transfer=generation.kv_lease)
+        arriving(decode).seconds = 3.0
+        try:
+            params = SamplingParams(**sampled)
+            with decode.service.submit(prompt, params, scheduling=scheduling) as generation:
+                piece = generation.next_piece(30)
+                assert piece is not None and piece.token_ids == tuple(expected.token_ids[:1])
+                assert generation.result(30).token_ids == expected.token_ids
+        finally:
+            arriving(decode).seconds = 60.0
     at_rest(decode)
 
 

@@ -63,6 +63,9 @@ def test_the_fields_are_those_of_vllm() -> None:
         ("remote_engine_id", 7),
         ("remote_request_id", "x" * 257),
         ("remote_host", ["a"]),
+        ("first_token_id", -1),
+        ("first_token_id", True),
+        ("first_token_proof", 7),
         ("remote_port", 0),
         ("remote_port", True),
         ("remote_port", 1 << 16),
@@ -112,3 +115,18 @@ def test_a_digest_tells_apart_all_that_blocks_depend_on() -> None:
         for salt in (("", ""), ("key", ""), ("", "key"), ("ke", "y"))
     ]
     assert len(set(digests)) == len(digests)
+
+
+def test_a_first_token_is_for_its_prompt_owner_and_model_alone() -> None:
+    facts, prompt, salt = TransferFacts("model", "secret"), [1, 2, 3], ("key", "")
+    lease = facts.new_lease(engine_id="e", host="a", port=7, n_blocks=1)
+    params = facts.with_first_token(lease, 9, prompt, salt)
+    sent = KVTransferParams.read(json.loads(json.dumps(params.as_dict())))
+    assert facts.first_token(sent, prompt, salt) == 9
+    assert facts.first_token(lease, prompt, salt) is None and "first_token_id" not in lease.as_dict()
+    assert facts.first_token(sent, [1, 2, 4], salt) is None
+    assert facts.first_token(sent, prompt, ("another key", "")) is None
+    assert facts.first_token(replace(sent, first_token_id=8), prompt, salt) is None
+    assert facts.first_token(replace(sent, first_token_proof=""), prompt, salt) is None
+    assert TransferFacts("another model", "secret").first_token(sent, prompt, salt) is None
+    assert TransferFacts("model", "another secret").first_token(sent, prompt, salt) is None

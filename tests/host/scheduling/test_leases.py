@@ -1,9 +1,10 @@
 """Leases: bounded in bytes and in time, each for whoever knows its name and digest, once."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
-from orca_jax.request.request import Request
+from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.leases import Leases
@@ -44,19 +45,28 @@ class Rig:
         self.packed.append(Packed(blocks))
         return self.packed[-1]
 
-    def grant(self, n_tokens: int, salt: tuple[str, ...] = ()) -> tuple[KVTransferParams | None, bytes]:
+    def grant(
+        self,
+        n_tokens: int,
+        salt: tuple[str, ...] = (),
+        *,
+        reason: FinishReason = FinishReason.LENGTH,
+        **sampling: Any,
+    ) -> tuple[KVTransferParams | None, bytes]:
+        """Grant a lease for a prompt of the tokens from 0 on, whose output is the token 5."""
         prompt = tuple(range(n_tokens))
         request = Request(
             request_id="r",
             prompt_ids=prompt,
             max_tokens=n_tokens + 1,
-            sampling=SamplingParams(max_tokens=1),
+            sampling=SamplingParams(max_tokens=1, **sampling),
             seed=0,
             cache_salt=salt,
             kv_transfer=KVTransferParams(do_remote_decode=True),
         )
         (request.row,) = self.kv.reserve_sharing([(n_tokens, ())])
-        self.leases.grant(request)
+        request.output_ids.append(5)
+        self.leases.grant(request, reason)
         self.kv.release(request.row)
         return request.kv_lease, FACTS.digest(prompt[: n_tokens // 4 * 4], salt)
 
@@ -78,6 +88,21 @@ def test_a_lease_has_the_full_blocks_of_a_prompt_for_one_taker() -> None:
     rig.leases.sent(lease)
     assert rig.leases.n_bytes == 2 * SIZE
     assert rig.grant(3)[0] is None, "no full block"
+
+
+def test_the_other_server_may_begin_with_the_token_that_was_sampled() -> None:
+    rig = Rig(8)
+    params, _ = rig.grant(11, ("key", ""))
+    assert params is not None and FACTS.first_token(params, range(11), ("key", "")) == 5
+    kinds: list[dict[str, Any]] = [
+        {"reason": FinishReason.STOP},  # the other server finds the end itself
+        {"stop": ["a"]},
+        {"logprobs": 0},
+        {"return_routed_experts": True},
+    ]
+    for kind in kinds:
+        params, _ = rig.grant(8, **kind)
+        assert params is not None and params.first_token_id is None
 
 
 def test_leases_end_with_their_time_and_for_newer_ones() -> None:

@@ -40,6 +40,7 @@ def checked(url: str, row: int, seconds: float = 30.0, **more: Any) -> int:
 def servers() -> Iterator[tuple[str, str]]:
     """The addresses of a server of each role."""
     sizes: dict[str, Any] = {"max_batch_size": 4, "max_batch_tokens": 64, "n_slots": 192, "block_size": 4}
+    sizes |= {"kv_lease_seconds": 120.0, "kv_transfer_seconds": 60.0}  # for a busy machine
     with ExitStack() as stack:
         urls: list[str] = []
         for role in ("prefill", "decode"):
@@ -54,7 +55,7 @@ def test_the_proxy_drives_both_servers(servers: tuple[str, str]) -> None:
     with running(Proxy(ProxyOptions(prefill=[prefill], decode=[decode])).app()) as proxy:
         url = proxy
         for row in ROWS[:2]:
-            assert checked(url, row, cache_salt="a") == (len(GOLDEN.prompts[row]) - 1) // 4 * 4
+            assert checked(url, row, cache_salt="a") == len(GOLDEN.prompts[row]) // 4 * 4
         body = {"prompt": list(GOLDEN.prompts[ROWS[2]]), "max_tokens": 4, "stream": True}
         answer = requests.post(f"{url}/v1/completions", json=body, timeout=30)
         assert answer.text.endswith("data: [DONE]\n\n")
@@ -87,6 +88,27 @@ def test_params_are_in_the_answer_of_the_first_step_alone(servers: tuple[str, st
     answer = requests.post(f"{decode}/v1/completions", json=body | wish, timeout=30)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "kv_transfer_params.remote_port"
+
+
+def test_each_of_several_outputs_samples_its_own_first_token(servers: tuple[str, str]) -> None:
+    prefill, decode = servers
+    body: dict[str, Any] = {
+        "prompt": list(GOLDEN.prompts[ROWS[3]]),
+        "temperature": 2,
+        "seed": 3,
+        "max_tokens": 4,
+    }
+    body |= {"ignore_eos": True, "return_token_ids": True}
+
+    def outputs(**more: Any) -> list[list[int]]:
+        answer = requests.post(f"{decode}/v1/completions", json=body | {"n": 2} | more, timeout=30)
+        return [choice["token_ids"] for choice in answer.json()["choices"]]
+
+    first = body | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    params = requests.post(f"{prefill}/v1/completions", json=first, timeout=30).json()["kv_transfer_params"]
+    expected = outputs(cache_salt="another")
+    assert params["first_token_id"] == expected[0][0] != expected[1][0]
+    assert outputs(kv_transfer_params=params) == expected
 
 
 N_KILLS = 8
