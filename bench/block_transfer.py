@@ -20,7 +20,7 @@ import numpy as np
 
 from orca_jax.engine.block_transfer import LeaseServer, SocketTransport
 from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
-from orca_jax.request.request import Request
+from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.leases import Leases
@@ -68,7 +68,7 @@ def leased(source: memoryview, into: memoryview, size: int) -> float:
         kv_transfer=KVTransferParams(do_remote_decode=True),
         row=0,
     )
-    leases.grant(request)
+    leases.grant(request, FinishReason.LENGTH)
     assert request.kv_lease is not None
     ended, ok = threading.Event(), list[bool]()
 
