@@ -68,6 +68,7 @@ def leased(source: memoryview, into: memoryview, size: int) -> float:
         kv_transfer=KVTransferParams(do_remote_decode=True),
         row=0,
     )
+    request.output_ids.append(0)
     leases.grant(request, FinishReason.LENGTH)
     assert request.kv_lease is not None
     ended, ok = threading.Event(), list[bool]()
