@@ -1,4 +1,4 @@
-"""What the application may know of a request's client without waiting for its messages.
+"""A request's client, as far as the application may know it without waiting for its messages.
 
 ASGI's only way to learn that a client has left is a task that waits for the next message. It takes a tenth of
 a short completion's time, so a connection tells this object as well. Other servers do not make one.

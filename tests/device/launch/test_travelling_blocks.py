@@ -112,7 +112,7 @@ def test_servers_may_be_split_differently(prefill: LLM, decode: LLM, split: dict
 
 
 def test_the_first_token_comes_from_the_server_that_computed_the_prompt(prefill: LLM, decode: LLM) -> None:
-    """It is there before the transfer, which hangs here, and the sampled tokens are those of one engine."""
+    """The transfer hangs here. The sampled tokens are those of one engine."""
     sampled: dict[str, Any] = {"max_tokens": N_OUTPUT, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     prompt = GOLDEN.prompts[ROWS[0]]
     with LLM(GOLDEN.directory, max_batch_size=4, n_slots=192, compile_ahead=False) as alone:
