@@ -77,7 +77,8 @@ class Observation:
             await self._app(scope, exchange.receive, exchange.send)
         finally:
             caller = caller_of(scope)
-            left = exchange.left or (caller is not None and caller.has_left and not exchange.complete)
+            left = exchange.left or facts.get("disconnected", False)
+            left = left or (caller is not None and caller.has_left and not exchange.complete)
             status = _CLIENT_LEFT if left else exchange.status if exchange.complete else 500
             route = getattr(scope.get("route"), "path", "other")  # never a path that a client made up
             self._log_and_count(scope, exchange, route, status, facts)

@@ -78,7 +78,7 @@ def test_the_bytes_of_a_block_are_those_of_all_layers_arrays() -> None:
     group = DeviceGroup((jax.devices()[0],))
     eight = HostBlocks(N_PLACES, N_BLOCKS, made("eight bits", 0, group), group)
     assert eight.block_bytes == 2 * 2 * (2 * 4 * 3 + 4 * 2 * 4)
-    assert eight.buckets == (1, 8, 64)
+    assert eight.buckets == (1, 8, 32, 64)
     like: Any = jax.ShapeDtypeStruct((9, 8, 16, 4096), np.float32)  # 2 MiB a block
     large = [LayerCache(like, like)] * 2
     assert HostBlocks(N_PLACES, 9, large, group).buckets == (1, 2), "few of 8 MiB in flight"
