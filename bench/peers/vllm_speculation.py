@@ -19,6 +19,8 @@ from pathlib import Path
 
 import vllm
 
+_SECONDS = 1800.0  # for one engine's start and all its runs
+
 
 def measure(name: str, flags: argparse.Namespace) -> None:
     """Measure one engine, and print a line of JSON for each number of streams."""
@@ -82,7 +84,10 @@ def main() -> None:
     for name in flags.drafters:
         child = multiprocessing.get_context("spawn").Process(target=measure, args=(name, flags))
         child.start()
-        child.join()
+        child.join(_SECONDS)
+        if child.exitcode != 0:
+            child.kill()
+            raise SystemExit(f"{name}: no end within {_SECONDS:g} s, or exit status {child.exitcode}")
 
 
 if __name__ == "__main__":

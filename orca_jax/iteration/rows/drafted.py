@@ -91,7 +91,8 @@ class Drafted(RowKind):
             n_right, n_compared = kind._n_right, kind._n_compared
             n_without = len(req.output_ids) - kind._n_next
             if n_without and n_compared:
-                n_right, n_compared = n_right * _REMEMBERED**n_without, n_compared * _REMEMBERED**n_without
+                remembered = _REMEMBERED**n_without
+                n_right, n_compared = n_right * remembered, n_compared * remembered
             chances.append((n_right + n_of_engine) / (n_compared + _OF_ENGINE))
         return chances
 
