@@ -28,7 +28,7 @@ from bench.server.server_process import ServerProcess
 from orca_jax.families.presets import PRESETS
 
 _SPLIT = re.compile(r"loaded in ([\d.]+) s, (\d+) programs compiled in ([\d.]+) s")
-_METRIC = re.compile(r"^orca_(compiles|compiles_from_disk)_total\{[^}]*\} (\S+)$", re.MULTILINE)
+METRIC = re.compile(r"^orca_(compiles|compiles_from_disk)_total\{[^}]*\} (\S+)$", re.MULTILINE)
 _LONGEST_SECONDS = 1800.0
 _ROOT = Path(__file__).parents[1]
 
@@ -58,7 +58,7 @@ def start(model: str, flags: list[str], folder: str) -> Start:
         server.wait_until_ready(_LONGEST_SECONDS)
         ready, cpu = time.monotonic() - begin, server.cpu_seconds()
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
-            metrics = dict(_METRIC.findall(answer.read().decode()))
+            metrics = dict(METRIC.findall(answer.read().decode()))
         split = _SPLIT.search(server.stderr())
         server.stop(_LONGEST_SECONDS)  # slow on a busy machine
     assert split is not None, "the server says how long it took"

@@ -29,7 +29,7 @@ class ServerProcess:
     It starts at once, and is ready after `wait_until_ready`, when `url` and `grpc_address` are known. Its
     stderr goes to a file, so that it never waits for a reader. `variables` are added to its environment,
     which has no other `ORCA_*`. Programs are compiled when they are first needed, or with `compile_ahead`
-    before it is ready. `python` is the interpreter that runs it.
+    before it is ready. `python` is the interpreter that runs it, and `tree` the source tree that it runs.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class ServerProcess:
         variables: Mapping[str, str] | None = None,
         compile_ahead: bool = False,
         python: str = sys.executable,
+        tree: Path = Path(__file__).parents[2],
     ) -> None:
         self.url = ""
         self.grpc_address = ""
@@ -53,7 +54,7 @@ class ServerProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._file,
-            cwd=Path(__file__).parents[2],
+            cwd=tree,
             env=environment,
         )
 

@@ -3,9 +3,9 @@
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, repeat
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -21,13 +21,21 @@ _SECONDS = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """One greedy stream per prompt of token ids, all started at once, with `n_output` tokens each."""
+    """One greedy stream per prompt of token ids, all started at once.
+
+    `n_output` is each stream's number of tokens, or one number for all.
+    """
 
     protocol: Literal["HTTP", "gRPC"]
     host: str
     port: int
     prompts: Sequence[Sequence[int]]
-    n_output: int
+    n_output: int | Sequence[int]
+
+    def requests(self) -> Iterable[tuple[Sequence[int], int]]:
+        """Pair each stream's prompt with its number of output tokens."""
+        each = repeat(self.n_output) if isinstance(self.n_output, int) else self.n_output
+        return zip(self.prompts, each, strict=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +116,13 @@ async def _http(streams: Streams) -> Loaded:
     bodies = [
         {
             "prompt": list(prompt),
-            "max_tokens": streams.n_output,
+            "max_tokens": n_output,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        for prompt in streams.prompts
+        for prompt, n_output in streams.requests()
     ]
 
     async def stream(body: dict[str, object]) -> _Stream:
@@ -193,8 +201,8 @@ async def _grpc(streams: Streams) -> Loaded:
         generate = GenerationStub(channel).Generate
         cpu, start = time.process_time(), time.perf_counter()
 
-        async def stream(prompt: Sequence[int]) -> tuple[int, int]:
-            sampling = SamplingParams(max_tokens=streams.n_output, temperature=0.0, ignore_eos=True)
+        async def stream(prompt: Sequence[int], n_output: int) -> tuple[int, int]:
+            sampling = SamplingParams(max_tokens=n_output, temperature=0.0, ignore_eos=True)
             n_tokens = n_messages = 0
             call = generate(GenerateRequest(token_ids=TokenIds(ids=prompt), sampling=sampling))
             async for response in call:
@@ -202,6 +210,6 @@ async def _grpc(streams: Streams) -> Loaded:
                 n_messages += 1
             return n_tokens, n_messages
 
-        counts = await asyncio.gather(*(stream(prompt) for prompt in streams.prompts))
+        counts = await asyncio.gather(*(stream(*request) for request in streams.requests()))
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     return Loaded(seconds, sum(n for n, _ in counts), sum(n for _, n in counts), cpu)
