@@ -1,6 +1,7 @@
 # pyright: standard
 """Composition: loads a found model into an engine whose workers all run in this process."""
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from orca_jax.checkpoint.directory import load_checkpoint
-from orca_jax.config import EngineConfig
+from orca_jax.config import EngineConfig, ServingConfig
 from orca_jax.engine.engine_master import BuiltEngine
 from orca_jax.engine_memory import EngineMemory
 from orca_jax.execution.capacity import check_weights
@@ -17,6 +18,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.host_memory import keep_large_buffers
 from orca_jax.iteration.shape import serving_buckets
 from orca_jax.launch.adapter_library import AdapterLibrary, family_of, with_room_for_adapters
+from orca_jax.launch.compile_process import DescribedEngine
 from orca_jax.launch.disk_blocks import DiskBlocks
 from orca_jax.launch.local_draft import MemoryWithDraft, draft_place, local_draft_engine
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
@@ -32,6 +34,7 @@ from orca_jax.sharding.device_group import default_dtype, device_name
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.random_parameters import random_parameters
 from orca_jax.user_model.find import user_stages
+from orca_jax.workers.environment import compile_cache_folder
 
 
 def load_stages(
@@ -126,6 +129,9 @@ def loaded_engine(
         attention=config.attention,
         compile_ahead=config.compile_ahead,
         ready_early=_may_be_ready_early(config, model) and devices[0].platform == "cpu",
+        described=None
+        if module is not None or draft is not None or serving.max_loras
+        else _described(config, model, serving, jnp.dtype(dtype)),
         on_program=on_program,
     )
     adapters = None
@@ -171,6 +177,23 @@ def loaded_engine(
 def _close_all(closing: Sequence[Callable[[], None]]) -> None:
     for close in closing:
         close()
+
+
+def _described(
+    config: EngineConfig, model: ModelConfig, serving: ServingConfig, dtype: jnp.dtype
+) -> DescribedEngine | None:
+    """Describe an engine whose programs another process can compile into the cache; None if there is none."""
+    folder = compile_cache_folder(config.compile_cache, os.environ)
+    if folder is None:
+        return None
+    return DescribedEngine(
+        model=model,
+        serving=serving,
+        parallel=config,
+        dtype=dtype.name,
+        attention=config.attention,
+        cache=str(folder),
+    )
 
 
 def _may_be_ready_early(config: EngineConfig, model: ModelConfig) -> bool:

@@ -3,7 +3,9 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from orca_jax.execution.worker import LocalWorkers, Worker, all_programs
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import DECODE_CONTEXTS, BatchSizes
 from orca_jax.iteration.shape import EngineShape
+from orca_jax.launch.compile_process import CompileProcess, CompilingEnded, DescribedEngine
 from orca_jax.model.transformer import Parameters
 from orca_jax.planning.draft_model import with_draft
 from orca_jax.planning.sizes import engine_shape, kv_manager, serving_config
@@ -27,6 +30,7 @@ from orca_jax.sharding.partition import StagePart
 LOGGER = logging.getLogger("orca_jax.compile")
 
 _STOP_SECONDS = 30.0  # a program that is being compiled cannot be stopped
+_PAUSES = 3.0  # as long as it took to read a program from the disk
 
 
 def first_buckets(buckets: Sequence[int], max_rows: int) -> tuple[int, ...]:
@@ -48,61 +52,120 @@ def later_buckets(buckets: Sequence[int], max_rows: int) -> list[int]:
 
 
 class LaterPrograms:
-    """The programs of buckets that `workers` do not use yet, compiled on a thread from `start` to `close`.
+    """The programs of buckets that `workers` do not use yet, compiled from `start` to `close`.
 
     Every batch fits in the largest bucket, so an engine can serve with that one; the others save it padding.
+
+    A process of low priority compiles the programs of a `described` engine into the cache on disk, one at a
+    time, and a thread here reads them, with pauses: compiling here would hold the GIL, and XLA's threads
+    would take the processors from iterations. The thread compiles them itself if the engine is not described,
+    if that process fails, or if an earlier start has put all of them on disk.
 
     The workers use each bucket as soon as all its programs are compiled. If one cannot be compiled, a warning
     is logged and the engine keeps the buckets that it has.
     """
 
-    def __init__(self, workers: LocalWorkers, shape: EngineShape, buckets: Sequence[int]) -> None:
+    def __init__(
+        self,
+        workers: LocalWorkers,
+        shape: EngineShape,
+        buckets: Sequence[int],
+        described: DescribedEngine | None = None,
+    ) -> None:
         self._workers = workers
         self._shape = shape
+        self._described = described
+        self._largest = buckets[-1]
         self._ready = workers.sizes.buckets
         self._contexts = workers.sizes.decode_contexts
         self._programs = [
             (size, all_programs(workers.workers, BatchSizes(shape, (size, buckets[-1]), self._contexts)))
             for size in later_buckets(buckets, shape.max_rows)
         ]
+        self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._process: CompileProcess | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, on_buckets: Callable[[tuple[int, ...]], object]) -> None:
-        """Start compiling. The thread calls `on_buckets` with all buckets in use after each new one."""
+        """Start compiling. A thread calls `on_buckets` with all buckets in use after each new one."""
         self._thread = threading.Thread(
             target=self._run, args=(on_buckets,), name="compile later", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the program that is being compiled."""
-        self._stop.set()
+        """Stop: at once in the other process, and here after the program that is being compiled."""
+        with self._lock:
+            self._stop.set()
+            if self._process is not None:
+                self._process.kill()
         if self._thread is not None:
             self._thread.join(_STOP_SECONDS)
 
     def _run(self, on_buckets: Callable[[tuple[int, ...]], object]) -> None:
-        while self._programs:
-            size, programs = self._programs.pop(0)
-            try:
-                if not self._compile(programs):
+        process = self._begin()
+        try:
+            while self._programs:
+                size, programs = self._programs.pop(0)
+                try:
+                    if not self._compile(size, programs):
+                        break
+                except Exception:
+                    message = "could not compile for %d tokens; batches use the programs of larger buckets"
+                    LOGGER.warning(message, size, exc_info=True)
                     break
-            except Exception:
-                message = "could not compile for %d tokens; batches use the programs of larger buckets"
-                LOGGER.warning(message, size, exc_info=True)
-                break
-            self._ready = tuple(sorted({*self._ready, size}))
-            self._workers.use(BatchSizes(self._shape, self._ready, self._contexts))
-            on_buckets(self._ready)
-        self._programs.clear()
+                self._ready = tuple(sorted({*self._ready, size}))
+                self._workers.use(BatchSizes(self._shape, self._ready, self._contexts))
+                on_buckets(self._ready)
+            else:
+                self._mark()
+        finally:
+            self._programs.clear()
+            with self._lock:
+                self._process = None
+            if process is not None:
+                process.close()
 
-    def _compile(self, programs: Sequence[ToCompile]) -> bool:
+    def _begin(self) -> CompileProcess | None:
+        """Start the other process, if it can compile for this engine and has something to compile."""
+        if self._described is None or not self._programs or self._described.mark().exists():
+            return None
+        try:
+            process = CompileProcess(self._described, [size for size, _ in self._programs], self._largest)
+        except OSError as error:
+            LOGGER.warning("no process could be started that compiles; this one does: %s", error)
+            return None
+        with self._lock:
+            self._process = process
+            if self._stop.is_set():
+                process.kill()
+        return process
+
+    def _mark(self) -> None:
+        """Let later starts read the programs without another process."""
+        if self._described is not None:
+            with suppress(OSError):
+                self._described.mark().touch()
+
+    def _compile(self, size: int, programs: Sequence[ToCompile]) -> bool:
         """Compile programs that no other bucket has needed; False if the engine is closing."""
+        if self._process is not None:
+            try:
+                self._process.wait_for(size)
+            except CompilingEnded as error:
+                with self._lock:
+                    self._process = None
+                if not self._stop.is_set():
+                    LOGGER.warning("%s; this process compiles the other programs", error)
         for program in programs:
             if self._stop.is_set():
                 return False
+            began = time.monotonic()
             program.compile()
-        return True
+            if self._process is not None:
+                self._stop.wait(_PAUSES * (time.monotonic() - began))
+        return not self._stop.is_set()
 
 
 def chosen_sizes(
@@ -166,6 +229,7 @@ def build_engine(
     workers: Sequence[Worker] | None = None,
     compile_ahead: bool = False,
     ready_early: bool = False,
+    described: DescribedEngine | None = None,
     on_program: OnProgram | None = None,
 ) -> LocalEngine:
     """Build an engine with a worker for each of `parts` and its `parameters`. Raises ConfigError.
@@ -174,7 +238,8 @@ def build_engine(
     `workers` of the same model, parts and sizes may be reused once no engine uses them: they keep their
     compiled programs and their attention. With `compile_ahead` every program is compiled now and reported to
     `on_program`; otherwise each is compiled on first use. With `ready_early` as well, the programs of a few
-    buckets are compiled now, and those of the others once the result's `later` is started.
+    buckets are compiled now, and those of the others once the result's `later` is started: by a process of
+    its own if the engine is `described`.
     """
     n_workers = len(parts)
     shape = engine_shape(model, serving, n_workers=n_workers)
@@ -202,5 +267,5 @@ def build_engine(
             worker.renew()
     local = LocalWorkers(workers, sizes)
     engine = EngineMaster(local, kv, vocab_size=model.vocab_size, n_workers=n_workers)
-    later = LaterPrograms(local, shape, buckets) if ready_early else None
+    later = LaterPrograms(local, shape, buckets, described) if ready_early else None
     return LocalEngine(engine, kv, workers[0].description, local, later)

@@ -81,8 +81,9 @@ class JsonChild:
 
     Its other lines go to `on_other`. Its stderr is kept for `last_words`, or with `keep_stderr=False` goes to
     this process's stderr. `close` closes the child's stdin and gives it `grace_seconds` to end by itself.
-    Unread output is bounded: a child that writes more blocks until `receive`, `wait` or `close`. For use by
-    one thread. Raises OSError if the process cannot be started.
+    Unread output is bounded: a child that writes more blocks until `receive`, `wait` or `close`. With
+    `yields` it runs only when other processes leave time. For use by one thread, except `kill`. Raises
+    OSError if the process cannot be started.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class JsonChild:
         keep_stderr: bool = True,
         on_other: Callable[[str], object] = lambda line: None,
         grace_seconds: float = 0.0,
+        yields: bool = False,
     ) -> None:
         self._on_other = on_other
         self._grace = grace_seconds
@@ -103,6 +105,8 @@ class JsonChild:
         except BaseException:
             self._close_stderr()
             raise
+        if yields:
+            self._process.yield_processor()
         self._lines = LineQueue()
         self._line_too_long = False
         self._writers: list[threading.Thread] = []
@@ -157,6 +161,14 @@ class JsonChild:
             self._process.kill()
             self._process.reap(DEATH_SECONDS)
         return self._process.status
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End it at once, so that `receive` on another thread returns; from any thread."""
+        self._process.kill()
 
     def last_words(self) -> str:
         """The end of its output on stderr so far."""

@@ -209,3 +209,19 @@ def test_overflow_is_dropped_where_it_is_not_wanted() -> None:
     lines.put(b"dropped too")
     lines.end()
     assert [lines.get(SOON), lines.get(SOON)] == [b"kept", None]
+
+
+def test_a_yielding_child_has_a_low_priority() -> None:
+    with child(ECHO, yields=True) as other, child(ECHO) as usual:
+        assert other.ask({"a": 1}, SOON) == usual.ask({"a": 1}, SOON) == {"echo": {"a": 1}}
+        priorities = [os.getpriority(os.PRIO_PROCESS, each.pid) for each in (other, usual)]
+        assert priorities[0] > priorities[1] == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_a_killed_child_is_seen_by_the_thread_that_waits_for_it() -> None:
+    with child(ECHO) as other:
+        timer = threading.Timer(0.0, other.kill)
+        timer.start()
+        assert other.receive(SOON) is None
+        assert other.wait(SOON) == -signal.SIGKILL
+        timer.join(SOON)

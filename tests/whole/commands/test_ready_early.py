@@ -1,7 +1,8 @@
 """A server is ready with the programs of a few buckets, and compiles the others while it serves."""
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from hypothesis import strategies as st
 
 from orca_jax import LLM, SamplingParams
 from orca_jax.config import EngineConfig
+from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.programs import Program
-from orca_jax.launch import local_engine
+from orca_jax.launch import loaded_engine, local_engine
+from orca_jax.launch.compile_process import CompileProcess
 from orca_jax.launch.local_engine import LaterPrograms, first_buckets, later_buckets
+from orca_jax.workers.child_process import ChildProcess
 from tests.endpoint.harness import until
 
 SOON = 60.0
@@ -49,8 +53,9 @@ Started = Callable[..., LLM]
 
 
 @pytest.fixture
-def started(tiny_directory: Path) -> Started:
-    """An engine with compiled programs."""
+def started(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+    """An engine with compiled programs, which compiles them all by itself."""
+    monkeypatch.setattr(loaded_engine, "_described", lambda *_: None)
 
     def start(**changes: Any) -> LLM:
         settings = {"model": str(tiny_directory), **SIZES, **changes}
@@ -177,3 +182,89 @@ def test_a_deterministic_engine_waits_for_all(started: Started, changes: dict[st
         n_programs = llm.compiles.programs
         llm.generate([[1, 2, 3]], GREEDY)
         assert llm.compiles.programs == n_programs
+
+
+@pytest.fixture
+def with_process(tiny_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    """An engine that is ready early, for which another process compiles into a folder of the test.
+
+    The process has a usual priority: beside other tests it would wait for minutes.
+    """
+    monkeypatch.setattr(ChildProcess, "yield_processor", lambda process: None)
+
+    def start() -> LLM:
+        settings = {"model": str(tiny_directory), **SIZES, "compile_cache": str(tmp_path)}
+        return LLM.from_config(EngineConfig(**settings, compile_ahead=True, ready_early=True))
+
+    yield start
+    keep_compiled_programs(os.environ["JAX_COMPILATION_CACHE_DIR"])
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[CompileProcess]:
+    """All processes that compile, in the order of their starts."""
+    made = list[CompileProcess]()
+
+    class Kept(CompileProcess):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(local_engine, "CompileProcess", Kept)
+    return made
+
+
+def wait_for_all() -> None:
+    """Wait for the later programs."""
+    for each in later_threads():
+        each.join(240.0)
+    assert not later_threads()
+
+
+def is_gone(process: CompileProcess) -> bool:
+    return not Path(f"/proc/{process.pid}").exists()
+
+
+@pytest.mark.timeout(600)
+def test_another_process_compiles_and_this_one_reads(
+    with_process: Started, processes: list[CompileProcess]
+) -> None:
+    with with_process() as llm:
+        early, first = llm.generate([[5, 6, 7], list(range(40))], GREEDY), llm.compiles
+        until(lambda: bool(processes), "its start")
+        wait_for_all()
+        counts = llm.compiles
+        assert counts.programs - first.programs == counts.from_disk - first.from_disk > 10
+        later = llm.generate([[5, 6, 7], list(range(40))], GREEDY)
+        assert [result.token_ids for result in later] == [result.token_ids for result in early]
+        llm.generate([list(range(100, 140))], GREEDY)
+        assert 40 in buckets_of(llm) and is_gone(processes[0])
+    with with_process() as llm:
+        wait_for_all()
+        assert llm.compiles.programs == llm.compiles.from_disk
+    assert len(processes) == 1, "the second start found all programs"
+
+
+@pytest.mark.timeout(600)
+def test_this_process_compiles_what_a_killed_one_leaves(
+    with_process: Started, processes: list[CompileProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    with with_process() as llm:
+        until(lambda: bool(processes), "its start")
+        processes[0].kill()
+        wait_for_all()
+        assert is_gone(processes[0])
+        llm.generate([list(range(100, 140))], GREEDY)
+        assert 40 in buckets_of(llm)
+        assert llm.compiles.programs > llm.compiles.from_disk
+    assert "ended with status -9" in caplog.text and "this process compiles the other programs" in caplog.text
+
+
+def test_closing_ends_the_other_process(
+    with_process: Started, processes: list[CompileProcess], caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = with_process()
+    until(lambda: bool(processes), "its start")
+    llm.close()
+    assert not later_threads() and is_gone(processes[0])
+    assert not caplog.records
