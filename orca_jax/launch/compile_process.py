@@ -14,13 +14,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
-import orca_jax
 from orca_jax.aot.compiled_stage import placed_parameters
 from orca_jax.config import Attention, ParallelConfig, ServingConfig
 from orca_jax.errors import EngineError
@@ -82,7 +82,7 @@ class DescribedEngine:
 
     def mark(self) -> Path:
         """Name a file that says, once it exists, that all programs of this engine are in `cache`."""
-        facts = [self.as_json(), orca_jax.__version__, jax.__version__, len(jax.devices())]
+        facts = [self.as_json(), version("orca_jax"), jax.__version__, len(jax.devices())]
         return Path(self.cache) / f"whole-{blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()}"
 
     def workers(self) -> list[Worker]:
