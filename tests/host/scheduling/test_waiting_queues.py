@@ -386,7 +386,8 @@ def test_counters_of_owners_who_wait_differ_within_the_bound(data: st.DataObject
         for ahead, behind in itertools.permutations(waiting, 2):
             n_compared += 1
             difference = queue.counter(ahead) - queue.counter(behind)
-            assert difference <= bound_between(queue, serving, requests, weights[ahead]), (ahead, behind)
+            bound = bound_between(queue, serving, requests, weights[ahead])
+            assert difference <= bound + 1e-9, (ahead, behind)  # counters are sums of quotients
     assert n_compared
 
 
