@@ -34,6 +34,12 @@ def check_fraction(name: str, value: object) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be a number above 0, and at most 1")
 
 
+def check_rate(name: str, value: object) -> None:
+    """Raises ConfigError unless `value` is a number of bytes a second, at least 1."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 1 <= value < math.inf:
+        raise ConfigError(f"{name} is {value!r}; it must be a number of bytes a second, at least 1")
+
+
 def check_place(name: str, value: object) -> None:
     """Raises ConfigError unless `value` has the form "package.file:name"."""
     if not isinstance(value, str) or _PLACE.fullmatch(value) is None:

@@ -13,6 +13,7 @@ from orca_jax.checks import (
     check_host_and_port,
     check_names,
     check_place,
+    check_rate,
     check_seconds,
     check_timeout,
     check_whole,
@@ -339,6 +340,24 @@ class Sizes(SchedulingOptions, ServingOptions):
     kv_disk_bytes: Annotated[int, "maximum bytes of the files in --kv-disk", Whole(1 << 16, 1 << 50)] = (
         16 << 30
     )
+    kv_host_bandwidth: Annotated[
+        float | None,
+        "bytes/s from the host's memory to the devices: blocks are read in only where that is quicker than "
+        "computing their tokens, by the cost model (default: the links of a GPU's data sheet; on a CPU "
+        "reading counts as quicker)",
+        check_rate,
+    ] = None
+    kv_disk_bandwidth: Annotated[
+        float | None,
+        "bytes/s from --kv-disk to the host's memory, for the same choice (default: reading counts as "
+        "quicker)",
+        check_rate,
+    ] = None
+    kv_transfer_bandwidth: Annotated[
+        float | None,
+        "bytes/s from other servers, for the same choice (default: reading counts as quicker)",
+        *(check_rate, In("serve")),
+    ] = None
     role: Annotated[
         Role,
         "prefill: computes prompts, whose keys and values other servers fetch; decode: fetches them and "
@@ -657,6 +676,8 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             raise ConfigError(
                 "LoRA adapters (lora, max_loras) do not work with record yet; leave one of the two out"
             )
+        if self.kv_bandwidths:
+            self._check_bandwidths()
         if self.kv_disk is not None:
             self._check_disk()
         if self.gives_blocks or self.takes_blocks:
@@ -683,6 +704,24 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
     def takes_blocks(self) -> bool:
         """Whether this server fetches prompts from others."""
         return self.role == "decode" or (self.role == "both" and self.kv_transfer_address is not None)
+
+    @property
+    def kv_bandwidths(self) -> list[str]:
+        """The names of the bandwidths that are given."""
+        names = ("kv_host_bandwidth", "kv_disk_bandwidth", "kv_transfer_bandwidth")
+        return [name for name in names if getattr(self, name) is not None]
+
+    def _check_bandwidths(self) -> None:
+        name = self.kv_bandwidths[0]
+        if not self.kv_host_bytes:
+            raise ConfigError(
+                f"{name} is {getattr(self, name):g}, and kv_host_bytes is 0, so that nothing is read; leave "
+                "one out, or add the other"
+            )
+        if not self.in_this_process:
+            raise ConfigError(
+                f"{name} does not work with workers or worker_processes yet; leave one of the two out"
+            )
 
     def _check_transfer(self) -> None:
         name = f"role {self.role!r}" + (" with kv_transfer_address" if self.role == "both" else "")

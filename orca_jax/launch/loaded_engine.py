@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from orca_jax.aot.measured_device import measure_device
 from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import EngineConfig, ServingConfig
 from orca_jax.engine.engine_master import BuiltEngine
@@ -29,8 +30,13 @@ from orca_jax.model.transformer import Parameters
 from orca_jax.model_files.draft_model import find_draft_model
 from orca_jax.model_files.found_model import FoundModel
 from orca_jax.native.operations import build_all_ahead
+from orca_jax.planning.block_costs import tier_costs
+from orca_jax.planning.known_devices import gpu_like
+from orca_jax.planning.sizes import nominal_rates
 from orca_jax.planning.stage_layers import split_summary
-from orca_jax.sharding.device_group import default_dtype, device_name
+from orca_jax.planning.stage_memory import StageRoom
+from orca_jax.scheduling.tier_costs import TierCosts
+from orca_jax.sharding.device_group import Device, default_dtype, device_name
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.random_parameters import random_parameters
 from orca_jax.user_model.find import user_stages
@@ -148,6 +154,8 @@ def loaded_engine(
         )
         adapters.add_all(config.adapters or {})
     later = built.later
+    if built.kv.host is not None:
+        built.kv.host.costs = _tier_costs(model, rooms, config, serving, jnp.dtype(dtype), devices[0])
     closing: list[Callable[[], None]] = [] if later is None else [later.close]
     if config.kv_disk is not None:
         closing.append(DiskBlocks(found, config, dtype, built.kv, built.workers.workers).close)
@@ -172,6 +180,27 @@ def loaded_engine(
         adapters=adapters,
         close=partial(_close_all, closing),
     )
+
+
+def _tier_costs(
+    model: ModelConfig,
+    rooms: Sequence[StageRoom],
+    config: EngineConfig,
+    serving: ServingConfig,
+    dtype: jnp.dtype,
+    device: Device,
+) -> TierCosts | None:
+    """The costs by which blocks are read or computed; None where nothing tells that reading is slower.
+
+    A GPU computes at the rates of its data sheet, a CPU at the rates that it has now.
+    """
+    if device.platform != "cpu":
+        name = device_name(device)
+        rates, gpu = nominal_rates(name, dtype.itemsize), gpu_like(name)
+        return tier_costs(model, rooms, config, serving, rates=rates, gpu=gpu)
+    if not config.kv_bandwidths:
+        return None
+    return tier_costs(model, rooms, config, serving, rates=measure_device(dtype, repeat=3))
 
 
 def _close_all(closing: Sequence[Callable[[], None]]) -> None:

@@ -17,8 +17,9 @@ class KnownDevice:
     """A device. `memory` is in bytes; `bandwidth` (to that memory) and the links are in bytes/s.
 
     `matrix_rates` are floating-point operations/s by dtype. In one direction, a device can send `inside` to
-    the other devices of its machine, and `between` to another machine; a machine has `per_machine` devices.
-    `attention` is the kind that runs there (execution/attention_backend.py chooses it).
+    the other devices of its machine, `between` to another machine, and `host_link` to the host's memory; a
+    machine has `per_machine` devices. `attention` is the kind that runs there (execution/attention_backend.py
+    chooses it).
     """
 
     name: str
@@ -27,6 +28,7 @@ class KnownDevice:
     matrix_rates: Mapping[Dtype, float]
     inside: float
     between: float
+    host_link: float
     per_machine: int
     attention: Attention
 
@@ -43,20 +45,20 @@ class KnownDevice:
 
 # NVIDIA A100 Tensor Core GPU data sheet (1758950-r4), SXM: 1,555 GB/s (40 GB) and 2,039 GB/s (80 GB); 312
 # TFLOPS in bfloat16 and float16, 156 in TF32, XLA's default for float32; NVLink 600 GB/s in both directions
-# together. Azure's ND A100 v4, the machine of ORCA 6: eight GPUs, each with a 200 Gb/s link of HDR
-# InfiniBand.
+# together, PCIe 4.0 64 GB/s. Azure's ND A100 v4, the machine of ORCA 6: eight GPUs, each with a 200 Gb/s link
+# of HDR InfiniBand.
 _AMPERE: Mapping[Dtype, float] = {"bfloat16": 312e12, "float16": 312e12, "float32": 156e12}
 # NVIDIA H100 and H200 Tensor Core GPU data sheets, SXM: 3.35 and 4.8 TB/s; 989.5 TFLOPS in bfloat16 and
 # float16 and 494.7 in TF32 (the sheets' 1,979 and 989 are with sparsity); NVLink 900 GB/s in both directions
-# together. NVIDIA DGX H100/H200: eight GPUs, a 400 Gb/s ConnectX-7 for each.
+# together, PCIe 5.0 128 GB/s. NVIDIA DGX H100/H200: eight GPUs, a 400 Gb/s ConnectX-7 for each.
 _HOPPER: Mapping[Dtype, float] = {"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 494.7e12}
 # NVIDIA L40S data sheet: 864 GB/s; 362.05 TFLOPS in bfloat16 and float16 and 183 in TF32; no NVLink, PCIe 4.0
 # with 64 GB/s in both directions together. NVIDIA's reference architecture 2-8-5-200: eight GPUs, each with
 # 200 Gb/s.
 _ADA: Mapping[Dtype, float] = {"bfloat16": 362.05e12, "float16": 362.05e12, "float32": 183e12}
 # NVIDIA HGX and DGX B200 data sheets, of eight GPUs: 64 TB/s; for one 2.25 PFLOPS in bfloat16 and float16 and
-# 1.1 in TF32 (the sheets' 4.5 and 2.2 are with sparsity); NVLink 1.8 TB/s in both directions together; a 400
-# Gb/s ConnectX-7 for each.
+# 1.1 in TF32 (the sheets' 4.5 and 2.2 are with sparsity); NVLink 1.8 TB/s in both directions together, PCIe
+# 5.0 128 GB/s; a 400 Gb/s ConnectX-7 for each.
 _BLACKWELL: Mapping[Dtype, float] = {"bfloat16": 2250e12, "float16": 2250e12, "float32": 1100e12}
 
 _A100 = KnownDevice(
@@ -66,6 +68,7 @@ _A100 = KnownDevice(
     matrix_rates=_AMPERE,
     inside=300e9,
     between=25e9,
+    host_link=32e9,
     per_machine=8,
     attention="cudnn",
 )
@@ -76,6 +79,7 @@ _L40S = KnownDevice(
     matrix_rates=_ADA,
     inside=32e9,
     between=25e9,
+    host_link=32e9,
     per_machine=8,
     attention="cudnn",
 )
@@ -86,6 +90,7 @@ _H100 = KnownDevice(
     matrix_rates=_HOPPER,
     inside=450e9,
     between=50e9,
+    host_link=64e9,
     per_machine=8,
     attention="kernel",
 )
@@ -96,6 +101,7 @@ _B200 = KnownDevice(
     matrix_rates=_BLACKWELL,
     inside=900e9,
     between=50e9,
+    host_link=64e9,
     per_machine=8,
     attention="cudnn",
 )
@@ -126,6 +132,7 @@ def cpu_device(*, memory: int, bandwidth: float, matrix_rate: float) -> KnownDev
         matrix_rates={"float32": matrix_rate, "bfloat16": matrix_rate, "float16": matrix_rate},
         inside=bandwidth,
         between=bandwidth,
+        host_link=bandwidth,
         per_machine=1,
         attention="follow_lengths",
     )

@@ -284,7 +284,9 @@ def iteration_costs(
         return tuple(TOKENS_OF_AN_ITERATION + n_tokens for n_tokens in buckets)
     split, rates = model.for_devices(rooms[0].n_devices), nominal_rates(device, rooms[0].itemsize)
     context = min(_DRAFTED_CONTEXT, model.n_positions)
-    return tuple(_seconds(IterationShape([1] * n, [context] * n), split, rooms, rates) for n in buckets)
+    return tuple(
+        seconds_at_least(IterationShape([1] * n, [context] * n), split, rooms, rates) for n in buckets
+    )
 
 
 def default_prefill_tokens(
@@ -304,14 +306,16 @@ def default_prefill_tokens(
     def seconds(n_tokens: int) -> float:
         prompt = [n_tokens] if n_tokens else []
         shape = IterationShape([1] * n_decodes + prompt, [context] * n_decodes + [depth + n for n in prompt])
-        return _seconds(shape, model, rooms, rates)
+        return seconds_at_least(shape, model, rooms, rates)
 
     most = serving.max_batch_tokens
     n_fitting = bisect_right(range(1, most + 1), SLOWDOWN * seconds(0), key=seconds)
     return min(max(n_fitting, LEAST), most)
 
 
-def _seconds(shape: IterationShape, model: ModelConfig, rooms: Sequence[StageRoom], rates: Device) -> float:
+def seconds_at_least(
+    shape: IterationShape, model: ModelConfig, rooms: Sequence[StageRoom], rates: Device
+) -> float:
     """The floor of an iteration's time, all stages together."""
     return sum(
         floor(

@@ -174,8 +174,9 @@ class ArrivingBlocks:
         first = n_cached + host_blocks(req, n_cached, kv)
         most = max(1, host.n // 2)
         n = min(n_leased, most_blocks(req, kv)) - first
-        if n <= 0:  # all are here: only end the lease
-            self.n_asked += 1
+        costs = host.costs
+        if n <= 0 or (costs is not None and not costs.pays(n * costs.peer, first, n)):
+            self.n_asked += 1  # all are here, or quicker to compute: only end the lease
             self._transport.fetch(params, digest, 0, [], lambda _: None, ends - now)
             return True
         n = min(n, most)

@@ -112,7 +112,8 @@ class DiskTier:
     def awaits(self, req: Request, hashes: Sequence[bytes], first: int, limit: int) -> bool:
         """Whether blocks are being read that a waiting request may begin with, from `hashes[first]` on.
 
-        They are asked for once for each request. What is damaged, or has no place, is computed.
+        They are asked for once for each request. What is damaged, has no place or is quicker to compute, is
+        computed.
         """
         asked = req.asked_blocks
         if asked is None:
@@ -120,7 +121,12 @@ class DiskTier:
             most = min(limit, len(hashes), first + self.host.n // 2)
             while end < most and not self.stopped and (hashes[end] in self.files or hashes[end] in self.host):
                 end += 1
-            asked = req.asked_blocks = [each for each in hashes[first:end] if each not in self.host]
+            asked = [each for each in hashes[first:end] if each not in self.host]
+            n, costs = end - first, self.host.costs
+            if costs is not None:
+                seconds = len(asked) * costs.disk + (n - len(asked)) * costs.host
+                asked = asked if costs.pays(seconds, first, n) else []
+            req.asked_blocks = asked
             new = [each for each in asked if each not in self._pending]
             self._pending.update(new)
             if new:

@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from orca_jax.scheduling.tier_costs import TierCosts
+
 
 class HostCopies(NamedTuple):
     """Blocks to copy before an iteration: first out (block, place), then in (place, block)."""
@@ -27,8 +29,11 @@ class HostTier:
     A block that is read in stays here too, so that its next eviction copies nothing. If no place is free, the
     block that was used longest ago goes. Blocks that the next iteration reads in are held until it is issued.
     `n_stored`, `n_read` and `n_evicted` count blocks. `n_issued` counts iterations, `generation` the losses
-    of all contents. `on_store` is called with each block's hash and place.
+    of all contents. `on_store` is called with each block's hash and place. With `costs`, which are set before
+    the first request, blocks are found only where reading them is quicker than computing them.
     """
+
+    costs: TierCosts | None = None
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -70,11 +75,12 @@ class HostTier:
             self._into = []
 
     def find(self, hashes: Sequence[bytes], first: int, limit: int) -> int:
-        """The number of blocks here, one after another, from `hashes[first]` on and before `limit`."""
+        """The number of blocks to read in, one after another, from `hashes[first]` on and before `limit`."""
         end = first
         while end < min(limit, len(hashes)) and hashes[end] in self._place_of:
             end += 1
-        return end - first
+        n, costs = end - first, self.costs
+        return n if costs is None or costs.pays(n * costs.host, first, n) else 0
 
     def hold(self, hashes: Sequence[bytes]) -> None:
         """Keep these blocks of a prompt until the next iteration is issued, which reads them in.

@@ -36,6 +36,7 @@ SLOW = KnownDevice(
     matrix_rates={"float16": 1e9},
     inside=4.0,
     between=1.0,
+    host_link=1.0,
     per_machine=2,
     attention="kernel",
 )

@@ -9,6 +9,7 @@ from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.arriving_blocks import ArrivingBlocks
 from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.tier_costs import TierCosts
 
 FACTS = TransferFacts("model", "secret")
 PROMPT = tuple(range(13))
@@ -82,6 +83,18 @@ def test_blocks_are_found_once_they_are_whole() -> None:
     rig.arriving.step()
     assert rig.wire.fetches[1][:2] == (0, 0), "all are here: the lease is ended"
     assert not rig.arriving.awaits(other)
+
+
+@pytest.mark.parametrize(("seconds", "fetched"), [(4.5, 3), (5.0, 0)])
+def test_a_prompt_that_is_quicker_to_compute_is_not_fetched(seconds: float, fetched: int) -> None:
+    """Twelve tokens take 12 + 0.04 x 78 = 15.12 seconds to compute here, since they see 78 keys."""
+    rig = Rig()
+    rig.host.costs = TierCosts(block_size=4, token=1.0, pair=0.04, host=1.0, disk=9.0, peer=seconds + 0.06)
+    request = rig.ask()
+    rig.arriving.step()
+    ((first, n, _),) = rig.wire.fetches
+    assert (first, n) == (0, fetched), "the lease is ended either way"
+    assert rig.arriving.awaits(request) == (fetched > 0)
 
 
 @pytest.mark.parametrize("cause", ["failed", "lost memory", "new weights"])

@@ -31,6 +31,7 @@ from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.scheduling.restart import fail_all
+from orca_jax.scheduling.tier_costs import TierCosts
 from orca_jax.simulation.simulation import Simulation
 
 ORDERS = ("fcfs", "priority", "fair", "longest-prefix")
@@ -397,6 +398,12 @@ class Player:
         self.engine = self.scheduler.engine = CheckedEngine(self)
         self.disk = Disk(self, len(trace.arrivals))
         kv = self.simulation.kv
+        drawn = random.Random(f"costs {trace.arrivals}")
+        if kv.host is not None and drawn.random() < 0.3:
+            host, disk, peer = (drawn.choice((0.0, 0.5, 3.0)) for _ in range(3))
+            kv.host.costs = TierCosts(
+                block_size=kv.block_size, token=1.0, pair=0.05, host=host, disk=host + disk, peer=host + peer
+            )
         if trace.has_disk and kv.host is not None:
             kv.disk = DiskTier(kv.host, self.disk, self.disk)
         self.peer = Peer(self, len(trace.arrivals))

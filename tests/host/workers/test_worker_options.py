@@ -97,6 +97,9 @@ def test_the_child_reads_what_the_parent_writes() -> None:
         "speculative",
         "record",
         "kv_disk",
+        "kv_host_bandwidth",
+        "kv_disk_bandwidth",
+        "kv_transfer_bandwidth",
         "role",
         "kv_transfer_address",
     )
