@@ -18,6 +18,7 @@ from orca_jax.model_files.found_model import find_config
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.planning.known_devices import CPU, KnownDevice, cpu_device, gpu_named
 from orca_jax.planning.plan import Plan, PlanTarget, make_plan
+from orca_jax.planning.pools import PoolPlan, plan_pool
 from orca_jax.planning.sizes import n_rows
 from orca_jax.planning.stage_layers import split_summary
 from orca_jax.planning.stage_memory import state_bytes
@@ -48,10 +49,16 @@ def run(args: argparse.Namespace) -> int:
         else:
             plan = make_plan(replace(target, temporaries=temporaries), latency_budget=budget)
     name = "the demo model" if args.model is None else str(args.model)
+    pool = None
+    if flags.role is not None and plan.fits:
+        pool = plan_pool(plan, flags.role, flags.output_tokens)
     if flags.json:
-        print(json.dumps(as_json(name, plan, why_arithmetic)))
+        asked = {} if pool is None else {"pool": asdict(pool)}
+        print(json.dumps(as_json(name, plan, why_arithmetic) | asked))
     else:
         _show(name, plan, why_arithmetic)
+        if pool is not None:
+            _show_pool(pool)
     return 0 if plan.fits else _DOES_NOT_FIT
 
 
@@ -246,6 +253,21 @@ def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
     console.print(_floors(plan))
     if plan.recommendation is not None:
         console.out(_recommended(plan))
+
+
+def _show_pool(pool: PoolPlan) -> None:
+    console = _console()
+    other = "decode" if pool.role == "prefill" else "prefill"
+    console.out(
+        f"--role {pool.role}, at the floors, prompts of {pool.context:,} tokens and {pool.n_output:,} more: "
+        f"{pool.requests_per_second:,.2f} requests/s, for {pool.others_each:,.2f} servers of the role {other}"
+    )
+    if pool.role == "decode":
+        console.out(f"{pool.max_batch_size} requests decode together")
+    console.out(
+        f"A prompt's keys and values: {pool.prompt_bytes / _MIB:,.1f} MiB, "
+        f"{pool.transfer_seconds * 1e3:,.1f} ms to another machine; --kv-host-bytes {pool.host_bytes}"
+    )
 
 
 def _console() -> Console:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from orca_jax.config import EngineConfig
 from orca_jax.options import Option, build, options_of, pairs
@@ -238,6 +238,11 @@ class PlanFlags:
         "recommend the largest max_bs that keeps the time between two tokens of a request within this, for "
         "example 50ms or 0.05s; a plain number means seconds (default: none)",
     ] = None
+    role: Annotated[
+        Literal["prefill", "decode"] | None,
+        "also size a server that only computes prompts of --context tokens, or only decodes (default: none)",
+    ] = None
+    output_tokens: Annotated[int, "with --role, output tokens of a request"] = 256
     memory: Annotated[float | None, "memory of each device in GiB (default: the data sheet's)"] = None
     bandwidth: Annotated[float | None, "measured memory bandwidth in GB/s (default: the data sheet's)"] = None
     matrix_rate: Annotated[

@@ -86,6 +86,30 @@ def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert recommended["max_bs"] > 0
 
 
+def test_a_server_of_one_role(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 3.1 8B on an H200: 2 x 32 layers x 8 heads x 128 elements of 2 bytes a token."""
+    asked = ("llama-3.1-8b", "--device", "h200", "--no-compile", "--context", "4096", "--json")
+    pools: dict[str, Any] = {}
+    report: dict[str, Any] = {}
+    for role in ("prefill", "decode"):
+        assert orca_plan(*asked, "--role", role, "--output-tokens", "100", "--max-batch-size", "64") == 0
+        report = answer(capsys)
+        pool = pools[role] = report["pool"]
+        assert (pool["role"], pool["context"], pool["n_output"]) == (role, 4096, 100)
+        assert pool["prompt_bytes"] == 4096 * 2 * 32 * 8 * 128 * 2
+        assert pool["transfer_seconds"] == pytest.approx(pool["prompt_bytes"] / 50e9)
+        n_prompts = pool["host_bytes"] / pool["prompt_bytes"]
+        assert n_prompts >= pool["requests_per_second"] * (1 if role == "prefill" else 2)
+    floors = {(floor["phase"], floor["batch_size"]): floor["interval"] for floor in report["floors"]}
+    begun, ended = 1 / floors["prefill", 1], 64 / floors["decode", 64] / 100
+    assert pools["prefill"]["requests_per_second"] == pytest.approx(begun)
+    assert pools["decode"]["requests_per_second"] == pytest.approx(ended)
+    assert pools["prefill"]["others_each"] == pytest.approx(begun / ended)
+    assert pools["decode"]["others_each"] == pytest.approx(ended / begun)
+    assert orca_plan(*asked[:-1], "--role", "decode", "--latency-budget", "20ms") == 0
+    assert "--role decode, at the floors" in capsys.readouterr().out
+
+
 def test_xlas_figures_take_precedence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +201,14 @@ def test_without_a_model_the_demo_model_is_planned(capsys: pytest.CaptureFixture
         (("gpt2", "--device", "h200", "--memory-fraction", "1.5"), "memory_fraction is 1.5"),
         (("gpt2", "--device", "h200", "--context", "1025"), "context is 1025"),
         (("gpt2", "--device", "h200", "--latency-budget", "soon"), "latency_budget is 'soon'"),
+        (
+            ("gpt2", "--device", "h200", "--no-compile", "--role", "decode", "--output-tokens", "0"),
+            "output_tokens is 0; it must be at least 1",
+        ),
+        (
+            ("lfm2-8b-a1b", "--device", "h200", "--no-compile", "--role", "prefill"),
+            "prompts of a model with recurrent layers do not travel",
+        ),
         (("gpt2", "--device", "h200", "--bandwidth", "-1"), "bandwidth is -1; it must be a number above 0"),
         (("no/such/place", "--device", "h200"), "there is no directory no/such/place"),
     ],
