@@ -16,8 +16,8 @@ class PrefixRouter(RequestRouter):
     It has no FIFOMixin, which would send the first request in line to the engine chosen for another.
     """
 
-    # Ray asks an engine how many requests it has, and goes on to the next if no answer comes within a tenth of
-    # a second. An engine on a busy machine may take longer, and any other one computes the whole prompt.
+    # Ray asks an engine how many requests it has, and goes on to the next if no answer comes within a tenth
+    # of a second. An engine on a busy machine may take longer, and any other one computes the whole prompt.
     queue_len_response_deadline_s = 1.0
 
     def initialize_state(self, *, places: int = 32) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
