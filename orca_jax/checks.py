@@ -62,7 +62,7 @@ def check_host_and_port(name: str, value: object) -> None:
     host_and_port(name, value)
 
 
-_DRAFT_MODEL = "draft:"
+_DRAFT_MODEL, NEXT_TOKEN_HEAD = "draft:", "mtp"
 
 
 def drafting_model(drafter: str) -> str | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from orca_jax.checks import (
+    NEXT_TOKEN_HEAD,
     EachOf,
     Whole,
     check_drafter,
@@ -48,7 +49,7 @@ Reservation = Literal["full", "on-demand"]
 # How waiting requests are ordered.
 QueueOrder = Literal["fcfs", "priority", "fair", "longest-prefix"]
 # Who drafts tokens that an iteration verifies. Others are the names of users' classes.
-DrafterName = Literal["off", "ngram", "suffix"]
+DrafterName = Literal["off", "ngram", "suffix", "mtp"]
 # What a server does for others (docs/separation.md).
 Role = Literal["prefill", "decode", "both"]
 
@@ -96,6 +97,7 @@ class SchedulingOptions(Options):
         DrafterName | str,
         "speculative decoding, which changes no token; ngram: drafts from the prompt and the output so far; "
         "suffix: from earlier outputs too; draft:MODEL: by a smaller model with the same tokenizer; "
+        "mtp: by the checkpoint's layer that predicts further tokens; "
         "package.file:Class: a drafter of your own (docs/speculation.md)",
         *(Or("draft:MODEL, package.file:Class"), check_drafter, Also("plan")),
     ] = "off"
@@ -107,6 +109,16 @@ class SchedulingOptions(Options):
     def speculates(self) -> bool:
         """Whether outputs are drafted."""
         return self.speculative != "off"
+
+    @property
+    def draft_head(self) -> bool:
+        """Whether a head of the served model drafts, from its hidden states."""
+        return self.speculative == NEXT_TOKEN_HEAD
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether a model or a head with weights of its own drafts, for all requests together."""
+        return self.draft_head or self.draft_model is not None
 
     @property
     def draft_model(self) -> str | None:
@@ -682,10 +694,15 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
             self._check_disk()
         if self.gives_blocks or self.takes_blocks:
             self._check_transfer()
-        if self.draft_model is not None and not self.in_this_process:
+        if self.drafts_on_device and not self.in_this_process:
             raise ConfigError(
                 f"speculative is {self.speculative!r}; a draft model does not work with workers or "
                 "worker_processes yet; leave one of the two out, or choose ngram or suffix"
+            )
+        if self.draft_head and (self.tensor_parallel, self.pipeline_parallel) != (1, 1):
+            raise ConfigError(
+                f"speculative is {self.speculative!r}, which reads the states of a model on one device yet; "
+                "leave tensor_parallel and pipeline_parallel at 1, or choose ngram or suffix"
             )
         if self.workers is not None:
             self._refuse_worker_options()

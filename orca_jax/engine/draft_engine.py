@@ -8,6 +8,10 @@ wherever both models would draw the same token with the same random number.
 
 Right drafts stay in the K/V cache; after wrong ones the accepted tokens take their slots. A copy ends when
 its request holds no row any more: it has ended, was preempted, or was lost with a worker.
+
+A head reads the served model's hidden states (`ServedCache`). It computes a token from the state of the token
+before it, so its copies begin with the request's second token, and its first drafts follow its own outputs.
+These are computed again from the served model's states once their tokens are accepted.
 """
 
 import logging
@@ -15,6 +19,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+
+import numpy as np
+import numpy.typing as npt
 
 from orca_jax.config import ServingConfig
 from orca_jax.engine_memory import EngineMemory
@@ -48,12 +55,30 @@ class _Copy:
     n_compared: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class ServedCache:
+    """The served model's cache, in which a head reads hidden states.
+
+    `of_block` has for each block of the head's cache the block in `kv` whose states come before the same
+    tokens; it is written before an iteration of these tokens.
+    """
+
+    kv: KVManager
+    of_block: npt.NDArray[np.int32]
+
+    def follow(self, req: Request, own_row: int, kv: KVManager) -> None:
+        """Note the blocks of a request whose copy has this row of the head's cache."""
+        served = self.kv.block_table[req.row]
+        n_blocks = min(self.kv.n_blocks_for(req.n_computed), kv.slots_of[own_row] // kv.block_size)
+        self.of_block[kv.block_table[own_row, :n_blocks]] = served[:n_blocks]
+
+
 class DraftEngine:
     """Drafts for many requests at once (request.SharedDrafter).
 
     `costs` are the times of an iteration of each bucket of `config`, in the unit of the served model's
     (ServingConfig.iteration_costs). `memory` is the engine's weights and caches. After an error of the engine
-    `failed` is True, and there are no more drafts.
+    `failed` is True, and there are no more drafts. A head has the `served` cache before its first request.
     """
 
     def __init__(
@@ -72,6 +97,7 @@ class DraftEngine:
         self.model = model
         self.memory = memory
         self.kv = kv
+        self.served: ServedCache | None = None
         self._engine = engine
         self._cost_of = dict(zip(serving_buckets(config), costs, strict=True))
         self._buckets = serving_buckets(config)
@@ -115,6 +141,7 @@ class DraftEngine:
         self._drop([req for req in self._copies if req.row < 0])
         copies = [self._copy(req) for req, _ in wanted]
         following = [(copy, n) for copy, (_, n) in zip(copies, wanted, strict=True) if copy is not None]
+        requests = {copy.own: req for req, copy in self._copies.items()}
         following.sort(key=lambda each: each[0].own.n_to_compute)
         n_left, rows, ready = self.config.max_batch_tokens, list[Row](), list[tuple[Request, int]]()
         for copy, n in following:
@@ -129,6 +156,8 @@ class DraftEngine:
             n_more = min(n - 1, self.model.n_positions - own.n_tokens) if n_tokens == n_behind else 0
             if not n_tokens or not self._take_slots(own, own.n_computed + n_tokens + n_more, cached):
                 continue
+            if self.served is not None:
+                self.served.follow(requests[own], own.row, self.kv)
             rows.append((own, n_tokens))
             n_left -= n_tokens
             if n_tokens == n_behind:
@@ -169,13 +198,14 @@ class DraftEngine:
 
         None if the model cannot compute the request: it is too long, or has tokens that the model has not.
         """
-        copy, n_tokens = self._copies.get(req), req.n_tokens
-        if n_tokens > self.model.n_positions:
+        copy, n_tokens, n_prompt = self._copies.get(req), req.n_tokens, len(req.prompt_ids)
+        if n_tokens > self.model.n_positions or n_prompt <= self._n_left_out:
             return None
         if copy is None:
             if max(req.prompt_ids) >= self.model.vocab_size or not self._knows(req.output_ids):
                 return None
-            copy = self._copies[req] = _Copy(_plain(req, self.model.vocab_size))
+            own = _plain(req, self.model.vocab_size, self._n_left_out)
+            copy = self._copies[req] = _Copy(own)
             copy.own.n_computed = len(cached_blocks(copy.own, self.kv)) * self.kv.block_size
             return copy
         if copy.n_compared == len(req.output_ids):
@@ -186,10 +216,18 @@ class DraftEngine:
         own, copy.n_compared = copy.own, len(req.output_ids)
         pairs = zip(accepted, copy.drafts, strict=False)
         n_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        own.n_computed = min(own.n_computed, len(own.prompt_ids) + copy.n_output + n_right, n_tokens - 1)
+        if self.model.reads is not None:
+            n_right = 0  # drafts were computed without the served model's states
+        n_known = len(own.prompt_ids) + copy.n_output + n_right
+        own.n_computed = min(own.n_computed, n_known, own.n_tokens - 1)
         if own.n_computed >= own.full_at and own.row >= 0:
             publish_full_blocks((own,), self.kv)
         return copy
+
+    @property
+    def _n_left_out(self) -> int:
+        """The request's first tokens that a copy leaves out: before the first one there is no state."""
+        return 0 if self.model.reads is None else 1
 
     def _knows(self, token_ids: Iterable[int]) -> bool:
         return max(token_ids, default=0) < self.model.vocab_size
@@ -218,20 +256,23 @@ class DraftEngine:
                 self.kv.release(own.row)
 
 
-def _plain(req: Request, vocab_size: int) -> Request:
-    """A plain request for the same tokens, without anything that is returned besides them."""
+def _plain(req: Request, vocab_size: int, n_left_out: int) -> Request:
+    """A plain request for the same tokens but the first `n_left_out`, without anything else to return.
+
+    Where tokens are left out, their states count: blocks are shared only after the same tokens.
+    """
     sampling = req.sampling
     bias = {token_id: value for token_id, value in sampling.logit_bias.items() if token_id < vocab_size}
     if sampling.logprobs is not None or sampling.prompt_logprobs is not None or bias != sampling.logit_bias:
         sampling = replace(sampling, logprobs=None, prompt_logprobs=None, logit_bias=bias)
     own = Request(
         req.request_id,
-        req.prompt_ids,
+        req.prompt_ids[n_left_out:],
         req.max_tokens,
         sampling,
         req.seed,
-        cache_salt=req.cache_salt,
-        block_hashes=None if req.block_hashes is None else list(req.block_hashes),
+        cache_salt=(*req.cache_salt, *(f"after {token_id}" for token_id in req.prompt_ids[:n_left_out])),
+        block_hashes=None if req.block_hashes is None or n_left_out else list(req.block_hashes),
     )
     own.output_ids = req.output_ids
     return own

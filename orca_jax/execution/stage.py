@@ -98,8 +98,9 @@ class Stage:
         self.part = part
         self.causal = not config.is_bidirectional
         by_user = isinstance(parameters, UserParameters)
-        # A layer that a user wrote may need all tokens to the end.
-        self.host_buffer = HostBuffer(attention, last=part.last and not by_user)
+        # A layer that a user wrote may need all tokens to the end, and a head reads all tokens' states.
+        whole = by_user or config.n_layers in config.kept_states
+        self.host_buffer = HostBuffer(attention, last=part.last and not whole)
         self.score_buffer = HostBuffer(attention, last=False)
         graph, state = nnx.split(
             parameters.decoder if by_user else Transformer(config, parameters, part.layers)

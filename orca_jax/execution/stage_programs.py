@@ -25,7 +25,14 @@ from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout, SamplerArrays
 from orca_jax.model.adapted import AdaptedWeight, AdapterGroups
 from orca_jax.model.block import LayerOutput
 from orca_jax.model.context import Iteration, Rows, Tokens
-from orca_jax.model.kv_cache import LayerCache, LayerMemory
+from orca_jax.model.kv_cache import (
+    LayerCache,
+    LayerMemory,
+    as_numbers,
+    newest_in,
+    newest_state,
+    write,
+)
 from orca_jax.model.layers import Matmul
 from orca_jax.model.shard import ALONE, Shard
 from orca_jax.model.transformer import Transformer
@@ -92,6 +99,18 @@ class StageModel:
         return Tokens(self.score_buffer.bind(layout, batch, buffer), product)
 
 
+class HeadInput(NamedTuple):
+    """The input of a head's iteration: the newest tokens, and the served model's states.
+
+    `states` [n_blocks, 1, B, s] are in the served model's blocks; its block `of_block[b]` has the tokens of
+    the head's block b.
+    """
+
+    last_token: Array  # [n_rows] int32
+    states: Array
+    of_block: Array  # [the head's n_blocks] int32
+
+
 def forward(
     stage: StageModel,
     weights: Weights,
@@ -106,15 +125,25 @@ def forward(
     `arrived` is the previous stage's hidden array [T, H] or, on the first stage, each row's newest token,
     last_token [n_rows] int32. Returns the hidden array [T, H] or, from the last stage, the logits [R, V]
     float32 of each row's last token and the last layer's input [T, H]; the written caches; the experts.
+
+    After the layers' memory, `caches` of a model that a head reads have the states in its slots, and those of
+    a head have its newest outputs by row; a head's `arrived` is a HeadInput.
     """
     part, (model, shard) = stage.part, (stage.model(weights), stage.shard())
     batch = layout.split(buffer)
     product = stage.product(batch.row_start[-1:], batch.adapter_of_token)
     layer_inputs = None
+    beside = stage.config.kept_states or stage.config.reads
+    caches, extra = (caches[:-1], caches[-1]) if beside else (caches, None)
+    states = None
+    if isinstance(arrived, HeadInput):
+        states, arrived = _states_before(arrived, newest_in(extra), batch), arrived.last_token
     if part.first:
         last = arrived.at[batch.last_row].get(mode="clip")
         token_ids = jnp.where(batch.take_last == 1, last, batch.token_ids)
         x = model.embed(token_ids, batch.positions, shard, product)
+        if states is not None and isinstance(model, Transformer) and model.states is not None:
+            x = model.states(x, states, product)
         if isinstance(model, Transformer):
             layer_inputs = model.layer_inputs(token_ids, x, shard, product)
     else:
@@ -132,7 +161,10 @@ def forward(
     tokens = Tokens(attend, product, stage.host_buffer.bind_cross(layout, batch))
     rows = _rows(layout, batch) if layout.states else None
     iteration = Iteration(batch.positions, batch.slot_of_token, tokens, wanted, shard, rows, layer_inputs)
-    x, hidden, caches, chosen = model.through(x, caches, iteration)
+    x, hidden, caches, chosen, kept = model.through(x, caches, iteration)
+    if kept is not None:
+        assert isinstance(extra, LayerCache)
+        caches = [*caches, write(extra, kept[:, None], None, batch.slot_of_token)]
     routed = packed(chosen, stage.routing, last_apart=stage.last_is_sparse and wanted is not None)
     if not part.last:
         return x, caches, routed
@@ -140,7 +172,19 @@ def forward(
         product = wanted.product
     elif not layout.one_each:
         x = x.at[last_token_index].get(mode="clip")
+    if stage.config.reads is not None:
+        row = SamplerArrays(*batch.sampler).row
+        caches = [*caches, newest_state(newest_in(extra).at[row].set(x, mode="drop"))]
     return (model.logits(x, shard, product), hidden), caches, routed
+
+
+def _states_before(head: "HeadInput", newest: Array, batch: FlatArrays) -> Array:
+    """The states [T, s] before a head's tokens: the served model's, or the head's own output."""
+    block_size = head.states.shape[2]
+    block = head.of_block.at[batch.slot_of_token // block_size].get(mode="clip")
+    served = head.states.at[block, 0, batch.slot_of_token % block_size].get(mode="clip")
+    own = newest.at[batch.last_row].get(mode="clip")
+    return jnp.where((batch.take_last == 1)[:, None], own, as_numbers(served))
 
 
 def _rows(layout: FlatLayout, batch: FlatArrays) -> Rows:

@@ -19,6 +19,7 @@ from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.execution.prompt_reads import PromptReader, PromptReads
 from orca_jax.execution.routed import DeviceRouted, Routed, RoutedAgain
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser, row_words
+from orca_jax.execution.served_states import ServedStates
 from orca_jax.execution.stage import Last, Stage
 from orca_jax.families.adapters import StackShapes, adaptable, padded_rank, stack_shapes
 from orca_jax.families.model_config import ModelConfig
@@ -33,6 +34,8 @@ from orca_jax.model.kv_cache import (
     copy_blocks,
     copy_state,
     layer_memory,
+    newest_state,
+    state_cache,
     state_in,
     with_cache,
     with_state,
@@ -103,7 +106,7 @@ class Worker:
         # Caches are made on their devices and committed to them, like the caches that programs return:
         # otherwise each program would be compiled twice.
         cache_place = group.place(CACHE_SPEC)
-        self._stored = self.attention.stored(group.devices[0], self._dtype)
+        self.stored = self.attention.stored(group.devices[0], self._dtype)
         self._cache_place = cache_place
         self._empty, self._empty_state = _zeros(cache_place), _zeros(self._place)
         copy = jax.jit(copy_blocks, donate_argnums=0, out_shardings=cache_place)
@@ -125,8 +128,10 @@ class Worker:
         if part.last:
             self.chooser = TokenChooser(config.vocab_size, shape.n_rows, self._place, drafts=shape.drafts)
         self.prompts = None
-        if part.last:
+        if part.last and config.reads is None:
             self.prompts = PromptReader(self.stage, shape, self._place)
+        # A head's place for the states that it reads, which are in another worker's cache.
+        self.states: ServedStates | None = None
         self._no_tokens = jax.device_put(np.zeros(shape.n_rows, np.int32), self._place)
         if caches:
             self.renew()
@@ -193,20 +198,29 @@ class Worker:
             self.chooser.renew()
 
     def _memory(self, make_cache: Callable[..., Any], make_state: Callable[..., Any]) -> list[Any]:
-        """Make what each of the stage's layers keeps, of arrays by `make_cache` and `make_state`."""
+        """Make what each of the stage's layers keeps, of arrays by `make_cache` and `make_state`.
+
+        After it comes what is kept for a head, or a head's newest outputs.
+        """
+        config, shape, beside = self._config, self._shape, list[Any]()
+        if config.kept_states:
+            sizes = {"n_blocks": shape.n_blocks, "block_size": shape.block_size}
+            beside = [state_cache(config.kept_width, **sizes, stored=self.stored, make=make_cache)]
+        elif config.reads is not None:
+            beside = [newest_state(make_state((shape.n_rows, config.hidden_size), self._dtype))]
         return [
             layer_memory(
                 self._config.layers[i],
                 n_blocks=self._shape.n_blocks,
                 block_size=self._shape.block_size,
-                stored=self._stored,
+                stored=self.stored,
                 n_states=self._n_states,
                 dtype=self._dtype,
                 make_cache=make_cache,
                 make_state=make_state,
             )
             for i in self.stage.part.layers
-        ]
+        ] + beside
 
     def release_caches(self) -> None:
         """Free the caches and the rows' tables; `renew` must follow before the next iteration."""
@@ -234,6 +248,13 @@ class Worker:
             copied = self._copy([*paged.values()], jax.device_put(copies, self._place))
             self._put(paged, copied)
         self._copy_states(message.states_before)
+
+    @property
+    def kept_states(self) -> jax.Array:
+        """The states that a head reads, [n_blocks, 1, B, s]; donated to the next forward pass."""
+        states = cache_in(self._caches[-1])
+        assert self._config.kept_states and states is not None
+        return states.keys
 
     @property
     def paged_caches(self) -> list[LayerCache]:
@@ -289,8 +310,9 @@ class Worker:
         """
         words = self.stage.host_buffer.fill(flat)
         # The call itself copies the words to the devices, in a third of device_put's time.
+        into: Any = arrived if self.states is None else self.states.input(arrived)
         out, self._caches, self._routed = self.stage.forward(
-            self.stage.weights_of(flat.layout), self._caches, arrived, words, layout=flat.layout
+            self.stage.weights_of(flat.layout), self._caches, into, words, layout=flat.layout
         )
         return out
 
@@ -323,7 +345,8 @@ class Worker:
         self, last: Last, message: ControlMessage, routed: Sequence[DeviceRouted]
     ) -> PromptReads | None:
         """Start the last stage's programs for results of prompt tokens; `routed` is returned with them."""
-        assert self.prompts is not None
+        if self.prompts is None:  # a head reads no prompts
+            return None
         return self.prompts.read(last.hidden, self._caches[self._last_cache], message, routed)
 
     def _read_like(self, n_tokens: int) -> jax.ShapeDtypeStruct:
@@ -358,6 +381,8 @@ class Worker:
             arrived = self.hidden_like(layout.n_tokens)
             if stage.part.first:
                 arrived = jax.ShapeDtypeStruct((self._n_rows,), jnp.int32, sharding=place)
+            if self.states is not None:
+                arrived = self.states.like(arrived)
             n_words = stage.host_buffer.size(layout)
             buffer = jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=place)
             arrays = (weights_like(layout), caches, arrived, buffer)

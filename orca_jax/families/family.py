@@ -36,8 +36,8 @@ class Family:
     Patterns name tensors that are not weights, without the prefix: `buffers`, and `copies` of the token
     embedding. `computed` has weights that a checkpoint may lack, because they follow from the model, as
     float32. `further` is a tensor that only layers after the last have, which predict further tokens and are
-    not read. `parts` is a pattern of the tensors of parts that are not served, such as a vision tower;
-    `serves` says in a few words what is served of such a model.
+    read apart (next_token.py). `parts` is a pattern of the tensors of parts that are not served, such as a
+    vision tower; `serves` says in a few words what is served of such a model.
     """
 
     model_type: str

@@ -316,6 +316,28 @@ class Encoder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReadStates:
+    """The hidden states of a served model that a head reads to draft its next tokens.
+
+    For each token they are the inputs of the served model's `layers`, side by side, `size` elements each; its
+    number of layers stands for the last layer's output after the final norm. The head computes a token from
+    its embedding and the states of the token before it.
+    """
+
+    layers: tuple[int, ...]
+    size: int
+
+    def __post_init__(self) -> None:
+        check_size("hidden_size", self.size)
+        check_whole("layers that a head reads", len(self.layers), 1, 3)
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's states."""
+        return len(self.layers) * self.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """The shape of a model: all that its mathematics needs, whatever file it came from.
 
@@ -334,6 +356,9 @@ class ModelConfig:
     token embeddings. `vocab_multiple` pads the embedding table to a multiple, for hardware or for sharding;
     padded ids are never sampled. Logits are multiplied by `logit_multiplier`, then capped: logit_soft_cap *
     tanh(logits / logit_soft_cap). `forms` says how devices hold the weights outside of layers.
+
+    With `reads` the model is a head that drafts for another. That model has `kept_states`: the layers whose
+    inputs stay in its cache for the head.
     """
 
     vocab_size: int
@@ -355,6 +380,8 @@ class ModelConfig:
     forced_eos_token_id: int | None = None
     forms: Forms = ()
     ranker: bool = False
+    reads: ReadStates | None = None
+    kept_states: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_positions", "hidden_size", "vocab_multiple"):
@@ -554,6 +581,18 @@ class ModelConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def kept_width(self) -> int:
+        """Elements of a token's states that stay in the cache for a head."""
+        return len(self.kept_states) * self.hidden_size
+
+    def read_by(self, head: "ModelConfig | None") -> "ModelConfig":
+        """The same model, with the states in its cache that this head reads, if it is one."""
+        if head is None or head.reads is None:
+            return self
+        assert head.reads.size == self.hidden_size, "a head is checked when it is found"
+        return replace(self, kept_states=head.reads.layers)
 
     def with_packed_experts(self) -> "ModelConfig":
         """The same model whose experts stay packed in MXFP4. Raises ConfigError where it has none."""

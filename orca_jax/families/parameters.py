@@ -16,6 +16,7 @@ An axis is written in letters, and its size is their product; a digit is a size,
     Z  numbers of a learned activation    B  channels of a convolution     J  its width in tokens
     R  heads of a recurrence              T  elements of a head's result
     O  elements of all heads' results     I  rows of a recurrence's projections together
+    s  elements of the states that a head reads
 
 Matrices are [out, in]. An axis with one of the letters in SPLIT is split over a stage's devices (ORCA 4.1,
 Figure 6): QKV and up projections by their outputs, that is by heads and by feed-forward units; out and down
@@ -532,6 +533,11 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
     if config.embedding.size != config.hidden_size:
         before["project_in"] = _parameter(("H", "E"), sizes, "normal", "linear", "first")
         before["project_out"] = _parameter(("E", "H"), sizes, "normal", "linear", "last")
+    if config.reads is not None:
+        own = sizes | {"s": config.reads.width}
+        for name, axis in (("states.embedding_norm", "H"), ("states.norm", "s")):
+            before |= _norm(name, config.layers[0].norm, own, "first", axes=(axis,))
+        before["states.project"] = _parameter(("H", "H+s"), own, "normal", "linear", "first")
     after = {} if config.final_norm is None else _norm("final_norm", config.final_norm, sizes, "last")
     if encoder is not None and encoder.final_norm is not None:
         after |= _norm(f"{ENCODER}final_norm", encoder.final_norm, sizes, "first")

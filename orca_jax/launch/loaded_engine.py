@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -91,6 +92,7 @@ def loaded_engine(
     devices = jax.devices()
     dtype = config.dtype or default_dtype(devices[0])
     draft = find_draft_model(found, config)
+    found = replace(found, config=found.config.read_by(None if draft is None else draft.config))
     place = None if draft is None else draft_place(draft.name, draft.config, config, jnp.dtype(dtype))
     if devices[0].platform == "cpu":
         keep_large_buffers()
@@ -120,9 +122,9 @@ def loaded_engine(
         attention=config.attention,
         draft=None if place is None else place.memory,
     )
-    drafter = None
+    loaded = None
     if draft is not None and place is not None:
-        drafter = local_draft_engine(
+        loaded = local_draft_engine(
             draft, place, config, serving, model, rooms, jnp.dtype(dtype), on_program=on_program
         )
     buckets = serving_buckets(serving)
@@ -140,6 +142,9 @@ def loaded_engine(
         else _described(config, model, serving, jnp.dtype(dtype)),
         on_program=on_program,
     )
+    drafter = None if loaded is None else loaded.engine
+    if loaded is not None:
+        loaded.read(built.workers.workers[0], built.kv)
     adapters = None
     if serving.max_loras:
         adapters = AdapterLibrary(

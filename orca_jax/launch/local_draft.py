@@ -1,21 +1,28 @@
 # pyright: standard
 """Composition: loads a draft model into an engine of its own, beside the one that is served."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import EngineConfig, Layout, ServingConfig
-from orca_jax.engine.draft_engine import DraftEngine
+from orca_jax.engine.draft_engine import DraftEngine, ServedCache
 from orca_jax.engine_memory import EngineMemory
+from orca_jax.errors import TensorMismatch
 from orca_jax.execution.capacity import check_weights, stage_room
 from orca_jax.execution.programs import OnProgram
+from orca_jax.execution.served_states import ServedStates
+from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.next_token import next_token_head
+from orca_jax.iteration.shape import EngineShape
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.model.transformer import Parameters
@@ -26,10 +33,15 @@ from orca_jax.planning.draft_model import (
     draft_memory,
     draft_serving,
 )
+from orca_jax.planning.sizes import engine_shape
 from orca_jax.planning.stage_memory import DraftMemory, StageRoom
+from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.sharding.device_group import device_name
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.random_parameters import random_parameters
+from orca_jax.sharding.specs import CACHE_SPEC
+
+_log = logging.getLogger(__name__)
 
 OF_DRAFT = "draft."  # begins the names of the draft model's weights in an update
 
@@ -55,6 +67,19 @@ def draft_place(name: str, model: ModelConfig, config: EngineConfig, dtype: jnp.
     return DraftPlace(name, model, part, room, draft_memory(model, config, room))
 
 
+class LoadedDraft(NamedTuple):
+    """A draft model's engine, and a head's way to the states that it reads."""
+
+    engine: DraftEngine
+    states: ServedStates | None
+
+    def read(self, served: Worker, kv: KVManager) -> None:
+        """Let a head read the states of the served model's worker, whose blocks `kv` has."""
+        if self.states is not None:
+            self.states.read = lambda: served.kept_states
+            self.engine.served = ServedCache(kv, self.states.of_block)
+
+
 def local_draft_engine(
     found: FoundModel,
     place: DraftPlace,
@@ -65,23 +90,27 @@ def local_draft_engine(
     dtype: jnp.dtype,
     *,
     on_program: OnProgram | None = None,
-) -> DraftEngine:
+) -> LoadedDraft:
     """Load the draft model `found`, beside the model `served` with these sizes on these stages.
 
     Raises a CheckpointError.
     """
     model, part = place.model, place.part
     sizes = draft_serving(serving, n_slots=serving.n_slots, prefix_caching=serving.scheduling.prefix_caching)
+    weights, worker = _weights(found, model, part, config, dtype), None
+    if model.reads is not None:
+        worker = _head_worker(model, weights, sizes, part, config, engine_shape(served, serving, n_workers=1))
     built = build_engine(
         model,
-        [_weights(found, model, part, config, dtype)],
+        [weights],
         sizes,
         [part],
+        workers=None if worker is None else [worker],
         compile_ahead=config.compile_ahead,
         on_program=on_program,
     )
     device = device_name(part.group.devices[0])
-    return DraftEngine(
+    engine = DraftEngine(
         built.engine,
         built.kv,
         model=model,
@@ -89,6 +118,29 @@ def local_draft_engine(
         costs=draft_costs(sizes, model, place.room, served, rooms, device=device),
         memory=LocalMemory(built.workers.workers, stored=found.config, model=model, dtype=dtype),
     )
+    return LoadedDraft(engine, None if worker is None else worker.states)
+
+
+def _head_worker(
+    model: ModelConfig,
+    weights: Parameters,
+    sizes: ServingConfig,
+    part: StagePart,
+    config: EngineConfig,
+    served: EngineShape,
+) -> Worker:
+    """The worker of a head, which reads states in the cache of an engine with the shape `served`."""
+    reads, shape = model.reads, engine_shape(model, sizes, n_workers=1)
+    assert reads is not None
+    worker = Worker(model, weights, shape, part, caches=not config.compile_ahead)
+    worker.states = ServedStates(
+        np.zeros(shape.n_blocks, np.int32),
+        (served.n_blocks, 1, served.block_size, reads.width),
+        worker.stored,
+        place=part.group.place(),
+        of_states=part.group.place(CACHE_SPEC),
+    )
+    return worker
 
 
 def _weights(
@@ -106,6 +158,7 @@ def _weights(
         packed=model.has_packed_experts,
         forms=model.weight_forms,
         placements=[placement],
+        part=None if model.reads is None else next_token_head,
     ).stages
     return weights
 
@@ -114,6 +167,7 @@ class MemoryWithDraft:
     """An EngineMemory of the served model and its draft model.
 
     New weights whose names begin with "draft." are the draft model's; without any it keeps those that it has.
+    A head's are read with the served model's from a directory that has them.
     """
 
     def __init__(self, served: EngineMemory, draft: DraftEngine) -> None:
@@ -129,17 +183,38 @@ class MemoryWithDraft:
         parts = [self._served.prepare(served, cast=cast, lora_scale=lora_scale, layout=layout)]
         if draft:
             parts.append(self._of_draft.prepare(draft, cast=cast, lora_scale=1.0))
+        elif isinstance(weights, str | Path):
+            parts += self._of_head(lambda: self._of_draft.prepare(weights, cast=cast, lora_scale=1.0))
 
         def install() -> None:
             for part in parts:
                 part()
-            if draft:
+            if draft or self._draft.model.reads is not None:
                 self._draft.forget()
 
         return install
 
     def read_ahead(self, directory: Path) -> Callable[[], None]:
-        return self._served.read_ahead(directory)
+        parts = [self._served.read_ahead(directory)]
+        parts += self._of_head(lambda: self._of_draft.read_ahead(directory))
+
+        def install() -> None:
+            for part in parts:
+                part()
+            if self._draft.model.reads is not None:
+                self._draft.forget()
+
+        return install
+
+    def _of_head(self, read: Callable[[], Callable[[], None]]) -> list[Callable[[], None]]:
+        """What installs a head's weights that `read` finds in a directory; nothing if it has none."""
+        if self._draft.model.reads is None:
+            return []
+        try:
+            return [read()]
+        except TensorMismatch as error:
+            _log.warning("the head that drafts keeps its weights: %s", error)
+            return []
 
     def release(self, level: int) -> None:
         self._draft.forget()

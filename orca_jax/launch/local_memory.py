@@ -23,6 +23,7 @@ from orca_jax.execution.stage import StageWeights
 from orca_jax.execution.worker import Worker
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.next_token import next_token_head
 from orca_jax.families.parameters import Parameter, attention_of, parameter_table
 from orca_jax.families.stored_name import engine_order
 from orca_jax.families.strict_json import read_object, shown
@@ -215,13 +216,14 @@ class LocalMemory:
 
 
 def checked_directory(directory: Path, model: ModelConfig) -> dict[str, Source]:
-    """Find how a checkpoint of the same model stores each weight, without reading any.
+    """Find how a checkpoint of the same model, or of its head, stores each weight, without reading any.
 
     Raises a CheckpointError; TensorMismatch if the checkpoint is of another model.
     """
-    found, parts = find_parameters(directory, model.attention.kv_repeats, forms=model.weight_forms)
-    # The end-of-sequence tokens may come from other files, and padding is what the devices hold.
-    same = ("eos_token_ids", "vocab_multiple")
+    part = None if model.reads is None else next_token_head
+    found, parts = find_parameters(directory, model.attention.kv_repeats, forms=model.weight_forms, part=part)
+    # The end-of-sequence tokens may come from other files, and padding and states are what the devices hold.
+    same = ("eos_token_ids", "vocab_multiple", "kept_states")
     found = replace(found, **{name: getattr(model, name) for name in same})
     differing = [
         field.name for field in fields(found) if getattr(found, field.name) != getattr(model, field.name)

@@ -68,7 +68,9 @@ def compile_engine(
         )
     if engine.workers is not None:
         raise ConfigError("remote workers compile their own programs; leave workers out")
+    draft = find_draft_config(engine)
     found = find_config(engine.model, engine.load_format, engine.quantization, engine.kv_cache_dtype)
+    found = found.read_by(draft)
     folder = keep_compiled_programs(cache)
     assert folder is not None
     devices, n_devices = jax.devices(), engine.n_devices
@@ -79,7 +81,6 @@ def compile_engine(
     else:
         parts = split_model(found, devices, engine)
     config = found.for_devices(len(parts[0].group))
-    draft = find_draft_config(engine)
     place = None if draft is None else draft_place(engine.speculative, draft, engine, element)
     serving, _ = chosen_sizes(
         config,

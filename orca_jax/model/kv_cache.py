@@ -66,6 +66,9 @@ class LayerCache(NamedTuple):
         return np.dtype(jnp.bfloat16) if self.keys.dtype == jnp.uint16 else self.keys.dtype
 
 
+# Makes an array of a shape and dtype.
+Make = Callable[[tuple[int, ...], np.dtype[Any]], Any]
+
 # A recurrent layer's states by name, each [n_states, ...]: the shapes of Recurrence.state_shapes.
 LayerState = dict[str, jax.Array]
 
@@ -102,6 +105,25 @@ def with_cache(memory: LayerMemory, cache: LayerCache) -> LayerMemory:
 def with_state(memory: LayerMemory, state: LayerState) -> LayerMemory:
     """The memory with other states."""
     return memory._replace(state=state) if isinstance(memory, BothMemory) else state
+
+
+_NEWEST = "newest"
+
+
+def newest_state(outputs: Any) -> LayerState:
+    """A head's newest outputs [n_rows, H], as a layer's state."""
+    return {_NEWEST: outputs}
+
+
+def newest_in(memory: LayerMemory | None) -> jax.Array:
+    """The outputs in a `newest_state`."""
+    assert isinstance(memory, dict)
+    return memory[_NEWEST]
+
+
+def state_cache(width: int, *, n_blocks: int, block_size: int, stored: Any, make: Make) -> LayerCache:
+    """The cache of the states of `width` elements that a head reads: keys of one head, without values."""
+    return LayerCache(make((n_blocks, 1, block_size, width), np.dtype(stored)), None)
 
 
 def dtype_on_cpu(dtype: Any) -> np.dtype[Any]:

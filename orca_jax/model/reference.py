@@ -28,12 +28,15 @@ def forward(
     encoder_ids: jax.Array | None = None,
     *,
     routed: list[jax.Array] | None = None,
+    states: jax.Array | None = None,
+    passed: list[jax.Array] | None = None,
 ) -> jax.Array:
     """Logits [T, V] float32 of every position of one sequence `token_ids` [T] int32.
 
     A model with an encoder needs the encoder's input `encoder_ids` [S] int32, which may end with padding ids
     below 0; `token_ids` are then the decoder's. The experts of each sparse layer, [T, k], are appended to
-    `routed`.
+    `routed`. A head needs the `states` [T, s] before its tokens. Each layer's input, the last one's output
+    and that after the final norm, [T, H] each, are appended to `passed`.
     """
     p = {name: value.astype(jnp.float32) for name, value in parameters.items()}
     seen_by_later: dict[int, tuple[jax.Array, jax.Array]] = {}  # each layer's keys and values
@@ -401,10 +404,19 @@ def forward(
         projected = (x @ p["inputs.project"].T).reshape(inputs.shape) / math.sqrt(config.hidden_size)
         projected = norm(config.layers[0].norm, "inputs.norm", projected)
         inputs = (inputs * math.sqrt(config.input_size) + projected) / math.sqrt(2)
+    if config.reads is not None:  # DeepSeek-V3, equation 21
+        assert states is not None
+        own = norm(config.layers[0].norm, "states.embedding_norm", x)
+        before = norm(config.layers[0].norm, "states.norm", states)
+        x = jnp.concatenate([own, before], axis=1) @ p["states.project"].T
+    between = [x]
     for i, layer in enumerate(config.layers):
         x = through(layer, f"layers.{i}", x, jnp.ones(len(token_ids), bool))
+        between.append(x)
     if config.final_norm is not None:
         x = norm(config.final_norm, "final_norm", x)
+    if passed is not None:
+        passed += [*between, x]
     if "project_out" in p:
         x = x @ p["project_out"].T
     head = p["token_embedding"] if config.embedding.tied else p["head.weight"]

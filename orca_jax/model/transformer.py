@@ -4,7 +4,7 @@ A Transformer holds weights and no state: caches are arguments and results. GPT,
 all of this class: a configuration names the parts of each layer, and block.py puts them together.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from orca_jax.model.context import Iteration
 from orca_jax.model.encoder import Encoder
 from orca_jax.model.kv_cache import LayerCache, LayerMemory
 from orca_jax.model.layers import Linear, Matmul, matmul, norm_of, soft_cap
+from orca_jax.model.read_states import StateReader
 from orca_jax.model.rotation import Rotation, rotation
 from orca_jax.model.shard import ALONE, Shard
 from orca_jax.model.weight import kind_of, model_dtype, rows_of
@@ -67,6 +68,7 @@ class LayersOutput(NamedTuple):
     before_last: jax.Array  # [T, H] what `last_layer` takes: the last layer's input, or its `mixed`
     caches: list[LayerMemory]
     chosen: tuple[jax.Array, ...] = ()  # experts in each sparse layer, [T, k]; in the last maybe [R, k]
+    states: jax.Array | None = None  # [T, s] the states that a head reads (ModelConfig.kept_states)
 
 
 class Transformer(nnx.Module):
@@ -100,6 +102,8 @@ class Transformer(nnx.Module):
                 None if embedding_norm is None else norm_of(embedding_norm, parameters.get, "embedding_norm")
             )
             self.project_in = Linear(parameters["project_in"], None) if project else None
+            reads = config.reads
+            self.states = None if reads is None else StateReader(config, reads, parameters)
         self.layers = nnx.List([Block(config.layers[i], weights_of_layer(parameters, i)) for i in layers])
         encoder = config.encoder if first else None
         self.encoder = None if encoder is None else Encoder(encoder, _within(parameters, ENCODER))
@@ -199,8 +203,10 @@ class Transformer(nnx.Module):
         rotations = {kind: self._rotation(kind, iteration.positions) for kind in kinds}
         run = run_blocks(iteration)
         before_last, written, chosen = x, list[LayerMemory](), list[jax.Array]()
+        kept = dict[int, jax.Array]()
         for i, (block, cache) in enumerate(zip(self.layers, caches, strict=True), 1):
             before_last, only_wanted = x, iteration.wanted is not None and i == len(self.layers)
+            kept[self.first_layer + i - 1] = x
             own = None if iteration.layer_inputs is None else iteration.layer_inputs[:, i - 1]
             # Keys and values of another layer are in that layer's cache.
             source = self.config.memory_of(self.first_layer + i - 1) - self.first_layer
@@ -215,7 +221,15 @@ class Transformer(nnx.Module):
             x = out.x
             written.append(cache if shared else out.cache)
             chosen += [] if out.chosen is None else [out.chosen]
-        return LayersOutput(x, before_last, written, tuple(chosen))
+        return LayersOutput(x, before_last, written, tuple(chosen), self._kept(kept, x))
+
+    def _kept(self, inputs: Mapping[int, jax.Array], x: jax.Array) -> jax.Array | None:
+        """The states that a head reads [T, s], from layers' `inputs` and the last layer's output x."""
+        if not self.config.kept_states:
+            return None
+        n_layers = self.config.n_layers
+        states = [self.final_states(x) if i == n_layers else inputs[i] for i in self.config.kept_states]
+        return jnp.concatenate(states, axis=1)
 
     def last_layer(self, x: jax.Array, cache: LayerMemory, iteration: Iteration) -> LayerOutput:
         """Run x [T, H] through the last layer alone; the tokens' keys and values are in its cache already.

@@ -1,9 +1,18 @@
-"""The model of `--speculative draft:MODEL`: a smaller one with the tokenizer of the served model."""
+"""What drafts on the device: a smaller model with the same tokenizer (draft:MODEL), or a head (mtp)."""
+
+from dataclasses import replace
+from pathlib import Path
 
 from orca_jax.config import EngineConfig
 from orca_jax.errors import ConfigError, DifferentTokenizer, shown
+from orca_jax.families.hf_config import read_hf_config
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.next_token import next_token_head, next_token_model
+from orca_jax.families.presets import PRESETS
+from orca_jax.families.trainers.orca_json import is_orbax
+from orca_jax.gguf_file import is_gguf
 from orca_jax.model_files.found_model import FoundModel, find_config, find_model, is_function
+from orca_jax.model_files.locate import find_directory
 
 _ADVICE = "a draft model must have the tokenizer of the served model, as smaller models of its family have"
 
@@ -14,6 +23,8 @@ def find_draft_model(found: FoundModel, config: EngineConfig) -> FoundModel | No
     With the `load_format` dummy it may be a preset too. Raises DifferentTokenizer, another ConfigError or a
     CheckpointError.
     """
+    if config.draft_head:
+        return _next_token_head(found, config)
     name = _name(config)
     if name is None:
         return None
@@ -24,8 +35,34 @@ def find_draft_model(found: FoundModel, config: EngineConfig) -> FoundModel | No
 
 def find_draft_config(config: EngineConfig) -> ModelConfig | None:
     """The config of the model that drafts, without its weights and tokenizer; None if none does."""
+    if config.draft_head:
+        return _next_token_config(config)
     name = _name(config)
     return None if name is None else find_config(name, config.load_format)
+
+
+def _next_token_head(found: FoundModel, config: EngineConfig) -> FoundModel:
+    """The head in the checkpoint of `found`; the dummy's is random, whatever the family publishes."""
+    if found.user_model is not None:
+        raise ConfigError("speculative is 'mtp', and a model of your own has no such head; choose ngram")
+    if found.directory is None:
+        return replace(found, name="mtp", config=next_token_model(found.config))
+    return replace(found, name="mtp", config=_head_in(found.directory))
+
+
+def _next_token_config(config: EngineConfig) -> ModelConfig:
+    if config.load_format == "dummy" or str(config.model) in PRESETS:
+        return next_token_model(find_config(config.model, config.load_format))
+    return _head_in(find_directory(str(config.model), weights=False))
+
+
+def _head_in(directory: Path) -> ModelConfig:
+    if is_gguf(directory) or is_orbax(directory):
+        raise ConfigError(
+            f"speculative is 'mtp', and {shown(directory)} is no Hugging Face directory with safetensors, "
+            "the one place from which the layer that predicts further tokens is read; choose ngram or suffix"
+        )
+    return next_token_head(read_hf_config(directory)).model
 
 
 def _name(config: EngineConfig) -> str | None:

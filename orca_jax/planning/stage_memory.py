@@ -149,16 +149,22 @@ class DraftMemory:
 def slot_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
     """Bytes of one slot on each device: keys and values of its heads in these layers (ORCA 4.2).
 
-    Recurrent layers have none. A stage of recurrent layers alone has slots of no size.
+    Recurrent layers have none. A stage of recurrent layers alone has slots of no size. The states that a head
+    reads are in slots too.
     """
     kinds = [config.layers[i].attention for i in layers]
-    return sum(kind.cached_bytes(itemsize) // n_devices for kind in kinds if kind is not None)
+    own = sum(kind.cached_bytes(itemsize) // n_devices for kind in kinds if kind is not None)
+    return own + config.kept_width * itemsize
 
 
 def state_bytes(config: ModelConfig, layers: range, itemsize: int) -> int:
-    """Bytes of one request's states in these layers' recurrences, whatever its length."""
+    """Bytes of one request's states in these layers' recurrences, whatever its length.
+
+    A head keeps its newest output for each row, from which it goes on.
+    """
     kinds = [config.layers[i].recurrence for i in layers]
-    return sum(state_bytes_of_layer(kind, itemsize) for kind in kinds if kind is not None)
+    newest = 0 if config.reads is None else config.hidden_size * itemsize
+    return newest + sum(state_bytes_of_layer(kind, itemsize) for kind in kinds if kind is not None)
 
 
 def table_bytes(config: ModelConfig, layers: range, n_rows: int) -> int:

@@ -90,7 +90,7 @@ def configured_speculation(
     if not config.speculates:
         return None
     n_tokens = config.speculative_tokens
-    if config.draft_model is not None:
+    if config.drafts_on_device:
         if draft_model is None:
             raise ConfigError(
                 f"speculative is {config.speculative!r}, and a simulation has no draft model; leave "

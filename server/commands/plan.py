@@ -80,14 +80,15 @@ def seconds_of(text: str) -> float:
 
 def _target(config: ModelConfig, engine: EngineConfig, flags: PlanFlags, notes: Notes) -> PlanTarget:
     dtype: Dtype = engine.dtype or ("float32" if flags.device == CPU else "bfloat16")
+    draft = find_draft_config(engine)
     return PlanTarget(
-        config=config,
+        config=config.read_by(draft),
         device=_device(flags, dtype, notes),
         sizes=engine,
         dtype=dtype,
         context=max(1, config.n_positions // 2) if flags.context is None else flags.context,
         parallel=ParallelConfig.part_of(engine),
-        draft=find_draft_config(engine),
+        draft=draft,
     )
 
 

@@ -1,6 +1,6 @@
 """DeepSeek-V2 and -V3 (2024): latent attention, experts in groups, and a shared expert.
 
-A checkpoint of V3 has layers after the last one that predict further tokens; they are not read. Of Kimi K2.5
+A checkpoint of V3 has layers after the last one that predict further tokens (next_token.py). Of Kimi K2.5
 (Moonshot AI, 2026), which has V3's form and vision, the text part is served.
 """
 

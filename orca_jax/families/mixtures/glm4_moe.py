@@ -1,7 +1,7 @@
 """GLM-4.5 to 4.7 (GLM Team, 2025): DeepSeek-V3's experts with grouped heads, half of each head rotated.
 
 GLM-4.7-Flash (`glm4_moe_lite`) has DeepSeek's latent attention too. A checkpoint has layers after the last
-one that predict further tokens; they are not read.
+one that predict further tokens (next_token.py).
 """
 
 from typing import Any

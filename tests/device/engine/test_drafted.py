@@ -171,7 +171,9 @@ def test_streams_are_those_without_a_draft_model(other_seeds: bool, monkeypatch:
     """With the same seeds it draws the same tokens, with the same penalties and biases; with others, not."""
     if other_seeds:
         plain = draft_engine._plain
-        monkeypatch.setattr(draft_engine, "_plain", lambda req, n: replace(plain(req, n), seed=req.seed + 99))
+        monkeypatch.setattr(
+            draft_engine, "_plain", lambda req, *rest: replace(plain(req, *rest), seed=req.seed + 99)
+        )
     expected, _ = play(CROWD, 1, "no overlap")
     built = build_engine(MODEL, [], DRAFT_SIZES, stages(1)[0], buckets=(8, 16), workers=draft_workers())
     costs = [0.0] * len(serving_buckets(DRAFT_SIZES))

@@ -110,7 +110,7 @@ def test_any_tokens_of_a_row_can_be_evaluated() -> None:
         singly = attend_to([*range(len(at) + 1)], (at + 1).tolist(), len(at))
         every, wanted = Tokens(attend), Tokens(singly, at=jnp.asarray(at))
         x = model.embed(tokens, position)
-        x, before, caches, _ = model.through(x, caches, Iteration(position, position, every, wanted))
+        x, before, caches, *_ = model.through(x, caches, Iteration(position, position, every, wanted))
         later = model.last_layer(before, caches[-1], Iteration(position, None, every)).x
         return model.logits(x), model.logits(later)
 

@@ -107,7 +107,7 @@ def test_shapes_of_init_and_forward(name: str) -> None:
             rows=states if config.has_state else None,
             layer_inputs=model.layer_inputs(tokens, x),
         )
-        x, _, caches, _ = model.through(x, caches, around)
+        x, _, caches, *_ = model.through(x, caches, around)
         return model.logits(x.at[rows].get()), caches
 
     n_rows = jax.ShapeDtypeStruct((2,), jnp.int32)

@@ -138,9 +138,11 @@ def test_drafts_that_are_always_wrong_become_rare() -> None:
     [
         (
             "prefix",
-            "speculative is 'prefix'; it must be one of off, ngram, suffix, draft:MODEL, package.file:Class",
+            "speculative is 'prefix'; it must be one of off, ngram, suffix, mtp, draft:MODEL, "
+            "package.file:Class",
         ),
         ("draft:some/model", "speculative is 'draft:some/model', and a simulation has no draft model"),
+        ("mtp", "speculative is 'mtp', and a simulation has no draft model"),
         ("no.such:Thing", "speculative is 'no.such:Thing', which cannot be imported"),
         (f"{__name__}:MODEL", "is no class with a method draft"),
         ("orca_jax.simulation.simulation:Simulation", "is no class with a method draft"),
