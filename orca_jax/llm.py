@@ -79,7 +79,7 @@ class LLM:
         config = EngineConfig.part_of(start)
         if config.policy not in ("default", "orca"):
             users_policy(config.policy)  # a mistake in its name is reported before the weights are loaded
-        found = find_any_model(config)
+        found = find_any_model(config, shapes_only=not config.in_this_process)
         if found.note:
             (start.on_event or _LOGGER.warning)(found.note)
         self.name = found.name

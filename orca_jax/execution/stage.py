@@ -39,7 +39,7 @@ from orca_jax.model.transformer import Parameters, Transformer
 from orca_jax.request.routed_experts import Routing
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
-from orca_jax.user_model.decoder import UserParameters
+from orca_jax.user_model.decoder import UserDecoder, UserParameters
 
 _GPU_OPTIONS: dict[str, str | bool] = {
     # Where weights and caches fill most of the memory, XLA would compute products twice to save temporaries,
@@ -98,6 +98,7 @@ class Stage:
         self.part = part
         self.causal = not config.is_bidirectional
         by_user = isinstance(parameters, UserParameters)
+        self._by_user = by_user
         # A layer that a user wrote may need all tokens to the end, and a head reads all tokens' states.
         whole = by_user or config.n_layers in config.kept_states
         self.host_buffer = HostBuffer(attention, last=part.last and not whole)
@@ -148,9 +149,14 @@ class Stage:
         self.take = Program(take, key=lambda hidden, at: hidden.shape[0])
 
     @property
-    def parameters(self) -> dict[str, Any]:
-        """The weights by name, each an array or a FormedWeight."""
-        return jax.tree.map(lambda place: self.weights[place], dict(self.places))
+    def parameters(self) -> Parameters:
+        """The weights by name, as the stage was given them."""
+        held = jax.tree.map(lambda place: self.weights[place], dict(self.places))
+        if not self._by_user:
+            return held
+        model = self._model.model(self.weights)
+        assert isinstance(model, UserDecoder)
+        return UserParameters(model, held, [*self.places])
 
     def weights_of(self, layout: FlatLayout) -> list[Any]:
         """The weights that programs of this layout take."""

@@ -40,7 +40,8 @@ from orca_jax.scheduling.tier_costs import TierCosts
 from orca_jax.sharding.device_group import Device, default_dtype, device_name
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.random_parameters import random_parameters
-from orca_jax.user_model.find import user_stages
+from orca_jax.user_model.decoder import ModuleShapes
+from orca_jax.user_model.find import module_shapes, user_stages
 from orca_jax.workers.environment import compile_cache_folder
 
 
@@ -53,9 +54,11 @@ def load_stages(
 ) -> tuple[ModelConfig, Sequence[Parameters]]:
     """Load the weights of these stages onto their devices; return the padded model and each stage's weights.
 
-    `ModelConfig.for_devices` says how the devices of a stage share the model. Raises ConfigError before
-    loading if the weights do not fit, or a CheckpointError.
+    `ModelConfig.for_devices` says how the devices of a stage share the model; a user's model is split by its
+    own specs. Raises ConfigError before loading if the weights do not fit, or a CheckpointError.
     """
+    if found.user_model is not None:
+        return found.config, user_stages(found.user_model, found.config, parts, dtype)
     model = found.config.for_devices(len(parts[0].group))
     for part in parts:
         check_weights(model, dtype.itemsize, part, n_devices=config.n_devices)
@@ -74,6 +77,13 @@ def load_stages(
         on_bytes=on_load,
     )
     return model, checkpoint.stages
+
+
+def shapes_of_module(found: FoundModel, config: EngineConfig, dtype: jnp.dtype) -> ModuleShapes | None:
+    """The weights of a model that a user wrote; None for another model."""
+    if found.user_model is None:
+        return None
+    return module_shapes(found.user_model, found.config, config.pipeline_parallel, dtype)
 
 
 def loaded_engine(
@@ -106,12 +116,7 @@ def loaded_engine(
             steady=config.deterministic,
         )
     parts = split_model(found.config, devices, config)
-    module = None
-    if found.user_model is None:
-        model, parameters = load_stages(found, parts, config, jnp.dtype(dtype), on_load)
-    else:
-        module = user_stages(found.user_model, found.config, parts, jnp.dtype(dtype))
-        model, parameters = found.config, module
+    model, parameters = load_stages(found, parts, config, jnp.dtype(dtype), on_load)
     n_devices = config.n_devices
     serving, rooms = chosen_sizes(
         model,
@@ -167,7 +172,11 @@ def loaded_engine(
     if config.gives_blocks or config.takes_blocks:
         closing.append(TravellingBlocks(found, config, dtype, built.kv, built.workers.workers).close)
     memory: EngineMemory = LocalMemory(
-        built.workers.workers, stored=found.config, model=model, dtype=jnp.dtype(dtype), module=module
+        built.workers.workers,
+        stored=found.config,
+        model=model,
+        dtype=jnp.dtype(dtype),
+        module=shapes_of_module(found, config, jnp.dtype(dtype)),
     )
     return BuiltEngine(
         engine=built.engine,

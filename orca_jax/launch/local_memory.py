@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.checkpoint.directory import find_parameters, put_in_form, read_ahead
-from orca_jax.checkpoint.module_weights import find_module_weights
 from orca_jax.checkpoint.safetensors_reader import StoredTensor, read_header
-from orca_jax.checkpoint.shard_reader import Plane, Source, put, read_whole
+from orca_jax.checkpoint.shard_reader import Source
 from orca_jax.config import Layout
 from orca_jax.errors import ConfigError, CorruptFile, EngineError, TensorMismatch
 from orca_jax.execution.stage import StageWeights
@@ -29,13 +28,13 @@ from orca_jax.families.stored_name import engine_order
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.weight_form import Dense
 from orca_jax.host_memory import give_back
+from orca_jax.launch.module_update import ModuleWeights
 from orca_jax.launch.new_weights import (
     Adapter,
     Change,
     adapted_weights,
     check_adapters,
     check_arrays,
-    check_module_arrays,
     check_replaceable,
     named_arrays,
 )
@@ -43,7 +42,7 @@ from orca_jax.model_files.weight_files import SINGLE
 from orca_jax.sharding.pieces import moved
 from orca_jax.sharding.random_parameters import parts_of_heads, with_flat_heads, with_repeated_heads
 from orca_jax.sharding.specs import in_form, place_of_dense
-from orca_jax.user_model.decoder import UserParameters
+from orca_jax.user_model.decoder import ModuleShapes
 
 # The file with the scale in a directory of adapters, next to the safetensors file of their arrays.
 ADAPTERS_JSON = "adapters.json"
@@ -59,7 +58,8 @@ class LocalMemory:
     `stored` is the model as dense checkpoints have it, `model` as the devices hold it: with its vocabulary
     padded and K/V heads repeated. Weights are replaced one at a time, so an update needs the memory of one
     more weight. New arrays are copied, since their owner may donate them. The weights of a module that a user
-    wrote are replaced by their paths in it, as it stores them.
+    wrote are replaced by their paths in it, as it stores them; `module` has all of them, also those that are
+    on other processes' stages.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class LocalMemory:
         stored: ModelConfig,
         model: ModelConfig,
         dtype: jnp.dtype,
-        module: Sequence[UserParameters] | None = None,
+        module: ModuleShapes | None = None,
     ) -> None:
         self._workers = workers
         self._stages = [StageWeights(worker.stage) for worker in workers]
         self._stored = stored = stored.with_forms({})
         self._model = model
         self._dtype = dtype
-        self._module = None if module is None else _ModuleWeights(module)
+        self._module = None if module is None else ModuleWeights(module)
         self._fits = _Fitting(stored, model, dtype)
         self._without_adapter: dict[str, np.ndarray] = {}  # of weights that have an adapter merged in
         self._has_caches = True
@@ -85,12 +85,10 @@ class LocalMemory:
         self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
     ) -> Callable[[], None]:
         if self._module is not None:
-            if layout is not None:
-                raise ConfigError("layout is for models of a family; leave it out for a model of your own")
             if isinstance(weights, str | Path):
                 planes = self._module.found(Path(weights))
                 return partial(self._replace, planes, partial(self._module.read, planes))
-            made = self._module.checked(named_arrays(weights), cast=cast)
+            made = self._module.checked(weights, cast=cast, layout=layout)
             return partial(self._replace, made, partial(self._module.placed, made))
         check_replaceable(self._model)
         if isinstance(weights, str | Path):
@@ -241,47 +239,6 @@ def _read_whole(tensor: StoredTensor) -> np.ndarray:
     for at, piece in replace(tensor, shape=values.shape).pieces(((0, len(values)),)):
         values[at : at + len(piece)] = piece
     return values.reshape(tensor.shape)
-
-
-class _ModuleWeights:
-    """The weights of a module that a user wrote: new ones must have the same shapes and dtypes."""
-
-    def __init__(self, stages: Sequence[UserParameters]) -> None:
-        self._held = {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
-            for stage in stages
-            for name, array in stage.items()
-        }
-        self._optional = {name for stage in stages for name in stage.optional}
-
-    def found(self, directory: Path) -> dict[str, Plane]:
-        """The arrays of a checkpoint, if they fit. Raises a CheckpointError."""
-        shapes = {name: held.shape for name, held in self._held.items()}
-        return find_module_weights(directory, shapes, self._optional)
-
-    def read_ahead(self, planes: Mapping[str, Plane]) -> dict[str, Plane]:
-        """Read arrays whole into host memory. Raises a CheckpointError."""
-        return {
-            name: read_whole(plane, self._held[name].shape, np.dtype(self._held[name].dtype))
-            for name, plane in planes.items()
-        }
-
-    def read(
-        self, planes: Mapping[str, Plane], name: str, places: Sequence[jax.sharding.Sharding]
-    ) -> Iterator[jax.Array]:
-        """Read an array onto each place, in the dtype that the engine holds."""
-        held = self._held[name]
-        return iter(put(planes[name], held.shape, np.dtype(held.dtype), places))
-
-    def checked(self, arrays: Mapping[str, Any], *, cast: bool) -> dict[str, Any]:
-        """The arrays, if they fit. Raises TensorMismatch."""
-        return check_module_arrays(arrays, self._held, optional=self._optional, cast=cast)
-
-    def placed(
-        self, arrays: Mapping[str, Any], name: str, places: Sequence[jax.sharding.Sharding]
-    ) -> Iterator[jax.Array]:
-        """A copy in each place, in the dtype that the engine holds."""
-        return (moved(arrays[name], place, self._held[name].dtype) for place in places)
 
 
 # A weight as stored, its shape on the devices, and the attention of its layer.

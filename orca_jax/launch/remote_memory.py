@@ -24,7 +24,9 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
 from orca_jax.families.trainers.orca_json import ORCA_JSON
 from orca_jax.launch.local_memory import ADAPTERS_JSON, checked_directory
+from orca_jax.launch.module_update import ModuleWeights
 from orca_jax.launch.new_weights import check_adapters, check_arrays, check_replaceable, named_arrays
+from orca_jax.user_model.decoder import ModuleShapes
 
 
 class _Files:
@@ -40,10 +42,20 @@ class RemoteMemory:
 
     A worker that is restarted reads the same checkpoint again, so the directory must exist until the next
     update. With `same_machine` new weights may also be arrays, which go to the workers in a temporary
-    checkpoint, or adapters, which each worker merges into its weights.
+    checkpoint, or adapters, which each worker merges into its weights. `module` has the shapes of a model
+    that a user wrote.
     """
 
-    def __init__(self, engine: RemoteEngine, *, model: ModelConfig, dtype: str, same_machine: bool) -> None:
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        *,
+        model: ModelConfig,
+        dtype: str,
+        same_machine: bool,
+        module: ModuleShapes | None = None,
+    ) -> None:
+        self._module = None if module is None else ModuleWeights(module)
         self._engine = engine
         self._model = model
         self._dense = model.with_forms({})  # as trainers have it
@@ -60,24 +72,36 @@ class RemoteMemory:
         if isinstance(weights, str | Path):
             directory = Path(weights).absolute()
             if self._same_machine or directory.exists():
-                checked_directory(directory, self._model)
+                if self._module is None:
+                    checked_directory(directory, self._model)
+                else:
+                    self._module.found(directory)
             return partial(self._load, directory, None)
+        if self._module is not None:
+            of_module = self._module.checked(weights, cast=cast, layout=layout)
+            files = self._files_here()
+            self._module.write(files.directory / "weights", of_module)
+            return partial(self._load, files.directory / "weights", files)
         arrays = named_arrays(weights)
         adapters = check_adapters(arrays, self._dense, layout)
         made = {}
         if adapters is None:
             made = check_arrays(arrays, self._dense, self._dtype, cast=cast, layout=layout)
-        if not self._same_machine:
-            raise ConfigError(
-                "workers on other machines take no arrays and no adapters; save a checkpoint of the whole "
-                "weights where each of them can read it, and give its directory"
-            )
-        files = _Files()
+        files = self._files_here()
         if adapters is not None:
             write_adapters(files.directory, arrays, lora_scale)
             return partial(self._adapt, files)
         write_arrays(files.directory / "weights", self._dense, self._dtype, made)
         return partial(self._load, files.directory / "weights", files)
+
+    def _files_here(self) -> _Files:
+        """A directory for new weights. Raises ConfigError if not all workers can read it."""
+        if not self._same_machine:
+            raise ConfigError(
+                "workers on other machines take no arrays and no adapters; save a checkpoint of the whole "
+                "weights where each of them can read it, and give its directory"
+            )
+        return _Files()
 
     def read_ahead(self, directory: Path) -> Callable[[], None]:
         return self.prepare(directory, cast=False, lora_scale=1.0)

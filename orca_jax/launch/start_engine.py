@@ -21,10 +21,10 @@ from orca_jax.engine.remote_workers import RemoteEngine
 from orca_jax.errors import ConfigError, OrcaError
 from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.launch.adapter_library import AdapterLibrary, family_of, with_room_for_adapters
-from orca_jax.launch.loaded_engine import loaded_engine
+from orca_jax.launch.loaded_engine import loaded_engine, shapes_of_module
 from orca_jax.launch.placed_adapters import sent_to
 from orca_jax.launch.remote_memory import RemoteMemory
-from orca_jax.model_files.found_model import FoundModel
+from orca_jax.model_files.found_model import FoundModel, is_function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,11 @@ class Start(EngineConfig):
 def start_engine(found: FoundModel, start: Start) -> BuiltEngine:
     """Start an engine for the model `found`. Raises ConfigError or a CheckpointError."""
     on_event = start.on_event or (lambda line: None)
-    if found.user_model is not None and not start.in_this_process:
-        raise ConfigError("a user's model runs in this process; leave workers and worker_processes out")
+    if found.user_model is not None and not (start.in_this_process or is_function(start.model)):
+        raise ConfigError(
+            "a worker process makes a model of your own itself; name the function that makes it, as in "
+            "model='package.file:function', or leave workers and worker_processes out"
+        )
     start = with_room_for_adapters(found, start)
     workers = start.workers
     if workers is not None:
@@ -69,7 +72,13 @@ def _completed(
     """An engine of worker processes with its memory and its adapters. Raises as `start_engine` does."""
     engine = built.engine
     assert isinstance(engine, RemoteEngine)
-    memory = RemoteMemory(engine, model=found.config, dtype=built.dtype, same_machine=same_machine)
+    memory = RemoteMemory(
+        engine,
+        model=found.config,
+        dtype=built.dtype,
+        same_machine=same_machine,
+        module=shapes_of_module(found, config, jnp.dtype(built.dtype)),
+    )
     built = replace(built, memory=memory)
     if not built.serving.max_loras:
         return built

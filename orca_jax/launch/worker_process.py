@@ -34,13 +34,13 @@ from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.stage_device import Event, JaxStageDevice, StageModel
 from orca_jax.host_memory import keep_large_buffers
-from orca_jax.launch.loaded_engine import load_stages
+from orca_jax.launch.loaded_engine import load_stages, shapes_of_module
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.launch.placed_adapters import from_pieces
-from orca_jax.model_files.found_model import find_model
 from orca_jax.sharding.device_group import DeviceGroup, default_dtype, device_name
 from orca_jax.sharding.link import CollectiveLink, ProcessLink, TransferLink, join_job
 from orca_jax.sharding.partition import one_stage
+from orca_jax.user_model.find import find_any_model
 from orca_jax.workers.controller import Controller
 from orca_jax.workers.worker_options import SECRET_VARIABLE, WorkerOptions
 
@@ -63,12 +63,8 @@ class WorkerProcess:
 
     def __init__(self, options: WorkerOptions, *, on_load: OnLoad) -> None:
         stage, n_stages, engine = options.stage, options.n_stages, options.engine
-        found = find_model(
-            engine.model,
-            engine.load_format,
-            quantization=engine.quantization,
-            kv_cache_dtype=engine.kv_cache_dtype,
-        )
+        # The engine master has the tokenizer and the defaults of sampling.
+        found = find_any_model(replace(engine, generation_config="none", tokenizer=None))
         if options.coordinator is not None:
             join_job(options.coordinator, stage=stage, n_stages=n_stages)
         devices = jax.local_devices()
@@ -96,6 +92,7 @@ class WorkerProcess:
         try:
             self._link = _link(options, part.group)
             config, (parameters,) = load_stages(found, [part], engine, dtype, on_load)
+            stored, module = found.config, shapes_of_module(found, engine, dtype)
             n_devices = engine.n_devices
             chosen = choose_attention(
                 devices[0],
@@ -139,7 +136,9 @@ class WorkerProcess:
             self._link,
             post=self._inbox.put,
             address_before=self._port.data_address_of_previous,
-            memory_of=lambda worker: LocalMemory([worker], stored=found.config, model=config, dtype=dtype),
+            memory_of=lambda worker: LocalMemory(
+                [worker], stored=stored, model=config, dtype=dtype, module=module
+            ),
             place_adapter=from_pieces(config, dtype),
         )
         self._controller = Controller(

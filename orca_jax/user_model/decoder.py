@@ -4,7 +4,8 @@ The user's code is global, as in training: XLA partitions it by the weights' Par
 is written for one device, and runs on each device's K/V heads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -70,7 +71,10 @@ def try_once(model: UserModel) -> None:
     n = 3
     query, key = (n, model.n_heads, model.head_size), (n, model.n_kv_heads, model.head_size)
 
-    def forward(token_ids: jax.Array) -> None:
+    graph, state = nnx.split(model)
+
+    def forward(state: Any, token_ids: jax.Array) -> None:
+        model: Any = nnx.merge(graph, state)
         positions = jnp.arange(n, dtype=jnp.int32)
         x = model.embed(token_ids, positions)
         if x.shape != (n, model.hidden_size):
@@ -103,23 +107,32 @@ def try_once(model: UserModel) -> None:
                 f"unembed makes {logits.shape} of {n} tokens, and vocab_size is {model.vocab_size}"
             )
 
-    jax.eval_shape(forward, jax.ShapeDtypeStruct((n,), jnp.int32))
+    jax.eval_shape(forward, state, jax.ShapeDtypeStruct((n,), jnp.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleShapes:
+    """The weights of a whole model by their names in it, without their numbers.
+
+    Those in `optional` (random keys, counters, statistics) are no parameters, and an update may omit them.
+    """
+
+    held: Mapping[str, jax.ShapeDtypeStruct]
+    optional: frozenset[str]
 
 
 class UserParameters(dict[str, jax.Array]):
     """The weights of one stage by their names in the user's model, and the decoder with these weights.
 
-    `names` are the names of all leaves of the decoder's state, in the order of `jax.tree.flatten`. Leaves in
-    `optional` (random keys, counters, statistics) are no parameters, and an update may omit them.
+    `names` are the names of all leaves of the decoder's state, in the order of `jax.tree.flatten`.
     """
 
-    def __init__(
-        self, decoder: "UserDecoder", weights: dict[str, jax.Array], names: Sequence[str], optional: set[str]
-    ) -> None:
-        super().__init__(weights)
+    def __init__(self, decoder: "UserDecoder", weights: dict[str, jax.Array], names: Sequence[str]) -> None:
+        # model_dtype reads the first one.
+        floating = {name: w for name, w in weights.items() if jnp.issubdtype(w.dtype, jnp.floating)}
+        super().__init__(floating | weights)
         self.decoder = decoder
         self.names = list(names)
-        self.optional = optional
 
 
 class UserDecoder(nnx.Module):

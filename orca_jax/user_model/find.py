@@ -25,22 +25,23 @@ from orca_jax.model_files.found_model import (
     with_tokenizer,
 )
 from orca_jax.planning.cost_model import parameter_count
+from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.partition import StagePart
-from orca_jax.user_model.decoder import UserDecoder, UserParameters, try_once
+from orca_jax.user_model.decoder import ModuleShapes, UserDecoder, UserParameters, try_once
 
 _SIZES = ("vocab_size", "n_positions", "hidden_size", "n_heads", "n_kv_heads", "head_size")
 
 
-def find_any_model(config: EngineConfig) -> FoundModel:
+def find_any_model(config: EngineConfig, *, shapes_only: bool = False) -> FoundModel:
     """Find the model of `config`: a name or directory as in `find_model`, or a UserModel.
 
-    A UserModel is the module itself, or "package.file:function" for a function that makes it. Raises
-    ConfigError or a CheckpointError.
+    A UserModel is the module itself, or "package.file:function" for a function that makes it. With
+    `shapes_only` its weights may be ShapeDtypeStructs. Raises ConfigError or a CheckpointError.
     """
     model: Any = config.model
     if is_function(model):
-        model = _make(model)
+        model = _make(model, shapes_only=shapes_only)
     if model is None or isinstance(model, str | Path):
         return find_model(
             model,
@@ -75,41 +76,56 @@ def user_stages(
             f"tensor_parallel is {n_devices}, and the model has {config.n_kv_heads} key/value heads, which "
             "must be a multiple of it"
         )
+    rest = _without_layers(model)
+    return [_stage(model, rest if part.first or part.last else None, config, part, dtype) for part in parts]
+
+
+def module_shapes(model: Any, config: ModelConfig, n_stages: int, dtype: jnp.dtype) -> ModuleShapes:
+    """The shapes of all weights as the stages of `user_stages` hold them."""
+    held, optional = dict[str, jax.ShapeDtypeStruct](), set[str]()
+    rest, stages = _without_layers(model), stage_layers(config.n_layers, n_stages)
+    for layers in stages:
+        around = rest if layers in (stages[0], stages[-1]) else None
+        decoder = UserDecoder(config, [model.layers[i] for i in layers], around, None, dtype)
+        for path, variable in nnx.to_flat_state(nnx.split(decoder)[1]):
+            name, value = _name_in_model(path, layers[0]), variable.get_value()
+            floating = jnp.issubdtype(value.dtype, jnp.floating)
+            held[name] = jax.ShapeDtypeStruct(value.shape, dtype if floating else value.dtype)
+            if not isinstance(variable, nnx.Param):
+                optional.add(name)
+    return ModuleShapes(held, frozenset(optional))
+
+
+def _without_layers(model: Any) -> Any:
     rest = nnx.clone(model)
     rest.layers = nnx.List([])
-    return [_stage(model, rest, config, part, dtype) for part in parts]
+    return rest
 
 
 def _stage(
-    model: Any, rest: nnx.Module, config: ModelConfig, part: StagePart, dtype: jnp.dtype
+    model: Any, rest: nnx.Module | None, config: ModelConfig, part: StagePart, dtype: jnp.dtype
 ) -> UserParameters:
     group = part.group
     layers = [model.layers[i] for i in part.layers]
     mesh = group.mesh if len(group) > 1 else None
-    decoder = UserDecoder(config, layers, rest if part.first or part.last else None, mesh, dtype)
+    decoder = UserDecoder(config, layers, rest, mesh, dtype)
     graph, state = nnx.split(decoder)
     # Specs are in the module's metadata; a weight without one is whole on every device.
     specs = dict(nnx.to_flat_state(nnx.get_partition_spec(state)))
     placed: dict[str, jax.Array] = {}
     variables: list[tuple[Any, Any]] = []
     names: list[tuple[Any, Any]] = []
-    optional = set[str]()
     for path, variable in nnx.to_flat_state(state):
         name, value = _name_in_model(path, part.layers[0]), variable[...]
         names.append((path, variable.replace(name)))
-        if not isinstance(variable, nnx.Param):
-            optional.add(name)
         spec = _spec(name, specs[path].get_value(), value.shape, len(group))
         if jnp.issubdtype(value.dtype, jnp.floating):
             value = value.astype(dtype)
         placed[name] = jax.device_put(value, group.place(spec))
         variables.append((path, variable.replace(placed[name])))  # the user's module is unchanged
     decoder = nnx.merge(graph, nnx.from_flat_state(variables))
-    floating = {
-        name: value for name, value in placed.items() if value.dtype == dtype
-    }  # model_dtype reads the first one
     ordered = jax.tree.leaves(nnx.from_flat_state(names))
-    return UserParameters(decoder, floating | placed, ordered, optional)
+    return UserParameters(decoder, placed, ordered)
 
 
 def _name_in_model(path: Sequence[Any], first_layer: int) -> str:
@@ -140,11 +156,19 @@ def _spec(name: str, spec: Any, shape: tuple[int, ...], n_devices: int) -> Parti
     return PartitionSpec(*split)
 
 
-def _make(place: str) -> Any:
-    """Call the function "package.file:function", perhaps in the working directory, which makes a model."""
+def _make(place: str, *, shapes_only: bool) -> Any:
+    """Call the function "package.file:function", perhaps in the working directory, which makes a model.
+
+    With `shapes_only` it is traced where it can be, so that this process uses no device.
+    """
     make = named_object("model", place)
     if not callable(make):
         raise ConfigError(f"model is {place!r}, which is not a function; name a function that makes a model")
+    if shapes_only:
+        try:
+            return nnx.eval_shape(make)
+        except jax.errors.JAXTypeError:
+            pass  # it looks at numbers, as when it trains
     return make()
 
 

@@ -439,7 +439,7 @@ def test_a_model_that_does_not_fit_is_refused_at_start(how: str, words: str) -> 
         ("examples.own_model:H", {}, "is not a function"),
         (GatedModel(), {"tensor_parallel": 3}, "not a multiple"),
         (GatedModel(), {"tensor_parallel": 8}, "4 key/value heads"),
-        (GatedModel(), {"worker_processes": True}, "in this process"),
+        (GatedModel(), {"worker_processes": True}, "name the function that makes it"),
     ],
 )
 def test_unsupported_user_models_are_refused(model: Any, options: dict[str, Any], words: str) -> None:

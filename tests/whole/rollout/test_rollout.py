@@ -16,7 +16,7 @@ from examples import grpo_own_model
 from examples.own_model import GatedModel
 from orca_jax import LLM, SamplingParams
 from orca_jax.errors import ConfigError, EngineError, NotSupported, PromptTooLong, QueueFull, ServiceClosed
-from orca_jax.launch import local_memory
+from orca_jax.launch import module_update
 from orca_jax.rollout import Group, Rollout, Sample
 from tests.whole.pauses import pause_after
 
@@ -307,7 +307,7 @@ def test_an_update_that_fails_in_the_middle(
         for prompt in PROMPTS:
             rollout.submit(prompt, PARAMS)
         expected = rollout.take(3)
-    n_moved, moved = 0, local_memory.moved
+    n_moved, moved = 0, module_update.moved
 
     def fails(*arguments: Any) -> jax.Array:
         nonlocal n_moved
@@ -321,7 +321,7 @@ def test_an_update_that_fails_in_the_middle(
         for prompt in PROMPTS:
             rollout.submit(prompt, PARAMS)
         assert paused.wait(SOON)
-        monkeypatch.setattr(local_memory, "moved", fails)
+        monkeypatch.setattr(module_update, "moved", fails)
         with pytest.raises(EngineError, match="the device is gone"):
             rollout.update(drawn(model, 1))
         failing.resume()
