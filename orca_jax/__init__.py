@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from orca_jax.launch.worker_process import run_worker
     from orca_jax.llm import LLM
     from orca_jax.model_files.found_model import find_config
+    from orca_jax.rollout.layer_gaps import layer_gaps
     from orca_jax.user_model.functions import FunctionModel
 
 __version__ = "0.2.0"
@@ -42,6 +43,7 @@ __all__ = [
     "compile_model",
     "convert_checkpoint",
     "find_config",
+    "layer_gaps",
     "replay",
     "run_worker",
 ]
@@ -55,6 +57,7 @@ _LAZY = {
     "compile_model": "orca_jax.launch.precompile",
     "convert_checkpoint": "orca_jax.checkpoint.convert",
     "find_config": "orca_jax.model_files.found_model",
+    "layer_gaps": "orca_jax.rollout.layer_gaps",
     "replay": "orca_jax.launch.replay_recording",
     "run_worker": "orca_jax.launch.worker_process",
 }

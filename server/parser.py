@@ -106,6 +106,7 @@ def parser() -> CommandParser:
         _route,
         _replay,
         _convert,
+        _diff,
         _completion,
     ):
         add(commands)
@@ -326,6 +327,43 @@ def _convert(commands: Commands) -> None:
         "--quantization",
         choices=get_args(Rounding),
         help="round the matrices of the layers to these numbers, and write compressed-tensors (safetensors)",
+    )
+
+
+def _diff(commands: Commands) -> None:
+    command = commands.add_parser(
+        "diff",
+        help="say in which layer a trainer's forward pass and the engine's differ first",
+        description="Run the same tokens through MODEL and through a trainer's forward pass, and show the "
+        "gap after each layer and of the log-probabilities.",
+        epilog="package.file:function makes the trainer's side, from MODEL if it takes an argument: a module "
+        "of your own, or a function of token ids [T] that returns logits [T, V] and hidden_states, the first "
+        "layer's input and each layer's output. Exit status: 0; 1 if a layer differs; 2 for a mistake; 130 "
+        "after Ctrl-C.",
+    )
+    add_model(command, "what `orca serve` takes (default: the demo model)")
+    command.add_argument(
+        "--against", metavar="package.file:function", required=True, help="makes the trainer's side"
+    )
+    command.add_argument("--prompt", metavar="TEXT", help="the tokens (default: random ones)")
+    command.add_argument(
+        "--length", metavar="N", type=int, default=64, help="number of random tokens (default: 64)"
+    )
+    command.add_argument(
+        "--dtype", choices=get_args(Dtype), help="the engine's (default: float32 on a CPU, else bfloat16)"
+    )
+    command.add_argument(
+        "--tolerance",
+        metavar="X",
+        type=float,
+        help="largest relative gap that counts as none (default: 1e-4 in float32, 0.02 in other dtypes)",
+    )
+    command.add_argument(
+        "--clip",
+        metavar="X",
+        type=float,
+        default=0.2,
+        help="report the share of tokens whose probability changes by more than this factor (default: 0.2)",
     )
 
 

@@ -7,7 +7,17 @@ file does, so the package works without it.
 """
 
 from orca_jax.rollout.agreement import Agreement, agreement
+from orca_jax.rollout.layer_gaps import LayerGap, LayerReport, layer_gaps
 from orca_jax.rollout.rollout import Rollout
 from orca_jax.rollout.sample import Group, Sample
 
-__all__ = ["Agreement", "Group", "Rollout", "Sample", "agreement"]
+__all__ = [
+    "Agreement",
+    "Group",
+    "LayerGap",
+    "LayerReport",
+    "Rollout",
+    "Sample",
+    "agreement",
+    "layer_gaps",
+]

@@ -49,14 +49,19 @@ def agreement(
                 f"sample {i} has {len(sample.token_ids)} tokens, and its logprobs the shape {trained.shape}"
             )
         differences.append((trained - sample.logprobs)[sample.sampled])
-    gap = np.concatenate([*differences, np.zeros(0)])
-    if not len(gap):
+    every = np.concatenate([*differences, np.zeros(0)])
+    if not len(every):
         raise ConfigError("there is no sampled token to compare")
-    ratio = np.exp(gap)
+    return gap(every, clip)
+
+
+def gap(differences: npt.NDArray[np.float64], clip: float) -> Agreement:
+    """The agreement of tokens with these differences [n] of log-probabilities, the trainer's less ours."""
+    ratio = np.exp(differences)
     return Agreement(
-        n_tokens=len(gap),
-        mean=float(np.abs(gap).mean()),
-        largest=float(np.abs(gap).max()),
-        kl=float((ratio - 1 - gap).mean()),
+        n_tokens=len(differences),
+        mean=float(np.abs(differences).mean()),
+        largest=float(np.abs(differences).max()),
+        kl=float((ratio - 1 - differences).mean()),
         outside=float((np.abs(ratio - 1) > clip).mean()),
     )

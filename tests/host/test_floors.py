@@ -65,7 +65,7 @@ DEVICE_ROOMS["checkpoint"] = {
 }
 # They know both kinds, and each those before it.
 COMPOSITION = ("launch", "llm", "rollout")
-LAZY = {"checkpoint", "user_model", "launch", "llm"}  # where the face's lazy names are from
+LAZY = {"checkpoint", "user_model", "launch", "llm", "rollout"}  # where the face's lazy names are from
 # Imported inside a function, by the one file that may: what is slow to import and few need.
 ON_DEMAND = {
     "orca_jax/checkpoint/orbax.py": "orca_jax.checkpoint.orbax_store",

@@ -20,6 +20,7 @@ NOT_RUN = {
     "/image/programs": "a folder of an image; tests/whole/commands/test_compile_ahead.py",
     "DST": "a form to fill in; tests/whole/commands/test_convert_command.py",
     "my_package.my_file:make_model": "a model to write; tests/whole/commands/test_own_model.py",
+    "my_package.my_file:trainers_side": "a trainer to compare with; tests/whole/rollout/test_layer_gaps.py",
     "examples.train_own_model:saved": "a folder to train; tests/whole/commands/test_own_model.py",
     "serve path/to/checkpoint --pipeline-parallel 2 --tensor-parallel 8": "sixteen devices",
     "shortest_first:ShortestFirst": "a policy to write; test_policy_tutorial.py",

@@ -19,7 +19,7 @@ def test_a_page_has_every_flag_of_its_command() -> None:
     pages = dict(command_pages())
     commands = (
         *("generate", "chat", "serve", "compile", "worker", "plan", "bench", "route", "replay", "convert"),
-        "completion",
+        *("diff", "completion"),
     )
     assert tuple(pages) == commands
     for name, command in command_parsers().items():
