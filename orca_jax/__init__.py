@@ -25,6 +25,7 @@ from orca_jax.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from orca_jax.checkpoint.convert import convert_checkpoint
+    from orca_jax.checkpoint.suggested_names import suggest_names
     from orca_jax.launch.precompile import compile_engine, compile_model
     from orca_jax.launch.replay_recording import replay
     from orca_jax.launch.worker_process import run_worker
@@ -46,6 +47,7 @@ __all__ = [
     "layer_gaps",
     "replay",
     "run_worker",
+    "suggest_names",
 ]
 
 
@@ -60,6 +62,7 @@ _LAZY = {
     "layer_gaps": "orca_jax.rollout.layer_gaps",
     "replay": "orca_jax.launch.replay_recording",
     "run_worker": "orca_jax.launch.worker_process",
+    "suggest_names": "orca_jax.checkpoint.suggested_names",
 }
 
 

@@ -312,7 +312,23 @@ def _convert(commands: Commands) -> None:
         "Ctrl-C.",
     )
     command.add_argument("source", metavar="SRC", help="a directory, or a name on the Hugging Face hub")
-    command.add_argument("destination", metavar="DST", help="a directory that does not exist or is empty")
+    command.add_argument(
+        "destination",
+        metavar="DST",
+        help="a directory that does not exist or is empty; with --suggest a file to write",
+    )
+    names = command.add_mutually_exclusive_group()
+    names.add_argument(
+        "--suggest",
+        action="store_true",
+        help="convert nothing; write to the file DST which arrays of an Orbax checkpoint are which weights",
+    )
+    names.add_argument(
+        "--map",
+        metavar="FILE",
+        type=Path,
+        help="the names of an Orbax checkpoint's arrays, as --suggest writes them (default: SRC's orca.json)",
+    )
     command.add_argument(
         "--to",
         choices=FORMATS,

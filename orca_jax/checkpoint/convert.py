@@ -53,6 +53,7 @@ def convert_checkpoint(
     to: Format | None = None,
     dtype: Dtype | None = None,
     quantization: Rounding | None = None,
+    names_file: str | Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Format:
@@ -65,8 +66,9 @@ def convert_checkpoint(
     parameter keeps its dtype, or is unpacked where the checkpoint is quantized. safetensors get the names and
     layout of their model type, in files of at most `max_file_bytes`. With `quantization` they are
     compressed-tensors, with the matrices of layers rounded as `LLM(quantization=...)` rounds them.
-    config.json, the tokenizer and the chat template are copied. `on_bytes(done, total)` receives the progress
-    in bytes read. The host holds one parameter, or one of the trainer's arrays, at a time.
+    config.json, the tokenizer and the chat template are copied. `names_file` is read in place of an Orbax
+    checkpoint's orca.json. `on_bytes(done, total)` receives the progress in bytes read. The host holds one
+    parameter, or one of the trainer's arrays, at a time.
 
     Raises ConfigError or a CheckpointError.
     """
@@ -78,7 +80,12 @@ def convert_checkpoint(
         raise ConfigError(f"quantization is {quantization!r}, which is written as safetensors, not as {to}")
     directory = find_directory(source_path)
     target = Path(destination).expanduser()
-    model, sources = find_parameters(directory, forms={})
+    if names_file is None:
+        model, sources = find_parameters(directory, forms={})
+    elif is_orbax(directory):
+        model, sources = orbax_checkpoint.find_parameters(directory, forms={}, orca_json=Path(names_file))
+    else:
+        raise ConfigError(f"{shown(directory)} is no Orbax checkpoint, and so takes no file of names")
     parts = {name: one for name, one in sources.items() if isinstance(one, Parts)}
     assert parts.keys() == sources.keys(), "sources of dense weights are Parts"
     if to is None:

@@ -46,14 +46,17 @@ _FLOATS = tuple(np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16
 
 
 def find_parameters(
-    directory: Path, kv_repeats: int = 1, forms: Mapping[str, WeightForm] | None = None
+    directory: Path,
+    kv_repeats: int = 1,
+    forms: Mapping[str, WeightForm] | None = None,
+    orca_json: Path | None = None,
 ) -> tuple[ModelConfig, dict[str, Parts]]:
     """Find the model and the arrays of each parameter; all must be present and fit, and none left over.
 
-    The model has each K/V head `kv_repeats` times, and its weights in `forms`. Reads no weight. Raises a
-    CheckpointError.
+    The model has each K/V head `kv_repeats` times, and its weights in `forms`. `orca_json` is read in place
+    of the directory's. Reads no weight. Raises a CheckpointError.
     """
-    description = read_description(directory)
+    description = read_description(directory, orca_json)
     description = replace(description, model=description.model.with_kv_heads(kv_repeats))
     place = description.checkpoint
     _refuse_unfinished(place)

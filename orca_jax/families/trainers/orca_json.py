@@ -4,7 +4,8 @@
      "checkpoint": "40/default",                    the arrays' directory below this one; default "."
      "names": {"layers.{i}.up.weight": {"name": "blocks.{i}.up.kernel", "transpose": true}, ...},
      "ignore": ["opt_state.*"],                     arrays that are not weights
-     "rotary": "interleaved"}                       which of MaxText's two orders its checkpoint has
+     "rotary": "interleaved",                       which of MaxText's two orders its checkpoint has
+     "unsure": {}}                                  what a user has to decide (checkpoint/suggested_names.py)
 
 `model` may be a preset's name, or missing where there is a config.json. `names` may be missing where the
 arrays have our names or those of a known trainer. docs/checkpoints.md is the user documentation.
@@ -42,6 +43,7 @@ from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.array_form import EXPERTS, LETTERS, ArrayForm
 
 ORCA_JSON = "orca.json"
+UNSURE = "unsure"
 TREE = "_METADATA"  # Orbax writes it last
 COMMIT = "_CHECKPOINT_METADATA"
 UNFINISHED = ".orbax-checkpoint-tmp"  # in a directory's name until Orbax renames it
@@ -137,16 +139,22 @@ class Description:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignore)
 
 
-def read_description(directory: Path) -> Description:
+def read_description(directory: Path, orca_json: Path | None = None) -> Description:
     """Read orca.json, or config.json if there is no orca.json.
 
-    `directory` may also be a step, a directory with a number, in one that has such a file. Raises
-    NotACheckpoint if neither exists, CorruptFile, BadModelConfig or UnsupportedModel.
+    `directory` may also be a step, a directory with a number, in one that has such a file. `orca_json` is
+    read in place of the directory's. Raises NotACheckpoint if neither exists, CorruptFile, BadModelConfig or
+    UnsupportedModel.
     """
-    if _is_step(directory) and not _has_description(directory) and _has_description(directory.parent):
+    if (
+        orca_json is None
+        and _is_step(directory)
+        and not _has_description(directory)
+        and _has_description(directory.parent)
+    ):
         description = read_description(directory.parent)
         return replace(description, checkpoint=weights_in(directory))
-    path = directory / ORCA_JSON
+    path = orca_json or directory / ORCA_JSON
     if not os.path.exists(path):
         if not _has_description(directory):
             described = next((each for each in directory.parents[:2] if _has_description(each)), None)
@@ -160,7 +168,10 @@ def read_description(directory: Path) -> Description:
         hf = read_hf_config(directory)
         return Description(hf.path, hf.model, latest_step(directory) or directory, None, note=hf.note)
     values = read_object(path, _MAX_BYTES)
-    _known(path, "", values, {"model", "checkpoint", "names", "ignore", "rotary"})
+    _known(path, "", values, {"model", "checkpoint", "names", "ignore", "rotary", UNSURE})
+    if values.get(UNSURE, {}) != {}:
+        rule = "nothing: decide about each entry, correct it, and take it out of here"
+        raise _bad(path, UNSURE, rule, values[UNSURE])
     hf = None if "model" in values else read_hf_config(directory)
     model = _model(path, values["model"]) if hf is None else hf.model
     check_tokenizer(model, path, directory / "tokenizer.json")
