@@ -139,6 +139,7 @@ def layer_gaps(
 def _places(layers: LayerByLayer, trained: _Trained) -> tuple[list[LayerGap], States]:
     """The gap of each place, and the engine's logits [T, V]."""
     theirs, places, n = trained.states, list[LayerGap](), layers.n_layers
+    normed = len(theirs) == n + 2  # whether the trainer's last state is after the final norm
     x = layers.embedded()
     if theirs:
         places.append(LayerGap("embedding", _gap(x, theirs[0], "hidden state 0"), None))
@@ -149,11 +150,11 @@ def _places(layers: LayerByLayer, trained: _Trained) -> tuple[list[LayerGap], St
             where = f"hidden state {i + 1}"
             if i == n - 1 and _is_normed(layers, alone, theirs):
                 # The trainer shows only the final norm of this layer's output.
-                name = f"{name} with the final norm"
-                alone, normed = layers.final_states(alone), layers.final_states(out)
-                places.append(LayerGap(name, _gap(normed, expected, where), _gap(alone, expected, where)))
+                name, normed = f"{name} with the final norm", True
+                alone, ours = layers.final_states(alone), layers.final_states(out)
             else:
-                places.append(LayerGap(name, _gap(out, expected, where), _gap(alone, expected, where)))
+                ours = out
+            places.append(LayerGap(name, _gap(ours, expected, where), _gap(alone, expected, where)))
         x = out
     logits, alone = np.asarray(layers.logits(x), np.float32), None
     if len(theirs) == n + 2:
@@ -161,7 +162,6 @@ def _places(layers: LayerByLayer, trained: _Trained) -> tuple[list[LayerGap], St
         gaps = (_gap(each, theirs[-1], "the last state") for each in (layers.final_states(x), of_theirs))
         places.append(LayerGap("the final norm", *gaps))
     if theirs:
-        normed = len(theirs) == n + 2 or "norm" in places[-1].name
         alone = _gap(layers.logits(theirs[-1], normed=normed), trained.logits, "the logits")
     places.append(LayerGap("the head", _gap(logits, trained.logits, "the logits"), alone))
     return places, logits
