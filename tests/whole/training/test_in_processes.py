@@ -108,7 +108,7 @@ def test_adapters_in_worker_processes(tmp_path: Path, monkeypatch: pytest.Monkey
             file.write_bytes(file.read_bytes()[:-4])
 
         monkeypatch.setattr(remote_memory, "write_adapters", cut_short)
-        with pytest.raises(CheckpointError, match="a worker could not add the adapters, and all go on"):
+        with pytest.raises(CheckpointError, match="a worker could not add the adapters, and all continue"):
             llm.update_weights(adapters(new, [*shapes])[0])
         assert tokens(llm) == expected and llm.weights_version == 5
 
