@@ -143,7 +143,7 @@ def loaded_engine(
         compile_ahead=config.compile_ahead,
         ready_early=_may_be_ready_early(config, model) and devices[0].platform == "cpu",
         described=None
-        if module is not None or draft is not None or serving.max_loras
+        if found.user_model is not None or draft is not None or serving.max_loras
         else _described(config, model, serving, jnp.dtype(dtype)),
         on_program=on_program,
     )
