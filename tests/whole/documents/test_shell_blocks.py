@@ -24,6 +24,8 @@ NOT_RUN = {
     "examples.train_own_model:saved": "a folder to train; tests/whole/commands/test_own_model.py",
     "serve path/to/checkpoint --pipeline-parallel 2 --tensor-parallel 8": "sixteen devices",
     "shortest_first:ShortestFirst": "a policy to write; test_policy_tutorial.py",
+    "deepseek-ai/DeepSeek-V3": "a checkpoint with a head; tests/device/engine/test_draft_heads.py",
+    "draft:Qwen/Qwen3-0.6B": "a second model to download; tests/whole/training/test_draft_model.py",
     "--lora": "needs adapters; tests/whole/adapters",
     "model.gguf": "a file to download; tests/whole/commands/test_real_models.py",
     "bench": "needs a server, and minutes; tests/endpoint/load",
