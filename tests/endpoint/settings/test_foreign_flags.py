@@ -78,8 +78,12 @@ def test_the_same_meaning_is_taken(name: str) -> None:
     taken = [each for each, command in COMMANDS.items() if name in command._option_string_actions]
     assert taken
     for each in taken:
-        required = {"plan": ["--device", "h100"], "replay": ["FILE"]}.get(each, [])
-        required = ["--stage", "1", "--of", "1", "--listen", "a:1"] if each == "worker" else required
+        required = {
+            "plan": ["--device", "h100"],
+            "replay": ["FILE"],
+            "diff": ["--against", "a:b"],
+            "worker": ["--stage", "1", "--of", "1", "--listen", "a:1"],
+        }.get(each, [])
         if ours == MODEL:
             assert parsed(each, *required, name, "m").model == "m"
         else:

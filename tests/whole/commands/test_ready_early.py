@@ -234,7 +234,7 @@ def test_another_process_compiles_and_this_one_reads(
         until(lambda: bool(processes), "its start")
         wait_for_all()
         counts = llm.compiles
-        assert counts.programs - first.programs == counts.from_disk - first.from_disk > 10
+        assert counts.programs - first.programs == counts.from_disk - first.from_disk > 0
         later = llm.generate([[5, 6, 7], list(range(40))], GREEDY)
         assert [result.token_ids for result in later] == [result.token_ids for result in early]
         llm.generate([list(range(100, 140))], GREEDY)
