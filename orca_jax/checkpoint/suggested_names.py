@@ -92,7 +92,7 @@ class SuggestedNames:
 
     @property
     def unsure(self) -> dict[str, Any]:
-        """What the user decides, by entry."""
+        """The user's decisions, by entry."""
         return self.values.get(UNSURE, {})
 
     def write(self, path: Path) -> None:
@@ -285,7 +285,7 @@ def _orders(slot: _Slot, *, stacked: bool) -> Iterator[str]:
 
 
 def _score(slot: _Slot, one: _Found, sizes: Mapping[str, int]) -> float:
-    """How likely the array's name makes it; above 0 if a word says so."""
+    """Rate how likely the array's name makes it; above 0 if a word says so."""
     words = _words(one.name.replace("{i}", " "))
 
     def has(pattern: str) -> bool:
@@ -327,7 +327,7 @@ def _fits(slot: _Slot, one: _Found, model: ModelConfig, layers: Sequence[int]) -
 def _promise(
     option: Sequence[_Slot], found: Sequence[_Found], model: ModelConfig, layers: Sequence[int]
 ) -> tuple[bool, float, int]:
-    """How good an option is: whether there are arrays for it, their names, and their number."""
+    """Rate an option: whether there are arrays for it, their names, and their number."""
     sizes = axis_sizes(model, option[0].parameter.replace("{i}", str(layers[0] if layers else 0)))
     best = [
         max((_score(slot, one, sizes) for one in found if _fits(slot, one, model, layers)), default=_NEVER)

@@ -207,7 +207,7 @@ class MemoryWithDraft:
         return install
 
     def _of_head(self, read: Callable[[], Callable[[], None]]) -> list[Callable[[], None]]:
-        """What installs a head's weights that `read` finds in a directory; nothing if it has none."""
+        """A function that installs the head's weights in a directory; nothing if it has none."""
         if self._draft.model.reads is None:
             return []
         try:

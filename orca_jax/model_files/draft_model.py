@@ -1,4 +1,4 @@
-"""What drafts on the device: a smaller model with the same tokenizer (draft:MODEL), or a head (mtp)."""
+"""Drafters with weights: a smaller model with the same tokenizer (draft:MODEL), or a head (mtp)."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What reading a prompt's blocks costs beside computing them, by the cost model and the tiers' bandwidths."""
+"""The costs of reading and of computing a prompt's blocks, by the cost model and the tiers' bandwidths."""
 
 import math
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ _LEAST_PROMPTS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolPlan:
-    """What a server of one role does at its floors, with prompts of `context` tokens and `n_output` more.
+    """The rates of a server of one role at its floors, with prompts of `context` tokens and `n_output` more.
 
     It begins or ends `requests_per_second`. A prompt's keys and values have `prompt_bytes`, and take
     `transfer_seconds` to another machine. `host_bytes` is advice for --kv-host-bytes. A pool needs

@@ -144,7 +144,7 @@ def test_caches_of_eight_bits_and_other_policies(options: Mapping[str, Any], tmp
 
 
 def test_no_tier_and_no_lease_for_recurrent_layers(tmp_path: Path) -> None:
-    """Their states do not travel."""
+    """States of recurrent layers do not travel."""
     refused = "kv_host_bytes is 4194304, and a block of a model with recurrent layers .* so leave it out"
     for name in RECURRENT:
         with pytest.raises(ConfigError, match=refused):

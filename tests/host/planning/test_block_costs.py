@@ -1,4 +1,4 @@
-"""What blocks cost to read and to compute, beside sums by hand."""
+"""The costs of blocks to read and to compute, beside sums by hand."""
 
 import pytest
 
