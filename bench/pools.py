@@ -86,10 +86,8 @@ class Pools:
 
     def together(self, jobs: Sequence[Job], *, chunked: bool) -> Seen:
         """One engine for both phases."""
-        scheduling, most = (
-            replace(self.serving.scheduling, prefix_caching=False),
-            self.serving.max_batch_tokens,
-        )
+        scheduling = replace(self.serving.scheduling, prefix_caching=False)
+        most = self.serving.max_batch_tokens
         if not chunked:
             scheduling, most = PREFILL_FIRST, max(most, self.longest)
         records = play(replace(self.serving, scheduling=scheduling, max_batch_tokens=most), self.cost, jobs)

@@ -140,11 +140,12 @@ class DraftEngine:
     def _draft(self, wanted: Sequence[tuple[Request, int]]) -> list[Sequence[int] | None]:
         self._drop([req for req in self._copies if req.row < 0])
         copies = [self._copy(req) for req, _ in wanted]
-        following = [(copy, n) for copy, (_, n) in zip(copies, wanted, strict=True) if copy is not None]
-        requests = {copy.own: req for req, copy in self._copies.items()}
-        following.sort(key=lambda each: each[0].own.n_to_compute)
+        following = [
+            (req, copy, n) for copy, (req, n) in zip(copies, wanted, strict=True) if copy is not None
+        ]
+        following.sort(key=lambda each: each[1].own.n_to_compute)
         n_left, rows, ready = self.config.max_batch_tokens, list[Row](), list[tuple[Request, int]]()
-        for copy, n in following:
+        for req, copy, n in following:
             own = copy.own
             copy.drafts, copy.n_output, copy.n_compared = [], len(own.output_ids), -1
             cached = cached_blocks(own, self.kv) if own.row < 0 else []
@@ -157,7 +158,7 @@ class DraftEngine:
             if not n_tokens or not self._take_slots(own, own.n_computed + n_tokens + n_more, cached):
                 continue
             if self.served is not None:
-                self.served.follow(requests[own], own.row, self.kv)
+                self.served.follow(req, own.row, self.kv)
             rows.append((own, n_tokens))
             n_left -= n_tokens
             if n_tokens == n_behind:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.config import Attention
+from orca_jax.config import Attention, ServingConfig
 from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.execution.host_blocks import HostBlocks
 from orca_jax.execution.matmul_backend import choose_products
@@ -520,6 +520,31 @@ class LocalWorkers:
             iteration.routed += worker.routed(arrived, iteration.message)
             worker.conclude(iteration.message)
         return arrived
+
+
+def stage_workers(
+    config: ModelConfig,
+    parameters: Sequence[Parameters],
+    shape: EngineShape,
+    parts: Sequence[StagePart],
+    serving: ServingConfig,
+    *,
+    attention: Attention | None,
+    caches: bool,
+) -> list[Worker]:
+    """Make the worker of each stage in `parts`, which has its `parameters`; otherwise as in Worker."""
+    return [
+        Worker(
+            config,
+            of_stage,
+            shape,
+            part,
+            command_buffer_collectives=serving.command_buffer_collectives,
+            attention=attention,
+            caches=caches,
+        )
+        for part, of_stage in zip(parts, parameters, strict=True)
+    ]
 
 
 def all_programs(workers: Sequence[Worker], sizes: BatchSizes) -> list[ToCompile]:

@@ -25,7 +25,7 @@ from orca_jax.aot.compiled_stage import placed_parameters
 from orca_jax.config import Attention, ParallelConfig, ServingConfig
 from orca_jax.errors import EngineError
 from orca_jax.execution.compile_cache import keep_compiled_programs
-from orca_jax.execution.worker import Worker, all_programs
+from orca_jax.execution.worker import Worker, all_programs, stage_workers
 from orca_jax.families.config_json import (
     config_from_json,
     config_to_json,
@@ -37,6 +37,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import DECODE_CONTEXTS, BatchSizes
 from orca_jax.planning.sizes import engine_shape
 from orca_jax.sharding.partition import split_model
+from orca_jax.workers.environment import cpu_environment
 from orca_jax.workers.json_child import ChildSilent, JsonChild
 
 _MODULE = "orca_jax.launch.compile_process"
@@ -89,18 +90,10 @@ class DescribedEngine:
         """Make workers that can compile, and not run."""
         dtype, parts = jnp.dtype(self.dtype), split_model(self.model, jax.devices(), self.parallel)
         shape = engine_shape(self.model, self.serving, n_workers=len(parts))
-        return [
-            Worker(
-                self.model,
-                placed_parameters(self.model, part, dtype),
-                shape,
-                part,
-                command_buffer_collectives=self.serving.command_buffer_collectives,
-                attention=self.attention,
-                caches=False,
-            )
-            for part in parts
-        ]
+        placed = [placed_parameters(self.model, part, dtype) for part in parts]
+        return stage_workers(
+            self.model, placed, shape, parts, self.serving, attention=self.attention, caches=False
+        )
 
 
 class CompileProcess:
@@ -111,12 +104,7 @@ class CompileProcess:
     """
 
     def __init__(self, engine: DescribedEngine, buckets: Sequence[int], largest: int) -> None:
-        environment = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(len(jax.devices())),
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-        }
+        environment = cpu_environment(os.environ, n_devices=len(jax.devices()))
         self._child = JsonChild([sys.executable, "-m", _MODULE], environment=environment, yields=True)
         self._child.send({"engine": engine.as_json(), "buckets": list(buckets), "largest": largest})
 
@@ -127,9 +115,7 @@ class CompileProcess:
         except ChildSilent as error:
             raise CompilingEnded(f"the compiling process was ended: {error}") from error
         if answer is None:
-            status = self._child.wait(_END_SECONDS)
-            lines = self._child.last_words().strip().splitlines() or ["it printed no error"]
-            raise CompilingEnded(f"the compiling process ended with status {status}: {lines[-1][:300]}")
+            raise CompilingEnded(f"the compiling process {self._child.how_it_ended(_END_SECONDS)}")
         assert answer == {"bucket": bucket}, answer
 
     @property

@@ -142,9 +142,7 @@ def loaded_engine(
         attention=config.attention,
         compile_ahead=config.compile_ahead,
         ready_early=_may_be_ready_early(config, model) and devices[0].platform == "cpu",
-        described=None
-        if found.user_model is not None or draft is not None or serving.max_loras
-        else _described(config, model, serving, jnp.dtype(dtype)),
+        described=None if draft is not None else _described(found, config, model, serving, jnp.dtype(dtype)),
         on_program=on_program,
     )
     drafter = None if loaded is None else loaded.engine
@@ -223,11 +221,14 @@ def _close_all(closing: Sequence[Callable[[], None]]) -> None:
 
 
 def _described(
-    config: EngineConfig, model: ModelConfig, serving: ServingConfig, dtype: jnp.dtype
+    found: FoundModel, config: EngineConfig, model: ModelConfig, serving: ServingConfig, dtype: jnp.dtype
 ) -> DescribedEngine | None:
-    """Describe an engine whose programs another process can compile into the cache; None if there is none."""
+    """Describe an engine without a draft model for a process that compiles its programs into the cache.
+
+    None if there is no cache, and for what the description lacks: a user's layers, and adapters.
+    """
     folder = compile_cache_folder(config.compile_cache, os.environ)
-    if folder is None:
+    if folder is None or found.user_model is not None or serving.max_loras:
         return None
     return DescribedEngine(
         model=model,

@@ -4,6 +4,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,25 +187,19 @@ class MemoryWithDraft:
         elif isinstance(weights, str | Path):
             parts += self._of_head(lambda: self._of_draft.prepare(weights, cast=cast, lora_scale=1.0))
 
-        def install() -> None:
-            for part in parts:
-                part()
-            if draft or self._draft.model.reads is not None:
-                self._draft.forget()
-
-        return install
+        return partial(self._install, parts, drafts_change=bool(draft))
 
     def read_ahead(self, directory: Path) -> Callable[[], None]:
         parts = [self._served.read_ahead(directory)]
         parts += self._of_head(lambda: self._of_draft.read_ahead(directory))
+        return partial(self._install, parts, drafts_change=False)
 
-        def install() -> None:
-            for part in parts:
-                part()
-            if self._draft.model.reads is not None:
-                self._draft.forget()
-
-        return install
+    def _install(self, parts: Sequence[Callable[[], None]], *, drafts_change: bool) -> None:
+        """Install new weights. A head's keys and values depend on the served model's too."""
+        for part in parts:
+            part()
+        if drafts_change or self._draft.model.reads is not None:
+            self._draft.forget()
 
     def _of_head(self, read: Callable[[], Callable[[], None]]) -> list[Callable[[], None]]:
         """A function that installs the head's weights in a directory; nothing if it has none."""

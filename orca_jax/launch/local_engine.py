@@ -14,7 +14,7 @@ from orca_jax.config import Attention, ServingConfig, Sizes
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.programs import OnProgram, ToCompile, compile_all
-from orca_jax.execution.worker import LocalWorkers, Worker, all_programs
+from orca_jax.execution.worker import LocalWorkers, Worker, all_programs, stage_workers
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import DECODE_CONTEXTS, BatchSizes
 from orca_jax.iteration.shape import EngineShape
@@ -245,18 +245,10 @@ def build_engine(
     shape = engine_shape(model, serving, n_workers=n_workers)
     kv = kv_manager(shape, serving.scheduling)
     if workers is None:
-        workers = [
-            Worker(
-                model,
-                own,
-                shape,
-                part,
-                command_buffer_collectives=serving.command_buffer_collectives,
-                attention=attention,
-                caches=not compile_ahead,  # leaves their memory to XLA's autotuning during compilation
-            )
-            for part, own in zip(parts, parameters, strict=True)
-        ]
+        # Caches that come later leave their memory to XLA's autotuning during compilation.
+        workers = stage_workers(
+            model, parameters, shape, parts, serving, attention=attention, caches=not compile_ahead
+        )
     buckets = shape.buckets if buckets is None else tuple(buckets)
     ready_early &= compile_ahead
     first = first_buckets(buckets, shape.max_rows) if ready_early else tuple(buckets)

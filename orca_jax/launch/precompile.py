@@ -19,7 +19,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.compile_counter import CompileCounter
 from orca_jax.execution.programs import OnProgram, ToCompile, compile_all
-from orca_jax.execution.worker import Worker, programs_by_stage
+from orca_jax.execution.worker import programs_by_stage, stage_workers
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import batch_sizes
 from orca_jax.launch.local_draft import draft_place
@@ -92,18 +92,8 @@ def compile_engine(
         draft=None if place is None else place.memory,
     )
     shape = engine_shape(config, serving, n_workers=len(parts))
-    workers = [
-        Worker(
-            config,
-            placed_parameters(config, part, element),
-            shape,
-            part,
-            command_buffer_collectives=serving.command_buffer_collectives,
-            attention=engine.attention,
-            caches=False,
-        )
-        for part in parts
-    ]
+    placed = [placed_parameters(config, part, element) for part in parts]
+    workers = stage_workers(config, placed, shape, parts, serving, attention=engine.attention, caches=False)
     programs = programs_by_stage(workers, batch_sizes(shape, workers[0].attention.kind))
     with closing(CompileCounter()) as counter:
         if engine.worker_processes:

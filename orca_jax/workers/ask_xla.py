@@ -15,6 +15,7 @@ from orca_jax.errors import EngineError, install_line
 from orca_jax.families.config_json import config_to_json, forms_to_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import CPU
+from orca_jax.workers.environment import cpu_environment
 from orca_jax.workers.json_child import ChildSilent, JsonChild
 
 _MODULE = "orca_jax.aot.memory_plan"
@@ -52,7 +53,7 @@ def ask_memory(question: MemoryQuestion, seconds: float) -> tuple[int, ...]:
     answer = _ask(
         asdict(question) | {"model": config_to_json(question.model), "forms": forms_to_json(question.model)},
         seconds,
-        {"JAX_NUM_CPU_DEVICES": str(question.parallel.n_devices)},
+        n_devices=question.parallel.n_devices,
     )
     temporaries = cast("Sequence[int]", answer.get("temporaries", ()))
     if len(temporaries) != question.parallel.pipeline_parallel:
@@ -66,19 +67,17 @@ def ask_rates(dtype: str) -> tuple[float, float]:
 
     Takes a few seconds. Raises NoAnswer.
     """
-    answer = _ask({"measure": dtype}, _MEASURE_SECONDS, {})
+    answer = _ask({"measure": dtype}, _MEASURE_SECONDS)
     return float(answer["bandwidth"]), float(answer["matrix_rate"])
 
 
-def _ask(question: Mapping[str, Any], seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
-    variables = {**os.environ, **environment, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+def _ask(question: Mapping[str, Any], seconds: float, *, n_devices: int | None = None) -> dict[str, Any]:
+    variables = cpu_environment(os.environ, n_devices=n_devices)
     with JsonChild([sys.executable, "-m", _MODULE], environment=variables) as child:
         try:
             answer = child.ask(question, seconds, last=True)
         except ChildSilent as error:
             raise NoAnswer(f"XLA did not finish: {error}") from error
         if answer is None:
-            status = child.wait(_END_SECONDS)
-            lines = child.last_words().strip().splitlines() or ["it printed no error"]
-            raise NoAnswer(f"XLA's compiler ended with status {status}: {lines[-1][:300]}")
+            raise NoAnswer(f"XLA's compiler {child.how_it_ended(_END_SECONDS)}")
     return answer

@@ -56,6 +56,12 @@ def compile_cache_folder(folder: str | Path | None, environ: Mapping[str, str]) 
     return None if folder is None else Path(folder).expanduser()
 
 
+def cpu_environment(environ: Mapping[str, str], *, n_devices: int | None = None) -> dict[str, str]:
+    """The environment of a process that uses the CPU alone, as `n_devices` devices, and logs little."""
+    devices = {} if n_devices is None else {_JAX_HOST_DEVICES: str(n_devices)}
+    return {**environ, **devices, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
 def hold_memory(environ: MutableMapping[str, str], fraction: float) -> None:
     """Make JAX reserve this fraction of each GPU's memory, unless `environ` already sets one.
 

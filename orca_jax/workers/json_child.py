@@ -178,6 +178,12 @@ class JsonChild:
         tail = os.pread(self._stderr.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
         return tail.decode(errors="replace")
 
+    def how_it_ended(self, seconds: float) -> str:
+        """Wait as in `wait`; return "ended with status N: " and the last line of its stderr."""
+        status = self.wait(seconds)
+        lines = self.last_words().strip().splitlines() or ["it printed no error"]
+        return f"ended with status {status}: {lines[-1][:300]}"
+
     def close(self) -> None:
         """End it and its process group. Idempotent."""
         self._lines.discard_overflow()
